@@ -198,7 +198,7 @@ def test_reasoning_has_a_field_of_its_own(xml):
 
 def test_without_an_opening_there_is_no_reasoning(xml):
     message = whole(xml, "hm</think>yes", tools=None).message
-    assert "hm</think>yes" in message.content and "reasoning_content" not in message.model_dump()
+    assert "hm</think>yes" in message.content and message.reasoning_content is None
 
 
 def test_several_answers_have_calls_of_their_own(xml):

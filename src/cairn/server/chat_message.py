@@ -1,6 +1,7 @@
 """One answer of a chat as a message: content, reasoning and calls, whole and in pieces."""
 
 from collections.abc import Callable
+from types import MappingProxyType
 from typing import Any
 
 from cairn.engine.contract import FinishReason
@@ -12,6 +13,9 @@ from cairn.server.parsers.output_parser import (
     ToolCallArguments,
     ToolCallStart,
 )
+
+_NEVER_SENT = MappingProxyType(dict.fromkeys(("refusal", "annotations", "audio", "function_call")))
+"""Fields of OpenAI's messages that no answer here has: null, as in vLLM."""
 
 
 class ChatMessage:
@@ -60,9 +64,8 @@ class ChatMessage:
         content: str | None = "".join(self._content)
         if not content and (self._calls or self._reasoning):
             content = None
-        message: dict[str, Any] = {"role": "assistant", "content": content}
-        if self._reasoning:
-            message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning)
+        message: dict[str, Any] = {"role": "assistant", "content": content, **_NEVER_SENT}
+        message["reasoning_content"] = message["reasoning"] = "".join(self._reasoning) or None
         if self._calls:
             message["tool_calls"] = [
                 call | {"function": {"name": call["function"]["name"], "arguments": "".join(pieces)}}

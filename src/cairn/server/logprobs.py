@@ -64,9 +64,9 @@ class LogprobsFormatter:
         content = []
         for _, ((token, value), *best) in logprobs:
             entry = self._entry(token, value)
-            if self._has_listed:
-                best = [*({token: value} | dict(best)).items()]
-            entry["top_logprobs"] = [self._entry(*pair) for pair in best]
+            # As in vLLM the token itself comes first, and counts as one of as many as were asked for.
+            top = [*({token: value} | dict(best)).items()]
+            entry["top_logprobs"] = [self._entry(*pair) for pair in (top if self._has_listed else top[: len(best)])]
             content.append(entry)
         return {"content": content}
 
@@ -78,9 +78,10 @@ class LogprobsFormatter:
             name = self._name(token)
             part["tokens"].append(name)
             part["token_logprobs"].append(_number(value))
-            # The token itself is listed even if it is not among the best, and wins over others with the same text.
+            # As in vLLM the token itself comes first, also if it is not among the best. It wins over others with the
+            # same text.
             named = {self._name(other): _number(its) for other, its in best}
-            part["top_logprobs"].append(named | {name: _number(value)})
+            part["top_logprobs"].append({name: 0.0} | named | {name: _number(value)})
             part["text_offset"].append(offsets.next(spelled))
         return part
 
@@ -94,7 +95,7 @@ class LogprobsFormatter:
         """vLLM's `prompt_logprobs`: by token id, null for the first token."""
         parts: list[dict[str, Any] | None] = [None]
         for rank, (own, *best) in logprobs:
-            ranked = [*((place, pair) for place, pair in enumerate(best, 1)), (rank, own)]
+            ranked = [(rank, own), *((place, pair) for place, pair in enumerate(best, 1) if pair[0] != own[0])]
             parts.append(
                 {
                     str(token): {"logprob": _number(value), "rank": place, "decoded_token": _text(self._bytes(token))}

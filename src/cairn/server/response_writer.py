@@ -47,7 +47,7 @@ class Choice:
 @dataclass(slots=True)
 class ResponseWriter(ABC):
     """Writes `n` answers to each of `prompts` as one endpoint does; used once, for one response or one stream. All it
-    writes is plain JSON objects.
+    writes is plain JSON objects. What there is not is null in a response, and left out of a chunk where vLLM does so.
 
     `new_message` makes the message of one answer of a chat. `caches`, `prompt_logprobs`: by prompt;
     `kv_transfer_params`: of the first one. They come with the last outputs.
@@ -56,6 +56,7 @@ class ResponseWriter(ABC):
     id: str
     created: int
     model: str
+    system_fingerprint: str
     body: SamplingFields
     prompts: Sequence[RenderedPrompt]
     n: int
@@ -95,8 +96,12 @@ class ResponseWriter(ABC):
         """The whole response, once all outputs have been added."""
         params = self.kv_transfer_params
         return self._envelope(self.response_object, [self._write_choice(choice) for choice in self.choices]) | {
-            "usage": self.usage(),
+            "service_tier": None,
+            "system_fingerprint": self.system_fingerprint,
+            "usage": self.usage() | {"completion_tokens_details": None},
             "kv_transfer_params": None if params is None else msgspec.Raw(params),
+            "ec_transfer_params": None,
+            "metrics": None,
             "cairn": self.cache_use(),
         }
 
@@ -125,8 +130,10 @@ class ResponseWriter(ABC):
         chunk = self.write_chunk(prompt, output)
         if chunk is None:
             return []
-        if self.is_complete and not self._includes_usage:
-            chunk["cairn"] = self.cache_use()
+        if output.finish_reason is not None and not self._includes_usage:
+            chunk["system_fingerprint"] = self.system_fingerprint
+            if self.is_complete:
+                chunk["cairn"] = self.cache_use()
         return [self._chunk_event(chunk)]
 
     def closing_events(self) -> list[bytes]:
@@ -149,7 +156,8 @@ class ResponseWriter(ABC):
         return self.body.stream_options is not None and bool(self.body.stream_options.include_usage)
 
     def write_usage_chunk(self) -> dict[str, Any]:
-        return self._envelope(self.chunk_object, []) | {"usage": self.usage(), "cairn": self.cache_use()}
+        ending = {"usage": self.usage(), "system_fingerprint": self.system_fingerprint, "cairn": self.cache_use()}
+        return self._envelope(self.chunk_object, []) | ending
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, however many answers it has."""
@@ -179,18 +187,8 @@ class ResponseWriter(ABC):
     def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
-    def _choice(
-        self,
-        choice: Choice,
-        content: dict[str, Any],
-        logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-        token_ids: list[int] | None = None,
-    ) -> dict[str, Any]:
-        ending: dict[str, Any] = {"finish_reason": finish_reason, "stop_reason": choice.stop_reason}
-        if token_ids is not None and self.body.return_token_ids:
-            ending["token_ids"] = token_ids
-        return {"index": choice.index, **content, "logprobs": logprobs, **ending}
+    def _ids_if_asked_for(self, token_ids: list[int]) -> list[int] | None:
+        return token_ids if self.body.return_token_ids else None
 
 
 def encode_event(data: bytes, name: str | None = None) -> bytes:
@@ -214,12 +212,18 @@ class CompletionWriter(ResponseWriter):
 
     def _write_choice(self, choice: Choice) -> dict[str, Any]:
         text = self._echo(choice) + "".join(choice.texts)
-        logprobs = self._write_logprobs(choice, choice.logprobs, is_first=True)
-        body = self._choice(choice, {"text": text}, logprobs, choice.finish_reason, choice.token_ids)
-        if self.body.prompt_logprobs is not None:
-            prompt_logprobs = self.prompt_logprobs[choice.prompt]
-            body["prompt_logprobs"] = None if prompt_logprobs is None else self.formatter.prompt(prompt_logprobs)
-        return self._add_prompt_ids(choice, body)
+        prompt_logprobs = None if self.body.prompt_logprobs is None else self.prompt_logprobs[choice.prompt]
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": self._write_logprobs(choice, choice.logprobs, is_first=True),
+            "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
+            "token_ids": self._ids_if_asked_for(choice.token_ids),
+            "prompt_logprobs": None if prompt_logprobs is None else self.formatter.prompt(prompt_logprobs),
+            "prompt_token_ids": self._ids_if_asked_for(self.prompts[choice.prompt].token_ids),
+            "routed_experts": None,
+        }
 
     def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | None:
         is_first = len(choice.texts) == 1
@@ -227,12 +231,15 @@ class CompletionWriter(ResponseWriter):
         logprobs = self._write_logprobs(choice, output.logprobs, is_first=is_first)
         if not text and logprobs is None and output.finish_reason is None and not self.body.return_token_ids:
             return None
-        body = self._choice(choice, {"text": text}, logprobs, output.finish_reason, output.token_ids)
-        return self._add_prompt_ids(choice, body) if is_first else body
-
-    def _add_prompt_ids(self, choice: Choice, body: dict[str, Any]) -> dict[str, Any]:
-        ids = {"prompt_token_ids": self.prompts[choice.prompt].token_ids} if self.body.return_token_ids else {}
-        return body | ids
+        return {
+            "index": choice.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": output.finish_reason,
+            "stop_reason": output.stop_reason,
+            "prompt_token_ids": self._ids_if_asked_for(self.prompts[choice.prompt].token_ids) if is_first else None,
+            "token_ids": self._ids_if_asked_for(output.token_ids),
+        }
 
     def _echo(self, choice: Choice) -> str:
         is_echoed = isinstance(self.body, CompletionRequest) and self.body.echo
@@ -261,41 +268,54 @@ class ChatWriter(ResponseWriter):
     chunk_object = "chat.completion.chunk"
 
     def write_response(self) -> dict[str, Any]:
-        body = ResponseWriter.write_response(self)
-        if self.body.return_token_ids:
-            body["prompt_token_ids"] = self.prompts[0].token_ids
-        if self.body.prompt_logprobs is not None and self.prompt_logprobs[0] is not None:
-            body["prompt_logprobs"] = self.formatter.prompt(self.prompt_logprobs[0])
-        return body | self._prompt_text()
+        prompt_logprobs = self.prompt_logprobs[0]
+        return ResponseWriter.write_response(self) | {
+            "prompt_logprobs": None if prompt_logprobs is None else self.formatter.prompt(prompt_logprobs),
+            **self._write_prompt(),
+        }
 
     def write_opening(self) -> list[dict[str, Any]]:
-        ids = {"prompt_token_ids": self.prompts[0].token_ids} if self.body.return_token_ids else {}
-        opened = [self._choice(choice, {"delta": {"role": "assistant", "content": ""}}) for choice in self.choices]
-        chunks = [self._envelope(self.chunk_object, [choice]) | ids for choice in opened]
-        chunks[0] |= self._prompt_text()
-        return chunks
+        begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        opened = [{"index": choice.index, **begun} for choice in self.choices]
+        return [self._envelope(self.chunk_object, [choice]) | self._write_prompt() for choice in opened]
 
-    def _prompt_text(self) -> dict[str, Any]:
-        """vLLM's `prompt_text`, where it is asked for."""
-        is_asked = isinstance(self.body, ChatRequest) and self.body.return_prompt_text
-        return {"prompt_text": self.prompts[0].text} if is_asked else {}
+    def _write_prompt(self) -> dict[str, Any]:
+        """The prompt as ids and as text, where they are asked for."""
+        prompt, body = self.prompts[0], self.body
+        shows_text = isinstance(body, ChatRequest) and body.return_prompt_text
+        ids = self._ids_if_asked_for(prompt.token_ids)
+        return {"prompt_token_ids": ids, "prompt_text": prompt.text if shows_text else None}
 
     def _write_choice(self, choice: Choice) -> dict[str, Any]:
         message = self.new_message()
         message.add("".join(choice.texts), last=True, truncated=choice.is_truncated)
-        finish_reason = message.finish_reason(choice.finish_reason)
         logprobs, token_ids = self._write_tokens(message, choice.logprobs, choice.token_ids)
-        return self._choice(choice, {"message": message.message()}, logprobs, finish_reason, token_ids)
+        return {
+            "index": choice.index,
+            "message": message.message(),
+            "logprobs": logprobs,
+            "finish_reason": message.finish_reason(choice.finish_reason),
+            "stop_reason": choice.stop_reason,
+            "token_ids": token_ids,
+            "routed_experts": None,
+        }
 
     def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | None:
         choice.message = message = choice.message or self.new_message()
         logprobs, token_ids = self._write_tokens(message, output.logprobs, output.token_ids)
-        shows_tokens = logprobs is not None or (self.body.return_token_ids and token_ids is not None)
         delta = message.add(output.text, last=output.finish_reason is not None, truncated=choice.is_truncated)
-        if not delta and not shows_tokens and output.finish_reason is None:
+        if not delta and logprobs is None and token_ids is None and output.finish_reason is None:
             return None
-        finish_reason = message.finish_reason(output.finish_reason)
-        return self._choice(choice, {"delta": delta or {"content": ""}}, logprobs, finish_reason, token_ids)
+        body = {
+            "index": choice.index,
+            "delta": delta or {"content": ""},
+            "logprobs": logprobs,
+            "finish_reason": message.finish_reason(output.finish_reason),
+            "token_ids": token_ids,
+        }
+        if output.finish_reason is not None:
+            body["stop_reason"] = output.stop_reason
+        return body
 
     def _write_tokens(
         self, message: ChatMessage, logprobs: TokenLogprobs | None, token_ids: list[int]
@@ -304,4 +324,5 @@ class ChatWriter(ResponseWriter):
         if message.hides_reasoning:
             return None, None
         is_asked = logprobs is not None and self.body.get_num_logprobs() is not None
-        return self.formatter.chat(logprobs) if logprobs is not None and is_asked else None, token_ids
+        shown = self.formatter.chat(logprobs) if logprobs is not None and is_asked else None
+        return shown, self._ids_if_asked_for(token_ids)

@@ -17,6 +17,7 @@ class Usage(TypedDict):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: NotRequired[dict[Literal["cached_tokens"], Count]]
+    completion_tokens_details: NotRequired[None]
 
 
 class CacheUse(TypedDict):
@@ -57,22 +58,41 @@ class PromptLogprob(TypedDict):
     decoded_token: str
 
 
+PromptLogprobs: TypeAlias = list[dict[str, PromptLogprob] | None]
+
+
 class BaseChoice(TypedDict):
     """The fields of all choices."""
 
     index: Count
     finish_reason: FinishName | None
+
+
+class WholeChoice(BaseChoice):
+    """The fields of all complete choices."""
+
     stop_reason: str | int | None
-    token_ids: NotRequired[list[Count]]
+    token_ids: list[Count] | None
+    routed_experts: None
 
 
-class CompletionChoice(BaseChoice):
-    """One text, or a piece of it."""
+class CompletionChoice(WholeChoice):
+    """One text."""
 
     text: str
     logprobs: CompletionLogprobs | None
-    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None] | None]
-    prompt_token_ids: NotRequired[list[Count]]
+    prompt_logprobs: PromptLogprobs | None
+    prompt_token_ids: list[Count] | None
+
+
+class CompletionChunkChoice(BaseChoice):
+    """A piece of a text. `prompt_token_ids` come with the first one."""
+
+    text: str
+    logprobs: CompletionLogprobs | None
+    stop_reason: str | int | None
+    prompt_token_ids: list[Count] | None
+    token_ids: list[Count] | None
 
 
 class CallText(TypedDict):
@@ -102,16 +122,20 @@ class Delta(TypedDict, total=False):
 
 
 class AnswerMessage(TypedDict):
-    """A whole message."""
+    """A whole message, with `tool_calls` if it has some."""
 
     role: Literal["assistant"]
     content: str | None
-    reasoning_content: NotRequired[str]
-    reasoning: NotRequired[str]
+    refusal: None
+    annotations: None
+    audio: None
+    function_call: None
+    reasoning_content: str | None
+    reasoning: str | None
     tool_calls: NotRequired[list[AnsweredCall]]
 
 
-class ChatChoice(BaseChoice):
+class ChatChoice(WholeChoice):
     """One answer of a chat."""
 
     message: AnswerMessage
@@ -119,10 +143,12 @@ class ChatChoice(BaseChoice):
 
 
 class ChatChunkChoice(BaseChoice):
-    """A piece of an answer of a chat."""
+    """A piece of an answer of a chat. `token_ids` come with all but the first, `stop_reason` with the last."""
 
     delta: Delta
     logprobs: ChatLogprobs | None
+    token_ids: NotRequired[list[Count] | None]
+    stop_reason: NotRequired[str | int | None]
 
 
 class BaseResponse(TypedDict):
@@ -133,27 +159,33 @@ class BaseResponse(TypedDict):
     model: str
 
 
-class CompletionResponse(BaseResponse):
+class WholeResponse(BaseResponse):
+    """The fields of both responses."""
+
+    usage: Usage
+    service_tier: None
+    system_fingerprint: str
+    kv_transfer_params: dict[str, Any] | None
+    ec_transfer_params: None
+    metrics: None
+    cairn: CacheUse
+
+
+class CompletionResponse(WholeResponse):
     """POST /v1/completions."""
 
     object: Literal["text_completion"]
     choices: list[CompletionChoice]
-    usage: Usage
-    kv_transfer_params: dict[str, Any] | None
-    cairn: CacheUse
 
 
-class ChatResponse(BaseResponse):
+class ChatResponse(WholeResponse):
     """POST /v1/chat/completions."""
 
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
-    usage: Usage
-    kv_transfer_params: dict[str, Any] | None
-    cairn: CacheUse
-    prompt_token_ids: NotRequired[list[Count]]
-    prompt_text: NotRequired[str]
-    prompt_logprobs: NotRequired[list[dict[str, PromptLogprob] | None]]
+    prompt_token_ids: list[Count] | None
+    prompt_logprobs: PromptLogprobs | None
+    prompt_text: str | None
 
 
 class BaseChunk(BaseResponse):
@@ -161,6 +193,7 @@ class BaseChunk(BaseResponse):
 
     kv_transfer_params: NotRequired[dict[str, Any]]
     usage: NotRequired[Usage]
+    system_fingerprint: NotRequired[str]
     cairn: NotRequired[CacheUse]
 
 
@@ -168,7 +201,7 @@ class CompletionChunk(BaseChunk):
     """One event of a completion's stream."""
 
     object: Literal["text_completion"]
-    choices: list[CompletionChoice]
+    choices: list[CompletionChunkChoice]
 
 
 class ChatChunk(BaseChunk):
@@ -176,8 +209,8 @@ class ChatChunk(BaseChunk):
 
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
-    prompt_token_ids: NotRequired[list[Count]]
-    prompt_text: NotRequired[str]
+    prompt_token_ids: NotRequired[list[Count] | None]
+    prompt_text: NotRequired[str | None]
 
 
 class ContentBlock(TypedDict):

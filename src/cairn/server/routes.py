@@ -169,7 +169,7 @@ async def _prepare(
     created, model = int(service.wall()), service.options.model_name
     has_listed = bool(body.logprob_token_ids)
     formatter = service.logprobs_formatter.configure(body.return_tokens_as_token_ids, has_listed=has_listed)
-    fields = (answer_id, created, model, body, prompts, n, formatter, new_message)
+    fields = (answer_id, created, model, service.system_fingerprint, body, prompts, n, formatter, new_message)
     return Generation(service, requests, writer_type(*fields), arrival_time, deadline)
 
 

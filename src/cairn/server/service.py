@@ -1,6 +1,7 @@
 """State that the routes share: the engine and its queries, the gate, metrics, and the tokenizer's thread."""
 
 import asyncio
+import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -8,7 +9,8 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import TypeVar
 
-from cairn.engine.contract import EngineClient, EngineStats, TextTokenizer
+from cairn import __version__
+from cairn.engine.contract import EngineClient, EngineInfo, EngineStats, TextTokenizer
 from cairn.errors import EngineDead, Overloaded
 from cairn.http.middleware import Gate, random_id
 from cairn.server.images import MediaConnector
@@ -82,6 +84,12 @@ class TokenizerThread:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
+def compute_fingerprint(info: EngineInfo) -> str:
+    """OpenAI's `system_fingerprint`: another one says that the same seed may bring another answer."""
+    parts = (info.model, info.architecture, info.dtype, info.quantization, info.exact, info.tensor_parallel_size)
+    return f"cairn-{__version__}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
+
+
 class Service:
     """One server's state. `clock` measures, `wall` dates answers (seconds since 1970), `new_id` names requests.
     `default_sampling`: values of fields that a body does not have; `max_tokens` bounds it where a body has it, too."""
@@ -108,6 +116,7 @@ class Service:
         self.responses = ResponseStore(options.max_stored_responses, options.stored_response_bytes)
         self.images = images or MediaConnector(limits.images)
         info = engine.info
+        self.system_fingerprint = compute_fingerprint(info)
         self.gate = Gate(limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting)
         self.metrics = Metrics(engine.info, options.model_name)
         self.parsers = select_parsers(
