@@ -2,6 +2,8 @@
 #
 #   make test    lint, types and the tests that every change needs, in some six minutes
 #   make test-more the rest: whole matrices, more rounds of faults, servers of their own
+#   make test-clients published clients (openai, anthropic, litellm, langchain-openai, instructor) against a server
+#   make test-vllm VLLM=folder vLLM's own server tests, from its unpacked source package: see tests/clients/vllm_tests
 #   make test-kernels the CUDA kernels without a GPU: interpreted, and compiled for three generations; some minutes
 #   make test-gpu the CUDA kernels on this machine's NVIDIA GPU; started again, it goes on where it stopped
 #   make gpu-wheels what a GPU machine without a network lacks to run cairn, in build/gpu-wheels
@@ -30,6 +32,9 @@ NIXL := $(VENV)/.installed-nixl
 UI := $(VENV)/.installed-ui
 MODEL := build/model
 TORCH := $(shell grep '^torch==' constraints.txt)
+# Clients disagree about the versions of what they need: an environment for each of these lists.
+CLIENTS := build/clients
+RUN_CLIENTS = cd tests/clients && $(ONE_THREAD) CAIRN=$(CURDIR)/$(BIN)/cairn CAIRN_MODEL=$(CURDIR)/$(MODEL)
 # Beside the environment, not in it: torch and transformers are others where Triton can be imported.
 TRITON_FOLDER := build/triton
 TRITON := $(TRITON_FOLDER)/.installed
@@ -40,7 +45,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
 
-.PHONY: test test-more test-kernels test-gpu gpu-wheels test-ui test-long soak soak-server lint demo demo-pd serve benchmarks bench-vllm clean
+.PHONY: test test-more test-clients test-vllm test-kernels test-gpu gpu-wheels test-ui test-long soak soak-server lint demo demo-pd serve benchmarks bench-vllm clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
@@ -50,6 +55,17 @@ test-ui: $(UI)
 
 test-more: $(NIXL)
 	@$(RUN) -m pytest -m more -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+
+# Each client's own requirements hold: the openai package is there in its newest version, and in litellm's.
+test-clients: $(MODEL)/config.json $(CLIENTS)/openai/.installed $(CLIENTS)/litellm/.installed
+	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/openai/bin/python -m pytest $(TEST_ARGS) \
+	  test_openai.py test_anthropic.py test_langchain.py
+	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/litellm/bin/python -m pytest $(TEST_ARGS) \
+	  test_openai.py test_litellm.py test_instructor.py
+
+test-vllm: $(MODEL)/config.json build/vision-model/config.json $(CLIENTS)/vllm/.installed
+	@test -d "$(VLLM)" || { echo "Name the folder of vLLM's unpacked source package: make test-vllm VLLM=..." >&2; exit 1; }
+	@$(CLIENTS)/vllm/bin/python tests/clients/vllm_tests/run.py "$(VLLM)" $(TEST_ARGS)
 
 # "cuda" is in the names of the backend's files and of its parameter: what other backends are asked is asked elsewhere.
 test-kernels: $(TRITON)
@@ -130,6 +146,17 @@ $(MODEL)/config.json: $(wildcard src/cairn/models/*.py src/cairn/models/*/*.py) 
 	@rm -rf $(MODEL)
 	@mkdir -p $(dir $(MODEL))
 	@$(RUN) -m cairn make-model nemotron_h $(MODEL)
+
+build/vision-model/config.json: $(MODEL)/config.json
+	@rm -rf $(@D)
+	@$(RUN) -m cairn make-model qwen3_5_vl $(@D)
+
+# The lists are whole, so that nothing has to be resolved.
+$(CLIENTS)/%/.installed: tests/clients/%.txt
+	@rm -rf $(@D) && mkdir -p $(CLIENTS)
+	@$(PYTHON) -m venv $(@D)
+	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \

@@ -10,6 +10,9 @@ import torch
 
 from cairn.models.random_weights.make_model import make_model
 
+# `make test-clients` runs these, in environments of their own
+collect_ignore = ["clients"]
+
 torch.set_num_threads(1)
 
 # Child processes, such as an engine core's, find `doubles`, too.

@@ -89,7 +89,7 @@ def test_token_id_out_of_range(server, tokens, said):
         ([[1], [259]], "prompt[1][0] is 259"),
         ([[1], []], "prompt[1] is empty"),
         ([[], [1]], "prompt[0] is empty"),
-        ([[1], [1] * 5000], "prompt[1] has 5000 tokens"),
+        ([[1], [1] * 5000], "prompt[1] is too long: 5000 tokens"),
         (["x"] * 257, "257 prompts are too many"),
     ],
 )

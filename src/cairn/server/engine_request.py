@@ -87,18 +87,20 @@ def _check_length(limit: int, prompt: RenderedPrompt, body: SamplingFields) -> N
     which = prompt.field if prompt.field != param else "the prompt"
     if n == 0:
         raise InvalidRequest(f"{which} is empty", param)
+    # By vLLM's beginning of this sentence, or by Anthropic's "is too long", clients know that they must shorten it.
+    limited = f"This model's maximum context length is {limit} tokens, the answer included"
     if n >= limit:
-        raise InvalidRequest(f"{which} has {n} tokens; the model takes {limit}, the answer included", param)
+        raise InvalidRequest(f"{limited}: {which} is too long: {n} tokens > {limit - 1}", param)
     if max_tokens is None or n + max_tokens <= limit:
         return
     field = body.max_tokens_field
     if field is None:
         raise InvalidRequest(
-            f"{which} has {n} tokens, and without max_tokens an answer may have {max_tokens}; the model takes "
-            f"{limit} together: send max_tokens of at most {limit - n}",
+            f"{limited}: {which} has {n} tokens, and without max_tokens an answer may have {max_tokens}; send "
+            f"max_tokens of at most {limit - n}",
             "max_tokens",
         )
-    text = f"{which} has {n} tokens and {field} asks for {max_tokens} more; the model takes {limit} together"
+    text = f"{limited}: {which} has {n} tokens and {field} asks for {max_tokens} more"
     raise InvalidRequest(text, field)
 
 
