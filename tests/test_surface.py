@@ -135,9 +135,9 @@ EXPORTED = {
     "cairn.engine.contract": "Breakpoint CacheInfo CacheReport CacheView EngineClient EngineConfig EngineInfo "
     "EngineOptions EngineStats FinishReason GenerateOutput GenerateRequest ImageInput ImageStats KvEventsConfig "
     "KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
-    "MAX_PROMPT_LOGPROBS MAX_SHOWN Pixels PoolStats PrefixCacheStats RANGES RenderedPrompt RequestLogConfig "
-    "STEP_SIZES StepStats StopConditions Structure TemplateValue TextStream TextTokenizer Timings TokenLogprobs "
-    "TokenStats TransferReport TransferStats check_token_ids",
+    "MAX_PATTERN_SIZE MAX_PROMPT_LOGPROBS MAX_SHOWN Pixels PoolStats PrefixCacheStats RANGES RenderedPrompt "
+    "RepetitionDetection RequestLogConfig STEP_SIZES StepStats StopConditions Structure TemplateValue TextStream "
+    "TextTokenizer Timings TokenLogprobs TokenStats TransferReport TransferStats check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",

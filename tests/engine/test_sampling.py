@@ -11,7 +11,7 @@ from test_core import request, run, tokens_of
 
 from cairn.engine.build import build_core
 from cairn.engine.client import OutputQueue
-from cairn.engine.contract import EngineConfig, GenerateOutput
+from cairn.engine.contract import EngineConfig, GenerateOutput, RepetitionDetection
 from cairn.engine.contract.output import pack_logprobs
 from cairn.engine.output_processor import StopStringChecker
 from cairn.engine.specs import seed_of
@@ -290,6 +290,26 @@ def test_an_abort_ends_all_answers_and_leaves_nothing(steps):
     assert (stats.num_running, stats.num_waiting, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("room", [0, 10_000])
+def test_an_answer_that_repeats_itself_ends_with_nothing_left(tiny_model, room):
+    fields = {"logit_bias": {77: 100.0}, "max_tokens": 50}
+    limit = RepetitionDetection(max_pattern_size=4, min_pattern_size=2, min_count=3)
+    engine = Engine(tiny_model)
+    engine.submit("a", TEXT[:70], **fields, repetition_detection=limit, n=2)
+    engine.submit("b", TEXT[:70], **fields, repetition_detection=limit, min_tokens=9)
+    engine.step()
+    engine.step()
+    victim = engine.state.requests["a"]
+    preempt(engine.state, victim, victim, room)
+    engine.run()
+    for name, index, length in (("a", 0, 6), ("a", 1, 6), ("b", 0, 9)):
+        last = [output for output in engine.outputs[name] if output.index == index][-1]
+        assert answer(engine.outputs[name], index) == [77] * length
+        assert (last.finish_reason, last.stop_reason) == ("repetition", "repetition_detected")
+    stats = engine.core.stats()
+    assert (stats.num_running, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0)
+
+
 def test_an_error_of_one_answer_ends_them_all():
     engine = simulated_core()
     engine.submit(request(n=3, max_tokens=50))
@@ -375,6 +395,10 @@ BAD = [
     ({"logprob_token_ids": [-1]}, "logprob_token_ids"),
     ({"logprob_token_ids": [1] * 129}, "logprob_token_ids"),
     ({"logprobs": -1}, "logprobs"),
+    ({"repetition_detection": RepetitionDetection(max_pattern_size=-1)}, "repetition_detection"),
+    ({"repetition_detection": RepetitionDetection(max_pattern_size=4097, min_count=2)}, "repetition_detection"),
+    ({"repetition_detection": RepetitionDetection(max_pattern_size=2, min_count=1)}, "repetition_detection"),
+    ({"repetition_detection": RepetitionDetection(max_pattern_size=2, min_pattern_size=3)}, "repetition_detection"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 20, "prompt": [1] * 60_000}, "prompt_logprobs"),

@@ -122,6 +122,43 @@ def test_tokens_that_are_listed_are_told_of_beside_the_sampled_one(server):
         assert refused(server, path, **wrong) == "logprob_token_ids"
 
 
+# -- repetition_detection ----------------------------------------------------------------------------------------------
+
+
+def test_an_answer_that_repeats_itself_ends(server):
+    limit = {"max_pattern_size": 4, "min_count": 3}
+    body = {"prompt": "ab", "ignore_eos": True, "max_tokens": 40, "return_token_ids": True}
+    for fields, length in (
+        ({"repetition_detection": limit}, 9),
+        ({"repetition_detection": limit | {"min_pattern_size": 3}}, 9),
+        ({"repetition_detection": limit, "min_tokens": 14}, 14),
+        ({"repetition_detection": limit | {"min_pattern_size": 4}}, 40),
+        ({"repetition_detection": {"max_pattern_size": 0}}, 40),
+        ({"repetition_detection": None}, 40),
+    ):
+        before = server.metric('vllm:request_success_total{engine="0",finished_reason="repetition"')
+        (choice,) = ask(server, TEXT, **body, **fields)["choices"]
+        assert choice["token_ids"] == ([97, 98, 256] * 14)[:length]
+        ending = ("length", None) if length == 40 else ("repetition", "repetition_detected")
+        assert (choice["finish_reason"], choice["stop_reason"]) == ending
+        server.until(lambda: server.core.stats().num_running == 0)
+        after = server.metric('vllm:request_success_total{engine="0",finished_reason="repetition"')
+        assert after == before + (length < 40)
+        last = stream(server, TEXT, **body, **fields)[-1]["choices"][0]
+        assert (last["finish_reason"], last["stop_reason"]) == ending
+    for wrong in (
+        {"max_pattern_size": -1},
+        {"max_pattern_size": 4097, "min_count": 2},
+        {"max_pattern_size": 2},
+        {"max_pattern_size": 2, "min_count": 1},
+        {"max_pattern_size": 2, "min_pattern_size": 3, "min_count": 2},
+        {"max_pattern_size": 2, "min_count": 2, "other": 1},
+        {"max_pattern_size": "x"},
+    ):
+        for path, body in ((TEXT, {"prompt": "x"}), (CHAT, {"messages": [USER]})):
+            assert refused(server, path, **body, repetition_detection=wrong).startswith("repetition_detection")
+
+
 # -- include_reasoning -------------------------------------------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ from cairn.engine.contract import FinishReason, GenerateOutput, GenerateRequest,
 from cairn.engine.contract.output import pack_logprobs
 from cairn.engine.core_report import cache_report, timings
 from cairn.engine.grammars.constraint import GrammarConstraint
+from cairn.engine.repetition import RepetitionDetector
 from cairn.engine.transfers.kv_transfer import KvTransfer, report
 from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.request import Request, Spec
@@ -53,7 +54,8 @@ class StopStringChecker:
 
 
 class AnswerState:
-    """The text of answer `index` of a request. `failure_status`: the HTTP status if it fails."""
+    """The text of answer `index` of a request. `failure_status`: the HTTP status if it fails. `repeats`: whether it
+    ends with a repetition that counts."""
 
     def __init__(self, request: GenerateRequest, index: int, stream: TextStream) -> None:
         until = request.stop_conditions
@@ -64,6 +66,9 @@ class AnswerState:
         self._stream = stream
         self._stops = StopStringChecker(until.stop, until.include_stop_str_in_output)
         self._min_tokens, self._num_tokens = until.min_tokens, 0
+        repetition = until.repetition_detection
+        self._repetition = RepetitionDetector(repetition) if repetition and repetition.max_pattern_size else None
+        self.repeats = False
 
     def push(self, tokens: tuple[int, ...]) -> tuple[str, str | None]:
         """The text that can be released, and the stop string that was found. What the first `min_tokens` tokens
@@ -71,6 +76,8 @@ class AnswerState:
         released = ""
         for token in tokens:
             self._num_tokens += 1
+            if self._repetition is not None:
+                self.repeats = self._repetition.push(token) and self._num_tokens >= self._min_tokens
             text, stop = self._stops.push(self._stream.push(token), check=self._num_tokens > self._min_tokens)
             released += text
             if stop is not None:
@@ -130,6 +137,10 @@ class OutputProcessor:
                 stop_reason = request.outcome.stop_token
         elif (finish := self._check_grammar(request, answer)) is not None:
             text += answer.flush()
+        elif answer.repeats:
+            finish, stop_reason = "repetition", "repetition_detected"
+            text += answer.flush()
+            self._scheduler.finish(request, "stop")
         if finish is not None:
             self._remove(request.id, answer.request_id, finish)
         top = request.spec.prompt_logprobs
@@ -175,7 +186,7 @@ class OutputProcessor:
 
     def _add_report(self, output: GenerateOutput, request: Request, answer: AnswerState) -> GenerateOutput:
         """The answer's last output, with what is reported then."""
-        transfer = self._transfer if output.finish_reason in ("stop", "length") else None
+        transfer = self._transfer if output.finish_reason in ("stop", "length", "repetition") else None
         return msgspec.structs.replace(
             output,
             cache=cache_report(request) if answer.index == 0 else None,

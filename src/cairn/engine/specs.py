@@ -11,9 +11,11 @@ from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.contract import (
     MAX_BREAKPOINTS,
     MAX_HOLD_SECONDS,
+    MAX_PATTERN_SIZE,
     MAX_PROMPT_LOGPROBS,
     RANGES,
     GenerateRequest,
+    RepetitionDetection,
     check_token_ids,
 )
 from cairn.engine.grammars.constraint import GrammarConstraint
@@ -25,6 +27,7 @@ from cairn.transfer.contract import TransferRole
 from cairn.types import Keys, RequestId
 
 _INT64 = 1 << 63
+_MAX_COUNT = (1 << 31) - 1
 _MAX_WORD_TOKENS = 1088
 """A word has at most 256 characters, which are at most four tokens each; a tokenizer may put some of its own around."""
 
@@ -91,10 +94,27 @@ def _check_together(request: GenerateRequest) -> None:
     if most is not None and least > most:
         text = f"min_tokens {least} is more than max_tokens {most}"
         raise InvalidRequest(text, "min_tokens")
+    _check_repetition(request.stop_conditions.repetition_detection)
     shown = 0 if request.prompt_logprobs is None else request.prompt_logprobs + 1
     if shown * num_prompt_tokens > MAX_PROMPT_LOGPROBS:
         text = f"prompt_logprobs of {num_prompt_tokens} tokens are too many: ask for fewer, or send a shorter prompt"
         raise InvalidRequest(text, "prompt_logprobs")
+
+
+def _check_repetition(params: RepetitionDetection | None) -> None:
+    """Raises InvalidRequest that names the field."""
+    if params is None:
+        return
+    name, largest = "repetition_detection", params.max_pattern_size
+    if not 0 <= largest <= MAX_PATTERN_SIZE:
+        text = f"{name}.max_pattern_size must be 0 to {MAX_PATTERN_SIZE}, not {largest}"
+    elif not 0 <= params.min_pattern_size <= largest:
+        text = f"{name}.min_pattern_size must be 0 to max_pattern_size, not {params.min_pattern_size}"
+    elif largest and not 2 <= params.min_count <= _MAX_COUNT:
+        text = f"{name}.min_count must be 2 to {_MAX_COUNT}, not {params.min_count}"
+    else:
+        return
+    raise InvalidRequest(text, name)
 
 
 def seed_of(seed: int, index: int) -> int:

@@ -5,7 +5,14 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cairn.engine.contract import EngineInfo, GenerateRequest, RenderedPrompt, StopConditions, Structure
+from cairn.engine.contract import (
+    EngineInfo,
+    GenerateRequest,
+    RenderedPrompt,
+    RepetitionDetection,
+    StopConditions,
+    Structure,
+)
 from cairn.errors import InvalidRequest, RequestError
 from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
 from cairn.types import SamplingParams
@@ -48,6 +55,9 @@ def build_engine_request(
         sampling["logprob_token_ids"] = _logprob_token_ids(body, body.logprob_token_ids)
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    until = _fields_sent(body, _STOP_FIELDS)
+    if body.repetition_detection is not None:
+        until["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump(exclude_none=True))
     num_logprobs, num_prompt_logprobs = body.get_num_logprobs(), body.prompt_logprobs
     if num_prompt_logprobs is None and isinstance(body, CompletionRequest) and body.echo:
         num_prompt_logprobs = num_logprobs
@@ -56,7 +66,7 @@ def build_engine_request(
         request_id=request_id,
         prompt=struct.pack(f"<{len(prompt.token_ids)}q", *prompt.token_ids),
         sampling=SamplingParams(**sampling, logit_bias=tuple(bias.items()), bad_words=tuple(map(tuple, bad_words))),
-        stop_conditions=StopConditions(**_fields_sent(body, _STOP_FIELDS), stop=stop, max_tokens=body.get_max_tokens()),
+        stop_conditions=StopConditions(**until, stop=stop, max_tokens=body.get_max_tokens()),
         logprobs=num_logprobs,
         prompt_logprobs=num_prompt_logprobs,
         boundaries=prompt.boundaries,

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 from cairn.engine.contract import STEP_SIZES, EngineInfo, EngineStats, GenerateOutput, TransferReport
 
 _LABELS = ("model_name", "engine")
-_FINISHED_REASONS = ("stop", "length", "abort", "error")
+_FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
 
 # vLLM's buckets, so that dashboards can lay both engines over each other.
 _FIRST_TOKEN_BUCKETS = (

@@ -25,7 +25,7 @@ from pydantic import (
 )
 from typing_extensions import TypedDict
 
-from cairn.engine.contract import MAX_BAD_WORDS, RANGES
+from cairn.engine.contract import MAX_BAD_WORDS, MAX_PATTERN_SIZE, RANGES
 from cairn.errors import InvalidRequest
 
 _INT64 = 1 << 63
@@ -34,7 +34,7 @@ MAX_TOOLS = 1024
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_CHARS = 1 << 16
 
-_NOTHING = "allowed_token_ids audio prediction prompt_embeds repetition_detection truncate_prompt_tokens"
+_NOTHING = "allowed_token_ids audio prediction prompt_embeds truncate_prompt_tokens"
 _EMPTY = "bad_words functions logits_processors tools"
 _EMPTY_OBJECT = "ec_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs"
 _FALSE = "continue_final_message echo return_prompt_text return_token_strs use_beam_search watermarking"
@@ -382,6 +382,16 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = False
 
 
+class RepetitionFields(BaseModel):
+    """vLLM's: an answer ends when a pattern of so many tokens has come `min_count` times in a row."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    max_pattern_size: Int64 | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_PATTERN_SIZE})
+    min_pattern_size: Int64 | None = Field(None, json_schema_extra={"minimum": 0, "maximum": MAX_PATTERN_SIZE})
+    min_count: Int64 | None = Field(None, json_schema_extra={"minimum": 0})
+
+
 class SamplingFields(BaseModel):
     """The fields that completions and chats share. `priority`: smaller ones first. `truncation_side`: which end of the
     prompt `truncate_prompt_tokens` cuts off, the left one unless given. `return_tokens_as_token_ids`: log-probabilities
@@ -432,6 +442,7 @@ class SamplingFields(BaseModel):
     prompt_cache_key: str | None = Field(None, max_length=256)
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
     vllm_xargs: ExtraArgs | None = None
+    repetition_detection: RepetitionFields | None = None
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Self:
         """With values for the fields that it does not have. Their `max_tokens` is a bound that holds for all."""

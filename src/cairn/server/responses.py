@@ -7,7 +7,7 @@ from msgspec import Meta
 from cairn.engine.contract import CacheReport, EngineInfo
 
 Count: TypeAlias = Annotated[int, Meta(ge=0)]
-FinishName: TypeAlias = Literal["stop", "length", "tool_calls", "abort"]
+FinishName: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "repetition"]
 
 
 class Usage(TypedDict):

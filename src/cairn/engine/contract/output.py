@@ -8,7 +8,7 @@ import numpy as np
 
 from cairn.step import Logprobs
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "error", "repetition"]
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +97,8 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     output; `prompt_logprobs` come with the first one. An `error` ends all answers of its request.
 
     `finish_reason` is set on an answer's last output only; `timings` come with it, and `cache` with that of answer 0.
-    `stop_reason` is the stop string or stop token that ended the answer (None for end-of-sequence). With finish reason
+    `stop_reason` is the stop string or stop token that ended the answer (None for end-of-sequence), or
+    `repetition_detected`. With finish reason
     `error`, `error` says what happened and `status` is the HTTP status to answer with. `kv_transfer_params`: that JSON
     object for the response, on the last output; None where the response says null.
     """

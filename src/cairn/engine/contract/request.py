@@ -23,6 +23,9 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 MAX_BAD_WORDS = 128
 """Most texts that one request may keep out of its answers; each is spelled in up to two ways."""
 
+MAX_PATTERN_SIZE = 4096
+"""Most tokens of a pattern that is looked for in an answer."""
+
 MAX_HOLD_SECONDS = 3600
 """The longest that a place may be held without being used."""
 
@@ -128,12 +131,22 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     reasoning: Literal["none", "opened", "possible"] = "none"
 
 
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
+    """An answer ends when a pattern of `min_pattern_size` to `max_pattern_size` tokens has come `min_count` times in a
+    row. A `max_pattern_size` of 0 detects nothing."""
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 0
+
+
 class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
     """When an answer ends, besides at the end of the context.
 
     `max_tokens`: None for as many as fit. `min_tokens`: nothing but a full context ends the answer before so many
     tokens. `stop`: texts that end it; the answer has the one that ended it only with `include_stop_str_in_output`.
     `stop_token_ids`: tokens that end it besides the model's end-of-sequence tokens, which `ignore_eos` switches off.
+    `repetition_detection`: None for none.
     """
 
     max_tokens: int | None = None
@@ -142,6 +155,7 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
     include_stop_str_in_output: bool = False
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    repetition_detection: RepetitionDetection | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

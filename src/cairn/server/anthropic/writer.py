@@ -12,7 +12,7 @@ from cairn.http.error_responses import encode_anthropic_error
 from cairn.server.response_writer import ChatWriter, Choice, count_cached_tokens, encode_event
 
 _STOP_REASONS = MappingProxyType(
-    {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use", "abort": "end_turn"}
+    {"length": "max_tokens", "tool_calls": "tool_use", **dict.fromkeys(("stop", "abort", "repetition"), "end_turn")}
 )
 
 
