@@ -13,6 +13,7 @@ from starlette.types import Scope
 from cairn.errors import RequestError
 
 ANTHROPIC_PATH = "/v1/messages"
+RESPONSES_PATH = "/v1/responses"
 _TYPES: Mapping[int, str] = MappingProxyType(
     {400: "BadRequestError", 404: "NotFoundError", 422: "UnprocessableEntityError", 500: "InternalServerError"}
 )
@@ -62,13 +63,29 @@ def encode_anthropic_error(error: RequestError, request_id: str | None) -> bytes
     return msgspec.json.encode({"type": "error", "error": detail, "request_id": request_id})
 
 
+def encode_error_of(error: RequestError, scope: Scope) -> bytes:
+    """The body of an error as JSON, in the form of the API that `scope` is a request of."""
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        return encode_anthropic_error(error, scope.get("cairn.request_id"))
+    return encode_error(error)
+
+
+def encode_error_events(error: RequestError, scope: Scope, num_events: int) -> bytes:
+    """What ends a stream of that API after `num_events` events."""
+    if scope["path"].startswith(ANTHROPIC_PATH):
+        return b"event: error\ndata: " + encode_error_of(error, scope) + b"\n\n"
+    if scope["path"] == RESPONSES_PATH:
+        shown = error_body(error)["error"]
+        event = {"type": "error", "sequence_number": num_events, "code": str(error.status)}
+        event |= {"message": shown["message"], "param": error.param}
+        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
+    return b"data: " + encode_error(error) + b"\n\ndata: [DONE]\n\n"
+
+
 def error_response(error: RequestError, scope: Scope | None = None) -> Response:
     """In the form of the API that `scope` is a request of; with `Retry-After` if the error has one, and
     `WWW-Authenticate` for a missing key."""
-    if scope is not None and scope["path"].startswith(ANTHROPIC_PATH):
-        content = encode_anthropic_error(error, scope.get("cairn.request_id"))
-    else:
-        content = encode_error(error)
+    content = encode_error(error) if scope is None else encode_error_of(error, scope)
     headers = {} if error.retry_after is None else {"Retry-After": str(error.retry_after)}
     headers |= {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
     return Response(content, error.status, headers, media_type="application/json")

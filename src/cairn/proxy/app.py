@@ -3,9 +3,10 @@
 import asyncio
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated
+from typing import Annotated, Any, get_args
+from urllib.parse import quote
 
 from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -34,8 +35,10 @@ from cairn.types import Clock
 __all__ = ["ProxyServer", "create_app"]
 
 _OPEN_PATHS = frozenset({"/health", "/healthcheck", "/metrics", "/ping", "/version"})
-_GATED_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
-_FORWARDED = (b"authorization", b"traceparent", b"tracestate")
+_GENERATE_PATHS: tuple[GeneratePath, ...] = get_args(GeneratePath)
+_GATED_PATHS = frozenset((*_GENERATE_PATHS, "/v1/models"))
+_STORED_PATH = "/v1/responses/{response_id}"
+_FORWARDED = (b"authorization", b"x-api-key", b"traceparent", b"tracestate")
 _MAX_MODELS_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
@@ -53,12 +56,13 @@ def _service(request: Request) -> ProxyService:
 Service = Annotated[ProxyService, Depends(_service)]
 
 
-async def completions(request: Request, service: Service) -> Response:
-    return _relay(request, service, await request.body(), "/v1/completions")
+def generate(path: GeneratePath) -> Callable[[Request, Service], Coroutine[Any, Any, Response]]:
+    """The endpoint that forwards requests to this path."""
 
+    async def endpoint(request: Request, service: Service) -> Response:
+        return _relay(request, service, await request.body(), path)
 
-async def chat_completions(request: Request, service: Service) -> Response:
-    return _relay(request, service, await request.body(), "/v1/chat/completions")
+    return endpoint
 
 
 def _relay(request: Request, service: ProxyService, content: bytes, path: GeneratePath) -> Response:
@@ -113,6 +117,34 @@ async def models(request: Request, service: Service) -> Response:
     raise make_error("no decode server can say: try again later", 503)
 
 
+async def stored_response(request: Request, service: Service, response_id: str) -> Response:
+    """The answer of the decode server that has the response: of the one that made it, or of the first that knows it."""
+    owner, last = service.response_owners.find(response_id), None
+    upstreams = sorted(service.decode.upstreams.values(), key=lambda upstream: upstream.url != owner)
+    ending = request.scope["path"].rpartition("/")[2]
+    path = f"/v1/responses/{quote(response_id, safe='')}"
+    path += f"/{ending}" if ending in ("cancel", "input_items") and ending != response_id else ""
+    query, options = request.scope["query_string"].decode("latin-1"), service.options
+    for upstream in upstreams:
+        if not upstream.up:
+            continue
+        url = f"{upstream.url}{path}" + (f"?{query}" if query else "")
+        try:
+            reply = await service.client.fetch(
+                request.method, url, b"", _upstream_headers(request), options.health_timeout, options.max_body_bytes
+            )
+        except UpstreamError as error:
+            service.report_failure(service.decode, upstream, error)
+            continue
+        last = reply
+        if reply.status != 404:
+            break
+    if last is None:
+        raise make_error("no decode server can say: try again later", 503)
+    headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in last.headers}
+    return Response(last.content, last.status, headers)
+
+
 async def health(service: Service) -> Response:
     """200 when a request sent now would have a decode server to go to, else 503 with the reason."""
     reason = "ok"
@@ -160,16 +192,19 @@ def create_app(service: ProxyService) -> FastAPI:
         new_id=service.new_id,
     )
     app.state.service = service
-    for path, endpoint, methods in (
-        ("/v1/completions", completions, ["POST"]),
-        ("/v1/chat/completions", chat_completions, ["POST"]),
+    endpoints: tuple[tuple[str, Callable[..., Any], list[str]], ...] = (
+        *((path, generate(path), ["POST"]) for path in _GENERATE_PATHS),
+        (_STORED_PATH, stored_response, ["GET", "DELETE"]),
+        (f"{_STORED_PATH}/cancel", stored_response, ["POST"]),
+        (f"{_STORED_PATH}/input_items", stored_response, ["GET"]),
         ("/v1/models", models, ["GET"]),
         ("/health", health, ["GET"]),
         ("/healthcheck", health, ["GET"]),
         ("/ping", health, ["GET", "POST"]),
         ("/version", version, ["GET"]),
         ("/metrics", metrics, ["GET"]),
-    ):
+    )
+    for path, endpoint, methods in endpoints:
         app.add_api_route(path, endpoint, methods=methods, response_model=None)
     return app
 

@@ -28,13 +28,16 @@ from cairn.proxy.protocol import (
     parse_body,
     prefill_body,
     refuses_params,
+    stored_response_of,
 )
 from cairn.proxy.relay import ClientResponse
 from cairn.proxy.service import ProxyService
 from cairn.proxy.stream_inspector import StreamInspector
 from cairn.proxy.upstream import Headers, Upstream, UpstreamError, UpstreamResponse, read_all
 
-GeneratePath = Literal["/v1/completions", "/v1/chat/completions"]
+GeneratePath = Literal[
+    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
+]
 
 _FULL = 429
 _TOO_LARGE = 413
@@ -63,7 +66,9 @@ class RequestForwarder:
         self._digests = prefix_digests(self.body)
         self._is_batch = path == "/v1/completions" and is_batch(self.body)
         self._arrival = service.clock.now()
-        self._decode_only = False
+        # Counting generates nothing that could be handed over.
+        self._decode_only = path == "/v1/messages/count_tokens"
+        self._stored = stored_response_of(self.body) if path == "/v1/responses" else ""
         self._handover: msgspec.Raw | None = None
         self._prefill_upstream: Upstream | None = None
         self._tried: list[Upstream] = []
@@ -72,12 +77,12 @@ class RequestForwarder:
 
     async def run(self, client: ClientResponse) -> int:
         """Answer the client; returns the status of the answer when its last byte is out. Raises RequestError."""
-        decode, tried = self._service.decode, self._tried
+        tried = self._tried
         try:
             while self._can_retry_decode():
                 await self._prefill()
                 # Only now: while the prompt was computed, the loads have changed.
-                upstream = decode.choose(self._key, tried)
+                upstream = self._choose_decode()
                 if upstream is None:
                     break
                 if tried:
@@ -94,6 +99,14 @@ class RequestForwarder:
             raise make_error(f"no decode server could answer; the last one: {self._last_failure}", 502)
         raise make_error("no decode server is up: try again later", 503)
 
+    def _choose_decode(self) -> Upstream | None:
+        """The server that has the response which this one goes on from, or the next one that the prompt prefers."""
+        decode = self._service.decode
+        owner = decode.upstreams.get(self._service.response_owners.find(self._stored) or "")
+        if owner is not None and owner.up and owner not in self._tried:
+            return owner
+        return decode.choose(self._key, self._tried)
+
     def _can_retry_decode(self) -> bool:
         """Whether there is a decode server that may be tried, or tried next."""
         max_attempts = self._service.options.max_attempts
@@ -103,8 +116,9 @@ class RequestForwarder:
         """Set `_handover`, or `_decode_only` if there will be none."""
         if self._handover is not None or self._decode_only or not self._service.prefill.upstreams:
             return
-        if self._is_batch:
-            self._set_decode_only("batch")
+        if self._is_batch or self._stored:
+            # The conversation is where its last answer was stored.
+            self._set_decode_only("batch" if self._is_batch else "stored_response")
             return
         pool, tried = self._service.prefill, list[Upstream]()
         while len(tried) < self._service.options.max_attempts:
@@ -154,7 +168,7 @@ class RequestForwarder:
         options, url = self._service.options, upstream.url + self._path
         if hint is not None:
             self._service.metrics.hints_sent.inc()
-        body = prefill_body(self.body, hint)
+        body = prefill_body(self._path, self.body, hint)
         return await self._service.client.fetch(
             "POST", url, body, self._headers, options.prefill_timeout, options.max_body_bytes
         )
@@ -203,11 +217,12 @@ class RequestForwarder:
                         return None
                 else:
                     first = await anext(chunks, None)
-            await self._pass_through(response, first, chunks, client)
+            await self._pass_through(upstream, response, first, chunks, client)
             return response.status
 
     async def _pass_through(
         self,
+        upstream: Upstream,
         response: UpstreamResponse,
         first: bytes | None,
         chunks: AsyncGenerator[bytes, None],
@@ -224,16 +239,18 @@ class RequestForwarder:
             # Before the last bytes go out: the client's next turn may be quicker than the end of this connection.
             if inspector.done and not stored:
                 stored = True
-                self._store_hint(inspector)
+                self._record_answer(inspector, upstream)
             await client.write(chunk)
             chunk = await anext(chunks, None)
         if not stored:
-            self._store_hint(inspector)
+            self._record_answer(inspector, upstream)
         await client.end()
 
-    def _store_hint(self, inspector: StreamInspector) -> None:
-        """Remember where the pages of this conversation are."""
+    def _record_answer(self, inspector: StreamInspector, upstream: Upstream) -> None:
+        """Remember where the pages of this conversation are, and its answer if that is stored."""
         answer = inspector.summarize()
+        if answer.response_id is not None:
+            self._service.response_owners.store(answer.response_id, upstream.url)
         digest = None if answer.hint is None or self._digests is None else self._digests.add_answer(answer)
         if digest is not None and answer.hint is not None:
             self._service.hints.store(digest, answer.hint)

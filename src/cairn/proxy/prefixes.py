@@ -34,9 +34,9 @@ def affinity_key(body: Body, max_bytes: int) -> bytes:
 
 def _prompt_start(body: Body) -> bytes:
     try:
-        if "messages" not in body:
-            return _prompt_bytes(body)[0]
         messages = _messages(body)
+        if messages is None:
+            return _prompt_bytes(body)[0]
         roles = [message.get("role") for message in messages]
         end = roles.index("user") + 1 if "user" in roles else len(messages)
         return b"\n".join(map(_message_bytes, messages[:end]))
@@ -109,12 +109,13 @@ class PrefixDigests:
 
 def prefix_digests(body: Body) -> PrefixDigests | None:
     """The digests of a request's prompt; None for a prompt that is neither text, token ids nor messages."""
-    kind = "chat" if "messages" in body else "text"
-    seed = msgspec.json.encode([kind, text_field(body, "model"), text_field(body, "cache_salt")])
     try:
-        if "messages" in body:
+        messages = _messages(body)
+        kind = "text" if messages is None else "chat"
+        seed = msgspec.json.encode([kind, text_field(body, "model"), text_field(body, "cache_salt")])
+        if messages is not None:
             digests = PrefixDigests(seed, 0)
-            for message in _messages(body):
+            for message in messages:
                 digests.add_message(message)
         else:
             data, unit_bytes = _prompt_bytes(body)
@@ -181,10 +182,33 @@ def _prompt_bytes(body: Body) -> tuple[bytes, int]:
     raise ValueError("neither text nor token ids")
 
 
-def _messages(body: Body) -> list[dict[str, Any]]:
-    """Raises ValueError."""
-    messages: list[dict[str, Any]] = _decode(body["messages"], list[dict[str, Any]])
-    return messages
+def _messages(body: Body) -> list[dict[str, Any]] | None:
+    """Those of a chat in any of the three APIs, with what Anthropic and OpenAI's responses say before them; None for a
+    completion. Raises ValueError."""
+    if "messages" in body:
+        before, messages = "system", _decode(body["messages"], list[dict[str, Any]])
+    elif "input" in body and "prompt" not in body:
+        before, items = "instructions", _decode(body["input"], str | list[dict[str, Any]])
+        messages = [{"role": "user", "content": items}] if isinstance(items, str) else list(map(_item_message, items))
+    else:
+        return None
+    system = _decode(body.get(before), Any)
+    return [{"role": "system", "content": system}, *messages] if system else list(messages)
+
+
+def _item_message(item: dict[str, Any]) -> dict[str, Any]:
+    """An item of a response's input as a message: an answer that is sent back as its text alone is the same."""
+    if item.get("type") not in (None, "message"):
+        own = {name: value for name, value in item.items() if name not in ("id", "status")}
+        return {"role": item.get("type"), "content": own}
+    content = item.get("content")
+    if isinstance(content, list):
+        kinds = ("input_text", "output_text")
+        content = [
+            {"type": "text", "text": part.get("text")} if isinstance(part, dict) and part.get("type") in kinds else part
+            for part in content
+        ]
+    return {"role": item.get("role"), "content": content}
 
 
 def _message_bytes(message: dict[str, Any]) -> bytes:

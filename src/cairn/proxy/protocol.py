@@ -12,6 +12,9 @@ What the proxy adds is the key DECODE_HINT, in both directions an object {"engin
 - proxy -> prefill server: in `kv_transfer_params` of the next turn, the same object.
 """
 
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import msgspec
@@ -29,7 +32,10 @@ _MAX_REFERENCE_BYTES = 4 << 20
 _PREFILL_LEAVES_OUT = (
     *("stream_options", "min_tokens", "min_completion_tokens"),
     # nobody reads that answer, and a prompt with logprobs or echo would be computed whatever is cached
-    *("n", "echo", "logprobs", "top_logprobs", "prompt_logprobs"),
+    *("n", "echo", "logprobs", "top_logprobs", "prompt_logprobs", "include"),
+)
+_ONE_TOKEN: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {"/v1/responses": MappingProxyType({"stream": False, "max_output_tokens": 1, "store": False})}
 )
 _REMOTE_DECODE = (
     ("do_remote_decode", True),
@@ -40,6 +46,9 @@ _REMOTE_DECODE = (
     ("remote_port", None),
 )
 
+
+_ITEM_ID = re.compile(rb'"(?:msg|rs|fc|in)_([0-9a-f]{32})_[0-9]+"')
+"""Of an item of a stored response, as cairn's servers name them."""
 
 _BOOLEAN: TypeAdapter[bool | None] = TypeAdapter(bool | None)
 
@@ -125,9 +134,17 @@ def bool_field(body: Body, name: str) -> bool:
         raise InvalidRequest(f"{name} must be true or false", name) from None
 
 
-def prefill_body(body: Body, hint: msgspec.Raw | None) -> bytes:
+def stored_response_of(body: Body) -> str:
+    """The id of the stored response that a body of /v1/responses goes on from, or refers to an item of; empty for
+    none."""
+    previous, items = text_field(body, "previous_response_id"), bytes(body.get("input", b""))
+    found = _ITEM_ID.search(items) if not previous and b'"item_reference"' in items else None
+    return previous if found is None else f"resp_{found[1].decode()}"
+
+
+def prefill_body(path: str, body: Body, hint: msgspec.Raw | None) -> bytes:
     """The body for the prefill server: the same prompt, one token, and `do_remote_decode`."""
-    one_token: dict[str, object] = {"stream": False, "max_tokens": 1}
+    one_token = dict(_ONE_TOKEN.get(path) or {"stream": False, "max_tokens": 1})
     if "max_completion_tokens" in body:
         one_token["max_completion_tokens"] = 1
     params: dict[str, object] = dict(_REMOTE_DECODE)

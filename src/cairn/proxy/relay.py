@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from cairn.errors import RequestError
 from cairn.http.clients import cancel_on_disconnect
-from cairn.http.error_responses import ClientDisconnected, encode_error
+from cairn.http.error_responses import ClientDisconnected, encode_error_events, encode_error_of
 from cairn.proxy.upstream import Headers
 
 _ERROR_SECONDS = 10.0
@@ -19,8 +19,10 @@ _ERROR_SECONDS = 10.0
 class ClientResponse:
     """Writes the response to the client. `started`: a byte of an answer may have gone out."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
         self._send = send
+        self._num_events = 0
         self._event_stream = False
         self._last_bytes = b""
         self.started = False
@@ -33,6 +35,8 @@ class ClientResponse:
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *extra]})
 
     async def write(self, data: bytes) -> None:
+        if self._event_stream:
+            self._num_events += (self._last_bytes[-1:] + data).count(b"\n\n")
         self._last_bytes = (self._last_bytes + data)[-4:]
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -48,13 +52,13 @@ class ClientResponse:
 
     async def fail(self, error: RequestError) -> None:
         """Send an error response, or the last event of a stream, or, too late for both, leave the answer cut off."""
-        content = encode_error(error)
         if not self.started:
+            content = encode_error_of(error, self._scope)
             await self.send_whole(error.status, [(b"content-type", b"application/json")], content)
         elif self._event_stream:
             # The server may have ended within an event; what follows has to be one of its own.
             apart = b"" if self._last_bytes.endswith((b"\n\n", b"\r\n\r\n")) or not self._last_bytes else b"\n\n"
-            await self.write(apart + b"data: " + content + b"\n\ndata: [DONE]\n\n")
+            await self.write(apart + encode_error_events(error, self._scope, self._num_events))
             await self.end()
 
 
@@ -75,7 +79,7 @@ class Relay(Response):
         self._on_end = on_end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        client = ClientResponse(send)
+        client = ClientResponse(scope, send)
         try:
             status = await cancel_on_disconnect(receive, self._answer(client))
         except RequestError as error:

@@ -13,6 +13,7 @@ from cairn.http.error_responses import make_error
 from cairn.http.middleware import Gate, random_id
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.prefixes import HintCache
+from cairn.proxy.response_owners import ResponseOwners
 from cairn.proxy.upstream import HealthChecker, Upstream, UpstreamClient, UpstreamError, UpstreamPool
 from cairn.types import Clock, SystemClock
 
@@ -20,6 +21,9 @@ _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
+
+_MAX_RESPONSES = 1 << 16
+"""Stored responses whose server is remembered."""
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +120,7 @@ class ProxyService:
         self.decode = UpstreamPool("decode", options.decode, options.load_factor, options.load_slack)
         self.pools = (self.prefill, self.decode)
         self.hints = HintCache(options.max_hints, options.hint_timeout, self.clock)
+        self.response_owners = ResponseOwners(_MAX_RESPONSES)
         self.metrics = ProxyMetrics(self.pools, self.hints)
         on_reject = self.metrics.requests.labels("turned_away").inc
         self.gate = TimedGate(options.max_open, options.request_timeout, on_reject)
