@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import json
 import re
 
 import pytest
@@ -15,9 +16,12 @@ from cairn.cache.reasons import Reason
 from cairn.engine.contract import EngineConfig, EngineStats
 from cairn.server.metrics import Metrics
 from cairn.settings.serve import ServeSettings, add_flags
+from cairn.settings.sources import add_setting_flags
+from cairn.settings.vllm_flags import VLLM_FLAGS
 from doubles.echo_core import build_echo_core
 from source_scan import ROOT, SRC
 
+VLLM_TABLE = "### vLLM's other flags"
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 
@@ -35,13 +39,40 @@ def test_every_flag_is_described():
     parser = argparse.ArgumentParser()
     add_flags(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")} - {"--help"}
-    described = set(re.findall(r"`(--[a-z-]+)", page("operations.md")))
+    described = set(re.findall(r"`(--[a-z0-9-]+)(?![a-z0-9_-])", page("operations.md")))
     assert {flag for flag in flags - described if flag.replace("--no-", "--") not in described} == set()
     assert described - flags == {"--no-"}
 
 
+def test_every_flag_of_vllms_is_a_setting_or_in_the_table():
+    """The list is made by tools/vllm_flags.py."""
+    listed = json.loads((ROOT / "tests" / "data" / "vllm_serve_flags.json").read_text())
+    settings, table = argparse.ArgumentParser(), [name for row in VLLM_FLAGS for name in row.names.split()]
+    add_setting_flags(settings, ServeSettings)
+    taken = {flag for action in settings._actions for flag in action.option_strings} | {"--model"}
+    assert [flag for flag in listed["flags"] if flag not in taken and flag not in table] == []
+    assert len(set(table)) == len(table) and taken.isdisjoint(table)
+    minor = listed["version"].rpartition(".")[0]
+    assert f"every flag of vLLM {minor}." in page("operations.md")
+
+
+def test_the_table_of_vllms_flags_is_the_one_of_the_command():
+    text = page("operations.md").split(VLLM_TABLE)[1].split("\n## ")[0]
+    told = [line for line in text.splitlines() if line.startswith("| `-")]
+    assert told == [
+        f"| {', '.join(f'`{name}`' for name in row.names.split())} | {in_table(row)} | {row.why} |"
+        for row in VLLM_FLAGS
+    ]
+
+
+def in_table(row) -> str:
+    if not row.values:
+        return "anything" if row.values is None else "not supported"
+    return " or ".join(value if row.form == "switch" else f"`{value}`" for value in row.values.split())
+
+
 def test_defaults_are_those_of_the_settings():
-    table = page("operations.md").split("### Accepted without effect")[0]
+    table = page("operations.md").split(VLLM_TABLE)[0]
     rows = dict(re.findall(r"^\| `--([a-z-]+)` \| ([^|]+) \|", table, flags=re.MULTILINE))
     fields = ServeSettings.model_fields
     wrong = {flag: text for flag, text in rows.items() if text not in in_words(fields[flag.replace("-", "_")].default)}

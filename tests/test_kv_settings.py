@@ -239,7 +239,7 @@ def test_without_nixl_it_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "nixl" else name)
     flags = ["--kv-transfer-config", json.dumps(PUBLISHED)]
     assert (
-        main(["serve", "m", *flags], core="doubles.echo_core:build_echo_core", load_tokenizer=lambda model: None) == 2
+        main(["serve", "m", *flags], core="doubles.echo_core:build_echo_core", load_tokenizer=lambda *names: None) == 2
     )
     error = capsys.readouterr().err
     assert error.count("cairn: --kv-transfer-config") == 1 and "pip install 'cairn-serve[nixl]'" in error

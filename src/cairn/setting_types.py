@@ -1,26 +1,54 @@
-"""Types of settings: sizes in bytes, lists, and `--api-key`, which takes several as `a b` (vLLM's form) or `a,b`."""
+"""Types of settings: counts, sizes in bytes, lists, JSON, and flags that take several words as `a b` (vLLM's form)."""
 
 import json
 import re
-from typing import Annotated, Any
+from collections.abc import Mapping
+from decimal import Decimal
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ByteSize, Field, StringConstraints, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, StringConstraints, TypeAdapter, ValidationError
 from pydantic_settings import NoDecode
 
 from cairn.errors import ConfigError
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
+_COUNT = re.compile(r"\s*([0-9]{1,18})(\.[0-9]{1,18})?([kKmMgGtT])\s*")
+_POWERS = "kmgt"
 _MAX_BYTES = 1 << 50
 _MAX_KEYS = 64
+_MAX_NAMES = 64
 _MAX_LIST_TEXT = 1 << 16
 
 
+def parse_count(text: str) -> int | None:
+    """vLLM's numbers with a letter: small ones are powers of 1000 (`8k`, `25.6k`), large ones of 1024 (`8K`), which
+    take no fraction. None for anything else."""
+    found = _COUNT.fullmatch(text)
+    if found is None or (found[2] and found[3].isupper()):
+        return None
+    base, power = (1024, found[3].lower()) if found[3].isupper() else (1000, found[3])
+    return int(Decimal(found[1] + (found[2] or "")) * base ** (_POWERS.index(power) + 1))
+
+
+def _count(value: Any) -> Any:
+    number = parse_count(value) if isinstance(value, str) else None
+    return value if number is None else number
+
+
+def _count_or_auto(value: Any) -> Any:
+    return None if value in ("auto", "-1", -1) else _count(value)
+
+
 def _size_in_bytes(value: Any) -> Any:
-    """`512MiB`, `1.5 GB`, `1e9`, `4096` -> a number of bytes. Other things are left for the type check to refuse."""
+    """`512MiB`, `1.5 GB`, `8g`, `8G`, `1e9`, `4096` -> a number of bytes. Other things are left for the type check to
+    refuse."""
     match = _SIZE.fullmatch(value) if isinstance(value, str) else None
     if match is None:
         return value
     number, unit = match.groups()
+    if unit in ("K", "M", "G", "T"):
+        unit += "iB"  # as vLLM's
     return f"{float(number):.0f}" if not unit else f"{float(number):f}{unit}"
 
 
@@ -32,6 +60,30 @@ def split_commas(value: Any) -> Any:
 def _list_as_text(value: Any) -> Any:
     """What YAML gives as a list, as a flag would have it."""
     return json.dumps(value) if isinstance(value, list) else value
+
+
+def _one_or_several(value: Any) -> Any:
+    """A text as a list of one, unless it is a JSON list."""
+    if not isinstance(value, str):
+        return value
+    entries = list_entries(value) if value.lstrip().startswith("[") else None
+    return [value] if entries is None else entries
+
+
+def _check_texts(text: str) -> str:
+    if list_entries(text) is None:
+        raise ValueError('must be texts as a,b or a JSON list as ["a", "b"]')
+    return text
+
+
+def _check_object(text: str) -> str:
+    try:
+        is_object = isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ValueError('must be a JSON object as {"name": true}')
+    return text
 
 
 def _object_as_text(value: Any) -> Any:
@@ -47,6 +99,38 @@ ListText = Annotated[str, BeforeValidator(_list_as_text), Field(max_length=_MAX_
 
 JsonText = Annotated[str, BeforeValidator(_object_as_text), Field(max_length=4096)]
 """A JSON object as text."""
+
+Texts = Annotated[ListText, AfterValidator(_check_texts)]
+"""As ListText, and nothing else than a list of texts."""
+
+JsonObject = Annotated[JsonText, AfterValidator(_check_object)]
+"""As JsonText, and nothing else than an object."""
+
+SERVED_DTYPES: Mapping[str, str] = MappingProxyType({"float": "float32", "half": "bfloat16", "float16": "bfloat16"})
+"""vLLM's other names of dtypes, and what is served for them: float16 in as many bytes, with its exponents and more."""
+
+LogLevel = Annotated[
+    Literal["debug", "info", "warning", "error"],
+    BeforeValidator(lambda value: value.lower() if isinstance(value, str) else value),
+]
+"""In capitals, too."""
+
+Count = Annotated[int, BeforeValidator(_count)]
+"""A whole number, also as `8k` or `8K`."""
+
+CountOrAuto = Annotated[int | None, BeforeValidator(_count_or_auto)]
+"""As Count; `auto` and -1 are None."""
+
+ServedNames = Annotated[
+    Annotated[
+        list[Annotated[str, StringConstraints(min_length=1, max_length=512)]],
+        Field(min_length=1, max_length=_MAX_NAMES),
+    ]
+    | None,
+    NoDecode,
+    BeforeValidator(_one_or_several),
+]
+"""`a b` as words, a JSON list, or one name."""
 
 ApiKey = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512)]
 ApiKeys = Annotated[

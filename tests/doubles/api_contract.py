@@ -9,7 +9,7 @@ from typing_extensions import is_typeddict
 from cairn.server import responses
 
 STREAM, JSON = "text/event-stream", "application/json"
-OPEN = ("CacheHead",)  # of /cache, whose other fields are another type's
+OPEN = ("CacheHead", "TokenizerInfoResponse")  # other fields are another type's, or the checkpoint's
 
 
 class ApiContract:

@@ -83,6 +83,9 @@ class ByteTokenizer:
     def image_markers(self) -> tuple[str, ...]:
         return ("\0",) if self._image_tokens else ()
 
+    def describe(self) -> dict[str, Any]:
+        return {"tokenizer_class": "ByteTokenizer", "chat_template": self._chat_template, "eos_token": "<end>"}
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
 
@@ -141,6 +144,6 @@ class ByteTokenizer:
         return _ByteStream(skip_special_tokens)
 
 
-def load_byte_tokenizer(folder: str) -> ByteTokenizer:
-    """A ByteTokenizer, whatever the folder."""
-    return ByteTokenizer()
+def load_byte_tokenizer(folder: str, tokenizer: str | None = None, chat_template: str | None = None) -> ByteTokenizer:
+    """A ByteTokenizer, whatever the folders."""
+    return ByteTokenizer(chat_template=chat_template or "")

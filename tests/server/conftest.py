@@ -35,6 +35,7 @@ class RunningServer:
         deadlines=None,
         build=build_echo_core,
         default_sampling=MappingProxyType({}),
+        default_template_kwargs=MappingProxyType({}),
         **config,
     ):
         self.core = None
@@ -49,7 +50,7 @@ class RunningServer:
         self._limits = ServerLimits(**limits)
         self._tokenizer = tokenizer or ByteTokenizer()
         self._images = images
-        self._default_sampling = default_sampling
+        self._defaults = {"default_sampling": default_sampling, "default_template_kwargs": default_template_kwargs}
         self._deadlines = deadlines
         self._build = build
         self._http = httpx.Client(timeout=10, verify=False)
@@ -123,7 +124,7 @@ class RunningServer:
 
         self._loop = asyncio.get_running_loop()
         engine = LocalEngine(self._config, build, self._tokenizer, deadlines=self._deadlines)
-        self._server = HttpServer(engine, self._options, self._limits, self._images, self._default_sampling)
+        self._server = HttpServer(engine, self._options, self._limits, self._images, **self._defaults)
         self.code = await self._server.run(self._on_ready)
 
     def _on_ready(self, port):

@@ -31,6 +31,7 @@ RIGHT = [
     ("DELETE", "/v1/responses/{response_id}", 5, {404}),
     ("POST", "/v1/responses/{response_id}/cancel", 5, {404}),
     ("GET", "/v1/responses/{response_id}/input_items", 10, {404}),
+    ("POST", "/invocations", 40, {200, 400}),
     ("POST", "/tokenize", 120, {200, 400}),  # few have either a prompt or messages
     ("POST", "/detokenize", 30, {200, 400}),
     ("POST", "/reset_prefix_cache", 5, {200, 400}),
@@ -47,6 +48,7 @@ WRONG = [
     ("POST", "/v1/responses", 80),
     ("GET", "/v1/responses/{response_id}", 10),
     ("GET", "/v1/responses/{response_id}/input_items", 10),
+    ("POST", "/invocations", 40),
     ("POST", "/tokenize", 25),
     ("POST", "/detokenize", 30),
     ("POST", "/reset_prefix_cache", 5),
@@ -113,14 +115,17 @@ def test_the_document_types_every_body(server):
     document = server.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
     paths = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
-    wanted = {("post", path) for path in (*paths, "/tokenize", "/detokenize")}
+    wanted = {("post", path) for path in (*paths, "/invocations", "/tokenize", "/detokenize")}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             bodies = [operation["requestBody"]] if "requestBody" in operation else []
             assert bool(bodies) == ((method, path) in wanted), path
             for told in (*bodies, *operation["responses"].values()):
                 schema = told.get("content", {}).get("application/json", {}).get("schema")
-                for part in schema.get("allOf", [schema]) if schema is not None else ():
+                parts = [schema] if schema is not None else []
+                for how in ("allOf", "anyOf", "oneOf"):
+                    parts = schema.get(how, parts) if schema is not None else []
+                for part in parts:
                     assert schemas[part["$ref"].rpartition("/")[2]]["properties"], (path, told)
 
 

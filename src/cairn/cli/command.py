@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from cairn import __version__
 from cairn.cli.run import find_served_model, load_model_tokenizer, run_generation_check, run_proxy, run_server
+from cairn.cli.words import rewrite_words
 from cairn.errors import CairnError, ConfigError
 
 if TYPE_CHECKING:
-    from cairn.engine.contract import TextTokenizer
+    from cairn.cli.run import LoadTokenizer
     from cairn.models.weights.hub import ModelSource
     from cairn.settings.serve import ServeSettings
 
@@ -34,7 +35,7 @@ def main(
     arguments: Sequence[str] | None = None,
     *,
     core: str = "cairn.engine.build:build_core",
-    load_tokenizer: "Callable[[str], TextTokenizer]" = load_model_tokenizer,
+    load_tokenizer: "LoadTokenizer" = load_model_tokenizer,
     find_model: "Callable[[ServeSettings], str]" = find_served_model,
 ) -> int:
     """Run one command and return its exit code.
@@ -42,7 +43,8 @@ def main(
     `core` and `load_tokenizer` replace the engine that `serve` runs, `find_model` what MODEL means to it.
     """
     try:
-        return _run(sys.argv[1:] if arguments is None else list(arguments), core, load_tokenizer, find_model)
+        words = rewrite_words(sys.argv[1:] if arguments is None else arguments)
+        return _run(words, core, load_tokenizer, find_model)
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 1
     except ConfigError as error:
@@ -58,7 +60,7 @@ def main(
 def _run(
     arguments: list[str],
     core: str,
-    load_tokenizer: "Callable[[str], TextTokenizer]",
+    load_tokenizer: "LoadTokenizer",
     find_model: "Callable[[ServeSettings], str]",
 ) -> int:
     parser, serve, proxy, replay, bench = _parser()
@@ -122,7 +124,9 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     check.add_argument(
         "--download-dir", type=Path, metavar="FOLDER", help="cache of what the hub has; default: the Hugging Face cache"
     )
-    check.add_argument("--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: %(default)s")
+    check.add_argument(
+        "--dtype", type=_dtype, choices=("auto", "float32", "bfloat16"), default="auto", help="default: %(default)s"
+    )
     check.add_argument(
         "-q", "--quantization", choices=("int8",), help="of the weights of matrix products; default: none"
     )
@@ -143,8 +147,16 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     return parser, serve, proxy, replay, bench
 
 
+def _dtype(text: str) -> str:
+    from cairn.setting_types import SERVED_DTYPES
+
+    return SERVED_DTYPES.get(text, text)
+
+
 def _count(text: str) -> int:
-    number = int(text)
+    from cairn.setting_types import parse_count
+
+    number = parse_count(text) or int(text)
     if not 1 <= number <= 1 << 24:
         raise argparse.ArgumentTypeError(f"must be between 1 and {1 << 24}, not {text}")
     return number
@@ -181,7 +193,7 @@ def _find_tokenizer(parsed: argparse.Namespace) -> Path | None:
     return find_tokenizer(_source(parsed, parsed.tokenizer, "--tokenizer"))
 
 
-def _check(parsed: argparse.Namespace, core: str, load_tokenizer: "Callable[[str], TextTokenizer]") -> int:
+def _check(parsed: argparse.Namespace, core: str, load_tokenizer: "LoadTokenizer") -> int:
     from rich.console import Console
 
     from cairn.models.check import CheckSettings, check, render

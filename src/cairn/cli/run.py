@@ -9,9 +9,10 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cairn.errors import ConfigError, ModelError
+from cairn.setting_types import SERVED_DTYPES
 
 if TYPE_CHECKING:
     from cairn.engine.contract import EngineConfig, KvEventsConfig, KvTransferConfig, RequestLogConfig, TextTokenizer
@@ -22,22 +23,29 @@ if TYPE_CHECKING:
     from cairn.settings.proxy import ProxySettings
     from cairn.settings.serve import ServeSettings
 
+LoadTokenizer: TypeAlias = "Callable[[str, str | None, str | None], TextTokenizer]"
+"""By the checkpoint's folder, another tokenizer's folder, and a chat template instead of its own."""
+
+_SHOWN = 80
+
 logger = logging.getLogger("cairn.cli")
 
 
 def run_server(
     settings: "ServeSettings",
     core: str,
-    load_tokenizer: "Callable[[str], TextTokenizer]",
+    load_tokenizer: LoadTokenizer,
     find_model: "Callable[[ServeSettings], str]",
 ) -> int:
     from cairn.engine.client import CoreClient, EngineDeadlines
     from cairn.engine.process import ProcessTransport
     from cairn.engine.sizing import choose_cpu_threads
+    from cairn.http.tls import check_tls
     from cairn.http.web_server import create_server_socket, parse_trusted_proxies, raise_descriptor_limit
     from cairn.server.generation_config import load_default_sampling
     from cairn.server.options import ServerLimits
-    from cairn.server.run import HttpServer
+    from cairn.server.prompts import parse_template_kwargs
+    from cairn.server.run import HttpServer, tls_options
 
     _start_log(settings.log_level)
     raise_descriptor_limit()
@@ -47,9 +55,12 @@ def run_server(
     # what is wrong is said before anything is downloaded
     parse_trusted_proxies(settings.forwarded_allow_ips)
     create_server_socket(settings.host, settings.port).close()
+    check_tls(tls_options(settings))
+    chat_template = _chat_template(settings.chat_template)
+    template_kwargs = parse_template_kwargs(settings.default_chat_template_kwargs)
     asked, images = engine_config(settings), image_options(settings)
     num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
-    config = asked.model_copy(update={"model": find_model(settings)})
+    config = asked.model_copy(update={"model": find_model(settings), "tokenizer": _find_tokenizer(settings)})
     source, overrides = settings.generation_config, settings.override_generation_config
     defaults = load_default_sampling(source, overrides, Path(config.model))
     server_limits = ServerLimits(images=images)
@@ -57,10 +68,13 @@ def run_server(
     async def run() -> int:
         engine = CoreClient(
             ProcessTransport(config, core=core, threads=num_threads),
-            lambda: load_tokenizer(config.model),
+            lambda: load_tokenizer(config.model, config.tokenizer, chat_template),
             EngineDeadlines(start=settings.start_timeout),
         )
-        return await _until_drained(HttpServer(engine, settings, server_limits, default_sampling=defaults))
+        server = HttpServer(
+            engine, settings, server_limits, default_sampling=defaults, default_template_kwargs=template_kwargs
+        )
+        return await _until_drained(server)
 
     return asyncio.run(run())
 
@@ -80,9 +94,7 @@ def run_proxy(settings: "ProxySettings") -> int:
     return asyncio.run(run())
 
 
-def run_generation_check(
-    report: "CheckReport", output: Path | None, core: str, load_tokenizer: "Callable[[str], TextTokenizer]"
-) -> int:
+def run_generation_check(report: "CheckReport", output: Path | None, core: str, load_tokenizer: LoadTokenizer) -> int:
     """Answer prompts with the checkpoint that was looked at, compare with transformers, show it, and write it to
     `output` as JSON. Returns 0 if it is the same model, else 1. Raises as `check_generation`."""
     from rich.console import Console
@@ -106,7 +118,7 @@ def run_generation_check(
     }
     config = EngineConfig(**sizes)
     transport = ProcessTransport(config, core=core, threads=choose_cpu_threads(None, 1, os.environ))
-    engine = CoreClient(transport, lambda: load_tokenizer(config.model))
+    engine = CoreClient(transport, lambda: load_tokenizer(config.model, None, None))
     console = Console()
     found = check_generation(report.folder, report.dtype, asked.quantization, engine, console)
     console.print(render_generation(found))
@@ -129,11 +141,12 @@ async def _until_drained(server: "HttpServer | ProxyServer") -> int:
 
 def warn(settings: "ServeSettings") -> None:
     """Say what was asked for and has no effect."""
-    if settings.trust_remote_code:
-        logger.warning("--trust-remote-code is ignored: code that comes with a checkpoint is never run")
-    for name in ("gpu_memory_utilization", "enforce_eager"):
-        if name in settings.model_fields_set:
-            logger.info("--%s has no effect: see `cairn serve --help`", name.replace("_", "-"))
+    if settings.without_effect:
+        logger.info("without effect here (docs/operations.md says why): %s", ", ".join(settings.without_effect))
+    if settings.dtype in ("half", "float16"):
+        logger.warning(
+            "--dtype %s is served as bfloat16: as many bytes, nothing overflows, 3 bits less", settings.dtype
+        )
     for name in ("kv_secret_file", "kv_peer_allowlist"):
         if settings.kv_transfer_config is None and name in settings.model_fields_set:
             logger.warning("--%s has no effect without --kv-transfer-config", name.replace("_", "-"))
@@ -148,14 +161,48 @@ def find_served_model(settings: "ServeSettings") -> str:
     return str(find_checkpoint(ModelSource(settings.model, settings.revision, settings.download_dir)))
 
 
-def load_model_tokenizer(folder: str) -> "TextTokenizer":
-    """A checkpoint's own. Raises ModelError."""
+def _find_tokenizer(settings: "ServeSettings") -> str | None:
+    """The folder of --tokenizer; None without one. Raises as `find_served_model`."""
+    if settings.tokenizer is None:
+        return None
+    from cairn.models.weights.hub import ModelSource, find_tokenizer
+
+    source = ModelSource(settings.tokenizer, settings.tokenizer_revision, settings.download_dir, "--tokenizer")
+    found = find_tokenizer(source)
+    return str(found.parent if found.is_file() else found)
+
+
+def _chat_template(given: str | None) -> str | None:
+    """The template that --chat-template names or is. Raises ConfigError for a file that is none, and for what is no
+    template."""
+    from jinja2 import TemplateError
+
+    from cairn.engine.text.chat_template import find_variables
+
+    if given is None:
+        return None
+    try:
+        template = Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        if not any(sign in given for sign in "{}\n"):
+            reason = error.strerror if isinstance(error, OSError) else "no text"
+            raise ConfigError(f"--chat-template {given[:_SHOWN]}: this file cannot be read: {reason}") from None
+        template = given
+    try:
+        find_variables(template)
+    except (TemplateError, RecursionError) as error:
+        raise ConfigError(f"--chat-template: is no Jinja template: {error}") from None
+    return template
+
+
+def load_model_tokenizer(folder: str, tokenizer: str | None, chat_template: str | None) -> "TextTokenizer":
+    """A checkpoint's own, or what stands in for it. Raises ModelError."""
     from cairn.engine.text.tokenizer import ModelTokenizer
 
     # The tokenizer is loaded before the model has been looked at, and would complain of a file too deep.
     if not (Path(folder) / "config.json").is_file():
         raise ModelError(f"{folder}: no checkpoint's folder: there is no config.json in it")
-    return ModelTokenizer(Path(folder))
+    return ModelTokenizer(Path(folder), None if tokenizer is None else Path(tokenizer), chat_template)
 
 
 # -- from settings to what each room takes -----------------------------------------------------------------------------
@@ -167,6 +214,7 @@ def engine_config(settings: "ServeSettings") -> "EngineConfig":
 
     more: dict[str, Any] = {
         "model": settings.model,
+        "dtype": SERVED_DTYPES.get(settings.dtype, settings.dtype),
         "language_model_only": image_options(settings).limit == 0,
         "kv_events": _kv_events(settings),
         "kv_transfer": _kv_transfer(settings),

@@ -66,7 +66,7 @@ def build_core(
     sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), machine)
     info = _plain_info(config, opened, layout, placement, sizes)
     num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
-    tokenizer = ModelTokenizer(Path(config.model))
+    tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
     ranks = _build_ranks(config, opened, layout, info, observe)
     transfer = None
     if config.kv_transfer is not None:

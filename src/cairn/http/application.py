@@ -26,12 +26,15 @@ def http_application(
     max_body_bytes: int,
     body_seconds: float,
     new_id: Callable[[], str],
+    has_document: bool = True,
 ) -> FastAPI:
     """An application without routes, whose errors are vLLM's, behind four layers of middleware. `gated_paths`: those
     that count as open requests; `open_paths`: those that need no API key. `body_seconds`: for a client to send a
-    request's body."""
+    request's body. `has_document`: whether /openapi.json is there."""
     # A redirect would be built from the Host header.
     plain: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
+    if not has_document:
+        plain["openapi_url"] = None
     app = FastAPI(title=title, version=__version__, lifespan=lifespan, **plain)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, http_error)

@@ -81,6 +81,20 @@ class RequestIds(HttpMiddleware):
             return await error_response(internal_error(), scope)(scope, receive, send_with_id)
 
 
+class RootPath(HttpMiddleware):
+    """Takes `root` off the paths that begin with it: a proxy in front may leave it there. All behind this layer see
+    the path that is routed on."""
+
+    def __init__(self, app: ASGIApp, root: str) -> None:
+        super().__init__(app)
+        self._root = root
+
+    async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(f"{self._root}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root)}
+        return await self._app(scope, receive, send)
+
+
 class ApiKey(HttpMiddleware):
     """Refuses requests without one of the keys, except for `open_paths`."""
 

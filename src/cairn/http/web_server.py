@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import uvicorn
 from cairn.errors import ConfigError
 from cairn.http.connections import Connection, ConnectionDeadlines, ConnectionLimit
 from cairn.http.middleware import Gate
+from cairn.http.tls import TlsOptions
 from cairn.setting_types import list_entries
 
 _FLUSH_SECONDS = 5
@@ -27,6 +29,8 @@ _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 32
 """Connections accepted before the ones above the limit are closed: fewer than the spare descriptors."""
 _MAX_HEAD_BYTES = 1 << 15
+_CIPHERS = "TLSv1"
+"""uvicorn's default: what OpenSSL takes for TLS 1.2."""
 
 _TRUSTED_VARIABLE = "FORWARDED_ALLOW_IPS"
 _LOOPBACK = "127.0.0.1,::1"
@@ -94,12 +98,18 @@ def create_web_server(
     lifespan: Literal["on", "off"] = "on",
     deadlines: ConnectionDeadlines | None = None,
     descriptors_per_request: int = 1,
+    tls: TlsOptions | None = None,
+    log_level: str | None = None,
 ) -> uvicorn.Server:
     """A server for one ASGI application; it leaves the process's signals alone. `forwarded_allow_ips`: addresses and
     networks of the proxies whose X-Forwarded-For is believed. `lifespan`: whether the application gets ASGI's lifespan
     events. `descriptors_per_request`: open files that a request may take, its connection included; it bounds the
-    number of connections."""
+    number of connections. `tls`: for HTTPS. `log_level`: least severity that uvicorn logs; None: as everything."""
     limit = ConnectionLimit(_max_connections(descriptors_per_request))
+    files: dict[str, Any] = {}
+    if tls is not None:
+        files = {f"ssl_{name}": value for name, value in asdict(tls).items()}
+        files["ssl_ciphers"] = tls.ciphers or _CIPHERS
     config = uvicorn.Config(
         app,
         http=partial(Connection, deadlines=deadlines or ConnectionDeadlines(), limit=limit),  # type: ignore[arg-type]
@@ -108,11 +118,13 @@ def create_web_server(
         forwarded_allow_ips=[form for name in forwarded_allow_ips for form in _address_forms(name)],
         lifespan=lifespan,
         log_config=None,
+        log_level=log_level,
         access_log=False,
         server_header=False,
         h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         backlog=_ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=_FLUSH_SECONDS,
+        **files,
     )
     return _Uvicorn(config)
 

@@ -7,8 +7,10 @@ from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from cairn.http.application import http_application
+from cairn.http.middleware import RootPath
 from cairn.server import cache_routes, routes, status_routes
 from cairn.server.anthropic import routes as anthropic_routes
 from cairn.server.error_handlers import install_error_handlers
@@ -16,6 +18,8 @@ from cairn.server.openai_responses import routes as responses_routes
 from cairn.server.openapi import build_openapi_document
 from cairn.server.service import Service
 from cairn.server.stat_logger import ThroughputLogger
+from cairn.server.status_routes import DOCS_PATHS
+from cairn.setting_types import list_entries
 
 __all__ = ["create_app"]
 
@@ -24,7 +28,7 @@ _OPEN_PATHS = frozenset({"/cache/ui", "/health", "/load", "/metrics", "/ping", "
 _GATED_PATHS = frozenset(
     (
         *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"),
-        *("/v1/responses", "/tokenize", "/detokenize"),
+        *("/v1/responses", "/invocations", "/tokenize", "/detokenize"),
     )
 )
 
@@ -36,34 +40,48 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        reporting = asyncio.create_task(_report(service))
+        reporting = None if service.options.disable_log_stats else asyncio.create_task(_report(service))
         try:
             yield
         finally:
-            reporting.cancel()
-            with suppress(asyncio.CancelledError):
-                await reporting
+            if reporting is not None:
+                reporting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await reporting
             await service.aclose()
 
+    options = service.options
+    open_paths = _OPEN_PATHS | DOCS_PATHS if options.enable_docs else _OPEN_PATHS
     app = http_application(
         "cairn",
         lifespan,
         gate=service.gate,
         gated_paths=_GATED_PATHS,
-        api_keys=service.options.api_key,
-        open_paths=_OPEN_PATHS,
-        max_body_bytes=service.options.max_body_bytes,
+        api_keys=options.api_key,
+        open_paths=open_paths,
+        max_body_bytes=options.max_body_bytes,
         body_seconds=service.limits.body_seconds,
         new_id=service.new_id,
+        has_document=not options.disable_fastapi_docs,
     )
     app.state.service = service
     app.include_router(routes.router())
     app.include_router(anthropic_routes.router())
     app.include_router(responses_routes.router())
-    app.include_router(status_routes.router())
+    app.include_router(status_routes.router(options))
     app.include_router(cache_routes.router())
     install_error_handlers(app)
-    app.openapi = cache(partial(build_openapi_document, app, service, _GATED_PATHS, _OPEN_PATHS))  # type: ignore[method-assign]
+    app.openapi = cache(partial(build_openapi_document, app, service, _GATED_PATHS, open_paths))  # type: ignore[method-assign]
+    if options.root_path is not None:
+        app.add_middleware(RootPath, root=options.root_path)
+    if options.allowed_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list_entries(options.allowed_origins) or (),
+            allow_methods=list_entries(options.allowed_methods) or (),
+            allow_headers=list_entries(options.allowed_headers) or (),
+            allow_credentials=options.allow_credentials,
+        )
     return app
 
 

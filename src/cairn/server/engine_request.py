@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.engine.contract import (
+    RANGES,
     EngineInfo,
     GenerateRequest,
     RenderedPrompt,
@@ -75,6 +76,14 @@ def build_engine_request(
         structure=structure,
         client=client,
     )
+
+
+def check_num_logprobs(body: SamplingFields, most: int) -> None:
+    """Raises InvalidRequest for more log-probabilities of a token than --max-logprobs allows."""
+    own = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+    for name, number in ((own, body.get_num_logprobs()), ("prompt_logprobs", body.prompt_logprobs)):
+        if number is not None and most < number <= RANGES["logprobs"].high:
+            raise InvalidRequest(f"{name} is {number}; this server gives at most {most} (--max-logprobs)", name)
 
 
 def _fields_sent(body: SamplingFields, names: Sequence[str]) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from cairn.errors import CairnError, EngineDead, InvalidBody, RequestError
 from cairn.http.application import http_error
 from cairn.http.error_responses import ClientDisconnected, error_response, internal_error, make_error
-from cairn.server.requests import WRONG_KIND
+from cairn.server.requests import CHAT_TAG, COMPLETION_TAG, WRONG_KIND
 
 MAX_NESTING = 256
 """Objects and lists within each other; JSON decoders give up later."""
@@ -125,6 +125,8 @@ def explain_validation_error(first: Mapping[str, Any], body: Any) -> InvalidBody
     """`first`: of pydantic's `errors()`, with the source (body, query) as the first step of its `loc`."""
     kind, context = first["type"], first.get("ctx", {})
     source, *loc = first["loc"]
+    if loc[:1] in ([CHAT_TAG], [COMPLETION_TAG]):
+        del loc[0]
     path = loc[:1]
     if source == "body" and loc:
         path += _locate(loc[1:], body.get(loc[0]) if isinstance(body, dict) else None, is_missing=kind == "missing")

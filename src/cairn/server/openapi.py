@@ -29,7 +29,9 @@ _RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "/v1/responses/{response_id}/cancel": (responses.ResponsesResponse,),
         "/v1/responses/{response_id}/input_items": (responses.InputItemList,),
         "DELETE /v1/responses/{response_id}": (responses.DeletedResponse,),
+        "/invocations": (responses.ChatResponse, responses.CompletionResponse),
         "/tokenize": (responses.TokenizeResponse,),
+        "/tokenizer_info": (responses.TokenizerInfoResponse,),
         "/detokenize": (responses.DetokenizeResponse,),
         "/v1/models": (responses.ModelList,),
         "/v1/models/{name}": (responses.ModelCard,),
@@ -41,16 +43,20 @@ _RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """By path, or method and path: the types whose fields the JSON body of a 200 has."""
 
+_EITHER = frozenset({"/invocations"})
+"""Paths of which a body has the fields of one of the types, not of all."""
+
 _LOOKUPS = ("/v1/models/", "/v1/responses/")
 _REQUEST_ID: Mapping[str, Any] = MappingProxyType(
     {"name": "X-Request-Id", "in": "header", "schema": {"type": "string", "pattern": "^[!-~]{1,128}$"}}
 )
-_CHUNKS: Mapping[str, Any] = MappingProxyType(
+_CHUNKS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "/v1/completions": responses.CompletionChunk,
-        "/v1/chat/completions": responses.ChatChunk,
-        "/v1/messages": responses.MessagesEvent,
-        "/v1/responses": responses.ResponsesEvent,
+        "/v1/completions": (responses.CompletionChunk,),
+        "/v1/chat/completions": (responses.ChatChunk,),
+        "/v1/messages": (responses.MessagesEvent,),
+        "/v1/responses": (responses.ResponsesEvent,),
+        "/invocations": (responses.ChatChunk, responses.CompletionChunk),
     }
 )
 _ERRORS: Mapping[int, str] = MappingProxyType(
@@ -73,6 +79,8 @@ _ERRORS: Mapping[int, str] = MappingProxyType(
 def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[str]) -> dict[str, Any]:
     """`gated`: paths that generate or tokenize; `open_paths`: those that need no key."""
     found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    if service.options.root_path is not None:
+        found["servers"] = [{"url": service.options.root_path}]
     has_keys = bool(service.options.api_key)
     operations = [(path, method, one) for path, methods in found["paths"].items() for method, one in methods.items()]
     for path, method, operation in operations:
@@ -91,7 +99,7 @@ def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     _add_model_limits(schemas, service)
-    types = [*(kind for kinds in _RESPONSES.values() for kind in kinds), *_CHUNKS.values()]
+    types = [kind for kinds in (*_RESPONSES.values(), *_CHUNKS.values()) for kind in kinds]
     types += [responses.ErrorResponse, responses.AnthropicErrorResponse, responses.StatusResponse]
     schemas |= schema_components(types, ref_template="#/components/schemas/{name}")[1]
     # `/server_info` has the cache's fields among the engine's.
@@ -108,15 +116,22 @@ def _reference(kind: Any) -> Schema:
     return {"$ref": f"#/components/schemas/{kind.__name__}"}
 
 
+def _joined(how: str, kinds: tuple[Any, ...]) -> Schema:
+    parts = [_reference(kind) for kind in kinds]
+    return parts[0] if len(parts) == 1 else {how: parts}
+
+
 def _content(path: str, method: str) -> Schema:
     if path in _EMPTY_BODIES:
         return {}
     if path in _TEXT_BODIES:
         return {"content": {_TEXT_BODIES[path]: {"schema": {"type": "string"}}}}
-    parts = [_reference(kind) for kind in _RESPONSES.get(f"{method.upper()} {path}", _RESPONSES.get(path, ()))]
-    content: Schema = {"application/json": {"schema": parts[0] if len(parts) == 1 else {"allOf": parts}}}
+    kinds = _RESPONSES.get(f"{method.upper()} {path}", _RESPONSES.get(path, ()))
+    how = "anyOf" if path in _EITHER else "allOf"
+    content: Schema = {"application/json": {"schema": _joined(how, kinds)}}
     if path in _CHUNKS:
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": _reference(_CHUNKS[path])}
+        chunk = _joined("anyOf", _CHUNKS[path])
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
         content["text/event-stream"] = {
             "schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}
         }
@@ -157,7 +172,7 @@ def _add_model_limits(schema: Any, service: Service) -> None:
     limits: dict[str, Schema] = {
         "token-id": {"maximum": info.vocab_size - 1},
         "to-model-len": {"maximum": info.max_model_len},
-        "model-name": {"const": service.options.model_name},
+        "model-name": {"enum": [*service.options.model_names]},
     }
     if isinstance(schema, dict):
         schema |= limits.get(str(schema.get("format")), {})

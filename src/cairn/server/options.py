@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 from pydantic_settings import CliPositionalArg
 
-from cairn.setting_types import ApiKeys, Bytes, JsonText, ListText
+from cairn.setting_types import ApiKeys, Bytes, JsonObject, JsonText, ListText, ServedNames, Texts
 
 __all__ = ["ImageOptions", "ServerLimits", "ServerOptions"]
 
@@ -26,8 +26,8 @@ class ServerOptions(BaseModel):
         max_length=255,
     )
     port: int = Field(8000, description="port to listen on; 0 takes a free one", ge=0, le=65535)
-    served_model_name: str | None = Field(
-        None, description="the model's name in the API; MODEL unless given", min_length=1, max_length=512
+    served_model_name: ServedNames = Field(
+        None, description="the model's name in the API, or several: a b; answers have the first. MODEL unless given"
     )
     api_key: ApiKeys = Field(
         None,
@@ -61,6 +61,57 @@ class ServerOptions(BaseModel):
     trust_request_chat_template: bool = Field(
         False, description="run the chat_template of requests, in the sandbox that checkpoints' own are run in"
     )
+    chat_template: str | None = Field(
+        None, description="chat template instead of the checkpoint's: a file, or the template itself", min_length=1
+    )
+    default_chat_template_kwargs: JsonObject | None = Field(
+        None, description='chat_template_kwargs of requests that do not send them: {"enable_thinking": false}'
+    )
+    max_logprobs: int = Field(
+        20,
+        description="most log-probabilities for each token that a request may ask for; never more than 20",
+        ge=0,
+        le=20,
+    )
+    enable_force_include_usage: bool = Field(False, description="usage in every chunk of every stream")
+    stream_interval: int = Field(
+        1, description="tokens of an answer that come in one event, unless a request says otherwise", ge=1, lt=1 << 31
+    )
+    enable_tokenizer_info_endpoint: bool = Field(
+        False, description="serve /tokenizer_info: the tokenizer's settings and the chat template"
+    )
+    disable_fastapi_docs: bool = Field(False, description="do not serve /openapi.json")
+    enable_docs: bool = Field(
+        False, description="serve /docs and /redoc, pages whose scripts browsers fetch from cdn.jsdelivr.net"
+    )
+    disable_log_stats: bool = Field(False, description="no line about throughput every 10 seconds; /metrics stays")
+    root_path: str | None = Field(
+        None,
+        description="what a proxy in front puts before every path and may leave there: /cairn",
+        pattern=r"^(/[\w.~-]+)+$",
+        max_length=256,
+    )
+    allowed_origins: Texts | None = Field(
+        None,
+        description='web pages that may read answers (CORS): ["https://chat.example"], or ["*"]; none unless given',
+    )
+    allowed_methods: Texts = Field('["*"]', description="HTTP methods that they may use")
+    allowed_headers: Texts = Field('["*"]', description="headers that they may send")
+    allow_credentials: bool = Field(False, description="they may send cookies and other credentials")
+    ssl_keyfile: str | None = Field(
+        None, description="file with the key of --ssl-certfile, if that has none", min_length=1
+    )
+    ssl_certfile: str | None = Field(None, description="file with the certificate of HTTPS: no HTTP then", min_length=1)
+    ssl_ca_certs: str | None = Field(
+        None, description="file with what clients' certificates are checked by", min_length=1
+    )
+    ssl_cert_reqs: int = Field(
+        0, description="certificates of clients: 0 none is asked for, 1 may be sent, 2 must be sent", ge=0, le=2
+    )
+    ssl_ciphers: str | None = Field(None, description="ciphers of TLS 1.2, as OpenSSL names them", min_length=1)
+    uvicorn_log_level: Literal["critical", "error", "warning", "info", "debug", "trace"] | None = Field(
+        None, description="least severity that the HTTP library logs; as --log-level unless given"
+    )
     generation_config: str = Field(
         "auto",
         description="where sampling defaults come from: auto for the checkpoint's generation_config.json, vllm for "
@@ -72,9 +123,14 @@ class ServerOptions(BaseModel):
     )
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that the model answers to, at least one."""
+        return tuple(self.served_model_name or [self.model])
+
+    @property
     def model_name(self) -> str:
-        """The model's name in the API."""
-        return self.served_model_name or self.model
+        """The model's name in answers and metrics."""
+        return self.model_names[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, cast
 
 import msgspec
 import numpy as np
+from pydantic import ValidationError
 
 from cairn.engine.contract import (
     MAX_BREAKPOINTS,
@@ -18,7 +19,7 @@ from cairn.engine.contract import (
     TemplateValue,
     check_token_ids,
 )
-from cairn.errors import InvalidRequest, NotFound
+from cairn.errors import ConfigError, InvalidRequest, NotFound
 from cairn.server.engine_request import is_deeper_than
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.requests import (
@@ -49,8 +50,9 @@ _TTL_SECONDS: Mapping[str, int] = MappingProxyType({"5m": 300, "1h": 3600})
 
 def check_model(service: Service, model: str | None) -> None:
     """Raises NotFound if another model is asked for; without a name, any is meant."""
-    if model is not None and model != service.options.model_name:
-        raise NotFound(f"the model {model!r} is not served here; {service.options.model_name!r} is", "model")
+    names = service.options.model_names
+    if model is not None and model not in names:
+        raise NotFound(f"the model {model!r} is not served here; {' or '.join(map(repr, names))} is", "model")
 
 
 async def encode_prompts(service: Service, body: CompletionRequest) -> list[RenderedPrompt]:
@@ -157,7 +159,7 @@ async def render_chat_prompt(
         [_message(message, i, images) for i, message in enumerate(messages)],
         tools=[_tool(tool, i) for i, tool in enumerate(body.tools or ())],
         add_generation_prompt=body.add_generation_prompt is not False and not continues,
-        template_kwargs=_template_kwargs(body),
+        template_kwargs={**service.default_template_kwargs, **_template_kwargs(body)},
         breakpoints=breakpoints,
         continue_final_message=continues,
         chat_template=body.chat_template or None,
@@ -170,6 +172,15 @@ def _check_chat_template(service: Service, body: TemplateFields) -> None:
     if body.chat_template is not None and not service.options.trust_request_chat_template:
         text = "chat_template is a program to be run here, which this server takes only with"
         raise InvalidRequest(f"{text} --trust-request-chat-template: leave it out", "chat_template")
+
+
+def parse_template_kwargs(text: str | None) -> dict[str, TemplateValue]:
+    """The template's variables for requests that do not send them. `text`: a JSON object. Raises ConfigError."""
+    try:
+        return _template_kwargs(TemplateFields.model_validate({"chat_template_kwargs": json.loads(text or "{}")}))
+    except (InvalidRequest, ValidationError) as error:
+        reason = error.message if isinstance(error, InvalidRequest) else error.errors()[0]["msg"]
+        raise ConfigError(f"--default-chat-template-kwargs: {reason}") from None
 
 
 def _template_kwargs(body: TemplateFields) -> dict[str, TemplateValue]:

@@ -552,6 +552,20 @@ class ChatRequest(SamplingFields, TemplateFields):
         return self.top_logprobs or 0 if self.logprobs else None
 
 
+def _kind_of_invocation(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    return COMPLETION_TAG if "prompt" in value and "messages" not in value else CHAT_TAG
+
+
+CHAT_TAG, COMPLETION_TAG = "chat_request", "completion_request"
+Invocation: TypeAlias = Annotated[
+    Annotated[ChatRequest, Tag(CHAT_TAG)] | Annotated[CompletionRequest, Tag(COMPLETION_TAG)],
+    kind_discriminator("an object with messages, or with prompt", _kind_of_invocation),
+]
+"""POST /invocations: the body of one or the other."""
+
+
 class TokenizeRequest(TemplateFields):
     """POST /tokenize: either `prompt` or `messages`."""
 

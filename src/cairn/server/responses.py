@@ -496,6 +496,13 @@ class TokenizeResponse(TypedDict):
     token_strs: None
 
 
+class TokenizerInfoResponse(TypedDict):
+    """GET /tokenizer_info, with the settings that tokenizer_config.json has."""
+
+    tokenizer_class: str
+    chat_template: NotRequired[Any]
+
+
 class DetokenizeResponse(TypedDict):
     """POST /detokenize."""
 

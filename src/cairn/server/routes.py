@@ -14,9 +14,10 @@ from starlette.responses import Response
 from cairn.engine.contract import MAX_ANSWERS, RenderedPrompt, check_token_ids
 from cairn.errors import InvalidRequest
 from cairn.http.clients import cancel_on_disconnect, get_client_id
-from cairn.server.engine_request import build_engine_request, encode_bad_words
+from cairn.server.engine_request import build_engine_request, check_num_logprobs, encode_bad_words
 from cairn.server.generate import Deadline, Generation
 from cairn.server.images.memory import ImageAllocation
+from cairn.server.options import ServerOptions
 from cairn.server.prompts import (
     add_prompt_text,
     check_model,
@@ -29,7 +30,9 @@ from cairn.server.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Invocation,
     SamplingFields,
+    StreamOptions,
     TokenizeRequest,
     refuse_unsupported,
 )
@@ -85,6 +88,7 @@ def router() -> APIRouter:
     routes = APIRouter(route_class=JsonBodyRoute)
     routes.add_api_route("/v1/completions", create_completion, methods=["POST"], response_model=None)
     routes.add_api_route("/v1/chat/completions", create_chat_completion, methods=["POST"], response_model=None)
+    routes.add_api_route("/invocations", invoke, methods=["POST"], response_model=None)
     routes.add_api_route("/tokenize", tokenize, methods=["POST"], response_model=None)
     routes.add_api_route("/detokenize", detokenize, methods=["POST"], response_model=None)
     return routes
@@ -103,6 +107,13 @@ async def create_chat_completion(
         return [await render_chat_prompt(service, body, body.messages, allocation)]
 
     return await generate(http, service, body, render, id_prefix="chatcmpl-")
+
+
+async def invoke(http: Request, body: Invocation, service: ServiceDep, allocation: ImageAllocationDep) -> Response:
+    """SageMaker's one path, as vLLM's: a chat where there are messages, else a completion."""
+    if isinstance(body, ChatRequest):
+        return await create_chat_completion(http, body, service, allocation)
+    return await create_completion(http, body, service)
 
 
 MakePrompts: TypeAlias = Callable[[], Coroutine[Any, Any, list[RenderedPrompt]]]
@@ -139,7 +150,8 @@ async def _prepare(
     arrival_time, info = service.clock.now(), service.engine.info
     check_model(service, body.model)
     refuse_unsupported(body)
-    body = body.with_defaults(service.default_sampling)
+    check_num_logprobs(body, service.options.max_logprobs)
+    body = _with_flags(body.with_defaults(service.default_sampling), service.options)
     reused = reuse_prompt(service, body)
     prompts = await make_prompts() if reused is None else [reused]
     prompts = [truncate_prompt(prompt, body, info.max_model_len) for prompt in prompts]
@@ -171,6 +183,16 @@ async def _prepare(
     formatter = service.logprobs_formatter.configure(body.return_tokens_as_token_ids, has_listed=has_listed)
     fields = (answer_id, created, model, service.system_fingerprint, body, prompts, n, formatter, new_message)
     return Generation(service, requests, writer_type(*fields), arrival_time, deadline)
+
+
+def _with_flags(body: SamplingFields, options: ServerOptions) -> SamplingFields:
+    """The body as the server's flags have it."""
+    found: dict[str, Any] = {}
+    if body.stream and options.enable_force_include_usage:
+        found["stream_options"] = StreamOptions(include_usage=True, continuous_usage_stats=True)
+    if body.stream_interval is None and options.stream_interval > 1:
+        found["stream_interval"] = options.stream_interval
+    return body.model_copy(update=found) if found else body
 
 
 async def tokenize(

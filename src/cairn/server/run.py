@@ -10,10 +10,11 @@ import uvicorn
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cairn.engine.contract import EngineClient
-from cairn.errors import Overloaded
+from cairn.engine.contract import EngineClient, TemplateValue
+from cairn.errors import ConfigError, Overloaded
 from cairn.http.connections import ConnectionDeadlines
 from cairn.http.error_responses import error_response
+from cairn.http.tls import TlsOptions, check_tls
 from cairn.http.web_server import (
     DrainingServer,
     create_server_socket,
@@ -45,15 +46,19 @@ class HttpServer(DrainingServer):
         limits: ServerLimits | None = None,
         images: Callable[[ImageOptions], MediaConnector] = MediaConnector,
         default_sampling: Mapping[str, float] = MappingProxyType({}),
+        default_template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
     ) -> None:
-        """`images`: makes the connector for images. `default_sampling`: see `Service`. Raises ConfigError naming the
-        flag."""
+        """`images`: makes the connector for images. `default_sampling`, `default_template_kwargs`: see `Service`.
+        Raises ConfigError naming the flag."""
         super().__init__(options.shutdown_timeout)
         self._engine = engine
         self._images = images
         self._options = options
         self._limits = limits or ServerLimits()
         self._default_sampling = default_sampling
+        self._default_template_kwargs = default_template_kwargs
+        self._tls = tls_options(options)
+        check_tls(self._tls)
         self._trusted = parse_trusted_proxies(options.forwarded_allow_ips)
 
     async def run(self, on_ready: Callable[[int], None] | None = None) -> int:
@@ -64,7 +69,14 @@ class HttpServer(DrainingServer):
         listener = create_server_socket(self._options.host, self._options.port)
         served = _ReplaceableApp()
         deadlines = ConnectionDeadlines(head=self._limits.head_seconds, stall=self._limits.stall_seconds)
-        server = create_web_server(served, forwarded_allow_ips=self._trusted, lifespan="off", deadlines=deadlines)
+        server = create_web_server(
+            served,
+            forwarded_allow_ips=self._trusted,
+            lifespan="off",
+            deadlines=deadlines,
+            tls=self._tls,
+            log_level=self._options.uvicorn_log_level,
+        )
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await wait_until_started(server, serving, listener)
@@ -101,12 +113,18 @@ class HttpServer(DrainingServer):
         port = server.servers[0].sockets[0].getsockname()[1]
         connector = self._images(self._limits.images)
         service = Service(
-            self._engine, self._options, self._limits, images=connector, default_sampling=self._default_sampling
+            self._engine,
+            self._options,
+            self._limits,
+            images=connector,
+            default_sampling=self._default_sampling,
+            default_template_kwargs=self._default_template_kwargs,
         )
         app = create_app(service)
         async with app.router.lifespan_context(app):
             served.replace(app)
-            logger.info("serving %s on http://%s:%d", self._options.model_name, self._options.host, port)
+            scheme, names = "http" if self._tls is None else "https", ", ".join(self._options.model_names)
+            logger.info("serving %s on %s://%s:%d", names, scheme, self._options.host, port)
             if on_ready is not None:
                 on_ready(port)
             await wait_first(serving, self._engine.wait_dead(), self._draining.wait())
@@ -120,6 +138,22 @@ class HttpServer(DrainingServer):
             server.should_exit = True
             await serving
             return code
+
+
+def tls_options(options: ServerOptions) -> TlsOptions | None:
+    """None for plain HTTP. Raises ConfigError for files that wait for another one."""
+    if options.ssl_certfile is None:
+        for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers"):
+            if getattr(options, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} needs --ssl-certfile, the server's own certificate")
+        return None
+    return TlsOptions(
+        certfile=options.ssl_certfile,
+        keyfile=options.ssl_keyfile,
+        ca_certs=options.ssl_ca_certs,
+        cert_reqs=options.ssl_cert_reqs,
+        ciphers=options.ssl_ciphers,
+    )
 
 
 class _ReplaceableApp:

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TypeVar
 
 from cairn import __version__
-from cairn.engine.contract import EngineClient, EngineInfo, EngineStats, TextTokenizer
+from cairn.engine.contract import EngineClient, EngineInfo, EngineStats, TemplateValue, TextTokenizer
 from cairn.errors import EngineDead, Overloaded
 from cairn.http.middleware import Gate, random_id
 from cairn.server.images import MediaConnector
@@ -92,7 +92,8 @@ def compute_fingerprint(info: EngineInfo) -> str:
 
 class Service:
     """One server's state. `clock` measures, `wall` dates answers (seconds since 1970), `new_id` names requests.
-    `default_sampling`: values of fields that a body does not have; `max_tokens` bounds it where a body has it, too."""
+    `default_sampling`: values of fields that a body does not have; `max_tokens` bounds it where a body has it, too.
+    `default_template_kwargs`: variables of the chat template for requests that do not send them."""
 
     def __init__(
         self,
@@ -104,6 +105,7 @@ class Service:
         new_id: Callable[[], str] = random_id,
         images: MediaConnector | None = None,
         default_sampling: Mapping[str, float] = MappingProxyType({}),
+        default_template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
     ) -> None:
         self.engine = engine
         self.options = options
@@ -114,6 +116,7 @@ class Service:
         self.started = int(wall())
         self.default_sampling = default_sampling
         self.responses = ResponseStore(options.max_stored_responses, options.stored_response_bytes)
+        self.default_template_kwargs = default_template_kwargs
         self.images = images or MediaConnector(limits.images)
         info = engine.info
         self.system_fingerprint = compute_fingerprint(info)

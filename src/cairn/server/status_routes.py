@@ -4,18 +4,23 @@ from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Query
+from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from cairn import __version__
 from cairn.errors import EngineDead, InvalidRequest, Overloaded
 from cairn.http.error_responses import make_error
+from cairn.server.options import ServerOptions
 from cairn.server.prompts import check_model
 from cairn.server.routes import ServiceDep
 from cairn.server.service import Service
 
+DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})
+"""What reading the documentation in a browser takes: it sends no key."""
 
-def router() -> APIRouter:
+
+def router(options: ServerOptions) -> APIRouter:
     routes = APIRouter()
     routes.add_api_route("/v1/models", list_models, methods=["GET"], response_model=None)
     routes.add_api_route("/v1/models/{name:path}", show_model, methods=["GET"], response_model=None)
@@ -28,16 +33,38 @@ def router() -> APIRouter:
     routes.add_api_route("/server_info", server_info, methods=["GET"], response_model=None)
     routes.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)
     routes.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"], response_model=None)
+    if options.enable_tokenizer_info_endpoint:
+        routes.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"], response_model=None)
+    if options.enable_docs:
+        routes.add_api_route("/docs", docs, methods=["GET"], response_model=None, include_in_schema=False)
+        routes.add_api_route("/redoc", redoc, methods=["GET"], response_model=None, include_in_schema=False)
     return routes
 
 
+async def tokenizer_info(service: ServiceDep) -> Response:
+    return Response(msgspec.json.encode(service.engine.tokenizer.describe()), media_type="application/json")
+
+
+async def docs(service: ServiceDep) -> Response:
+    return get_swagger_ui_html(openapi_url=_document_path(service), title="cairn")
+
+
+async def redoc(service: ServiceDep) -> Response:
+    return get_redoc_html(openapi_url=_document_path(service), title="cairn", with_google_fonts=False)
+
+
+def _document_path(service: Service) -> str:
+    """As a browser asks for it."""
+    return f"{service.options.root_path or ''}/openapi.json"
+
+
 async def list_models(service: ServiceDep) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(service)]}
+    return {"object": "list", "data": [_model_card(service, name) for name in service.options.model_names]}
 
 
 async def show_model(name: str, service: ServiceDep) -> dict[str, Any]:
     check_model(service, name)
-    return _model_card(service)
+    return _model_card(service, name)
 
 
 async def health(service: ServiceDep) -> Response:
@@ -108,7 +135,7 @@ async def reset_prefix_cache(
     return Response(status_code=200)
 
 
-def _model_card(service: Service) -> dict[str, Any]:
-    info, name = service.engine.info, service.options.model_name
+def _model_card(service: Service, name: str) -> dict[str, Any]:
+    info = service.engine.info
     named = {"id": name, "object": "model", "created": service.started, "owned_by": "cairn"}
     return {**named, "root": info.model, "parent": None, "max_model_len": info.max_model_len}

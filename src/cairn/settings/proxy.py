@@ -2,14 +2,14 @@
 
 import os
 from argparse import ArgumentParser, Namespace
-from typing import Literal
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
 
 from cairn.errors import ConfigError
 from cairn.proxy.options import ProxyOptions
-from cairn.settings.sources import add_setting_flags, flatten_keys, read_settings
+from cairn.setting_types import LogLevel
+from cairn.settings.sources import add_setting_flags, flatten_words, read_settings
 
 __all__ = ["PROXY_ENV_PREFIX", "ProxySettings", "add_proxy_flags", "load_proxy_settings"]
 
@@ -21,7 +21,7 @@ class ProxySettings(BaseSettings, ProxyOptions):
 
     model_config = SettingsConfigDict(env_prefix=PROXY_ENV_PREFIX, env_ignore_empty=True)
 
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
+    log_level: LogLevel = Field("info", description="least severity that is logged")
 
 
 def add_proxy_flags(parser: ArgumentParser) -> "CliSettingsSource[ProxySettings]":
@@ -33,4 +33,4 @@ def load_proxy_settings(parsed: Namespace, source: "CliSettingsSource[ProxySetti
     """Settings from parsed flags and the environment. Raises ConfigError as `read_settings` does."""
     if "decode" not in parsed and not os.environ.get(f"{PROXY_ENV_PREFIX}DECODE"):
         raise ConfigError("--decode is missing: name at least one decode server, as --decode http://host:port")
-    return read_settings(source, ProxySettings, flatten_keys(parsed))
+    return read_settings(source, ProxySettings, flatten_words(parsed))

@@ -5,13 +5,13 @@ the meaning is the same.
 """
 
 import os
-from argparse import ArgumentParser, Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import ByteSize, Field
+from pydantic import ByteSize, Field, PrivateAttr
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
@@ -22,12 +22,14 @@ from pydantic_settings import (
 from cairn.engine.contract import EngineOptions
 from cairn.errors import ConfigError
 from cairn.server.options import ServerOptions
-from cairn.setting_types import Bytes, JsonText, ListText
-from cairn.settings.sources import add_setting_flags, flatten_keys, last_key_word, read_settings
+from cairn.setting_types import Bytes, JsonText, ListText, LogLevel
+from cairn.settings.sources import add_setting_flags, flatten_words, last_words, read_settings
+from cairn.settings.vllm_flags import add_vllm_flags, check_vllm_line, ignored_flags
 
 __all__ = ["ENV_PREFIX", "ServeSettings", "add_flags", "load_settings"]
 
 ENV_PREFIX = "CAIRN_"
+_MODEL_FLAG = "model_flag"
 
 
 class ServeSettings(BaseSettings, EngineOptions, ServerOptions):
@@ -41,6 +43,12 @@ class ServeSettings(BaseSettings, EngineOptions, ServerOptions):
     download_dir: Path | None = Field(
         None, description="cache that MODEL is looked for in and downloaded to; the Hugging Face cache unless given"
     )
+    dtype: Literal["auto", "float32", "bfloat16", "float", "half", "float16"] = Field(  # type: ignore[assignment]
+        "auto", description="type of the weights and of the cache; half and float16 are served as bfloat16"
+    )
+    tokenizer_revision: str | None = Field(
+        None, description="branch, tag or commit of a --tokenizer on the Hugging Face Hub", min_length=1
+    )
     cpu_threads: int | None = Field(
         None,
         description="threads of each rank's computation; unless given all cores that this process may use, less one "
@@ -49,7 +57,7 @@ class ServeSettings(BaseSettings, EngineOptions, ServerOptions):
         le=1024,
     )
     start_timeout: float = Field(1800.0, description="seconds loading the model may take", gt=0, le=86400)
-    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severity that is logged")
+    log_level: LogLevel = Field("info", description="least severity that is logged")
     config: Path | None = Field(None, description="YAML file with settings, named like the flags")
     kv_transfer_config: str | None = Field(
         None, description='JSON, as vLLM\'s: {"kv_connector": "NixlConnector", "kv_role": "kv_both", ...}'
@@ -79,18 +87,15 @@ class ServeSettings(BaseSettings, EngineOptions, ServerOptions):
         None,
         description="hosts that images may be fetched from: a,b or a JSON list; all that are public unless given",
     )
-    allowed_local_media_path: str | None = Field(None, description="refused: images are never read from files")
     image_fetch_timeout: float = Field(5.0, description="seconds that fetching one image may take", gt=0, le=3600)
     max_image_bytes: Bytes = Field(ByteSize(16 << 20), description="largest image as it comes", validate_default=False)
     max_image_pixels: int = Field(16 << 20, description="most pixels of one image", ge=1, le=20 << 20)
-    trust_remote_code: bool = Field(False, description="accepted and ignored: code of a checkpoint is never run")
-    gpu_memory_utilization: float = Field(
-        0.9, description="accepted and ignored: the pool is sized by --kv-cache-memory-bytes", gt=0, le=1
-    )
-    enforce_eager: bool = Field(False, description="accepted and ignored: there are no captured graphs")
-    disable_hybrid_kv_cache_manager: bool = Field(
-        False, description="the --no- form is accepted and ignored: the cache is always a hybrid one"
-    )
+    _without_effect: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Flags of vLLM's that were given and change nothing here."""
+        return self._without_effect
 
     @classmethod
     def settings_customise_sources(
@@ -105,8 +110,12 @@ class ServeSettings(BaseSettings, EngineOptions, ServerOptions):
 
 
 def add_flags(parser: ArgumentParser) -> "CliSettingsSource[ServeSettings]":
-    """Give the parser a flag for every setting. The result reads what was parsed: see `load_settings`."""
-    return add_setting_flags(parser, ServeSettings)
+    """Give the parser a flag for every setting, and those of vLLM's that have none here. The result reads what was
+    parsed: see `load_settings`."""
+    source = add_setting_flags(parser, ServeSettings)
+    parser.add_argument("--model", dest=_MODEL_FLAG, metavar="MODEL", default=SUPPRESS, help="MODEL, as a flag")
+    add_vllm_flags(parser)
+    return source
 
 
 def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]") -> ServeSettings:
@@ -115,39 +124,39 @@ def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]")
     Raises ConfigError with one line that names the flag, variable or key that is wrong and says what it takes.
     """
     path = vars(parsed).get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
-    from_file = _read_file(Path(path)) if path else {}
-    settings = read_settings(source, ServeSettings, _with_model_and_keys(parsed, from_file), path, from_file)
-    _refuse_what_is_missing(settings)
-    return settings
-
-
-def _with_model_and_keys(parsed: Namespace, from_file: Mapping[str, Any]) -> Namespace:
-    """Keys in one list; a folder behind them is MODEL where nothing else is."""
-    word = last_key_word(parsed)
-    has_model = isinstance(getattr(parsed, "model", None), str) or os.environ.get(f"{ENV_PREFIX}MODEL")
-    if word is None or has_model or from_file.get("model"):
-        return flatten_keys(parsed)
-    if not Path(word).is_dir():
-        raise ConfigError(
-            "MODEL is missing: all words behind --api-key are keys; name MODEL before it, as in "
-            "`cairn serve ./my-model --api-key KEY KEY`"
-        )
-    return Namespace(**vars(flatten_keys(parsed, without_last=True)) | {"model": word})
-
-
-def _refuse_what_is_missing(settings: ServeSettings) -> None:
+    from_file, ignored = _read_file(Path(path)) if path else ({}, [])
+    settings = read_settings(source, ServeSettings, _with_model(parsed, from_file), path, from_file)
     if not settings.model:
         raise ConfigError(
             "MODEL is missing: name a checkpoint's folder, or its name on the Hugging Face Hub, as in "
             "`cairn serve Qwen/Qwen3.5-4B`"
         )
-    if settings.disable_hybrid_kv_cache_manager:
-        raise ConfigError("--disable-hybrid-kv-cache-manager: the cache is always a hybrid one; leave it out")
-    if settings.allowed_local_media_path is not None:
-        raise ConfigError("--allowed-local-media-path: images are never read from files; leave it out, send data URIs")
+    settings._without_effect = tuple(dict.fromkeys([*ignored, *ignored_flags(parsed)]))
+    return settings
 
 
-def _read_file(path: Path) -> dict[str, Any]:
+def _with_model(parsed: Namespace, from_file: Mapping[str, Any]) -> Namespace:
+    """Several words of a flag in one list. Where nothing else is MODEL, it is a folder behind keys, or whatever stands
+    behind the model's names."""
+    named = {found for name in ("model", _MODEL_FLAG) if isinstance(found := getattr(parsed, name, None), str)}
+    if len(named) > 1:
+        raise ConfigError("--model: MODEL is there already, and another one: name it once")
+    if named:
+        return Namespace(**vars(flatten_words(parsed)) | {"model": named.pop()})
+    words = last_words(parsed)
+    if not words or os.environ.get(f"{ENV_PREFIX}MODEL") or from_file.get("model"):
+        return flatten_words(parsed)
+    for setting, word in words.items():
+        if setting != "api_key" or Path(word).is_dir():
+            return Namespace(**vars(flatten_words(parsed, without_last=setting)) | {"model": word})
+    raise ConfigError(
+        "MODEL is missing: all words behind --api-key are keys; name MODEL before it, as in "
+        "`cairn serve ./my-model --api-key KEY KEY`"
+    )
+
+
+def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The settings, and the flags of vLLM's that change nothing."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -156,11 +165,17 @@ def _read_file(path: Path) -> dict[str, Any]:
         reason = " ".join(str(error).split())
         raise ConfigError(f"--config {path}: not a YAML file: {reason}") from error
     if content is None:
-        return {}
+        return {}, []
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold `name: value` lines, not {type(content).__name__}")
-    settings = {str(key).replace("-", "_"): value for key, value in content.items()}
-    for name in settings:
-        if name not in ServeSettings.model_fields or name == "config":
+    settings: dict[str, Any] = {}
+    ignored: list[str] = []
+    for key, value in content.items():
+        name = str(key).replace("-", "_")
+        if name in ServeSettings.model_fields and name != "config":
+            settings[name] = value
+        elif (flag := check_vllm_line(name, value, f"--config {path}: ")) is not None:
+            ignored.append(flag)
+        else:
             raise ConfigError(f"--config {path}: there is no setting {name!r}; see `cairn serve --help`")
-    return settings
+    return settings, ignored

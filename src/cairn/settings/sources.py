@@ -1,5 +1,6 @@
 """Where settings come from: a flag wins over an environment variable, that over a file, and that over the default."""
 
+import json
 import os
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Mapping
@@ -12,8 +13,11 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 from cairn.errors import ConfigError
 
 _KEYS = "api_key"
+_SEVERAL: Mapping[str, str] = MappingProxyType({_KEYS: "KEY", "served_model_name": "NAME"})
+"""Settings that take all words up to the next flag, with what the help calls one."""
+
 _SHOWN = 80
-_SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType({"quantization": ("-q",)})
+_SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType({"quantization": ("-q",), "tensor_parallel_size": ("-tp",)})
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
@@ -33,30 +37,30 @@ def add_setting_flags(parser: ArgumentParser, model: type[Settings]) -> "CliSett
 
 
 def _add_argument(parser: "ArgumentParser | _ArgumentGroup", *names: str, **how: Any) -> None:
-    """argparse's method of this name, but for `--api-key`, which takes all words up to the next flag, and for a flag
-    that has a short form in vLLM, too."""
-    names = (*_SHORT.get(how.get("dest", ""), ()), *names)
-    if how.get("dest") == _KEYS:
-        how |= {"nargs": "+", "action": "append", "metavar": "KEY"}
-    parser.add_argument(*names, **how)
+    """argparse's method of this name, but for flags that take several words, and for those that have a short form in
+    vLLM, too."""
+    dest = how.get("dest", "")
+    if dest in _SEVERAL:
+        how |= {"nargs": "+", "action": "append", "metavar": _SEVERAL[dest]}
+    parser.add_argument(*_SHORT.get(dest, ()), *names, **how)
 
 
-def last_key_word(parsed: Namespace) -> str | None:
-    """What stands last among several words of the last `--api-key`; None where it has one word or is not there.
-
-    MODEL may stand there: argparse cannot know where the keys end.
-    """
-    words = getattr(parsed, _KEYS, [[]])[-1]
-    return words[-1] if len(words) > 1 else None
+def last_words(parsed: Namespace) -> dict[str, str]:
+    """By setting that takes several words: what stands last among several words of its last flag. MODEL may stand
+    there: argparse cannot know where they end."""
+    groups = {name: getattr(parsed, name, [[]])[-1] for name in _SEVERAL}
+    return {name: words[-1] for name, words in groups.items() if len(words) > 1}
 
 
-def flatten_keys(parsed: Namespace, *, without_last: bool = False) -> Namespace:
-    """`parsed` with all words of all `--api-key` in one list, in their order, perhaps without the last word."""
-    groups = getattr(parsed, _KEYS, None)
-    if groups is None:
-        return parsed
-    words = [word for group in groups for word in group]
-    return Namespace(**vars(parsed) | {_KEYS: words[:-1] if without_last else words})
+def flatten_words(parsed: Namespace, *, without_last: str | None = None) -> Namespace:
+    """`parsed` with all words of each flag that takes several in one list, in their order, perhaps without the last
+    one of a setting."""
+    flat: dict[str, Any] = {}
+    for name in _SEVERAL:
+        if (groups := getattr(parsed, name, None)) is not None:
+            words = [word for group in groups for word in group]
+            flat[name] = words[:-1] if name == without_last else words
+    return Namespace(**vars(parsed) | flat)
 
 
 def flag_name(setting: str) -> str:
@@ -70,15 +74,18 @@ def read_settings(
     file: str | None = None,
     from_file: Mapping[str, Any] | None = None,
 ) -> Settings:
-    """Settings from parsed flags (with `flatten_keys`), the environment, and what `file` has said.
+    """Settings from parsed flags (with `flatten_words`), the environment, and what `file` has said.
 
     Raises ConfigError with one line that names the flag, variable or key that is wrong and says what it takes.
     """
     flags = {name: value for name, value in vars(parsed).items() if name in model.model_fields}
     for name, value in flags.items():
         # An empty --api-key must not mean "no key"; the settings library would take the default.
-        if value in ("", [""]) or (name == _KEYS and "" in value):
+        if value in ("", [""]) or (name in _SEVERAL and "" in value):
             raise ConfigError(f"{flag_name(name)}: must not be empty; leave it out for the default, not ''")
+    # The settings library joins lists with commas, which a key has never, and a name may have.
+    lists = {name: json.dumps(flags[name]) for name in _SEVERAL if name != _KEYS and name in flags}
+    parsed = Namespace(**vars(parsed) | lists)
     try:
         # mypy takes the constructor for a plain model's, which has fields alone.
         return model(_cli_settings_source=source(parsed_args=parsed), **from_file or {})

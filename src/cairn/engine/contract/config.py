@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from cairn.setting_types import Bytes, BytesOrZero
+from cairn.setting_types import Bytes, BytesOrZero, Count, CountOrAuto
 
 _MAX_COUNT = 1 << 24
 
@@ -77,12 +77,18 @@ class EngineOptions(BaseModel):
     quantization: Literal["int8"] | None = Field(
         None, description="weights of matrix products in int8, activations per token: faster, less memory, less precise"
     )
+    tokenizer: str | None = Field(
+        None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1
+    )
     seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
     block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)
-    max_model_len: int | None = Field(
-        None, description="longest prompt and answer together; the model's own limit unless given", ge=1, le=_MAX_COUNT
+    max_model_len: CountOrAuto = Field(
+        None,
+        description="longest prompt and answer together: 8192, 8k, 8K; the model's own limit unless given, or auto",
+        ge=1,
+        le=_MAX_COUNT,
     )
-    max_num_batched_tokens: int = Field(2048, description="most tokens computed in one step", ge=1, le=_MAX_COUNT)
+    max_num_batched_tokens: Count = Field(2048, description="most tokens computed in one step", ge=1, le=_MAX_COUNT)
     max_num_seqs: int | None = Field(
         None, description="most requests computed at once; 64 unless given, fewer where memory is short", ge=1, le=65536
     )

@@ -30,6 +30,9 @@ _OPEN_TOKENS = 4
 _WINDOW, _CONTEXT = 32, 16
 """How many tokens `IncrementalText` decodes at most, and how many it keeps when it cuts."""
 
+_PLACES = frozenset({"vocab_file", "merges_file", "tokenizer_file", "tokenizer_object", "name_or_path"})
+"""Settings that say where files are, or that are no settings."""
+
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 
@@ -40,8 +43,11 @@ class ModelTokenizer:
     Only files of the folder are read, no code of it is run.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises ModelError when tokenizer.json is missing or damaged."""
+    def __init__(self, model: Path, tokenizer: Path | None = None, chat_template: str | None = None) -> None:
+        """`tokenizer`: folder of another tokenizer than the `model`'s; `chat_template`: stands in for its own.
+
+        Raises ModelError when tokenizer.json is missing or damaged."""
+        folder = tokenizer or model
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ModelError(f"{path}: missing; slow tokenizers are not supported, save the fast form")
@@ -51,6 +57,8 @@ class ModelTokenizer:
             self._chat = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # tokenizers raises bare Exception for a damaged tokenizer.json
             raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        if chat_template is not None:
+            self._chat.chat_template = chat_template
         self._template = ChatTemplate(self._chat.apply_chat_template, self._chat.chat_template)
         self._text: Tokenizer = self._chat.backend_tokenizer
         self._text.no_truncation()
@@ -61,7 +69,7 @@ class ModelTokenizer:
             if token.special and token.content not in MARKS
         )
         self._spelling = TokenSpelling(self._text)
-        self._images = ImagePrompts.read(folder, self._text.id_to_token)
+        self._images = ImagePrompts.read(model, self._text.id_to_token)
 
     @property
     def vocab_size(self) -> int:
@@ -88,6 +96,15 @@ class ModelTokenizer:
         """See `TextTokenizer`."""
         template = self._chat.chat_template
         return template if isinstance(template, str) else ""
+
+    def describe(self) -> dict[str, Any]:
+        """See `TextTokenizer`."""
+        settings = {name: value for name, value in self._chat.init_kwargs.items() if name not in _PLACES}
+        described = {**settings, "tokenizer_class": type(self._chat).__name__}
+        if self._chat.chat_template:
+            described["chat_template"] = self._chat.chat_template
+        plain: dict[str, Any] = json.loads(json.dumps(described, default=_token_text))
+        return plain
 
     def to_json(self) -> str:
         """What tokenizer.json holds, with the tokens that other files of the folder have added."""
@@ -153,6 +170,11 @@ class ModelTokenizer:
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("the text has a lone surrogate, so it is no Unicode text", param) from error
         return token_ids
+
+
+def _token_text(value: object) -> str:
+    """What JSON has no form for: added tokens as their texts."""
+    return str(getattr(value, "content", value))
 
 
 class IncrementalText:
