@@ -137,6 +137,9 @@ class ByteTokenizer:
             rgb=pixels.rgb,
         )
 
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        return [_SPECIAL[token].decode() if token in _SPECIAL else chr(token) for token in token_ids]
+
     def token_bytes(self, token_id: int) -> bytes:
         return _SPECIAL.get(token_id) or bytes([token_id])
 

@@ -52,6 +52,11 @@ def test_is_a_text_tokenizer(tokenizer: ModelTokenizer) -> None:
     checked: TextTokenizer = tokenizer
     assert checked.decode(checked.encode("a b")) == "a b"
     assert tokenizer.vocab_size == 4096
+    assert tokenizer.convert_ids_to_tokens([*tokenizer.encode("a b"), 4096, 2])[-3:] == [
+        "Ġb",
+        "",
+        tokenizer.decode([2]),
+    ]
     assert tokenizer.eos_token_id == 2
 
 

@@ -257,3 +257,41 @@ def test_what_is_wrong_is_named(server, fields, param, words):
     error = refused(server.post(PATH, content=body, headers=headers))
     assert error["param"] == param and words in error["message"]
     assert server.requests == []
+
+
+def answers(server, **fields):
+    """The contents of the answers, whole and as a stream, which must say the same."""
+    body = {"max_tokens": 4, **fields}
+    whole = server.post(PATH, body)
+    assert whole.status_code == 200, whole.text
+    streamed = server.post(PATH, body | {"stream": True})
+    contents = [""] * body.get("n", 1)
+    for event in streamed.text.split("\n\n")[:-2]:
+        for choice in json.loads(event.removeprefix("data: "))["choices"]:
+            contents[choice["index"]] += choice["delta"].get("content") or ""
+    assert contents == [choice["message"]["content"] for choice in whole.json()["choices"]]
+    return contents
+
+
+def test_echo_puts_the_last_message_before_the_answer(server):
+    begun = [USER, {"role": "assistant", "content": [text("be"), "gun"]}]
+    going_on = {"messages": begun, "continue_final_message": True, "n": 2}
+    bare = answers(server, **going_on)
+    assert answers(server, **going_on, echo=True) == [f"be\ngun{content}" for content in bare]
+    # vLLM's rule: also before another message of the assistant's, but not of the user's
+    (bare,) = answers(server, messages=begun)
+    assert answers(server, messages=begun, echo=True) == [f"be\ngun{bare}"]
+    assert answers(server, messages=[USER], echo=True) == answers(server, messages=[USER], echo=None)
+    without = {"messages": [USER], "add_generation_prompt": False}
+    (bare,) = answers(server, **without)
+    assert answers(server, **without, echo=True) == [f"x{bare}"]
+
+
+def test_echo_with_logprobs_tells_of_the_prompt(server):
+    body = {"messages": [{"role": "assistant", "content": "begun"}], "continue_final_message": True, "echo": True}
+    answer = server.post(PATH, body | {"max_tokens": 1, "logprobs": True, "top_logprobs": 2}).json()
+    num_prompt = answer["usage"]["prompt_tokens"]
+    assert len(answer["prompt_logprobs"]) == num_prompt and answer["prompt_logprobs"][0] is None
+    assert len(answer["choices"][0]["logprobs"]["content"]) == 1
+    server.post(PATH, body | {"max_tokens": 1, "logprobs": True, "stream": True})
+    assert server.requests[-1].prompt_logprobs is None

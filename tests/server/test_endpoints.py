@@ -16,6 +16,13 @@ def test_tokenize_and_back(server):
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "hü"}
 
 
+def test_tokens_as_the_vocabulary_spells_them(server):
+    chat = {"messages": [{"role": "user", "content": "ü"}], "return_token_strs": True}
+    strs = server.post("/tokenize", chat).json()["token_strs"]
+    assert strs == ["<start>", *"user\n", "Ã", "¼", "<stop>", "<start>", *"assistant\n"]
+    assert server.post("/tokenize", {"prompt": "ab", "return_token_strs": True}).json()["token_strs"] == ["a", "b"]
+
+
 def test_tokenize_a_chat(server):
     messages = [{"role": "user", "content": "x"}]
     whole = server.post("/tokenize", {"messages": messages}).json()

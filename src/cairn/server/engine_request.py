@@ -60,7 +60,7 @@ def build_engine_request(
     if body.repetition_detection is not None:
         until["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump(exclude_none=True))
     num_logprobs, num_prompt_logprobs = body.get_num_logprobs(), body.prompt_logprobs
-    if num_prompt_logprobs is None and isinstance(body, CompletionRequest) and body.echo:
+    if num_prompt_logprobs is None and _echoes_logprobs(body):
         num_prompt_logprobs = num_logprobs
     return GenerateRequest(
         **_fields_sent(body, _REQUEST_FIELDS) | ({"n": 1} if body.is_kv_export else {}),
@@ -84,6 +84,12 @@ def check_num_logprobs(body: SamplingFields, most: int) -> None:
     for name, number in ((own, body.get_num_logprobs()), ("prompt_logprobs", body.prompt_logprobs)):
         if number is not None and most < number <= RANGES["logprobs"].high:
             raise InvalidRequest(f"{name} is {number}; this server gives at most {most} (--max-logprobs)", name)
+
+
+def _echoes_logprobs(body: SamplingFields) -> bool:
+    """Whether log-probabilities are of the prompt, too; a chat's stream has no place for those."""
+    is_streamed_chat = isinstance(body, ChatRequest) and body.stream
+    return isinstance(body, CompletionRequest | ChatRequest) and bool(body.echo) and not is_streamed_chat
 
 
 def _fields_sent(body: SamplingFields, names: Sequence[str]) -> dict[str, Any]:

@@ -37,7 +37,7 @@ MAX_TEMPLATE_CHARS = 1 << 16
 _NOTHING = "allowed_token_ids audio prediction prompt_embeds truncate_prompt_tokens"
 _EMPTY = "bad_words functions logits_processors tools"
 _EMPTY_OBJECT = "ec_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs"
-_FALSE = "continue_final_message echo return_prompt_text return_token_strs use_beam_search watermarking"
+_FALSE = "continue_final_message return_prompt_text use_beam_search watermarking"
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         **dict.fromkeys(_NOTHING.split(), (None,)),
@@ -46,9 +46,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         **dict.fromkeys(_FALSE.split(), (None, False)),
         "best_of": (None, 1),
         "function_call": (None, "none"),
-        "length_penalty": (None, 1, 1.0),
         "modalities": (None, ["text"]),
-        "spaces_between_special_tokens": (None, True),
         "return_weight_versions": (None, False),
         "routed_experts_prompt_start": (None, 0),
         "suffix": (None, ""),
@@ -397,7 +395,8 @@ class SamplingFields(BaseModel):
     prompt `truncate_prompt_tokens` cuts off, the left one unless given. `return_tokens_as_token_ids`: log-probabilities
     call a token `token_id:5`; as the server's flag says unless given. `stream_interval`: how many tokens of an answer
     are sent together; the first one and the last ones come at once. `logprob_token_ids`: tokens whose log-probabilities
-    are told instead of those of the likeliest ones."""
+    are told instead of those of the likeliest ones. `length_penalty` and `spaces_between_special_tokens`
+    change nothing."""
 
     model_config = LENIENT
 
@@ -411,6 +410,8 @@ class SamplingFields(BaseModel):
     stop_token_ids: TokenIds | None = in_range("stop_token_ids")
     include_stop_str_in_output: bool | None = False
     skip_special_tokens: bool | None = True
+    spaces_between_special_tokens: bool | None = True
+    length_penalty: float | None = None
     ignore_eos: bool | None = False
     n: Int64 | None = in_range("n")
     min_tokens: Int64 | None = in_range("min_tokens")
@@ -532,7 +533,19 @@ class ChatRequest(SamplingFields, TemplateFields):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = True
+    echo: bool | None = False
     return_prompt_text: bool | None = False
+
+    @property
+    def echoed_text(self) -> str:
+        """The last message's text where `echo` wants it before the answer, which goes on with it or is of the same
+        role; else empty."""
+        last = self.messages[-1]
+        is_same_role = last.role == "assistant" or self.add_generation_prompt is False or self.continue_final_message
+        if not (self.echo and is_same_role):
+            return ""
+        texts = [part["text"] for part in last.parts if part["type"] == "text"]
+        return last.content if isinstance(last.content, str) else "\n".join(texts)
 
     @property
     def reused_prompt_ids(self) -> Any:
@@ -572,6 +585,7 @@ class TokenizeRequest(TemplateFields):
     model: ModelName | None = None
     prompt: Unicode | None = Field(None, json_schema_extra={"minLength": 1})
     messages: list[Message] | None = Field(None, min_length=1, max_length=MAX_MESSAGES)
+    return_token_strs: bool | None = False
 
 
 class DetokenizeRequest(BaseModel):

@@ -277,7 +277,11 @@ class ChatWriter(ResponseWriter):
     def write_opening(self) -> list[dict[str, Any]]:
         begun = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         opened = [{"index": choice.index, **begun} for choice in self.choices]
-        return [self._envelope(self.chunk_object, [choice]) | self._write_prompt() for choice in opened]
+        chunks = [self._envelope(self.chunk_object, [choice]) | self._write_prompt() for choice in opened]
+        if echoed := self._echoed_text:
+            deltas = [{**choice, "delta": {"content": echoed}} for choice in opened]
+            chunks += [self._envelope(self.chunk_object, [choice]) for choice in deltas]
+        return chunks
 
     def _write_prompt(self) -> dict[str, Any]:
         """The prompt as ids and as text, where they are asked for."""
@@ -290,15 +294,22 @@ class ChatWriter(ResponseWriter):
         message = self.new_message()
         message.add("".join(choice.texts), last=True, truncated=choice.is_truncated)
         logprobs, token_ids = self._write_tokens(message, choice.logprobs, choice.token_ids)
+        written = message.message()
+        if echoed := self._echoed_text:
+            written["content"] = echoed + (written["content"] or "")
         return {
             "index": choice.index,
-            "message": message.message(),
+            "message": written,
             "logprobs": logprobs,
             "finish_reason": message.finish_reason(choice.finish_reason),
             "stop_reason": choice.stop_reason,
             "token_ids": token_ids,
             "routed_experts": None,
         }
+
+    @property
+    def _echoed_text(self) -> str:
+        return self.body.echoed_text if isinstance(self.body, ChatRequest) else ""
 
     def _write_delta(self, choice: Choice, output: GenerateOutput) -> dict[str, Any] | None:
         choice.message = message = choice.message or self.new_message()

@@ -493,7 +493,7 @@ class TokenizeResponse(TypedDict):
     count: Count
     max_model_len: Count
     tokens: list[Count]
-    token_strs: None
+    token_strs: list[str] | None
 
 
 class TokenizerInfoResponse(TypedDict):

@@ -210,8 +210,10 @@ async def tokenize(
 
     async with Deadline(service.options.request_timeout).enforce():
         tokens = await cancel_on_disconnect(http.receive, encode())
+        convert = partial(service.engine.tokenizer.convert_ids_to_tokens, tokens)
+        token_strs = await service.tokenizer.run(convert) if body.return_token_strs else None
     limit = service.engine.info.max_model_len
-    return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": None})
+    return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": token_strs})
 
 
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Response:

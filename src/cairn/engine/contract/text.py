@@ -74,6 +74,10 @@ class TextTokenizer(Protocol):
         """What one token adds to a text, as UTF-8 that may begin or end within a character."""
         ...
 
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """The tokens as the vocabulary spells them; an id that it does not have gives nothing."""
+        ...
+
     def render_chat(
         self,
         messages: Sequence[dict[str, Any]],

@@ -119,6 +119,10 @@ class ModelTokenizer:
         """The whole text, special tokens included; ids beyond the vocabulary give nothing."""
         return self._text.decode(list(token_ids), skip_special_tokens=False)
 
+    def convert_ids_to_tokens(self, token_ids: Sequence[int]) -> list[str]:
+        """See `TextTokenizer`."""
+        return [self._text.id_to_token(token_id) or "" for token_id in token_ids]
+
     def token_bytes(self, token_id: int) -> bytes:
         """See `TextTokenizer`; an id beyond the vocabulary gives nothing."""
         return self._spelling.token_bytes(token_id)

@@ -46,7 +46,6 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         **dict.fromkeys(_NOTHING.split(), (None,)),
         **dict.fromkeys(("background", "enable_response_messages", "logprobs", "watermarking"), (None, False)),
         **dict.fromkeys(("bad_words", "functions"), (None, [])),
-        "spaces_between_special_tokens": (None, True),
         **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), (None, {})),
     }
 )
