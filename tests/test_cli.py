@@ -134,13 +134,23 @@ def test_a_pool_that_the_machine_has_no_memory_for(tiny_model):
 
 
 def test_serving_and_draining(serving):
-    server = serving("echo", "--served-model-name", "echo", "--trust-remote-code", "--enforce-eager")
+    flags = (
+        "--trust_remote_code",
+        "--enforce-eager",
+        "--uvicorn-log-level",
+        "error",
+        "--served_model_name",
+        "echo",
+        "b",
+    )
+    server = serving("echo", *flags)
     core = server.core()
     answer = server.ask(model="echo").json()
     assert answer["choices"][0]["text"] == "hello"
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0
     assert not core.is_running()
+    assert "INFO serving echo, b on http://" in server.log and "Shutting down" not in server.log
     assert re.search("INFO without effect here .*: --trust-remote-code, --enforce-eager$", server.log, re.MULTILINE)
     assert "bytes per token" in server.log and "the smallest prefix that can be hit" in server.log
 

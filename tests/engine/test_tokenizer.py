@@ -267,6 +267,21 @@ def test_template_errors(folder: Path, tmp_path: Path, template: str) -> None:
     assert caught.value.param == "messages"
 
 
+def test_another_tokenizer_and_another_template(folder: Path, tmp_path: Path) -> None:
+    """What a folder without a tokenizer is served with; the place of images stays the model's."""
+    other = ModelTokenizer(tmp_path, folder, "{% for m in messages %}<{{ m.content }}>{% endfor %}")
+    rendered = other.render_chat([USER])
+    assert other.decode(rendered.token_ids) == f"<{USER['content']}>" and other.chat_template.startswith("{% for m")
+    assert other.encode("a b") == ModelTokenizer(folder).encode("a b")
+
+
+def test_a_tokenizer_tells_its_settings(folder: Path, tokenizer: ModelTokenizer) -> None:
+    told, written = tokenizer.describe(), json.loads((folder / "tokenizer_config.json").read_text())
+    assert told["chat_template"] == tokenizer.chat_template and told["model_max_length"] == 32768
+    assert told["eos_token"] == written["eos_token"] and isinstance(told["tokenizer_class"], str)
+    assert json.loads(json.dumps(told)) == told and str(folder) not in json.dumps(told)
+
+
 def test_no_chat_template(folder: Path, tmp_path: Path) -> None:
     plain = with_template(folder, tmp_path / "copy", None)
     with pytest.raises(InvalidRequest, match="this model has no chat template") as caught:

@@ -3,6 +3,7 @@
 import datetime
 import ipaddress
 import json
+import re
 import ssl
 
 import httpx
@@ -16,6 +17,7 @@ from cairn.http.tls import TlsOptions, check_tls
 from cairn.server.options import ServerOptions
 from cairn.server.prompts import parse_template_kwargs
 from cairn.server.run import tls_options
+from cairn.server.stat_logger import ThroughputLogger
 from doubles.byte_tokenizer import ByteTokenizer
 
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 4}
@@ -88,6 +90,15 @@ def test_tokens_in_one_event_by_flag(serve):
         assert sum(sizes) == 24 and all(size >= interval for size in sizes[1:-1])
 
 
+def test_the_throughput_line_is_left_out_by_flag(serve, monkeypatch):
+    made = []
+    monkeypatch.setattr("cairn.server.app.ThroughputLogger", lambda now: made.append(now) or ThroughputLogger(now))
+    serve({"disable_log_stats": True})
+    assert made == []
+    serve({"disable_log_stats": False})
+    assert len(made) == 1
+
+
 def test_default_variables_of_the_template(serve):
     defaults = parse_template_kwargs('{"documents": [{"text": "d"}], "reasoning_effort": "low"}')
     server = serve(default_template_kwargs=defaults)
@@ -150,7 +161,9 @@ def test_pages_of_documentation_by_flag(serve, server):
     with httpx.Client(base_url=shown.url) as http:
         for path in ("/docs", "/redoc"):
             page = http.get(path)
-            assert page.status_code == 200 and "/cairn/openapi.json" in page.text and "googleapis" not in page.text
+            assert page.status_code == 200 and "/cairn/openapi.json" in page.text
+            hosts = set(re.findall(r"(?:src|href)=[\"']?https?://([^/\"']+)", page.text))
+            assert hosts == {"cdn.jsdelivr.net"}, "the documentation names where scripts come from"
         document = http.get("/cairn/openapi.json")
         assert document.json()["servers"] == [{"url": "/cairn"}] and "/docs" not in document.json()["paths"]
         assert http.get("/v1/models").status_code == 401

@@ -19,6 +19,8 @@ from cairn.server.service import Service
 DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})
 """What reading the documentation in a browser takes: it sends no key."""
 
+_NO_ICON = "data:,"
+
 
 def router(options: ServerOptions) -> APIRouter:
     routes = APIRouter()
@@ -46,11 +48,13 @@ async def tokenizer_info(service: ServiceDep) -> Response:
 
 
 async def docs(service: ServiceDep) -> Response:
-    return get_swagger_ui_html(openapi_url=_document_path(service), title="cairn")
+    return get_swagger_ui_html(openapi_url=_document_path(service), title="cairn", swagger_favicon_url=_NO_ICON)
 
 
 async def redoc(service: ServiceDep) -> Response:
-    return get_redoc_html(openapi_url=_document_path(service), title="cairn", with_google_fonts=False)
+    return get_redoc_html(
+        openapi_url=_document_path(service), title="cairn", with_google_fonts=False, redoc_favicon_url=_NO_ICON
+    )
 
 
 def _document_path(service: Service) -> str:

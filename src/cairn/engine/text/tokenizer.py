@@ -30,8 +30,13 @@ _OPEN_TOKENS = 4
 _WINDOW, _CONTEXT = 32, 16
 """How many tokens `IncrementalText` decodes at most, and how many it keeps when it cuts."""
 
-_PLACES = frozenset({"vocab_file", "merges_file", "tokenizer_file", "tokenizer_object", "name_or_path"})
-"""Settings that say where files are, or that are no settings."""
+_HOW_LOADED = frozenset(
+    (
+        *("vocab_file", "merges_file", "tokenizer_file", "tokenizer_object", "name_or_path"),
+        *("backend", "is_local", "local_files_only"),
+    )
+)
+"""Where transformers has the tokenizer from, which it keeps among its settings."""
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
@@ -99,7 +104,7 @@ class ModelTokenizer:
 
     def describe(self) -> dict[str, Any]:
         """See `TextTokenizer`."""
-        settings = {name: value for name, value in self._chat.init_kwargs.items() if name not in _PLACES}
+        settings = {name: value for name, value in self._chat.init_kwargs.items() if name not in _HOW_LOADED}
         described = {**settings, "tokenizer_class": type(self._chat).__name__}
         if self._chat.chat_template:
             described["chat_template"] = self._chat.chat_template
