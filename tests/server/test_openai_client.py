@@ -48,9 +48,9 @@ def test_another_salt_sees_nothing_of_it(server):
     with server.client() as client:
         answers = [
             client.completions.create(model="echo", prompt="salted", extra_body={"cache_salt": salt})
-            for salt in ("one", "one", "two")
+            for salt in ("one", "one", "two", "a b", "a b", "é" * 1024, "é" * 1024)
         ]
-    assert [answer.usage.prompt_tokens_details.cached_tokens for answer in answers] == [0, 6, 0]
+    assert [answer.usage.prompt_tokens_details.cached_tokens for answer in answers] == [0, 6, 0, 0, 6, 0, 6]
 
 
 @pytest.mark.parametrize("prompt", [[104, 105], [[104, 105]], ["hi"]])
@@ -172,6 +172,9 @@ def test_stops(server):
 
         assert (ask(stop="cd").text, ask(stop="cd").model_extra["stop_reason"]) == ("ab", "cd")
         assert ask(stop=["zz", "ef"]).text == "abcd"
+        long = "x" * 1023 + "y"
+        answer = client.completions.create(model="echo", prompt=f"ab{long}", max_tokens=1100, stop=long)
+        assert answer.choices[0].text == "ab"
         assert ask(extra_body={"stop_token_ids": [100]}).model_extra["stop_reason"] == 100
         assert ask(extra_body={"ignore_eos": True}).text == "abcdefab"
 

@@ -71,7 +71,8 @@ Unicode: TypeAlias = Annotated[str, Field(min_length=0)]
 a text has bounds."""
 
 Text: TypeAlias = Annotated[str, Field(min_length=1)]
-CacheSalt: TypeAlias = Annotated[str, Field(pattern=r"^\S+$")]
+CacheSalt: TypeAlias = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
+"""Any text without control characters: blanks may be in it, as in vLLM."""
 Int64: TypeAlias = Annotated[
     int, Field(ge=-_INT64, le=_INT64 - 1), WithJsonSchema({"type": "integer", "format": "int64"})
 ]

@@ -79,13 +79,13 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "logprob_token_ids": Range(0, 128, lengths="token ids"),
         "priority": Range(-_INT31, _INT31 - 1),
         "stop": Range(0, 16, lengths="texts"),
-        "stop[]": Range(1, 256, lengths="characters"),
+        "stop[]": Range(1, 1024, lengths="characters"),
         "stop_token_ids": Range(0, 64, lengths="token ids"),
         "logit_bias": Range(0, 1024, lengths="pairs"),
         "logit_bias.*": Range(-100, 100),
         "allowed_token_ids": Range(1, 1024, lengths="token ids"),
         "bad_words": Range(0, 2 * MAX_BAD_WORDS, lengths="spellings"),
-        "cache_salt": Range(1, 128, lengths="characters"),
+        "cache_salt": Range(1, 1024, lengths="characters"),
     }
 )
 """By field of GenerateRequest, or of its `sampling` or `stop_conditions`: what it may be where it is not None; `name[]`
