@@ -140,7 +140,7 @@ EXPORTED = {
     "KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
     "MAX_PATTERN_SIZE MAX_PROMPT_LOGPROBS MAX_SHOWN Pixels PoolStats PrefixCacheStats RANGES RenderedPrompt "
     "RepetitionDetection RequestLogConfig STEP_SIZES StepStats StopConditions Structure TemplateValue TextStream "
-    "TextTokenizer Timings TokenLogprobs TokenStats TransferReport TransferStats check_token_ids",
+    "TextTokenizer ThinkingBudget Timings TokenLogprobs TokenStats TransferReport TransferStats check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",

@@ -159,6 +159,45 @@ def test_an_answer_that_repeats_itself_ends(server):
             assert refused(server, path, **body, repetition_detection=wrong).startswith("repetition_detection")
 
 
+# -- thinking_token_budget ---------------------------------------------------------------------------------------------
+
+
+def test_reasoning_ends_where_its_budget_does(thinker, server):
+    echoed = "user\nhm</think>yesassistant\n<think>"
+    body = {"messages": [USER], "max_tokens": 60} | THINKING
+    for budget in (0, 3, 6, None, -1, 7, 100):
+        choice = ask(thinker, CHAT, **body, thinking_token_budget=budget)["choices"][0]
+        text = echoed if budget in (None, -1, 100) else echoed[:budget] + "</think>" + echoed[budget + 8 :]
+        thought, _, said = text.partition("</think>")
+        assert (choice["message"].get("reasoning") or "") == thought.rstrip("\n")
+        assert choice["message"]["content"] == said.lstrip("\n")
+        chunks = stream(thinker, CHAT, **body, thinking_token_budget=budget)
+        deltas = [part["delta"] for chunk in chunks for part in chunk["choices"]]
+        assert "".join(delta.get("reasoning") or "" for delta in deltas) == thought.rstrip("\n")
+    # What is there of the reasoning counts; the newlines behind its beginning do not.
+    begun = {"messages": [USER, {"role": "assistant", "content": "<think>\nabc"}], "continue_final_message": True}
+    choice = ask(thinker, CHAT, **begun, max_tokens=20, thinking_token_budget=5)["choices"][0]
+    assert choice["message"]["reasoning"] == "us"
+    for prompt, expected in (("<think>\nabcd", "<</think>"), ("abcdefghij", "abcdefghi")):
+        (choice,) = ask(thinker, TEXT, prompt=prompt, max_tokens=9, thinking_token_budget=5)["choices"]
+        assert choice["text"] == expected
+    (choice,) = ask(thinker, TEXT, prompt="<think>abcdefgh", max_tokens=18, thinking_token_budget=2)["choices"]
+    assert choice["text"].startswith("</think>")
+    for wrong in (-2, 1 << 31, 1.5, "x"):
+        assert refused(thinker, CHAT, **body, thinking_token_budget=wrong) == "thinking_token_budget"
+    assert refused(server, CHAT, messages=[USER], thinking_token_budget=5) == "thinking_token_budget"
+    ask(server, CHAT, messages=[USER], max_tokens=1, thinking_token_budget=-1)
+
+
+def test_anthropics_budget_is_the_same(thinker, server):
+    body = {"model": "echo", "messages": [USER], "max_tokens": 60}
+    for budget, thought in ((3, "use"), (1000, "user\nhm")):
+        fields = {"thinking": {"type": "enabled", "budget_tokens": budget}}
+        blocks = ask(thinker, "/v1/messages", **body, **fields)["content"]
+        assert (blocks[0]["type"], blocks[0]["thinking"]) == ("thinking", thought)
+        ask(server, "/v1/messages", **body, **fields)  # a model without reasoning has nothing to bound
+
+
 # -- include_reasoning -------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ requests -> scheduler -> plan -> runner -> result -> scheduler -> answers
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from cairn.cache.audit import audit
 from cairn.cache.view_builder import build_view
@@ -18,14 +19,17 @@ from cairn.engine.contract import (
 from cairn.engine.core_report import StepSizes, engine_stats, num_step_tokens
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars.compiler import CheckedGrammar, Constraints, GrammarCompiler, GrammarKey, PendingGrammars
+from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.output_processor import OutputProcessor
 from cairn.engine.request_log.log import RequestLog
 from cairn.engine.specs import SpecBuilder, check_request, transfer_params
 from cairn.engine.step_pipeline import StepPipeline
+from cairn.engine.thinking import ThinkingConstraint
 from cairn.engine.transfers.kv_transfer import KvTransfer, parse_role
 from cairn.errors import AuditError, InvalidRequest, RequestError
 from cairn.runner.contract import EncoderCounters, StepRunner
+from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.transfer.contract import TransferRole
 
@@ -61,6 +65,7 @@ class Core:
         self._runner = runner
         self._steps = StepPipeline(scheduler, runner)
         self._specs = SpecBuilder(info.vocab_size, frozenset(eos_token_ids), seed, image_keys)
+        self._tokenizer = tokenizer
         self._outputs = OutputProcessor(scheduler, tokenizer, transfer)
         self._audits = 0
         self._step_sizes = StepSizes()
@@ -119,10 +124,23 @@ class Core:
             found = constraints.get(request.request_id)
             constraint = None if isinstance(found, CheckedGrammar) else found
             role = self._role(request)
-            groups.append(self._specs.build(request, role, constraint, self._scheduler.max_tokens_for))
+            specs = self._specs.build(request, role, constraint, self._scheduler.max_tokens_for)
+            groups.append(self._limit_thinking(request, specs))
         self._scheduler.submit_together(groups)
         for request, specs in zip(requests, groups, strict=True):
             self._outputs.add_request(request, specs)
+
+    def _limit_thinking(self, request: GenerateRequest, specs: list[Spec]) -> list[Spec]:
+        budget, tokenizer = request.stop_conditions.thinking, self._tokenizer
+        if budget is None:
+            return specs
+        end = tokenizer.encode(budget.end, add_special_tokens=False)
+
+        def limit(spec: Spec) -> ThinkingConstraint:
+            grammar = spec.constraint if isinstance(spec.constraint, GrammarConstraint) else None
+            return ThinkingConstraint(budget, end, tokenizer.token_bytes, self._info.vocab_size, grammar)
+
+        return [replace(spec, constraint=limit(spec)) for spec in specs]
 
     def poll_ready(self) -> list[tuple[str, RequestError]]:
         """Called often: submit the requests whose grammars have been compiled. Returns those that are refused after

@@ -9,6 +9,7 @@ from cairn.engine.contract.output import pack_logprobs
 from cairn.engine.core_report import cache_report, timings
 from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.repetition import RepetitionDetector
+from cairn.engine.thinking import ThinkingConstraint
 from cairn.engine.transfers.kv_transfer import KvTransfer, report
 from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.request import Request, Spec
@@ -171,6 +172,8 @@ class OutputProcessor:
     def _check_grammar(self, request: Request, answer: AnswerState) -> FinishReason | None:
         """Ends an answer whose grammar is complete, or allows no token."""
         constraint = request.spec.constraint
+        if isinstance(constraint, ThinkingConstraint):
+            constraint = constraint.grammar
         if not isinstance(constraint, GrammarConstraint):
             return None
         constraint.follow(request.output)

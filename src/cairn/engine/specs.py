@@ -28,6 +28,7 @@ from cairn.types import Keys, RequestId
 
 _INT64 = 1 << 63
 _MAX_COUNT = (1 << 31) - 1
+_MAX_END = 64
 _MAX_WORD_TOKENS = 1088
 """A word has at most 256 characters, which are at most four tokens each; a tokenizer may put some of its own around."""
 
@@ -95,6 +96,10 @@ def _check_together(request: GenerateRequest) -> None:
         text = f"min_tokens {least} is more than max_tokens {most}"
         raise InvalidRequest(text, "min_tokens")
     _check_repetition(request.stop_conditions.repetition_detection)
+    thinking = request.stop_conditions.thinking
+    if thinking is not None and not (0 <= thinking.num_tokens < 1 << 31 and 0 < len(thinking.end) <= _MAX_END):
+        text = f"thinking_token_budget must be 0 to {(1 << 31) - 1}, with a text that ends the thinking"
+        raise InvalidRequest(text, "thinking_token_budget")
     shown = 0 if request.prompt_logprobs is None else request.prompt_logprobs + 1
     if shown * num_prompt_tokens > MAX_PROMPT_LOGPROBS:
         text = f"prompt_logprobs of {num_prompt_tokens} tokens are too many: ask for fewer, or send a shorter prompt"

@@ -13,6 +13,7 @@ from cairn.engine.contract import (
     RepetitionDetection,
     StopConditions,
     Structure,
+    ThinkingBudget,
 )
 from cairn.errors import InvalidRequest, RequestError
 from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
@@ -37,9 +38,10 @@ def build_engine_request(
     client: str,
     structure: Structure | None,
     bad_words: Sequence[Sequence[int]],
+    thinking: ThinkingBudget | None,
 ) -> GenerateRequest:
-    """`client`: who sends it. `bad_words`: their token ids. Raises InvalidRequest naming the field. Ranges are checked
-    by the engine."""
+    """`client`: who sends it. `bad_words`: their token ids. `thinking`: the bound of the reasoning, None for none.
+    Raises InvalidRequest naming the field. Ranges are checked by the engine."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for streams: send stream=true with it", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -56,7 +58,7 @@ def build_engine_request(
         sampling["logprob_token_ids"] = _logprob_token_ids(body, body.logprob_token_ids)
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    until = _fields_sent(body, _STOP_FIELDS)
+    until = _fields_sent(body, _STOP_FIELDS) | {"thinking": thinking}
     if body.repetition_detection is not None:
         until["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump(exclude_none=True))
     num_logprobs, num_prompt_logprobs = body.get_num_logprobs(), body.prompt_logprobs

@@ -50,7 +50,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         "return_weight_versions": (None, False),
         "routed_experts_prompt_start": (None, 0),
         "suffix": (None, ""),
-        "thinking_token_budget": (None, -1),
         "tool_choice": (None, "none"),
         "top_logprobs": (None, 0),
     }
@@ -396,8 +395,8 @@ class SamplingFields(BaseModel):
     prompt `truncate_prompt_tokens` cuts off, the left one unless given. `return_tokens_as_token_ids`: log-probabilities
     call a token `token_id:5`; as the server's flag says unless given. `stream_interval`: how many tokens of an answer
     are sent together; the first one and the last ones come at once. `logprob_token_ids`: tokens whose log-probabilities
-    are told instead of those of the likeliest ones. `length_penalty` and `spaces_between_special_tokens`
-    change nothing."""
+    are told instead of those of the likeliest ones. `thinking_token_budget`: most tokens of the reasoning, which is
+    then ended; -1 for no bound. `length_penalty` and `spaces_between_special_tokens` change nothing."""
 
     model_config = LENIENT
 
@@ -445,6 +444,7 @@ class SamplingFields(BaseModel):
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
     vllm_xargs: ExtraArgs | None = None
     repetition_detection: RepetitionFields | None = None
+    thinking_token_budget: Int64 | None = Field(None, json_schema_extra={"minimum": -1, "maximum": (1 << 31) - 1})
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Self:
         """With values for the fields that it does not have. Their `max_tokens` is a bound that holds for all."""

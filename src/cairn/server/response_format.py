@@ -15,9 +15,7 @@ from cairn.server.parsers.json_tool_parser import JsonToolParser
 from cairn.server.parsers.output_parser import OutputParser, ToolSchemas
 from cairn.server.requests import ChatRequest, SamplingFields
 from cairn.server.service import Service
-
-_PROMPT_END = 32
-"""Tokens at a prompt's end among which the reasoning is opened."""
+from cairn.server.thinking_budget import is_reasoning_open
 
 _MAX_CHARS = 1 << 19
 """Of a schema, or of whatever else is requested, as JSON."""
@@ -44,15 +42,10 @@ async def parse_response_format(
     if tool_structure is not None and structure is not None:
         text = f"{structure.field} and a tool_choice that requires a call cannot go together: send one of them"
         raise InvalidRequest(text, "tool_choice")
-    parsers, structure, opened = service.parsers, tool_structure or structure, False
-    if parsers.has_reasoning:
-        content = body.messages[-1].content
-        if body.continue_final_message:
-            opened = isinstance(content, str) and parsers.leaves_reasoning_open(content)
-        else:
-            opened = parsers.opens_reasoning(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
-        if structure is not None:
-            structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
+    parsers, structure = service.parsers, tool_structure or structure
+    opened = await is_reasoning_open(service, body, prompt)
+    if parsers.has_reasoning and structure is not None:
+        structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
     parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict)
     # Every model can be held to calls in JSON.
     tool_parser = None if tool_structure is None else JsonToolParser

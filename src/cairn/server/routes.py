@@ -39,6 +39,7 @@ from cairn.server.requests import (
 from cairn.server.response_format import parse_response_format
 from cairn.server.response_writer import ChatWriter, CompletionWriter, ResponseWriter
 from cairn.server.service import Service
+from cairn.server.thinking_budget import limit_thinking
 
 
 def get_service(request: Request) -> Service:
@@ -163,6 +164,7 @@ async def _prepare(
     if words := body.bad_words:
         bad_words = await service.tokenizer.run(lambda: encode_bad_words(service.engine.tokenizer.encode, words))
     answer_id = f"{id_prefix}{own_id}"
+    thinking = [await limit_thinking(service, body, prompt) for prompt in prompts]
     requests = tuple(
         build_engine_request(
             info,
@@ -173,8 +175,9 @@ async def _prepare(
             client=get_client_id(http.scope),
             structure=structure,
             bad_words=bad_words,
+            thinking=budget,
         )
-        for prompt in prompts
+        for prompt, budget in zip(prompts, thinking, strict=True)
     )
     prompts = await add_prompt_text(service, body, prompts)
     n = min(requests[0].n, MAX_ANSWERS)  # the core refuses more

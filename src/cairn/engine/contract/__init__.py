@@ -51,6 +51,7 @@ from cairn.engine.contract.request import (
     RepetitionDetection,
     StopConditions,
     Structure,
+    ThinkingBudget,
     check_token_ids,
 )
 from cairn.engine.contract.text import Breakpoint, RenderedPrompt, TemplateValue, TextStream, TextTokenizer
@@ -94,6 +95,7 @@ __all__ = [
     "TemplateValue",
     "TextStream",
     "TextTokenizer",
+    "ThinkingBudget",
     "Timings",
     "TokenLogprobs",
     "TokenStats",

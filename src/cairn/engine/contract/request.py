@@ -140,13 +140,23 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
     min_count: int = 0
 
 
+class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
+    """The thinking at an answer's beginning, between the texts `start` and `end`, has at most `num_tokens` tokens: then
+    `end` follows. `is_open`: the prompt ends within it, behind its `start`."""
+
+    num_tokens: int
+    start: str
+    end: str
+    is_open: bool = False
+
+
 class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
     """When an answer ends, besides at the end of the context.
 
     `max_tokens`: None for as many as fit. `min_tokens`: nothing but a full context ends the answer before so many
     tokens. `stop`: texts that end it; the answer has the one that ended it only with `include_stop_str_in_output`.
     `stop_token_ids`: tokens that end it besides the model's end-of-sequence tokens, which `ignore_eos` switches off.
-    `repetition_detection`: None for none.
+    `repetition_detection`: None for none. `thinking`: when its thinking ends; None for whenever the model ends it.
     """
 
     max_tokens: int | None = None
@@ -156,6 +166,7 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
     repetition_detection: RepetitionDetection | None = None
+    thinking: ThinkingBudget | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,8 @@ async def create_message(
     http: Request, body: MessagesRequest, service: ServiceDep, allocation: ImageAllocationDep
 ) -> Response:
     chat = to_chat(body)
+    if not service.parsers.has_reasoning:  # there is nothing to bound, and agents send a budget to every model
+        chat.request.thinking_token_budget = None
 
     async def render() -> list[RenderedPrompt]:
         return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]

@@ -18,7 +18,12 @@ from cairn.server.chat_translation import ChatTranslation
 from cairn.server.requests import refuse_unsupported
 
 _RENAMED: Mapping[str, str] = MappingProxyType(
-    {"stop": "stop_sequences", "response_format": "output_config", "continue_final_message": "messages"}
+    {
+        "stop": "stop_sequences",
+        "response_format": "output_config",
+        "continue_final_message": "messages",
+        "thinking_token_budget": "thinking",
+    }
 )
 """Fields of chats under the names that they have here."""
 
@@ -188,4 +193,7 @@ def _translate_thinking(body: CountTokensRequest) -> dict[str, Any]:
     effort = None if body.output_config is None else body.output_config.get("effort")
     if effort is not None:
         switches.setdefault("reasoning_effort", effort)
-    return {"chat_template_kwargs": switches} if switches else {}
+    fields: dict[str, Any] = {"chat_template_kwargs": switches} if switches else {}
+    if body.thinking is not None and body.thinking["type"] == "enabled":
+        fields["thinking_token_budget"] = body.thinking["budget_tokens"]
+    return fields

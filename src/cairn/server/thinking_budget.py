@@ -1,0 +1,59 @@
+"""Whether a prompt ends within the model's reasoning, and how long an answer may go on with it."""
+
+from collections.abc import Callable, Sequence
+
+from cairn.engine.contract import RenderedPrompt, ThinkingBudget
+from cairn.errors import InvalidRequest
+from cairn.server.parsers.reasoning import THINK_END, THINK_START
+from cairn.server.requests import ChatRequest, SamplingFields
+from cairn.server.service import Service
+
+_FIELD = "thinking_token_budget"
+_PROMPT_END = 32
+"""Tokens at a chat's end among which the reasoning is opened."""
+
+
+async def is_reasoning_open(service: Service, body: SamplingFields, prompt: RenderedPrompt) -> bool:
+    """Whether the answer begins within the reasoning."""
+    parsers = service.parsers
+    if not parsers.has_reasoning:
+        return False
+    if not isinstance(body, ChatRequest):
+        return parsers.leaves_reasoning_open(await service.tokenizer.decode(prompt.token_ids))
+    if body.continue_final_message:
+        content = body.messages[-1].content
+        return isinstance(content, str) and parsers.leaves_reasoning_open(content)
+    return parsers.opens_reasoning(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
+
+
+async def limit_thinking(service: Service, body: SamplingFields, prompt: RenderedPrompt) -> ThinkingBudget | None:
+    """What the engine holds the reasoning to; None for no bound. What the prompt has of it counts.
+
+    Raises InvalidRequest where no reasoning is looked for, and for a number out of range.
+    """
+    budget = body.thinking_token_budget
+    if budget is None or budget == -1:
+        return None
+    if budget < 0:
+        raise InvalidRequest(f"{_FIELD} must be -1 for no bound, or 0 and more, not {budget}", _FIELD)
+    if not service.parsers.has_reasoning:
+        text = f"{_FIELD}: no reasoning is looked for in this model's answers; start the server with --reasoning-parser"
+        raise InvalidRequest(text, _FIELD)
+    is_open = await is_reasoning_open(service, body, prompt)
+    if is_open:
+        token_bytes = service.engine.tokenizer.token_bytes
+        budget -= await service.tokenizer.run(lambda: count_reasoning_tokens(prompt.token_ids, token_bytes))
+    return ThinkingBudget(num_tokens=max(0, budget), start=THINK_START, end=THINK_END, is_open=is_open)
+
+
+def count_reasoning_tokens(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -> int:
+    """Tokens behind the last `<think>`, without the newlines next to it."""
+    spelled = [token_bytes(token) for token in token_ids]
+    begin = b"".join(spelled).rfind(THINK_START.encode()) + len(THINK_START)
+    position, behind = 0, list[bytes]()
+    for part in spelled:
+        if position >= begin:
+            behind.append(part)
+        position += len(part)
+    num_blank = next((i for i, part in enumerate(behind) if part.strip(b"\n")), len(behind))
+    return len(behind) - num_blank

@@ -1,0 +1,154 @@
+"""The bound of an answer's thinking, exact whatever else happens to the request."""
+
+import numpy as np
+import pytest
+
+from cairn.engine.build import build_core
+from cairn.engine.contract import EngineConfig, Structure, ThinkingBudget
+from cairn.engine.text.tokenizer import ModelTokenizer
+from cairn.engine.thinking import ThinkingConstraint
+from cairn.errors import InvalidRequest
+from cairn.scheduler.preempt import preempt
+from doubles.engine_requests import generate_request
+
+PROMPT = np.random.default_rng(5).integers(20, 4000, 150).tolist()
+END = [*b"</think>"]
+
+
+def constraint(num_tokens, *, is_open, grammar=None):
+    budget = ThinkingBudget(num_tokens=num_tokens, start="<think>", end="</think>", is_open=is_open)
+    return ThinkingConstraint(budget, END, lambda token: bytes([token]), 259, grammar)
+
+
+def forced(mask):
+    """The one token that may come; None for any."""
+    if mask is None:
+        return None
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    assert bits.sum() == 1
+    return int(bits.argmax())
+
+
+def written(made, text):
+    """What a model that would write `text` has written in the end."""
+    output, wishes = [], [*text.encode()]
+    while wishes:
+        token = forced(made.allowed(output))
+        output.append(wishes.pop(0) if token is None else token)
+    return bytes(output).decode()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "is_open", "text", "expected"),
+    [
+        (3, True, "abcdef", "abc</think>def"),
+        (0, True, "abc", "</think>abc"),
+        (6, True, "abcdef", "abcdef"),
+        (5, True, "ab</think>cdefgh", "ab</think>cdefgh".replace("</think>", "</t</think>hink>")),
+        (10, True, "ab</think>cdefgh", "ab</think>cdefgh"),
+        (2, False, "<think>abc", "<think>ab</think>c"),
+        (2, False, "\n\n<think>abc", "\n\n<think>ab</think>c"),
+        (2, False, "<thing>abc", "<thing>abc"),
+        (2, False, "so <think>abc", "so <think>abc"),
+        (20, False, "<think>a</think><think>" + "b" * 30, "<think>a</think><think>" + "b" * 30),
+        (2, False, "\n" * 65 + "<think>abc", "\n" * 65 + "<think>abc"),
+    ],
+)
+def test_the_end_is_forced_behind_so_many_tokens(num_tokens, is_open, text, expected):
+    assert written(constraint(num_tokens, is_open=is_open), text) == expected
+
+
+def test_it_is_a_function_of_the_answer_alone():
+    output, grown = [*b"<think>abc"], constraint(3, is_open=False)
+    for end in (10, 4, 10, 0, 9, 10):
+        found = forced(grown.allowed(output[:end]))
+        assert found == forced(constraint(3, is_open=False).allowed(output[:end])) == (END[0] if end == 10 else None)
+
+
+class Engine:
+    """A core of the tiny model, turned by hand."""
+
+    def __init__(self, folder):
+        config = {"kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 4, "exact": True}
+        self.core = build_core(EngineConfig(model=str(folder), **config))
+        self.outputs = {}
+
+    def submit(self, name, prompt, **fields):
+        fields = {"seed": 1, "ignore_eos": True, "max_tokens": 24} | fields
+        keys = np.array(prompt, "<i8").tobytes()
+        self.core.submit(generate_request(request_id=name, prompt=keys, **fields))
+        self.outputs[name] = []
+
+    def step(self):
+        for output in self.core.step():
+            self.outputs[output.request_id].append(output)
+
+    def run(self):
+        while self.core.has_work:
+            self.step()
+
+    def answer(self, name, index=0):
+        return [token for output in self.outputs[name] if output.index == index for token in output.token_ids]
+
+
+@pytest.fixture(scope="module")
+def truth(tiny_model):
+    """By number of thinking tokens and seed: the answer without a bound, cut there, the end, and what the model says to
+    a prompt that ends so."""
+    found, tokenizer = {}, ModelTokenizer(tiny_model)
+    end = tokenizer.encode("</think>", add_special_tokens=False)
+    engine = Engine(tiny_model)
+    for seed in (1, 2):
+        engine.submit(f"free {seed}", PROMPT, seed=seed)
+        engine.run()
+        for num_tokens in (0, 1, 9):
+            begun = engine.answer(f"free {seed}")[:num_tokens] + end
+            name = f"{seed} {num_tokens}"
+            engine.submit(name, PROMPT + begun, seed=seed, max_tokens=24 - len(begun))
+            engine.run()
+            found[num_tokens, seed] = begun + engine.answer(name)
+    return found
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 9])
+def test_what_follows_is_what_follows_a_prompt_that_ends_so(tiny_model, truth, num_tokens):
+    thinking = ThinkingBudget(num_tokens=num_tokens, start="<think>", end="</think>", is_open=True)
+    engine = Engine(tiny_model)
+    for name in ("computed", "cached"):  # the second one hits what the first one has left
+        engine.submit(name, PROMPT, thinking=thinking, n=2)
+        engine.submit(f"{name} beside", PROMPT[:70], seed=9)
+        engine.run()
+        assert [engine.answer(name, index) for index in (0, 1)] == [truth[num_tokens, 1], truth[num_tokens, 2]]
+    for steps in (1, 3, 12, 16):
+        engine.submit("preempted", PROMPT, thinking=thinking)
+        for _ in range(steps):
+            engine.step()
+        victim = engine.core._scheduler.state.requests["preempted"]
+        preempt(engine.core._scheduler.state, victim, victim, 0)
+        engine.run()
+        assert engine.answer("preempted") == truth[num_tokens, 1]
+    stats = engine.core.stats()
+    assert (stats.num_running, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0)
+
+
+def test_an_answer_has_its_form_behind_the_forced_end(tiny_model):
+    thinking = ThinkingBudget(num_tokens=5, start="<think>", end="</think>", is_open=True)
+    structure = Structure(kind="choice", text='["yes", "no"]', field="f", reasoning="opened")
+    engine = Engine(tiny_model)
+    engine.core.start(lambda: None)
+    engine.submit("a", PROMPT, thinking=thinking, structure=structure, ignore_eos=False)
+    while not engine.outputs["a"] or engine.outputs["a"][-1].finish_reason is None:
+        assert engine.core.poll_ready() == []
+        engine.step() if engine.core.has_work else None
+    text = "".join(output.text for output in engine.outputs["a"])
+    assert text.partition("</think>")[2].strip("\n") in ("yes", "no")
+    assert engine.outputs["a"][-1].finish_reason == "stop"
+    engine.core.close()
+
+
+@pytest.mark.parametrize("wrong", [{"num_tokens": -1}, {"num_tokens": 1 << 31}, {"end": ""}, {"end": "x" * 65}])
+def test_a_bound_that_is_none_is_refused(tiny_model, wrong):
+    thinking = ThinkingBudget(**({"num_tokens": 1, "start": "<think>", "end": "</think>"} | wrong))
+    with pytest.raises(InvalidRequest) as caught:
+        Engine(tiny_model).submit("a", PROMPT, thinking=thinking)
+    assert caught.value.param == "thinking_token_budget"
