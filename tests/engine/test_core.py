@@ -78,7 +78,7 @@ def test_an_answer_comes_token_by_token_and_ends_with_a_report():
     report = outputs[-1].cache
     assert (report.prompt_tokens, report.cached_tokens, report.computed_tokens) == (100, 0, 100)
     assert report.reason == "never_seen" and outputs[-1].timings is not None
-    assert all(output.cache is None for output in outputs[:-1])
+    assert outputs[0].cache == report and all(output.cache is None for output in outputs[1:-1])
 
 
 def test_a_repeated_prompt_reports_itself_cached():

@@ -26,7 +26,7 @@ def test_outputs_end_with_a_reason_a_report_and_timings():
     assert [output.finish_reason for output in found if output.finish_reason] == ["length"]
     last = found[-1]
     assert last.cache.prompt_tokens == 100 and last.timings.decode >= 0
-    assert all(output.cache is None for output in found[:-1])
+    assert found[0].cache == last.cache and all(output.cache is None for output in found[1:-1])
 
 
 def test_requests_side_by_side_each_end_once():

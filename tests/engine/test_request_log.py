@@ -152,7 +152,7 @@ def test_a_line_says_what_the_answer_said_and_nothing_of_its_text(tiny_model, tm
         )
         core.submit(asked)
         while core.has_work:
-            reports += [output.cache for output in core.step() if output.cache is not None]
+            reports += [output.cache for output in core.step() if output.finish_reason is not None]
     core.close()
     text = (tmp_path / "log").read_text()
     assert "secret salt" not in text and str(prompts[0][0])[1:40].replace(" ", "") not in text

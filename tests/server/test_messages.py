@@ -231,6 +231,16 @@ def test_marks_are_held_and_counted(serve):
     assert server.core.stats().prefix_cache.held_checkpoints >= 1
 
 
+def test_a_stream_says_at_once_what_was_cached(serve):
+    server = serve()
+    system = [{"type": "text", "text": "Rules. " * 100, "cache_control": MARK}]
+    for _ in range(2):
+        found = events(server, "Hello.", system=system)
+        first, last = found[0]["message"]["usage"], found[-2]["usage"]
+        assert first | {"output_tokens": last["output_tokens"]} == last and first["output_tokens"] == 0
+    assert last["cache_read_input_tokens"] >= 640
+
+
 def test_six_turns_hit_what_a_chat_hits(serve):
     """The same conversation, through both APIs, on a server each."""
     hits = []

@@ -150,6 +150,7 @@ class Generation:
         """The whole stream. A failure on the way is an event of its own."""
         writer, buffer = self.writer, OutputBuffer(self.writer.body.stream_interval or 1)
         async with aclosing(outputs):
+            writer.announce(*first)
             for event in writer.opening_events():
                 yield event
             try:

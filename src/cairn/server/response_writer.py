@@ -121,6 +121,11 @@ class ResponseWriter(ABC):
             chunk["kv_transfer_params"] = msgspec.Raw(output.kv_transfer_params)
         return chunk
 
+    def announce(self, prompt: int, output: GenerateOutput) -> None:
+        """Look at the first output before the opening events: it knows what the prefix cache did."""
+        if output.cache is not None:
+            self.caches[prompt] = output.cache
+
     def opening_events(self) -> list[bytes]:
         """The server-sent events before any output."""
         return [self._chunk_event(chunk) for chunk in self.write_opening()]

@@ -96,7 +96,8 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     """News of answer `index` of a request. `text`, `token_ids` and `logprobs` are what has been added since the last
     output; `prompt_logprobs` come with the first one. An `error` ends all answers of its request.
 
-    `finish_reason` is set on an answer's last output only; `timings` come with it, and `cache` with that of answer 0.
+    `finish_reason` is set on an answer's last output only; `timings` come with it. `cache` comes with the first
+    and the last output of answer 0, only the last of which knows what a preemption has cost.
     `stop_reason` is the stop string or stop token that ended the answer (None for end-of-sequence), or
     `repetition_detected`. With finish reason
     `error`, `error` says what happened and `status` is the HTTP status to answer with. `kv_transfer_params`: that JSON
@@ -124,6 +125,7 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
             later,
             token_ids=self.token_ids + later.token_ids,
             text=self.text + later.text,
+            cache=self.cache if later.cache is None else later.cache,
             logprobs=later.logprobs if self.logprobs is None else self.logprobs.concat(later.logprobs),
             prompt_logprobs=later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
         )

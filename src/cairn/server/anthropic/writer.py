@@ -73,11 +73,11 @@ class MessagesWriter(ChatWriter):
 
     def usage(self) -> dict[str, Any]:
         """As Anthropic counts: what was read from the cache, and what lies between it and the last marked place, are no
-        part of `input_tokens`. Before the answer has ended neither is known, and both are 0."""
+        part of `input_tokens`."""
         prompt, choice = self.prompts[0], self.choices[0]
         read = count_cached_tokens(self.caches[0])
         marked = max((place.position for place in prompt.boundaries if place.hold_seconds), default=0)
-        created = max(0, marked - read) if self.is_complete else 0
+        created = 0 if self.caches[0] is None else max(0, marked - read)
         return {
             "input_tokens": len(prompt.token_ids) - read - created,
             "cache_creation_input_tokens": created,

@@ -71,6 +71,8 @@ class ResponsesWriter(ChatWriter):
         if output.logprobs is not None and self.body.get_num_logprobs() is not None:
             entries = self.formatter.chat(output.logprobs)["content"]
         self.pending += zip(map(self.formatter.spell, output.token_ids), entries, strict=False)
+        if output.finish_reason == "stop" and self.pending and not output.text.encode().endswith(self.pending[-1][0]):
+            del self.pending[-1]  # the token that ends an answer is no part of its text
         last = output.finish_reason is not None
         deltas = message.add_in_order(output.text, last=last, truncated=choice.is_truncated)
         for delta, taken in zip(deltas, self._take_tokens(deltas), strict=True):
