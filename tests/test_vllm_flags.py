@@ -67,6 +67,37 @@ def test_a_command_line_of_vllms():
     )
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--served-model-name model --max-num-seqs 8 --tensor-parallel-size 1 --max-model-len 262144 --port 8000 "
+        "--trust-remote-code --enable-auto-tool-choice --tool-call-parser qwen3_coder "
+        "--reasoning-parser-plugin nano_v3_reasoning_parser.py --reasoning-parser nano_v3",
+        "--port 8000 --tensor-parallel-size 8 --max-model-len 262144 --reasoning-parser qwen3 "
+        "--enable-auto-tool-choice --tool-call-parser qwen3_coder --language-model-only",
+        "-tp 8 --mm-encoder-tp-mode data --mm-processor-cache-type shm --enable-expert-parallel "
+        "--reasoning-parser qwen3 --enable-prefix-caching --kv_cache_dtype auto --mamba_ssm_cache_dtype float32 "
+        "--async-scheduling --compilation-config.cudagraph_mode FULL_AND_PIECEWISE --mamba-cache-mode align",
+    ],
+)
+def test_commands_as_published_with_models_that_are_served(line):
+    assert engine_config(load(f"a/model {line}")).model == "a/model"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("proxy --decode http://a:1 --max_hints x", "--max-hints: should be a valid integer"),
+        ("bench serve --num_prompts x", "argument --num-prompts: "),
+        ("check m --max_num_seqs 0", "argument --max-num-seqs: must be between"),
+        ("replay f --replay_no_such 1", "unrecognized arguments: --replay-no-such"),
+    ],
+)
+def test_underscores_in_every_command(line, said, capsys):
+    assert main(shlex.split(line)) == 2
+    assert said in capsys.readouterr().err
+
+
 def test_the_log_says_once_what_has_no_effect(caplog):
     caplog.set_level("INFO")
     warn(load("m --enable-chunked-prefill --trust-remote-code --dtype float16"))

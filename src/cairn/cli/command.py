@@ -100,7 +100,7 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
         help="serve a checkpoint over HTTP",
         description="Serve a checkpoint over HTTP, with OpenAI's API. Every flag can also be an environment variable "
         "(CAIRN_MAX_NUM_SEQS=8) or a line of the --config file (max-num-seqs: 8); a flag wins over a variable, and a "
-        "variable over the file.",
+        "variable over the file. vLLM's other flags are taken where they are true here anyway, and refused otherwise.",
         allow_abbrev=False,
     )
     proxy = commands.add_parser(

@@ -153,8 +153,11 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
         "one engine on one machine",
     ),
     _switches(
+        "--enable-expert-parallel -ep", None, "each rank has its share of every expert, and answers are the same"
+    ),
+    _switches(
         "--data-parallel-hybrid-lb -dph --data-parallel-external-lb -dpe --data-parallel-multi-port-external-lb -dpm "
-        "--headless --enable-expert-parallel -ep --enable-eplb --enable-ep-weight-filter --enable-elastic-ep "
+        "--headless --enable-eplb --enable-ep-weight-filter --enable-elastic-ep "
         "--enable-dbo --enable-hc-sp --dcp-q-replicate --enable-batch-sharded-sampling --enable-shm-tensor-arena "
         "--enable-fault-tolerance --ray-workers-use-nsight --numa-bind",
         "off",
@@ -237,7 +240,12 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
     VllmFlags("--h11-max-incomplete-event-size --h11-max-header-count", "", "headers may have 32 KiB"),
     _switches("--enable-ssl-refresh", "off", "certificates are read at the start"),
     _switches("--enable-offline-docs", "off", "no scripts come with cairn; `--enable-docs` is there"),
-    VllmFlags("--tool-server --tool-parser-plugin --reasoning-parser-plugin", "", "no other code is loaded or called"),
+    VllmFlags("--tool-server", "", "no other code is loaded or called"),
+    VllmFlags(
+        "--tool-parser-plugin --reasoning-parser-plugin",
+        None,
+        "no other code is loaded: parsers are those that `--tool-call-parser` and `--reasoning-parser` can name",
+    ),
     _lists("--middleware --logits-processors --worker-extension-cls", "", "no other code is loaded or called"),
     VllmFlags(
         "--structured-outputs-config",
