@@ -4,6 +4,7 @@ import argparse
 import ast
 import json
 import re
+from typing import get_origin
 
 import pytest
 from msgspec.structs import replace
@@ -94,8 +95,12 @@ def in_words(default) -> tuple[str, ...]:
 
 
 def with_a_key(kind):
-    """A record of counters, each of whose dictionaries has a key."""
-    return kind(**{name: {"x": 1} for name, hint in kind.__annotations__.items() if "dict" in str(hint)})
+    """A record of counters, each of whose dictionaries has a key; or one such dictionary."""
+    return (
+        {"x": 1}
+        if get_origin(kind) is dict
+        else kind(**{name: {"x": 1} for name, hint in kind.__annotations__.items() if "dict" in str(hint)})
+    )
 
 
 def test_every_metric_is_described():

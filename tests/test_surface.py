@@ -60,14 +60,15 @@ METRICS = """
 cairn:audits_total cairn:cached_pages cairn:checkpoints_evicted_total cairn:checkpoints_hit_total
 cairn:checkpoints_taken_total cairn:computed_prompt_tokens_total cairn:forward_passes_total cairn:free_pages
 cairn:held_checkpoints cairn:held_pages cairn:lost_tokens_total cairn:miss_requests_total cairn:open_leases
-cairn:recomputed_tokens_total
-cairn:steps_total
-vllm:cache_config_info vllm:e2e_request_latency_seconds vllm:generation_tokens_total vllm:inter_token_latency_seconds
-vllm:iteration_tokens_total
-vllm:kv_cache_usage_perc vllm:num_preemptions_total vllm:num_requests_running vllm:num_requests_waiting
-vllm:prefix_cache_hits_total vllm:prefix_cache_queries_total vllm:prompt_tokens_by_source_total
-vllm:prompt_tokens_total vllm:request_decode_time_seconds
-vllm:request_generation_tokens vllm:request_prefill_time_seconds vllm:request_prompt_tokens
+cairn:recomputed_tokens_total cairn:steps_total
+vllm:admission_rejections_total vllm:cache_config_info vllm:e2e_request_latency_seconds vllm:generation_tokens_total
+vllm:inter_token_latency_seconds vllm:iteration_tokens_total vllm:kv_cache_usage_perc vllm:num_preemptions_total
+vllm:num_requests_running vllm:num_requests_waiting vllm:num_requests_waiting_by_reason vllm:prefix_cache_hits_total
+vllm:prefix_cache_queries_total vllm:prompt_tokens_by_source_total vllm:prompt_tokens_cached_by_source_total
+vllm:prompt_tokens_cached_total vllm:prompt_tokens_total vllm:request_decode_time_seconds
+vllm:request_generation_tokens vllm:request_inference_time_seconds vllm:request_max_num_generation_tokens
+vllm:request_num_preemptions vllm:request_params_max_tokens vllm:request_params_n
+vllm:request_prefill_kv_computed_tokens vllm:request_prefill_time_seconds vllm:request_prompt_tokens
 vllm:request_queue_time_seconds vllm:request_success_total vllm:request_time_per_output_token_seconds
 vllm:time_to_first_token_seconds
 """
@@ -77,11 +78,12 @@ cairn:hand_overs_refused_total cairn:leased_pages cairn:open_transfers cairn:qua
 cairn:side_channel_dropped_total cairn:skipped_transfers_total
 vllm:external_prefix_cache_hits_total vllm:external_prefix_cache_queries_total vllm:nixl_bytes_transferred
 vllm:nixl_num_descriptors vllm:nixl_num_failed_transfers_total vllm:nixl_num_kv_expired_reqs_total
-vllm:nixl_xfer_time_seconds
+vllm:nixl_xfer_time_seconds vllm:num_requests_kv_fetch_by_stage
 """
 
 IMAGE_METRICS = """
 cairn:image_bytes cairn:image_hits_total cairn:images_encoded_total
+vllm:mm_cache_hits_total vllm:mm_cache_queries_total
 """
 
 SHARING_METRICS = """
@@ -100,8 +102,8 @@ cairn_proxy:retries_total cairn_proxy:upstream_failures_total cairn_proxy:upstre
 
 EXPORTED = {
     "cairn": "__version__",
-    "cairn.errors": "AuditError CairnError ConfigError DownloadError EngineDead InvalidBody InvalidRequest ModelError "
-    "NotFound Overloaded QueueFull RequestError",
+    "cairn.errors": "AuditError CairnError ConfigError DownloadError EngineDead InvalidBody InvalidRequest LeasesFull "
+    "ModelError NotFound Overloaded QueueFull RequestError",
     "cairn.types": "Boundary BoundaryKind Clock Keys ManualClock Pages RequestId SamplingParams SystemClock",
     "cairn.step": "Admit DecodeRows GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED SampledToken Samples Save "
     "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks",

@@ -10,6 +10,7 @@
     │   ├── NotFound           404
     │   └── Overloaded         503, the request may be tried again later
     │       └── QueueFull      429, and that soon: only others' requests are in the way
+    │           └── LeasesFull 429, what is in the way are prompts held for other servers
     ├── EngineDead             503, the engine process is gone; nothing will come any more
     └── AuditError             our own accounting does not add up: a bug in cairn, never the user's fault
 
@@ -24,6 +25,7 @@ __all__ = [
     "EngineDead",
     "InvalidBody",
     "InvalidRequest",
+    "LeasesFull",
     "ModelError",
     "NotFound",
     "Overloaded",
@@ -95,6 +97,10 @@ class QueueFull(Overloaded):
 
     status = 429
     type = "Too Many Requests"
+
+
+class LeasesFull(QueueFull):
+    """As many prompts are held for other servers as may be."""
 
 
 class EngineDead(CairnError):

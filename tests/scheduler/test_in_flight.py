@@ -586,3 +586,23 @@ def test_equal_prompts_in_a_burst_are_counted_once_each():
     assert counters.queries == 1600 and counters.hits == 1200
     assert counters.reasons == Counter({Reason.NONE: 3, Reason.NEVER_SEEN: 1})
     assert [driver.requests[name].stats.num_prompt_computed for name in names] == [400, 0, 0, 0]
+
+
+def test_who_waits_for_another_request_is_told_apart_from_who_waits_for_room():
+    """A prompt is computed in chunks: two wait to share it, and two answers to another prompt for the first one."""
+    driver = Driver(max_num_seqs=3, max_num_batched_tokens=68)
+    state = driver.scheduler.state
+    driver.submit(TEXT[:300], max_tokens=8)
+    driver.step()
+    for _ in range(2):
+        driver.submit(TEXT[:300])
+    driver.submit(fork(1, 0, 50), n=3)
+    driver.step()
+    assert len(state.running) == 1
+    assert state.num_deferred == 2 + 2 and state.num_waiting == 2 + 3
+    seen = set()
+    while state.requests:
+        driver.step()
+        assert 0 <= state.num_deferred <= state.num_waiting
+        seen.add((state.num_deferred, state.num_waiting))
+    assert (0, 0) in seen and any(deferred < num for deferred, num in seen)

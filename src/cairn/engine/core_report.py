@@ -61,6 +61,7 @@ def engine_stats(
     return EngineStats(
         num_running=len(state.running),
         num_waiting=state.num_waiting,
+        waiting_by_reason={"capacity": state.num_waiting - state.num_deferred, "deferred": state.num_deferred},
         num_preemptions=counters.preemptions,
         pool=PoolStats(
             num_pages=cache.pool.num_pages,
@@ -101,6 +102,11 @@ def engine_stats(
             leased_pages=0 if transfer is None else transfer.port.num_leased,
             quarantined_pages=sum(len(hold.pages) for hold in transfers.quarantine.values()),
             num_open=len(transfers.fetching),
+            fetches_by_stage={
+                "waiting_to_start": len(state.waiting.fetches),
+                "in_progress": len(transfers.fetching),
+                "completed_waiting": len(transfers.ready),
+            },
             num_failed=counters.failed_pulls,
             num_skipped=0 if transfer is None else transfer.loop.num_skipped,
             expired_leases=counters.expired_offers,
@@ -144,4 +150,5 @@ def timings(request: Request) -> Timings | None:
         queue=stats.scheduled_time - stats.arrival_time,
         prefill=stats.first_token_time - stats.scheduled_time,
         decode=stats.finished_time - stats.first_token_time,
+        num_preemptions=stats.num_preemptions,
     )

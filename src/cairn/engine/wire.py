@@ -27,6 +27,7 @@ from cairn.errors import (
     ConfigError,
     EngineDead,
     InvalidRequest,
+    LeasesFull,
     ModelError,
     NotFound,
     Overloaded,
@@ -43,9 +44,15 @@ RequestIdText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ID)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 
 
-_RefusalKind: TypeAlias = Literal["not_found", "queue_full", "overloaded", "invalid"]
+_RefusalKind: TypeAlias = Literal["not_found", "leases_full", "queue_full", "overloaded", "invalid"]
 _REQUEST_ERRORS: Mapping[_RefusalKind, type[NotFound | Overloaded | InvalidRequest]] = MappingProxyType(
-    {"not_found": NotFound, "queue_full": QueueFull, "overloaded": Overloaded, "invalid": InvalidRequest}
+    {
+        "not_found": NotFound,
+        "leases_full": LeasesFull,
+        "queue_full": QueueFull,
+        "overloaded": Overloaded,
+        "invalid": InvalidRequest,
+    }
 )
 """The first that fits is what is told: a full queue is an overload, too."""
 

@@ -125,10 +125,11 @@ def _digest(text: bytes) -> bytes:
 
 class Gate:
     """Counts open requests and bounds their number. Closed for good once the process drains. `who`: the server or the
-    proxy, for the message."""
+    proxy, for the message. `on_full` is called for each request that finds it full."""
 
-    def __init__(self, max_open: int, who: str = "server") -> None:
+    def __init__(self, max_open: int, who: str = "server", on_full: Callable[[], None] = lambda: None) -> None:
         self.max_open = max_open
+        self._on_full = on_full
         self.num_open = 0
         self.closed = False
         self._who = who
@@ -140,6 +141,7 @@ class Gate:
         if self.closed:
             raise Overloaded(f"the {self._who} is shutting down: send the request to another one")
         if self.num_open >= self.max_open:
+            self._on_full()
             raise QueueFull(f"{self.num_open} requests are open already: try again later")
         self.num_open += 1
         self._emptied.clear()

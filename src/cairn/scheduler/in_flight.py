@@ -13,7 +13,7 @@ without progress of the leader. Leaders run, so there is no circle. No request w
 more than `MAX_WAITS` in all; and a leader has computed at least as many tokens as the cache has of the request.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from cairn.cache.prefix_cache import PrefixCache
@@ -107,6 +107,11 @@ class InFlight:
     def num_before(self, request: Request) -> int:
         """How many waiting requests come before `request`: a slot is reserved for each."""
         return sum(other.sort_key < request.sort_key for other in self._waits)
+
+    @property
+    def waiting(self) -> Iterable[Request]:
+        """Those that wait for a leader."""
+        return self._waits.keys()
 
     def is_waiting(self, request: Request) -> bool:
         """Whether it waits for a leader."""

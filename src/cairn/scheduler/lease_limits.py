@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
 
-from cairn.errors import InvalidRequest, QueueFull
+from cairn.errors import InvalidRequest, LeasesFull
 from cairn.scheduler.finish import finish
 from cairn.scheduler.kv_export import has_room, num_pages
 from cairn.scheduler.request import Phase, Request, Spec
@@ -17,7 +17,7 @@ from cairn.scheduler.state import SchedulerState
 
 
 def check_quota(state: SchedulerState, specs: Sequence[Spec]) -> None:
-    """Whether these requests may come in together. Raises InvalidRequest if they never may, QueueFull if not now."""
+    """Whether these requests may come in together. Raises InvalidRequest if they never may, LeasesFull if not now."""
     new = Counter(spec.client for spec in specs if spec.role.kv_export)
     if not new:
         return
@@ -32,7 +32,7 @@ def check_quota(state: SchedulerState, specs: Sequence[Spec]) -> None:
             )
         if open_now[client] + count > quota.max_leases_per_client:
             state.counters.refused_kv_exports["client"] += 1
-            raise QueueFull(
+            raise LeasesFull(
                 f"{open_now[client]} prompts of this client are held for other servers, or are going to be "
                 f"(max_leases_per_client {quota.max_leases_per_client}): fetch them, or try again later"
             )
@@ -45,7 +45,7 @@ def check_quota(state: SchedulerState, specs: Sequence[Spec]) -> None:
         )
     if (held := state.num_leases) + total > most:
         state.counters.refused_kv_exports["total"] += 1
-        raise QueueFull(
+        raise LeasesFull(
             f"{held} prompts are held for other servers, or are going to be (max_leases {most}): try again later"
         )
 

@@ -55,6 +55,7 @@ def preempt(state: SchedulerState, victim: Request, preemptor: Request, needed_p
     assert sequence is not None and victim.num_in_flight == 0
     state.counters.preemptions += 1
     victim.stats.preempted_by.add(preemptor.id)
+    victim.stats.num_preemptions += 1
     cache.commit(sequence, victim.num_computed)
     size = cache.layout.pages_per_checkpoint
     own = sum(len(pages) for pages in sequence.pages) - cache.layout.pages_for(sequence.matched)

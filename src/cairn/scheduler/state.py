@@ -121,6 +121,14 @@ class SchedulerState:
         )
 
     @property
+    def num_deferred(self) -> int:
+        """Those of the waiting that it is not only slots, pages and turns that they wait for: another answer to their
+        prompt, a request that computes their beginning, another server's pages, or room among the leases."""
+        num_sharing = sum(request.transfer.no_lease_room_since is None for request in self.in_flight.waiting)
+        num_transfers = len(self.transfers.fetching) + len(self.waiting.kv_exports)
+        return self.parallel_sampling.num_deferred + num_sharing + num_transfers
+
+    @property
     def num_leases(self) -> int:
         """Prompts that are leased to other servers, or are going to be."""
         return len(self.transfers.offers) + sum(request.is_to_be_leased for request in self.requests.values())

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cairn.engine.contract import MAX_ANSWERS, GenerateOutput, GenerateRequest
-from cairn.errors import CairnError, InvalidRequest, QueueFull, RequestError
+from cairn.errors import CairnError, InvalidRequest, LeasesFull, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.http.error_responses import ClientDisconnected, make_error
 from cairn.server.engine_request import rename_error_param
@@ -106,11 +106,11 @@ class Generation:
     async def _outputs(self) -> AsyncGenerator[PromptOutput, None]:
         """The engine's outputs, measured. Closing this aborts what is running. Requests that the engine does not take
         are counted nowhere."""
-        metrics, body = self.service.metrics, self.writer.body
+        metrics, body, limit = self.service.metrics, self.writer.body, self.service.engine.info.max_model_len
         prompts = {request.request_id: i for i, request in enumerate(self.requests)}
         meters = {
-            (i, index): RequestMeter(metrics, self.arrival_time, None if index else len(request.prompt) // 8)
-            for i, request in enumerate(self.requests)
+            (i, index): RequestMeter(metrics, self.arrival_time, request, index, lengths, limit)
+            for i, (request, lengths) in enumerate((request, list[int]()) for request in self.requests)
             for index in range(min(request.n, MAX_ANSWERS))  # the core refuses more
         }
         outputs = self.service.engine.generate(*self.requests)
@@ -123,6 +123,8 @@ class Generation:
                         output = await anext(outputs)
                     except RequestError as error:
                         is_refused = not has_begun
+                        if isinstance(error, QueueFull) and not isinstance(error, LeasesFull):
+                            metrics.queue_full.inc()
                         raise rename_error_param(error, body) from None
                 prompt = prompts[output.request_id]
                 if output.transfer is not None:

@@ -12,7 +12,14 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cairn.engine.contract import STEP_SIZES, EngineInfo, EngineStats, GenerateOutput, TransferReport
+from cairn.engine.contract import (
+    STEP_SIZES,
+    EngineInfo,
+    EngineStats,
+    GenerateOutput,
+    GenerateRequest,
+    TransferReport,
+)
 
 _LABELS = ("model_name", "engine")
 _FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -30,6 +37,9 @@ _REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
     *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
+
+_N_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0)
+_PREEMPTION_BUCKETS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 
 _TRANSFER_BUCKETS = (
     ("nixl_xfer_time_seconds", (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 5.0)),
@@ -51,6 +61,11 @@ _COUNTERS = (
     (
         *("vllm:prompt_tokens_by_source", "tokens.prompt_by_source"),
         *("Prompt tokens of requests that were started, by where what they need came from.", "source"),
+    ),
+    ("vllm:prompt_tokens_cached", "tokens.cached", "Prompt tokens of requests that were started, not computed here."),
+    (
+        *("vllm:prompt_tokens_cached_by_source", "tokens.cached_by_source"),
+        *("Prompt tokens of requests that were started, not computed here, by where they came from.", "source"),
     ),
     ("vllm:generation_tokens", "tokens.generation", "Tokens generated."),
     ("vllm:num_preemptions", "num_preemptions", "Running requests that had to give their memory up."),
@@ -89,6 +104,8 @@ _TRANSFER_COUNTERS = (
     ),
 )
 _IMAGE_COUNTERS = (
+    ("vllm:mm_cache_queries", "images.num_queries", "How often the encoder cache was asked for an image."),
+    ("vllm:mm_cache_hits", "images.num_hits", "How often it had the image."),
     ("cairn:images_encoded", "images.num_encoded", "Images that went through the vision model."),
     ("cairn:image_hits", "images.num_hits", "How often an image was found encoded, in the steps that needed it."),
 )
@@ -107,6 +124,10 @@ _LOG_COUNTERS = (("cairn:request_log_dropped", "request_log_dropped", "Requests 
 _GAUGES = (
     ("vllm:num_requests_running", "num_running", "Requests being computed."),
     ("vllm:num_requests_waiting", "num_waiting", "Requests waiting for their turn."),
+    (
+        *("vllm:num_requests_waiting_by_reason", "waiting_by_reason"),
+        *("Waiting requests by what they wait for: capacity, or another request or server (deferred).", "reason"),
+    ),
     ("cairn:held_checkpoints", "prefix_cache.held_checkpoints", "Checkpoints that clients hold with cache_control."),
     ("cairn:held_pages", "pool.held_pages", "Pages that running requests refer to."),
     ("cairn:cached_pages", "pool.cached_pages", "Pages that only the cache refers to."),
@@ -114,6 +135,10 @@ _GAUGES = (
     ("cairn:open_leases", "pool.open_leases", "Leases on cached pages that are open."),
 )
 _TRANSFER_GAUGES = (
+    (
+        *("vllm:num_requests_kv_fetch_by_stage", "transfers.fetches_by_stage"),
+        *("Requests that wait for pages of another server, by how far they are.", "stage"),
+    ),
     ("cairn:leased_pages", "transfers.leased_pages", "Pages that are held for other servers."),
     (
         "cairn:quarantined_pages",
@@ -165,6 +190,7 @@ class _EngineCollector(Collector):
             "enable_prefix_caching": str(info.cache.enable_prefix_caching),
             "mamba_cache_mode": info.cache.mamba_cache_mode,
             "cache_dtype": info.dtype,
+            **_capacity(info),
         }
         text = "The cache's configuration; the value is always 1."
         yield self._family(GaugeMetricFamily, "vllm:cache_config_info", text, [*facts], {tuple(facts.values()): 1.0})
@@ -189,8 +215,18 @@ class _EngineCollector(Collector):
         return metric
 
 
+def _capacity(info: EngineInfo) -> dict[str, str]:
+    """Labels: how many tokens the pool holds, and how many requests of the greatest length that are. Without attention
+    layers tokens need no pages, and the slots are what there is of."""
+    num_tokens, cache = info.max_num_seqs * info.max_model_len, info.cache
+    if cache.bytes_per_token:
+        num_tokens = int(cache.num_pages * cache.page_bytes / cache.bytes_per_token)
+    concurrency = round(num_tokens / info.max_model_len, 2)
+    return {"kv_cache_size_tokens": str(num_tokens), "kv_cache_max_concurrency": str(concurrency)}
+
+
 class Metrics:
-    """All metrics of one server."""
+    """All metrics of one server. `queue_full`: counts requests that the queue has no place for."""
 
     def __init__(self, info: EngineInfo, model_name: str) -> None:
         self._registry = CollectorRegistry()
@@ -204,10 +240,19 @@ class Metrics:
         self.queue_time = self._histogram("request_queue_time_seconds", _REQUEST_BUCKETS)
         self.prefill_time = self._histogram("request_prefill_time_seconds", _REQUEST_BUCKETS)
         self.decode_time = self._histogram("request_decode_time_seconds", _REQUEST_BUCKETS)
+        self.inference_time = self._histogram("request_inference_time_seconds", _REQUEST_BUCKETS)
+        self.preemptions = self._histogram("request_num_preemptions", _PREEMPTION_BUCKETS)
+        self.num_answers = self._histogram("request_params_n", _N_BUCKETS)
         tokens = [float(digit * 10**power) for power in range(9) for digit in (1, 2, 5)]
         tokens = [bucket for bucket in tokens if bucket <= info.max_model_len]
         self.prompt_tokens = self._histogram("request_prompt_tokens", tokens)
+        self.computed_tokens = self._histogram("request_prefill_kv_computed_tokens", tokens)
         self.generation_tokens = self._histogram("request_generation_tokens", tokens)
+        self.longest_answer = self._histogram("request_max_num_generation_tokens", tokens)
+        self.max_tokens = self._histogram("request_params_max_tokens", tokens)
+        text = "Requests that found a queue full."
+        rejections = Counter("vllm:admission_rejections", text, ("model_name", "reason"), registry=self._registry)
+        self.queue_full = rejections.labels(model_name, "max_num_queued_reqs")
         self._transfers: Sequence[Histogram] = ()
         if info.side_channel is not None:
             self._transfers = [self._histogram(name, buckets) for name, buckets in _TRANSFER_BUCKETS]
@@ -233,13 +278,27 @@ class Metrics:
 
 
 class RequestMeter:
-    """Measures one answer from its request's arrival to its end. Times are seconds of one clock. `num_prompt_tokens`:
-    None for all answers to a prompt but the first, so that it counts once."""
+    """Measures one answer to a request from its arrival to its end. Times are seconds of one clock.
 
-    def __init__(self, metrics: Metrics, arrival_time: float, num_prompt_tokens: int | None) -> None:
+    `index`: which answer it is, so that the prompt counts once. `lengths`: of those of its answers that have ended, in
+    tokens: one list for all meters of the request. `max_model_len`: tokens of prompt and answer at most.
+    """
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        arrival_time: float,
+        request: GenerateRequest,
+        index: int,
+        lengths: list[int],
+        max_model_len: int,
+    ) -> None:
         self._metrics = metrics
         self._arrival_time = arrival_time
-        self._num_prompt_tokens = num_prompt_tokens
+        self._request = request
+        self._index = index
+        self._lengths = lengths
+        self._max_model_len = max_model_len
         self._first: float | None = None
         self._last = arrival_time
         self._num_tokens = 0
@@ -267,10 +326,21 @@ class RequestMeter:
     def _finish(self, output: GenerateOutput, now: float) -> None:
         metrics = self._metrics
         metrics.whole_request.observe(now - self._arrival_time)
-        if self._num_prompt_tokens is not None:
-            metrics.prompt_tokens.observe(self._num_prompt_tokens)
+        num_prompt_tokens, max_tokens = len(self._request.prompt) // 8, self._request.stop_conditions.max_tokens
+        if self._index == 0:
+            metrics.prompt_tokens.observe(num_prompt_tokens)
+        if output.cache is not None:
+            found = output.cache.cached_tokens + output.cache.received_tokens
+            metrics.computed_tokens.observe(num_prompt_tokens - found)
+        metrics.max_tokens.observe(self._max_model_len - num_prompt_tokens if max_tokens is None else max_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
+        self._lengths.append(self._num_tokens)
+        if len(self._lengths) == self._request.n:
+            metrics.num_answers.observe(self._request.n)
+            metrics.longest_answer.observe(max(self._lengths))
         if output.timings is not None:
+            metrics.inference_time.observe(output.timings.prefill + output.timings.decode)
+            metrics.preemptions.observe(output.timings.num_preemptions)
             metrics.queue_time.observe(output.timings.queue)
             metrics.prefill_time.observe(output.timings.prefill)
             metrics.decode_time.observe(output.timings.decode)

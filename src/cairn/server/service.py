@@ -120,8 +120,9 @@ class Service:
         self.images = images or MediaConnector(limits.images)
         info = engine.info
         self.system_fingerprint = compute_fingerprint(info)
-        self.gate = Gate(limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting)
-        self.metrics = Metrics(engine.info, options.model_name)
+        self.metrics = Metrics(info, options.model_name)
+        max_open = limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting
+        self.gate = Gate(max_open, on_full=self.metrics.queue_full.inc)
         self.parsers = select_parsers(
             engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
         )

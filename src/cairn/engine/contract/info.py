@@ -72,6 +72,17 @@ class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     recomputed: int = 0
 
+    @property
+    def cached_by_source(self) -> dict[str, int]:
+        """Prompt tokens that were not computed: found here (`device`), or fetched from another server (`p2p`)."""
+        found = {"device": "local_cache_hit", "p2p": "external_kv_transfer"}
+        return {name: self.prompt_by_source[key] for name, key in found.items() if key in self.prompt_by_source}
+
+    @property
+    def cached(self) -> int:
+        """Prompt tokens that were not computed."""
+        return sum(self.cached_by_source.values())
+
 
 class PrefixCacheStats(msgspec.Struct, frozen=True, kw_only=True):
     """`queries`, `hits`: prompt tokens that were looked up and found. `miss_reasons`: requests by why their cached part
@@ -107,17 +118,19 @@ class StepStats(msgspec.Struct, frozen=True, kw_only=True):
 class TransferStats(msgspec.Struct, frozen=True, kw_only=True):
     """Transfers between servers. `queried_tokens`, `received_tokens`: prompt tokens that other servers were asked for,
     and that came from them. `leased_pages`: held for other servers; `quarantined_pages`: given up, but a late write may
-    still come. `num_skipped`: transfers that were not tried because the peer had not answered lately. `expired_leases`:
-    prompts that nobody fetched in time. `refused_kv_exports`: requests for another server that were refused, by which
-    bound of the leases: that of all (`total`), of one client (`client`), of the time that they wait for room
-    (`timeout`). `dropped_frames`: frames on the side channel that were no valid record, and connections without a
-    proof of the secret."""
+    still come. `fetches_by_stage`: requests that wait for pages of another server: for room (`waiting_to_start`), for
+    the pages (`in_progress`), or with them for a slot (`completed_waiting`). `num_skipped`: transfers that were not
+    tried because the peer had not answered lately. `expired_leases`: prompts that nobody fetched in time.
+    `refused_kv_exports`: requests for another server that were refused, by which bound of the leases: that of all
+    (`total`), of one client (`client`), of the time that they wait for room (`timeout`). `dropped_frames`: frames on
+    the side channel that were no valid record, and connections without a proof of the secret."""
 
     queried_tokens: int = 0
     received_tokens: int = 0
     leased_pages: int = 0
     quarantined_pages: int = 0
     num_open: int = 0
+    fetches_by_stage: dict[str, int] = {}
     num_failed: int = 0
     num_skipped: int = 0
     expired_leases: int = 0
@@ -133,13 +146,20 @@ class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
     num_hits: int = 0
     num_bytes: int = 0
 
+    @property
+    def num_queries(self) -> int:
+        """How often the encoder cache was asked for an image."""
+        return self.num_encoded + self.num_hits
+
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Counters since the start (monotone) and gauges of this moment. `request_log_dropped`: requests without a line in
-    the request log."""
+    """Counters since the start (monotone) and gauges of this moment. `waiting_by_reason`: the waiting by what for: for
+    slots, pages and their turn (`capacity`), or for another request or server (`deferred`). `request_log_dropped`:
+    requests without a line in the request log."""
 
     num_running: int = 0
     num_waiting: int = 0
+    waiting_by_reason: dict[str, int] = {}
     num_preemptions: int = 0
     pool: PoolStats = PoolStats()
     tokens: TokenStats = TokenStats()

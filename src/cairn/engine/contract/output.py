@@ -85,11 +85,12 @@ class TransferReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds one request spent waiting, in prefill and in decode."""
+    """Seconds one request spent waiting, in prefill and in decode, and how often it was preempted meanwhile."""
 
     queue: float
     prefill: float
     decode: float
+    num_preemptions: int = 0
 
 
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
