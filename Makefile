@@ -59,11 +59,11 @@ test-more: $(NIXL)
 # Each client's own requirements hold: the openai package is there in its newest version, and in litellm's.
 test-clients: $(MODEL)/config.json $(CLIENTS)/openai/.installed $(CLIENTS)/litellm/.installed
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/openai/bin/python -m pytest $(TEST_ARGS) \
-	  test_openai.py test_anthropic.py test_langchain.py
+	  test_openai.py test_openai_responses.py test_anthropic.py test_langchain.py
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/litellm/bin/python -m pytest $(TEST_ARGS) \
-	  test_openai.py test_litellm.py test_instructor.py
+	  test_openai.py test_openai_responses.py test_litellm.py test_instructor.py
 
-test-vllm: $(MODEL)/config.json build/vision-model/config.json $(CLIENTS)/vllm/.installed
+test-vllm: build/scripted-model/config.json build/scripted-vision-model/config.json $(CLIENTS)/vllm/.installed
 	@test -d "$(VLLM)" || { echo "Name the folder of vLLM's unpacked source package: make test-vllm VLLM=..." >&2; exit 1; }
 	@$(CLIENTS)/vllm/bin/python tests/clients/vllm_tests/run.py "$(VLLM)" $(TEST_ARGS)
 
@@ -150,6 +150,10 @@ $(MODEL)/config.json: $(wildcard src/cairn/models/*.py src/cairn/models/*/*.py) 
 build/vision-model/config.json: $(MODEL)/config.json
 	@rm -rf $(@D)
 	@$(RUN) -m cairn make-model qwen3_5_vl $(@D)
+
+build/scripted-%/config.json: build/%/config.json tests/clients/vllm_tests/scripted_model.py
+	@$(RUN) tests/clients/vllm_tests/scripted_model.py $(<D) $(@D)
+	@touch $@
 
 # The lists are whole, so that nothing has to be resolved.
 $(CLIENTS)/%/.installed: tests/clients/%.txt

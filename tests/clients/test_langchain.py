@@ -76,6 +76,32 @@ def test_tools_and_the_turn_behind_them(server):
     assert last.usage_metadata["input_token_details"]["cache_read"] > 0
 
 
+def test_the_responses_api(server):
+    model = chat(server, max_tokens=8, temperature=0, use_responses_api=True)
+    whole = model.invoke("Say hello.")
+    assert whole.text and whole.usage_metadata["output_tokens"] == 8
+    total = None
+    for chunk in model.stream("Say hello."):
+        total = chunk if total is None else total + chunk
+    assert total.text == whole.text and total.usage_metadata["output_tokens"] == 8
+    assert total.usage_metadata["input_token_details"]["cache_read"] > 0
+
+
+def test_tools_of_the_responses_api(server):
+    model = chat(server, max_tokens=ENOUGH, use_responses_api=True)
+    question = HumanMessage("What is the weather?")
+    answer = model.bind_tools([weather], tool_choice="weather", strict=True, parallel_tool_calls=False).invoke(
+        [question]
+    )
+    (call,) = answer.tool_calls
+    assert call["name"] == "weather" and call["args"]["city"] in ("Oslo", "Rome")
+    told = ToolMessage(weather.invoke(call["args"]), tool_call_id=call["id"])
+    last = chat(server, max_tokens=4, use_responses_api=True).bind_tools([weather]).invoke([question, answer, told])
+    assert last.usage_metadata["output_tokens"] == 4
+    place = model.with_structured_output(Place, method="json_schema").invoke("Which city?")
+    assert isinstance(place, Place)
+
+
 def test_an_error_is_openais(server):
     with pytest.raises(openai.BadRequestError, match="temperature"):
         chat(server, temperature=-1.0).invoke("Say hello.")

@@ -55,12 +55,24 @@ def test_a_completion(asked, server):
     assert answer.usage.completion_tokens == 4 and answer.choices[0].finish_reason == "length"
 
 
+def test_responses(server):
+    asked = {"model": f"openai/{server.model}", "api_base": server.url, "api_key": server.key, "max_output_tokens": 16}
+    whole = litellm.responses(**asked, input="Say hello.", temperature=0)
+    assert whole.status == "incomplete" and whole.usage.output_tokens == 16
+    events = list(litellm.responses(**asked, input="Say hello.", temperature=0, stream=True))
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == whole.output[0].content[0].text and events[-1].type == "response.incomplete"
+    second = litellm.responses(**asked, input="Again.", previous_response_id=whole.id)
+    assert second.usage.input_tokens > whole.usage.input_tokens
+
+
 def test_its_anthropic_adapter_and_anthropics_own_way(server):
-    """hosted_vllm is spoken to as a chat; anthropic/ goes to /v1/messages."""
-    for model, base in ((f"hosted_vllm/{server.model}", server.url), (f"anthropic/{server.model}", server.root)):
-        asked = {"model": model, "api_base": base, "api_key": server.key, "messages": HELLO, "max_tokens": 8}
+    """At most 16 tokens: fewer litellm does not ask /v1/responses for. hosted_vllm is spoken to as a chat, openai as /v1/responses, anthropic as /v1/messages."""
+    ways = {"hosted_vllm": server.url, "openai": server.url, "anthropic": server.root}
+    for model, base in ((f"{way}/{server.model}", base) for way, base in ways.items()):
+        asked = {"model": model, "api_base": base, "api_key": server.key, "messages": HELLO, "max_tokens": 16}
         answer = asyncio.run(litellm.anthropic_messages(**asked))
-        assert answer["role"] == "assistant" and answer["usage"]["output_tokens"] == 8
+        assert answer["role"] == "assistant" and answer["usage"]["output_tokens"] == 16
         assert answer["stop_reason"] == "max_tokens" and answer["content"][0]["type"] == "text"
 
 

@@ -82,8 +82,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sources", type=Path, help="folder of vLLM's unpacked source package")
     parser.add_argument("--cairn", type=Path, default=CHECKOUT / ".venv/bin/cairn")
-    parser.add_argument("--model", type=Path, default=CHECKOUT / "build/model")
-    parser.add_argument("--vision-model", type=Path, default=CHECKOUT / "build/vision-model")
+    parser.add_argument("--model", type=Path, default=CHECKOUT / "build/scripted-model")
+    parser.add_argument("--vision-model", type=Path, default=CHECKOUT / "build/scripted-vision-model")
     parser.add_argument("--out", type=Path, default=CHECKOUT / "build/vllm-tests")
     parser.add_argument(
         "--files", nargs="*", default=["*"], help="patterns of the files in files.txt; all unless given"
