@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from llguidance import LLMatcher
 
 from cairn.engine.contract import Structure
 from cairn.engine.grammars.compiler import (
@@ -103,6 +104,141 @@ def test_every_answer_has_the_form(compiled, tokenizer, asked, fits):
     for seed in range(6):
         text = tokenizer.decode(walk(compiled(asked), seed))
         assert fits(text), text
+
+
+def tagged(form):
+    return structure("structural_tag", {"type": "structural_tag", "format": form})
+
+
+def sequence(*elements):
+    return {"type": "sequence", "elements": elements}
+
+
+def const(value):
+    return {"type": "const_string", "value": value}
+
+
+CITY = {"type": "tag", "begin": "<f=city>", "content": {"type": "json_schema", "json_schema": WEATHER}, "end": "</f>"}
+WORD = {"begin": "<f=word>", "content": {"type": "regex", "pattern": "[a-z/]+"}, "end": ["</f>", "</g>"]}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": [CITY, WORD]}
+SEPARATED = {"type": "tags_with_separator", "tags": [WORD], "separator": ", "}
+ANY = {"type": "any_text"}
+FORMS = [
+    (const('a"\n'), ['a"\n'], ["", "a", 'a"\nb']),
+    ({"type": "json_schema", "json_schema": True}, ["[1]", '{"a": 2}'], ["x"]),
+    ({"type": "regex", "pattern": "a/b|c"}, ["a/b", "c"], ["a", "d"]),
+    ({"type": "grammar", "grammar": 'root ::= "x" [0-9]'}, ["x1"], ["x", "y1"]),
+    ({"type": "any_text", "excludes": ["<f", "\n"]}, ["", "a <g"], ["a <f", "a\nb"]),
+    ({"type": "any_text", "max_chars": 3}, ["", "äöü"], ["abcd"]),
+    (
+        {"type": "sequence", "elements": [const("a"), {"type": "optional", "content": const("b")}, ANY]},
+        ["a", "abx"],
+        ["b"],
+    ),
+    (
+        {"type": "or", "elements": [const("a"), {"type": "sequence", "elements": [const("b"), ANY]}]},
+        ["a", "bc"],
+        ["ac"],
+    ),
+    ({"type": "plus", "content": const("ab")}, ["ab", "abab"], ["", "a"]),
+    ({"type": "star", "content": const("ab")}, ["", "abab"], ["a"]),
+    ({"type": "repeat", "min": 1, "max": 2, "content": const("a")}, ["a", "aa"], ["", "aaa"]),
+    ({"type": "repeat", "min": 2, "max": -1, "content": const("a")}, ["aa", "a" * 9], ["a"]),
+    ({"type": "tag", "begin": "<o>", "content": ANY, "end": ["</o>", "."]}, ["<o>x</o>", "<o>."], ["<o>x", "<o>.x"]),
+    (WORD | {"type": "tag"}, ["<f=word>a/b</f>", "<f=word>a</g>"], ["<f=word></f>", "<f=word>a</h>"]),
+    (
+        TRIGGERED,
+        ["", "no tag", 'x <f=city>{"city": "Oslo", "days": 3}</f> and <f=word>b</f>', "<f word"],
+        ["x <f=", "x <f=city>{}</f>", "<f=other>"],
+    ),
+    (TRIGGERED | {"at_least_one": True}, ["<f=word>b</f>", "<f=word>b</f> text"], ["", "text", "text <f=word>b</f>"]),
+    (TRIGGERED | {"stop_after_first": True}, ["text", "text <f=word>b</f>"], ["<f=word>b</f> text"]),
+    (TRIGGERED | {"at_least_one": True, "stop_after_first": True}, ["<f=word>b</f>"], ["", "<f=word>b</f>."]),
+    (TRIGGERED | {"excludes": ["\n"]}, ["text <f=word>b</f> text"], ["text\n", "text\n<f=word>b</f>"]),
+    (
+        {
+            "type": "sequence",
+            "elements": [{"type": "tag", "begin": "<o>", "content": TRIGGERED, "end": "</o>"}, const("!")],
+        },
+        ["<o>a<f=word>b</f>c</o>!", "<o></o>!"],
+        ["<o>a<f=word>b</f>c</o>", "<o>a<f=", "<o>a</o>?"],
+    ),
+    (
+        SEPARATED,
+        ["", "<f=word>b</f>", "<f=word>b</f>, <f=word>c</f>"],
+        ["<f=word>b</f><f=word>c</f>", "<f=word>b</f>, "],
+    ),
+    (
+        {
+            "type": "tags_with_separator",
+            "tags": [WORD],
+            "separator": "",
+            "at_least_one": True,
+            "stop_after_first": True,
+        },
+        ["<f=word>b</f>"],
+        ["", "<f=word>b</f><f=word>c</f>"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("form", "fits", "others"), FORMS, ids=[str(i) for i in range(len(FORMS))])
+def test_a_structural_tag_takes_what_xgrammars_takes(form, fits, others):
+    matcher = LLMatcher(byte_tokenizer(), grammar_of(tagged(form)), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+
+    def is_whole(text):
+        matcher.reset()
+        data = list(text.encode())
+        return matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+
+    assert [text for text in fits if not is_whole(text)] == []
+    assert [text for text in others if is_whole(text)] == []
+
+
+def test_the_older_form_of_a_structural_tag():
+    older = {
+        "type": "structural_tag",
+        "structures": [{"begin": "<f=city>", "schema": WEATHER, "end": "</f>"}],
+        "triggers": ["<f="],
+    }
+    assert grammar_of(structure("structural_tag", older)) == grammar_of(tagged(TRIGGERED | {"tags": [CITY]}))
+    assert find_grammar_error(structure("structural_tag", older, reasoning="possible")) is None
+
+
+def deep(depth):
+    return {"type": "optional", "content": deep(depth - 1)} if depth else const("a")
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (structure("structural_tag", "{"), "is no JSON"),
+        (structure("structural_tag", "[]"), "no structural tag"),
+        (structure("structural_tag", {"type": "structural_tag"}), "missing required field `format`"),
+        (structure("structural_tag", {"structures": [], "triggers": ["a"]}), "`$.structures`"),
+        (structure("structural_tag", {"structures": [{"begin": "a", "schema": {}}], "triggers": ["a"]}), "field `end`"),
+        (tagged({"type": "token", "token": 5}), "Invalid value 'token'"),
+        (tagged({"type": "json_schema", "json_schema": {}, "style": "qwen_xml"}), "$.format.style"),
+        (tagged({"type": "json_schema", "json_schema": {"uniqueItems": True}}), "uniqueItems"),
+        (tagged({"type": "json_schema", "json_schema": {}, "any_order": True}), "any_order"),
+        (tagged({"type": "sequence", "elements": []}), "$.format.elements"),
+        (tagged({"type": "sequence", "elements": [ANY, const("a")]}), "may only come last"),
+        (tagged({"type": "star", "content": ANY}), "may only come last"),
+        (tagged({"type": "tag", "begin": "a", "content": ANY, "end": ""}), "needs an end that is not empty"),
+        (tagged({"type": "tag", "begin": "a", "content": const("b"), "end": []}), "one at least"),
+        (tagged(TRIGGERED | {"triggers": ["<g"]}), "must begin with one trigger"),
+        (tagged(TRIGGERED | {"triggers": ["<f", "<f="]}), "must begin with one trigger"),
+        (tagged({"type": "repeat", "min": 3, "max": 2, "content": const("a")}), "max is 2"),
+        (tagged({"type": "repeat", "min": 0, "max": 10**9, "content": const("a")}), "$.format.max"),
+        (tagged({"type": "or", "elements": [const("a")] * 5000}), "more than 1024 formats"),
+        (tagged({"type": "regex", "pattern": "(?=a)"}), "cannot be used"),
+        (tagged({"type": "grammar", "grammar": "root ::= ["}), "cannot be used"),
+        (tagged(deep(200)), "nested"),
+    ],
+)
+def test_structural_tags_that_are_refused(asked, words):
+    assert words in (find_grammar_error(asked) or "")
 
 
 CALLS = {

@@ -238,6 +238,19 @@ def test_required_calls_are_held_to_the_tools(xml):
     assert (call.function.name, call.function.arguments) == ("now", "{}")
 
 
+TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
+TAG_FIELD = "structured_outputs.structural_tag"
+OLD_TAG = {
+    "type": "structural_tag",
+    "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}],
+    "triggers": ["<f"],
+}
+
+
+def encoded(value):
+    return json.dumps(value, separators=(",", ":"))
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "text", "field"),
     [
@@ -255,6 +268,10 @@ def test_required_calls_are_held_to_the_tools(xml):
         ({"structured_outputs": {"regex": "a+", "json": None}}, "regex", "a+", "structured_outputs.regex"),
         ({"structured_outputs": {"choice": ["a", "b"]}}, "choice", '["a","b"]', "structured_outputs.choice"),
         ({"structured_outputs": {"grammar": "start: A"}}, "grammar", "start: A", "structured_outputs.grammar"),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAG)}}, "structural_tag", json.dumps(TAG), TAG_FIELD),
+        ({"structured_outputs": {"structural_tag": TAG}}, "structural_tag", encoded(TAG), TAG_FIELD),
+        ({"response_format": TAG}, "structural_tag", encoded(TAG), "response_format"),
+        ({"response_format": OLD_TAG | {"format": None}}, "structural_tag", encoded(OLD_TAG), "response_format"),
         ({"guided_json": {"type": "null"}}, "json", '{"type":"null"}', "guided_json"),
         ({"guided_regex": "a"}, "regex", "a", "guided_regex"),
         ({"guided_choice": ["a"]}, "choice", '["a"]', "guided_choice"),
@@ -296,7 +313,8 @@ for _ in range(100):
         ({"structured_outputs": []}, "structured_outputs", "must be an object"),
         ({"structured_outputs": {}}, "structured_outputs", "must have one of"),
         ({"structured_outputs": {"regex": "a", "json": {}}}, "structured_outputs", "must have one of"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "must have one of"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs", "structural_tag is no JSON"),
+        ({"structured_outputs": {"xml": "x"}}, "structured_outputs", "must have one of"),
         ({"structured_outputs": {"regex": 5}}, "structured_outputs", "structured_outputs.regex must be text"),
         ({"structured_outputs": {"regex": "\ud800"}}, "structured_outputs", "not valid Unicode"),
         ({"structured_outputs": {"json": {"a": "\ud800"}}}, "structured_outputs", "structured_outputs.json"),

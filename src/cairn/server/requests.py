@@ -349,7 +349,21 @@ class JsonSchemaFormat(TypedDict):
     json_schema: SchemaHolder
 
 
-ResponseFormat: TypeAlias = Annotated[PlainFormat | JsonSchemaFormat, Field(discriminator="type")]
+class StructuralTagFormat(TypedDict):
+    """Forms of parts of an answer, as xgrammar has them: `format`, or the older `structures` and `triggers`. Checked
+    when it is compiled."""
+
+    type: Literal["structural_tag"]
+    format: NotRequired[dict[str, Any] | None]
+    structures: NotRequired[list[dict[str, Any]] | None]
+    triggers: NotRequired[list[Text] | None]
+
+
+ResponseFormat: TypeAlias = Annotated[PlainFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")]
+
+
+StructuralTagText: TypeAlias = Annotated[Any, WithJsonSchema({"type": ["object", "string"]})]
+"""As an object or as text."""
 
 
 class StructuredOutputs(TypedDict, total=False):
@@ -360,6 +374,7 @@ class StructuredOutputs(TypedDict, total=False):
     choice: Choices | None
     grammar: Text | None
     json_object: bool | None
+    structural_tag: StructuralTagText | None
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))

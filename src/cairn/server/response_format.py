@@ -20,7 +20,8 @@ from cairn.server.thinking_budget import is_reasoning_open
 _MAX_CHARS = 1 << 19
 """Of a schema, or of whatever else is requested, as JSON."""
 
-_KINDS = ("json", "regex", "choice", "grammar")
+_GUIDED = ("json", "regex", "choice", "grammar")
+_KINDS = (*_GUIDED, "structural_tag")
 _IGNORED = frozenset(
     (
         *("backend", "disable_additional_properties", "disable_any_whitespace", "disable_fallback"),
@@ -102,6 +103,9 @@ def _parse_structure(body: SamplingFields) -> Structure | None:
         if schema is None:
             raise InvalidRequest('response_format.json_schema must be {"schema": {...}}', "response_format")
         found.append(("json", schema, "response_format.json_schema.schema"))
+    elif form is not None and form["type"] == "structural_tag":
+        sent = {name: value for name, value in form.items() if value is not None}
+        found.append(("structural_tag", sent, "response_format"))
     if outputs is not None:
         options = {name: value for name, value in outputs.items() if value is not None and name not in _IGNORED}
         if options.pop("json_object", False):
@@ -109,7 +113,7 @@ def _parse_structure(body: SamplingFields) -> Structure | None:
         if len(options) != 1 or not options.keys() <= set(_KINDS):
             raise InvalidRequest(f"structured_outputs must have one of {', '.join(_KINDS)}", "structured_outputs")
         found += [(kind, value, f"structured_outputs.{kind}") for kind, value in options.items()]
-    guided = {kind: getattr(body, f"guided_{kind}") for kind in _KINDS}
+    guided = {kind: getattr(body, f"guided_{kind}") for kind in _GUIDED}
     found += [(kind, value, f"guided_{kind}") for kind, value in guided.items() if value is not None]
     if len(found) > 1:
         names = " and ".join(field for _, _, field in found)

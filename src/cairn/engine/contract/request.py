@@ -120,12 +120,13 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     """The form that an answer has to have.
 
     `kind`: what `text` is: a JSON schema, a regular expression, a JSON list of texts to choose from, a grammar (Lark or
-    GBNF), or `calls`: JSON, `{"tools": [{"name", "parameters", "place"}], "parallel"}`, one of which has to be called;
-    `place`: its number in the request. `field`: where the client put it. `reasoning`: the form begins behind
-    `</think>`, because the prompt has `opened` the reasoning, or it is `possible` that the answer does.
+    GBNF), a structural tag as xgrammar has it, or `calls`: JSON, `{"tools": [{"name", "parameters", "place"}],
+    "parallel"}`, one of which has to be called; `place`: its number in the request. `field`: where the client put it.
+    `reasoning`: the form begins behind `</think>`, because the prompt has `opened` the reasoning, or it is `possible`
+    that the answer does.
     """
 
-    kind: Literal["json", "regex", "choice", "grammar", "calls"]
+    kind: Literal["json", "regex", "choice", "grammar", "structural_tag", "calls"]
     text: str
     field: str
     reasoning: Literal["none", "opened", "possible"] = "none"

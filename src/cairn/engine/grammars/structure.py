@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from cairn.engine.contract import Structure
+from cairn.engine.grammars.structural_tag import write_structural_tag
 from cairn.errors import InvalidRequest
 
 MAX_TEXT = 1 << 19
@@ -53,11 +54,13 @@ _REASONING = MappingProxyType(
 
 
 def grammar_of(structure: Structure) -> str:
-    """The grammar's text for llguidance. Raises InvalidRequest naming the field where it cannot be one."""
+    """The grammar's text for llguidance. Raises InvalidRequest naming the field where it cannot be one, ValueError with
+    what is wrong with a structural tag."""
     text = structure.text
     if len(text) > MAX_TEXT:
         raise _refused(structure, f"has {len(text)} characters; at most {MAX_TEXT} are read")
     body: dict[str, Any]
+    named: list[dict[str, str]] = []
     match structure.kind:
         case "json":
             body = {"json_schema": _schema(structure, _decoded(structure))}
@@ -69,10 +72,15 @@ def grammar_of(structure: Structure) -> str:
             body = {"lark_grammar": _lark_of_grammar(structure)}
         case "calls":
             body = {"lark_grammar": _lark_of_calls(structure)}
+        case "structural_tag":
+            if _is_deeper(_decoded(structure), MAX_DEPTH):
+                raise _too_deep(structure)
+            lark, named = write_structural_tag(text, lambda schema: _schema(structure, schema))
+            body = {"lark_grammar": lark}
     if structure.reasoning == "none":
-        return json.dumps({"grammars": [body]}, ensure_ascii=False)
+        return json.dumps({"grammars": [body, *named]}, ensure_ascii=False)
     whole = {"lark_grammar": _REASONING[structure.reasoning]}
-    return json.dumps({"grammars": [whole, {"name": "body", **body}]}, ensure_ascii=False)
+    return json.dumps({"grammars": [whole, {"name": "body", **body}, *named]}, ensure_ascii=False)
 
 
 def refusal(structure: Structure, reason: str) -> InvalidRequest:
