@@ -533,3 +533,30 @@ def test_what_the_template_refuses_is_told_of_the_item():
     chat = to_chat(sent, [], make_input_items(sent, "resp_1", None))
     error = chat.rename_error(InvalidRequest("messages[1].tool_calls: arguments are not JSON", "messages"))
     assert (error.message, error.param) == ("input[1].tool_calls: arguments are not JSON", "input")
+
+
+@pytest.mark.parametrize(
+    "value", [r'"\ud800"', "1" * 30, "NaN", "1e999", "[" * 200 + "]" * 200, '"' + "x" * 1_000_000 + '"']
+)
+@pytest.mark.parametrize(
+    "place",
+    [
+        '"tools": [{"type": "function", "name": "x", "parameters": {"a": %s}}]',
+        '"tools": [{"type": "function", "name": "x", "unknown": %s}]',
+        '"text": {"format": {"type": "json_schema", "schema": {"a": %s}}}',
+        '"input": [{"role": "user", "content": "x", "id": %s}]',
+        '"input": [{"role": "user", "content": "x", "unknown": %s}]',
+        '"input": [{"role": "assistant", "content": [{"type": "output_text", "text": "x", "logprobs": %s}]}]',
+        '"metadata": {"a": %s}',
+        '"tool_choice": {"type": "function", "name": %s}',
+        '"chat_template_kwargs": {"a": %s}',
+        '"kv_transfer_params": {"a": %s}',
+    ],
+)
+def test_no_value_is_too_odd_to_be_answered(server, place, value):
+    sent = '{"model": "echo", "max_output_tokens": 1, "input": "x", ' + place.replace("%s", value) + "}"
+    response = server._http.post(
+        server.url + "/v1/responses", content=sent, headers={"content-type": "application/json"}
+    )
+    assert response.status_code in (200, 400, 413), response.text[:300]
+    server.assert_nothing_is_held()

@@ -30,6 +30,15 @@ _SAME_FIELDS = (
     *("skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "cache_salt", "kv_transfer_params"),
     *("request_id", "prompt_cache_key", "chat_template_kwargs", "vllm_xargs"),
 )
+_ITEM_FIELDS = frozenset(
+    (
+        *("type", "id", "status", "role", "content", "call_id", "name", "arguments", "output", "summary"),
+        "encrypted_content",
+    )
+)
+_PART_FIELDS = frozenset(("type", "text", "refusal", "image_url", "detail", "cache_control"))
+_PART_LISTS = frozenset(("content", "output", "summary"))
+_TOOL_FIELDS = ("name", "description", "parameters", "strict")
 _OWN_ID = re.compile(r"(msg|rs|fc|in)_([0-9a-f]{32})_[0-9]+")
 """`in`: of an input; the others are of answers."""
 
@@ -52,7 +61,7 @@ def make_input_items(body: ResponsesRequest, response_id: str, find: Callable[[s
         if item["type"] == "item_reference":
             items.append(find(item["id"], f"input[{number}].id"))
             continue
-        own = dict(item) | {"id": item.get("id") or f"in_{response_id.removeprefix('resp_')}_{number}"}
+        own = _keep_known(item) | {"id": item.get("id") or f"in_{response_id.removeprefix('resp_')}_{number}"}
         if own["type"] == "message":
             _check_parts(own, f"input[{number}].content")
         if isinstance(own.get("content"), str):
@@ -62,6 +71,22 @@ def make_input_items(body: ResponsesRequest, response_id: str, find: Callable[[s
             own["status"] = own.get("status") or "completed"
         items.append(own)
     return items
+
+
+def _keep_known(item: Mapping[str, Any]) -> dict[str, Any]:
+    """Without fields that nobody has looked at: what is stored is sent again."""
+    known = {name: value for name, value in item.items() if name in _ITEM_FIELDS}
+    for name in _PART_LISTS & known.keys():
+        if isinstance(known[name], list):
+            known[name] = [_keep_known_part(part) for part in known[name]]
+    return known
+
+
+def _keep_known_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    known = {name: value for name, value in part.items() if name in _PART_FIELDS}
+    if (mark := known.get("cache_control")) is not None:
+        known["cache_control"] = {name: mark[name] for name in ("type", "ttl") if name in mark}
+    return known
 
 
 def _check_parts(item: Any, place: str) -> None:
@@ -263,8 +288,7 @@ def _translate_tools(body: ResponsesRequest) -> dict[str, Any]:
 
 def _translate_tool(tool: FunctionTool) -> dict[str, Any]:
     """Its fields in the client's order: templates write them."""
-    known = ("name", "description", "parameters", "strict")
-    function = {name: value for name, value in tool.items() if name in known and value is not None}
+    function = {name: value for name, value in tool.items() if name in _TOOL_FIELDS and value is not None}
     return {"type": "function", "function": function} | _mark_of(tool)
 
 
@@ -275,3 +299,8 @@ def _translate_text(body: ResponsesRequest) -> dict[str, Any]:
     if form["type"] == "json_schema":
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": form["schema"]}}}
     return {"response_format": {"type": "json_object"}}
+
+
+def describe_tools(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """The tools as a response says them again."""
+    return [{"type": "function"} | {name: tool.get(name) for name in _TOOL_FIELDS} for tool in body.tools or ()]

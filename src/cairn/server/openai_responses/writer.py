@@ -9,6 +9,7 @@ import msgspec
 from cairn.engine.contract import GenerateOutput
 from cairn.errors import RequestError
 from cairn.server.openai_responses.requests import ResponsesRequest
+from cairn.server.openai_responses.translation import describe_tools
 from cairn.server.response_writer import ChatWriter, Choice, count_cached_tokens, encode_event
 
 _Token: TypeAlias = tuple[bytes, dict[str, Any] | None]
@@ -226,7 +227,7 @@ class ResponsesWriter(ChatWriter):
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": text.get("format") or {"type": "text"}, "verbosity": text.get("verbosity") or "medium"},
             "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
+            "tools": describe_tools(asked),
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": asked.truncation or "disabled",
