@@ -37,7 +37,8 @@ class ApiContract:
         if kind == JSON:
             self._validate(told[JSON]["schema"], response.json())
         elif kind == STREAM:
-            chunk = told[STREAM]["schema"]["properties"]["data"]["contentSchema"]
+            data = told[STREAM]["schema"]["properties"]["data"]
+            chunk = data.get("anyOf", [data])[0]["contentSchema"]
             schema = {"anyOf": [chunk, {"$ref": "#/components/schemas/ErrorResponse"}]}
             for event in response.text.split("\n\n")[:-1]:
                 if event != "data: [DONE]":

@@ -1,5 +1,6 @@
 """Whatever a client sends: an error in OpenAI's form, or an answer; the proxy lives."""
 
+import gzip
 import json
 import socket
 
@@ -52,6 +53,18 @@ def test_a_prompt_that_cannot_be_read_is_for_a_server_to_refuse(setting, answers
     response = post(proxy, b'{"prompt": ' + prompt + b"}")
     assert (response.status_code, response.json()) == (400, refusal)
     assert b'"prompt":' + prompt in p.seen[0].content and not d.seen
+
+
+def test_a_body_in_gzip_is_unpacked_for_the_servers(setting):
+    p, d = setting.prefill(), setting.decode()
+    proxy = setting.proxy([p], [d], max_body_bytes=1000)
+    packed = {"Content-Encoding": "gzip"}
+    assert post(proxy, gzip.compress(b'{"prompt": "abc"}'), **packed).status_code == 200
+    for server in (p, d):
+        assert json.loads(server.seen[0].content)["prompt"] == "abc"
+        assert "content-encoding" not in server.seen[0].headers
+    assert post(proxy, gzip.compress(b'{"prompt": "' + b"a" * 1000 + b'"}'), **packed).status_code == 413
+    assert len(p.seen) == len(d.seen) == 1
 
 
 def test_a_body_that_is_too_large(setting):

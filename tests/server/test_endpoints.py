@@ -1,7 +1,9 @@
 """The endpoints around generation: tokens, health, metrics, ids and the API key."""
 
+import gzip
 import http.client
 
+import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,6 +16,19 @@ def test_tokenize_and_back(server):
     answer = server.post("/tokenize", {"model": "echo", "prompt": "hü"}).json()
     assert answer == {"count": 3, "max_model_len": 4096, "tokens": [104, 195, 188], "token_strs": None}
     assert server.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "hü"}
+
+
+def test_a_body_in_gzip(server):
+    def post(data, encoding="gzip"):
+        headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+        return httpx.post(f"{server.url}/tokenize", content=data, headers=headers, timeout=10)
+
+    assert post(gzip.compress(b'{"prompt": "ab"}')).json()["tokens"] == [97, 98]
+    assert post(gzip.compress(b'{"prompt": "' + b"a" * (16 << 20) + b'"}')).status_code == 413
+    error = post(b'{"prompt": "ab"}').json()["error"]
+    assert error["code"] == 400 and "no gzip" in error["message"]
+    error = post(b'{"prompt": "ab"}', "zstd").json()["error"]
+    assert error["code"] == 415 and "send gzip" in error["message"]
 
 
 def test_tokens_as_the_vocabulary_spells_them(server):

@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import gzip
 import json
+import zlib
 
 import pytest
 
@@ -17,12 +19,15 @@ from cairn.server.requests import CompletionRequest
 from cairn.types import Boundary
 
 
-def status(layer, headers=(), parts=(b"",)):
-    """The status of a POST request through one layer of middleware, in front of an application that says 200."""
+def status(layer, headers=(), parts=(b"",), read=None):
+    """The status of a POST request through one layer of middleware, in front of an application that says 200. `read`:
+    the body that it gets, if that is not what was sent."""
 
     async def app(scope, receive, send):
         body = await receive()
-        assert body["body"] == b"".join(parts) and not body.get("more_body")
+        assert body["body"] == (b"".join(parts) if read is None else read) and not body.get("more_body")
+        if body["body"] != b"".join(parts):
+            assert not {name for name, _ in scope["headers"]} & {b"content-encoding", b"content-length"}
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
@@ -54,6 +59,33 @@ def test_a_body_may_have_as_many_bytes_as_are_allowed(size, expected, announced)
     headers = [(b"content-length", str(size).encode())] if announced else []
     parts = (b"x" * 60, b"x" * (size - 60))
     assert status(lambda app: BodyLimit(app, 100, 5.0), headers=headers, parts=parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("encoding", "pack", "expected"),
+    [
+        ("gzip", gzip.compress, 200),
+        ("X-GZIP", gzip.compress, 200),
+        ("gzip", lambda body: gzip.compress(body + b"x"), 413),
+        ("gzip", lambda body: gzip.compress(b"x" * 50_000), 413),
+        ("gzip", lambda body: body[:60], 400),
+        ("gzip", lambda body: gzip.compress(body)[:-1], 400),
+        ("gzip", lambda body: gzip.compress(body[:50]) + gzip.compress(body[50:]), 400),
+        ("gzip", lambda body: gzip.compress(body)[:-8] + bytes(8), 400),
+        ("gzip", lambda body: b"", 400),
+        ("identity", lambda body: body, 200),
+        ("", lambda body: body, 200),
+        ("deflate", zlib.compress, 415),
+        ("br", lambda body: body, 415),
+        ("gzip, gzip", lambda body: gzip.compress(gzip.compress(body)), 415),
+    ],
+)
+def test_a_body_in_gzip_is_bounded_once_it_is_unpacked(encoding, pack, expected):
+    """100 bytes of zeroes are far fewer in gzip."""
+    packed = pack(bytes(100))
+    headers = [(b"content-encoding", encoding.encode()), (b"content-length", str(len(packed)).encode())]
+    layer = lambda app: BodyLimit(app, 100, 5.0)  # noqa: E731
+    assert status(layer, headers=headers, parts=(packed[:10], packed[10:]), read=bytes(100)) == expected
 
 
 @pytest.mark.parametrize("keys", [None, ["k"]])

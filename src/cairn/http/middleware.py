@@ -10,6 +10,7 @@ import hmac
 import logging
 import re
 import uuid
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence, Set
 
@@ -20,6 +21,8 @@ from cairn.errors import InvalidRequest, Overloaded, QueueFull, RequestError
 from cairn.http.clients import record_api_key
 from cairn.http.error_responses import ClientDisconnected, error_response, internal_error, make_error
 
+_GZIP = ("gzip", "x-gzip")
+_OF_ENCODING = (b"content-encoding", b"content-length")
 _VISIBLE = re.compile(r"[\x21-\x7e]{1,128}")
 
 logger = logging.getLogger(__name__)
@@ -177,7 +180,8 @@ class GateKeeper(HttpMiddleware):
 
 
 class BodyLimit(HttpMiddleware):
-    """Reads the body of a request before the application does, up to `max_bytes` (413) and for `seconds` (408)."""
+    """Reads the body of a request before the application does, up to `max_bytes` (413) and for `seconds` (408), and
+    unpacks one in gzip up to as many; another encoding is a 415. The application sees the bytes that are meant."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, seconds: float) -> None:
         super().__init__(app)
@@ -187,12 +191,18 @@ class BodyLimit(HttpMiddleware):
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["method"] not in ("POST", "PUT", "PATCH"):
             return await self._app(scope, receive, send)
-        announced = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        announced, encoding = headers.get("content-length", "0"), headers.get("content-encoding", "").strip().lower()
         try:
             if announced.isdecimal() and int(announced[:20]) > self._max_bytes:
                 raise self._too_large()
+            if encoding not in ("", "identity", *_GZIP):
+                raise make_error(f"Content-Encoding is {encoding[:64]!r}: send gzip, or the body as it is", 415)
             async with asyncio.timeout(self._seconds):
                 body = await self._read_body(receive)
+                if encoding in _GZIP:
+                    body = await asyncio.to_thread(self._unpack, body)
+                    scope = {**scope, "headers": [pair for pair in scope["headers"] if pair[0] not in _OF_ENCODING]}
         except ClientDisconnected:
             return None
         except TimeoutError:
@@ -215,6 +225,19 @@ class BodyLimit(HttpMiddleware):
                 raise self._too_large()
             more_body = message.get("more_body", False)
         return bytes(body)
+
+    def _unpack(self, body: bytes) -> bytes:
+        unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+        try:
+            found = unpacker.decompress(body, self._max_bytes + 1)
+        except zlib.error as error:
+            raise InvalidRequest(f"the body is no gzip: {error}") from None
+        if len(found) > self._max_bytes:
+            raise self._too_large()
+        if not unpacker.eof or unpacker.unused_data:
+            what = "ends too early" if not unpacker.eof else f"has {len(unpacker.unused_data)} bytes behind its end"
+            raise InvalidRequest(f"the body's gzip {what}")
+        return found
 
     def _too_large(self) -> RequestError:
         return make_error(f"the body has more than {self._max_bytes} bytes", 413)

@@ -67,6 +67,7 @@ _ERRORS: Mapping[int, str] = MappingProxyType(
         408: "the body did not come in time",
         409: "pages are held: nothing has been dropped",
         413: "the body is too large",
+        415: "the body is in another encoding than gzip",
         429: "too many requests are open",
         500: "the engine could not answer",
         502: "what another server was to send did not come",
@@ -74,6 +75,9 @@ _ERRORS: Mapping[int, str] = MappingProxyType(
         504: "the answer was not there in time",
     }
 )
+
+
+_ENDED_BY_DONE = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
 
 
 def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[str]) -> dict[str, Any]:
@@ -131,7 +135,9 @@ def _content(path: str, method: str) -> Schema:
     content: Schema = {"application/json": {"schema": _joined(how, kinds)}}
     if path in _CHUNKS:
         chunk = _joined("anyOf", _CHUNKS[path])
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
+        data: Schema = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
+        if path in _ENDED_BY_DONE:
+            data = {"anyOf": [data, {"const": "[DONE]"}]}
         content["text/event-stream"] = {
             "schema": {"type": "object", "properties": {"data": data}, "required": ["data"]}
         }
@@ -142,7 +148,7 @@ def _error_statuses(path: str, method: str, operation: dict[str, Any], gated: Se
     if operation.get("parameters") or (method == "post" and path not in _PROBES):
         yield 400
     if method == "post":
-        yield from (408, 413)
+        yield from (408, 413, 415)
     if path in gated or path.startswith(_LOOKUPS):
         yield 404
     if path in gated:
