@@ -222,6 +222,21 @@ def test_include_reasoning_false_leaves_reasoning_and_its_tokens_out(thinker, se
     assert refused(server, CHAT, messages=[USER], include_reasoning="maybe") == "include_reasoning"
 
 
+def test_usage_counts_the_tokens_of_reasoning_shown_or_not(thinker, server):
+    body = {"messages": [USER], "max_tokens": 40, "return_token_ids": True} | THINKING
+    shown = ask(thinker, CHAT, **body)
+    said = bytes(token for token in shown["choices"][0]["token_ids"] if token < 256)
+    num_reasoning = said.index(b"</think>") - (len("<think>") if said.startswith(b"<think>") else 0)
+    assert num_reasoning > 0 and shown["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+    hidden = ask(thinker, CHAT, **body, include_reasoning=False)
+    assert hidden["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+    *_, last = stream(thinker, CHAT, **body, stream_options={"include_usage": True})
+    assert last["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning}
+    cut = ask(thinker, CHAT, **body | {"max_tokens": 3})["usage"]
+    assert cut["completion_tokens_details"] == {"reasoning_tokens": 3}
+    assert ask(server, CHAT, **body)["usage"]["completion_tokens_details"] is None
+
+
 # -- kv_transfer_params.prompt_token_ids -------------------------------------------------------------------------------
 
 

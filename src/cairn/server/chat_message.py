@@ -13,6 +13,7 @@ from cairn.server.parsers.output_parser import (
     ToolCallArguments,
     ToolCallStart,
 )
+from cairn.server.parsers.reasoning import ReasoningParser
 
 _NEVER_SENT = MappingProxyType(dict.fromkeys(("refusal", "annotations", "audio", "function_call")))
 """Fields of OpenAI's messages that no answer here has: null, as in vLLM."""
@@ -20,7 +21,10 @@ _NEVER_SENT = MappingProxyType(dict.fromkeys(("refusal", "annotations", "audio",
 
 class ChatMessage:
     """Parses one answer's text into a message and its deltas. `new_id` names calls; without `parallel` only the first
-    call is kept, with `hides_reasoning` no reasoning."""
+    call is kept, with `hides_reasoning` no reasoning.
+
+    `looks_for_reasoning`: whether answers of this model may have some; `has_reasoning`: whether this one has.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,8 @@ class ChatMessage:
         hides_reasoning: bool = False,
     ) -> None:
         self.hides_reasoning = hides_reasoning
+        self.looks_for_reasoning = isinstance(parser, ReasoningParser)
+        self.has_reasoning = False
         self._parser = parser
         self._new_id = new_id
         self._parallel = parallel
@@ -82,7 +88,10 @@ class ChatMessage:
             case Content(text):
                 self._content.append(text)
                 delta["content"] = delta.get("content", "") + text
-            case Reasoning(text) if not self.hides_reasoning:
+            case Reasoning(text):
+                self.has_reasoning = True
+                if self.hides_reasoning:
+                    return
                 self._reasoning.append(text)
                 # vLLM's newer name, and the one that most clients read
                 delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text

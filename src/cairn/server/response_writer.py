@@ -1,5 +1,6 @@
 """The answers to one body so far, and their JSON: one response or a stream's chunks, of the types in `responses`."""
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from cairn.errors import RequestError
 from cairn.http.error_responses import encode_error
 from cairn.server.chat_message import ChatMessage
 from cairn.server.logprobs import LogprobsFormatter, TextOffsetTracker, concat_logprobs
+from cairn.server.parsers.reasoning import THINK_END, THINK_START
 from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
 
 
@@ -98,7 +100,7 @@ class ResponseWriter(ABC):
         return self._envelope(self.response_object, [self._write_choice(choice) for choice in self.choices]) | {
             "service_tier": None,
             "system_fingerprint": self.system_fingerprint,
-            "usage": self.usage() | {"completion_tokens_details": None},
+            "usage": {"completion_tokens_details": None} | self.usage(),
             "kv_transfer_params": None if params is None else msgspec.Raw(params),
             "ec_transfer_params": None,
             "metrics": None,
@@ -296,7 +298,7 @@ class ChatWriter(ResponseWriter):
         return {"prompt_token_ids": ids, "prompt_text": prompt.text if shows_text else None}
 
     def _write_choice(self, choice: Choice) -> dict[str, Any]:
-        message = self.new_message()
+        choice.message = message = self.new_message()
         message.add("".join(choice.texts), last=True, truncated=choice.is_truncated)
         logprobs, token_ids = self._write_tokens(message, choice.logprobs, choice.token_ids)
         written = message.message()
@@ -311,6 +313,26 @@ class ChatWriter(ResponseWriter):
             "token_ids": token_ids,
             "routed_experts": None,
         }
+
+    def usage(self) -> dict[str, Any]:
+        """With the reasoning's tokens, shown or not, where the model's answers may have some."""
+        usage = ResponseWriter.usage(self)
+        if self.is_complete and all(c.message is not None and c.message.looks_for_reasoning for c in self.choices):
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(map(self._count_reasoning, self.choices))}
+        return usage
+
+    def _count_reasoning(self, choice: Choice) -> int:
+        """Tokens before `</think>`; `<think>` itself does not count."""
+        if choice.message is None or not choice.message.has_reasoning:
+            return 0
+        spelled = [self.formatter.spell(token) for token in choice.token_ids]
+        text = b"".join(spelled)
+        opened, end = text.find(THINK_START.encode()), text.find(THINK_END.encode())
+        begin = opened + len(THINK_START) if opened >= 0 and not text[:opened].strip(b"\n") else 0
+        ends = list(itertools.accumulate(map(len, spelled)))
+        return sum(
+            begin < last and (end < 0 or last - len(part) < end) for part, last in zip(spelled, ends, strict=True)
+        )
 
     @property
     def _echoed_text(self) -> str:

@@ -17,7 +17,7 @@ class Usage(TypedDict):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: NotRequired[dict[Literal["cached_tokens"], Count]]
-    completion_tokens_details: NotRequired[None]
+    completion_tokens_details: NotRequired[dict[Literal["reasoning_tokens"], Count] | None]
 
 
 class CacheUse(TypedDict):

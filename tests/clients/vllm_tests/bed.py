@@ -46,6 +46,7 @@ ALLOWED = {
     "--tool-call-parser": {"hermes", "qwen3_coder", "qwen3_xml"},
     "--reasoning-parser": {"qwen3", "deepseek_r1"},
 }
+MOST_LOGPROBS = 20
 ABOUT_MACHINE = re.compile(r"current_platform|hf_api|init_logger")
 asked: set[str] = set()
 
@@ -247,7 +248,9 @@ def as_cairn_takes(model, args):
     for flag, *values in groups:
         dashed = "--" + flag.lstrip("-").replace("_", "-") if flag.startswith("--") else flag
         allowed = ALLOWED.get(dashed)
-        if flag == "--model":
+        if dashed == "--max-logprobs" and not 0 <= int(values[0]) <= MOST_LOGPROBS:
+            left_out.append([flag, *values])
+        elif flag == "--model":
             model = values[0]
         elif flag in OTHER_MODEL | LORA or (allowed is not None and values[0] not in allowed):
             left_out.append([flag, *values])

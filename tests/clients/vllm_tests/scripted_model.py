@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-ANSWER = "<think>We need no more than this.</think>Hello! How can I help you?"
+ANSWER = "<think>We need no more than this</think>Hello! How can I help"
 CLOSING = {'"': 6.0, "}": 5.5, "]": 5.5, ",": 5.0, '"}': 5.5, '",': 5.0}
 SILENT = ("out_proj.weight", "o_proj.weight", "down_proj.weight")
 SURE, SHARED = 20.0, 4.0
