@@ -440,5 +440,10 @@ def test_errors_as_vllms_clients_read_them(server):
             client.chat.completions.create(**chat, seed=seed)
     with pytest.raises(openai.BadRequestError, match="out of vocabulary"):
         client.completions.create(model="echo", prompt=[999_999], max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match=r"logit_bias\.bad1 must match .*; so must bad2, bad3$"):
+        client.chat.completions.create(**chat, logit_bias={"bad1": 1, "5": 1, "bad2": 1, "bad3": 1})
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**chat, logit_bias={f"bad{i}" + "x" * 999: 1 for i in range(999)})
+    assert "bad16" in error.value.message and "bad17" not in error.value.message and len(error.value.message) < 4000
     with pytest.raises(openai.BadRequestError, match=r"260.* 259"):
         client.completions.create(model="echo", prompt="x", max_tokens=1, logit_bias={"260": 1})

@@ -24,6 +24,7 @@ MAX_NESTING = 256
 _TOKENS = re.compile(rb'"(?:[^"\\]|\\.)*+"?|[{}\[\]]', re.DOTALL)
 _DIGITS = re.compile(rb"[0-9]{%d,}" % (sys.int_info.default_max_str_digits + 1))
 _MAX_NAME = 64
+_MAX_KEYS = 16
 _MAX_INPUT_CHARS = 80
 
 _TYPE_NAMES: Mapping[type, str] = MappingProxyType(
@@ -114,11 +115,21 @@ async def _client_disconnected(request: Request, error: Exception) -> Response:
 
 async def _validation_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    first = error.errors()[0]
+    first, *others = error.errors()
     if first["type"] == "json_invalid":
         message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', '')}"
         return error_response(InvalidBody(message), request.scope)
-    return error_response(explain_validation_error(first, error.body), request.scope)
+    found = explain_validation_error(first, error.body)
+    if keys := _wrong_keys(first, others):
+        found = InvalidBody(f"{found.message}; so must {', '.join(keys)}", found.param)
+    return error_response(found, request.scope)
+
+
+def _wrong_keys(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Further keys of the object in which `first` is about a key, for the same reason."""
+    place, wrong = first["loc"], [first["type"], "[key]"]
+    found = [one["loc"] for one in others if [one["type"], one["loc"][-1]] == wrong and one["loc"][:-2] == place[:-2]]
+    return [str(loc[-2])[:_MAX_NAME] for loc in found[:_MAX_KEYS]] if place[-1] == "[key]" else []
 
 
 def explain_validation_error(first: Mapping[str, Any], body: Any) -> InvalidBody:
