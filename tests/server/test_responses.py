@@ -297,16 +297,16 @@ def test_six_turns_hit_what_a_chat_hits(serve, way):
         server = serve(tokenizer=ByteTokenizer(chat_template=XML), max_model_len=16384)
         said, found, seen, previous = [], [], [], None
         for turn in range(6):
-            text = f"Turn {turn}. " + "And so on. " * 20 + f"</think>So.\n{CALL}"
+            text = f"Turn {turn}. " + "And so on. " * 4 + f"</think>So.\n{CALL}"
             if api == "chat":
                 said.append(user(text))
                 sent = {"messages": [{"role": "system", "content": "Be kind."}, *said], "tools": [tool]}
                 sent |= {"reasoning_effort": "high"}
-                path, sent = "/v1/chat/completions", sent | {"max_tokens": 700}
+                path, sent = "/v1/chat/completions", sent | {"max_tokens": 430}
             else:
                 said = [*said, user(text)] if way == "items" else [*said[-1:], user(text)]
                 said = said if way == "items" or turn else [user(text)]
-                sent = {"instructions": "Be kind.", "input": said, "tools": [TOOL], "max_output_tokens": 700}
+                sent = {"instructions": "Be kind.", "input": said, "tools": [TOOL], "max_output_tokens": 430}
                 sent |= {"reasoning": {"effort": "high"}}
                 if way != "items" and previous is not None:
                     sent["previous_response_id"] = previous
