@@ -217,6 +217,12 @@ def _plain_part(part: Any) -> Any:
     return {"type": "text", "text": text, "cache_control": part.get("cache_control")}
 
 
+def _any_of(schema: dict[str, Any]) -> None:
+    """Its members exclude each other by their types; tools that draw wrong values of a schema get stuck on `oneOf`
+    within `oneOf` within a list."""
+    schema["anyOf"] = schema.pop("oneOf")
+
+
 ContentPart: TypeAlias = Annotated[
     Annotated[Unicode, Tag("text")]
     | Annotated[
@@ -224,6 +230,7 @@ ContentPart: TypeAlias = Annotated[
     ],
     kind_discriminator("text or a part: an object with a type"),
     AfterValidator(_plain_part),
+    Field(json_schema_extra=_any_of),
 ]
 
 MessageContent: TypeAlias = Annotated[
