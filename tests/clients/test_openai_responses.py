@@ -92,7 +92,7 @@ def test_a_stored_response_is_gone_on_from_found_and_forgotten(client, server):
     assert second.usage.input_tokens > first.usage.input_tokens
     assert second.usage.input_tokens_details.cached_tokens >= first.usage.input_tokens - 64
     client.responses.delete(first.id)
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError, match=r"Response with id .* not found"):
         client.responses.retrieve(first.id)
     unstored = client.responses.create(input="x", store=False, **asked)
     with pytest.raises(openai.NotFoundError):

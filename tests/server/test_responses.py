@@ -350,7 +350,7 @@ def test_a_stored_response_can_be_had_again(server):
     rest = server.get(f"{path}/input_items?order=asc&after={page['last_id']}").json()
     assert [item["id"] for item in rest["data"]] == [items["first_id"]]
     refused = server.post(f"{path}/cancel")
-    assert refused.status_code == 400 and "background" in refused.json()["error"]["message"]
+    assert refused.status_code == 400 and "Cannot cancel a synchronous response." in refused.json()["error"]["message"]
     deleted = server._http.delete(server.url + path)
     assert deleted.json() == {"id": made["id"], "object": "response", "deleted": True}
     for again in (server.get(path), server.get(f"{path}/input_items"), server.post(f"{path}/cancel")):

@@ -87,7 +87,7 @@ async def cancel_response(
     http: Request, response_id: str, service: ServiceDep, cache_salt: SaltQuery = None
 ) -> Response:
     _get(http, service, response_id, cache_salt)
-    text = f"{response_id} was not made with background=true: close the connection to cancel a response"
+    text = f"{response_id}: Cannot cancel a synchronous response. To cancel one, close its connection"
     raise InvalidRequest(text, "response_id")
 
 

@@ -74,7 +74,7 @@ class ResponseStore:
         stored = self._stored.get((owner, response_id))
         if stored is None:
             shown = response_id[:128]
-            text = f"{param}: there is no response {shown!r}: not stored here, no longer kept, or not yours"
+            text = f"{param}: Response with id {shown!r} not found: not stored here, no longer kept, or not yours"
             raise NotFound(text, param)
         self._stored.move_to_end((owner, response_id))
         return stored
