@@ -45,6 +45,25 @@ def structure(kind, text, **more):
     return Structure(kind=kind, text=text, **({"field": "structured_outputs." + kind} | more))
 
 
+def tagged(form):
+    return structure("structural_tag", {"type": "structural_tag", "format": form})
+
+
+def sequence(*elements):
+    return {"type": "sequence", "elements": elements}
+
+
+def const(value):
+    return {"type": "const_string", "value": value}
+
+
+CITY = {"type": "tag", "begin": "<f=city>", "content": {"type": "json_schema", "json_schema": WEATHER}, "end": "</f>"}
+WORD = {"begin": "<f=word>", "content": {"type": "regex", "pattern": "[a-z/]+"}, "end": ["</f>", "</g>"]}
+TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": [CITY, WORD]}
+SEPARATED = {"type": "tags_with_separator", "tags": [WORD], "separator": ", "}
+ANY = {"type": "any_text"}
+
+
 @pytest.fixture(scope="module")
 def tokenizer(tiny_model):
     return ModelTokenizer(tiny_model)
@@ -96,6 +115,10 @@ def walk(constraint, seed, most=3000):
         (structure("choice", ["<|im_end|>!"]), lambda text: text == "<|im_end|>!"),
         (structure("grammar", 'start: "a" b\nb: /[0-9]{2}/ | "x"'), lambda text: re.fullmatch(r"a([0-9]{2}|x)", text)),
         (structure("grammar", 'root ::= "a" [0-9] b\nb ::= "z" | "y"'), lambda text: re.fullmatch("a[0-9][yz]", text)),
+        (
+            tagged(sequence(const("is "), TRIGGERED | {"at_least_one": True, "stop_after_first": True})),
+            lambda text: re.fullmatch(r"is <f=(word>[a-z/]+</[fg]>|city>\{.*\}</f>)", text, re.DOTALL),
+        ),
         (structure("regex", "[ab]{2}", reasoning="possible"), lambda text: re.fullmatch("[ab]{2}", text)),
     ],
 )
@@ -106,23 +129,6 @@ def test_every_answer_has_the_form(compiled, tokenizer, asked, fits):
         assert fits(text), text
 
 
-def tagged(form):
-    return structure("structural_tag", {"type": "structural_tag", "format": form})
-
-
-def sequence(*elements):
-    return {"type": "sequence", "elements": elements}
-
-
-def const(value):
-    return {"type": "const_string", "value": value}
-
-
-CITY = {"type": "tag", "begin": "<f=city>", "content": {"type": "json_schema", "json_schema": WEATHER}, "end": "</f>"}
-WORD = {"begin": "<f=word>", "content": {"type": "regex", "pattern": "[a-z/]+"}, "end": ["</f>", "</g>"]}
-TRIGGERED = {"type": "triggered_tags", "triggers": ["<f="], "tags": [CITY, WORD]}
-SEPARATED = {"type": "tags_with_separator", "tags": [WORD], "separator": ", "}
-ANY = {"type": "any_text"}
 FORMS = [
     (const('a"\n'), ['a"\n'], ["", "a", 'a"\nb']),
     ({"type": "json_schema", "json_schema": True}, ["[1]", '{"a": 2}'], ["x"]),
