@@ -11,6 +11,7 @@ Read from the environment: CAIRN (the command), CAIRN_MODEL and CAIRN_VISION_MOD
 
 import base64
 import contextlib
+import ctypes
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -202,6 +203,11 @@ REAL = {
 }
 
 
+def end_with_parent():
+    """A server does not outlive pytest, even one that was killed (Linux)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
 def free_port():
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -263,7 +269,9 @@ class RemoteOpenAIServer:
             print(json.dumps({"command": command, "left_out": left_out}), file=log, flush=True)
             keys = {"VLLM_API_KEY": "CAIRN_API_KEY"}
             env = os.environ | {keys[k]: v for k, v in (env_dict or {}).items() if k in keys}
-            self.proc = subprocess.Popen(command, stdout=log, stderr=log, env=env, start_new_session=True)
+            self.proc = subprocess.Popen(
+                command, stdout=log, stderr=log, env=env, start_new_session=True, preexec_fn=end_with_parent
+            )
         try:
             self._wait()
         except BaseException:

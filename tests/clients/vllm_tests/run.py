@@ -51,7 +51,10 @@ def run_file(args, name, record):
         finally:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)  # pytest then ends its servers, too
-                process.wait(60)
+                try:
+                    process.wait(20)
+                except subprocess.TimeoutExpired:
+                    process.kill()
     rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     if code not in (0, 1, 5):
         text = (args.out / f"{Path(name).stem}.out").read_text()
@@ -110,7 +113,7 @@ def main():
         if not args.tests:
             table = {test: judged for test, judged in table.items() if not test.startswith(name)}
         table |= found
-        with open(args.out / f"{Path(name).stem}.jsonl", "w") as kept:
+        with open(args.out / name.replace("/", "_").replace(".py", ".jsonl"), "w") as kept:
             kept.writelines(json.dumps(row) + "\n" for row in rows)
         print(f"{name}: {dict(Counter(verdict for verdict, _ in found.values()))}", flush=True)
         for test, (verdict, reason) in found.items():
