@@ -8,7 +8,7 @@
 #   make test-gpu the CUDA kernels on this machine's NVIDIA GPU; started again, it goes on where it stopped
 #   make gpu-wheels what a GPU machine without a network lacks to run cairn, in build/gpu-wheels
 #   make test-ui the cache page in a headless Chromium (Debian's package `chromium`, or CHROMIUM=path): screenshots in build/ui
-#   make demo    a tiny model, real servers, and a table of what the prefix cache did
+#   make demo    a small trained model, real servers, and a table of what the prefix cache did
 #   make demo-pd the same for a prefill and a decode server behind a proxy
 #
 # TORCH_INSTALL_ARGS   what pip gets besides torch's version, e.g. an index with CPU builds: see README.md
@@ -31,6 +31,7 @@ INSTALLED := $(VENV)/.installed
 NIXL := $(VENV)/.installed-nixl
 UI := $(VENV)/.installed-ui
 MODEL := build/model
+DEMO_MODEL := demo/model
 TORCH := $(shell grep '^torch==' constraints.txt)
 # Clients disagree about the versions of what they need: an environment for each of these lists.
 CLIENTS := build/clients
@@ -45,7 +46,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
 
-.PHONY: test test-more test-clients test-vllm test-kernels test-gpu gpu-wheels test-ui test-long soak soak-server lint demo demo-pd serve benchmarks bench-vllm clean
+.PHONY: test test-more test-clients test-vllm test-kernels test-gpu gpu-wheels test-ui test-long soak soak-server lint demo demo-pd serve train-demo-model benchmarks bench-vllm clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
@@ -103,14 +104,18 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy src demo
 
-demo: $(MODEL)/config.json
-	@$(RUN) -m demo --model $(MODEL) --out build/demo
+demo: $(INSTALLED)
+	@$(RUN) -m demo --model $(DEMO_MODEL) --out build/demo
 
-demo-pd: $(MODEL)/config.json $(NIXL)
-	@$(RUN) -m demo.demo_pd --model $(MODEL) --out build/demo-pd
+demo-pd: $(NIXL)
+	@$(RUN) -m demo.demo_pd --model $(DEMO_MODEL) --out build/demo-pd
 
-serve: $(MODEL)/config.json
-	@$(OFFLINE) exec $(BIN)/cairn serve $(MODEL) --served-model-name tiny --port $(PORT) $(SERVE_ARGS)
+serve: $(INSTALLED)
+	@$(OFFLINE) exec $(BIN)/cairn serve $(DEMO_MODEL) --served-model-name tiny --port $(PORT) $(SERVE_ARGS)
+
+# The model of demo/model anew, from this Python's standard library: two hours, more or less. Stopped, it goes on.
+train-demo-model: $(INSTALLED)
+	@$(OFFLINE) $(BIN)/python tools/train_small_model.py --work build/small-model --out build/small-model/trained
 
 benchmarks: $(NIXL)
 	@mkdir -p build/benchmarks

@@ -6,10 +6,12 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import httpx
 from rich.console import Console
@@ -18,6 +20,7 @@ from demo.checks import check_default, check_exact
 from demo.client import Client
 from demo.corpus import Corpus
 from demo.job import Outcome, run_job
+from demo.samples import Sample, show_samples, write_samples
 from demo.server import DemoError, serve_command, serving
 from demo.table import EXACT_NOTE, as_json, check_lines, default_table, exact_table
 from demo.terminal import leave, make_console
@@ -25,14 +28,18 @@ from demo.terminal import leave, make_console
 __all__ = ["main"]
 
 CACHED, OFF, ALIGN, DEFAULT = "cairn", "no-cache", "align", "default"
+EXACT = ("--exact", "--dtype", "float32")
 SERVERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        CACHED: ("--exact",),
-        OFF: ("--exact", "--no-enable-prefix-caching"),
-        ALIGN: ("--exact", "--mamba-cache-mode", "align"),
+        CACHED: EXACT,
+        OFF: (*EXACT, "--no-enable-prefix-caching"),
+        ALIGN: (*EXACT, "--mamba-cache-mode", "align"),
         DEFAULT: (),
     }
 )
+
+
+Answers = TypeVar("Answers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,26 +60,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(model: Path, out: Path, console: Console) -> int:
     corpus = Corpus()
-    runs = {name: _ask_all(name, model, out, corpus, console) for name in SERVERS}
+
+    def job(client: Client) -> list[Outcome]:
+        return run_job(client, corpus)
+
+    def job_and_samples(client: Client) -> tuple[list[Outcome], list[Sample]]:
+        return job(client), write_samples(client)
+
+    runs = {name: _ask(name, model, out, console, job) for name in (CACHED, OFF, ALIGN)}
+    runs[DEFAULT], samples = _ask(DEFAULT, model, out, console, job_and_samples)
     checks = check_exact(runs[CACHED], {name: runs[name] for name in (OFF, ALIGN)}) + check_default(runs[DEFAULT])
     console.print(exact_table(runs[CACHED], runs[OFF], runs[ALIGN]))
     console.print(EXACT_NOTE, style="dim")
     console.print()
     console.print(default_table(runs[DEFAULT]))
+    console.print("What the model writes, greedily")
+    console.print(show_samples(samples))
     console.print(check_lines(checks))
     result = out / "result.json"
-    result.write_text(json.dumps({**_circumstances(), **as_json(runs, checks)}, indent=2) + "\n")
+    written = [asdict(sample) for sample in samples]
+    found = {**_circumstances(), **as_json(runs, checks), "samples": written}
+    result.write_text(json.dumps(found, indent=2) + "\n")
     console.print(f"\nall figures: {result}", style="dim")
     return 0 if all(check.kept for check in checks) else 1
 
 
-def _ask_all(name: str, model: Path, out: Path, corpus: Corpus, console: Console) -> list[Outcome]:
+def _ask(name: str, model: Path, out: Path, console: Console, job: Callable[[Client], Answers]) -> Answers:
     log = out / f"{name}.log"
     flags = SERVERS[name]
     console.print(f"cairn serve {' '.join((str(model), *flags))}", style="dim")
     try:
         with serving(serve_command(model, *flags), log) as url, Client(url) as client:
-            return run_job(client, corpus)
+            return job(client)
     except httpx.HTTPError as error:
         raise DemoError(f"the server '{name}' did not answer: {error!r} (log: {log})") from error
     except DemoError as error:

@@ -34,7 +34,7 @@ __all__ = ["main"]
 TRANSFER = ("--kv-transfer-config", '{"kv_connector":"NixlConnector","kv_role":"kv_both"}')
 ANY_PORT = MappingProxyType({"VLLM_NIXL_SIDE_CHANNEL_PORT": "0"})
 EXACT, DEFAULT = "exact", "default"
-FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType({EXACT: ("--exact",), DEFAULT: ()})
+FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType({EXACT: ("--exact", "--dtype", "float32"), DEFAULT: ()})
 
 EXACT_NOTE = (
     "With --exact a prompt's end that is no multiple of 64 is resumed by the very same prompt alone, and answers are "

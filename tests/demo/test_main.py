@@ -3,6 +3,7 @@ import json
 import pytest
 from demo.client import Reply
 from demo.job import AGAIN, BRANCHED, ONE_TOKEN, Outcome
+from demo.samples import Sample
 from demo.shared_prefix import Shared
 
 from demo import __main__ as program
@@ -28,9 +29,16 @@ def outcomes(answer):
 @pytest.mark.parametrize(("without_cache", "code", "verdict"), [((7, 8), 0, "kept"), ((7, 9), 1, "BROKEN")])
 def test_the_exit_code_says_whether_answers_were_identical(tmp_path, monkeypatch, capsys, without_cache, code, verdict):
     answers = dict.fromkeys(program.SERVERS, (7, 8)) | {program.OFF: without_cache}
-    monkeypatch.setattr(program, "_ask_all", lambda name, *_: outcomes(answers[name]))
+    written = [Sample("def f():\n", "    return 1")]
+
+    def ask(name, *_):
+        return (outcomes(answers[name]), written) if name == program.DEFAULT else outcomes(answers[name])
+
+    monkeypatch.setattr(program, "_ask", ask)
     assert program.main(["--model", "m", "--out", str(tmp_path)]) == code
-    assert f"{verdict}  " in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"{verdict}  " in printed and "    return 1" in printed
     result = json.loads((tmp_path / "result.json").read_text())
     assert [check["kept"] for check in result["checks"]] == [code == 0] + [True] * 6
     assert result["requests"][program.OFF][0]["answer_ids"] == list(without_cache)
+    assert result["samples"] == [{"prompt": "def f():\n", "answer": "    return 1"}]
