@@ -336,6 +336,71 @@ def test_six_turns_hit_what_a_chat_hits(serve, way):
     assert hits[0][-1]["cached_tokens"] > 500
 
 
+# -- in the background -------------------------------------------------------------------------------------------------
+
+
+def until_status(server, response, *statuses):
+    found = []
+
+    def has_it():
+        found.append(server.get(f"/v1/responses/{response['id']}").json())
+        return found[-1]["status"] in statuses
+
+    server.until(has_it)
+    return found[-1]
+
+
+def test_a_response_is_made_in_the_background(server):
+    made = answer(server, background=True)
+    assert made["status"] == "queued" and made["background"] is True and made["output"] == []
+    ended = until_status(server, made, "completed")
+    waited = answer(server)
+    assert without_ids(ended) | {"background": False} == without_ids(waited)
+    assert ended["id"] == made["id"] and ended["usage"]["output_tokens"] == waited["usage"]["output_tokens"]
+    going_on = answer(server, "And?", previous_response_id=made["id"])
+    assert going_on["previous_response_id"] == made["id"]
+    refused = server.post(f"/v1/responses/{made['id']}/cancel")
+    assert refused.status_code == 400 and "has ended" in refused.json()["error"]["message"]
+
+
+def test_what_is_made_in_the_background_can_be_cancelled_and_deleted(serve):
+    server = serve(model="echo:pause_after=2")
+    made = answer(server, "Hello, hello, hello.", background=True)
+    path = f"/v1/responses/{made['id']}"
+    until_status(server, made, "in_progress")
+    item = {"type": "item_reference", "id": f"msg_{made['id'].removeprefix('resp_')}_0"}
+    for sent, named in (
+        ({"previous_response_id": made["id"]}, "previous_response_id"),
+        ({"input": [item]}, "input[0]"),
+    ):
+        refused = server.post("/v1/responses", body() | sent)
+        assert refused.status_code == 400 and refused.json()["error"]["message"].startswith(named), refused.text
+    cancelled = server.post(f"{path}/cancel")
+    assert cancelled.status_code == 200 and cancelled.json()["status"] == "cancelled"
+    assert cancelled.json()["output"][0]["status"] == "incomplete" and server.get(path).json() == cancelled.json()
+    second = answer(server, background=True)
+    assert server._http.delete(f"{server.url}/v1/responses/{second['id']}").status_code == 200
+    assert server.get(f"/v1/responses/{second['id']}").status_code == 404
+    server.core.resume()
+    server.assert_nothing_is_held()
+
+
+def test_a_failure_in_the_background_is_what_the_response_says(serve):
+    server = serve(model="echo:fail_at_step=3")
+    ended = until_status(server, answer(server, "Hello, hello, hello.", background=True), "failed")
+    assert ended["error"]["code"] == "server_error" and ended["output"][0]["status"] == "incomplete"
+
+
+def test_a_server_ends_what_it_makes_in_the_background(serve):
+    server = serve(model="echo:pause_after=2", options={"max_background": 1})
+    made = answer(server, background=True)
+    full = server.post("/v1/responses", body(background=True))
+    assert full.status_code == 429 and "background" in full.json()["error"]["message"]
+    until_status(server, made, "in_progress")
+    server.drain()
+    assert server.join() == 0
+
+
 # -- what is stored ----------------------------------------------------------------------------------------------------
 
 
@@ -486,11 +551,13 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
         ({"top_logprobs": 1000}, "top_logprobs"),
         ({"temperature": -1}, "temperature"),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"background": True, "store": False}, "background"),
+        ({"background": True, "stream": True}, "stream"),
         ({"include": ["everything"]}, "include[0]"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
         ({"truncation": "middle"}, "truncation"),
         ({"stream_options": {"include_obfuscation": 5}, "stream": True}, "stream_options"),
-        *(({name: value}, name) for name, value in {"background": True, "conversation": "x", "max_tokens": 5}.items()),
+        *(({name: value}, name) for name, value in {"conversation": "x", "max_tokens": 5}.items()),
         *(({name: value}, name) for name, value in {"n": 2, "prompt": {"id": "x"}, "messages": []}.items()),
     ],
 )

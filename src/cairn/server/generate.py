@@ -86,7 +86,7 @@ class Generation:
         if not self.writer.body.stream:
             content = await cancel_on_disconnect(http.receive, self._write_response())
             return Response(content, media_type="application/json")
-        outputs = self._outputs()
+        outputs = self.outputs()
 
         async def next_output() -> PromptOutput:
             return await anext(outputs)
@@ -96,14 +96,14 @@ class Generation:
         return EventStream(self._events(first, outputs), self.deadline.seconds_left + _LAST_EVENT_SECONDS)
 
     async def _write_response(self) -> bytes:
-        async with aclosing(self._outputs()) as outputs:
+        async with aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
                 self.writer.add(prompt, output)
         if self.requests[0].prompt_logprobs is not None:
             return await self.service.tokenizer.run(lambda: msgspec.json.encode(self.writer.write_response()))
         return msgspec.json.encode(self.writer.write_response())
 
-    async def _outputs(self) -> AsyncGenerator[PromptOutput, None]:
+    async def outputs(self) -> AsyncGenerator[PromptOutput, None]:
         """The engine's outputs, measured. Closing this aborts what is running. Requests that the engine does not take
         are counted nowhere."""
         metrics, body, limit = self.service.metrics, self.writer.body, self.service.engine.info.max_model_len

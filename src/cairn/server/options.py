@@ -167,7 +167,8 @@ class ServerLimits:
     `max_open`: open requests, waiting ones included; None: as many as the engine takes. `head_seconds`, `body_seconds`:
     for a client to send the headers and the body of its request. `stall_seconds`: how long it may leave a response
     unread. `stats_seconds`: a caller's whole wait for the engine's counters; `view_seconds`: for showing or emptying
-    its cache. `log_seconds`: between two throughput lines.
+    its cache. `log_seconds`: between two throughput lines. `max_background`: responses that are made at a time while no
+    client waits.
     """
 
     max_open: int | None = None
@@ -177,4 +178,5 @@ class ServerLimits:
     stats_seconds: float = 5.0
     view_seconds: float = 60.0
     log_seconds: float = 10.0
+    max_background: int = 256
     images: ImageOptions = field(default_factory=ImageOptions)

@@ -380,8 +380,8 @@ class ResponsesResponse(TypedDict):
     object: Literal["response"]
     created_at: Count
     completed_at: Count | None
-    status: Literal["in_progress", "completed", "incomplete", "failed", "cancelled"]
-    background: Literal[False]
+    status: Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+    background: bool
     error: ResponsesFailure | None
     incomplete_details: dict[Literal["reason"], Literal["max_output_tokens"]] | None
     instructions: str | None

@@ -133,12 +133,12 @@ async def generate(
     """Have a body answered as `writer` writes it. Raises RequestError for what has no answer."""
     deadline = Deadline(service.options.request_timeout)
     async with deadline.enforce():
-        preparing = _prepare(http, service, body, make_prompts, deadline, id_prefix, writer)
+        preparing = prepare(http, service, body, make_prompts, deadline, id_prefix, writer)
         generation = await cancel_on_disconnect(http.receive, preparing)
     return await generation.respond(http)
 
 
-async def _prepare(
+async def prepare(
     http: Request,
     service: Service,
     body: SamplingFields,

@@ -16,6 +16,7 @@ from cairn.http.middleware import Gate, random_id
 from cairn.server.images import MediaConnector
 from cairn.server.logprobs import LogprobsFormatter
 from cairn.server.metrics import Metrics
+from cairn.server.openai_responses.background import BackgroundTasks
 from cairn.server.openai_responses.store import ResponseStore
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.registry import select_parsers
@@ -116,6 +117,7 @@ class Service:
         self.started = int(wall())
         self.default_sampling = default_sampling
         self.responses = ResponseStore(options.max_stored_responses, options.stored_response_bytes)
+        self.background = BackgroundTasks(limits.max_background)
         self.default_template_kwargs = default_template_kwargs
         self.images = images or MediaConnector(limits.images)
         info = engine.info
@@ -150,5 +152,6 @@ class Service:
         return self._stats
 
     async def aclose(self) -> None:
+        await self.background.aclose()
         self.tokenizer.close()
         await self.images.aclose()

@@ -42,6 +42,12 @@ class ImageAllocation:
         self._memory.allocate(num_bytes)
         self._num_bytes += num_bytes
 
+    def split_off(self) -> "ImageAllocation":
+        """All that is allocated, as an allocation of its own: for what outlives the request."""
+        rest = ImageAllocation(self._memory, self.client)
+        rest._num_bytes, self._num_bytes = self._num_bytes, 0
+        return rest
+
     def shrink(self, num_bytes: int) -> None:
         """Free all but these."""
         self._memory.free(self._num_bytes - num_bytes)

@@ -44,7 +44,7 @@ _NOTHING = (
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         **dict.fromkeys(_NOTHING.split(), (None,)),
-        **dict.fromkeys(("background", "enable_response_messages", "logprobs", "watermarking"), (None, False)),
+        **dict.fromkeys(("enable_response_messages", "logprobs", "watermarking"), (None, False)),
         **dict.fromkeys(("bad_words", "functions"), (None, [])),
         **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), (None, {})),
     }
@@ -246,6 +246,7 @@ class ResponsesRequest(BaseModel):
     ]
     instructions: Unicode | None = None
     previous_response_id: ItemId | None = None
+    background: bool | None = False
     store: bool | None = True
     stream: bool | None = False
     stream_options: ResponsesStreamOptions | None = None

@@ -1,27 +1,35 @@
 """POST /v1/responses, and what may be done with a response that has been stored."""
 
+import asyncio
+import logging
 from collections.abc import Callable
+from contextlib import aclosing
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
 from cairn.engine.contract import RenderedPrompt
-from cairn.errors import InvalidRequest, NotFound, RequestError
-from cairn.http.clients import get_key_digest
+from cairn.errors import CairnError, InvalidRequest, NotFound, RequestError
+from cairn.http.clients import cancel_on_disconnect, get_key_digest
+from cairn.http.error_responses import internal_error
+from cairn.server.error_handlers import to_request_error
+from cairn.server.generate import Deadline, Generation
 from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.store import Owner, ResponseStore, StoredResponse
 from cairn.server.openai_responses.translation import get_response_id, make_input_items, to_chat
 from cairn.server.openai_responses.writer import ResponsesWriter
 from cairn.server.prompts import check_model, render_chat_prompt
 from cairn.server.requests import CacheSalt
-from cairn.server.routes import ImageAllocationDep, JsonBodyRoute, ServiceDep, generate, json_response
+from cairn.server.routes import ImageAllocationDep, JsonBodyRoute, ServiceDep, generate, json_response, prepare
 from cairn.server.service import Service
 
 _PATH = "/v1/responses/{response_id}"
 _PREVIOUS = "previous_response_id"
+
+logger = logging.getLogger(__name__)
 
 SaltQuery = Annotated[CacheSalt | None, Query(description="that the response was made with")]
 
@@ -59,9 +67,49 @@ async def create_response(
         return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]
 
     try:
-        return await generate(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
+        if not body.background:
+            return await generate(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
+        _check_background(body, service, can_keep=keep is not None)
+        deadline = Deadline(service.options.request_timeout)
+        async with deadline.enforce():
+            preparing = prepare(http, service, chat.request, render, deadline, f"{response_id}-", make_writer)
+            generation = await cancel_on_disconnect(http.receive, preparing)
     except RequestError as error:
         raise chat.rename_error(error) from None
+    service.background.check_room()  # others may have come while this one was prepared
+    writer = cast(ResponsesWriter, generation.writer)
+    queued, images = writer.store_state("queued"), allocation.split_off()
+    service.background.start((owner, response_id), _make(generation, writer), lambda: images.shrink(0))
+    return Response(queued, media_type="application/json")
+
+
+def _check_background(body: ResponsesRequest, service: Service, *, can_keep: bool) -> None:
+    """Raises InvalidRequest, QueueFull."""
+    if not can_keep:
+        raise InvalidRequest("background needs store: nobody could get the response otherwise", "background")
+    if body.stream:
+        raise InvalidRequest("stream: a response in the background is not streamed: leave one of the two out", "stream")
+    service.background.check_room()
+
+
+async def _make(generation: Generation, writer: ResponsesWriter) -> None:
+    """Make a response; how far it is stands in the store."""
+    has_begun = False
+    try:
+        async with aclosing(generation.outputs()) as outputs:
+            async for prompt, output in outputs:
+                if not has_begun:
+                    writer.store_state("in_progress")
+                    has_begun = True
+                writer.add(prompt, output)
+        writer.write_response()
+    except CairnError as error:
+        writer.store_failure(to_request_error(error))
+    except Exception as error:
+        logger.error("a response in the background failed: %r", error)
+        writer.store_failure(internal_error())
+    except asyncio.CancelledError:
+        writer.store_state("cancelled")
 
 
 async def get_response(
@@ -79,14 +127,21 @@ async def get_response(
 async def delete_response(
     http: Request, response_id: str, service: ServiceDep, cache_salt: SaltQuery = None
 ) -> Response:
-    service.responses.delete(_owner(http, cache_salt), response_id)
+    owner = _owner(http, cache_salt)
+    await service.background.cancel((owner, response_id))
+    service.responses.delete(owner, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(
     http: Request, response_id: str, service: ServiceDep, cache_salt: SaltQuery = None
 ) -> Response:
-    _get(http, service, response_id, cache_salt)
+    was_running = await service.background.cancel((_owner(http, cache_salt), response_id))
+    response = _get(http, service, response_id, cache_salt).response
+    if was_running:
+        return Response(response, media_type="application/json")
+    if msgspec.json.decode(response)["background"]:
+        raise InvalidRequest(f"{response_id} has ended already", "response_id")
     text = f"{response_id}: Cannot cancel a synchronous response. To cancel one, close its connection"
     raise InvalidRequest(text, "response_id")
 
@@ -128,7 +183,13 @@ def _load_history(service: Service, owner: Owner, previous: str | None) -> list[
     if (num_bytes := sum(one.num_bytes for one in chain)) > limit:
         text = f"{_PREVIOUS}: the conversation has {num_bytes} bytes, at most {limit} are read: begin a new one"
         raise InvalidRequest(text, _PREVIOUS)
+    _check_ended(chain[-1], _PREVIOUS)
     return [item for one in chain for item in (*one.decode_items(), *one.decode_output())]
+
+
+def _check_ended(stored: StoredResponse, param: str) -> None:
+    if not stored.has_ended():
+        raise InvalidRequest(f"{param}: this response is still being made: wait for its end, or cancel it", param)
 
 
 def _find_item(store: ResponseStore, owner: Owner, item_id: str, param: str) -> Any:
@@ -136,6 +197,7 @@ def _find_item(store: ResponseStore, owner: Owner, item_id: str, param: str) -> 
     response_id = get_response_id(item_id)
     if response_id is not None:
         stored = store.get(owner, response_id, param)
+        _check_ended(stored, param)
         for item in (*stored.decode_items(), *stored.decode_output()):
             if item["id"] == item_id:
                 return item

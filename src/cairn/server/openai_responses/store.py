@@ -28,6 +28,11 @@ class StoredResponse:
         """Of its input."""
         return msgspec.json.decode(self.items, type=list[dict[str, Any]])
 
+    def has_ended(self) -> bool:
+        """False while it is made in the background."""
+        status: str = msgspec.json.decode(self.response)["status"]
+        return status not in ("queued", "in_progress")
+
     def decode_output(self) -> list[dict[str, Any]]:
         """The items of its answer."""
         output: list[dict[str, Any]] = msgspec.json.decode(self.response)["output"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 
@@ -184,9 +184,28 @@ class ResponsesWriter(ChatWriter):
             "cairn": self.cache_use(),
         }
 
-    def _store(self, response: dict[str, Any]) -> None:
+    def _store(self, response: dict[str, Any]) -> bytes:
+        encoded = msgspec.json.encode(response)
         if self.keep is not None:
-            self.keep(msgspec.json.encode(response))
+            self.keep(encoded)
+        return encoded
+
+    def store_state(self, status: Literal["queued", "in_progress", "cancelled"]) -> bytes:
+        """Keep the response as it is now, without its end; returns it as JSON."""
+        return self._store(self._write_state(status) | self._write_broken_output())
+
+    def store_failure(self, error: RequestError) -> None:
+        """Keep the response as one that has failed."""
+        self._store(self._write_failure(error) | {"store": True})
+
+    def _write_failure(self, error: RequestError) -> dict[str, Any]:
+        shown = error.message.encode(errors="backslashreplace").decode()
+        code = "server_error" if error.status >= 500 else "invalid_prompt"
+        cause = {"code": "rate_limit_exceeded" if error.status == 429 else code, "message": shown}
+        return self._write_state("failed") | {"error": cause, "store": False} | self._write_broken_output()
+
+    def _write_broken_output(self) -> dict[str, Any]:
+        return {"output": [item.write("incomplete") for item in self.items]}
 
     def usage(self) -> dict[str, Any]:
         num_prompt, num_generated = len(self.prompts[0].token_ids), len(self.choices[0].token_ids)
@@ -208,7 +227,7 @@ class ResponsesWriter(ChatWriter):
             "created_at": self.created,
             "completed_at": None,
             "status": status,
-            "background": False,
+            "background": bool(asked.background),
             "error": None,
             "incomplete_details": None,
             "instructions": asked.instructions,
@@ -258,10 +277,7 @@ class ResponsesWriter(ChatWriter):
     def error_events(self, error: RequestError) -> list[bytes]:
         shown = error.message.encode(errors="backslashreplace").decode()
         self._note("error", code=str(error.status), message=shown, param=error.param)
-        code = "server_error" if error.status >= 500 else "invalid_prompt"
-        cause = {"code": "rate_limit_exceeded" if error.status == 429 else code, "message": shown}
-        ending = {"error": cause, "output": [item.write("incomplete") for item in self.items], "store": False}
-        self._note("response.failed", response=self._write_state("failed") | ending)
+        self._note("response.failed", response=self._write_failure(error))
         return self._take_events()
 
     def _note_delta(self, item: OutputItem, event: str, /, **fields: Any) -> None:
