@@ -1,13 +1,15 @@
 """/metrics beside vLLM's: the names, labels and buckets, and what the numbers are."""
 
 import json
+import re
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from cairn.engine.contract import EngineConfig, EngineStats, ImageStats
+from cairn.engine.contract import EngineConfig, EngineStats, ImageStats, PoolStats
+from cairn.server.load_report import format_load_report
 from cairn.server.metrics import Metrics
 from doubles.echo_core import BYTES_PER_TOKEN, build_echo_core
 from source_scan import ROOT
@@ -37,6 +39,7 @@ ABSENT = {
 N_BUCKETS = [1.0, 2.0, 5.0, 10.0, 20.0]
 PREEMPTION_BUCKETS = [1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0]
 TEXT = "/v1/completions"
+CHAT = {"messages": [{"role": "user", "content": "ab"}]}
 
 
 @pytest.fixture(scope="module")
@@ -141,3 +144,33 @@ def test_requests_that_find_no_place(serve):
         assert server.metric(waiting + '"capacity"') == server.metric("vllm:num_requests_waiting{") == 2
         server.core.resume()
         assert [one.result().status_code for one in open_now] == [200, 200, 200]
+
+
+@pytest.mark.parametrize(("path", "body"), [(TEXT, {"prompt": "ab"}), ("/v1/chat/completions", CHAT)])
+def test_a_response_reports_the_load_where_the_request_asks_for_it(serve, path, body):
+    """As vLLM's, in ORCA's two formats of a header; a stream has none."""
+    server, body = serve(model="echo", max_model_len=256), {**body, "max_tokens": 2}
+
+    def report(format_name, **fields):
+        answer = server.post(path, body | fields, headers={"endpoint-load-metrics-format": format_name})
+        assert answer.status_code == 200
+        return answer.headers.get("endpoint-load-metrics")
+
+    kind, _, named = report("TEXT").partition(" ")
+    assert kind == "TEXT"
+    assert re.fullmatch(r"named_metrics\.kv_cache_usage_perc=\S+, named_metrics\.num_requests_waiting=0\.0", named)
+    kind, _, text = report("json").partition(" ")
+    assert kind == "JSON"
+    assert json.loads(text)["named_metrics"].keys() == {"kv_cache_usage_perc", "num_requests_waiting"}
+    assert report("BIN") is None and report("TEXT", stream=True) is None
+    assert "endpoint-load-metrics" not in server.post(path, body).headers
+
+
+def test_a_load_report_tells_pages_and_the_queue():
+    stats = EngineStats(pool=PoolStats(num_pages=8, held_pages=2), num_waiting=3)
+    assert format_load_report(stats, "Text") == (
+        "TEXT named_metrics.kv_cache_usage_perc=0.25, named_metrics.num_requests_waiting=3.0"
+    )
+    assert format_load_report(stats, "Json") == (
+        'JSON {"named_metrics": {"kv_cache_usage_perc": 0.25, "num_requests_waiting": 3.0}}'
+    )

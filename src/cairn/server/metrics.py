@@ -179,9 +179,8 @@ class _EngineCollector(Collector):
                 samples: dict[tuple[str, ...], float]
                 samples = {(key,): value[key] for key in sorted(value)} if label else {(): value}
                 yield self._family(family, name, text, label, samples)
-        usage = stats.pool.held_pages / stats.pool.num_pages if stats.pool.num_pages else 0.0
         text = "Share of the pages that running requests hold, 0 to 1."
-        yield self._family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, (), {(): usage})
+        yield self._family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, (), {(): stats.pool.usage})
         facts = {
             "block_size": str(info.cache.block_size),
             "num_gpu_blocks": str(info.cache.num_pages),

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from cairn.engine.contract import MAX_ANSWERS, RenderedPrompt, check_token_ids
 from cairn.errors import InvalidRequest
 from cairn.http.clients import cancel_on_disconnect, get_client_id
+from cairn.server import load_report
 from cairn.server.engine_request import build_engine_request, check_num_logprobs, encode_bad_words
 from cairn.server.generate import Deadline, Generation
 from cairn.server.images.memory import ImageAllocation
@@ -96,9 +97,10 @@ def router() -> APIRouter:
 
 
 async def create_completion(http: Request, body: CompletionRequest, service: ServiceDep) -> Response:
-    return await generate(
+    response = await generate(
         http, service, body, lambda: encode_prompts(service, body), id_prefix="cmpl-", writer=CompletionWriter
     )
+    return await _add_load_report(response, http, service, body)
 
 
 async def create_chat_completion(
@@ -107,7 +109,18 @@ async def create_chat_completion(
     async def render() -> list[RenderedPrompt]:
         return [await render_chat_prompt(service, body, body.messages, allocation)]
 
-    return await generate(http, service, body, render, id_prefix="chatcmpl-")
+    response = await generate(http, service, body, render, id_prefix="chatcmpl-")
+    return await _add_load_report(response, http, service, body)
+
+
+async def _add_load_report(response: Response, http: Request, service: Service, body: SamplingFields) -> Response:
+    """A stream has none, as in vLLM: its headers are sent before there is anything to tell."""
+    format_name = http.headers.get(load_report.FORMAT_HEADER)
+    if format_name and not body.stream:
+        report = load_report.format_load_report(await service.get_stats(), format_name)
+        if report is not None:
+            response.headers[load_report.REPORT_HEADER] = report
+    return response
 
 
 async def invoke(http: Request, body: Invocation, service: ServiceDep, allocation: ImageAllocationDep) -> Response:

@@ -79,11 +79,10 @@ class ThroughputLogger:
         queried = stats.transfers.queried_tokens - old.transfers.queried_tokens
         if queried > 0:
             self._external_hit_rate = (stats.transfers.received_tokens - old.transfers.received_tokens) / queried
-        usage = stats.pool.held_pages / stats.pool.num_pages if stats.pool.num_pages else 0.0
         return (
             f"Avg prompt throughput: {prompt / seconds:.1f} tokens/s, "
             f"Avg generation throughput: {generated / seconds:.1f} tokens/s, "
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
-            f"KV cache usage: {usage:.1%}, Prefix cache hit rate: {self._hit_rate:.1%}, "
+            f"KV cache usage: {stats.pool.usage:.1%}, Prefix cache hit rate: {self._hit_rate:.1%}, "
             f"External prefix cache hit rate: {self._external_hit_rate:.1%}"
         )

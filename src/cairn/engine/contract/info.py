@@ -60,6 +60,11 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     cached_pages: int = 0
     open_leases: int = 0
 
+    @property
+    def usage(self) -> float:
+        """The share of the pages that are held, 0 to 1."""
+        return self.held_pages / self.num_pages if self.num_pages else 0.0
+
 
 class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
     """`prompt`: tokens of the prompts of started requests; `prompt_by_source`: the same by where what they need came
