@@ -46,6 +46,8 @@ ALLOWED = {
     "--reasoning-parser": {"qwen3", "deepseek_r1"},
 }
 MOST_LOGPROBS = 20
+# The tiny vocabulary needs more tokens for the same words: a prompt with two tools has more than 900.
+CONTEXT = {"1024": "4096"}
 ABOUT_MACHINE = re.compile(r"current_platform|hf_api|init_logger")
 asked: set[str] = set()
 
@@ -237,6 +239,8 @@ def as_cairn_takes(model, args):
             left_out.append([flag, *values])
         elif flag == "--model":
             model = values[0]
+        elif dashed == "--max-model-len":
+            kept += [flag, CONTEXT.get(values[0], values[0])]
         elif flag in OTHER_MODEL | LORA or (allowed is not None and values[0] not in allowed):
             left_out.append([flag, *values])
         elif dashed in known_flags() or dashed.replace("--no-", "--") in known_flags():
