@@ -551,7 +551,7 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
         ({"top_logprobs": 1000}, "top_logprobs"),
         ({"temperature": -1}, "temperature"),
         ({"cache_salt": ""}, "cache_salt"),
-        ({"background": True, "store": False}, "background"),
+        ({"background": True, "store": False}, "background can only be used when `store` is true"),
         ({"background": True, "stream": True}, "stream"),
         ({"include": ["everything"]}, "include[0]"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "metadata"),
@@ -568,7 +568,7 @@ def test_bad_input_is_refused_by_its_field(server, monkeypatch, fields, named):
     error = response.json()["error"]
     assert response.status_code == 400 and error["code"] == 400, error
     assert named in error["message"], error
-    assert error["param"] is not None and error["param"].startswith(re.split(r"[.[]", named)[0])
+    assert error["param"] is not None and error["param"].startswith(re.split(r"[.[ ]", named)[0])
     server.assert_nothing_is_held()
 
 

@@ -236,6 +236,11 @@ def test_required_calls_are_held_to_the_tools(xml):
         xml, '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', tool_choice="required"
     ).message.tool_calls
     assert (call.function.name, call.function.arguments) == ("now", "{}")
+    # response_format is about content, of which such an answer has none
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "null"}}}
+    whole(xml, "x", tools=[TOOL], tool_choice="required", response_format=form)
+    structure = xml.requests[-1].structure
+    assert (structure.kind, structure.field) == ("calls", "tools") and "null" not in structure.text
 
 
 TAG = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}

@@ -40,7 +40,8 @@ async def parse_response_format(
     if not isinstance(body, ChatRequest):
         return structure, lambda: ChatMessage(OutputParser(), service.new_id)
     tools, tool_structure = _parse_tool_choice(body, parse_auto=service.options.enable_auto_tool_choice)
-    if tool_structure is not None and structure is not None:
+    # A required call leaves no content that response_format could be about: as vLLM, the call alone is held to a form.
+    if tool_structure is not None and structure is not None and body.response_format is None:
         text = f"{structure.field} and a tool_choice that requires a call cannot go together: send one of them"
         raise InvalidRequest(text, "tool_choice")
     parsers, structure = service.parsers, tool_structure or structure

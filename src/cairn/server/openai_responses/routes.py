@@ -86,7 +86,8 @@ async def create_response(
 def _check_background(body: ResponsesRequest, service: Service, *, can_keep: bool) -> None:
     """Raises InvalidRequest, QueueFull."""
     if not can_keep:
-        raise InvalidRequest("background needs store: nobody could get the response otherwise", "background")
+        text = "background can only be used when `store` is true: nobody could get the response otherwise"
+        raise InvalidRequest(text, "background")
     if body.stream:
         raise InvalidRequest("stream: a response in the background is not streamed: leave one of the two out", "stream")
     service.background.check_room()
