@@ -342,7 +342,7 @@ def test_deep_content_is_refused(server):
 
 
 def test_what_only_the_chats_schema_refuses_is_the_clients_error():
-    sent = MessagesRequest.model_validate(body()).model_copy(update={"cache_salt": "a b"})
+    sent = MessagesRequest.model_validate(body()).model_copy(update={"cache_salt": "a\n"})
     with pytest.raises(InvalidRequest, match="cache_salt must match") as found:
         to_chat(sent)
     assert found.value.param == "cache_salt"
