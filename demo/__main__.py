@@ -74,7 +74,7 @@ def _run(model: Path, out: Path, console: Console) -> int:
     console.print(EXACT_NOTE, style="dim")
     console.print()
     console.print(default_table(runs[DEFAULT]))
-    console.print("What the model writes, greedily")
+    console.print("What the model writes")
     console.print(show_samples(samples))
     console.print(check_lines(checks))
     result = out / "result.json"

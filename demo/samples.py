@@ -1,4 +1,4 @@
-"""What the model writes: a few prompts answered greedily, to look at."""
+"""What the model writes: a few prompts and their answers, to look at."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,15 @@ from demo.client import Client
 __all__ = ["PROMPTS", "Sample", "show_samples", "write_samples"]
 
 PROMPTS: Sequence[str] = (
-    'def read_lines(path):\n    """Return the lines of a file."""\n',
+    'def read_lines(path):\n    """Return the lines of a file."""\n    with open(',
     "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n",
-    "import os\nimport sys\nimport ",
+    "def main():\n    import argparse\n    parser = argparse.ArgumentParser(",
 )
 QUESTION = "Write a Python function named is_empty: Return True if the queue is empty."
-FIELDS: Mapping[str, Any] = MappingProxyType({"max_tokens": 64, "temperature": 0, "cache_salt": "samples"})
+FIELDS: Mapping[str, Any] = MappingProxyType(
+    {"max_tokens": 80, "temperature": 0.7, "repetition_penalty": 1.1, "seed": 1, "cache_salt": "samples"}
+)
+"""So small a model repeats itself when it is taken greedily."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 from demo.client import Client
-from demo.samples import PROMPTS, QUESTION
+from demo.samples import FIELDS, PROMPTS, QUESTION
 from demo.server import serve_command, serving
 from safetensors import safe_open
 
@@ -66,14 +66,16 @@ def whole_statements(source):
 
 
 @pytest.mark.more
-def test_completions_are_python(url):
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_completions_are_python(url, prompt):
+    """Most of them go on with whole statements; the second time the prompt comes from the cache."""
+    own = len(ast.unparse(whole_statements(prompt)))
     with Client(url) as client:
-        for prompt in PROMPTS:
-            reply = client.complete(prompt, max_tokens=64, temperature=0)
-            whole = len(ast.unparse(whole_statements(prompt + reply.text)))
-            assert whole > len(ast.unparse(whole_statements(prompt))), "it goes on with a statement"
-            again = client.complete(prompt, max_tokens=64, temperature=0)
-            assert again.cached_tokens == len(again.prompt_ids) and again.answer_ids == reply.answer_ids
+        replies = [client.complete(prompt, **FIELDS | {"seed": seed}) for seed in range(6)]
+        again = client.complete(prompt, **FIELDS | {"seed": 5})
+    longer = [len(ast.unparse(whole_statements(prompt + reply.text))) > own for reply in replies]
+    assert sum(longer) >= 3, [reply.text for reply in replies]
+    assert again.cached_tokens == len(again.prompt_ids) and again.answer_ids == replies[-1].answer_ids
 
 
 @pytest.mark.more
@@ -97,4 +99,4 @@ def test_it_finds_python_likelier_than_its_lines_in_another_order(url):
         return nats / math.log(2) / len(text.encode())
 
     shuffled = "\n".join(sorted(TEXT.splitlines(), key=lambda line: line[::-1]))
-    assert bits_per_byte(TEXT) < 1.5 < bits_per_byte(shuffled)
+    assert bits_per_byte(TEXT) < 0.6 < bits_per_byte(shuffled)
