@@ -79,7 +79,8 @@ class Image:
     """One image of a prompt, whose `length` placeholders begin at token `start`.
 
     `grid`: its patches in time, height and width. `digest`: 32 bytes that name pixels, size and processor settings.
-    `rgb`: its pixels, uint8 [height, width, 3] in row order; empty where nobody is going to encode it.
+    `rgb`: its pixels, uint8 [height, width, 3] in row order; empty where nobody is going to encode it. `bounds`: least
+    and most pixels after resizing; None: the checkpoint's.
     """
 
     start: Index
@@ -89,6 +90,7 @@ class Image:
     width: Index
     height: Index
     rgb: bytes
+    bounds: tuple[int, int] | None = None
 
     @property
     def end(self) -> int:

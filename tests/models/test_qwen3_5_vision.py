@@ -1,6 +1,7 @@
 """The vision tower against transformers': its tensors by name, its vectors, and folders that do not fit."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -88,6 +89,27 @@ def encoded(reference, folder, pictures, dtype):
 def test_every_tensor_by_its_published_name(reference):
     theirs = {PREFIX + name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
     assert tensors(parse(VISION)) == theirs
+
+
+@pytest.mark.parametrize("bounds", [(1, 64 * 64), (256 * 256, 1 << 20), (1, 1), (100 * 100, 100 * 100)])
+def test_a_request_may_bound_the_area(folder, tmp_path, bounds):
+    """As a tower whose checkpoint says so, bit for bit; the next image is resized as before."""
+    other = tmp_path / "other"
+    shutil.copytree(folder, other)
+    changed = PROCESSOR | {"size": {"shortest_edge": bounds[0], "longest_edge": bounds[1]}}
+    (other / "preprocessor_config.json").write_text(json.dumps(changed))
+    tower, theirs = load_tower(folder, torch.float32), load_tower(other, torch.float32)
+    processor = ImageProcessor.parse(PROCESSOR)
+    for seed, size in enumerate(SIZES):
+        picture = image(size, seed)
+        height, width, _ = picture.shape
+        before = tower.encode(width, height, picture.tobytes())
+        grid, vectors = tower.encode(width, height, picture.tobytes(), bounds)
+        expected_grid, expected = theirs.encode(width, height, picture.tobytes())
+        assert grid == expected_grid == processor.with_bounds(*bounds).grid(width, height)
+        assert torch.equal(vectors, expected)
+        after = tower.encode(width, height, picture.tobytes())
+        assert before[0] == after[0] and torch.equal(before[1], after[1])
 
 
 def test_vectors_are_theirs_bit_for_bit_alone_and_in_a_batch(reference, folder):

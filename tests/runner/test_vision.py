@@ -23,7 +23,7 @@ class Encoder:
     def __init__(self):
         self.calls = []
 
-    def encode(self, width, height, rgb):
+    def encode(self, width, height, rgb, bounds=None):
         self.calls.append(hashlib.sha256(rgb).digest())
         pixels = torch.from_numpy(np.frombuffer(rgb, np.uint8).copy()).view(height, width, 3).float()
         sums = pixels.view(height // 2, 2, width // 2, 2, 3).sum((1, 3, 4)).flatten()

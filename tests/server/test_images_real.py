@@ -94,6 +94,23 @@ def test_the_same_pixels_hit_whatever_their_url(client):
 
 
 @pytest.mark.more
+def test_a_request_says_how_large_its_images_are_seen(client):
+    """Other sizes are other images to the cache; the same size by another name is the same one."""
+    small = {"mm_processor_kwargs": {"max_pixels": 64 * 64}}
+    plain = cache_of(chat(client, image(11), text(QUESTION)))
+    first = chat(client, image(11), text(QUESTION), **small)
+    assert cache_of(first)["prompt_tokens"] < plain["prompt_tokens"] and cache_of(first)["cached_tokens"] < 15
+    again = chat(client, image(11), text(QUESTION), mm_processor_kwargs={"size": {"longest_edge": 64 * 64}})
+    assert cache_of(again)["cached_tokens"] == cache_of(first)["prompt_tokens"]
+    assert again.json()["choices"][0]["message"] == first.json()["choices"][0]["message"]
+    body = {"messages": [{"role": "user", "content": [image(11), text(QUESTION)]}]}
+    assert client.post("/tokenize", json=body | small).json()["count"] == cache_of(first)["prompt_tokens"]
+    for wrong in ({"fps": 2}, {"max_pixels": 0}, {"min_pixels": 1 << 25}, {"max_pixels": 100, "min_pixels": 200}):
+        refused = chat(client, image(11), text(QUESTION), mm_processor_kwargs=wrong)
+        assert refused.status_code == 400 and "mm_processor_kwargs" in refused.json()["error"]["message"]
+
+
+@pytest.mark.more
 def test_a_stream_by_openais_client(client):
     sdk = openai.OpenAI(base_url=f"{client.base_url}/v1", api_key="none", max_retries=0, timeout=60)
     messages = [{"role": "user", "content": [image(4), text("Describe it.")]}]

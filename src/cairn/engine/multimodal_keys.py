@@ -56,7 +56,8 @@ class ImageKeys:
             digest = sha256(self._tower + image.digest).digest()
             run = self._run(digest, image.length)
             keys[image.start : behind] = run.base - np.arange(image.length)
-            found.append(Image(image.start, image.length, image.grid, digest, image.width, image.height, image.rgb))
+            place = image.start, image.length, image.grid
+            found.append(Image(*place, digest, image.width, image.height, image.rgb, image.bounds))
         return keys, tuple(found)
 
     def name(self, key: int) -> KeyName | None:

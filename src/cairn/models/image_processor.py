@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +78,19 @@ class ImageProcessor:
             mean=(mean[0], mean[1], mean[2]),
             std=(std[0], std[1], std[2]),
         )
+
+    def with_bounds(self, least: int | None, most: int | None) -> "ImageProcessor":
+        """With other bounds of the area, where they are not None. Raises InvalidRequest if they contradict each
+        other."""
+        changed = replace(
+            self,
+            min_pixels=self.min_pixels if least is None else least,
+            max_pixels=self.max_pixels if most is None else most,
+        )
+        if changed.min_pixels > changed.max_pixels:
+            text = f"min_pixels {changed.min_pixels} are more than max_pixels {changed.max_pixels}"
+            raise InvalidRequest(f"mm_processor_kwargs: {text}, of which one may be the model's", "mm_processor_kwargs")
+        return changed
 
     def grid(self, width: int, height: int) -> Grid:
         """The patches of an image of this many pixels: `smart_resize` of transformers' qwen2_vl, in patches.

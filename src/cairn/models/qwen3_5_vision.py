@@ -154,11 +154,15 @@ class VisionTower:
     def hidden_size(self) -> int:
         return self._config.out_hidden_size
 
-    def encode(self, width: int, height: int, rgb: bytes) -> tuple[Grid, Tensor]:
+    def encode(self, width: int, height: int, rgb: bytes, bounds: tuple[int, int] | None = None) -> tuple[Grid, Tensor]:
         """An image, uint8 [height, width, 3] -> its patches in time, height and width, and its vectors
-        [patches / merge^2, hidden]. The same bits every time."""
+        [patches / merge^2, hidden]. `bounds`: least and most pixels after resizing, instead of the checkpoint's. The
+        same bits every time."""
         image = Image.frombytes("RGB", (width, height), rgb)
-        made = self._processor(images=[image], return_tensors="pt")
+        resized: dict[str, Any] = (
+            {} if bounds is None else {"size": {"shortest_edge": bounds[0], "longest_edge": bounds[1]}}
+        )
+        made = self._processor(images=[image], return_tensors="pt", **resized)
         with torch.inference_mode():
             vectors: Tensor = self._module(made["pixel_values"].to(self._dtype), made["image_grid_thw"]).pooler_output
         frames, rows, columns = made["image_grid_thw"][0].tolist()

@@ -35,9 +35,12 @@ class VisionModel(Protocol):
     @property
     def hidden_size(self) -> int: ...
 
-    def encode(self, width: int, height: int, rgb: bytes) -> tuple[tuple[int, int, int], Tensor]:
+    def encode(
+        self, width: int, height: int, rgb: bytes, bounds: tuple[int, int] | None = None
+    ) -> tuple[tuple[int, int, int], Tensor]:
         """An image, uint8 [height, width, 3] -> its patches in time, height and width, and its vectors
-        [patches / merge^2, hidden]. The same bits every time."""
+        [patches / merge^2, hidden]. `bounds`: least and most pixels after resizing, instead of the checkpoint's. The
+        same bits every time."""
         ...
 
 
@@ -84,7 +87,7 @@ class CachedEncoder:
             self._cache.move_to_end(image.digest)
             self.counters.hits += 1
             return cached
-        grid, vectors = self._tower.encode(image.width, image.height, image.rgb)
+        grid, vectors = self._tower.encode(image.width, image.height, image.rgb, image.bounds)
         if grid != image.grid or vectors.shape != (image.length, self._tower.hidden_size):
             raise ValueError(
                 f"an image of {image.width} x {image.height} pixels has patches {grid} and {vectors.shape[0]} tokens, "

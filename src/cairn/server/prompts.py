@@ -154,6 +154,9 @@ async def render_chat_prompt(
     _check_chat_template(service, body)
     tokenizer, breakpoints = service.engine.tokenizer, _breakpoints(body, messages)
     images = await service.images.load_images(messages, tokenizer.image_markers, allocation)
+    if body.mm_processor_kwargs is not None:
+        bounds = body.mm_processor_kwargs.bounds
+        images = {place: msgspec.structs.replace(image, bounds=bounds) for place, image in images.items()}
     render = partial(
         tokenizer.render_chat,
         [_message(message, i, images) for i, message in enumerate(messages)],

@@ -33,10 +33,12 @@ MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_CHARS = 1 << 16
+MAX_IMAGE_AREA = 1 << 24
+"""Pixels that an image may be resized to."""
 
 _NOTHING = "allowed_token_ids audio prediction prompt_embeds truncate_prompt_tokens"
 _EMPTY = "bad_words functions logits_processors tools"
-_EMPTY_OBJECT = "ec_transfer_params media_io_kwargs mm_processor_kwargs vllm_xargs"
+_EMPTY_OBJECT = "ec_transfer_params media_io_kwargs vllm_xargs"
 _FALSE = "continue_final_message return_prompt_text use_beam_search watermarking"
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
@@ -529,6 +531,35 @@ class CompletionRequest(SamplingFields):
         return self.logprobs
 
 
+_Area: TypeAlias = Annotated[int, Field(ge=1, le=MAX_IMAGE_AREA)]
+
+
+class ImageSize(BaseModel):
+    """Bounds of an image's area after resizing, by transformers' names."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    shortest_edge: _Area | None = None
+    longest_edge: _Area | None = None
+
+
+class ProcessorFields(BaseModel):
+    """How the images of a request are resized: least and most pixels, as transformers' processors of Qwen have them."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    min_pixels: _Area | None = None
+    max_pixels: _Area | None = None
+    size: ImageSize | None = None
+
+    @property
+    def bounds(self) -> tuple[int | None, int | None]:
+        """Least and most pixels; None for the checkpoint's."""
+        size = self.size or ImageSize()
+        least = size.shortest_edge if self.min_pixels is None else self.min_pixels
+        return least, size.longest_edge if self.max_pixels is None else self.max_pixels
+
+
 class TemplateFields(BaseModel):
     """What a chat's prompt depends on besides its messages. `chat_template`: one in the checkpoint's stead, where the
     server trusts its clients so far."""
@@ -543,6 +574,7 @@ class TemplateFields(BaseModel):
     reasoning_effort: ReasoningEffort | None = None
     chat_template: Unicode | None = Field(None, max_length=MAX_TEMPLATE_CHARS)
     chat_template_kwargs: TemplateKwargs | None = None
+    mm_processor_kwargs: ProcessorFields | None = None
 
 
 class ChatRequest(SamplingFields, TemplateFields):

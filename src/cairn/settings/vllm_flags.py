@@ -212,7 +212,7 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
     _switches("--skip-mm-profiling --mm-device-do-normalize --interleave-mm-strings", None, "how images are prepared"),
     _switches("--mm-encoder-only --enable-mm-embeds", "off", "images are images, and models answer"),
     VllmFlags("--media-io-kwargs --mm-processor-kwargs", "{}", "images are prepared as the checkpoint says"),
-    _switches("--trust-request-mm-kwargs", "off", "images are prepared as the checkpoint says"),
+    _switches("--trust-request-mm-kwargs", None, "`mm_processor_kwargs` of requests are bounded, and always taken"),
     VllmFlags(
         "--mm-encoder-attn-dtype --mm-encoder-fp8-scale-path --mm-encoder-fp8-scale-save-path "
         "--mm-encoder-fp8-scale-save-margin",

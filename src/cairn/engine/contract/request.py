@@ -96,7 +96,8 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     """One image of a prompt: tokens [start, start + length) are its placeholders, one for each merged patch of `grid`
     (patches in time, height and width).
 
-    `digest`: sha256 over pixels, size and processor settings. `rgb`: uint8 [height, width, 3], in row order.
+    `digest`: sha256 over pixels, size and processor settings. `rgb`: uint8 [height, width, 3], in row order. `bounds`:
+    least and most pixels after resizing; None: the checkpoint's.
     """
 
     start: int
@@ -106,14 +107,17 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
     width: int
     height: int
     rgb: bytes
+    bounds: tuple[int, int] | None = None
 
 
 class Pixels(msgspec.Struct, frozen=True, kw_only=True):
-    """A decoded image on its way to a prompt. `rgb`: uint8 [height, width, 3], in row order."""
+    """A decoded image on its way to a prompt. `rgb`: uint8 [height, width, 3], in row order. `bounds`: least and most
+    pixels that the client wants it resized to; None where the checkpoint says it."""
 
     width: int
     height: int
     rgb: bytes
+    bounds: tuple[int | None, int | None] = (None, None)
 
 
 class Structure(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,7 +80,8 @@ class ImagePrompts:
             )
         if not pictures:
             return rendered
-        grids = [self._grid(where, picture) for where, picture in pictures]
+        processors = [self.processor.with_bounds(*picture.bounds) for _, picture in pictures]
+        grids = [_grid(processor, *placed) for processor, placed in zip(processors, pictures, strict=True)]
         lengths = [self.processor.num_tokens(grid) for grid in grids]
         counts = np.ones(len(tokens), dtype=np.int64)
         counts[places] = lengths
@@ -89,13 +90,16 @@ class ImagePrompts:
             ImageInput(
                 start=int(before[place]),
                 length=length,
-                digest=self.processor.digest(picture.width, picture.height, picture.rgb),
+                digest=processor.digest(picture.width, picture.height, picture.rgb),
                 grid=grid,
                 width=picture.width,
                 height=picture.height,
                 rgb=picture.rgb,
+                bounds=None if processor == self.processor else (processor.min_pixels, processor.max_pixels),
             )
-            for place, length, grid, (_, picture) in zip(places, lengths, grids, pictures, strict=True)
+            for place, length, grid, processor, (_, picture) in zip(
+                places, lengths, grids, processors, pictures, strict=True
+            )
         ]
         expanded: list[int] = np.repeat(tokens, counts).tolist()
         # Messages that end where an image does are worth more than the image, so they come last.
@@ -106,16 +110,17 @@ class ImagePrompts:
         boundaries = [ends[position] for position in sorted(ends)]
         return msgspec.structs.replace(rendered, token_ids=expanded, boundaries=boundaries, images=images)
 
-    def _grid(self, where: str, picture: Pixels) -> Grid:
-        try:
-            return self.processor.grid(picture.width, picture.height)
-        except InvalidRequest as error:
-            raise InvalidRequest(f"{where}: {error.message}", "messages") from error
-
     def _ends(self, tokens: list[int], images: list[ImageInput]) -> list[int]:
         """Where each image ends, the token that closes it included; ascending."""
         ends = [image.start + image.length for image in images]
         return [end + 1 if end < len(tokens) and tokens[end] == self._end else end for end in ends]
+
+
+def _grid(processor: ImageProcessor, where: str, picture: Pixels) -> Grid:
+    try:
+        return processor.grid(picture.width, picture.height)
+    except InvalidRequest as error:
+        raise InvalidRequest(f"{where}: {error.message}", "messages") from error
 
 
 def _token(config: dict[str, object], name: str) -> int | None:

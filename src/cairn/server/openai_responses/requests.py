@@ -20,6 +20,7 @@ from cairn.server.requests import (
     ItemTextPart,
     JsonSchema,
     ModelName,
+    ProcessorFields,
     ReasoningEffort,
     RefusalPart,
     Stops,
@@ -46,7 +47,7 @@ UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
         **dict.fromkeys(_NOTHING.split(), (None,)),
         **dict.fromkeys(("enable_response_messages", "logprobs", "watermarking"), (None, False)),
         **dict.fromkeys(("bad_words", "functions"), (None, [])),
-        **dict.fromkeys(("media_io_kwargs", "mm_processor_kwargs"), (None, {})),
+        "media_io_kwargs": (None, {}),
     }
 )
 """Fields that have no meaning or no support here, with the values that change nothing."""
@@ -277,6 +278,7 @@ class ResponsesRequest(BaseModel):
     include_stop_str_in_output: bool | None = False
     structured_outputs: StructuredOutputs | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    mm_processor_kwargs: ProcessorFields | None = None
     priority: Int64 | None = in_range("priority")
     cache_salt: CacheSalt | None = in_range("cache_salt")
     kv_transfer_params: dict[str, Any] | None = None

@@ -28,7 +28,7 @@ _SAME_FIELDS = (
     *("model", "parallel_tool_calls", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos"),
     *("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias", "stop_token_ids", "priority"),
     *("skip_special_tokens", "include_stop_str_in_output", "structured_outputs", "cache_salt", "kv_transfer_params"),
-    *("request_id", "prompt_cache_key", "chat_template_kwargs", "vllm_xargs"),
+    *("request_id", "prompt_cache_key", "chat_template_kwargs", "vllm_xargs", "mm_processor_kwargs"),
 )
 _ITEM_FIELDS = frozenset(
     (
