@@ -229,7 +229,7 @@ class Soak:
                 ({"logit_bias": {"999999": 1}}, 400),
                 ({"structured_outputs": {"regex": "("}}, 400),
                 ({"structured_outputs": {"json": '{"a":' * 10_000}}, 400),
-                ({"cache_salt": "two words"}, 400),
+                ({"cache_salt": "two\nlines"}, 400),
                 ({"model": "another"}, 404),
                 ({"user": "x" * (300 << 10)}, 413),
             ]
