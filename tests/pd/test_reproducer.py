@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("nixl") is None, reason
 
 ROOT = Path(__file__).parents[2]
 TOKENS = 400
-SECONDS = 200
+SECONDS = 400
 
 
 def run(command, log):

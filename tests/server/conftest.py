@@ -20,6 +20,9 @@ from doubles.byte_tokenizer import ByteTokenizer
 from doubles.echo_core import build_echo_core
 from doubles.local_engine import LocalEngine
 
+CONTRACTS = {}
+"""By the settings of a server, what its document says."""
+
 
 class RunningServer:
     """HttpServer in a thread of its own. `core` is the EchoCore inside, `code` the exit code once it has ended.
@@ -80,8 +83,11 @@ class RunningServer:
     def _request(self, method, path, **options):
         """Whatever a test asks and is told, the server's own document has foreseen it."""
         if self.contract is None:  # asked before: afterwards the server may have ended
-            document = self._http.get(self.url + "/openapi.json")
-            self.contract = ApiContract(document.json()) if document.status_code == 200 else None
+            key = self._options.model_dump_json(exclude={"port", "shutdown_timeout", "request_timeout"})
+            if key not in CONTRACTS:  # a third of a second each
+                document = self._http.get(self.url + "/openapi.json")
+                CONTRACTS[key] = ApiContract(document.json()) if document.status_code == 200 else None
+            self.contract = CONTRACTS[key]
         response = self._http.request(method, self.url + path, **options)
         if self.contract is not None:
             self.contract.check(response)
