@@ -7,8 +7,11 @@ import socket
 import subprocess
 import time
 import urllib.request
+from typing import Literal
 
+import openai
 import pytest
+from pydantic import BaseModel
 
 # litellm would ask the network for the prices of models
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
@@ -21,6 +24,13 @@ SECONDS_TO_START = 180
 ENOUGH = 600
 CITIES = {"type": "string", "enum": ["Oslo", "Rome"]}
 PARAMETERS = {"type": "object", "properties": {"city": CITIES}, "required": ["city"], "additionalProperties": False}
+
+
+class Place(BaseModel):
+    """The form of an answer."""
+
+    city: Literal["Oslo", "Rome"]
+    warm: bool
 
 
 class Server:
@@ -71,3 +81,10 @@ def _is_ready(root: str) -> bool:
             return answer.status == 200
     except OSError:
         return False
+
+
+@pytest.fixture
+def client(server):
+    """openai's; the files of other clients have their own."""
+    with openai.OpenAI(base_url=server.url, api_key=server.key, max_retries=0) as client:
+        yield client

@@ -2,28 +2,15 @@
 
 import asyncio
 import json
-from typing import Literal
 
 import openai
 import pytest
-from pydantic import BaseModel
 
-from conftest import ENOUGH, PARAMETERS
+from conftest import ENOUGH, PARAMETERS, Place
 
 HELLO = [{"role": "user", "content": "Say hello."}]
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
 STRICT_TOOL = {"type": "function", "function": TOOL["function"] | {"strict": True}}
-
-
-class Place(BaseModel):
-    city: Literal["Oslo", "Rome"]
-    warm: bool
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=server.url, api_key=server.key, max_retries=0) as client:
-        yield client
 
 
 def test_models(client, server):

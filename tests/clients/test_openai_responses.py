@@ -1,26 +1,13 @@
 """openai's client on /v1/responses: whole, streamed, with tools, parsed, stored, and gone on from."""
 
 import json
-from typing import Literal
 
 import openai
 import pytest
-from pydantic import BaseModel
 
-from conftest import ENOUGH, PARAMETERS
+from conftest import ENOUGH, PARAMETERS, Place
 
 TOOL = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
-
-
-class Place(BaseModel):
-    city: Literal["Oslo", "Rome"]
-    warm: bool
-
-
-@pytest.fixture
-def client(server):
-    with openai.OpenAI(base_url=server.url, api_key=server.key, max_retries=0) as client:
-        yield client
 
 
 def test_a_response_and_the_same_as_events(client, server):

@@ -19,6 +19,7 @@ from doubles.api_contract import ApiContract
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.echo_core import build_echo_core
 from doubles.local_engine import LocalEngine
+from server.asking import XML
 
 CONTRACTS = {}
 """By the settings of a server, what its document says."""
@@ -220,3 +221,12 @@ def running_server():
 def running_app():
     """The class, for fixtures that live longer than one test."""
     return RunningApp
+
+
+@pytest.fixture(scope="module")
+def xml(running_server):
+    """A server whose model writes reasoning and calls as XML."""
+    running = running_server(tokenizer=ByteTokenizer(chat_template=XML))
+    yield running
+    running.drain()
+    running.join()

@@ -1,12 +1,12 @@
 """Several answers, several prompts, and what is told of tokens, on both endpoints, whole and as streams."""
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from cairn.server.logprobs import TextOffsetTracker
 from cairn.types import SamplingParams
+from server.asking import ask, stream
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"
@@ -17,20 +17,6 @@ EOS = 256
 def nothing_is_left(server):
     yield
     server.until(lambda: server.core.stats().num_running == server.core.stats().num_waiting == 0)
-
-
-def ask(server, path, **body):
-    answer = server.post(path, body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def stream(server, path, **body):
-    answer = server.post(path, body | {"stream": True})
-    assert answer.status_code == 200, answer.text
-    lines = [line for line in answer.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def texts_of(chunks):

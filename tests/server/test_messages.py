@@ -7,22 +7,11 @@ import pytest
 from cairn.errors import InvalidRequest
 from cairn.server.anthropic.requests import MessagesRequest
 from cairn.server.anthropic.translation import to_chat
-from doubles.byte_tokenizer import ByteTokenizer
+from server.asking import CALL, SCHEMA
 
-XML = "<think> <tool_call> <function=...>"
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "weather", "description": "Tells it.", "input_schema": SCHEMA}
-CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
 MARK = {"type": "ephemeral"}
 PIXEL = "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR4nGNgYGBgAAAABQABh6FO1AAAAABJRU5ErkJggg=="
-
-
-@pytest.fixture(scope="module")
-def xml(running_server):
-    running = running_server(tokenizer=ByteTokenizer(chat_template=XML))
-    yield running
-    running.drain()
-    running.join()
 
 
 def body(content="Hello.", **fields):

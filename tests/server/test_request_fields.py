@@ -9,6 +9,7 @@ import pytest
 from cairn.engine.contract import GenerateOutput
 from cairn.server.generate import OutputBuffer
 from doubles.byte_tokenizer import ByteTokenizer
+from server.asking import ask, stream
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = {"role": "user", "content": "hm</think>yes"}
@@ -25,20 +26,6 @@ def thinker(running_server):
     yield running
     running.drain()
     running.join()
-
-
-def ask(server, path, **body):
-    answer = server.post(path, body)
-    assert answer.status_code == 200, answer.text
-    return answer.json()
-
-
-def stream(server, path, **body):
-    answer = server.post(path, body | {"stream": True})
-    assert answer.status_code == 200, answer.text
-    lines = [line for line in answer.text.split("\n\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
 
 
 def refused(server, path, **body):

@@ -10,19 +10,9 @@ from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.store import ResponseStore, StoredResponse
 from cairn.server.openai_responses.translation import make_input_items, to_chat
 from doubles.byte_tokenizer import ByteTokenizer
+from server.asking import CALL, SCHEMA, XML
 
-XML = "<think> <tool_call> <function=...>"
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": SCHEMA}
-CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
-
-
-@pytest.fixture(scope="module")
-def xml(running_server):
-    running = running_server(tokenizer=ByteTokenizer(chat_template=XML))
-    yield running
-    running.drain()
-    running.join()
 
 
 def body(given="Hello.", **fields):

@@ -10,9 +10,6 @@ class ResponseOwners:
         self._max_responses = max_responses
         self._urls: OrderedDict[str, str] = OrderedDict()
 
-    def __len__(self) -> int:
-        return len(self._urls)
-
     def store(self, response_id: str, url: str) -> None:
         self._urls[response_id] = url
         self._urls.move_to_end(response_id)

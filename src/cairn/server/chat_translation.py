@@ -61,3 +61,8 @@ class ChatTranslation:
         if part is None or int(part) >= len(self.blocks[number]):
             return self.places[number]
         return self.blocks[number][int(part)]
+
+
+def mark_of(part: Any) -> dict[str, Any]:
+    """The client's `cache_control`, which a chat has under the same name; nothing without one."""
+    return {} if part.get("cache_control") is None else {"cache_control": part["cache_control"]}

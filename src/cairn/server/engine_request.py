@@ -174,20 +174,27 @@ def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> b
             if value is not None and value is not False:
                 raise InvalidRequest(f"{param} must be true or false, not {type(value).__name__}", param)
         return None
-    if is_deeper_than(params, _MAX_DEPTH):
-        raise InvalidRequest(f"{_PARAMS} is nested more than {_MAX_DEPTH} levels deep", _PARAMS)
+    # Not msgspec: it writes NaN as null, and null means something here.
+    return encode_json(params, _PARAMS, _MAX_DEPTH, separators=(",", ":"))
+
+
+def encode_json(
+    value: dict[str, Any], name: str, max_depth: int, *, separators: tuple[str, str] | None = None
+) -> bytes:
+    """A field of a body as JSON. Raises InvalidRequest that names the field, for what is nested more than `max_depth`
+    deep, half a surrogate pair, NaN and infinity."""
+    if _is_deeper_than(value, max_depth):
+        raise InvalidRequest(f"{name} is nested more than {max_depth} levels deep", name)
     try:
-        # Not msgspec: it writes NaN as null, and null means something here.
-        return json.dumps(params, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=separators).encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{_PARAMS} has text that is not valid Unicode: {error.reason}", _PARAMS) from None
+        raise InvalidRequest(f"{name} has text that is not valid Unicode: {error.reason}", name) from None
     except ValueError:
-        raise InvalidRequest(f"{_PARAMS} has a number that is none", _PARAMS) from None
+        raise InvalidRequest(f"{name} has a number that is none", name) from None
 
 
-def is_deeper_than(value: object, limit: int) -> bool:
-    """Whether objects and lists are nested more than `limit` deep."""
+def _is_deeper_than(value: object, limit: int) -> bool:
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return limit == 0 or any(is_deeper_than(one, limit - 1) for one in inner)
+    return limit == 0 or any(_is_deeper_than(one, limit - 1) for one in inner)

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Callable, Sequence
+from copy import copy
 from functools import lru_cache
 from typing import Any
 
@@ -53,7 +54,9 @@ class LogprobsFormatter:
         as_token_ids = self._as_token_ids if as_token_ids is None else as_token_ids
         if (as_token_ids, has_listed) == (self._as_token_ids, self._has_listed):
             return self
-        return LogprobsFormatter(self._bytes, as_token_ids=as_token_ids, has_listed=has_listed)
+        found = copy(self)  # with the same cache of texts
+        found._as_token_ids, found._has_listed = as_token_ids, has_listed
+        return found
 
     def spell(self, token: int) -> bytes:
         """The token's text."""

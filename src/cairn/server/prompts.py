@@ -20,7 +20,7 @@ from cairn.engine.contract import (
     check_token_ids,
 )
 from cairn.errors import ConfigError, InvalidRequest, NotFound
-from cairn.server.engine_request import is_deeper_than
+from cairn.server.engine_request import encode_json
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.requests import (
     NOT_VARIABLES,
@@ -194,7 +194,9 @@ def _template_kwargs(body: TemplateFields) -> dict[str, TemplateValue]:
         is_field = name in type(body).model_fields or name == "messages"
         advice = "it is a field of its own" if is_field else "leave it out"
         raise InvalidRequest(f"{_KWARGS}.{name} is no variable of a chat template: {advice}", _KWARGS)
-    _check_variables(sent)
+    size = len(encode_json(sent, _KWARGS, MAX_KWARGS_DEPTH))
+    if size > MAX_KWARGS_BYTES:
+        raise InvalidRequest(f"{_KWARGS} has {size} bytes as JSON: at most {MAX_KWARGS_BYTES} are taken", _KWARGS)
     fields: dict[str, TemplateValue] = {}
     if body.documents is not None:
         fields["documents"] = body.documents
@@ -202,22 +204,6 @@ def _template_kwargs(body: TemplateFields) -> dict[str, TemplateValue]:
         fields["reasoning_effort"] = body.reasoning_effort
         fields["enable_thinking"] = sent.get("enable_thinking", body.reasoning_effort != "none")
     return {**sent, **fields}
-
-
-def _check_variables(sent: dict[str, Any]) -> None:
-    if is_deeper_than(sent, MAX_KWARGS_DEPTH):
-        text = f"{_KWARGS} is nested more than {MAX_KWARGS_DEPTH} levels deep"
-        raise InvalidRequest(text, _KWARGS)
-    try:
-        size = len(json.dumps(sent, ensure_ascii=False, allow_nan=False).encode())
-    except UnicodeEncodeError as error:
-        raise InvalidRequest(f"{_KWARGS} is not valid Unicode: {error.reason}", _KWARGS) from None
-    except ValueError:
-        raise InvalidRequest(
-            f"{_KWARGS} has a number that is none: NaN and infinity have no form in JSON", _KWARGS
-        ) from None
-    if size > MAX_KWARGS_BYTES:
-        raise InvalidRequest(f"{_KWARGS} has {size} bytes as JSON: at most {MAX_KWARGS_BYTES} are taken", _KWARGS)
 
 
 def _message(message: Message, number: int, images: Mapping[tuple[int, int], Pixels]) -> dict[str, Any]:

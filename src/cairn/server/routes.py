@@ -144,14 +144,27 @@ async def generate(
     writer: WriterType = ChatWriter,
 ) -> Response:
     """Have a body answered as `writer` writes it. Raises RequestError for what has no answer."""
-    deadline = Deadline(service.options.request_timeout)
-    async with deadline.enforce():
-        preparing = prepare(http, service, body, make_prompts, deadline, id_prefix, writer)
-        generation = await cancel_on_disconnect(http.receive, preparing)
+    generation = await prepare(http, service, body, make_prompts, id_prefix=id_prefix, writer=writer)
     return await generation.respond(http)
 
 
 async def prepare(
+    http: Request,
+    service: Service,
+    body: SamplingFields,
+    make_prompts: MakePrompts,
+    *,
+    id_prefix: str,
+    writer: WriterType,
+) -> Generation:
+    """All but the answer itself. Raises RequestError."""
+    deadline = Deadline(service.options.request_timeout)
+    async with deadline.enforce():
+        preparing = _prepare(http, service, body, make_prompts, deadline, id_prefix, writer)
+        return await cancel_on_disconnect(http.receive, preparing)
+
+
+async def _prepare(
     http: Request,
     service: Service,
     body: SamplingFields,

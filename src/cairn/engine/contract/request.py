@@ -112,7 +112,7 @@ class ImageInput(msgspec.Struct, frozen=True, kw_only=True):
 
 class Pixels(msgspec.Struct, frozen=True, kw_only=True):
     """A decoded image on its way to a prompt. `rgb`: uint8 [height, width, 3], in row order. `bounds`: least and most
-    pixels that the client wants it resized to; None where the checkpoint says it."""
+    pixels that the client wants it resized to, each None where the checkpoint says it."""
 
     width: int
     height: int

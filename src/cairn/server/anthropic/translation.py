@@ -14,7 +14,7 @@ from cairn.server.anthropic.requests import (
     ToolResultBlock,
     UserMessage,
 )
-from cairn.server.chat_translation import ChatTranslation
+from cairn.server.chat_translation import ChatTranslation, mark_of
 from cairn.server.requests import refuse_unsupported
 
 _RENAMED: Mapping[str, str] = MappingProxyType(
@@ -79,12 +79,7 @@ def _parts_or_text(content: Any) -> Any:
 
 def _translate_block(block: Any) -> dict[str, Any]:
     part: dict[str, Any] = {"type": "text", "text": block["text"]} if block["type"] == "text" else _image_part(block)
-    return part | _mark_of(block)
-
-
-def _mark_of(block: Any) -> dict[str, Any]:
-    """The client's `cache_control`, which a chat has under the same name; nothing without one."""
-    return {} if block.get("cache_control") is None else {"cache_control": block["cache_control"]}
+    return part | mark_of(block)
 
 
 def _image_part(block: ImageBlock) -> dict[str, Any]:
@@ -128,7 +123,7 @@ def _add_result(chat: ChatTranslation, block: ToolResultBlock, where: str) -> li
     if block.get("is_error"):
         texts = f"Error: {texts}"
     result = {"role": "tool", "tool_call_id": block["tool_use_id"], "content": texts}
-    chat.add(result | _mark_of(block), where)
+    chat.add(result | mark_of(block), where)
     return images
 
 
@@ -150,7 +145,7 @@ def _add_assistant(chat: ChatTranslation, message: AssistantMessage, place: str)
         elif block["type"] == "tool_use":
             function = {"name": block["name"], "arguments": block["input"]}
             calls.append({"id": block["id"], "type": "function", "function": function})
-            mark = _mark_of(block) or mark
+            mark = mark_of(block) or mark
         elif block["type"] == "thinking":
             reasoning.append(block["thinking"])
     chatted: dict[str, Any] = {"role": "assistant", "content": parts or None}
@@ -171,7 +166,7 @@ def _translate_tool(tool: AnthropicTool) -> dict[str, Any]:
     function["parameters"] = {"type": "object"} | tool["input_schema"]
     if tool.get("strict") is not None:
         function["strict"] = tool["strict"]
-    return {"type": "function", "function": function} | _mark_of(tool)
+    return {"type": "function", "function": function} | mark_of(tool)
 
 
 def _translate_tool_choice(body: CountTokensRequest) -> dict[str, Any]:

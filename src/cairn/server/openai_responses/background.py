@@ -18,9 +18,6 @@ class BackgroundTasks:
         self._max_running = max_running
         self._tasks: dict[_Key, asyncio.Task[None]] = {}
 
-    def __len__(self) -> int:
-        return len(self._tasks)
-
     def check_room(self) -> None:
         """Raises QueueFull."""
         if len(self._tasks) >= self._max_running:

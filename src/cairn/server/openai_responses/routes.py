@@ -13,10 +13,10 @@ from starlette.responses import Response
 
 from cairn.engine.contract import RenderedPrompt
 from cairn.errors import CairnError, InvalidRequest, NotFound, RequestError
-from cairn.http.clients import cancel_on_disconnect, get_key_digest
+from cairn.http.clients import get_key_digest
 from cairn.http.error_responses import internal_error
 from cairn.server.error_handlers import to_request_error
-from cairn.server.generate import Deadline, Generation
+from cairn.server.generate import Generation
 from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.store import Owner, ResponseStore, StoredResponse
 from cairn.server.openai_responses.translation import get_response_id, make_input_items, to_chat
@@ -70,10 +70,7 @@ async def create_response(
         if not body.background:
             return await generate(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
         _check_background(body, service, can_keep=keep is not None)
-        deadline = Deadline(service.options.request_timeout)
-        async with deadline.enforce():
-            preparing = prepare(http, service, chat.request, render, deadline, f"{response_id}-", make_writer)
-            generation = await cancel_on_disconnect(http.receive, preparing)
+        generation = await prepare(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
     except RequestError as error:
         raise chat.rename_error(error) from None
     service.background.check_room()  # others may have come while this one was prepared

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from cairn.errors import InvalidRequest
-from cairn.server.chat_translation import ChatTranslation
+from cairn.server.chat_translation import ChatTranslation, mark_of
 from cairn.server.openai_responses.requests import UNSUPPORTED, FunctionTool, ResponsesRequest
 from cairn.server.requests import refuse_unsupported
 
@@ -265,15 +265,10 @@ def _translate_content(content: Any, place: str) -> tuple[Any, list[str]]:
             own: dict[str, Any] = {"type": "image_url", "image_url": {"url": part["image_url"]}}
         else:
             own = {"type": "text", "text": part["text"]}
-        parts.append(own | _mark_of(part))
+        parts.append(own | mark_of(part))
     if len(parts) == 1 and parts[0].keys() == {"type", "text"}:
         return parts[0]["text"], []
     return parts, blocks
-
-
-def _mark_of(part: Any) -> dict[str, Any]:
-    """The client's `cache_control`, which a chat has under the same name; nothing without one."""
-    return {} if part.get("cache_control") is None else {"cache_control": part["cache_control"]}
 
 
 def _translate_tools(body: ResponsesRequest) -> dict[str, Any]:
@@ -289,7 +284,7 @@ def _translate_tools(body: ResponsesRequest) -> dict[str, Any]:
 def _translate_tool(tool: FunctionTool) -> dict[str, Any]:
     """Its fields in the client's order: templates write them."""
     function = {name: value for name, value in tool.items() if name in _TOOL_FIELDS and value is not None}
-    return {"type": "function", "function": function} | _mark_of(tool)
+    return {"type": "function", "function": function} | mark_of(tool)
 
 
 def _translate_text(body: ResponsesRequest) -> dict[str, Any]:
