@@ -3,6 +3,7 @@
 #   make test    lint, types and the tests that every change needs, in some six minutes
 #   make test-more the rest: whole matrices, more rounds of faults, servers of their own
 #   make test-clients published clients (openai, anthropic, litellm, langchain-openai, instructor) against a server
+#   make test-ray servers on Ray Serve, on a Ray that is started for it, in an environment that has Ray besides
 #   make test-vllm VLLM=folder vLLM's own server tests, from its unpacked source package: see tests/clients/vllm_tests
 #   make test-kernels the CUDA kernels without a GPU: interpreted, and compiled for three generations; some minutes
 #   make test-gpu the CUDA kernels on this machine's NVIDIA GPU; started again, it goes on where it stopped
@@ -10,6 +11,7 @@
 #   make test-ui the cache page in a headless Chromium (Debian's package `chromium`, or CHROMIUM=path): screenshots in build/ui
 #   make demo    a small trained model, real servers, and a table of what the prefix cache did
 #   make demo-pd the same for a prefill and a decode server behind a proxy
+#   make demo-ray the same for two replicas on Ray Serve
 #
 # TORCH_INSTALL_ARGS   what pip gets besides torch's version, e.g. an index with CPU builds: see README.md
 # SERVE_ARGS           more flags for `make serve`
@@ -36,6 +38,10 @@ TORCH := $(shell grep '^torch==' constraints.txt)
 # Clients disagree about the versions of what they need: an environment for each of these lists.
 CLIENTS := build/clients
 RUN_CLIENTS = cd tests/clients && $(ONE_THREAD) CAIRN=$(CURDIR)/$(BIN)/cairn CAIRN_MODEL=$(CURDIR)/$(MODEL)
+# Ray, in an environment of its own that sees what the other one has.
+RAY := build/ray
+RAY_INSTALLED := $(RAY)/.installed
+RUN_RAY := $(ONE_THREAD) $(OFFLINE) RAY_USAGE_STATS_ENABLED=0 $(CURDIR)/$(RAY)/bin/python
 # Beside the environment, not in it: torch and transformers are others where Triton can be imported.
 TRITON_FOLDER := build/triton
 TRITON := $(TRITON_FOLDER)/.installed
@@ -44,9 +50,11 @@ WITH_TRITON := PYTHONPATH=$(CURDIR)/$(TRITON_FOLDER) TRITON_CACHE_DIR=$(CURDIR)/
 # Tests count on one thread: tiny models are slower with more, and float sums then have one order.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
-RUN := $(ONE_THREAD) $(OFFLINE) $(BIN)/python
+# Some machines forbid it, and then each of a run's hundreds of processes would compile the same modules anew.
+KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
+RUN := $(ONE_THREAD) $(OFFLINE) $(KEEP_COMPILED) $(BIN)/python
 
-.PHONY: test test-more test-clients test-vllm test-kernels test-gpu gpu-wheels test-ui test-long soak soak-server lint demo demo-pd serve train-demo-model benchmarks bench-vllm clean
+.PHONY: test test-more test-clients test-ray test-vllm test-kernels test-gpu gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
@@ -63,6 +71,9 @@ test-clients: $(MODEL)/config.json $(CLIENTS)/openai/.installed $(CLIENTS)/litel
 	  test_openai.py test_openai_responses.py test_anthropic.py test_langchain.py
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/litellm/bin/python -m pytest $(TEST_ARGS) \
 	  test_openai.py test_openai_responses.py test_litellm.py test_instructor.py
+
+test-ray: $(MODEL)/config.json $(NIXL) $(RAY_INSTALLED)
+	@cd tests/ray_serve && $(RUN_RAY) -m pytest $(TEST_ARGS)
 
 test-vllm: build/scripted-model/config.json build/scripted-vision-model/config.json $(CLIENTS)/vllm/.installed
 	@test -d "$(VLLM)" || { echo "Name the folder of vLLM's unpacked source package: make test-vllm VLLM=..." >&2; exit 1; }
@@ -109,6 +120,9 @@ demo: $(INSTALLED)
 
 demo-pd: $(NIXL)
 	@$(RUN) -m demo.demo_pd --model $(DEMO_MODEL) --out build/demo-pd
+
+demo-ray: $(RAY_INSTALLED)
+	@$(RUN_RAY) -m demo.demo_ray --model $(DEMO_MODEL) --out build/demo-ray
 
 serve: $(INSTALLED)
 	@$(OFFLINE) exec $(BIN)/cairn serve $(DEMO_MODEL) --served-model-name tiny --port $(PORT) $(SERVE_ARGS)
@@ -165,6 +179,15 @@ $(CLIENTS)/%/.installed: tests/clients/%.txt
 	@rm -rf $(@D) && mkdir -p $(CLIENTS)
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+# The list is whole, and the other environment is seen by a .pth file: torch is not installed twice.
+$(RAY_INSTALLED): tests/ray_serve/ray.txt | $(INSTALLED)
+	@rm -rf $(RAY)
+	@$(BIN)/python -m venv $(RAY)
+	@$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
+	  > $$($(RAY)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/cairn.pth
 	@touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt

@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -30,7 +29,6 @@ __all__ = [
     "RunningServer",
     "command_of",
     "environment_of",
-    "free_port",
     "started",
 ]
 
@@ -175,14 +173,6 @@ def environment_of(variables: Mapping[str, str], environ: Mapping[str, str]) -> 
     """`environ` with these variables, without what a person may have set for servers and threads of their own."""
     kept = {name: value for name, value in environ.items() if not name.startswith(_OWN_VARIABLES)}
     return {name: value for name, value in (kept | dict(variables)).items() if value or name not in variables}
-
-
-def free_port() -> int:
-    """A port of the loopback that nobody listens on now."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,9 @@ from typing import NoReturn
 from benchmarks.made_model import PEER_SHAPES, PUBLISHED_VOCABULARY, make_peer_model
 from benchmarks.peer_loads import FULL, LOADS, QUICK, Figures, Scale, figures_of
 from benchmarks.peer_report import Turn, medians_of, plot, ratios_of, table_of
-from benchmarks.peer_servers import PEERS, Peer, PeerError, Place, RunningServer, command_of, free_port, started
+from benchmarks.peer_servers import PEERS, Peer, PeerError, Place, RunningServer, command_of, started
 from benchmarks.reporting import as_json, circumstances, make_console
+from demo.server import free_port
 
 from cairn.errors import CairnError
 

@@ -1,6 +1,5 @@
 """`make demo`: the main job on four servers, a table, and an exit code that says whether the promises were kept."""
 
-import argparse
 import json
 import os
 import platform
@@ -23,7 +22,7 @@ from demo.job import Outcome, run_job
 from demo.samples import Sample, show_samples, write_samples
 from demo.server import DemoError, serve_command, serving
 from demo.table import EXACT_NOTE, as_json, check_lines, default_table, exact_table
-from demo.terminal import leave, make_console
+from demo.terminal import leave, run_demo
 
 __all__ = ["main"]
 
@@ -44,18 +43,7 @@ Answers = TypeVar("Answers")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: all promises kept; 1: one was broken, or the demo could not be run."""
-    parser = argparse.ArgumentParser(prog="demo", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint made by `cairn make-model`")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the servers' logs and result.json")
-    parsed = parser.parse_args(arguments)
-    parsed.out.mkdir(parents=True, exist_ok=True)
-    try:
-        return _run(parsed.model, parsed.out, make_console())
-    except DemoError as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_demo(_run, "demo", arguments, about=__doc__)
 
 
 def _run(model: Path, out: Path, console: Console) -> int:

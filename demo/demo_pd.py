@@ -3,7 +3,6 @@
 Prints what came from where, and an exit code that says whether the promises were kept.
 """
 
-import argparse
 import json
 import os
 import platform
@@ -16,7 +15,6 @@ from importlib.metadata import version
 from pathlib import Path
 from types import MappingProxyType
 
-import httpx
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -25,9 +23,9 @@ from demo.checks import Check
 from demo.corpus import Corpus
 from demo.demo_pd_checks import check_pair, check_same_answers, due, due_back
 from demo.demo_pd_job import Asked, Pages, Place, converse
-from demo.server import DemoError, running, serve_command
+from demo.server import running, serve_command
 from demo.table import check_lines
-from demo.terminal import leave, make_console
+from demo.terminal import leave, run_demo
 
 __all__ = ["main"]
 
@@ -44,21 +42,7 @@ EXACT_NOTE = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """0: all promises kept; 1: one was broken, or the demo could not be run."""
-    parser = argparse.ArgumentParser(prog="demo-pd", description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="folder of a checkpoint made by `cairn make-model`")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the servers' logs and result.json")
-    parsed = parser.parse_args(arguments)
-    parsed.out.mkdir(parents=True, exist_ok=True)
-    try:
-        return _run(parsed.model, parsed.out, make_console())
-    except DemoError as error:
-        print(f"demo-pd: {error}", file=sys.stderr)
-        return 1
-    except httpx.HTTPError as error:
-        print(f"demo-pd: a server did not answer: {error!r} (logs: {parsed.out})", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_demo(_run, "demo-pd", arguments, about=__doc__)
 
 
 def _run(model: Path, out: Path, console: Console) -> int:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -50,6 +51,14 @@ def serve_command(model: Path, *flags: str) -> list[str]:
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ` without the settings that a person may have made for servers of their own."""
     return {name: value for name, value in environ.items() if not name.startswith("CAIRN_")}
+
+
+def free_port() -> int:
+    """A port of the loopback that nobody listens on now."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """What several rooms' tests need: one thread of torch, doubles, and tiny checkpoints, each made once."""
 
+import fcntl
+import gc
 import os
 from collections.abc import Callable
 from functools import cache
@@ -9,27 +11,63 @@ import pytest
 import torch
 
 from cairn.models.random_weights.make_model import make_model
+from cairn.models.random_weights.make_tokenizer import make_tokenizer
 
-# `make test-clients` runs these, in environments of their own
-collect_ignore = ["clients"]
+# `make test-clients` and `make test-ray` run these, in environments of their own
+collect_ignore = ["clients", "ray_serve"]
 
 torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    """Thousands of tests and modules, which stay to the end: the garbage collector need not look at them each time."""
+    gc.collect()
+    gc.freeze()
+
 
 # Child processes, such as an engine core's, find `doubles`, too.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 
+MakeOnce = Callable[[str, Callable[[Path], object]], Path]
+
+
 @pytest.fixture(scope="session")
-def made_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A family's name -> the folder of its tiny checkpoint."""
+def make_once(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> MakeOnce:
+    """A name and what fills a folder -> that folder, filled by whichever of the run's processes asks first."""
+    shared = tmp_path_factory.getbasetemp()
+    if hasattr(request.config, "workerinput"):
+        shared = shared.parent
 
     @cache
-    def made(family: str) -> Path:
-        folder = tmp_path_factory.mktemp("models") / family
-        make_model(family, folder)
+    def made(name: str, fill: Callable[[Path], object]) -> Path:
+        folder, done = shared / "made" / name, shared / f"made-{name}"
+        with done.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not done.stat().st_size:
+                folder.mkdir(parents=True, exist_ok=True)
+                fill(folder)
+                file.write("done")
         return folder
 
     return made
+
+
+@pytest.fixture(scope="session")
+def made_model(make_once: MakeOnce) -> Callable[[str], Path]:
+    """A family's name -> the folder of its tiny checkpoint, which nobody changes."""
+
+    @cache
+    def made(family: str) -> Path:
+        return make_once(family, lambda folder: make_model(family, folder))
+
+    return made
+
+
+@pytest.fixture(scope="session")
+def plain_tokenizer(make_once: MakeOnce) -> Path:
+    """The folder of a tokenizer with 4,096 tokens, which nobody changes."""
+    return make_once("tokenizer", lambda folder: make_tokenizer(folder, vocab_size=4096, max_length=1 << 20))
 
 
 @pytest.fixture(scope="session")

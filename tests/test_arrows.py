@@ -61,11 +61,13 @@ ARROWS = MappingProxyType(
         "check": ("cairn.engine", "cairn.models"),
         "http": (),
         "server": ("cairn.engine.contract", "cairn.http"),
-        "proxy": ("cairn.http",),
+        "routing": ("cairn.cache.events",),
+        "proxy": ("cairn.http", "cairn.routing"),
         "replay": ("cairn.cache", *MODEL_NUMBERS),
         "bench": ("cairn.http.cookies",),
         "settings": ("cairn.engine.contract", "cairn.server.options", "cairn.proxy.options"),
         "cli": ("cairn",),
+        "deploy": ("cairn",),
         "__main__": ("cairn.cli",),
     }
 )
@@ -75,7 +77,7 @@ TORCH_ROOMS = ("kernels", "layers", "models", "runner", "check")
 TORCH_MODULES = ("cairn.engine.build", "cairn.engine.worker")
 NO_TORCH_MODULES = ("doubles.simulated_runner",)
 WEB = ("fastapi", "starlette", "uvicorn")
-WEB_ROOMS = ("http", "server", "proxy")
+WEB_ROOMS = ("http", "server", "proxy", "deploy")
 TESTS = ("tests", *(path.stem for path in (ROOT / "tests").iterdir() if path.suffix in ("", ".py")))
 
 
@@ -130,7 +132,7 @@ def settings_only_in_the_cli(modules):
     """No room is given the whole configuration."""
     for module in modules:
         for found in imports(module):
-            if module.room not in ("settings", "cli") and within(found.target, "cairn.settings"):
+            if module.room not in ("settings", "cli", "deploy") and within(found.target, "cairn.settings"):
                 yield f"{module.name}:{found.line} imports the settings"
 
 

@@ -125,7 +125,7 @@ def test_sizes(text, size):
         ("--seed", str(2**63)),
         ("--dtype", "float8"),
         ("--max-model-len", "1.5K"),
-        ("--max-logprobs", "21"),
+        ("--max-logprobs", "-2"),
         ("--root-path", "cairn"),
         ("--ssl-cert-reqs", "3"),
         ("--allowed-origins", "[1]"),

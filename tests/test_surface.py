@@ -20,14 +20,16 @@ FLAGS = """
 --allow-credentials --allowed-headers --allowed-media-domains --allowed-methods --allowed-origins --api-key
 --block-size --chat-template --check-plans --config --cpu-threads --default-chat-template-kwargs
 --disable-fastapi-docs --disable-log-stats --download-dir --dtype --enable-auto-tool-choice --enable-docs
---enable-force-include-usage --enable-prefix-caching --enable-tokenizer-info-endpoint --eviction --exact
+--enable-force-include-usage --enable-per-request-metrics --enable-prefix-caching --enable-request-id-headers
+--enable-tokenizer-info-endpoint --eviction --exact
 --forwarded-allow-ips --generation-config --help --host --image-fetch-timeout --in-flight-sharing
 --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist --kv-secret-file --kv-transfer-config
 --language-model-only --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes --max-image-bytes
 --max-image-pixels --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-stored-responses
 --max-waiting --mm-encoder-cache-bytes --model --no-allow-credentials --no-check-plans --no-disable-fastapi-docs
 --no-disable-log-stats --no-enable-auto-tool-choice --no-enable-docs --no-enable-force-include-usage
---no-enable-prefix-caching --no-enable-tokenizer-info-endpoint --no-exact --no-in-flight-sharing
+--no-enable-per-request-metrics --no-enable-prefix-caching --no-enable-request-id-headers
+--no-enable-tokenizer-info-endpoint --no-exact --no-in-flight-sharing
 --no-language-model-only --no-return-tokens-as-token-ids --no-trust-request-chat-template --override-generation-config
 --port --quantization --reasoning-parser --request-log --request-log-bytes --request-timeout
 --return-tokens-as-token-ids --revision --root-path --seed --served-model-name --shutdown-timeout --ssl-ca-certs
@@ -37,10 +39,10 @@ FLAGS = """
 """
 
 PROXY_FLAGS = """
---affinity-bytes --api-key --connect-timeout --decode --forwarded-allow-ips --health-interval --health-timeout --help
+--api-key --connect-timeout --decode --forwarded-allow-ips --health-interval --health-timeout --help
 --hint-timeout --host
---load-factor --load-slack --log-level --max-attempts --max-body-bytes --max-hints --max-open --port --prefill
---prefill-timeout --request-timeout --shutdown-timeout --stall-timeout
+--log-level --max-attempts --max-body-bytes --max-hints --max-open --port --prefill
+--prefill-timeout --request-timeout --running-tokens --shutdown-timeout --stall-timeout
 """
 
 BENCH_FLAGS = """
@@ -95,7 +97,8 @@ cairn:request_log_dropped_total
 """
 
 PROXY_METRICS = """
-cairn_proxy:decode_only_total cairn_proxy:first_byte_seconds cairn_proxy:hints cairn_proxy:hints_sent_total
+cairn_proxy:decode_only_total cairn_proxy:expected_cached_tokens_total cairn_proxy:first_byte_seconds cairn_proxy:hints
+cairn_proxy:hints_sent_total cairn_proxy:prefixes cairn_proxy:routed_tokens_total
 cairn_proxy:hints_stored_total cairn_proxy:prefill_seconds cairn_proxy:request_seconds cairn_proxy:requests_total
 cairn_proxy:retries_total cairn_proxy:upstream_failures_total cairn_proxy:upstream_open cairn_proxy:upstream_up
 """
@@ -108,6 +111,7 @@ EXPORTED = {
     "cairn.step": "Admit DecodeRows GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED SampledToken Samples Save "
     "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks",
     "cairn.cache.audit": "audit",
+    "cairn.deploy.ray": "app",
     "cairn.cache.checkpoint": "Kind Lineage NO_LINEAGE Origin",
     "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
@@ -138,11 +142,12 @@ EXPORTED = {
     "Vocabulary WordSpeller draw_arrival_times flag spell_prompts",
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "Breakpoint CacheInfo CacheReport CacheView EngineClient EngineConfig EngineInfo "
-    "EngineOptions EngineStats FinishReason GenerateOutput GenerateRequest ImageInput ImageStats KvEventsConfig "
-    "KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
-    "MAX_PATTERN_SIZE MAX_PROMPT_LOGPROBS MAX_SHOWN Pixels PoolStats PrefixCacheStats RANGES RenderedPrompt "
-    "RepetitionDetection RequestLogConfig STEP_SIZES StepStats StopConditions Structure TemplateValue TextStream "
-    "TextTokenizer ThinkingBudget Timings TokenLogprobs TokenStats TransferReport TransferStats check_token_ids",
+    "EngineOptions EngineStats FREE_LOGPROBS FinishReason GenerateOutput GenerateRequest ImageInput ImageStats "
+    "KvEventsConfig KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
+    "MAX_LOGPROBS MAX_LOGPROB_ENTRIES MAX_PATTERN_SIZE MAX_SHOWN Pixels PoolStats PrefixCacheStats RANGES "
+    "RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES StepStats StopConditions Structure TemplateValue "
+    "TextStream TextTokenizer ThinkingBudget Timings TokenLogprobs TokenStats TransferReport TransferStats "
+    "check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
@@ -153,8 +158,8 @@ EXPORTED = {
     "cairn.proxy.app": "ProxyServer create_app",
     "cairn.proxy.options": "ProxyOptions",
     "cairn.settings.proxy": "PROXY_ENV_PREFIX ProxySettings add_proxy_flags load_proxy_settings",
-    "cairn.server.app": "create_app",
-    "cairn.server.options": "ImageOptions ServerLimits ServerOptions",
+    "cairn.server.app": "create_app find_open_paths",
+    "cairn.server.options": "CertificateOptions CorsOptions ImageOptions ServerLimits ServerOptions",
     "cairn.server.run": "HttpServer",
     "cairn.settings.serve": "ENV_PREFIX ServeSettings add_flags load_settings",
     "cairn.settings.images": "MAX_IMAGES image_limit media_domains",

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from cairn.cli import engine_config, main
-from cairn.cli.run import _chat_template, warn
+from cairn.cli.run import read_chat_template, warn
 from cairn.cli.words import rewrite_words
 from cairn.errors import ConfigError
 from cairn.settings.serve import add_flags, load_settings
@@ -206,13 +206,13 @@ def test_a_chat_template_is_a_file_or_the_template(tmp_path):
     file = tmp_path / "chat.jinja"
     file.write_text("{{ messages }}")
     assert (
-        _chat_template(str(file)) == "{{ messages }}" == _chat_template("{{ messages }}")
-        and _chat_template(None) is None
+        read_chat_template(str(file)) == "{{ messages }}" == read_chat_template("{{ messages }}")
+        and read_chat_template(None) is None
     )
     with pytest.raises(ConfigError, match=r"^--chat-template no/such\.jinja: this file cannot be read"):
-        _chat_template("no/such.jinja")
+        read_chat_template("no/such.jinja")
     with pytest.raises(ConfigError, match=r"^--chat-template: is no Jinja template: "):
-        _chat_template("{% for %}")
+        read_chat_template("{% for %}")
 
 
 def test_check_takes_the_same_words(tiny_model, capsys):

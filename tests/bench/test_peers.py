@@ -32,10 +32,10 @@ from benchmarks.peer_servers import (
     Place,
     command_of,
     environment_of,
-    free_port,
     started,
 )
 from benchmarks.peers import order_of, parse, peers_of
+from demo.server import free_port
 from rich.console import Console
 
 from bench.scripted import DONE, Answer, Server, answer_at, run, token, usage, virtually

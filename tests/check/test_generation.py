@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from cairn.check import generation
 from cairn.check.generation import (
     NUM_PROMPTS,
     AnswerComparison,
@@ -21,13 +22,12 @@ from cairn.check.generation import (
 from cairn.check.reference import TransformersReference
 from cairn.cli import main
 from cairn.errors import ModelError
+from tiers import more
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / "qwen3_5"
-    assert main(["make-model", "qwen3_5", str(folder)]) == 0
-    return folder
+def model(made_model):
+    return made_model("qwen3_5")
 
 
 def answer(**changes):
@@ -99,12 +99,14 @@ def test_prompts_fit_and_differ_in_length(num_tokens, limit):
     assert len(prompts[-1]) == min(num_tokens, limit)
 
 
-def test_a_made_model_is_the_same_model(model, tmp_path, capsys):
+@pytest.mark.parametrize("num_prompts", [4, more(NUM_PROMPTS)])
+def test_a_made_model_is_the_same_model(model, tmp_path, capsys, monkeypatch, num_prompts):
+    monkeypatch.setattr(generation, "NUM_PROMPTS", num_prompts)
     found = tmp_path / "found.json"
     assert main(["check", "--generate", "--output", str(found), str(model)]) == 0
     assert "the same model" in capsys.readouterr().out
     written = json.loads(found.read_text())
-    assert written["ok"] and written["num_equal"] == NUM_PROMPTS
+    assert written["ok"] and written["num_equal"] == len(written["answers"]) == num_prompts
     assert all(one["cached_tokens"] == one["prompt_tokens"] for one in written["answers"])
 
 

@@ -6,9 +6,18 @@ import json
 import jsonschema_rs
 from typing_extensions import is_typeddict
 
-from cairn.server import responses
+import cairn.server.anthropic.responses
+import cairn.server.openai.responses
+import cairn.server.openai_responses.responses
+import cairn.server.responses
 
 STREAM, JSON = "text/event-stream", "application/json"
+MODULES = (
+    cairn.server.responses,
+    cairn.server.anthropic.responses,
+    cairn.server.openai.responses,
+    cairn.server.openai_responses.responses,
+)
 OPEN = ("CacheHead", "TokenizerInfoResponse")  # other fields are another type's, or the checkpoint's
 
 
@@ -18,7 +27,7 @@ class ApiContract:
     def __init__(self, document):
         document = copy.deepcopy(document)
         self._paths, self._parts = document["paths"], document["components"]
-        for name, kind in vars(responses).items():
+        for name, kind in (pair for module in MODULES for pair in vars(module).items()):
             if is_typeddict(kind) and name not in OPEN and name in self._parts["schemas"]:
                 self._parts["schemas"][name]["additionalProperties"] = False
         self._validators = {}

@@ -25,7 +25,6 @@ from cairn.engine.contract import Breakpoint, RenderedPrompt
 from cairn.engine.text.chat_template import MAX_RENDERINGS, place_boundaries
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
-from cairn.models.random_weights.make_tokenizer import make_tokenizer
 from cairn.types import Boundary
 
 SYSTEM = {"role": "system", "content": "You answer briefly."}
@@ -33,13 +32,10 @@ FORMS = [(name, results) for name in TEMPLATES for results in (1, 3) if (name, r
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
+def tokenizers(plain_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
     folder = tmp_path_factory.mktemp("templates")
-    plain = folder / "plain"
-    plain.mkdir()
-    make_tokenizer(plain, vocab_size=4096, max_length=1 << 20)
     forms = TEMPLATES | {"resists": RESISTS, "melts": MELTS}
-    return {name: tokenizer_with(plain, folder / name, template) for name, template in forms.items()}
+    return {name: tokenizer_with(plain_tokenizer, folder / name, template) for name, template in forms.items()}
 
 
 def ends_of(rendered: RenderedPrompt) -> list[int]:
@@ -179,14 +175,11 @@ def test_a_long_chat_costs_a_few_renderings(folder_of: Any, tokenizers: dict[str
 
 
 @pytest.fixture
-def folder_of(tmp_path: Path) -> Any:
+def folder_of(plain_tokenizer: Path, tmp_path: Path) -> Any:
     """A tokenizer that nobody else has."""
 
     def make(name: str) -> ModelTokenizer:
-        plain = tmp_path / "plain"
-        plain.mkdir()
-        make_tokenizer(plain, vocab_size=4096, max_length=1 << 20)
-        return tokenizer_with(plain, tmp_path / name, (TEMPLATES | {"resists": RESISTS})[name])
+        return tokenizer_with(plain_tokenizer, tmp_path / name, (TEMPLATES | {"resists": RESISTS})[name])
 
     return make
 

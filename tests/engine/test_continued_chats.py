@@ -10,20 +10,16 @@ from tokenizers import Tokenizer, decoders, models
 
 from cairn.engine.text.tokenizer import ModelTokenizer, TokenSpelling
 from cairn.errors import InvalidRequest
-from cairn.models.random_weights.make_tokenizer import make_tokenizer
 
 USER = {"role": "user", "content": "What is a cairn?"}
 BEGUN = {"role": "assistant", "content": "A heap of st"}
 
 
 @pytest.fixture(scope="module")
-def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
+def tokenizers(plain_tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelTokenizer]:
     folder = tmp_path_factory.mktemp("templates")
-    plain = folder / "plain"
-    plain.mkdir()
-    make_tokenizer(plain, vocab_size=4096, max_length=1 << 20)
-    return {"plain": ModelTokenizer(plain)} | {
-        name: tokenizer_with(plain, folder / name, template) for name, template in TEMPLATES.items()
+    return {"plain": ModelTokenizer(plain_tokenizer)} | {
+        name: tokenizer_with(plain_tokenizer, folder / name, template) for name, template in TEMPLATES.items()
     }
 
 
@@ -46,11 +42,8 @@ def test_the_prompt_ends_where_the_last_message_does(tokenizers, name, tools):
     assert set(known) <= set(ends)
 
 
-def test_a_template_that_hides_the_message_is_refused(tokenizers, tmp_path: Path):
-    folder = tmp_path / "plain"
-    folder.mkdir()
-    make_tokenizer(folder, vocab_size=1024, max_length=1 << 20)
-    hiding = tokenizer_with(folder, tmp_path / "hiding", "{{ messages[0].content }}!")
+def test_a_template_that_hides_the_message_is_refused(plain_tokenizer: Path, tmp_path: Path):
+    hiding = tokenizer_with(plain_tokenizer, tmp_path / "hiding", "{{ messages[0].content }}!")
     with pytest.raises(InvalidRequest) as caught:
         hiding.render_chat([USER, BEGUN], add_generation_prompt=False, continue_final_message=True)
     assert caught.value.param == "messages"

@@ -33,7 +33,9 @@ def branch(name: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("seed", [0, 3, *(pytest.param(seed, marks=LONG) for seed in range(4, 12))])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(3, marks=pytest.mark.more), *(pytest.param(seed, marks=LONG) for seed in range(4, 12))]
+)
 def test_eight_clients_at_once(kind, seed, tmp_path):
     server = LoggedServer(tmp_path / "log", num_pages=POOL)
     serve(server, Load(seed), kind, requests=150)

@@ -11,7 +11,7 @@ from test_core import request, run, tokens_of
 
 from cairn.engine.build import build_core
 from cairn.engine.client import OutputQueue
-from cairn.engine.contract import EngineConfig, GenerateOutput, RepetitionDetection
+from cairn.engine.contract import MAX_LOGPROBS, EngineConfig, GenerateOutput, RepetitionDetection
 from cairn.engine.contract.output import pack_logprobs
 from cairn.engine.output_processor import StopStringChecker
 from cairn.engine.specs import seed_of
@@ -399,7 +399,8 @@ BAD = [
     ({"repetition_detection": RepetitionDetection(max_pattern_size=4097, min_count=2)}, "repetition_detection"),
     ({"repetition_detection": RepetitionDetection(max_pattern_size=2, min_count=1)}, "repetition_detection"),
     ({"repetition_detection": RepetitionDetection(max_pattern_size=2, min_pattern_size=3)}, "repetition_detection"),
-    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"logprobs": MAX_LOGPROBS + 1}, "logprobs"),
+    ({"prompt_logprobs": MAX_LOGPROBS + 1}, "prompt_logprobs"),
     ({"prompt_logprobs": -1}, "prompt_logprobs"),
     ({"prompt_logprobs": 20, "prompt": [1] * 60_000}, "prompt_logprobs"),
 ]

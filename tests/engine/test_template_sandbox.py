@@ -1,24 +1,24 @@
 """A checkpoint's chat template is a program of a stranger: it is run in transformers' sandbox."""
 
 import json
+import shutil
 
 import pytest
 
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
-from cairn.models.random_weights.make_tokenizer import make_tokenizer
 
 USER = {"role": "user", "content": "What is a cairn?"}
 
 
 @pytest.fixture
-def templated(tmp_path):
-    make_tokenizer(tmp_path, vocab_size=1024, max_length=1024)
-    config = tmp_path / "tokenizer_config.json"
+def templated(plain_tokenizer, tmp_path):
+    folder = shutil.copytree(plain_tokenizer, tmp_path / "tokenizer")
+    config = folder / "tokenizer_config.json"
 
     def with_template(template):
         config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": template}))
-        return ModelTokenizer(tmp_path)
+        return ModelTokenizer(folder)
 
     return with_template
 

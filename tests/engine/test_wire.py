@@ -4,14 +4,17 @@ import numpy as np
 import pytest
 
 from cairn.engine.contract import (
+    MAX_LOGPROB_ENTRIES,
     CacheReport,
     EngineConfig,
     EngineStats,
     GenerateOutput,
     KvTransferConfig,
     PrefixCacheStats,
+    TokenLogprobs,
     TransferReport,
 )
+from cairn.engine.core_loop import run_core
 from cairn.engine.specs import check_request, key_tokens, transfer_params
 from cairn.engine.wire import (
     MAX_FRAME_BYTES,
@@ -197,3 +200,77 @@ def test_a_refusal_is_raised_as_what_it_was(error):
 def test_a_build_error_is_raised_as_what_it_was(error):
     raised = BuildRefused.of(error).error()
     assert type(raised) is type(error) and str(raised) == str(error)
+
+
+class WideCore:
+    """Three requests, each told of a vocabulary at once, in one step."""
+
+    def __init__(self, num_entries):
+        self.has_work, self._num = True, num_entries
+
+    def start(self, wake):
+        pass
+
+    def close(self):
+        pass
+
+    def poll_ready(self):
+        return ()
+
+    def poll(self):
+        return ()
+
+    def step(self):
+        self.has_work = False
+        packed = TokenLogprobs(width=self._num, token_ids=b"", values=b"", ranks=bytes(4))
+        return [GenerateOutput(request_id=name, logprobs=packed) for name in "abc"]
+
+
+class Recorder:
+    """A core's link to a client that ends once something has come."""
+
+    def __init__(self):
+        self.sent = []
+        self.send = self.sent.append
+
+    def wake(self):
+        pass
+
+    def receive(self, seconds):
+        return Shutdown() if self.sent else None
+
+
+@pytest.mark.parametrize(
+    ("num_entries", "frames"),
+    [
+        (MAX_LOGPROB_ENTRIES // 3, ["abc"]),
+        (MAX_LOGPROB_ENTRIES // 2, ["ab", "c"]),
+        (MAX_LOGPROB_ENTRIES, ["a", "b", "c"]),
+    ],
+)
+def test_outputs_with_many_log_probabilities_come_in_several_frames(num_entries, frames):
+    link = Recorder()
+    run_core(WideCore(num_entries), link)
+    assert ["".join(output.request_id for output in frame.outputs) for frame in link.sent] == frames
+    assert 8 * MAX_LOGPROB_ENTRIES < MAX_FRAME_BYTES // 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprobs": 1023, "max_tokens": 1025}, "logprobs"),
+        ({"logprobs": 1023, "max_tokens": 513, "n": 2}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": MAX_LOGPROB_ENTRIES // 5}, "prompt_logprobs"),
+    ],
+)
+def test_log_probabilities_of_one_request_are_bounded(fields, param):
+    for allowed in (
+        {"logprobs": 1023, "max_tokens": 1024},
+        {"logprobs": 20},
+        {"prompt_logprobs": MAX_LOGPROB_ENTRIES // 5 - 1},
+    ):
+        check_request(request(**allowed))
+    with pytest.raises(InvalidRequest) as raised:
+        check_request(request(**fields))
+    assert raised.value.param == param

@@ -11,7 +11,7 @@ from cairn.kernels.contract import Kernels
 from kernels.backends import BF16_PRODUCTS, INTERPRETED, ON_GPU
 from kernels.kernel_calls import Call, Kind, whole_memory
 
-FEW = settings(max_examples=30, deadline=None, derandomize=True)
+FEW = settings(max_examples=16, deadline=None, derandomize=True)
 if ON_GPU:
     # Nearly each has kernels of its own to compile.
     FEW = settings(FEW, max_examples=12)

@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.kernels.contract import Kernels
@@ -51,7 +51,7 @@ def test_against_the_reference(kernels: Kernels, dtype: torch.dtype, name: str, 
 @every_backend_and_dtype
 @pytest.mark.parametrize("batch", [RandomBatch((), ()), RandomBatch((SequenceRows(3, 70, 1),), ())], ids=["empty", "1"])
 @given(data=st.data())
-@FEW
+@settings(FEW, max_examples=8)
 def test_the_smallest_batches(
     kernels: Kernels, dtype: torch.dtype, name: str, batch: RandomBatch, data: st.DataObject
 ) -> None:

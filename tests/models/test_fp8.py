@@ -9,14 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cairn.errors import ModelError
+from cairn.errors import ConfigError, ModelError
 from cairn.kernels import reference
 from cairn.layers.communicator import SINGLE_RANK
-from cairn.models.check import check
+from cairn.models.check import CheckSettings, check
+from cairn.models.decoder_config import AskedQuantization
 from cairn.models.rank_weights import RankWeights
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard
-from cairn.models.weights.loader import WeightReader
+from cairn.models.weights.loader import WeightReader, read_config
 from cairn.models.weights.quantization import Quantization
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT, Loaded
@@ -40,6 +41,21 @@ def test_every_tensor_is_accounted_for(pair: tuple[Path, Path]) -> None:
     assert report.ok, report.accounting.problems[:3]
     assert report.stored_dtypes["F8_E4M3"] > 10
     assert report.parameters == check(pair[1]).parameters
+
+
+def test_a_checkpoints_own_quantization_may_be_said(pair: tuple[Path, Path]) -> None:
+    """As users of vLLM do with `-q`. What it is not is refused with what to do."""
+    method: AskedQuantization = "fp8" if read_config(pair[0])["model_type"].startswith("qwen") else "modelopt"
+    other: AskedQuantization = "modelopt" if method == "fp8" else "fp8"
+    assert open_model(pair[0], quantization=method).served_quantization is None
+    assert check(pair[0], CheckSettings(quantization=method)).settings.quantization is None
+    assert open_model(pair[0], quantization="int8").served_quantization == "int8"
+    with pytest.raises(
+        ConfigError, match=f"--quantization {other}: the checkpoint is in {method}, .*without this flag"
+    ):
+        open_model(pair[0], quantization=other)
+    with pytest.raises(ConfigError, match=f"--quantization {method}: the checkpoint is not quantized, .*int8 can be"):
+        open_model(pair[1], quantization=method)
 
 
 def test_logits_are_those_of_the_same_numbers(pair: tuple[Path, Path]) -> None:

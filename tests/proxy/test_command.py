@@ -44,7 +44,7 @@ EVERY_FLAG = """
     --prefill http://a:1 --prefill https://b:2/deep/ --decode http://a:1 --decode http://[::1]:8 --host 0.0.0.0 --port 9
     --api-key k --max-open 2 --max-body-bytes 3e6 --max-attempts 4 --connect-timeout 5.5 --prefill-timeout 6
     --stall-timeout 7 --request-timeout 8 --shutdown-timeout 9 --health-interval 10 --health-timeout 11
-    --affinity-bytes 12 --load-factor 13 --load-slack 14 --max-hints 15 --hint-timeout 16 --log-level error
+    --running-tokens 12 --max-hints 15 --hint-timeout 16 --log-level error
     --forwarded-allow-ips 10.0.0.0/8,::1
 """
 
@@ -58,7 +58,7 @@ def test_every_flag():
     assert (options.connect_timeout, options.prefill_timeout, options.stall_timeout) == (5.5, 6, 7)
     assert (options.request_timeout, options.shutdown_timeout) == (8, 9)
     assert (options.health_interval, options.health_timeout) == (10, 11)
-    assert (options.affinity_bytes, options.load_factor, options.load_slack) == (12, 13, 14)
+    assert options.running_tokens == 12
     assert (options.max_hints, options.hint_timeout) == (15, 16)
     assert parse_trusted_proxies(options.forwarded_allow_ips) == ("10.0.0.0/8", "::1")
 
@@ -100,7 +100,7 @@ def test_several_api_keys(monkeypatch):
         ((*SERVERS, "--api-key", ""), "--api-key: must not be empty"),
         ((*SERVERS, "--api-key", "a", ""), "--api-key: must not be empty"),
         ((*SERVERS, "--api-key", "a", "b d"), "--api-key: "),
-        ((*SERVERS, "--load-factor", "nan"), "--load-factor"),
+        ((*SERVERS, "--running-tokens", "nan"), "--running-tokens"),
         ((*SERVERS, "--max-attempts", "0"), "--max-attempts: should be greater than or equal to 1"),
     ],
 )

@@ -327,7 +327,7 @@ QUICK_CHECKS = {"health_interval": 0.05, "health_timeout": 0.5}
 def test_a_prefill_server_that_freezes_is_left_for_another_one(setting, answers, num_waiting):
     """All that wait for it go to the other one, once the health checks have found it down; it is asked for nothing."""
     pool, d = [setting.prefill(), setting.prefill()], setting.decode()
-    proxy = setting.proxy(pool, [d], load_slack=100, **QUICK_CHECKS)
+    proxy = setting.proxy(pool, [d], running_tokens=0, **QUICK_CHECKS)
     frozen, other = first_choice(proxy, pool)
     frozen.default = answers.never
     asking = [Background(proxy.ask) for _ in range(num_waiting)]

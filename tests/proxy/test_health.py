@@ -28,7 +28,8 @@ class Scripted:
 
 @pytest.fixture
 def checks():
-    pool, client, clock = UpstreamPool("decode", ["http://a", "http://b"]), Scripted(), ManualClock(100)
+    clock = ManualClock(100)
+    pool, client = UpstreamPool("decode", ["http://a", "http://b"], clock), Scripted()
     options = ProxyOptions(decode=["http://a", "http://b"], health_interval=5.0, health_timeout=2.0)
     health = HealthChecker([pool], client, options, clock)
 

@@ -34,7 +34,7 @@ def test_the_own_form(tmp_path, zipped):
     trace = read_trace(write(tmp_path, HEADER, *rows, zipped=zipped))
     assert (trace.name, trace.unit, len(trace.requests)) == ("made", 16, 2)
     first, second = trace.requests
-    assert first.arrived == 1.5 and first.num_prompt_tokens == 40
+    assert first.arrived == 1.5 and first.num_prompt_tokens == 40 and first.session == 0
     assert first.path.tolist() == [5, 6] and second.path.tolist() == [5, 6, 90, 91, 92, 93]
     assert [end.position for end in second.boundaries] == [16, 32, 96]
     # 40 + 20 tokens fill units 2, and 100 + 20 unit 6: nobody extends them, so they are their own

@@ -102,7 +102,7 @@ def test_too_many_answers_to_too_many_prompts(server):
     assert refused(server.post("/v1/completions", {"prompt": ["x"] * 3, "n": 128}))["param"] == "prompt"
 
 
-@pytest.mark.parametrize(("prompt", "kind"), [(5, "a number"), (None, "null"), ({}, "an object"), (True, "a boolean")])
+@pytest.mark.parametrize(("prompt", "kind"), [(5, "a number"), ({}, "an object"), (True, "a boolean")])
 def test_prompt_of_a_wrong_type(server, prompt, kind):
     error = refused(server.post("/v1/completions", {"prompt": prompt}))
     assert error["param"] == "prompt"
@@ -291,6 +291,14 @@ def test_a_bias_that_is_no_number(server, literal):
 def test_fields_that_do_not_go_together_or_not_here(server, path, body, param):
     error = refused(server.post(path, body))
     assert error["param"] == param and param in error["message"]
+
+
+def test_no_prompt_is_refused_in_vllms_words(server):
+    """Clients look for them."""
+    for more in ({}, {"prompt_embeds": []}):
+        error = refused(server.post("/v1/completions", {"prompt": None} | more))
+        assert error["param"] == "prompt"
+        assert "Either prompt or prompt_embeds must be provided and non-empty." in error["message"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cairn.deploy.ray.fleet_metrics import merge_expositions
 from cairn.engine.build import build_core
 from cairn.engine.contract import KvTransferConfig
 from cairn.engine.text.tokenizer import ModelTokenizer
@@ -22,7 +23,7 @@ OFFER = {"do_remote_decode": True, "do_remote_prefill": False}
 @pytest.fixture(scope="module")
 def told(running_server, served_real):
     """Names of samples, with their labels, of two servers that have answered requests: a real engine's, and one that
-    takes part in transfers."""
+    takes part in transfers; and of a fleet of the former."""
     peers = [running_server(kv_transfer=KvTransferConfig(port=port)) for port in (5611, 5612)]
     try:
         handed = peers[0].post("/v1/completions", REQUEST | {"max_tokens": 1, "kv_transfer_params": OFFER}).json()
@@ -33,6 +34,7 @@ def told(running_server, served_real):
         for peer in peers:
             peer.drain()
             peer.join()
+    texts.append(merge_expositions({"a": served_real, "b": served_real}))
     families = [family for text in texts for family in text_string_to_metric_families(text)]
     labels = {}
     for family in families:
@@ -74,6 +76,13 @@ def test_every_metric_of_ours_has_a_panel(told):
 def test_variables_that_are_used_exist():
     declared = {variable["name"] for variable in DASHBOARD["templating"]["list"]} | {"__rate_interval"}
     assert set(re.findall(r"\$\{?(\w+)", json.dumps(DASHBOARD["panels"]))) <= declared
+
+
+def test_the_fleets_panels_are_by_replica_and_fit_a_server_alone_too():
+    fleet = [query for query in QUERIES if "replica" in query]
+    assert len(fleet) == 6 and all('replica=~"$replica"' in query for query in fleet)
+    (variable,) = (variable for variable in DASHBOARD["templating"]["list"] if variable["name"] == "replica")
+    assert variable["allValue"] == ".*" and "replica" in variable["definition"]
 
 
 def test_panels_do_not_lie_on_each_other():

@@ -57,8 +57,16 @@ def test_the_request_id_comes_back(server):
     assert given.headers["x-request-id"] == "abc-123" and given.json()["id"] == "cmpl-abc-123"
     in_body = server.post("/v1/completions", {"prompt": "x", "request_id": "from-body"})
     assert in_body.json()["id"] == "cmpl-from-body"
-    made = server.get("/version")
+    made = server.get("/v1/models")
     assert len(made.headers["x-request-id"]) == 32
+
+
+def test_probes_get_a_request_id_by_flag(server, serve):
+    every = serve({"enable_request_id_headers": True})
+    for path in ("/health", "/ping", "/load", "/version", "/metrics"):
+        assert "x-request-id" not in server.get(path).headers
+        assert server.get(path, headers={"X-Request-Id": "mine"}).headers["x-request-id"] == "mine"
+        assert len(every.get(path).headers["x-request-id"]) == 32
 
 
 def test_two_requests_may_have_the_same_id(serve):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cairn.server.requests import ChatRequest, CompletionRequest
+from cairn.server.openai.requests import ChatRequest, CompletionRequest
 
 FIELDS = sorted({*ChatRequest.model_fields, *CompletionRequest.model_fields, "n", "tools", "logit_bias", "unknown"})
 NUMBERS = st.one_of(st.integers(), st.integers(-3, 20), st.floats())

@@ -19,6 +19,7 @@ from PIL import Image
 
 from cairn.server.images import MediaConnector
 from cairn.server.images.fetch import ImageFetcher
+from cairn.server.images.named import NamedImages
 from cairn.server.options import ImageOptions
 from doubles.byte_tokenizer import ByteTokenizer
 
@@ -188,7 +189,7 @@ def rgb(image):
     [
         part(uri(packed())),
         part(uri(packed()), "input_image"),
-        {"type": "image_url", "image_url": uri(packed())},
+        {"type": "input_image", "image_url": {"url": uri(packed())}},
         part(uri(packed()).replace("data:image/png", "DATA:IMAGE/PNG")),
         part(uri(packed(), "image/jpeg")),  # clients often say so of anything
     ],
@@ -593,6 +594,11 @@ def test_too_many_images(world):
         {"type": "image_url", "image_url": {"url": 5}},
         {"type": "image_url", "image_url": ""},
         {"type": "image_url", "image_url": ["a"]},
+        {"type": "image_url", "image_url": uri(packed())},
+        {"type": "image_url", "image_url": {"url": uri(packed())}, "uuid": ""},
+        {"type": "image_url", "image_url": {"url": uri(packed())}, "uuid": 5},
+        {"type": "image_url", "image_url": {}, "uuid": "never seen"},
+        {"type": "input_image", "uuid": "never seen"},
         {"type": "input_image", "file_id": "file-1"},
         {"type": "video_url", "video_url": {"url": "http://pictures.example/a.mp4"}},
         {"type": "input_video", "video_url": "http://pictures.example/a.mp4"},
@@ -607,6 +613,39 @@ def test_too_many_images(world):
 )
 def test_parts_of_a_wrong_form(world, wrong):
     refused(world, chat({"type": "text", "text": "x"}, wrong), "messages[0].content[1]")
+
+
+def test_an_image_is_sent_again_by_its_uuid(world):
+    """vLLM's: to who has sent it, with the same salt. A file that cannot be read has no name."""
+    named = part(uri(packed(pixels(seed=7)))) | {"uuid": "a name"}
+    taken(world, chat(named))
+    for form in ({"image_url": {}}, {"image_url": None}, {}, {"image_url": {"url": None}}):
+        image, other = taken(world, chat({"type": "image_url", "uuid": "a name"} | form, part(uri(packed()))))
+        assert (rgb(image) == pixels(seed=7)).all() and (rgb(other) == pixels()).all()
+    alone = chat({"type": "image_url", "uuid": "a name"})
+    assert "send image_url.url" in refused(world, alone | {"cache_salt": "s"}, "messages[0].content[0]")
+    taken(world, chat(part(uri(packed(pixels(seed=8)))) | {"uuid": "a name"}) | {"cache_salt": "s"})
+    assert [
+        (rgb(taken(world, alone | more)[0]) == pixels(seed=seed)).all()
+        for more, seed in (({}, 7), ({"cache_salt": "s"}, 8))
+    ] == [True, True]
+    taken(world, chat(part(uri(packed(pixels(seed=9)))) | {"uuid": "a name"}))
+    assert (rgb(taken(world, alone)[0]) == pixels(seed=9)).all(), "what is sent counts, not what was"
+    refused(world, chat(part(uri(b"\x89PNG\r\n\x1a\n...")) | {"uuid": "broken"}))
+    assert "no image with this uuid" in refused(world, chat({"type": "image_url", "uuid": "broken"}))
+
+
+def test_images_by_uuid_are_bounded():
+    images, mine, yours = NamedImages(max_bytes=4096), ("key:me", ""), ("key:you", "")
+    for number in range(3):
+        images.put(mine, f"{number}", bytes(512))
+    assert images.num_bytes == 3 * 1024 and images.get(yours, "0") is None
+    assert images.get(mine, "0") == bytes(512)
+    images.put(yours, "0", bytes(1500))
+    assert images.num_bytes == 2 * 1024 + 1500 + 512 and images.get(mine, "1") is None, "the least recently used one"
+    assert images.get(mine, "0") and images.get(mine, "2") and images.get(yours, "0")
+    images.put(mine, "0", bytes(4096))
+    assert images.get(mine, "0") is None and images.num_bytes == 1024 + 1500 + 512, "too large, and not what it was"
 
 
 @pytest.mark.parametrize("role", ["system", "assistant"])
@@ -634,7 +673,7 @@ def test_placeholders_typed_as_text(world, body, where):
 def test_placeholders_put_together_from_several_texts():
     from cairn.errors import InvalidRequest
     from cairn.server.images.connector import _refuse_markers
-    from cairn.server.requests import Message
+    from cairn.server.openai.messages import Message
 
     def message(*texts):
         return Message(role="user", content=[{"type": "text", "text": text} for text in texts])

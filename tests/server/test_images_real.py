@@ -146,6 +146,7 @@ def test_a_large_image_goes_through_the_engines_wire(client):
     rgb[::7] = 200
     out = io.BytesIO()
     Image.fromarray(rgb).save(out, "PNG")
-    part = {"type": "image_url", "image_url": f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"}
+    url = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+    part = {"type": "image_url", "image_url": {"url": url}}
     report = cache_of(chat(client, part, text("How large is it?")))
     assert 900 < report["prompt_tokens"] < 1060

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from cairn.server.logprobs import TextOffsetTracker
+from cairn.server.openai.logprobs import TextOffsetTracker
 from cairn.types import SamplingParams
 from server.asking import ask, stream
 

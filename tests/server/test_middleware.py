@@ -14,8 +14,8 @@ from cairn.http.application import http_application
 from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
 from cairn.server.error_handlers import MAX_NESTING, find_deep_field
 from cairn.server.images.memory import ImageAllocation, ImageMemory
-from cairn.server.prompts import truncate_prompt
-from cairn.server.requests import CompletionRequest
+from cairn.server.openai.prompts import truncate_prompt
+from cairn.server.openai.requests import CompletionRequest
 from cairn.types import Boundary
 
 

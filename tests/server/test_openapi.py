@@ -15,8 +15,8 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from cairn.engine.contract import RANGES
+from cairn.server.openai.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from cairn.server.openai_responses.requests import ResponsesRequest
-from cairn.server.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 ROLES = ("user", "assistant", "system", "user")
@@ -130,10 +130,14 @@ def test_the_document_types_every_body(server):
 
 
 def test_the_ranges_of_the_document_are_the_cores(server):
-    """Told once: what the core refuses is what the document calls too much."""
+    """Told once: what the core refuses is what the document calls too much. How many log-probabilities
+    there may be is the server's flag."""
     fields = server.get("/openapi.json").json()["components"]["schemas"]["CompletionRequest"]["properties"]
     shared = {name: allowed for name, allowed in RANGES.items() if name in fields and allowed.lengths is None}
-    assert len(shared) == 13
+    for name in ("logprobs", "prompt_logprobs"):
+        (number,) = (one for one in fields[name]["anyOf"] if one["type"] == "integer")
+        assert (number["minimum"], number["maximum"]) == (0, 20) and shared.pop(name)
+    assert len(shared) == 11
     for name, allowed in shared.items():
         least, most = fields[name].get("minimum", fields[name].get("exclusiveMinimum")), fields[name]["maximum"]
         assert most == allowed.high and (least == allowed.low or name in ("max_tokens", "top_k"))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cairn.engine.contract import GenerateOutput
-from cairn.server.generate import OutputBuffer
+from cairn.server.openai.generate import OutputBuffer
 from doubles.byte_tokenizer import ByteTokenizer
 from server.asking import ask, stream
 
@@ -222,6 +222,27 @@ def test_usage_counts_the_tokens_of_reasoning_shown_or_not(thinker, server):
     cut = ask(thinker, CHAT, **body | {"max_tokens": 3})["usage"]
     assert cut["completion_tokens_details"] == {"reasoning_tokens": 3}
     assert ask(server, CHAT, **body)["usage"]["completion_tokens_details"] is None
+
+
+@pytest.mark.parametrize("thought", ["hm\n\n", "\nhm", "hm", "hm\n</thin"])
+def test_every_api_counts_the_same_tokens_of_reasoning(thinker, thought):
+    """Newlines next to the marks are left out of the text, and are tokens of the reasoning all the same."""
+    said = f"{thought}</think>yes"
+    chat = ask(thinker, CHAT, messages=[{"role": "user", "content": said}], max_tokens=40, **THINKING)
+    response = ask(thinker, "/v1/responses", model="echo", input=said, max_output_tokens=40, **THINKING)
+    count = response["usage"]["output_tokens_details"]["reasoning_tokens"]
+    assert chat["usage"]["completion_tokens_details"]["reasoning_tokens"] == count == len(f"user\n{thought}")
+
+
+def test_whether_the_prompt_opens_the_reasoning_is_looked_up_once(thinker, monkeypatch):
+    decoded = []
+    decode = thinker._tokenizer.decode
+    monkeypatch.setattr(thinker._tokenizer, "decode", lambda ids: (decoded.append(list(ids)), decode(ids))[1])
+    ask(thinker, CHAT, messages=[USER], max_tokens=40, thinking_token_budget=3, **THINKING)
+    assert decoded.count(prompt_of(thinker)[-32:]) == 1
+    decoded.clear()
+    ask(thinker, TEXT, prompt="<think>\nabcd", max_tokens=9)
+    assert list(b"<think>\nabcd") not in decoded
 
 
 # -- kv_transfer_params.prompt_token_ids -------------------------------------------------------------------------------

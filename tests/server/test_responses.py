@@ -13,6 +13,7 @@ from doubles.byte_tokenizer import ByteTokenizer
 from server.asking import CALL, SCHEMA, XML
 
 TOOL = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": SCHEMA}
+NAMED = {"type": "function", "name": "weather"}
 
 
 def body(given="Hello.", **fields):
@@ -260,6 +261,18 @@ def test_an_answer_without_an_end_is_gone_on_with(server):
             {"tool_choice": {"type": "function", "function": {"name": "weather"}}},
         ),
         (
+            {"tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [NAMED]}},
+            {
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": "required",
+                        "tools": [{"type": "function", "function": {"name": "weather"}}],
+                    },
+                }
+            },
+        ),
+        (
             {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}, "tools": None},
             {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
         ),
@@ -276,6 +289,25 @@ def test_tool_choice_and_formats_are_a_chats(xml, fields, sent):
     chat_prompt(xml, [user("Hello.")], **({"tools": [tool]} if "response_format" not in sent else {}) | sent)
     assert xml.requests[-1].structure is None or xml.requests[-1].structure.kind == structure.kind
     assert (structure is None) == (sent.get("tool_choice") == "auto")
+
+
+def test_what_the_model_has_read_and_written(server, xml):
+    shown = answer(server, "Hello.", enable_response_messages=True)
+    (read,), (written,) = shown["input_messages"], shown["output_messages"]
+    assert read["message"] == prompt_of(server) and len(read["tokens"]) == shown["usage"]["input_tokens"]
+    (message,) = shown["output"]
+    assert (
+        written["message"] == message["content"][0]["text"]
+        and len(written["tokens"]) == shown["usage"]["output_tokens"]
+    )
+    assert {one["type"] for one in (read, written)} == {"raw_message_tokens"}
+    last = events(server, "Hello.", enable_response_messages=True)[-1]["response"]
+    assert last["input_messages"] == [read] and last["output_messages"][0]["message"] == written["message"]
+    plain = answer(server, "Hello.")
+    assert plain["input_messages"] is plain["output_messages"] is None
+    thought = {"enable_response_messages": True, "input": "hm</think>So.", "reasoning": {"effort": "low"}}
+    assert "hm</think>" in answer(xml, **thought)["output_messages"][0]["message"]
+    assert answer(xml, **thought, include_reasoning=False)["output_messages"] == []
 
 
 @pytest.mark.parametrize("way", ["previous_response_id", "items"])
@@ -533,6 +565,15 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
+        (
+            {
+                "tools": [TOOL],
+                "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED | {"name": "x"}]},
+            },
+            "tool_choice",
+        ),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [NAMED]}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "text.format"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"reasoning": {"effort": "enormous"}}, "reasoning.effort"),

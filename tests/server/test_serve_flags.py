@@ -14,8 +14,8 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from cairn.errors import ConfigError
 from cairn.http.tls import TlsOptions, check_tls
+from cairn.server.openai.prompts import parse_template_kwargs
 from cairn.server.options import ServerOptions
-from cairn.server.prompts import parse_template_kwargs
 from cairn.server.run import tls_options
 from cairn.server.stat_logger import ThroughputLogger
 from doubles.byte_tokenizer import ByteTokenizer
@@ -78,6 +78,60 @@ def test_most_log_probabilities_by_flag(serve, server):
         assert server.post(path, body | {name: 3}).status_code == 200
         error = few.post(path, body | {name: 3}).json()["error"]
         assert error["param"] == name and "at most 2 (--max-logprobs)" in error["message"]
+
+
+def test_log_probabilities_of_the_whole_vocabulary(serve, server):
+    """By -1, where the flag allows as many."""
+    every, size = serve({"max_logprobs": -1}), 259
+    chat = CHAT | {"logprobs": True, "top_logprobs": -1}
+    text = COMPLETION | {"logprobs": -1, "prompt_logprobs": -1, "return_tokens_as_token_ids": True}
+    for one in every.post("/v1/chat/completions", chat).json()["choices"][0]["logprobs"]["content"]:
+        assert len({tuple(entry["bytes"]) for entry in one["top_logprobs"]}) > 250
+        assert len(one["top_logprobs"]) == size
+    choice = every.post("/v1/completions", text).json()["choices"][0]
+    assert [len(one) for one in choice["logprobs"]["top_logprobs"]] == [size] * 4
+    assert choice["prompt_logprobs"][0] is None
+    assert [one.keys() for one in choice["prompt_logprobs"][1:]] == [{str(token) for token in range(size)}] * 4
+    streamed = chunks_of(every.post("/v1/chat/completions", chat | {"stream": True}))
+    told = [
+        one for chunk in streamed for own in chunk["choices"] if own["logprobs"] for one in own["logprobs"]["content"]
+    ]
+    assert [len(one["top_logprobs"]) for one in told] == [size] * 4
+    response = {"input": "hello", "max_output_tokens": 2, "top_logprobs": -1}
+    (message,) = every.post("/v1/responses", response).json()["output"]
+    assert [len(one["top_logprobs"]) for one in message["content"][0]["logprobs"]] == [size] * 2
+    for path, body, name in (
+        ("/v1/chat/completions", chat, "top_logprobs"),
+        ("/v1/completions", COMPLETION | {"logprobs": -1}, "logprobs"),
+        ("/v1/completions", COMPLETION | {"prompt_logprobs": -1}, "prompt_logprobs"),
+        ("/v1/responses", response, "top_logprobs"),
+    ):
+        error = server.post(path, body).json()["error"]
+        assert error["param"] == name and "all 259 tokens; this server gives at most 20" in error["message"]
+        assert every.post(path, body | {name: -2}).json()["error"]["param"] == name
+        assert every.post(path, body | {name: size + 1}).json()["error"]["param"] == name
+    error = every.post("/v1/chat/completions", chat | {"max_tokens": None}).json()["error"]
+    assert error["param"] == "top_logprobs" and "max_tokens of at most 4032" in error["message"]
+
+
+def test_metrics_of_each_request_by_flag(serve, server):
+    """As vLLM has them: null where there are none, left out of a chunk, and of one request with one answer."""
+    told = serve({"enable_per_request_metrics": True})
+    times = {"time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"}
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        assert server.post(path, body).json()["metrics"] is None
+        whole = told.post(path, body).json()["metrics"]
+        assert whole.keys() == times and all(value >= 0 for value in whole.values())
+        assert told.post(path, body | {"max_tokens": 1}).json()["metrics"]["mean_itl_ms"] is None
+        assert told.post(path, body | {"n": 2}).json()["metrics"] is None
+        streamed = body | {"stream": True, "stream_options": {"include_usage": True}, "max_tokens": 1}
+        *chunks, last = chunks_of(told.post(path, streamed))
+        assert not any("metrics" in chunk for chunk in chunks)
+        assert last["metrics"].keys() == times - {"mean_itl_ms"}
+        assert not any("metrics" in chunk for chunk in chunks_of(server.post(path, streamed)))
+    response = {"input": "hello", "max_output_tokens": 4}
+    assert told.post("/v1/responses", response).json()["metrics"].keys() == times
+    assert "metrics" not in server.post("/v1/responses", response).json()
 
 
 def test_tokens_in_one_event_by_flag(serve):

@@ -5,7 +5,7 @@ import pytest
 
 from cairn.engine.contract import EngineConfig
 from cairn.errors import InvalidRequest
-from cairn.server.engine_request import encode_bad_words
+from cairn.server.openai.engine_request import encode_bad_words
 from doubles.echo_core import build_echo_core
 from doubles.engine_requests import generate_request
 

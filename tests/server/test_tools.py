@@ -3,9 +3,14 @@
 import json
 
 import pytest
+from llguidance import LLMatcher
 
-from cairn.server.chat_message import ChatMessage
+from cairn.engine.grammars.structure import grammar_of
+from cairn.engine.grammars.worker import byte_tokenizer
 from cairn.server.error_handlers import find_deep_field
+from cairn.server.openai.chat_message import ChatMessage
+from cairn.server.openai.response_format import _limit_calls
+from cairn.server.parsers.json_tool_parser import JsonToolParser
 from cairn.server.parsers.registry import ParserFactory
 from cairn.server.parsers.xml_tool_parser import XmlToolParser
 from doubles.byte_tokenizer import ByteTokenizer
@@ -220,6 +225,67 @@ def test_a_turn_goes_back_as_it_came(xml):
     assert "weather" in prompt and "rain" in prompt
 
 
+def allow(*names, mode="auto"):
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def test_some_of_the_tools_may_be_allowed(xml, serving):
+    """The prompt has all of them, so its prefix stays cached; the answer is held to those that are allowed."""
+    both = {"tools": [TOOL, NOW], "temperature": 0}
+    whole(xml, CALL, **both)
+    prompt = xml.requests[-1].prompt
+    (call,) = whole(xml, "So. " + CALL, **both, tool_choice=allow("weather")).message.tool_calls
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", ARGUMENTS)
+    whole(xml, CALL, **both, tool_choice=allow("now"))
+    structure = xml.requests[-1].structure
+    assert (structure.kind, structure.field, structure.reasoning) == ("structural_tag", "tool_choice", "possible")
+    assert xml.requests[-1].prompt == prompt
+    assert whole(xml, "So be it.", **both, tool_choice=allow("now")).message.tool_calls is None
+    hermes = serving(HERMES)
+    json_call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo", "days": 3}}\n</tool_call>'
+    (call,) = whole(hermes, json_call, **both, tool_choice=allow("weather")).message.tool_calls
+    assert json.loads(call.function.arguments) == ARGUMENTS
+    # all of them are no restriction, and an answer of a form has no calls
+    for fields in ({"tool_choice": allow("now", "weather")}, {"tool_choice": allow("now"), "stop": ["zzz"]}):
+        whole(xml, "x", **both, **fields)
+        assert (xml.requests[-1].structure is None) == ("stop" not in fields)
+    whole(xml, "x", **both, tool_choice=allow("now"), response_format={"type": "json_object"})
+    assert xml.requests[-1].structure.kind == "json"
+    # one at least
+    whole(xml, "x", **both, tool_choice=allow("now", "weather", mode="required"))
+    asked = json.loads(xml.requests[-1].structure.text)
+    assert [tool["name"] for tool in asked["tools"]] == ["weather", "now"] and asked["parallel"]
+    whole(xml, "x", **both, tool_choice=allow("now", mode="required"), parallel_tool_calls=False)
+    asked = json.loads(xml.requests[-1].structure.text)
+    assert [(tool["name"], tool["place"]) for tool in asked["tools"]] == [("now", 1)] and not asked["parallel"]
+
+
+@pytest.mark.parametrize(
+    ("parser", "call"),
+    [
+        (XmlToolParser, "<tool_call>\n<function=%s>\n</function>\n</tool_call>"),
+        (XmlToolParser, "<tool_call><function=%s><parameter=a>\n<b>\n</parameter></function></tool_call>"),
+        (XmlToolParser, "<function=%s></function>"),
+        (JsonToolParser, '<tool_call>\n{"name": "%s", "arguments": {}}\n</tool_call>'),
+        (JsonToolParser, '<tool_call>{"name":"%s"}</tool_call>'),
+    ],
+)
+def test_an_answer_calls_none_but_the_allowed_tools(parser, call):
+    """Of any other call the name cannot be written."""
+    matcher = LLMatcher(byte_tokenizer(), grammar_of(_limit_calls(parser, {"now": {}, 'a"[b': {}})), log_level=0)
+
+    def longest(text):
+        matcher.reset()
+        return text.encode()[: matcher.try_consume_tokens(list(text.encode()))].decode()
+
+    for text in ("So be it.", "a < b <tool", call % "now", f"So. {call % 'now'} and {call % 'now'}\nDone."):
+        assert longest(text) == text and matcher.is_accepting()
+    for other in ("weather", "no", "nowhere"):
+        assert longest(f"So. {call % other}").endswith(("=", '"', *(other[:i] for i in range(1, len(other) + 1))))
+        assert longest(f"So. {call % other}") != f"So. {call % other}"
+
+
 def test_required_calls_are_held_to_the_tools(xml):
     for choice, names, parallel in (
         ("required", ["weather", "now"], True),
@@ -338,6 +404,10 @@ for _ in range(100):
             "tool_choice",
             "none of the tools",
         ),
+        ({"tools": [TOOL], "tool_choice": allow("weather", "x")}, "tool_choice", "names 'x', which is none of"),
+        ({"tools": [TOOL], "tool_choice": allow()}, "tool_choice", "tool_choice.allowed_tools.tools must not be empty"),
+        ({"tools": [TOOL], "tool_choice": allow("x", mode="none")}, "tool_choice", 'must be "auto" or "required"'),
+        ({"tools": [TOOL], "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools is missing"),
         ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
         ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice", "cannot go together"),
         (

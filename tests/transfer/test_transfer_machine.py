@@ -335,4 +335,4 @@ class Transfers(RuleBasedStateMachine):
 
 
 TestTransfers = Transfers.TestCase
-TestTransfers.settings = settings(max_examples=400, stateful_step_count=15, deadline=None, derandomize=True)
+TestTransfers.settings = settings(max_examples=250, stateful_step_count=15, deadline=None, derandomize=True)

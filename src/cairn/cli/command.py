@@ -128,7 +128,10 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
         "--dtype", type=_dtype, choices=("auto", "float32", "bfloat16"), default="auto", help="default: %(default)s"
     )
     check.add_argument(
-        "-q", "--quantization", choices=("int8",), help="of the weights of matrix products; default: none"
+        "-q",
+        "--quantization",
+        choices=("int8", "fp8", "modelopt"),
+        help="of the weights of matrix products; default: the checkpoint's",
     )
     check.add_argument("--block-size", type=_count, default=16, help="tokens per page; default: %(default)s")
     check.add_argument(

@@ -7,7 +7,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -15,10 +16,18 @@ from cairn.errors import ConfigError, ModelError
 from cairn.setting_types import SERVED_DTYPES
 
 if TYPE_CHECKING:
-    from cairn.engine.contract import EngineConfig, KvEventsConfig, KvTransferConfig, RequestLogConfig, TextTokenizer
+    from cairn.engine.client import CoreClient
+    from cairn.engine.contract import (
+        EngineConfig,
+        KvEventsConfig,
+        KvTransferConfig,
+        RequestLogConfig,
+        TemplateValue,
+        TextTokenizer,
+    )
     from cairn.models.check import CheckReport
     from cairn.proxy.app import ProxyServer
-    from cairn.server.options import ImageOptions
+    from cairn.server.options import ImageOptions, ServerLimits
     from cairn.server.run import HttpServer
     from cairn.settings.proxy import ProxySettings
     from cairn.settings.serve import ServeSettings
@@ -31,48 +40,76 @@ _SHOWN = 80
 logger = logging.getLogger("cairn.cli")
 
 
+@dataclass(frozen=True, slots=True)
+class ServerSetup:
+    """What a server is built from: `create_engine` makes the client of an engine that has not been started."""
+
+    create_engine: "Callable[[], CoreClient]"
+    limits: "ServerLimits"
+    default_sampling: Mapping[str, float]
+    default_template_kwargs: "Mapping[str, TemplateValue]"
+
+
+def prepare_server(
+    settings: "ServeSettings",
+    core: str,
+    load_tokenizer: LoadTokenizer,
+    find_model: "Callable[[ServeSettings], str]",
+) -> ServerSetup:
+    """Check the settings, and find the checkpoint, which may download it. Raises ConfigError or DownloadError."""
+    from cairn.engine.client import CoreClient, EngineDeadlines
+    from cairn.engine.process import ProcessTransport
+    from cairn.engine.sizing import choose_cpu_threads
+    from cairn.server.generation_config import load_default_sampling
+    from cairn.server.openai.prompts import parse_template_kwargs
+    from cairn.server.options import ServerLimits
+
+    # what is wrong is said before anything is downloaded
+    chat_template = read_chat_template(settings.chat_template)
+    template_kwargs = parse_template_kwargs(settings.default_chat_template_kwargs)
+    asked, images = engine_config(settings), image_options(settings)
+    num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
+    # huggingface_hub's, a line per request
+    logging.getLogger("httpx2").setLevel(logging.WARNING)
+    config = asked.model_copy(update={"model": find_model(settings), "tokenizer": _find_tokenizer(settings)})
+    source, overrides = settings.generation_config, settings.override_generation_config
+    defaults = load_default_sampling(source, overrides, Path(config.model))
+
+    def create_engine() -> CoreClient:
+        return CoreClient(
+            ProcessTransport(config, core=core, threads=num_threads),
+            lambda: load_tokenizer(config.model, config.tokenizer, chat_template),
+            EngineDeadlines(start=settings.start_timeout),
+        )
+
+    return ServerSetup(create_engine, ServerLimits(images=images), defaults, template_kwargs)
+
+
 def run_server(
     settings: "ServeSettings",
     core: str,
     load_tokenizer: LoadTokenizer,
     find_model: "Callable[[ServeSettings], str]",
 ) -> int:
-    from cairn.engine.client import CoreClient, EngineDeadlines
-    from cairn.engine.process import ProcessTransport
-    from cairn.engine.sizing import choose_cpu_threads
     from cairn.http.tls import check_tls
     from cairn.http.web_server import create_server_socket, parse_trusted_proxies, raise_descriptor_limit
-    from cairn.server.generation_config import load_default_sampling
-    from cairn.server.options import ServerLimits
-    from cairn.server.prompts import parse_template_kwargs
     from cairn.server.run import HttpServer, tls_options
 
-    _start_log(settings.log_level)
+    start_log(settings.log_level)
     raise_descriptor_limit()
     warn(settings)
-    # huggingface_hub's, a line per request
-    logging.getLogger("httpx2").setLevel(logging.WARNING)
-    # what is wrong is said before anything is downloaded
     parse_trusted_proxies(settings.forwarded_allow_ips)
     create_server_socket(settings.host, settings.port).close()
     check_tls(tls_options(settings))
-    chat_template = _chat_template(settings.chat_template)
-    template_kwargs = parse_template_kwargs(settings.default_chat_template_kwargs)
-    asked, images = engine_config(settings), image_options(settings)
-    num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
-    config = asked.model_copy(update={"model": find_model(settings), "tokenizer": _find_tokenizer(settings)})
-    source, overrides = settings.generation_config, settings.override_generation_config
-    defaults = load_default_sampling(source, overrides, Path(config.model))
-    server_limits = ServerLimits(images=images)
+    setup = prepare_server(settings, core, load_tokenizer, find_model)
 
     async def run() -> int:
-        engine = CoreClient(
-            ProcessTransport(config, core=core, threads=num_threads),
-            lambda: load_tokenizer(config.model, config.tokenizer, chat_template),
-            EngineDeadlines(start=settings.start_timeout),
-        )
         server = HttpServer(
-            engine, settings, server_limits, default_sampling=defaults, default_template_kwargs=template_kwargs
+            setup.create_engine(),
+            settings,
+            setup.limits,
+            default_sampling=setup.default_sampling,
+            default_template_kwargs=setup.default_template_kwargs,
         )
         return await _until_drained(server)
 
@@ -83,7 +120,7 @@ def run_proxy(settings: "ProxySettings") -> int:
     from cairn.http.web_server import raise_descriptor_limit
     from cairn.proxy.app import ProxyServer
 
-    _start_log(settings.log_level)
+    start_log(settings.log_level)
     raise_descriptor_limit()
     # Two lines per forwarded request are the proxy's own metrics, told worse.
     logging.getLogger("httpx").setLevel(logging.WARNING)
@@ -127,7 +164,7 @@ def run_generation_check(report: "CheckReport", output: Path | None, core: str, 
     return 1 if found.problems else 0
 
 
-def _start_log(level: str) -> None:
+def start_log(level: str) -> None:
     logging.basicConfig(level=level.upper(), format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
 
 
@@ -172,7 +209,7 @@ def _find_tokenizer(settings: "ServeSettings") -> str | None:
     return str(found.parent if found.is_file() else found)
 
 
-def _chat_template(given: str | None) -> str | None:
+def read_chat_template(given: str | None) -> str | None:
     """The template that --chat-template names or is. Raises ConfigError for a file that is none, and for what is no
     template."""
     from jinja2 import TemplateError

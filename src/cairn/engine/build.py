@@ -113,7 +113,7 @@ def _plain_info(
         exact=config.exact,
         tensor_parallel_size=config.tensor_parallel_size,
         logs_requests=config.request_log is not None,
-        quantization=config.quantization,
+        quantization=opened.served_quantization,
         cache=CacheInfo(
             num_pages=_num_pages(sizes.kv_cache_memory_bytes, layout),
             block_size=config.block_size,

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from cairn.engine.contract import CacheView, GenerateRequest
+from cairn.engine.contract import MAX_LOGPROB_ENTRIES, CacheView, GenerateOutput, GenerateRequest
 from cairn.engine.core import Core
 from cairn.engine.wire import (
     Abort,
@@ -103,15 +103,28 @@ def _turn(core: Core, link: CoreLink, clock: Clock) -> None:
         for request_id, error in core.poll_ready():
             _refuse(link, request_id, error)
         if outputs := core.poll():
-            link.send(Outputs(outputs))
+            _send_outputs(link, outputs)
         if views:
             views.advance()
         if core.has_work:
-            link.send(Outputs(core.step()))
+            _send_outputs(link, core.step())
             audited, changed = False, clock.now()
         elif not audited and clock.now() - changed >= _SETTLE_SECONDS:
             core.idle()
             audited = True
+
+
+def _send_outputs(link: CoreLink, outputs: Sequence[GenerateOutput]) -> None:
+    """In one frame, or in several where log-probabilities of whole vocabularies would not fit into one. Without outputs
+    a frame is the core's sign of life."""
+    frame, num_entries = list[GenerateOutput](), 0
+    for output in outputs:
+        num_entries += output.num_logprob_entries
+        if frame and num_entries > MAX_LOGPROB_ENTRIES:
+            link.send(Outputs(frame))
+            frame, num_entries = [], output.num_logprob_entries
+        frame.append(output)
+    link.send(Outputs(frame))
 
 
 def _take(core: Core, link: CoreLink, views: _CacheViews, message: ToCore) -> bool:

@@ -9,10 +9,11 @@ import numpy as np
 
 from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.contract import (
+    FREE_LOGPROBS,
     MAX_BREAKPOINTS,
     MAX_HOLD_SECONDS,
+    MAX_LOGPROB_ENTRIES,
     MAX_PATTERN_SIZE,
-    MAX_PROMPT_LOGPROBS,
     RANGES,
     GenerateRequest,
     RepetitionDetection,
@@ -101,9 +102,14 @@ def _check_together(request: GenerateRequest) -> None:
         text = f"thinking_token_budget must be 0 to {(1 << 31) - 1}, with a text that ends the thinking"
         raise InvalidRequest(text, "thinking_token_budget")
     shown = 0 if request.prompt_logprobs is None else request.prompt_logprobs + 1
-    if shown * num_prompt_tokens > MAX_PROMPT_LOGPROBS:
+    if shown * num_prompt_tokens > MAX_LOGPROB_ENTRIES:
         text = f"prompt_logprobs of {num_prompt_tokens} tokens are too many: ask for fewer, or send a shorter prompt"
         raise InvalidRequest(text, "prompt_logprobs")
+    shown = request.logprobs or 0
+    longest = MAX_LOGPROB_ENTRIES // ((shown + 1) * request.n)
+    if shown > FREE_LOGPROBS and (most is None or most > longest):
+        text = f"logprobs of {shown} tokens for each one are too many for this answer: send fewer, "
+        raise InvalidRequest(text + f"or max_tokens of at most {longest}", "logprobs")
 
 
 def _check_repetition(params: RepetitionDetection | None) -> None:

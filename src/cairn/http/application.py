@@ -26,10 +26,12 @@ def http_application(
     max_body_bytes: int,
     body_seconds: float,
     new_id: Callable[[], str],
+    silent_paths: Set[str] = frozenset(),
     has_document: bool = True,
 ) -> FastAPI:
     """An application without routes, whose errors are vLLM's, behind four layers of middleware. `gated_paths`: those
-    that count as open requests; `open_paths`: those that need no API key. `body_seconds`: for a client to send a
+    that count as open requests; `open_paths`: those that need no API key; `silent_paths`: those whose answers have an
+    X-Request-Id only where the client sent one. `body_seconds`: for a client to send a
     request's body. `has_document`: whether /openapi.json is there."""
     # A redirect would be built from the Host header.
     plain: dict[str, Any] = {"docs_url": None, "redoc_url": None, "redirect_slashes": False}
@@ -43,7 +45,7 @@ def http_application(
     app.add_middleware(GateKeeper, gate=gate, paths=gated_paths)
     if api_keys:
         app.add_middleware(ApiKey, api_keys=api_keys, open_paths=open_paths)
-    app.add_middleware(RequestIds, new_id=new_id)
+    app.add_middleware(RequestIds, new_id=new_id, silent_paths=silent_paths)
     return app
 
 

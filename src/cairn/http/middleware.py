@@ -52,12 +52,14 @@ class HttpMiddleware(ABC):
 
 
 class RequestIds(HttpMiddleware):
-    """Gives every request an id, the client's X-Request-Id if it sends one, and returns it in the same header. Answers
-    any other exception of the application with 500, so that the connection stays usable."""
+    """Gives every request an id, the client's X-Request-Id if it sends one, and returns it in the same header, to
+    `silent_paths` only one that was sent. Answers any other exception of the application with 500, so that the
+    connection stays usable."""
 
-    def __init__(self, app: ASGIApp, new_id: Callable[[], str]) -> None:
+    def __init__(self, app: ASGIApp, new_id: Callable[[], str], silent_paths: Set[str] = frozenset()) -> None:
         super().__init__(app)
         self._new_id = new_id
+        self._silent_paths = silent_paths
 
     async def _handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         header = Headers(scope=scope).get("x-request-id")
@@ -66,12 +68,13 @@ class RequestIds(HttpMiddleware):
         request_id = header or self._new_id()
         scope["cairn.request_id"] = request_id
         scope["cairn.has_own_request_id"] = header is not None
+        is_returned = header is not None or scope["path"] not in self._silent_paths
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             started = True
-            if message["type"] == "http.response.start":
+            if message["type"] == "http.response.start" and is_returned:
                 MutableHeaders(scope=message)["X-Request-Id"] = request_id
             await send(message)
 

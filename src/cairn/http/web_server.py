@@ -115,7 +115,7 @@ def create_web_server(
         http=partial(Connection, deadlines=deadlines or ConnectionDeadlines(), limit=limit),  # type: ignore[arg-type]
         ws="none",
         proxy_headers=True,
-        forwarded_allow_ips=[form for name in forwarded_allow_ips for form in _address_forms(name)],
+        forwarded_allow_ips=trusted_hosts(forwarded_allow_ips),
         lifespan=lifespan,
         log_config=None,
         log_level=log_level,
@@ -127,6 +127,11 @@ def create_web_server(
         **files,
     )
     return _Uvicorn(config)
+
+
+def trusted_hosts(names: Sequence[str]) -> list[str]:
+    """Addresses and networks of trusted proxies as uvicorn has to be told them."""
+    return [form for name in names for form in _address_forms(name)]
 
 
 def _address_forms(name: str) -> list[str]:

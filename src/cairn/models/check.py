@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Group, RenderableType
@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.cache.layout import CacheLayout
-from cairn.models.decoder_config import ServedQuantization
+from cairn.models.decoder_config import AskedQuantization
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
 from cairn.models.registry import open_model
 from cairn.models.weights.loader import Accounting, DType, account
@@ -26,7 +26,7 @@ class CheckSettings:
     the shortest prompt, and the shortest beginning shared by two prompts, that can be hit."""
 
     dtype: DType = "auto"
-    quantization: ServedQuantization | None = None
+    quantization: AskedQuantization | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int = 1 << 30
     max_model_len: int | None = None
@@ -86,6 +86,7 @@ def check(
     """
     settings = settings or CheckSettings()
     model = open_model(folder, settings.dtype, settings.quantization)
+    settings = replace(settings, quantization=model.served_quantization)
     if headers is None:
         headers = read_headers(folder)
     expected, weight_bytes = model.tensors(headers), model.weight_bytes(headers)

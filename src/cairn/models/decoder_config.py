@@ -20,6 +20,9 @@ ServedDType = Literal["float32", "bfloat16"]
 ServedQuantization = Literal["int8"]
 """What the weights of matrix products can be brought to when they are loaded; all else stays in the dtype."""
 
+AskedQuantization = Literal["int8", "fp8", "modelopt"]
+"""What may be asked for: beside these what a checkpoint is stored in, which says no more than the checkpoint."""
+
 DTYPE_BYTES: Mapping[ServedDType, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Of one number."""
 

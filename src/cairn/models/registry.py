@@ -7,11 +7,12 @@ from pathlib import Path
 import torch
 
 from cairn.cache.layout import CacheLayout
+from cairn.errors import ConfigError
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
 from cairn.models.decoder_builder import Backend, Execution
-from cairn.models.decoder_config import DecoderConfig, ServedQuantization
+from cairn.models.decoder_config import AskedQuantization, DecoderConfig, ServedQuantization
 from cairn.models.families import family_of
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, serving_dtype
@@ -89,10 +90,22 @@ class OpenModel:
             return self.family.build(self.config, reader.load, execution)
 
 
-def open_model(folder: Path, dtype: DType = "auto", quantization: ServedQuantization | None = None) -> OpenModel:
-    """Read config.json (and the end-of-sequence ids of generation_config.json). Raises ModelError."""
+def open_model(folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None) -> OpenModel:
+    """Read config.json (and the end-of-sequence ids of generation_config.json). Raises ModelError, and ConfigError for
+    a quantization that the checkpoint does not have."""
     raw = read_config(folder)
     family = family_of(raw)
     config = family.parse(raw)
     stored_as = read_quantization(folder, raw)
-    return OpenModel(folder, family, config, serving_dtype(raw, dtype), stored_as, quantization)
+    served = _served_quantization(quantization, stored_as)
+    return OpenModel(folder, family, config, serving_dtype(raw, dtype), stored_as, served)
+
+
+def _served_quantization(asked: AskedQuantization | None, stored_as: Quantization | None) -> ServedQuantization | None:
+    if asked is None or asked == "int8":
+        return asked
+    if stored_as is None or stored_as.method != asked:
+        found = "not quantized" if stored_as is None else f"in {stored_as.method}"
+        text = f"--quantization {asked}: the checkpoint is {found}, and is served as it is without this flag"
+        raise ConfigError(f"{text}; int8 can be made of it while it is loaded")
+    return None

@@ -19,7 +19,7 @@ from typing import Literal
 import msgspec
 
 from cairn.http.error_responses import make_error
-from cairn.proxy.prefixes import affinity_key, is_batch, prefix_digests
+from cairn.proxy.prefixes import is_batch, prefix_digests, routed_request
 from cairn.proxy.protocol import (
     BadReference,
     bool_field,
@@ -34,6 +34,7 @@ from cairn.proxy.relay import ClientResponse
 from cairn.proxy.service import ProxyService
 from cairn.proxy.stream_inspector import StreamInspector
 from cairn.proxy.upstream import Headers, Upstream, UpstreamError, UpstreamResponse, read_all
+from cairn.routing.rule import RoutedRequest
 
 GeneratePath = Literal[
     "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
@@ -62,12 +63,13 @@ class RequestForwarder:
         self._service = service
         self._path = path
         self._headers = headers
-        self._key = affinity_key(self.body, service.options.affinity_bytes)
         self._digests = prefix_digests(self.body)
+        # Counting computes nothing that could be cached or handed over.
+        counts = path == "/v1/messages/count_tokens"
+        self._request = RoutedRequest() if counts else routed_request(self.body, self._digests)
         self._is_batch = path == "/v1/completions" and is_batch(self.body)
         self._arrival = service.clock.now()
-        # Counting generates nothing that could be handed over.
-        self._decode_only = path == "/v1/messages/count_tokens"
+        self._decode_only = counts
         self._stored = stored_response_of(self.body) if path == "/v1/responses" else ""
         self._handover: msgspec.Raw | None = None
         self._prefill_upstream: Upstream | None = None
@@ -105,7 +107,7 @@ class RequestForwarder:
         owner = decode.upstreams.get(self._service.response_owners.find(self._stored) or "")
         if owner is not None and owner.up and owner not in self._tried:
             return owner
-        return decode.choose(self._key, self._tried)
+        return decode.choose(self._request, self._tried)
 
     def _can_retry_decode(self) -> bool:
         """Whether there is a decode server that may be tried, or tried next."""
@@ -122,7 +124,7 @@ class RequestForwarder:
             return
         pool, tried = self._service.prefill, list[Upstream]()
         while len(tried) < self._service.options.max_attempts:
-            upstream = pool.choose(self._key, tried)
+            upstream = pool.choose(self._request, tried)
             if upstream is None:
                 break
             if tried:
@@ -151,7 +153,7 @@ class RequestForwarder:
         hint = service.hints.find(digests)
         started = service.clock.now()
         # It may always be aborted: a decode server can do it alone.
-        with upstream.count_open():
+        with service.count_open(service.prefill, upstream, self._request):
             async with upstream.abort_if_down(lambda: True):
                 response = await self._post_prefill(upstream, hint)
                 if hint is not None and _is_about_params(response):
@@ -177,7 +179,7 @@ class RequestForwarder:
         """The status of the answer that the client has got, or None to try another server. Raises RequestError when the
         client has got a part of an answer."""
         try:
-            with upstream.count_open():
+            with self._service.count_open(self._service.decode, upstream, self._request):
                 status = await self._call_decode(upstream, client)
                 # None only once: without a reference there is none to be refused.
                 return await self._call_decode(upstream, client) if status is None else status
@@ -231,8 +233,10 @@ class RequestForwarder:
         service, length = self._service, response.header(b"content-length")
         stream = response.header(b"content-type").startswith(b"text/event-stream")
         inspector = StreamInspector(stream, int(length) if length.isdigit() else None)
+        service.decode.record_prefilled(upstream, self._request)
         service.metrics.first_byte_seconds.observe(service.clock.now() - self._arrival)
-        await client.start(response.status, response.headers)
+        unbuffered = [(b"x-accel-buffering", b"no")] if stream else []
+        await client.start(response.status, [*response.headers, *unbuffered])
         chunk, stored = first, False
         while chunk is not None:
             inspector.feed(chunk)

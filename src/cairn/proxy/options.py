@@ -39,11 +39,7 @@ Urls = Annotated[
 
 
 class ProxyOptions(BaseModel):
-    """The settings of `cairn proxy`. Sizes in bytes, times in seconds.
-
-    A server is passed over when it has at least `load_slack` requests open and more than `load_factor` times the mean
-    of its pool.
-    """
+    """The settings of `cairn proxy`. Sizes in bytes, times in seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -77,12 +73,8 @@ class ProxyOptions(BaseModel):
     shutdown_timeout: float = Field(30.0, description="seconds open requests have after SIGTERM", ge=0, le=86400)
     health_interval: float = Field(5.0, description="seconds between two health checks", ge=0.05, le=3600)
     health_timeout: float = Field(5.0, description="seconds a health check may take", gt=0, le=3600)
-    affinity_bytes: int = Field(
-        512, description="how much of a prompt's beginning decides which servers it goes to", ge=1, le=1 << 20
+    running_tokens: float = Field(
+        64.0, description="what an open request makes a server less attractive by, in tokens of prefill", ge=0, le=1e6
     )
-    load_factor: float = Field(
-        1.5, description="a server with more than this times the mean load is passed over", ge=1, le=1000
-    )
-    load_slack: int = Field(4, description="as long as it has at least so many requests", ge=1, le=65536)
     max_hints: int = Field(65536, description="most second-turn hints that are remembered", ge=1, le=1 << 24)
     hint_timeout: float = Field(1800.0, description="seconds a second-turn hint is remembered", gt=0, le=86400)

@@ -1,4 +1,4 @@
-"""Digests of prompts: which servers a prompt prefers, and which second-turn hint an earlier turn has left for it."""
+"""Digests of prompts: what a server may have cached of them, and which second-turn hint an earlier turn has left."""
 
 import hashlib
 import struct
@@ -10,46 +10,15 @@ import msgspec
 
 from cairn.proxy.protocol import Body, text_field
 from cairn.proxy.stream_inspector import AnswerSummary
+from cairn.routing.rule import RoutedRequest
 from cairn.types import Clock
 
 _UNITS_PER_DIGEST = 64
+_BYTES_PER_TOKEN = 4
+"""Of text, about."""
+_MAX_PART_BYTES = 4096
+"""Parts of a message that are no text count as this much of it at most: an image has few tokens for its bytes."""
 _MAX_DIGESTS = 16384
-
-
-def affinity_key(body: Body, max_bytes: int) -> bytes:
-    """A digest of the part that a request may share with others, from at most `max_bytes` of its prompt.
-
-    The client's `prompt_cache_key` replaces the prompt where there is one. For a chat, the messages up to the first
-    user message are hashed: they stay the same from turn to turn.
-    """
-    hasher = hashlib.blake2b(digest_size=16)
-    cache_key = text_field(body, "prompt_cache_key")
-    parts = [text_field(body, "model"), text_field(body, "cache_salt"), cache_key]
-    start = b"" if cache_key else _prompt_start(body)[:max_bytes]
-    for part in (*(part.encode(errors="surrogatepass") for part in parts), start):
-        hasher.update(struct.pack("<Q", len(part)))
-        hasher.update(part)
-    return hasher.digest()
-
-
-def _prompt_start(body: Body) -> bytes:
-    try:
-        messages = _messages(body)
-        if messages is None:
-            return _prompt_bytes(body)[0]
-        roles = [message.get("role") for message in messages]
-        end = roles.index("user") + 1 if "user" in roles else len(messages)
-        return b"\n".join(map(_message_bytes, messages[:end]))
-    except ValueError:
-        return b""
-
-
-def rank_by_affinity(key: bytes, names: Sequence[str]) -> list[str]:
-    """The names in this key's order of preference: when one goes, only the keys that had it first move.
-
-    Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998).
-    """
-    return sorted(names, key=lambda name: hashlib.blake2b(name.encode(), key=key, digest_size=8).digest())
 
 
 def is_batch(body: Body) -> bool:
@@ -72,12 +41,16 @@ class PrefixDigests:
     def __init__(self, seed: bytes, unit_bytes: int) -> None:
         self.unit_bytes = unit_bytes
         self.digests: list[bytes] = []
+        self.ends: list[int] = []
+        """For each digest the tokens up to there: estimated from the length, for text."""
+        self._num_bytes = 0
         self._hasher = hashlib.blake2b(seed, digest_size=16)
         self._rest = b""
 
     def add_message(self, message: dict[str, Any]) -> None:
         data = _message_bytes(message)
         self._hasher.update(struct.pack("<Q", len(data)))
+        self._num_bytes += _text_bytes(message, len(data))
         self._add_digest(data)
 
     def add_units(self, data: bytes) -> None:
@@ -85,8 +58,21 @@ class PrefixDigests:
         step = _UNITS_PER_DIGEST * self.unit_bytes
         whole = len(data) - len(data) % step
         for start in range(0, whole, step):
+            self._num_bytes += step
             self._add_digest(data[start : start + step])
         self._rest = data[whole:]
+
+    def routed_request(self, session: str | None) -> RoutedRequest:
+        """The prompt as the routing rule knows it: a block ends at each digest, and one with what is left."""
+        digests, ends = list(self.digests), list(self.ends)
+        num_tokens = self._num_tokens(self._num_bytes + len(self._rest))
+        if self._rest and len(digests) < _MAX_DIGESTS:
+            whole = self._hasher.copy()
+            whole.update(self._rest)
+            digests.append(whole.digest())
+            ends.append(num_tokens)
+        hashes = [int.from_bytes(digest[:8], signed=True) for digest in digests]
+        return RoutedRequest(hashes, ends, num_tokens, session)
 
     def add_answer(self, answer: AnswerSummary) -> bytes | None:
         """The last digest of prompt and answer together; nothing may be added afterwards.
@@ -105,6 +91,10 @@ class PrefixDigests:
         if len(self.digests) < _MAX_DIGESTS:
             self._hasher.update(data)
             self.digests.append(self._hasher.digest())
+            self.ends.append(self._num_tokens(self._num_bytes))
+
+    def _num_tokens(self, num_bytes: int) -> int:
+        return -(-num_bytes // (self.unit_bytes if self.unit_bytes > 1 else _BYTES_PER_TOKEN))
 
 
 def prefix_digests(body: Body) -> PrefixDigests | None:
@@ -124,6 +114,17 @@ def prefix_digests(body: Body) -> PrefixDigests | None:
     except ValueError:
         return None
     return digests
+
+
+def routed_request(body: Body, digests: PrefixDigests | None) -> RoutedRequest:
+    """A request as the routing rule knows it; of a prompt that cannot be read, its session alone.
+
+    Requests with the same `prompt_cache_key` are a session, for each model and salt.
+    """
+    cache_key = text_field(body, "prompt_cache_key")
+    parts = [text_field(body, "model"), text_field(body, "cache_salt"), cache_key]
+    session = msgspec.json.encode(parts).decode() if cache_key else None
+    return RoutedRequest(session=session) if digests is None else digests.routed_request(session)
 
 
 class HintCache:
@@ -221,6 +222,16 @@ def _message_bytes(message: dict[str, Any]) -> bytes:
         return msgspec.json.encode([message.get("role"), content or "", rest])
     except RecursionError:
         raise ValueError("nested too deeply") from None
+
+
+def _text_bytes(message: dict[str, Any], num_bytes: int) -> int:
+    """How much text a message is, which has `num_bytes` as a whole."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return num_bytes
+    parts = (part.get("text") if isinstance(part, dict) else None for part in content)
+    texts = [text for text in parts if isinstance(text, str)]
+    return min(num_bytes, sum(map(len, texts)) + (len(content) - len(texts)) * _MAX_PART_BYTES)
 
 
 def _decode(value: msgspec.Raw | None, form: Any) -> Any:

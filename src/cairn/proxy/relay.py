@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 
 from cairn.errors import RequestError
 from cairn.http.clients import cancel_on_disconnect
-from cairn.http.error_responses import ClientDisconnected, encode_error_events, encode_error_of
+from cairn.http.error_responses import ClientDisconnected, encode_error_events, error_response
 from cairn.proxy.upstream import Headers
 
 _ERROR_SECONDS = 10.0
@@ -31,8 +31,7 @@ class ClientResponse:
         self.started = True
         kind = next((value for key, value in headers if key == b"content-type"), b"")
         self._event_stream = kind.startswith(b"text/event-stream")
-        extra = [(b"x-accel-buffering", b"no")] if self._event_stream else []
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *extra]})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers]})
 
     async def write(self, data: bytes) -> None:
         if self._event_stream:
@@ -53,8 +52,8 @@ class ClientResponse:
     async def fail(self, error: RequestError) -> None:
         """Send an error response, or the last event of a stream, or, too late for both, leave the answer cut off."""
         if not self.started:
-            content = encode_error_of(error, self._scope)
-            await self.send_whole(error.status, [(b"content-type", b"application/json")], content)
+            response = error_response(error, self._scope)
+            await self.send_whole(error.status, response.raw_headers, bytes(response.body))
         elif self._event_stream:
             # The server may have ended within an event; what follows has to be one of its own.
             apart = b"" if self._last_bytes.endswith((b"\n\n", b"\r\n\r\n")) or not self._last_bytes else b"\n\n"

@@ -2,8 +2,8 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -15,6 +15,7 @@ from cairn.proxy.options import ProxyOptions
 from cairn.proxy.prefixes import HintCache
 from cairn.proxy.response_owners import ResponseOwners
 from cairn.proxy.upstream import HealthChecker, Upstream, UpstreamClient, UpstreamError, UpstreamPool
+from cairn.routing.rule import RoutedRequest
 from cairn.types import Clock, SystemClock
 
 _SECONDS = (
@@ -43,6 +44,12 @@ class ProxyMetrics:
         self.failures = counter(
             "cairn_proxy:upstream_failures", "Failed calls to a server, by why.", ["pool", "server", "kind"]
         )
+        self.routed_tokens = counter(
+            "cairn_proxy:routed_tokens", "Tokens of prompts that were sent to a server, estimated from text.", ["pool"]
+        )
+        self.cached_tokens = counter(
+            "cairn_proxy:expected_cached_tokens", "Those of them that the server is expected to have cached.", ["pool"]
+        )
         self.hints_stored = counter("cairn_proxy:hints_stored", "Second-turn hints remembered.")
         self.hints_sent = counter("cairn_proxy:hints_sent", "Second-turn hints sent to a prefill server.")
         self.prefill_seconds = histogram("cairn_proxy:prefill_seconds", "Time of successful prefill calls.")
@@ -51,7 +58,9 @@ class ProxyMetrics:
         gauge("cairn_proxy:hints", "Second-turn hints that are remembered.").set_function(lambda: len(hints))
         up = gauge("cairn_proxy:upstream_up", "1 when a server is up, else 0.", ["pool", "server"])
         num_open = gauge("cairn_proxy:upstream_open", "Requests that a server has open.", ["pool", "server"])
+        prefixes = gauge("cairn_proxy:prefixes", "Prefixes whose servers are remembered.", ["pool"])
         for pool in pools:
+            prefixes.labels(pool.name).set_function(partial(getattr, pool.rule.index, "num_blocks"))
             for url, upstream in pool.upstreams.items():
                 up.labels(pool.name, url).set_function(partial(getattr, upstream, "up"))
                 num_open.labels(pool.name, url).set_function(partial(getattr, upstream, "num_open"))
@@ -116,8 +125,8 @@ class ProxyService:
         self.body_seconds = body_seconds
         self.clock = clock or SystemClock()
         self.new_id = new_id
-        self.prefill = UpstreamPool("prefill", options.prefill, options.load_factor, options.load_slack)
-        self.decode = UpstreamPool("decode", options.decode, options.load_factor, options.load_slack)
+        self.prefill = UpstreamPool("prefill", options.prefill, self.clock, options.running_tokens)
+        self.decode = UpstreamPool("decode", options.decode, self.clock, options.running_tokens)
         self.pools = (self.prefill, self.decode)
         self.hints = HintCache(options.max_hints, options.hint_timeout, self.clock)
         self.response_owners = ResponseOwners(_MAX_RESPONSES)
@@ -131,10 +140,20 @@ class ProxyService:
     def healthy(self) -> bool:
         return self.decode.num_up > 0 and not self.gate.closed
 
+    @contextmanager
+    def count_open(self, pool: UpstreamPool, upstream: Upstream, request: RoutedRequest) -> Iterator[None]:
+        """Counts a request as open at a server while inside, and its tokens."""
+        with pool.count_open(upstream, request) as cached:
+            self.metrics.routed_tokens.labels(pool.name).inc(request.num_tokens)
+            self.metrics.cached_tokens.labels(pool.name).inc(cached)
+            yield
+
     def report_failure(self, pool: UpstreamPool, upstream: Upstream, error: UpstreamError) -> None:
         """Count a failed call. A server that cannot be reached is down until its next health check succeeds."""
         self.metrics.failures.labels(pool.name, upstream.url, error.kind).inc()
         logger.debug("%s server %s: %s", pool.name, upstream.url, error)
+        if error.kind == "unreached":
+            pool.forget_cache(upstream)
         if error.kind == "unreached" and upstream.up:
             upstream.up = False
             logger.warning("%s server %s is down: %s", pool.name, upstream.url, error)

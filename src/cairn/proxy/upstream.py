@@ -6,7 +6,6 @@ No redirects are followed, no cookies kept, no proxies taken from the environmen
 import asyncio
 import errno
 import logging
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
@@ -16,7 +15,7 @@ import httpx
 
 from cairn.http.cookies import no_cookies
 from cairn.proxy.options import ProxyOptions
-from cairn.proxy.prefixes import rank_by_affinity
+from cairn.routing.rule import ReplicaLoad, RoutedRequest, RoutingOptions, RoutingRule
 from cairn.types import Clock
 
 Headers = Sequence[tuple[bytes, bytes]]
@@ -27,6 +26,10 @@ _WRITE_SECONDS = 60.0
 _KEEP_ALIVE_SECONDS = 2.0
 _MAX_IDLE_CONNECTIONS = 256
 _MAX_HEALTH_BYTES = 1 << 16
+
+_MAX_PREFIXES = 1 << 18
+_ROUTED_SECONDS = 3600.0
+"""How long a prompt is expected to be cached where it went, as nobody tells."""
 
 _LOCAL_ERRORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 _PASSED_HEADERS = frozenset(
@@ -201,46 +204,49 @@ class Upstream:
             del self._waits[wait]
             wait.reschedule(now)
 
-    @contextmanager
-    def count_open(self) -> Iterator[None]:
-        """Counts one request as open while inside."""
-        self.num_open += 1
-        try:
-            yield
-        finally:
-            self.num_open -= 1
-
 
 class UpstreamPool:
-    """Prefix-affine choice with bounded load.
+    """Servers for one part of the work, and which of them gets a request: `cairn.routing`'s rule, over an index of what
+    the proxy itself has sent where. `running_tokens`: of the rule."""
 
-    A server takes no more than `load_factor` times the mean of those that are up, or `load_slack` requests when that
-    is more; further requests go to the next server in the prefix's own order (Mirrokni, Thorup and Zadimoghaddam,
-    "Consistent hashing with bounded loads", 2018).
-    """
-
-    def __init__(self, name: str, urls: Sequence[str], load_factor: float = 1.5, load_slack: int = 4) -> None:
+    def __init__(self, name: str, urls: Sequence[str], clock: Clock, running_tokens: float = 64.0) -> None:
         self.name = name
         self.upstreams = {url: Upstream(url) for url in urls}
-        self._load_factor = load_factor
-        self._load_slack = load_slack
+        self.rule = RoutingRule(
+            RoutingOptions(running_tokens=running_tokens, max_blocks=_MAX_PREFIXES, routed_seconds=_ROUTED_SECONDS)
+        )
+        self._clock = clock
 
     @property
     def num_up(self) -> int:
         return sum(upstream.up for upstream in self.upstreams.values())
 
-    def choose(self, key: bytes, tried: Collection[Upstream] = ()) -> Upstream | None:
-        """The server for an affinity key; None when all that are up have been `tried`."""
-        up = [upstream for upstream in self.upstreams.values() if upstream.up]
-        untried = {upstream.url: upstream for upstream in up if upstream not in tried}
-        if not untried:
-            return None
-        total = sum(upstream.num_open for upstream in up) + 1
-        limit = max(self._load_slack, math.ceil(self._load_factor * total / len(up)))
-        for url in rank_by_affinity(key, list(untried)):
-            if untried[url].num_open < limit:
-                return untried[url]
-        return self.least_loaded(tried)
+    def choose(self, request: RoutedRequest, tried: Collection[Upstream] = ()) -> Upstream | None:
+        """The server for a request; None when all that are up have been `tried`."""
+        untried = {url: each for url, each in self.upstreams.items() if each.up and each not in tried}
+        loads = {url: ReplicaLoad(num_running=upstream.num_open) for url, upstream in untried.items()}
+        order = self.rule.rank(request, loads, self._clock.now(), limit=1)
+        return untried[order[0]] if order else None
+
+    @contextmanager
+    def count_open(self, upstream: Upstream, request: RoutedRequest) -> Iterator[int]:
+        """Counts a request as open at a server while inside, which is expected to have its prompt cached from then on.
+        Gives the tokens that are expected to be cached there already."""
+        cached = self.rule.record_routed(request, upstream.url, self._clock.now())
+        upstream.num_open += 1
+        try:
+            yield cached
+        finally:
+            upstream.num_open -= 1
+            self.rule.record_finished(request, upstream.url)
+
+    def record_prefilled(self, upstream: Upstream, request: RoutedRequest) -> None:
+        """The server has computed the prompt: it has begun to answer."""
+        self.rule.record_prefilled(request, upstream.url)
+
+    def forget_cache(self, upstream: Upstream) -> None:
+        """Nobody listens there: the process is gone, and what it had cached."""
+        self.rule.remove(upstream.url)
 
     def least_loaded(self, tried: Collection[Upstream] = ()) -> Upstream | None:
         """The server with the fewest open requests; None when all that are up have been `tried`."""
@@ -303,6 +309,8 @@ class HealthChecker:
                 logger.warning("%s server %s could not be asked for its health: %s", pool.name, upstream.url, error)
                 return upstream in self._slow
             reason, slow, silent = str(error), error.kind == "timeout", True
+            if error.kind == "unreached":
+                pool.forget_cache(upstream)
         up = not reason or (slow and upstream.up and upstream not in self._slow)
         if up != upstream.up:
             level = logging.INFO if up else logging.WARNING

@@ -134,16 +134,26 @@ class Replay:
     def run(self, trace: Trace, progress: Callable[[int], None] | None = None) -> ReplayOutcome:
         """Replay all requests. `progress` is called with the number of requests started; `outcome.hits` is in their
         order."""
-        self._unit, self.outcome.hits = trace.unit, [0] * len(trace.requests)
-        for index, trace_request in enumerate(trace.requests):
-            self._events.run_until(trace_request.scheduled_time)
-            keys = key_tokens(np.concatenate([trace_request.path, trace_request.answer]), trace.unit)
-            num_prompt = len(trace_request.path) * trace.unit
-            self._events.start(
-                index, self._simulate(ReplayRequest(index, trace_request, keys, num_prompt, num_tokens=num_prompt))
-            )
+        for number, trace_request in enumerate(trace.requests, 1):
+            self.start(trace_request, trace.unit)
             if progress is not None:
-                progress(index + 1)
+                progress(number)
+        return self.finish()
+
+    def start(self, trace_request: TraceRequest, unit: int) -> None:
+        """Start one more request at its time, after all that happens before it. One without a timeline is served at
+        once: its cached tokens are the last of `outcome.hits`."""
+        index, self._unit = len(self.outcome.hits), unit
+        self.outcome.hits.append(0)
+        self._events.run_until(trace_request.scheduled_time)
+        keys = key_tokens(np.concatenate([trace_request.path, trace_request.answer]), unit)
+        num_prompt = len(trace_request.path) * unit
+        self._events.start(
+            index, self._simulate(ReplayRequest(index, trace_request, keys, num_prompt, num_tokens=num_prompt))
+        )
+
+    def finish(self) -> ReplayOutcome:
+        """Serve all requests to their ends."""
         self._events.run_to_end()
         return self._timed.finish()
 

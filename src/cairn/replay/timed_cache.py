@@ -13,6 +13,7 @@ from cairn.cache.checkpoint import Kind
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
+from cairn.cache.tree_store import TreeObserver
 from cairn.step import GRID
 from cairn.types import Clock, ManualClock
 
@@ -128,13 +129,22 @@ class TimedCache:
     `stopwatch`, which measures them by `clock`. `max_tokens`: the longest prefill chunk."""
 
     def __init__(
-        self, layout: CacheLayout, budget_bytes: int, policy: CachePolicy, clock: Clock, max_tokens: int
+        self,
+        layout: CacheLayout,
+        budget_bytes: int,
+        policy: CachePolicy,
+        clock: Clock,
+        max_tokens: int,
+        observer: TreeObserver | None = None,
     ) -> None:
-        """Raises ValueError if the budget is less than a page, or `max_tokens` less than 64."""
+        """`observer` is told of what enters and leaves the tree.
+
+        Raises ValueError if the budget is less than a page, or `max_tokens` less than 64.
+        """
         if max_tokens < GRID:
             raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {max_tokens}")
         self._trace_time = ManualClock()
-        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, clock=self._trace_time)
+        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, observer, self._trace_time)
         self.outcome = ReplayOutcome()
         self.max_tokens = max_tokens
         self.stopwatch = Stopwatch(clock)

@@ -72,7 +72,8 @@ class TraceRequest:
     `boundaries`: ends of messages, ascending, rounded down to the unit, within the path. `name`: what the trace calls
     it, if anything. `namespace`: requests of different namespaces share nothing. `is_parallel_sample`: one of several
     answers to a prompt that is counted with another answer, so its own prompt is not counted. `timeline`: None if the
-    trace is no server's log; then the request is served alone, at once, when it arrives.
+    trace is no server's log; then the request is served alone, at once, when it arrives. `session`: its number in the
+    trace, None where sessions are not known.
     """
 
     arrived: float
@@ -84,6 +85,7 @@ class TraceRequest:
     namespace: str | None = None
     is_parallel_sample: bool = False
     timeline: Timeline | None = None
+    session: int | None = None
 
     @property
     def scheduled_time(self) -> float:
@@ -126,7 +128,7 @@ class _SessionRow:
     """A row of a trace's file. `reappears`: whether its answer may be part of a later prompt of its session."""
 
     row: TraceRow
-    session: int
+    session: int | None
     reappears: bool = True
     boundaries: tuple[Boundary, ...] = ()
 
@@ -159,8 +161,8 @@ def _read_lines(path: Path) -> Trace:
         name, rows = str(header.get("name", path.name)), [_parse_row(row, unit) for row in found]
     else:
         name = path.name.removesuffix(".gz").removesuffix(".jsonl")
-        # Mooncake's say nothing of sessions: each row is one of its own, whose answer may be seen again anywhere.
-        rows = [_SessionRow(row, index) for index, row in enumerate(found)]
+        # Mooncake's say nothing of sessions: an answer may be seen again anywhere.
+        rows = [_SessionRow(row, None) for row in found]
     if not rows:
         raise ConfigError(f"{path} has a header and no requests")
     return Trace(name, unit, _add_answers(rows, unit))
@@ -188,7 +190,7 @@ def _add_answers(rows: list[_SessionRow], unit: int) -> tuple[TraceRequest, ...]
         else:
             answer = -1 - np.arange(num_private, num_private + end - start, dtype=np.int64)
             num_private += end - start
-        requests.append(TraceRequest(row.arrived, row.num_in, row.ids, answer, one.boundaries))
+        requests.append(TraceRequest(row.arrived, row.num_in, row.ids, answer, one.boundaries, session=one.session))
     return tuple(requests)
 
 
@@ -199,8 +201,8 @@ def _find_followers(rows: list[_SessionRow]) -> dict[int, int]:
     A row waits, under the last id of its path, for one with this id whose prompt is long enough; rows that need the
     shortest prompts are looked at first.
     """
-    single = len({one.session for one in rows}) == len(rows)
-    sessions: dict[int, dict[int, list[tuple[int, int]]]] = {}
+    single = rows[0].session is None or len({one.session for one in rows}) == len(rows)
+    sessions: dict[int | None, dict[int, list[tuple[int, int]]]] = {}
     followers: dict[int, int] = {}
     for index, one in enumerate(rows):
         path, num_in = one.row.ids, one.row.num_in

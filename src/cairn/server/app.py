@@ -11,20 +11,23 @@ from starlette.middleware.cors import CORSMiddleware
 
 from cairn.http.application import http_application
 from cairn.http.middleware import RootPath
-from cairn.server import cache_routes, routes, status_routes
+from cairn.server import cache_routes, status_routes
 from cairn.server.anthropic import routes as anthropic_routes
 from cairn.server.error_handlers import install_error_handlers
+from cairn.server.openai import routes as openai_routes
 from cairn.server.openai_responses import routes as responses_routes
 from cairn.server.openapi import build_openapi_document
+from cairn.server.options import CorsOptions, ServerOptions
 from cairn.server.service import Service
 from cairn.server.stat_logger import ThroughputLogger
 from cairn.server.status_routes import DOCS_PATHS
 from cairn.setting_types import list_entries
 
-__all__ = ["create_app"]
+__all__ = ["create_app", "find_open_paths"]
 
+_PROBED_PATHS = frozenset({"/health", "/load", "/metrics", "/ping", "/ready", "/version"})
 # The page contains no data: it fetches what it shows with the key that is typed into it.
-_OPEN_PATHS = frozenset({"/cache/ui", "/health", "/load", "/metrics", "/ping", "/ready", "/version"})
+_OPEN_PATHS = frozenset({"/cache/ui", *_PROBED_PATHS})
 _GATED_PATHS = frozenset(
     (
         *("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens"),
@@ -33,6 +36,11 @@ _GATED_PATHS = frozenset(
 )
 
 logger = logging.getLogger(__name__)
+
+
+def find_open_paths(options: ServerOptions) -> frozenset[str]:
+    """Paths that need no API key."""
+    return _OPEN_PATHS | DOCS_PATHS if options.enable_docs else _OPEN_PATHS
 
 
 def create_app(service: Service) -> FastAPI:
@@ -50,8 +58,7 @@ def create_app(service: Service) -> FastAPI:
                     await reporting
             await service.aclose()
 
-    options = service.options
-    open_paths = _OPEN_PATHS | DOCS_PATHS if options.enable_docs else _OPEN_PATHS
+    options, open_paths = service.options, find_open_paths(service.options)
     app = http_application(
         "cairn",
         lifespan,
@@ -62,10 +69,11 @@ def create_app(service: Service) -> FastAPI:
         max_body_bytes=options.max_body_bytes,
         body_seconds=service.limits.body_seconds,
         new_id=service.new_id,
+        silent_paths=frozenset() if options.enable_request_id_headers else _PROBED_PATHS,
         has_document=not options.disable_fastapi_docs,
     )
     app.state.service = service
-    app.include_router(routes.router())
+    app.include_router(openai_routes.router())
     app.include_router(anthropic_routes.router())
     app.include_router(responses_routes.router())
     app.include_router(status_routes.router(options))
@@ -74,6 +82,11 @@ def create_app(service: Service) -> FastAPI:
     app.openapi = cache(partial(build_openapi_document, app, service, _GATED_PATHS, open_paths))  # type: ignore[method-assign]
     if options.root_path is not None:
         app.add_middleware(RootPath, root=options.root_path)
+    _allow_origins(app, options)
+    return app
+
+
+def _allow_origins(app: FastAPI, options: CorsOptions) -> None:
     if options.allowed_origins is not None:
         app.add_middleware(
             CORSMiddleware,
@@ -82,7 +95,6 @@ def create_app(service: Service) -> FastAPI:
             allow_headers=list_entries(options.allowed_headers) or (),
             allow_credentials=options.allow_credentials,
         )
-    return app
 
 
 async def _report(service: Service) -> None:

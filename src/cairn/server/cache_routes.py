@@ -10,7 +10,7 @@ from fastapi.responses import Response
 from cairn import __version__
 from cairn.engine.contract import MAX_SHOWN, CacheView
 from cairn.server.cache_page import cache_page
-from cairn.server.routes import ServiceDep
+from cairn.server.dependencies import ServiceDep
 from cairn.server.service import Service
 
 _DEFAULT_NODES = 500

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from cairn.errors import InvalidRequest, RequestError
 from cairn.server.error_handlers import explain_validation_error
-from cairn.server.requests import ChatRequest
+from cairn.server.openai.requests import ChatRequest
 
 _PLACE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?(?:\.image_url)?")
 

@@ -16,7 +16,8 @@ from starlette.exceptions import HTTPException
 from cairn.errors import CairnError, EngineDead, InvalidBody, RequestError
 from cairn.http.application import http_error
 from cairn.http.error_responses import ClientDisconnected, error_response, internal_error, make_error
-from cairn.server.requests import CHAT_TAG, COMPLETION_TAG, WRONG_KIND
+from cairn.server.openai.field_types import NO_PROMPT, WRONG_KIND
+from cairn.server.openai.requests import CHAT_TAG, COMPLETION_TAG
 
 MAX_NESTING = 256
 """Objects and lists within each other; JSON decoders give up later."""
@@ -47,6 +48,7 @@ _RANGE_RULES: Mapping[str, str] = MappingProxyType(
 _RULES: Mapping[str, str] = MappingProxyType(
     {
         **_TYPE_RULES,
+        NO_PROMPT: "must be sent. {msg}",
         "string_unicode": "is not valid Unicode",
         **dict.fromkeys(("too_short", "string_too_short"), "must not be empty"),
         **dict.fromkeys(("missing", "union_tag_not_found"), "is missing"),

@@ -1,4 +1,4 @@
-"""The OpenAPI document: FastAPI's, with the types of `responses`, and the statuses that each path may answer with."""
+"""The OpenAPI document: FastAPI's, with the types of answers, and the statuses that each path may answer with."""
 
 from collections.abc import Iterator, Mapping, Set
 from types import MappingProxyType
@@ -10,7 +10,32 @@ from msgspec.json import schema_components
 
 from cairn.engine.contract import CacheView
 from cairn.http.error_responses import ANTHROPIC_PATH
-from cairn.server import responses
+from cairn.server.anthropic.responses import (
+    AnthropicErrorResponse,
+    CountTokensResponse,
+    MessagesEvent,
+    MessagesResponse,
+)
+from cairn.server.openai.responses import (
+    ChatChunk,
+    ChatResponse,
+    CompletionChunk,
+    CompletionResponse,
+    DetokenizeResponse,
+    TokenizeResponse,
+)
+from cairn.server.openai_responses.responses import DeletedResponse, InputItemList, ResponsesEvent, ResponsesResponse
+from cairn.server.responses import (
+    CacheHead,
+    ErrorResponse,
+    LoadResponse,
+    ModelCard,
+    ModelList,
+    ServerInfoResponse,
+    StatusResponse,
+    TokenizerInfoResponse,
+    VersionResponse,
+)
 from cairn.server.service import Service
 
 Schema: TypeAlias = dict[str, Any]
@@ -20,25 +45,25 @@ _TEXT_BODIES: Mapping[str, str] = MappingProxyType({"/metrics": "text/plain", "/
 _EMPTY_BODIES = frozenset({*_PROBES, "/reset_prefix_cache"})
 _RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "/v1/completions": (responses.CompletionResponse,),
-        "/v1/chat/completions": (responses.ChatResponse,),
-        "/v1/messages": (responses.MessagesResponse,),
-        "/v1/messages/count_tokens": (responses.CountTokensResponse,),
-        "/v1/responses": (responses.ResponsesResponse,),
-        "/v1/responses/{response_id}": (responses.ResponsesResponse,),
-        "/v1/responses/{response_id}/cancel": (responses.ResponsesResponse,),
-        "/v1/responses/{response_id}/input_items": (responses.InputItemList,),
-        "DELETE /v1/responses/{response_id}": (responses.DeletedResponse,),
-        "/invocations": (responses.ChatResponse, responses.CompletionResponse),
-        "/tokenize": (responses.TokenizeResponse,),
-        "/tokenizer_info": (responses.TokenizerInfoResponse,),
-        "/detokenize": (responses.DetokenizeResponse,),
-        "/v1/models": (responses.ModelList,),
-        "/v1/models/{name}": (responses.ModelCard,),
-        "/load": (responses.LoadResponse,),
-        "/version": (responses.VersionResponse,),
-        "/server_info": (responses.ServerInfoResponse,),
-        "/cache": (responses.CacheHead, CacheView),
+        "/v1/completions": (CompletionResponse,),
+        "/v1/chat/completions": (ChatResponse,),
+        "/v1/messages": (MessagesResponse,),
+        "/v1/messages/count_tokens": (CountTokensResponse,),
+        "/v1/responses": (ResponsesResponse,),
+        "/v1/responses/{response_id}": (ResponsesResponse,),
+        "/v1/responses/{response_id}/cancel": (ResponsesResponse,),
+        "/v1/responses/{response_id}/input_items": (InputItemList,),
+        "DELETE /v1/responses/{response_id}": (DeletedResponse,),
+        "/invocations": (ChatResponse, CompletionResponse),
+        "/tokenize": (TokenizeResponse,),
+        "/tokenizer_info": (TokenizerInfoResponse,),
+        "/detokenize": (DetokenizeResponse,),
+        "/v1/models": (ModelList,),
+        "/v1/models/{name}": (ModelCard,),
+        "/load": (LoadResponse,),
+        "/version": (VersionResponse,),
+        "/server_info": (ServerInfoResponse,),
+        "/cache": (CacheHead, CacheView),
     }
 )
 """By path, or method and path: the types whose fields the JSON body of a 200 has."""
@@ -52,11 +77,11 @@ _REQUEST_ID: Mapping[str, Any] = MappingProxyType(
 )
 _CHUNKS: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
-        "/v1/completions": (responses.CompletionChunk,),
-        "/v1/chat/completions": (responses.ChatChunk,),
-        "/v1/messages": (responses.MessagesEvent,),
-        "/v1/responses": (responses.ResponsesEvent,),
-        "/invocations": (responses.ChatChunk, responses.CompletionChunk),
+        "/v1/completions": (CompletionChunk,),
+        "/v1/chat/completions": (ChatChunk,),
+        "/v1/messages": (MessagesEvent,),
+        "/v1/responses": (ResponsesEvent,),
+        "/invocations": (ChatChunk, CompletionChunk),
     }
 )
 _ERRORS: Mapping[int, str] = MappingProxyType(
@@ -104,7 +129,7 @@ def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open
         schemas.pop(name, None)
     _add_model_limits(schemas, service)
     types = [kind for kinds in (*_RESPONSES.values(), *_CHUNKS.values()) for kind in kinds]
-    types += [responses.ErrorResponse, responses.AnthropicErrorResponse, responses.StatusResponse]
+    types += [ErrorResponse, AnthropicErrorResponse, StatusResponse]
     schemas |= schema_components(types, ref_template="#/components/schemas/{name}")[1]
     # `/server_info` has the cache's fields among the engine's.
     engine, cache = schemas["EngineInfo"], schemas.pop("CacheInfo")
@@ -160,11 +185,11 @@ def _error_statuses(path: str, method: str, operation: dict[str, Any], gated: Se
 
 
 def _error_schema(path: str, status: int) -> Schema:
-    kind: Any = responses.ErrorResponse
+    kind: Any = ErrorResponse
     if path.startswith(ANTHROPIC_PATH):
-        kind = responses.AnthropicErrorResponse
+        kind = AnthropicErrorResponse
     elif status == 503 and path in _PROBES:
-        kind = responses.StatusResponse
+        kind = StatusResponse
     content = {"application/json": {"schema": _reference(kind)}}
     refusal: Schema = {"description": _ERRORS[status], "content": content}
     if status == 429:
@@ -174,10 +199,12 @@ def _error_schema(path: str, status: int) -> Schema:
 
 def _add_model_limits(schema: Any, service: Service) -> None:
     """The model's name, vocabulary and length, which only a running server knows."""
-    info = service.engine.info
+    info, most = service.engine.info, service.options.max_logprobs
+    least = -1 if most == -1 or most >= info.vocab_size else 0
     limits: dict[str, Schema] = {
         "token-id": {"maximum": info.vocab_size - 1},
         "to-model-len": {"maximum": info.max_model_len},
+        "num-logprobs": {"minimum": least, "maximum": info.vocab_size if most == -1 else most},
         "model-name": {"enum": [*service.options.model_names]},
     }
     if isinstance(schema, dict):

@@ -25,7 +25,7 @@ from cairn.http.web_server import (
 )
 from cairn.server.app import create_app
 from cairn.server.images import MediaConnector
-from cairn.server.options import ImageOptions, ServerLimits, ServerOptions
+from cairn.server.options import CertificateOptions, ImageOptions, ServerLimits, ServerOptions
 from cairn.server.service import Service
 from cairn.server.stat_logger import format_startup_lines
 
@@ -140,7 +140,7 @@ class HttpServer(DrainingServer):
             return code
 
 
-def tls_options(options: ServerOptions) -> TlsOptions | None:
+def tls_options(options: CertificateOptions) -> TlsOptions | None:
     """None for plain HTTP. Raises ConfigError for files that wait for another one."""
     if options.ssl_certfile is None:
         for name in ("ssl_keyfile", "ssl_ca_certs", "ssl_ciphers"):

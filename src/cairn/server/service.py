@@ -14,8 +14,8 @@ from cairn.engine.contract import EngineClient, EngineInfo, EngineStats, Templat
 from cairn.errors import EngineDead, Overloaded
 from cairn.http.middleware import Gate, random_id
 from cairn.server.images import MediaConnector
-from cairn.server.logprobs import LogprobsFormatter
 from cairn.server.metrics import Metrics
+from cairn.server.openai.logprobs import LogprobsFormatter
 from cairn.server.openai_responses.background import BackgroundTasks
 from cairn.server.openai_responses.store import ResponseStore
 from cairn.server.options import ServerLimits, ServerOptions

@@ -11,9 +11,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from cairn import __version__
 from cairn.errors import EngineDead, InvalidRequest, Overloaded
 from cairn.http.error_responses import make_error
+from cairn.server.dependencies import ServiceDep
+from cairn.server.openai.prompts import check_model
 from cairn.server.options import ServerOptions
-from cairn.server.prompts import check_model
-from cairn.server.routes import ServiceDep
 from cairn.server.service import Service
 
 DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})

@@ -124,7 +124,7 @@ def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]")
     Raises ConfigError with one line that names the flag, variable or key that is wrong and says what it takes.
     """
     path = vars(parsed).get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
-    from_file, ignored = _read_file(Path(path)) if path else ({}, [])
+    from_file, ignored = read_settings_file(Path(path)) if path else ({}, [])
     settings = read_settings(source, ServeSettings, _with_model(parsed, from_file), path, from_file)
     if not settings.model:
         raise ConfigError(
@@ -155,7 +155,7 @@ def _with_model(parsed: Namespace, from_file: Mapping[str, Any]) -> Namespace:
     )
 
 
-def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
+def read_settings_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The settings, and the flags of vLLM's that change nothing."""
     try:
         content = yaml.safe_load(path.read_text())
@@ -168,14 +168,22 @@ def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         return {}, []
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold `name: value` lines, not {type(content).__name__}")
+    return sort_settings(content, ServeSettings, f"--config {path}")
+
+
+def sort_settings(
+    content: Mapping[Any, Any], model: type[ServeSettings], where: str
+) -> tuple[dict[str, Any], list[str]]:
+    """The settings of `model` among `content`, and the flags of vLLM's that change nothing. Raises ConfigError, which
+    begins with `where`, for anything else."""
     settings: dict[str, Any] = {}
     ignored: list[str] = []
     for key, value in content.items():
         name = str(key).replace("-", "_")
-        if name in ServeSettings.model_fields and name != "config":
+        if name in model.model_fields and name != "config":
             settings[name] = value
-        elif (flag := check_vllm_line(name, value, f"--config {path}: ")) is not None:
+        elif (flag := check_vllm_line(name, value, f"{where}: ")) is not None:
             ignored.append(flag)
         else:
-            raise ConfigError(f"--config {path}: there is no setting {name!r}; see `cairn serve --help`")
+            raise ConfigError(f"{where}: there is no setting {name!r}; see `cairn serve --help`")
     return settings, ignored

@@ -92,10 +92,11 @@ def read_settings(
     except SettingsError as error:
         raise ConfigError(str(error)) from None
     except ValidationError as error:
-        raise ConfigError(_describe(error, model.model_config["env_prefix"], flags, file)) from None
+        raise ConfigError(describe_error(error, model.model_config["env_prefix"], flags, file)) from None
 
 
-def _describe(error: ValidationError, env_prefix: str, flags: Mapping[str, Any], file: str | None) -> str:
+def describe_error(error: ValidationError, env_prefix: str, flags: Mapping[str, Any], file: str | None) -> str:
+    """One line that names the flag, variable or key of `file` that is wrong and says what it takes."""
     first = error.errors()[0]
     name = str(first["loc"][0])
     variable = env_prefix + name.upper()

@@ -221,9 +221,7 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
     ),
     # -- HTTP ----------------------------------------------------------------------------------------------------------
     _switches("--enable-prompt-tokens-details", "on", "usage has `prompt_tokens_details` always"),
-    _switches("--enable-request-id-headers", "on", "every answer has `X-Request-Id`"),
     _switches("--enable-server-load-tracking", None, "`/load` is always there"),
-    _switches("--enable-per-request-metrics", "off", "answers have `cairn.cache`, and no times"),
     VllmFlags("--sse-keep-alive-interval", "0", "a stream has no comments"),
     VllmFlags("--response-role", "assistant", "answers are the assistant's"),
     VllmFlags("--chat-template-content-format", "auto", "templates get texts as texts and parts as parts"),

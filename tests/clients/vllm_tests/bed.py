@@ -30,6 +30,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import transformers
 
 SECONDS_TO_START = 120
 # A small server: cairn's own sizes are chosen by the machine.
@@ -42,12 +43,12 @@ OTHER_MODEL = {
 LORA = {"--enable-lora", "--lora-modules", "--max-lora-rank", "--max-cpu-loras", "--max-loras"}
 ALLOWED = {
     "--dtype": {"auto", "float32", "bfloat16"},
-    "--tool-call-parser": {"hermes", "qwen3_coder", "qwen3_xml"},
     "--reasoning-parser": {"qwen3", "deepseek_r1"},
 }
-MOST_LOGPROBS = 20
+# How the scripted checkpoint writes calls, whatever the model that it stands for.
+CALLS = "hermes"
 # The tiny vocabulary needs more tokens for the same words: a prompt with two tools has more than 900.
-CONTEXT = {"1024": "4096"}
+CONTEXT = {"1024": "4096", "2048": "8192"}
 ABOUT_MACHINE = re.compile(r"current_platform|hf_api|init_logger")
 asked: set[str] = set()
 
@@ -124,7 +125,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             setattr(module, name, value)
 
 
-WITH_IMAGES = re.compile(r"vision|-VL-|/Qwen2.5-VL|llava|InternVL|gemma-3", re.IGNORECASE)
+WITH_IMAGES = re.compile(r"vision|VLM|-VL-|/Qwen2.5-VL|llava|InternVL|gemma-3", re.IGNORECASE)
 
 
 def checkpoint_for(name):
@@ -133,9 +134,27 @@ def checkpoint_for(name):
 
 
 def get_tokenizer(tokenizer_name, *args, **kwargs):
-    from transformers import AutoTokenizer
+    return transformers.AutoTokenizer.from_pretrained(checkpoint_for(tokenizer_name))
 
-    return AutoTokenizer.from_pretrained(checkpoint_for(tokenizer_name))
+
+def load_from_bed(transformers_class):
+    """A hub's name is the folder of the checkpoint that stands for it."""
+    original = transformers_class.from_pretrained
+
+    def from_pretrained(name, *args, **kwargs):
+        return original(name if Path(name).exists() else checkpoint_for(str(name)), *args, **kwargs)
+
+    transformers_class.from_pretrained = from_pretrained
+
+
+class ModelConfig:
+    """vLLM's name: tells the size of the vocabulary."""
+
+    def __init__(self, model, **settings):
+        self._folder = Path(checkpoint_for(model))
+
+    def get_vocab_size(self):
+        return json.loads((self._folder / "config.json").read_text())["vocab_size"]
 
 
 def image_bytes(image, form="PNG"):
@@ -193,6 +212,7 @@ class IntegerRange:
 
 REAL = {
     "torch": {"iinfo": IntegerRange, "long": "int64", "int64": "int64"},
+    "vllm.config": {"ModelConfig": ModelConfig},
     "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
     "vllm.assets.image": {"ImageAsset": ImageAsset},
     "vllm.multimodal.utils": {
@@ -235,8 +255,9 @@ def as_cairn_takes(model, args):
     for flag, *values in groups:
         dashed = "--" + flag.lstrip("-").replace("_", "-") if flag.startswith("--") else flag
         allowed = ALLOWED.get(dashed)
-        if dashed == "--max-logprobs" and not 0 <= int(values[0]) <= MOST_LOGPROBS:
-            left_out.append([flag, *values])
+        if dashed == "--tool-call-parser":
+            kept += [flag, CALLS]
+            left_out += [] if values == [CALLS] else [[flag, *values]]
         elif flag == "--model":
             model = values[0]
         elif dashed == "--max-model-len":
@@ -354,6 +375,7 @@ def tests_utils():
 packages = {"vllm"} | ({"torch"} if importlib.util.find_spec("torch") is None else set())
 sys.meta_path.insert(0, Finder(packages))
 sys.modules["tests.utils"] = tests_utils()
+load_from_bed(transformers.AutoTokenizer)
 sys.modules["tests.conftest"] = StandInModule("tests.conftest")
 
 

@@ -38,12 +38,14 @@ from cairn.engine.contract.output import (
     TransferReport,
 )
 from cairn.engine.contract.request import (
+    FREE_LOGPROBS,
     MAX_ANSWERS,
     MAX_BAD_WORDS,
     MAX_BREAKPOINTS,
     MAX_HOLD_SECONDS,
+    MAX_LOGPROB_ENTRIES,
+    MAX_LOGPROBS,
     MAX_PATTERN_SIZE,
-    MAX_PROMPT_LOGPROBS,
     RANGES,
     GenerateRequest,
     ImageInput,
@@ -57,12 +59,14 @@ from cairn.engine.contract.request import (
 from cairn.engine.contract.text import Breakpoint, RenderedPrompt, TemplateValue, TextStream, TextTokenizer
 
 __all__ = [
+    "FREE_LOGPROBS",
     "MAX_ANSWERS",
     "MAX_BAD_WORDS",
     "MAX_BREAKPOINTS",
     "MAX_HOLD_SECONDS",
+    "MAX_LOGPROBS",
+    "MAX_LOGPROB_ENTRIES",
     "MAX_PATTERN_SIZE",
-    "MAX_PROMPT_LOGPROBS",
     "MAX_SHOWN",
     "RANGES",
     "STEP_SIZES",

@@ -74,8 +74,10 @@ class EngineOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
-    quantization: Literal["int8"] | None = Field(
-        None, description="weights of matrix products in int8, activations per token: faster, less memory, less precise"
+    quantization: Literal["int8", "fp8", "modelopt"] | None = Field(
+        None,
+        description="weights of matrix products in int8, activations per token: faster, less memory, less precise; fp8 "
+        "and modelopt say what the checkpoint is stored in, and change nothing",
     )
     tokenizer: str | None = Field(
         None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1

@@ -32,15 +32,21 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
         for rank, own_ids, own_values in zip(ranks, ids, values, strict=True):
             yield rank, list(zip(own_ids, own_values, strict=True))
 
-    def concat(self, other: "TokenLogprobs | None") -> "TokenLogprobs":
+    @property
+    def num_entries(self) -> int:
+        """Pairs of token and value."""
+        return len(self) * self.width
+
+    def concat(self, *others: "TokenLogprobs | None") -> "TokenLogprobs":
         """These and the others, which have the same width."""
-        if other is None:
+        if not any(others):
             return self
+        parts = [self, *(other for other in others if other is not None)]
         return TokenLogprobs(
             width=self.width,
-            token_ids=self.token_ids + other.token_ids,
-            values=self.values + other.values,
-            ranks=self.ranks + other.ranks,
+            token_ids=b"".join(part.token_ids for part in parts),
+            values=b"".join(part.values for part in parts),
+            ranks=b"".join(part.ranks for part in parts),
         )
 
 
@@ -119,6 +125,13 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     index: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None
+
+    @property
+    def num_logprob_entries(self) -> int:
+        """Tokens that it tells of, those of the prompt included: what makes an output large."""
+        own, prompt = self.logprobs, self.prompt_logprobs
+        # for every output of every step: most have neither
+        return (0 if own is None else own.num_entries) + (0 if prompt is None else prompt.num_entries)
 
     def concat(self, later: "GenerateOutput") -> "GenerateOutput":
         """This and a later output of the same answer as one. This one must not be the answer's last."""

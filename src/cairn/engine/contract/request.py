@@ -17,8 +17,15 @@ MAX_BREAKPOINTS = 4
 MAX_ANSWERS = 128
 """Most answers to one prompt."""
 
-MAX_PROMPT_LOGPROBS = 1 << 18
-"""Most tokens that are told of because of one prompt."""
+MAX_LOGPROBS = 1 << 20
+"""More tokens than a vocabulary has."""
+
+MAX_LOGPROB_ENTRIES = 1 << 20
+"""Most tokens that are told of because of one prompt, and because of the answers to it where more than
+`FREE_LOGPROBS` are told of with each token."""
+
+FREE_LOGPROBS = 20
+"""As many tokens may be told of with each token of an answer, however long that is."""
 
 MAX_BAD_WORDS = 128
 """Most texts that one request may keep out of its answers; each is spelled in up to two ways."""
@@ -74,8 +81,8 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "presence_penalty": Range(-2, 2),
         "repetition_penalty": Range(0, 100, above=True),
         "min_tokens": Range(0, _INT31 - 1),
-        "logprobs": Range(0, 20),
-        "prompt_logprobs": Range(0, 20),
+        "logprobs": Range(0, MAX_LOGPROBS),
+        "prompt_logprobs": Range(0, MAX_LOGPROBS),
         "logprob_token_ids": Range(0, 128, lengths="token ids"),
         "priority": Range(-_INT31, _INT31 - 1),
         "stop": Range(0, 16, lengths="texts"),

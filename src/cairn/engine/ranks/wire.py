@@ -58,7 +58,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous: _Text = ""
     services: Annotated[tuple[RankService, ...], msgspec.Meta(max_length=16)] = ()
     encoder_bytes: int | None = None
-    quantization: Literal["int8"] | None = None
+    quantization: Literal["int8", "fp8", "modelopt"] | None = None
 
 
 class RankStarted(msgspec.Struct, frozen=True, tag="started"):

@@ -77,6 +77,8 @@ _SMALL_FILES = (
     *_TOKENIZER_FILES,
 )
 _MAX_NAME = 256
+_MOST_SWEEPS = 100
+"""Looks after partial files, at the end."""
 _REVISION = re.compile(r"[\w.][\w./+-]{0,254}", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -333,14 +335,27 @@ def _ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _end(number: int, frame: FrameType | None) -> NoReturn:
-    # Partial files have random names, so no later start would resume them. Those open here are this process's own.
+def _unlink_partial_files() -> int:
+    """How many of this process's open files were partial ones."""
+    num_files = 0
     with suppress(OSError):
         for descriptor in os.listdir("/proc/self/fd"):
             with suppress(OSError):
                 path = os.readlink(f"/proc/self/fd/{descriptor}")
                 if path.endswith(".incomplete"):
+                    num_files += 1
                     os.unlink(path)
+    return num_files
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    # Partial files have random names, so no later start would resume them. Those open here are this process's own.
+    # Downloading threads go on meanwhile and may open another, so it is looked twice where there were none.
+    num_clean = 0
+    for _ in range(_MOST_SWEEPS):
+        num_clean = 0 if _unlink_partial_files() else num_clean + 1
+        if num_clean == 2:
+            break
     os._exit(128 + number)
 
 

@@ -34,6 +34,11 @@ class Quantization:
     block: tuple[int, int] | None
 
     @property
+    def method(self) -> str:
+        """Its name in config.json and in vLLM's flag."""
+        return "modelopt" if self.block is None else "fp8"
+
+    @property
     def scale(self) -> str:
         """The last part of a factor's name; what is before it is the weight's."""
         return "weight_scale" if self.block is None else "weight_scale_inv"

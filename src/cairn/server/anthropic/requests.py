@@ -7,21 +7,19 @@ from pydantic import BaseModel, ConfigDict, Field, Tag
 from typing_extensions import TypedDict
 
 from cairn.engine.contract import RANGES
-from cairn.server.requests import (
+from cairn.server.openai.field_types import (
     LENIENT,
-    MAX_MESSAGES,
-    MAX_TOOLS,
-    CacheControl,
     CacheSalt,
     Int64,
     ModelName,
     StopText,
-    TemplateKwargs,
     Text,
     Unicode,
     in_range,
     kind_discriminator,
 )
+from cairn.server.openai.messages import MAX_MESSAGES, MAX_TOOLS, CacheControl
+from cairn.server.openai.requests import TemplateKwargs
 
 
 class TextBlock(TypedDict):

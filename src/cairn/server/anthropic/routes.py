@@ -9,9 +9,10 @@ from cairn.http.clients import cancel_on_disconnect
 from cairn.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from cairn.server.anthropic.translation import to_chat
 from cairn.server.anthropic.writer import MessagesWriter
-from cairn.server.generate import Deadline
-from cairn.server.prompts import check_model, render_chat_prompt
-from cairn.server.routes import ImageAllocationDep, JsonBodyRoute, ServiceDep, generate, json_response
+from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response
+from cairn.server.openai.generate import Deadline
+from cairn.server.openai.prompts import check_model, render_chat_prompt
+from cairn.server.openai.routes import generate
 
 
 def router() -> APIRouter:

@@ -15,7 +15,7 @@ from cairn.server.anthropic.requests import (
     UserMessage,
 )
 from cairn.server.chat_translation import ChatTranslation, mark_of
-from cairn.server.requests import refuse_unsupported
+from cairn.server.openai.requests import refuse_unsupported
 
 _RENAMED: Mapping[str, str] = MappingProxyType(
     {

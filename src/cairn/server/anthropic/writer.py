@@ -9,7 +9,7 @@ import msgspec
 from cairn.engine.contract import GenerateOutput
 from cairn.errors import RequestError
 from cairn.http.error_responses import encode_anthropic_error
-from cairn.server.response_writer import ChatWriter, Choice, count_cached_tokens, encode_event
+from cairn.server.openai.response_writer import ChatWriter, Choice, count_cached_tokens, encode_event
 
 _STOP_REASONS = MappingProxyType(
     {"length": "max_tokens", "tool_calls": "tool_use", **dict.fromkeys(("stop", "abort", "repetition"), "end_turn")}

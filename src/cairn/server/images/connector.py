@@ -13,8 +13,9 @@ from cairn.errors import InvalidRequest
 from cairn.server.images.decode import decode
 from cairn.server.images.fetch import ImageFetcher, decode_data_uri
 from cairn.server.images.memory import ImageAllocation, ImageMemory
+from cairn.server.images.named import NamedImages, Owner
+from cairn.server.openai.messages import ImagePart, Message
 from cairn.server.options import ImageOptions
-from cairn.server.requests import Message
 
 _ROLES = ("user", "tool")
 
@@ -31,24 +32,28 @@ class MediaConnector:
     def __init__(self, options: ImageOptions, fetcher: ImageFetcher | None = None) -> None:
         self._options = options
         self.memory = ImageMemory(options.max_open_bytes)
+        self._named = NamedImages(options.max_named_bytes)
         self._fetcher = fetcher or ImageFetcher(options)
         self._threads = ThreadPoolExecutor(max_workers=options.decoders, thread_name_prefix="cairn-images")
         self._decoders = asyncio.Semaphore(options.decoders)
 
     async def load_images(
-        self, messages: list[Message], markers: tuple[str, ...], allocation: ImageAllocation
+        self, messages: list[Message], markers: tuple[str, ...], allocation: ImageAllocation, cache_salt: str = ""
     ) -> dict[tuple[int, int], Pixels]:
         """Every image by the numbers of its message and of its part. `markers`: the texts that stand for images in a
         prompt, none if the model reads text alone. `allocation`: counts the images' bytes, at the end those of the
-        pixels.
+        pixels. `cache_salt`: images that have a name are found again under the same one.
 
         Raises InvalidRequest naming the part, Overloaded if other requests' images leave no room.
         """
         _refuse_markers(messages, markers)
-        urls = self._find_urls(messages, bool(markers))
-        if not urls:
+        parts = self._find_parts(messages, bool(markers))
+        if not parts:
             return {}
-        fetches = [asyncio.create_task(_name_part(place, self._fetch, url, allocation)) for place, url in urls.items()]
+        owner: Owner = allocation.client, cache_salt
+        fetches = [
+            asyncio.create_task(_name_part(place, self._read, part, owner, allocation)) for place, part in parts.items()
+        ]
         try:
             files = await asyncio.gather(*fetches)
         finally:
@@ -57,11 +62,13 @@ class MediaConnector:
             await asyncio.gather(*fetches, return_exceptions=True)
         # One after the other, so that each is known to leave the request's pixels for the next ones.
         left, images = self._options.max_request_pixels, dict[tuple[int, int], Pixels]()
-        for place, data in zip(urls, files, strict=True):
+        for (place, part), data in zip(parts.items(), files, strict=True):
             image = await _name_part(place, self._decode, data, min(self._options.max_pixels, left))
             left -= image.width * image.height
             allocation.allocate(len(image.rgb))
             images[place] = image
+            if name := part.get("uuid"):
+                self._named.put(owner, name, data)
         allocation.shrink(sum(len(image.rgb) for image in images.values()))
         return images
 
@@ -69,13 +76,13 @@ class MediaConnector:
         self._threads.shutdown(wait=False, cancel_futures=True)
         await self._fetcher.aclose()
 
-    def _find_urls(self, messages: list[Message], reads_images: bool) -> dict[tuple[int, int], str]:
-        found: dict[tuple[int, int], str] = {}
+    def _find_parts(self, messages: list[Message], reads_images: bool) -> dict[tuple[int, int], ImagePart]:
+        found: dict[tuple[int, int], ImagePart] = {}
         for i, message in enumerate(messages):
             for j, part in enumerate(message.parts):
                 if part["type"] == "text":
                     continue
-                where, image = f"messages[{i}].content[{j}]", part["image_url"]
+                where = f"messages[{i}].content[{j}]"
                 if not reads_images:
                     raise InvalidRequest(f"{where} is an image, but this model reads text alone", "messages")
                 if message.role not in _ROLES:
@@ -86,8 +93,20 @@ class MediaConnector:
                         "see --limit-mm-per-prompt",
                         "messages",
                     )
-                found[i, j] = image if isinstance(image, str) else image["url"]
+                found[i, j] = part
         return found
+
+    async def _read(self, part: ImagePart, owner: Owner, allocation: ImageAllocation) -> bytes:
+        """The file: what its URL says, or what has come under its name before."""
+        if url := (part.get("image_url") or {}).get("url"):
+            return await self._fetch(url, allocation)
+        if not (name := part.get("uuid")):
+            raise InvalidRequest("image_url.url is missing: send it, or the uuid of an image that was sent before")
+        file = self._named.get(owner, name)
+        if file is None:
+            raise InvalidRequest("this server knows no image with this uuid, or does no longer: send image_url.url")
+        allocation.allocate_fetched(len(file), self._options.max_request_bytes)
+        return file
 
     async def _fetch(self, url: str, allocation: ImageAllocation) -> bytes:
         if url[:5].lower() != "data:":

@@ -8,33 +8,34 @@ from pydantic import BaseModel, BeforeValidator, Field, Tag, WrapValidator
 from typing_extensions import TypedDict
 
 from cairn.engine.contract import RANGES
-from cairn.server.requests import (
+from cairn.server.openai.field_types import (
     LENIENT,
-    MAX_MESSAGES,
-    MAX_TOOLS,
     BiasValue,
-    CacheControl,
     CacheSalt,
-    ExtraArgs,
     Int64,
-    ItemTextPart,
     JsonSchema,
     ModelName,
-    ProcessorFields,
-    ReasoningEffort,
-    RefusalPart,
+    NumLogprobs,
     Stops,
-    StructuredOutputs,
-    TemplateKwargs,
     Text,
-    TextPart,
     TokenIds,
     TokenKey,
     Unicode,
-    as_sent,
     in_range,
     kind_discriminator,
 )
+from cairn.server.openai.messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    CacheControl,
+    ItemTextPart,
+    RefusalPart,
+    TextPart,
+    as_sent,
+    kind_of_tool_choice,
+)
+from cairn.server.openai.requests import ExtraArgs, ProcessorFields, ReasoningEffort, TemplateKwargs
+from cairn.server.openai.structured_outputs import StructuredOutputs
 
 _MAX_PAIRS = 16
 _NOTHING = (
@@ -45,7 +46,7 @@ _NOTHING = (
 UNSUPPORTED: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         **dict.fromkeys(_NOTHING.split(), (None,)),
-        **dict.fromkeys(("enable_response_messages", "logprobs", "watermarking"), (None, False)),
+        **dict.fromkeys(("logprobs", "watermarking"), (None, False)),
         **dict.fromkeys(("bad_words", "functions"), (None, [])),
         "media_io_kwargs": (None, {}),
     }
@@ -171,9 +172,19 @@ class FunctionChoice(TypedDict):
     name: Text
 
 
+class AllowedFunctionsChoice(TypedDict):
+    """The prompt has all tools as ever, and the answer calls none but these: if the model likes, or one at least."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+
+
 ResponsesToolChoice: TypeAlias = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[FunctionChoice, Tag("object")],
-    kind_discriminator('"none", "auto", "required" or {"type": "function", "name": ...}'),
+    Annotated[Literal["none", "auto", "required"], Tag("text")]
+    | Annotated[FunctionChoice, Tag("object")]
+    | Annotated[AllowedFunctionsChoice, Tag("allowed_tools")],
+    kind_discriminator('"none", "auto", "required" or {"type": "function", "name": ...}', kind_of_tool_choice),
 ]
 
 # -- the form of an answer ---------------------------------------------------------------------------------------------
@@ -233,6 +244,7 @@ class ResponsesStreamOptions(TypedDict):
 class ResponsesRequest(BaseModel):
     """POST /v1/responses.
 
+    `enable_response_messages`: the response has prompt and answer as the model has seen and written them.
     `max_tool_calls` bounds calls of tools that OpenAI runs itself, of which there are none here; `user`,
     `safety_identifier` and `service_tier` change nothing either. `prompt_cache_key`: as in chats.
     """
@@ -265,7 +277,8 @@ class ResponsesRequest(BaseModel):
     top_p: float | None = in_range("top_p")
     top_k: Int64 | None = Field(None, json_schema_extra={"minimum": -1, "maximum": RANGES["top_k"].high})
     min_p: float | None = in_range("min_p")
-    top_logprobs: Int64 | None = in_range("logprobs")
+    top_logprobs: NumLogprobs | None = None
+    enable_response_messages: bool | None = False
     frequency_penalty: float | None = in_range("frequency_penalty")
     presence_penalty: float | None = in_range("presence_penalty")
     repetition_penalty: float | None = in_range("repetition_penalty")

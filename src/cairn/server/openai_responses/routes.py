@@ -15,15 +15,16 @@ from cairn.engine.contract import RenderedPrompt
 from cairn.errors import CairnError, InvalidRequest, NotFound, RequestError
 from cairn.http.clients import get_key_digest
 from cairn.http.error_responses import internal_error
+from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response
 from cairn.server.error_handlers import to_request_error
-from cairn.server.generate import Generation
+from cairn.server.openai.field_types import CacheSalt
+from cairn.server.openai.generate import Generation
+from cairn.server.openai.prompts import check_model, render_chat_prompt
+from cairn.server.openai.routes import generate, prepare
 from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.store import Owner, ResponseStore, StoredResponse
 from cairn.server.openai_responses.translation import get_response_id, make_input_items, to_chat
 from cairn.server.openai_responses.writer import ResponsesWriter
-from cairn.server.prompts import check_model, render_chat_prompt
-from cairn.server.requests import CacheSalt
-from cairn.server.routes import ImageAllocationDep, JsonBodyRoute, ServiceDep, generate, json_response, prepare
 from cairn.server.service import Service
 
 _PATH = "/v1/responses/{response_id}"
@@ -99,7 +100,7 @@ async def _make(generation: Generation, writer: ResponsesWriter) -> None:
                 if not has_begun:
                     writer.store_state("in_progress")
                     has_begun = True
-                writer.add(prompt, output)
+                await generation.write(partial(writer.add, prompt, output), output)
         writer.write_response()
     except CairnError as error:
         writer.store_failure(to_request_error(error))

@@ -8,8 +8,8 @@ from typing import Any
 
 from cairn.errors import InvalidRequest
 from cairn.server.chat_translation import ChatTranslation, mark_of
-from cairn.server.openai_responses.requests import UNSUPPORTED, FunctionTool, ResponsesRequest
-from cairn.server.requests import refuse_unsupported
+from cairn.server.openai.requests import refuse_unsupported
+from cairn.server.openai_responses.requests import UNSUPPORTED, FunctionChoice, FunctionTool, ResponsesRequest
 
 _RENAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -124,6 +124,8 @@ def to_chat(body: ResponsesRequest, history: Sequence[Any], items: Sequence[Any]
     fields |= {"messages": chat.messages, "max_completion_tokens": body.max_output_tokens}
     fields["reasoning_effort"] = (body.reasoning or {}).get("effort")
     fields |= _translate_tools(body) | _translate_text(body)
+    if body.enable_response_messages:
+        fields["return_prompt_text"] = True
     if body.truncation == "auto":
         fields["truncate_prompt_tokens"] = -1
     if body.top_logprobs or _LOGPROBS in (body.include or ()):
@@ -277,8 +279,16 @@ def _translate_tools(body: ResponsesRequest) -> dict[str, Any]:
     if body.tools:
         fields["tools"] = [_translate_tool(tool) for tool in body.tools]
     if isinstance(choice, dict):
-        fields["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}}
+        if choice["type"] == "function":
+            fields["tool_choice"] = _name_function(choice)
+        else:
+            allowed = {"mode": choice["mode"], "tools": [_name_function(tool) for tool in choice["tools"]]}
+            fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
     return fields
+
+
+def _name_function(choice: FunctionChoice) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": choice["name"]}}
 
 
 def _translate_tool(tool: FunctionTool) -> dict[str, Any]:

@@ -8,9 +8,9 @@ import msgspec
 
 from cairn.engine.contract import GenerateOutput
 from cairn.errors import RequestError
+from cairn.server.openai.response_writer import ChatWriter, Choice, count_cached_tokens, encode_event
 from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.translation import describe_tools
-from cairn.server.response_writer import ChatWriter, Choice, count_cached_tokens, encode_event
 
 _Token: TypeAlias = tuple[bytes, dict[str, Any] | None]
 """A token's text, and its log-probabilities if they were asked for."""
@@ -60,8 +60,9 @@ class ResponsesWriter(ChatWriter):
     is_open: bool = field(init=False, default=False)
     events: list[bytes] = field(init=False, default_factory=list)
     num_events: int = field(init=False, default=0)
-    num_reasoning_tokens: int = field(init=False, default=0)
     pending: list[_Token] = field(init=False, default_factory=list)
+
+    formats_at_end = False
 
     # -- the answer --------------------------------------------------------------------------------------------------
 
@@ -108,7 +109,6 @@ class ResponsesWriter(ChatWriter):
 
     def _add_delta(self, delta: dict[str, Any], tokens: list[_Token]) -> None:
         if text := delta.get("reasoning"):
-            self.num_reasoning_tokens += len(tokens)
             if self.asked.include_reasoning is not False:
                 item = self._open_item("reasoning", "rs", {"summary": [], "encrypted_content": None})
                 item.text.append(text)
@@ -177,12 +177,24 @@ class ResponsesWriter(ChatWriter):
                 item.write("incomplete" if status != "completed" and item is self.items[-1] else "completed")
                 for item in self.items
             ],
+            **self._write_raw_messages(),
             "completed_at": int(self.wall()) if status == "completed" else None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "usage": self.usage(),
             "kv_transfer_params": None if params is None else msgspec.Raw(params),
+            **({} if (metrics := self.write_metrics()) is None else {"metrics": metrics}),
             "cairn": self.cache_use(),
         }
+
+    def _write_raw_messages(self) -> dict[str, Any]:
+        """What the model has read and written, as text and token ids, where that is asked for."""
+        if not self.asked.enable_response_messages:
+            return {}
+        prompt, choice = self.prompts[0], self.choices[0]
+        # What the model has written shows its reasoning.
+        is_hidden = self.asked.include_reasoning is False and self.count_reasoning(choice) > 0
+        written = [] if is_hidden else [_raw_message("".join(choice.texts), choice.token_ids)]
+        return {"input_messages": [_raw_message(prompt.text or "", prompt.token_ids)], "output_messages": written}
 
     def _store(self, response: dict[str, Any]) -> bytes:
         encoded = msgspec.json.encode(response)
@@ -213,7 +225,7 @@ class ResponsesWriter(ChatWriter):
             "input_tokens": num_prompt,
             "input_tokens_details": {"cached_tokens": count_cached_tokens(self.caches[0]), "cache_write_tokens": 0},
             "output_tokens": num_generated,
-            "output_tokens_details": {"reasoning_tokens": self.num_reasoning_tokens},
+            "output_tokens_details": {"reasoning_tokens": self.count_reasoning(self.choices[0])},
             "total_tokens": num_prompt + num_generated,
         }
 
@@ -230,12 +242,14 @@ class ResponsesWriter(ChatWriter):
             "background": bool(asked.background),
             "error": None,
             "incomplete_details": None,
+            "input_messages": None,
             "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens,
             "max_tool_calls": asked.max_tool_calls,
             "metadata": asked.metadata or {},
             "model": self.model,
             "output": [],
+            "output_messages": None,
             "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": asked.previous_response_id,
             "prompt_cache_key": asked.prompt_cache_key,
@@ -295,6 +309,11 @@ class ResponsesWriter(ChatWriter):
     def _take_events(self) -> list[bytes]:
         events, self.events = self.events, []
         return events
+
+
+def _raw_message(text: str, token_ids: list[int]) -> dict[str, Any]:
+    """vLLM's form."""
+    return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
 
 
 def _emptied(kind: str) -> dict[str, Any]:

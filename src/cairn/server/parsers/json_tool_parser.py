@@ -7,9 +7,10 @@
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
-from cairn.server.parsers.output_parser import State, ToolParser
+from cairn.server.parsers.output_parser import State, ToolParser, describe_call
 
 MAX_CALL = 1 << 20
 """Characters of a call whose arguments do not follow its name; a longer one is content."""
@@ -27,6 +28,11 @@ class JsonToolParser(ToolParser):
     call ends. `</tool_call>` may be missing after a whole object."""
 
     opening_tags = ("<tool_call>",)
+
+    @staticmethod
+    def describe_calls(names: Sequence[str]) -> list[dict[str, Any]]:
+        spelled = [json.dumps(name, ensure_ascii=False) for name in names]
+        return [describe_call("<tool_call>", r'\s{0,8}\{\s{0,8}"name"\s?:\s?', spelled, _CALL_END)]
 
     def _start_call(self, tag: str) -> State:
         self._depth, self._in_string, self._num_searched = 0, False, 0

@@ -57,6 +57,14 @@ MAX_NEWLINES = 64
 """Newlines in a row that are treated as part of the tag next to them, at most."""
 
 
+def describe_call(begin: str, head: str, names: Sequence[str], end: str) -> dict[str, Any]:
+    """A structural tag's tag: what the regular expression `head` matches, one of the texts `names`, and any text."""
+    opening = [{"type": "regex", "pattern": head}] if head else []
+    named = {"type": "or", "elements": [{"type": "const_string", "value": name} for name in names]}
+    content = {"type": "sequence", "elements": [*opening, named, {"type": "any_text"}]}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+
 def find_tag(text: str, tags: Sequence[str], start: int = 0) -> tuple[int, str] | None:
     """Position of the first tag at or after `start`, and which it is; the longest of those that begin there."""
     found = [(position, -len(tag), tag) for tag in tags if (position := text.find(tag, start)) >= 0]
@@ -156,6 +164,11 @@ class ToolParser(OutputParser, ABC):
     @property
     def num_pending(self) -> int:
         return len(self._text) + len(self._opening)
+
+    @staticmethod
+    @abstractmethod
+    def describe_calls(names: Sequence[str]) -> list[dict[str, Any]]:
+        """Calls of the tools `names`, as tags of a structural tag: one for each opening tag."""
 
     @abstractmethod
     def _start_call(self, tag: str) -> State:

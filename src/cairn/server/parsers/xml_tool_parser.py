@@ -10,6 +10,8 @@ value
 """
 
 import json
+from collections.abc import Sequence
+from typing import Any
 
 from cairn.server.parsers.output_parser import (
     MAX_NEWLINES,
@@ -17,6 +19,7 @@ from cairn.server.parsers.output_parser import (
     ToolParser,
     ToolSchemas,
     count_partial_tag,
+    describe_call,
     find_tag,
 )
 from cairn.server.parsers.values import convert_value, get_json_types, is_text_only
@@ -51,6 +54,12 @@ class XmlToolParser(ToolParser):
         self._types: frozenset[str] = frozenset()
         self._num_searched = 0
         self._in_quotes = False
+
+    @staticmethod
+    def describe_calls(names: Sequence[str]) -> list[dict[str, Any]]:
+        spelled = [f"{name}>" for name in names]
+        within = describe_call(_CALL, rf"\s{{0,8}}{_FUNCTION}", spelled, _CALL_END)
+        return [within, describe_call(_FUNCTION, "", spelled, _FUNCTION_END)]
 
     def _start_call(self, tag: str) -> State:
         return self._parse_function_tag if tag == _CALL else self._parse_bare_function

@@ -1,28 +1,32 @@
 """One request's way through the engine and back to its client: measured, with a deadline, whole or as a stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cairn.engine.contract import MAX_ANSWERS, GenerateOutput, GenerateRequest
+from cairn.engine.contract import FREE_LOGPROBS, MAX_ANSWERS, GenerateOutput, GenerateRequest
 from cairn.errors import CairnError, InvalidRequest, LeasesFull, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.http.error_responses import ClientDisconnected, make_error
-from cairn.server.engine_request import rename_error_param
 from cairn.server.error_handlers import to_request_error
 from cairn.server.metrics import RequestMeter
-from cairn.server.response_writer import ResponseWriter
+from cairn.server.openai.engine_request import rename_error_param
+from cairn.server.openai.response_writer import ResponseWriter
 from cairn.server.service import Service
 
 _LAST_EVENT_SECONDS = 10.0
+_MAX_ENTRIES = 1024
+"""Log-probabilities of one output that are written in the event loop."""
+
+Result = TypeVar("Result")
 
 PromptOutput: TypeAlias = tuple[int, GenerateOutput]
 """The number of a prompt, and an output for it."""
@@ -98,10 +102,19 @@ class Generation:
     async def _write_response(self) -> bytes:
         async with aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
-                self.writer.add(prompt, output)
-        if self.requests[0].prompt_logprobs is not None:
-            return await self.service.tokenizer.run(lambda: msgspec.json.encode(self.writer.write_response()))
-        return msgspec.json.encode(self.writer.write_response())
+                await self.write(partial(self.writer.add, prompt, output), output)
+        return await self.write(lambda: msgspec.json.encode(self.writer.write_response()))
+
+    async def write(self, work: Callable[[], Result], output: GenerateOutput | None = None) -> Result:
+        """What the writer makes of an output, or of all without one: in the tokenizer's thread, beside the event loop,
+        where it tells of many tokens."""
+        if output is None:
+            request = self.requests[0]
+            has_many = request.prompt_logprobs is not None or (request.logprobs or 0) > FREE_LOGPROBS
+            is_long = has_many and self.writer.formats_at_end
+        else:
+            is_long = output.num_logprob_entries > _MAX_ENTRIES
+        return await self.service.tokenizer.run(work) if is_long else work()
 
     async def outputs(self) -> AsyncGenerator[PromptOutput, None]:
         """The engine's outputs, measured. Closing this aborts what is running. Requests that the engine does not take
@@ -159,9 +172,7 @@ class Generation:
                 latest: PromptOutput | None = first
                 while latest is not None:
                     if (due := buffer.add(*latest)) is not None:
-                        write = partial(writer.output_events, latest[0], due)
-                        in_thread = due.prompt_logprobs is not None
-                        for event in await self.service.tokenizer.run(write) if in_thread else write():
+                        for event in await self.write(partial(writer.output_events, latest[0], due), due):
                             yield event
                     latest = await anext(outputs, None)
                 closing = writer.closing_events()

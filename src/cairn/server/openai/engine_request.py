@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.engine.contract import (
-    RANGES,
     EngineInfo,
     GenerateRequest,
     RenderedPrompt,
@@ -16,7 +15,7 @@ from cairn.engine.contract import (
     ThinkingBudget,
 )
 from cairn.errors import InvalidRequest, RequestError
-from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
+from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from cairn.types import SamplingParams
 
 _GREEDY_BELOW = 1e-5
@@ -80,12 +79,22 @@ def build_engine_request(
     )
 
 
-def check_num_logprobs(body: SamplingFields, most: int) -> None:
-    """Raises InvalidRequest for more log-probabilities of a token than --max-logprobs allows."""
-    own = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs"
+def resolve_num_logprobs(body: SamplingFields, most: int, vocab_size: int) -> SamplingFields:
+    """The body with the number of tokens in the vocabulary for -1. `most`: --max-logprobs.
+
+    Raises InvalidRequest for more log-probabilities of a token than these, and for other numbers below 0."""
+    own, most = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs", vocab_size if most == -1 else most
+    found = {}
     for name, number in ((own, body.get_num_logprobs()), ("prompt_logprobs", body.prompt_logprobs)):
-        if number is not None and most < number <= RANGES["logprobs"].high:
-            raise InvalidRequest(f"{name} is {number}; this server gives at most {most} (--max-logprobs)", name)
+        if number is None or 0 <= number <= most:
+            continue
+        if number < -1:
+            raise InvalidRequest(f"{name} must be 0 to {most}, or -1 for the whole vocabulary, not {number}", name)
+        shown = f"-1, which means all {vocab_size} tokens" if number == -1 else str(number)
+        if number > most or vocab_size > most:
+            raise InvalidRequest(f"{name} is {shown}; this server gives at most {most} (--max-logprobs)", name)
+        found[name] = vocab_size
+    return body.model_copy(update=found) if found else body
 
 
 def _echoes_logprobs(body: SamplingFields) -> bool:

@@ -6,6 +6,8 @@ from copy import copy
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from cairn.engine.contract import TokenLogprobs
 
 _MIN_LOGPROB = -9999.0
@@ -94,17 +96,16 @@ class LogprobsFormatter:
         opening = {"tokens": [self._name(prompt[0])], "token_logprobs": [None], "top_logprobs": [None]}
         return concat_logprobs(opening | {"text_offset": [offsets.next(first)]}, self.completion(logprobs, offsets))
 
-    def prompt(self, logprobs: TokenLogprobs) -> list[dict[str, Any] | None]:
-        """vLLM's `prompt_logprobs`: by token id, null for the first token."""
-        parts: list[dict[str, Any] | None] = [None]
+    def prompt(self, logprobs: TokenLogprobs) -> list[msgspec.Raw | None]:
+        """vLLM's `prompt_logprobs`: by token id, null for the first token. As JSON: there may be a million entries."""
+        parts: list[msgspec.Raw | None] = [None]
         for rank, (own, *best) in logprobs:
             ranked = [(rank, own), *((place, pair) for place, pair in enumerate(best, 1) if pair[0] != own[0])]
-            parts.append(
-                {
-                    str(token): {"logprob": _number(value), "rank": place, "decoded_token": _text(self._bytes(token))}
-                    for place, (token, value) in ranked
-                }
-            )
+            told = {
+                str(token): {"logprob": _number(value), "rank": place, "decoded_token": _text(self._bytes(token))}
+                for place, (token, value) in ranked
+            }
+            parts.append(msgspec.Raw(msgspec.json.encode(told)))
         return parts
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:

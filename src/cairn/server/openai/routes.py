@@ -1,25 +1,21 @@
 """The endpoints that generate and tokenize: completions, chat completions, tokenize, detokenize."""
 
-import json
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 
-import msgspec
 import numpy as np
-from fastapi import APIRouter, Depends, Request
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from cairn.engine.contract import MAX_ANSWERS, RenderedPrompt, check_token_ids
 from cairn.errors import InvalidRequest
 from cairn.http.clients import cancel_on_disconnect, get_client_id
 from cairn.server import load_report
-from cairn.server.engine_request import build_engine_request, check_num_logprobs, encode_bad_words
-from cairn.server.generate import Deadline, Generation
-from cairn.server.images.memory import ImageAllocation
-from cairn.server.options import ServerOptions
-from cairn.server.prompts import (
+from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response
+from cairn.server.openai.engine_request import build_engine_request, encode_bad_words, resolve_num_logprobs
+from cairn.server.openai.generate import Deadline, Generation
+from cairn.server.openai.prompts import (
     add_prompt_text,
     check_model,
     encode_prompts,
@@ -27,7 +23,7 @@ from cairn.server.prompts import (
     reuse_prompt,
     truncate_prompt,
 )
-from cairn.server.requests import (
+from cairn.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -37,53 +33,11 @@ from cairn.server.requests import (
     TokenizeRequest,
     refuse_unsupported,
 )
-from cairn.server.response_format import parse_response_format
-from cairn.server.response_writer import ChatWriter, CompletionWriter, ResponseWriter
+from cairn.server.openai.response_format import parse_response_format
+from cairn.server.openai.response_writer import ChatWriter, CompletionWriter, ResponseWriter
+from cairn.server.openai.thinking_budget import is_reasoning_open, limit_thinking
+from cairn.server.options import ServerOptions
 from cairn.server.service import Service
-from cairn.server.thinking_budget import limit_thinking
-
-
-def get_service(request: Request) -> Service:
-    service = request.app.state.service
-    assert isinstance(service, Service)
-    return service
-
-
-ServiceDep = Annotated[Service, Depends(get_service)]
-
-
-async def allocate_images(request: Request, service: ServiceDep) -> AsyncIterator[ImageAllocation]:
-    """A request's part of the memory for images, until the last byte of its response is sent."""
-    allocation = ImageAllocation(service.images.memory, get_client_id(request.scope))
-    try:
-        yield allocation
-    finally:
-        allocation.shrink(0)
-
-
-ImageAllocationDep = Annotated[ImageAllocation, Depends(allocate_images)]
-
-
-class JsonBodyRoute(APIRoute):
-    """Decodes bodies with msgspec, in half the time of `json`, which still gets what msgspec refuses: NaN, infinity and
-    half a surrogate pair, so that they can be refused by their field."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
-
-        async def handle_json(request: Request) -> Response:
-            request.json = partial(_decode_json, request)  # type: ignore[method-assign]
-            return await handle(request)
-
-        return handle_json
-
-
-async def _decode_json(request: Request) -> Any:
-    body = await request.body()
-    try:
-        return msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError):
-        return json.loads(body)
 
 
 def router() -> APIRouter:
@@ -177,7 +131,7 @@ async def _prepare(
     arrival_time, info = service.clock.now(), service.engine.info
     check_model(service, body.model)
     refuse_unsupported(body)
-    check_num_logprobs(body, service.options.max_logprobs)
+    body = resolve_num_logprobs(body, service.options.max_logprobs, info.vocab_size)
     body = _with_flags(body.with_defaults(service.default_sampling), service.options)
     reused = reuse_prompt(service, body)
     prompts = await make_prompts() if reused is None else [reused]
@@ -185,12 +139,16 @@ async def _prepare(
     own_id: str = http.scope["cairn.request_id"]
     if body.request_id is not None and not http.scope["cairn.has_own_request_id"]:
         own_id = body.request_id
-    structure, new_message = await parse_response_format(service, body, prompts[0])
+    opened = [await is_reasoning_open(service, body, prompt) for prompt in prompts]
+    structure, new_message = parse_response_format(service, body, opened=opened[0])
     bad_words: list[list[int]] = []
     if words := body.bad_words:
         bad_words = await service.tokenizer.run(lambda: encode_bad_words(service.engine.tokenizer.encode, words))
     answer_id = f"{id_prefix}{own_id}"
-    thinking = [await limit_thinking(service, body, prompt) for prompt in prompts]
+    thinking = [
+        await limit_thinking(service, body, prompt, is_open=is_open)
+        for prompt, is_open in zip(prompts, opened, strict=True)
+    ]
     requests = tuple(
         build_engine_request(
             info,
@@ -211,7 +169,8 @@ async def _prepare(
     has_listed = bool(body.logprob_token_ids)
     formatter = service.logprobs_formatter.configure(body.return_tokens_as_token_ids, has_listed=has_listed)
     fields = (answer_id, created, model, service.system_fingerprint, body, prompts, n, formatter, new_message)
-    return Generation(service, requests, writer_type(*fields), arrival_time, deadline)
+    writer = writer_type(*fields, service.options.enable_per_request_metrics)
+    return Generation(service, requests, writer, arrival_time, deadline)
 
 
 def _with_flags(body: SamplingFields, options: ServerOptions) -> SamplingFields:
@@ -253,8 +212,3 @@ async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep
         return json_response(
             {"prompt": await cancel_on_disconnect(http.receive, service.tokenizer.decode(body.tokens))}
         )
-
-
-def json_response(body: dict[str, Any]) -> Response:
-    """Encoded without the framework, which would visit every item: there may be millions."""
-    return Response(msgspec.json.encode(body), media_type="application/json")

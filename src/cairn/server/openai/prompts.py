@@ -20,19 +20,11 @@ from cairn.engine.contract import (
     check_token_ids,
 )
 from cairn.errors import ConfigError, InvalidRequest, NotFound
-from cairn.server.engine_request import encode_json
 from cairn.server.images.memory import ImageAllocation
-from cairn.server.requests import (
-    NOT_VARIABLES,
-    CacheControl,
-    ChatRequest,
-    CompletionRequest,
-    Message,
-    SamplingFields,
-    SinglePrompt,
-    TemplateFields,
-    Tool,
-)
+from cairn.server.openai.engine_request import encode_json
+from cairn.server.openai.field_types import SinglePrompt
+from cairn.server.openai.messages import CacheControl, Message, Tool
+from cairn.server.openai.requests import NOT_VARIABLES, ChatRequest, CompletionRequest, SamplingFields, TemplateFields
 from cairn.server.service import Service
 
 _MAX_CHOICES = 256
@@ -153,7 +145,8 @@ async def render_chat_prompt(
         )
     _check_chat_template(service, body)
     tokenizer, breakpoints = service.engine.tokenizer, _breakpoints(body, messages)
-    images = await service.images.load_images(messages, tokenizer.image_markers, allocation)
+    salt = (body.cache_salt if isinstance(body, ChatRequest) else None) or ""
+    images = await service.images.load_images(messages, tokenizer.image_markers, allocation, salt)
     if body.mm_processor_kwargs is not None:
         bounds = body.mm_processor_kwargs.bounds
         images = {place: msgspec.structs.replace(image, bounds=bounds) for place, image in images.items()}

@@ -3,19 +3,18 @@
 A grammar is requested by OpenAI's `response_format`, vLLM's `structured_outputs` or the older `guided_*`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
-from cairn.engine.contract import RenderedPrompt, Structure
+from cairn.engine.contract import Structure
 from cairn.errors import InvalidRequest
-from cairn.server.chat_message import ChatMessage
+from cairn.server.openai.chat_message import ChatMessage
+from cairn.server.openai.requests import ChatRequest, SamplingFields
 from cairn.server.parsers.json_tool_parser import JsonToolParser
-from cairn.server.parsers.output_parser import OutputParser, ToolSchemas
-from cairn.server.requests import ChatRequest, SamplingFields
+from cairn.server.parsers.output_parser import OutputParser, ToolParser, ToolSchemas
 from cairn.server.service import Service
-from cairn.server.thinking_budget import is_reasoning_open
 
 _MAX_CHARS = 1 << 19
 """Of a schema, or of whatever else is requested, as JSON."""
@@ -31,27 +30,31 @@ _IGNORED = frozenset(
 """Fields of `structured_outputs` that say how, not what."""
 
 
-async def parse_response_format(
-    service: Service, body: SamplingFields, prompt: RenderedPrompt
+def parse_response_format(
+    service: Service, body: SamplingFields, *, opened: bool
 ) -> tuple[Structure | None, Callable[[], ChatMessage]]:
-    """The grammar of the answers, None for any text, and what makes the message of one answer. Raises InvalidRequest
-    naming the field."""
+    """The grammar of the answers, None for any text, and what makes the message of one answer. `opened`: whether the
+    answer begins within the reasoning. Raises InvalidRequest naming the field."""
     structure = _parse_structure(body)
     if not isinstance(body, ChatRequest):
         return structure, lambda: ChatMessage(OutputParser(), service.new_id)
-    tools, tool_structure = _parse_tool_choice(body, parse_auto=service.options.enable_auto_tool_choice)
+    parsers = service.parsers
+    tools, tool_structure = _parse_tool_choice(
+        body, parsers.tool_parser if service.options.enable_auto_tool_choice else None
+    )
+    is_required = tool_structure is not None and tool_structure.kind == "calls"
     # A required call leaves no content that response_format could be about: as vLLM, the call alone is held to a form.
-    if tool_structure is not None and structure is not None and body.response_format is None:
+    if is_required and structure is not None and body.response_format is None:
         text = f"{structure.field} and a tool_choice that requires a call cannot go together: send one of them"
         raise InvalidRequest(text, "tool_choice")
-    parsers, structure = service.parsers, tool_structure or structure
-    opened = await is_reasoning_open(service, body, prompt)
+    # Where the model may choose, an answer that has a form has no calls.
+    structure = tool_structure if is_required else structure or tool_structure
     if parsers.has_reasoning and structure is not None:
         structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
-    parallel = body.parallel_tool_calls is not False and not isinstance(body.tool_choice, dict)
+    names_one = isinstance(body.tool_choice, dict) and body.tool_choice["type"] == "function"
+    parallel = body.parallel_tool_calls is not False and not names_one
     # Every model can be held to calls in JSON.
-    tool_parser = None if tool_structure is None else JsonToolParser
-
+    tool_parser = JsonToolParser if is_required else None
     hides_reasoning = parsers.has_reasoning and body.include_reasoning is False
 
     def new_message() -> ChatMessage:
@@ -61,36 +64,60 @@ async def parse_response_format(
     return structure, new_message
 
 
-def _parse_tool_choice(body: ChatRequest, *, parse_auto: bool) -> tuple[ToolSchemas | None, Structure | None]:
-    """The tools whose calls are parsed, None for no parsing, and the grammar of required calls, None if the model
-    chooses. `parse_auto`: parse calls of a model that may choose. Raises InvalidRequest."""
+def _parse_tool_choice(
+    body: ChatRequest, auto_parser: type[ToolParser] | None
+) -> tuple[ToolSchemas | None, Structure | None]:
+    """The tools whose calls are parsed, None for no parsing, and the grammar of required calls, or of an answer that
+    may call some of the tools; None if the model chooses. `auto_parser`: of calls of a model that may choose, None if
+    those are not parsed. Raises InvalidRequest."""
     sent = [tool["function"] for tool in body.tools or ()]
     tools: ToolSchemas = {}
     for function in sent:
         parameters = function.get("parameters")
         tools[function["name"]] = {"type": "object"} if parameters is None else parameters
-    choice = body.tool_choice
-    if choice is None or choice == "auto":
-        return (tools if tools and parse_auto else None), None
-    if choice == "none":
+    choice, num_sent = body.tool_choice, len(tools)
+    mode: str | None = None if isinstance(choice, dict) else choice
+    if isinstance(choice, dict):
+        if choice["type"] == "allowed_tools":
+            mode = choice["allowed_tools"]["mode"]
+            tools = _select_tools(tools, [tool["function"]["name"] for tool in choice["allowed_tools"]["tools"]])
+        else:
+            mode = "function"
+            tools = _select_tools(tools, [choice["function"]["name"]])
+    if mode is None or mode == "auto":
+        if not tools or auto_parser is None:
+            return None, None
+        return tools, None if len(tools) == num_sent else _limit_calls(auto_parser, tools)
+    if mode == "none":
         return None, None
-    if choice == "required":
+    if mode == "required":
         if not tools:
             raise InvalidRequest("tool_choice is required, but there are no tools: send some", "tool_choice")
-    else:
-        name = choice["function"]["name"]
-        if name not in tools:
-            raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
-        tools = {name: tools[name]}
     places = {function["name"]: place for place, function in enumerate(sent)}
     required = {
         "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in tools.items()],
-        "parallel": choice == "required" and body.parallel_tool_calls is not False,
+        "parallel": mode == "required" and body.parallel_tool_calls is not False,
     }
     text = _encode_json(required, "tools")
     if len(text) > _MAX_CHARS:
         raise InvalidRequest(f"tools have {len(text)} characters; at most {_MAX_CHARS} can be required", "tools")
     return tools, Structure(kind="calls", text=text, field="tools")
+
+
+def _select_tools(tools: ToolSchemas, names: Sequence[str]) -> ToolSchemas:
+    """Those of these names, in the order of the tools. Raises InvalidRequest for others."""
+    for name in names:
+        if name not in tools:
+            raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
+    return {name: own for name, own in tools.items() if name in names}
+
+
+def _limit_calls(parser: type[ToolParser], tools: ToolSchemas) -> Structure:
+    """Any text, in which no others than these tools are called."""
+    tags = parser.describe_calls([*tools])
+    form = {"type": "triggered_tags", "triggers": [tag["begin"] for tag in tags], "tags": tags}
+    text = _encode_json({"type": "structural_tag", "format": form}, "tool_choice")
+    return Structure(kind="structural_tag", text=text, field="tool_choice")
 
 
 def _parse_structure(body: SamplingFields) -> Structure | None:

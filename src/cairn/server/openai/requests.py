@@ -5,32 +5,45 @@ Unknown fields are ignored, as vLLM does. Fields that would change the answer an
 name, unless they hold a value that changes nothing.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NotRequired, Self, TypeAlias, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
-import msgspec
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
     Tag,
-    ValidatorFunctionWrapHandler,
     WithJsonSchema,
-    WrapValidator,
     with_config,
 )
 from typing_extensions import TypedDict
 
 from cairn.engine.contract import MAX_BAD_WORDS, MAX_PATTERN_SIZE, RANGES
 from cairn.errors import InvalidRequest
+from cairn.server.openai.field_types import (
+    LENIENT,
+    BadWord,
+    BiasValue,
+    CacheSalt,
+    Choices,
+    Int64,
+    JsonSchema,
+    ModelName,
+    NumLogprobs,
+    Prompts,
+    Stops,
+    Text,
+    TokenIds,
+    TokenKey,
+    TruncateTo,
+    Unicode,
+    in_range,
+    kind_discriminator,
+)
+from cairn.server.openai.messages import MAX_MESSAGES, Message, ToolChoice, ToolList
+from cairn.server.openai.structured_outputs import ResponseFormat, StructuredOutputs
 
-_INT64 = 1 << 63
-MAX_MESSAGES = 16_384
-MAX_TOOLS = 1024
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_CHARS = 1 << 16
 MAX_IMAGE_AREA = 1 << 24
@@ -58,264 +71,6 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
 )
 """Fields that are not supported yet, with the values that change nothing."""
 
-WRONG_KIND = "wrong_kind"
-"""pydantic's error type for a value of no type that a union has."""
-
-LENIENT = ConfigDict(extra="allow", allow_inf_nan=False)
-"""Numbers and booleans may be written in other types that say the same, by pydantic's table of conversions, as vLLM has
-it: 5 as 5.0, "5" or "5.0", true as 1 or "true". Texts may not."""
-
-# -- values ------------------------------------------------------------------------------------------------------------
-
-Unicode: TypeAlias = Annotated[str, Field(min_length=0)]
-"""Text without half a surrogate pair, which JSON can spell and no tokenizer can read: pydantic looks for one only where
-a text has bounds."""
-
-Text: TypeAlias = Annotated[str, Field(min_length=1)]
-CacheSalt: TypeAlias = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f-\x9f]+$")]
-"""Any text without control characters: blanks may be in it, as in vLLM."""
-Int64: TypeAlias = Annotated[
-    int, Field(ge=-_INT64, le=_INT64 - 1), WithJsonSchema({"type": "integer", "format": "int64"})
-]
-"""What the engine's messages can carry."""
-
-_TokenId: TypeAlias = Annotated[
-    int, Field(ge=-_INT64, le=_INT64 - 1), WithJsonSchema({"type": "integer", "minimum": 0, "format": "token-id"})
-]
-_Int64s: TypeAlias = list[Annotated[int, msgspec.Meta(ge=-_INT64, le=_INT64 - 1)]]
-
-
-def _token_ids(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """A prompt may have a hundred thousand: msgspec checks them in a third of the time. What it refuses is checked
-    again, to find out where it is wrong."""
-    try:
-        return msgspec.convert(value, _Int64s)
-    except msgspec.ValidationError:
-        return handler(value)
-
-
-TokenIds: TypeAlias = Annotated[list[_TokenId], Field(fail_fast=True), WrapValidator(_token_ids)]
-
-
-_KINDS: Mapping[type, str] = MappingProxyType({str: "text", list: "list", dict: "object"})
-
-
-def _kind(value: Any) -> str | None:
-    return _KINDS.get(type(value))
-
-
-def kind_discriminator(expected: str, kind_of: Callable[[Any], str | None] = _kind) -> Discriminator:
-    """Tells the members of a union apart by their JSON type. `expected`: the types, in words."""
-    return Discriminator(kind_of, custom_error_type=WRONG_KIND, custom_error_message=f"must be {expected}")
-
-
-def _kind_of_prompt(value: Any) -> str | None:
-    kind = _kind(value)
-    return "several" if kind == "list" and value and isinstance(value[0], str | list) else kind
-
-
-_PROMPT_KIND = kind_discriminator("text or a list of token ids", _kind_of_prompt)
-SinglePrompt: TypeAlias = Annotated[Annotated[Text, Tag("text")] | Annotated[TokenIds, Tag("list")], _PROMPT_KIND]
-Prompts: TypeAlias = Annotated[
-    Annotated[Text, Tag("text")]
-    | Annotated[TokenIds, Tag("list")]
-    | Annotated[list[SinglePrompt], Field(json_schema_extra={"minItems": 1, "maxItems": 256}), Tag("several")],
-    _PROMPT_KIND,
-]
-
-JsonSchema: TypeAlias = Annotated[Any, WithJsonSchema({"type": ["object", "boolean", "string", "null"]})]
-"""As an object or as text. Checked when it is compiled."""
-
-Choices: TypeAlias = Annotated[
-    Any, WithJsonSchema({"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": 1024})
-]
-IgnoredUnlessText: TypeAlias = Annotated[
-    Unicode | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)
-]
-BadWord: TypeAlias = Annotated[str, Field(max_length=256, json_schema_extra={"pattern": "[!-~]"})]
-ModelName: TypeAlias = Annotated[str, WithJsonSchema({"type": "string", "format": "model-name"})]
-TokenKey: TypeAlias = Annotated[str, Field(pattern="^[0-9]{1,12}$")]
-BiasValue: TypeAlias = Annotated[float, WithJsonSchema({"type": "number", **RANGES["logit_bias.*"].schema()})]
-TruncateTo: TypeAlias = Annotated[Int64, WithJsonSchema({"type": "integer", "minimum": -1, "format": "to-model-len"})]
-StopText: TypeAlias = Annotated[Unicode, WithJsonSchema({"type": "string", **RANGES["stop[]"].schema()})]
-Stops: TypeAlias = Annotated[
-    Annotated[StopText, Tag("text")]
-    | Annotated[list[StopText], Field(json_schema_extra=RANGES["stop"].schema()), Tag("list")],
-    kind_discriminator("text or a list of texts"),
-]
-
-
-def in_range(name: str) -> Any:
-    """An optional field whose range the engine checks under this name."""
-    return Field(None, json_schema_extra=RANGES[name].schema())
-
-
-# -- messages ----------------------------------------------------------------------------------------------------------
-
-
-class CacheControl(TypedDict):
-    """Anthropic's breakpoint: keep the prompt up to here in the cache."""
-
-    type: Literal["ephemeral"]
-    ttl: NotRequired[Literal["5m", "1h"] | None]
-
-
-class TextPart(TypedDict):
-    """A part of a message's content."""
-
-    type: Literal["text"]
-    text: Unicode
-    cache_control: NotRequired[CacheControl | None]
-
-
-class ItemTextPart(TypedDict):
-    """The same under the Responses API's names."""
-
-    type: Literal["input_text", "output_text"]
-    text: Unicode
-    cache_control: NotRequired[CacheControl | None]
-
-
-class RefusalPart(TypedDict):
-    """What an assistant has said in the place of an answer: text like any other."""
-
-    type: Literal["refusal"]
-    refusal: Unicode
-    cache_control: NotRequired[CacheControl | None]
-
-
-class ThinkingPart(TypedDict):
-    """What an assistant has thought aloud: text like any other, as in vLLM."""
-
-    type: Literal["thinking"]
-    thinking: Unicode
-    cache_control: NotRequired[CacheControl | None]
-
-
-class ImageUrl(TypedDict):
-    """Where an image is: a data URI, http or https. `detail` changes nothing."""
-
-    url: Text
-
-
-class ImagePart(TypedDict):
-    """An image in a message's content."""
-
-    type: Literal["image_url", "input_image"]
-    image_url: Annotated[
-        Annotated[Text, Tag("text")] | Annotated[ImageUrl, Tag("object")],
-        kind_discriminator("a URL, or an object with one as url"),
-    ]
-    cache_control: NotRequired[CacheControl | None]
-
-
-def _plain_part(part: Any) -> Any:
-    """The same text in the one form that what comes after knows."""
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    if part["type"] in ("image_url", "input_image"):
-        return part
-    text = part.get("text", part.get("refusal", part.get("thinking")))
-    return {"type": "text", "text": text, "cache_control": part.get("cache_control")}
-
-
-def _any_of(schema: dict[str, Any]) -> None:
-    """Its members exclude each other by their types; tools that draw wrong values of a schema get stuck on `oneOf`
-    within `oneOf` within a list."""
-    schema["anyOf"] = schema.pop("oneOf")
-
-
-ContentPart: TypeAlias = Annotated[
-    Annotated[Unicode, Tag("text")]
-    | Annotated[
-        TextPart | ItemTextPart | RefusalPart | ThinkingPart | ImagePart, Field(discriminator="type"), Tag("object")
-    ],
-    kind_discriminator("text or a part: an object with a type"),
-    AfterValidator(_plain_part),
-    Field(json_schema_extra=_any_of),
-]
-
-MessageContent: TypeAlias = Annotated[
-    Annotated[Unicode, Tag("text")] | Annotated[list[ContentPart], Tag("list")],
-    kind_discriminator("text or a list of parts"),
-]
-
-
-@with_config(ConfigDict(extra="ignore"))
-class CalledFunction(TypedDict):
-    """The function and the arguments of a tool call."""
-
-    name: Text
-    arguments: NotRequired[
-        Annotated[
-            Annotated[Unicode, Tag("text")] | Annotated[dict[str, Any], Tag("object")],
-            kind_discriminator("JSON in text"),
-        ]
-    ]
-
-
-class ToolCall(TypedDict):
-    """A tool call of an earlier answer."""
-
-    id: NotRequired[Annotated[Any, WithJsonSchema({"type": "string"})]]
-    type: NotRequired[Literal["function"]]
-    function: CalledFunction
-
-
-class Message(BaseModel):
-    """One message of a chat. `reasoning`: another name of `reasoning_content`."""
-
-    model_config = LENIENT
-
-    role: str = Field(min_length=1, max_length=64)
-    content: MessageContent | None = None
-    name: str | None = Field(None, max_length=256)
-    tool_calls: list[ToolCall] | None = Field(None, max_length=MAX_TOOLS)
-    tool_call_id: str | None = Field(None, max_length=256)
-    reasoning_content: IgnoredUnlessText = None
-    reasoning: IgnoredUnlessText = None
-    cache_control: CacheControl | None = None
-
-    @property
-    def parts(self) -> list[TextPart | ImagePart]:
-        """The parts of its content, those of texts with the type `text`; none where that is one text."""
-        return cast(list[TextPart | ImagePart], self.content) if isinstance(self.content, list) else []
-
-
-# -- tools -------------------------------------------------------------------------------------------------------------
-
-
-class Function(TypedDict):
-    """A tool's name, its description, and the JSON schema of its parameters."""
-
-    name: Text
-    description: NotRequired[Unicode | None]
-    parameters: NotRequired[dict[str, Any] | None]
-    strict: NotRequired[bool | None]
-    cache_control: NotRequired[CacheControl | None]
-
-
-class Tool(TypedDict):
-    """A tool that the model may call."""
-
-    type: Literal["function"]
-    function: Function
-    cache_control: NotRequired[CacheControl | None]
-
-
-def as_sent(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Templates write tools with the client's order of fields, and with unknown fields."""
-    handler(value)
-    return value
-
-
-ToolList: TypeAlias = Annotated[list[Annotated[Tool, WrapValidator(as_sent)]], Field(max_length=MAX_TOOLS)]
-ToolChoice: TypeAlias = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag("text")] | Annotated[Tool, Tag("object")],
-    kind_discriminator('"none", "auto", "required" or {"type": "function", "function": {"name": ...}}'),
-]
-
-
 NOT_VARIABLES = frozenset(
     (
         *("add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations"),
@@ -335,66 +90,12 @@ ReasoningEffort: TypeAlias = Literal["none", "minimal", "low", "medium", "high",
 Documents: TypeAlias = Annotated[list[dict[Unicode, Unicode]], Field(max_length=MAX_DOCUMENTS)]
 
 
-# -- the form of an answer ---------------------------------------------------------------------------------------------
-
-
-class PlainFormat(TypedDict):
-    """Any text, or any JSON object."""
-
-    type: Literal["text", "json_object"]
-
-
-class SchemaHolder(TypedDict, total=False):
-    """The JSON schema of `response_format`. `json_schema`: another name of `schema`."""
-
-    schema: JsonSchema
-    json_schema: JsonSchema
-
-
-class JsonSchemaFormat(TypedDict):
-    """JSON that is valid by a schema."""
-
-    type: Literal["json_schema"]
-    json_schema: SchemaHolder
-
-
-class StructuralTagFormat(TypedDict):
-    """Forms of parts of an answer, as xgrammar has them: `format`, or the older `structures` and `triggers`. Checked
-    when it is compiled."""
-
-    type: Literal["structural_tag"]
-    format: NotRequired[dict[str, Any] | None]
-    structures: NotRequired[list[dict[str, Any]] | None]
-    triggers: NotRequired[list[Text] | None]
-
-
-ResponseFormat: TypeAlias = Annotated[PlainFormat | JsonSchemaFormat | StructuralTagFormat, Field(discriminator="type")]
-
-
-StructuralTagText: TypeAlias = Annotated[Any, WithJsonSchema({"type": ["object", "string"]})]
-"""As an object or as text."""
-
-
-class StructuredOutputs(TypedDict, total=False):
-    """vLLM's: one of these. Other fields say how, not what, and are ignored."""
-
-    json: JsonSchema
-    regex: Text | None
-    choice: Choices | None
-    grammar: Text | None
-    json_object: bool | None
-    structural_tag: StructuralTagText | None
-
-
 @with_config(ConfigDict(extra="forbid", strict=True))
 class ExtraArgs(TypedDict, total=False):
     """vLLM's arguments for extensions. Those that are known here are names for a session, and change nothing."""
 
     session_id: Annotated[str, Field(max_length=256)]
     prompt_cache_key: Annotated[str, Field(max_length=256)]
-
-
-# -- bodies ------------------------------------------------------------------------------------------------------------
 
 
 class StreamOptions(BaseModel):
@@ -448,7 +149,7 @@ class SamplingFields(BaseModel):
     bad_words: list[BadWord] | None = Field(None, max_length=MAX_BAD_WORDS)
     truncate_prompt_tokens: TruncateTo | None = None
     truncation_side: Literal["left", "right"] | None = None
-    prompt_logprobs: Int64 | None = in_range("prompt_logprobs")
+    prompt_logprobs: NumLogprobs | None = None
     logprob_token_ids: TokenIds | None = in_range("logprob_token_ids")
     priority: Int64 | None = in_range("priority")
     cache_salt: CacheSalt | None = in_range("cache_salt")
@@ -512,7 +213,7 @@ class CompletionRequest(SamplingFields):
     prompt: Prompts
     max_tokens: Int64 | None = Field(None, json_schema_extra={"minimum": 0, "maximum": RANGES["max_tokens"].high})
     echo: bool | None = False
-    logprobs: Int64 | None = in_range("logprobs")
+    logprobs: NumLogprobs | None = None
     add_special_tokens: bool | None = True
 
     @property
@@ -584,7 +285,7 @@ class ChatRequest(SamplingFields, TemplateFields):
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Int64 | None = in_range("max_tokens")
     logprobs: bool | None = False
-    top_logprobs: Int64 | None = in_range("logprobs")
+    top_logprobs: NumLogprobs | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = True
     include_reasoning: bool | None = True

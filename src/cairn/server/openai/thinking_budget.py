@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from cairn.engine.contract import RenderedPrompt, ThinkingBudget
 from cairn.errors import InvalidRequest
+from cairn.server.openai.requests import ChatRequest, SamplingFields
 from cairn.server.parsers.reasoning import THINK_END, THINK_START
-from cairn.server.requests import ChatRequest, SamplingFields
 from cairn.server.service import Service
 
 _FIELD = "thinking_token_budget"
@@ -14,9 +14,9 @@ _PROMPT_END = 32
 
 
 async def is_reasoning_open(service: Service, body: SamplingFields, prompt: RenderedPrompt) -> bool:
-    """Whether the answer begins within the reasoning."""
-    parsers = service.parsers
-    if not parsers.has_reasoning:
+    """Whether the answer begins within the reasoning; False, too, where neither its parsing nor a budget asks."""
+    parsers, has_budget = service.parsers, body.thinking_token_budget not in (None, -1)
+    if not parsers.has_reasoning or not (has_budget or isinstance(body, ChatRequest)):
         return False
     if not isinstance(body, ChatRequest):
         return parsers.leaves_reasoning_open(await service.tokenizer.decode(prompt.token_ids))
@@ -26,8 +26,11 @@ async def is_reasoning_open(service: Service, body: SamplingFields, prompt: Rend
     return parsers.opens_reasoning(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
 
 
-async def limit_thinking(service: Service, body: SamplingFields, prompt: RenderedPrompt) -> ThinkingBudget | None:
-    """What the engine holds the reasoning to; None for no bound. What the prompt has of it counts.
+async def limit_thinking(
+    service: Service, body: SamplingFields, prompt: RenderedPrompt, *, is_open: bool
+) -> ThinkingBudget | None:
+    """What the engine holds the reasoning to; None for no bound. `is_open`: whether the answer begins within it; what
+    the prompt has of it counts.
 
     Raises InvalidRequest where no reasoning is looked for, and for a number out of range.
     """
@@ -39,7 +42,6 @@ async def limit_thinking(service: Service, body: SamplingFields, prompt: Rendere
     if not service.parsers.has_reasoning:
         text = f"{_FIELD}: no reasoning is looked for in this model's answers; start the server with --reasoning-parser"
         raise InvalidRequest(text, _FIELD)
-    is_open = await is_reasoning_open(service, body, prompt)
     if is_open:
         token_bytes = service.engine.tokenizer.token_bytes
         budget -= await service.tokenizer.run(lambda: count_reasoning_tokens(prompt.token_ids, token_bytes))

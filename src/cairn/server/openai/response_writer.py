@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from cairn.engine.contract import CacheReport, FinishReason, GenerateOutput, RenderedPrompt, TokenLogprobs
+from cairn.engine.contract import CacheReport, FinishReason, GenerateOutput, RenderedPrompt, Timings, TokenLogprobs
 from cairn.errors import RequestError
 from cairn.http.error_responses import encode_error
-from cairn.server.chat_message import ChatMessage
-from cairn.server.logprobs import LogprobsFormatter, TextOffsetTracker, concat_logprobs
+from cairn.server.openai.chat_message import ChatMessage
+from cairn.server.openai.logprobs import LogprobsFormatter, TextOffsetTracker, concat_logprobs
+from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from cairn.server.parsers.reasoning import THINK_END, THINK_START
-from cairn.server.requests import ChatRequest, CompletionRequest, SamplingFields
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Choice:
     prompt: int
     token_ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-    logprobs: TokenLogprobs | None = None
+    logprob_parts: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     message: ChatMessage | None = None
@@ -38,7 +38,12 @@ class Choice:
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
         if output.logprobs is not None:
-            self.logprobs = output.logprobs if self.logprobs is None else self.logprobs.concat(output.logprobs)
+            self.logprob_parts.append(output.logprobs)
+
+    @property
+    def logprobs(self) -> TokenLogprobs | None:
+        """Of all its tokens."""
+        return self.logprob_parts[0].concat(*self.logprob_parts[1:]) if self.logprob_parts else None
 
     @property
     def is_truncated(self) -> bool:
@@ -51,8 +56,9 @@ class ResponseWriter(ABC):
     """Writes `n` answers to each of `prompts` as one endpoint does; used once, for one response or one stream. All it
     writes is plain JSON objects. What there is not is null in a response, and left out of a chunk where vLLM does so.
 
-    `new_message` makes the message of one answer of a chat. `caches`, `prompt_logprobs`: by prompt;
-    `kv_transfer_params`: of the first one. They come with the last outputs.
+    `new_message` makes the message of one answer of a chat; `shows_metrics`: the answer tells what its time went to.
+    `caches`, `prompt_logprobs`: by prompt; `kv_transfer_params`, `timings`: of the first one. They come with the last
+    outputs.
     """
 
     id: str
@@ -64,10 +70,15 @@ class ResponseWriter(ABC):
     n: int
     formatter: LogprobsFormatter
     new_message: Callable[[], ChatMessage]
+    shows_metrics: bool = False
     choices: list[Choice] = field(init=False)
     caches: list[CacheReport | None] = field(init=False)
     prompt_logprobs: list[TokenLogprobs | None] = field(init=False)
     kv_transfer_params: bytes | None = field(init=False, default=None)
+    timings: Timings | None = field(init=False, default=None)
+
+    formats_at_end: ClassVar[bool] = True
+    """Whether a whole response's log-probabilities are put into words at its end, not as they come."""
 
     response_object: ClassVar[str]
     chunk_object: ClassVar[str]
@@ -87,6 +98,8 @@ class ResponseWriter(ABC):
             self.prompt_logprobs[prompt] = output.prompt_logprobs
         if prompt == 0 and output.kv_transfer_params is not None:
             self.kv_transfer_params = output.kv_transfer_params
+        if output.timings is not None:
+            self.timings = output.timings
         return choice
 
     @property
@@ -103,7 +116,7 @@ class ResponseWriter(ABC):
             "usage": {"completion_tokens_details": None} | self.usage(),
             "kv_transfer_params": None if params is None else msgspec.Raw(params),
             "ec_transfer_params": None,
-            "metrics": None,
+            "metrics": self.write_metrics(),
             "cairn": self.cache_use(),
         }
 
@@ -164,7 +177,23 @@ class ResponseWriter(ABC):
 
     def write_usage_chunk(self) -> dict[str, Any]:
         ending = {"usage": self.usage(), "system_fingerprint": self.system_fingerprint, "cairn": self.cache_use()}
+        if (metrics := self.write_metrics()) is not None:
+            ending["metrics"] = {name: value for name, value in metrics.items() if value is not None}
         return self._envelope(self.chunk_object, []) | ending
+
+    def write_metrics(self) -> dict[str, float | None] | None:
+        """vLLM's metrics of one request; None where they are not shown, or are those of several answers."""
+        if not self.shows_metrics or self.timings is None or len(self.choices) > 1:
+            return None
+        times, num_tokens = self.timings, len(self.choices[0].token_ids)
+        computing = times.prefill + times.decode
+        return {
+            "time_to_first_token_ms": times.prefill * 1000,
+            "generation_time_ms": times.decode * 1000,
+            "queue_time_ms": times.queue * 1000,
+            "mean_itl_ms": times.decode / (num_tokens - 1) * 1000 if num_tokens > 1 else None,
+            "tokens_per_second": num_tokens / computing if computing > 0 else None,
+        }
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, however many answers it has."""
@@ -318,11 +347,11 @@ class ChatWriter(ResponseWriter):
         """With the reasoning's tokens, shown or not, where the model's answers may have some."""
         usage = ResponseWriter.usage(self)
         if self.is_complete and all(c.message is not None and c.message.looks_for_reasoning for c in self.choices):
-            usage["completion_tokens_details"] = {"reasoning_tokens": sum(map(self._count_reasoning, self.choices))}
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(map(self.count_reasoning, self.choices))}
         return usage
 
-    def _count_reasoning(self, choice: Choice) -> int:
-        """Tokens before `</think>`; `<think>` itself does not count."""
+    def count_reasoning(self, choice: Choice) -> int:
+        """Tokens of the reasoning, shown or not: those before `</think>`, newlines too, without those of `<think>`."""
         if choice.message is None or not choice.message.has_reasoning:
             return 0
         spelled = [self.formatter.spell(token) for token in choice.token_ids]

@@ -1,0 +1,1 @@
+"""Ways to run many servers as one: on Ray Serve (`ray`)."""

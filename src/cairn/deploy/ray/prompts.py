@@ -1,0 +1,184 @@
+"""The blocks of a request's prompt by the names that caches announce them under: read as the server reads it.
+
+A prompt that cannot be read, or has images, has no names: it is routed by load, and the replica says what is wrong.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, TypeVar, cast
+
+import numpy as np
+
+from cairn.cache.events import BlockNames, block_hash, root_digest
+from cairn.cache.sequence_blocks import Namespace
+from cairn.cli.run import read_chat_template
+from cairn.deploy.ray.settings import RaySettings
+from cairn.engine.contract import CacheInfo, EngineClient, EngineInfo, RenderedPrompt, TextTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer
+from cairn.errors import InvalidRequest
+from cairn.models.weights.hub import ModelSource, find_tokenizer
+from cairn.routing.rule import RoutedRequest
+from cairn.server.anthropic import translation as anthropic
+from cairn.server.anthropic.requests import MessagesRequest
+from cairn.server.images import MediaConnector
+from cairn.server.images.memory import ImageAllocation
+from cairn.server.openai.messages import Message
+from cairn.server.openai.prompts import (
+    encode_prompts,
+    parse_template_kwargs,
+    render_chat_prompt,
+    reuse_prompt,
+    truncate_prompt,
+)
+from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
+from cairn.server.openai_responses import translation as responses
+from cairn.server.openai_responses.requests import ResponsesRequest
+from cairn.server.options import ServerLimits
+from cairn.server.service import Service
+
+_MAX_READING = 64
+_SMALL_BYTES = 8 << 10
+"""Bodies that are read in less time than a thread takes to be asked and to answer."""
+_UNBOUNDED = 1 << 31
+
+Result = TypeVar("Result")
+
+logger = logging.getLogger(__name__)
+
+
+class PromptReader:
+    """Reads prompts, large ones in a thread of its own: at most `seconds` for one, and at most 64 at once. Texts are
+    always tokenized in that thread."""
+
+    def __init__(self, service: Service, block_size: int, seconds: float = 2.0) -> None:
+        self._service = service
+        self._names = BlockNames(block_size)
+        self._seconds = seconds
+        self._num_reading = 0
+
+    async def read(self, path: str, content: bytes) -> RoutedRequest:
+        """What the router gets to know of a request to this path; of several prompts the first counts."""
+        parse = _BODIES.get(path)
+        if parse is None or self._num_reading >= _MAX_READING:
+            return RoutedRequest()
+        self._num_reading += 1
+        session: str | None = None
+        run = _run_here if len(content) <= _SMALL_BYTES else self._service.tokenizer.run
+        try:
+            async with asyncio.timeout(self._seconds):
+                body = await run(partial(parse, content))
+                session = _session(body)
+                prompt = await self._render(body)
+                return await run(partial(self._name, prompt, body.cache_salt, session))
+        except Exception as error:  # whatever is wrong with it, the replica says it
+            logger.debug("a prompt is routed by load alone: %r", error)
+            return RoutedRequest(session=session)
+        finally:
+            self._num_reading -= 1
+
+    async def _render(self, body: SamplingFields) -> RenderedPrompt:
+        service = self._service
+        prompt = reuse_prompt(service, body)
+        if prompt is None and isinstance(body, ChatRequest):
+            allocation = ImageAllocation(service.images.memory, "")
+            prompt = await render_chat_prompt(service, body, body.messages, allocation)
+        elif prompt is None:
+            prompt = (await encode_prompts(service, cast(CompletionRequest, body)))[0]
+        return truncate_prompt(prompt, body, service.engine.info.max_model_len)
+
+    def _name(self, prompt: RenderedPrompt, cache_salt: str | None, session: str | None) -> RoutedRequest:
+        root = root_digest(Namespace(cache_salt=cache_salt))
+        chain = self._names.chain(root, np.array(prompt.token_ids, np.int64).tobytes())
+        hashes = tuple(map(block_hash, chain))
+        return RoutedRequest(hashes, self._names.block_size, len(prompt.token_ids), session)
+
+
+async def _run_here(work: Callable[[], Result]) -> Result:
+    return work()
+
+
+def create_prompt_reader(settings: RaySettings) -> PromptReader:
+    """With the tokenizer of these settings, which may be downloaded. Raises ConfigError, ModelError, DownloadError."""
+    own = settings.tokenizer is None
+    revision = settings.revision if own else settings.tokenizer_revision
+    source = ModelSource(settings.tokenizer or settings.model, revision, settings.download_dir)
+    found: Path = find_tokenizer(source)
+    folder = found.parent if found.is_file() else found
+    engine = _Tokenizing(ModelTokenizer(folder, None, read_chat_template(settings.chat_template)), settings)
+    service = Service(
+        cast(EngineClient, engine),
+        settings,
+        ServerLimits(),
+        images=_NoImages(ServerLimits().images),
+        default_template_kwargs=parse_template_kwargs(settings.default_chat_template_kwargs),
+    )
+    return PromptReader(service, settings.block_size)
+
+
+class _Tokenizing:
+    """An engine as far as prompts are read with it. Whether they fit is the replica's to say."""
+
+    dead: str | None = None
+
+    def __init__(self, tokenizer: TextTokenizer, settings: RaySettings) -> None:
+        self.tokenizer = tokenizer
+        max_model_len = settings.max_model_len or _UNBOUNDED
+        self.info = EngineInfo(
+            model=settings.model,
+            architecture="",
+            dtype=settings.dtype,
+            vocab_size=_UNBOUNDED,
+            max_model_len=max_model_len,
+            max_num_seqs=1,
+            exact=settings.exact,
+            cache=CacheInfo(
+                block_size=settings.block_size,
+                num_pages=0,
+                page_bytes=0,
+                bytes_per_token=0.0,
+                checkpoint_bytes=0,
+                pages_per_checkpoint=0,
+                min_cacheable_tokens=0,
+                mamba_cache_mode=settings.mamba_cache_mode,
+                enable_prefix_caching=settings.enable_prefix_caching,
+            ),
+        )
+
+
+class _NoImages(MediaConnector):
+    """Fetches none."""
+
+    async def load_images(
+        self, messages: list[Message], markers: tuple[str, ...], allocation: ImageAllocation, cache_salt: str = ""
+    ) -> dict[tuple[int, int], Any]:
+        if any(part["type"] != "text" for message in messages for part in message.parts):
+            raise InvalidRequest("a prompt with images has names only where they are read", "messages")
+        return {}
+
+
+def _session(body: SamplingFields) -> str | None:
+    arguments = body.vllm_xargs or {}
+    return body.prompt_cache_key or arguments.get("session_id") or arguments.get("prompt_cache_key")
+
+
+def _parse_response(content: bytes) -> SamplingFields:
+    body = ResponsesRequest.model_validate_json(content)
+    return responses.to_chat(body, [], responses.make_input_items(body, "resp_", _no_item)).request
+
+
+def _no_item(item_id: str, param: str) -> Any:
+    raise InvalidRequest(f"{item_id} is known where it is stored", param)
+
+
+_BODIES: Mapping[str, Callable[[bytes], SamplingFields]] = MappingProxyType(
+    {
+        "/v1/completions": CompletionRequest.model_validate_json,
+        "/v1/chat/completions": ChatRequest.model_validate_json,
+        "/v1/messages": lambda content: anthropic.to_chat(MessagesRequest.model_validate_json(content)).request,
+        "/v1/responses": _parse_response,
+    }
+)

@@ -1,0 +1,266 @@
+"""Which replica has which block of a prompt: an approximate index, kept by KV events and by what was routed.
+
+    block hash -> the replicas that announced it       one Python int, a bit for each replica
+    block hash -> the replicas it was sent to          the same, in two generations that age
+
+Block hashes are chained, so a replica that has a block has all blocks before it. Along a prompt the set of replicas
+only shrinks, and the few places where it does are found by bisection.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from sys import getsizeof
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from cairn.errors import AuditError
+
+_KEY_BYTES = 36
+"""A block hash as a Python int of 64 bits."""
+_EVICTED_SHARE = 16
+"""At the bound a sixteenth of the blocks goes at once, so that finding them costs little a block."""
+_SPARE_NUMBERS = 64
+"""Numbers of replicas that are gone are given again after a sweep over all blocks, which pays for so many at once."""
+
+
+class PrefixIndex:
+    """Bounded: at `max_blocks` announced blocks those that no routed prompt has used lately go, the oldest first; of
+    blocks that were only routed there are as many more at most.
+
+    `routed_seconds`: how long a routed prompt is expected to be cached where it went, at least, unless an event says
+    so or it is routed there again; at most twice as long. Single-threaded.
+    """
+
+    def __init__(self, max_blocks: int, routed_seconds: float = 600.0) -> None:
+        """Raises ValueError for a bound below 1 or a time that is not positive."""
+        if max_blocks < 1:
+            raise ValueError(f"max_blocks must be positive, not {max_blocks}")
+        if not routed_seconds > 0:
+            raise ValueError(f"routed_seconds must be positive, not {routed_seconds}")
+        self.num_changes = 0
+        """Grows whenever a replica gets another number."""
+        self.num_numbers = 0
+        """Every number is below."""
+        self._max_blocks = max_blocks
+        self._max_routed = max(1, max_blocks // 2)
+        self._routed_seconds = routed_seconds
+        self._numbers: dict[str, int] = {}
+        self._alive = 0
+        self._free_numbers: list[int] = []
+        self._stored: dict[int, int] = {}
+        self._used: set[int] = set()
+        self._routed: dict[int, int] = {}
+        self._routed_before: dict[int, int] = {}
+        self._routed_since = 0.0
+
+    # -- what replicas have --------------------------------------------------------------------------------------
+
+    def apply(self, replica: str, event: Event) -> None:
+        """A KV event of this replica."""
+        match event:
+            case BlockStored():
+                self._store(1 << self._number(replica), event.block_hashes)
+            case BlockRemoved():
+                bit = 1 << self._number(replica)
+                for masks in (self._stored, self._routed, self._routed_before):
+                    _remove_bit(masks, bit, event.block_hashes)
+            case AllBlocksCleared():
+                self.clear(replica)
+
+    def add_routed(self, replica: str, block_hashes: Sequence[int], now: float) -> None:
+        """A prompt with these blocks was sent to this replica at `now`, in seconds of any clock that never goes back.
+
+        Of a prompt with more than `max_blocks` / 2 blocks the first count.
+        """
+        self._age(now)
+        block_hashes = block_hashes[: self._max_routed]
+        if len(self._routed) + len(block_hashes) > self._max_routed:
+            self._start_generation(now)
+        bit, masks = 1 << self._number(replica), self._routed
+        known = masks.get
+        for block_hash in block_hashes:
+            mask = known(block_hash)
+            masks[block_hash] = bit if mask is None else mask | bit
+        if len(self._used) > self._max_blocks:
+            self._used.clear()
+        self._used.update(block_hashes)
+
+    def clear(self, replica: str) -> None:
+        """Forget what this replica has."""
+        if replica in self._numbers:
+            self.remove(replica)
+            self._number(replica)
+
+    def remove(self, replica: str) -> None:
+        """Forget this replica."""
+        number = self._numbers.pop(replica, None)
+        if number is None:
+            return
+        self._alive &= ~(1 << number)
+        self.num_changes += 1
+        if self.num_numbers - len(self._free_numbers) > 2 * len(self._numbers) + _SPARE_NUMBERS:
+            self._sweep()
+
+    # -- questions -----------------------------------------------------------------------------------------------
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        return tuple(self._numbers)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the index, announced or routed; one that is both counts twice. Blocks that only replicas have had
+        that are gone are swept out now and then."""
+        return len(self._stored) + len(self._routed) + len(self._routed_before)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the index, at most: blocks that one replica alone has share one mask."""
+        tables = (self._stored, self._routed, self._routed_before)
+        mask_bytes = getsizeof(1 << self.num_numbers)
+        blocks = sum(getsizeof(table) + len(table) * (_KEY_BYTES + mask_bytes) for table in tables)
+        return blocks + getsizeof(self._used) + len(self._used) * _KEY_BYTES
+
+    def number(self, replica: str) -> int | None:
+        """The replica's bit in a mask; None if nothing is known of it. May change when a replica is cleared."""
+        return self._numbers.get(replica)
+
+    def matched_blocks(self, block_hashes: Sequence[int]) -> dict[str, int]:
+        """How many leading blocks each replica has, for those that have one at least."""
+        names = {number: name for name, number in self._numbers.items()}
+        matched: dict[str, int] = {}
+        for num_blocks, mask in self.matched_masks(block_hashes):
+            matched |= {names[number]: num_blocks for number in replica_numbers(mask).tolist()}
+        return matched
+
+    def matched_masks(self, block_hashes: Sequence[int], resolution: int = 1) -> list[tuple[int, int]]:
+        """How many leading blocks are matched, and the mask of the replicas that have so many at least; the fewest
+        blocks first. O(log(blocks / resolution)) for each of them: up to `resolution` - 1 blocks may be missing.
+
+        Where events were lost, a replica may have a block and not those before it: then it may count as having them.
+        """
+        return list(self._matches(block_hashes, self._alive, resolution))
+
+    def matched_by(self, replica: str, block_hashes: Sequence[int]) -> int:
+        """How many leading blocks this replica has."""
+        number = self._numbers.get(replica)
+        matches = () if number is None else self._matches(block_hashes, 1 << number)
+        return max((num_blocks for num_blocks, _ in matches), default=0)
+
+    def audit(self) -> None:
+        """Raises AuditError for what cannot be."""
+        numbers = list(self._numbers.values())
+        alive = sum(1 << number for number in set(numbers))
+        wrong = [
+            len(set(numbers)) < len(numbers) and "two replicas have one number",
+            alive != self._alive and "the mask of replicas is not that of their numbers",
+            not set(numbers).isdisjoint(self._free_numbers) and "a number that was given is free",
+            max((*numbers, *self._free_numbers), default=-1) >= self.num_numbers and "a number that is not there",
+            len(self._stored) > self._max_blocks and "too many announced blocks",
+            len(self._routed) + len(self._routed_before) > 2 * self._max_routed and "too many routed blocks",
+            len(self._used) > 2 * self._max_blocks and "too many used blocks",
+        ]
+        free = sum(1 << number for number in self._free_numbers)
+        for masks in (self._stored, self._routed, self._routed_before):
+            wrong.append(any(not 0 < mask < 1 << self.num_numbers for mask in masks.values()) and "a mask of nobody")
+            wrong.append(any(mask & free for mask in masks.values()) and "a mask with a number that is free")
+        for message in filter(None, wrong):
+            raise AuditError(message)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _number(self, replica: str) -> int:
+        number = self._numbers.get(replica)
+        if number is None:
+            if not self._free_numbers:
+                self._free_numbers.append(self.num_numbers)
+                self.num_numbers += 1
+            number = self._numbers[replica] = self._free_numbers.pop()
+            self._alive |= 1 << number
+            self.num_changes += 1
+        return number
+
+    def _store(self, bit: int, block_hashes: Sequence[int]) -> None:
+        masks = self._stored
+        for block_hash in block_hashes:
+            mask = masks.get(block_hash)
+            # the same object for all blocks that this replica alone has
+            masks[block_hash] = bit if mask is None else mask | bit
+            if len(masks) > self._max_blocks:
+                self._evict()
+
+    def _evict(self) -> None:
+        """The second-chance algorithm: of the oldest blocks those go that no prompt has used since the last time."""
+        masks, used = self._stored, self._used
+        goal = self._max_blocks - self._max_blocks // _EVICTED_SHARE
+        for block_hash in list(masks):
+            if len(masks) <= goal:
+                break
+            mask = masks.pop(block_hash)
+            if block_hash in used:
+                used.discard(block_hash)
+                masks[block_hash] = mask
+        # everything was used: then the oldest go
+        for block_hash in list(islice(masks, max(0, len(masks) - goal))):
+            del masks[block_hash]
+
+    def _age(self, now: float) -> None:
+        if now - self._routed_since >= self._routed_seconds:
+            if now - self._routed_since >= 2 * self._routed_seconds:
+                self._routed = {}
+            self._start_generation(now)
+
+    def _start_generation(self, now: float) -> None:
+        self._routed, self._routed_before, self._routed_since = {}, self._routed, now
+
+    def _sweep(self) -> None:
+        """Drop the bits of replicas that are gone, so that their numbers can be given again: O(all blocks)."""
+        alive = self._alive
+        self._stored = _masked(self._stored, alive)
+        self._routed = _masked(self._routed, alive)
+        self._routed_before = _masked(self._routed_before, alive)
+        self._free_numbers = [number for number in range(self.num_numbers) if not alive >> number & 1]
+
+    def _matches(self, block_hashes: Sequence[int], among: int, resolution: int = 1) -> Iterator[tuple[int, int]]:
+        tables = [table.get for table in (self._stored, self._routed, self._routed_before) if table]
+        # the last block whose replicas are known, and those further on, the nearest last
+        low, mask = -1, among
+        ends = [(len(block_hashes), 0)]
+        while mask:
+            high, at_end = ends[-1]
+            if mask == at_end or high - low <= resolution:
+                if mask != at_end and low + 1:
+                    yield low + 1, mask
+                ends.pop()
+                low, mask = high, at_end
+            else:
+                middle = (low + high) // 2
+                block_hash, found = block_hashes[middle], 0
+                for find in tables:
+                    found |= find(block_hash, 0)
+                ends.append((middle, mask & found))
+
+
+def _remove_bit(masks: dict[int, int], bit: int, block_hashes: Sequence[int]) -> None:
+    for block_hash in block_hashes:
+        mask = masks.get(block_hash, 0)
+        if mask & bit:
+            mask ^= bit
+            if mask:
+                masks[block_hash] = mask
+            else:
+                del masks[block_hash]
+
+
+def _masked(masks: dict[int, int], alive: int) -> dict[int, int]:
+    # a mask that stays as it is stays the same object
+    kept = ((block_hash, mask, mask & alive) for block_hash, mask in masks.items())
+    return {block_hash: mask if mask == alone else alone for block_hash, mask, alone in kept if alone}
+
+
+def replica_numbers(mask: int) -> NDArray[np.intp]:
+    """The numbers of the replicas in a mask, shape [replicas], ascending."""
+    octets = np.frombuffer(mask.to_bytes(mask.bit_length() // 8 + 1, "little"), np.uint8)
+    return np.flatnonzero(np.unpackbits(octets, bitorder="little"))

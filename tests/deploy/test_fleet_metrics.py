@@ -1,0 +1,91 @@
+"""One /metrics for all replicas: every sample once, by replica, in a form that Prometheus reads."""
+
+import asyncio
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.responses import PlainTextResponse
+
+from cairn.deploy.ray.fleet_metrics import FleetMetrics, merge_expositions
+from cairn.errors import Overloaded
+
+
+def exposition(number: int) -> str:
+    """Of a replica whose figures are its number. Not every one has the metric `cairn:rare`."""
+    registry = CollectorRegistry()
+    Gauge("cairn:pages", "Pages, {held} or not", registry=registry).set(number)
+    Counter("vllm:ended", "Ended", ["reason"], registry=registry).labels('a "b", {c}').inc(number)
+    Histogram("vllm:seconds", "Seconds", ["model"], buckets=[1, 2], registry=registry).labels("m").observe(number)
+    if number == 2:
+        Gauge("cairn:rare", "Rare", registry=registry).set(9)
+    return generate_latest(registry).decode()
+
+
+def samples(text: str) -> dict:
+    """By name and labels, the value. Raises AssertionError for a metric that comes twice."""
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value for family in families for sample in family.samples
+    }
+
+
+def test_every_sample_is_there_with_its_replica():
+    told = {"a": exposition(1), "b": exposition(2), "c": exposition(1)}
+    own = {name: samples(text) for name, text in told.items()}
+    merged = merge_expositions(told)
+    expected = {
+        (name, *sorted([*labels, ("replica", replica)])): value
+        for replica, told in own.items()
+        for (name, *labels), value in told.items()
+    }
+    assert samples(merged) == expected and len(expected) > 20
+
+
+def test_what_a_metric_is_is_said_once():
+    lines = merge_expositions({"a": exposition(1), "b": exposition(2)}).splitlines()
+    heads = [line for line in lines if line.startswith("# ")]
+    assert len(set(heads)) == len(heads) and "# TYPE vllm:seconds histogram" in heads
+
+
+def test_without_replicas_there_are_no_samples():
+    assert merge_expositions({}) == ""
+
+
+def ask(path, ask_replicas, method="GET"):
+    app = FleetMetrics(PlainTextResponse("the server's"), ask_replicas)
+
+    async def send():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://fleet") as http:
+            return await http.request(method, path)
+
+    return asyncio.run(send())
+
+
+async def two():
+    return {"a": exposition(1), "b": exposition(2)}
+
+
+def test_metrics_are_the_fleets_and_all_else_is_a_replicas():
+    told = ask("/metrics", two)
+    assert (
+        told.headers["content-type"].startswith("text/plain; version=") and 'cairn:pages{replica="b"} 2.0' in told.text
+    )
+    assert ask("/metrics/", two).text == ask("/metrics", two, "POST").text == "the server's"
+
+
+def test_replicas_that_do_not_answer_in_time_are_503():
+    async def late():
+        raise Overloaded("a replica has not told its metrics within 8 s: try again later")
+
+    answer = ask("/metrics", late)
+    assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+    assert "8 s" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("line", ["vllm:x 1.0", 'vllm:x{a="1"} 1.0', "vllm:x{} 1.0"])
+def test_a_sample_gets_its_label_whether_it_had_some_or_not(line):
+    ((key, value),) = samples(merge_expositions({"r1": f"# TYPE vllm:x gauge\n{line}\n"})).items()
+    assert key[0] == "vllm:x" and ("replica", "r1") in key and value == 1.0

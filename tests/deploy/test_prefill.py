@@ -1,0 +1,108 @@
+"""Prefill replicas before the others, without Ray: what goes to whom, and what is tried when one fails."""
+
+import asyncio
+import json
+
+import pytest
+
+from cairn.deploy.ray.exchange import AnswerHead
+from cairn.deploy.ray.prefill import PrefillPool
+from cairn.deploy.ray.replica_calls import RelayLimits
+from doubles.replica_calls import DEATH, JSON, Call, Client
+
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1], "remote_host": "h"}
+HANDED = AnswerHead(200, JSON, json.dumps({"kv_transfer_params": PARAMS}).encode(), True)
+REFUSED = AnswerHead(400, JSON, b'{"error": {"message": "no", "param": "kv_transfer_params"}}', True)
+OK = AnswerHead(200, JSON, b"ok", True)
+LIMITS = RelayLimits(3, 1 << 20, 0.05)
+BODY = {"prompt": "hello", "max_tokens": 9}
+
+
+def ask(prefill, decode, body=BODY, path="/v1/completions", limits=LIMITS):
+    """The client, and the bodies that prefill and decode replicas got."""
+
+    async def run():
+        prefiller = Client(*prefill)
+        client = Client(*decode, body=json.dumps(body).encode(), path=path, limits=limits)
+        client._relay._prefill = PrefillPool(prefiller._send_to_replica, limits)
+        await client.ask()
+        bodies = [[json.loads(request.body) for request, _ in one.requests] for one in (prefiller, client)]
+        return client, *bodies
+
+    return asyncio.run(run())
+
+
+def test_the_prompt_is_computed_first_and_handed_over():
+    client, prefilled, decoded = ask([Call("p", [HANDED])], [Call("d", [OK])])
+    assert (client.status, client.body) == (200, b"ok")
+    (first,) = prefilled
+    assert (first["prompt"], first["max_tokens"], first["stream"]) == ("hello", 1, False)
+    assert first["kv_transfer_params"]["do_remote_decode"] is True
+    assert decoded == [BODY | {"kv_transfer_params": PARAMS}]
+
+
+def test_an_answer_in_pieces_is_read_to_its_end():
+    cut = HANDED.body[:20], HANDED.body[20:]
+    pieces = [AnswerHead(200, JSON, cut[0], False), cut[1]]
+    assert ask([Call("p", pieces)], [Call("d", [OK])])[2] == [BODY | {"kv_transfer_params": PARAMS}]
+
+
+@pytest.mark.parametrize(
+    "prefill",
+    [
+        [Call("p", [DEATH]), Call("q", [HANDED])],
+        [Call("p", [AnswerHead(429, JSON, b"", True)]), Call("q", [HANDED])],
+        [Call("p", [AnswerHead(500, JSON, b"", True)]), Call("q", [HANDED])],
+        [Call("p", [AnswerHead(200, JSON, b"no JSON", True)]), Call("q", [HANDED])],
+    ],
+)
+def test_another_prefill_replica_is_tried(prefill):
+    client, prefilled, decoded = ask(prefill, [Call("d", [OK])])
+    assert (client.status, len(prefilled)) == (200, 2)
+    assert decoded == [BODY | {"kv_transfer_params": PARAMS}]
+
+
+@pytest.mark.parametrize("prefill", [[Call(None, [])], [Call(name, [DEATH]) for name in "pqr"], [Call("p", [REFUSED])]])
+def test_without_a_prefill_replica_the_others_do_it_alone(prefill):
+    client, _, decoded = ask(prefill, [Call("d", [OK])])
+    assert (client.status, decoded) == (200, [BODY])
+
+
+def test_a_bad_request_is_the_clients_to_see():
+    client, _, decoded = ask([Call("p", [AnswerHead(422, JSON, b"bad prompt", True)])], [])
+    assert (client.status, client.body, decoded) == (422, b"bad prompt", [])
+
+
+def test_what_a_client_says_of_transfers_goes_to_nobody():
+    asked = BODY | {"kv_transfer_params": {"remote_host": "evil"}}
+    _, prefilled, decoded = ask([Call("p", [HANDED])], [Call("d", [OK])], asked)
+    assert "remote_host" not in json.dumps(prefilled[0]).replace('"remote_host": null', "")
+    assert decoded == [BODY | {"kv_transfer_params": PARAMS}]
+
+
+def test_a_refused_handover_is_left_out_for_the_same_replica():
+    client, _, decoded = ask([Call("p", [HANDED])], [Call("d", [REFUSED]), Call("d", [OK])])
+    assert (client.status, client.body) == (200, b"ok")
+    assert client.requests[1][1].owner == "d" and client.requests[1][1].tried == ()
+    assert decoded == [BODY | {"kv_transfer_params": PARAMS}, BODY]
+
+
+def test_what_was_handed_over_is_used_once_unless_the_replica_was_full():
+    full = AnswerHead(429, JSON, b"full", True)
+    handed = BODY | {"kv_transfer_params": PARAMS}
+    assert ask([Call("p", [HANDED])], [Call("d", [DEATH]), Call("e", [OK])])[2] == [handed, BODY]
+    assert ask([Call("p", [HANDED])], [Call("d", [full]), Call("e", [OK])])[2] == [handed, handed]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/messages/count_tokens", {"messages": []}),
+        ("/v1/responses", {"input": "x", "previous_response_id": "resp_1"}),
+        ("/tokenize", {"prompt": "a"}),
+    ],
+)
+def test_what_is_not_handed_over(path, body):
+    client, prefilled, decoded = ask([], [Call("d", [OK])], body, path)
+    assert (client.status, prefilled, decoded) == (200, [], [body])
