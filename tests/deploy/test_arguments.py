@@ -20,18 +20,36 @@ def test_text_and_values_with_dashes_or_underscores():
     assert settings.enable_docs and settings.memory == 2 << 30
 
 
-def test_an_argument_wins_over_a_variable_and_that_over_the_default(monkeypatch):
-    monkeypatch.setenv("CAIRN_BLOCK_SIZE", "32")
-    monkeypatch.setenv("CAIRN_MAX_NUM_SEQS", "4")
-    settings = load_ray_settings({"model": "m", "max_num_seqs": 8})
-    assert (settings.block_size, settings.max_num_seqs) == (32, 8)
-
-
-def test_a_file_of_settings_comes_after_the_arguments(tmp_path):
+def test_arguments_win_over_variables_those_over_the_file_and_that_over_defaults(tmp_path, monkeypatch):
     path = tmp_path / "c.yaml"
-    path.write_text("model: of-file\nmax-num-seqs: 4\nblock-size: 32\n")
-    settings = load_ray_settings({"config": str(path), "max_num_seqs": 8})
-    assert (settings.model, settings.block_size, settings.max_num_seqs) == ("of-file", 32, 8)
+    path.write_text("model: of-file\nmax-num-seqs: 4\nblock-size: 32\nmax-model-len: 100\nnum-replicas: 3\n")
+    monkeypatch.setenv("CAIRN_MAX_NUM_SEQS", "5")
+    monkeypatch.setenv("CAIRN_BLOCK_SIZE", "64")
+    settings = load_ray_settings({"config": str(path), "max_num_seqs": 6})
+    assert (settings.max_num_seqs, settings.block_size, settings.max_model_len) == (6, 64, 100)
+    assert (settings.model, settings.num_replicas, settings.num_ingresses) == ("of-file", 3, 1)
+
+
+def test_replicas_need_no_file_that_a_variable_named(tmp_path, monkeypatch):
+    path = tmp_path / "c.yaml"
+    path.write_text("model: of-file\n")
+    monkeypatch.setenv("CAIRN_CONFIG", str(path))
+    told = load_ray_settings({}).as_arguments()
+    monkeypatch.delenv("CAIRN_CONFIG")
+    path.unlink()
+    assert load_ray_settings(told).model == "of-file"
+
+
+def test_a_wrong_variable_or_line_of_the_file_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "c.yaml"
+    path.write_text("block-size: none\n")
+    with pytest.raises(ConfigError, match=rf"^--config {path}: block_size"):
+        load_ray_settings({"model": "m", "config": str(path)})
+    monkeypatch.setenv("CAIRN_BLOCK_SIZE", "some")
+    with pytest.raises(ConfigError, match=r"^CAIRN_BLOCK_SIZE .*'some'"):
+        load_ray_settings({"model": "m", "config": str(path)})
+    with pytest.raises(ConfigError, match=r"^application arguments: .*block-size.*'any'"):
+        load_ray_settings({"model": "m", "config": str(path), "block_size": "any"})
 
 
 def test_what_replicas_are_told_is_the_same_again(monkeypatch):
@@ -47,8 +65,8 @@ def test_what_replicas_are_told_is_the_same_again(monkeypatch):
     [
         ({"model": "m", "num_replica": 2}, ["there is no setting 'num_replica'"]),
         ({"num_replicas": 2}, ["model is missing"]),
-        ({"model": "m", "num_replicas": "two"}, ["num_replicas", "'two'"]),
-        ({"model": "m", "num_replicas": 0}, ["num_replicas", "greater than or equal to 1"]),
+        ({"model": "m", "num_replicas": "two"}, ["--num-replicas", "'two'"]),
+        ({"model": "m", "num_replicas": 0}, ["--num-replicas", "greater than or equal to 1"]),
         ({"model": "m", "min_replicas": 3, "max_replicas": 2}, ["min_replicas is 3: at most max_replicas"]),
         ({"model": "m", "min_replicas": 0}, ["min_replicas has no effect without max_replicas"]),
         ({"model": "m", "port": 9000}, ["port has no effect here", "http_options"]),

@@ -113,6 +113,12 @@ def test_no_replica_is_a_503_with_retry_after_and_the_call_is_cancelled():
     assert call.cancelled
 
 
+def test_what_keeps_replicas_from_starting_is_told():
+    client = ask(Call(None, [], "m: no weights"), limits=RelayLimits(3, 1 << 20, 0.01))
+    assert client.status == 503 and client.headers[b"retry-after"]
+    assert b"within 0.01 s: one could not be started: m: no weights" in client.body
+
+
 @pytest.mark.parametrize(
     ("path", "ending"),
     [

@@ -12,10 +12,11 @@ DEATH = ReplicaFailed("the actor has died")
 
 
 class Call:
-    """Answers with `items`; an exception among them is raised, and an Event waited for."""
+    """Answers with `items`; an exception among them is raised, and an Event waited for. `failure`: what keeps replicas
+    from starting."""
 
-    def __init__(self, name, items):
-        self.name, self.items = name, items
+    def __init__(self, name, items, failure=""):
+        self.name, self.items, self.failure = name, items, failure
         self.cancelled = False
         self.closed = False
 
@@ -35,6 +36,9 @@ class Call:
                     yield item
         finally:
             self.closed = True
+
+    async def find_failure(self):
+        return self.failure
 
     def cancel(self):
         self.cancelled = True

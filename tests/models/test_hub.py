@@ -361,6 +361,13 @@ def test_a_file_is_no_model(tmp_path, capsys):
     assert "is a file: name the folder that it is in" in capsys.readouterr().err
 
 
+def test_what_can_be_known_of_a_model_is_known_without_the_hub(machine, tiny_model, tmp_path):
+    assert machine.find("org/none", find="check_source") == machine.find(str(tiny_model), find="check_source") == "None"
+    assert f"{tmp_path}: config.json is missing" in machine.find(str(tmp_path), find="check_source")
+    assert f"MODEL {tmp_path}/none: there is no such folder" in machine.find(f"{tmp_path}/none", find="check_source")
+    assert machine.hub.asked == []
+
+
 def test_wrong_settings_are_said_before_anything_is_fetched(machine, tiny):
     done = machine.run("-m", "cairn", "serve", NAME, "--limit-mm-per-prompt", "{")
     assert done.returncode == 2 and machine.hub.asked == []

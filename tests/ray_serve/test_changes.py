@@ -1,10 +1,14 @@
 """Fleets that grow, shrink, are updated, or cannot start."""
 
-import httpx
 import psutil
+import pytest
 from exchanges import KEY
 from fleet import Fleet, until
 from load import Load
+
+from cairn.deploy.ray import app
+from cairn.errors import ConfigError
+from conftest import MODEL_FOLDER
 
 
 def test_a_rolling_update_under_load_fails_no_request(fleet: Fleet, deploy):
@@ -49,17 +53,29 @@ def test_the_number_of_replicas_follows_the_load_from_none_and_back(deploy):
         fleet.delete()
 
 
-def test_a_model_that_cannot_be_loaded_is_503(deploy, tmp_path):
-    fleet = deploy("broken", "/broken", wait=False, model=str(tmp_path / "nowhere"), replica_timeout=5, num_replicas=1)
+def test_a_folder_that_holds_no_model_is_refused_before_anything_is_started(tmp_path):
+    for folder, reason in ((tmp_path / "nowhere", "there is no such folder"), (tmp_path, "config.json is missing")):
+        with pytest.raises(ConfigError, match=reason) as refused:
+            app({"model": str(folder)})
+        assert str(folder) in str(refused.value)
+
+
+def test_a_model_that_cannot_be_loaded_is_503_with_the_reason(deploy, tmp_path):
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_bytes((MODEL_FOLDER / name).read_bytes())
+    fleet = deploy("broken", "/broken", wait=False, model=str(tmp_path), replica_timeout=5, num_replicas=1)
     try:
-        answer = until(lambda: _answer(fleet), "an answer")
-        assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
-        assert "error" in answer.json()
+
+        def reason() -> str:
+            answer = fleet.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
+            if answer.status_code == 404:
+                return ""  # there is no such application yet
+            assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
+            return answer.json()["error"]["message"]
+
+        # first while Ray tries again, and then when it has given up
+        until(lambda: f"one could not be started: {tmp_path}" in reason(), "the reason")
+        told = until(lambda: (text := reason()).startswith("no replica could be started") and text, "the last word")
+        assert f"no replica could be started: {tmp_path}" in told and "safetensors" in told and len(told) < 600
     finally:
         fleet.delete()
-
-
-def _answer(fleet: Fleet) -> httpx.Response | None:
-    """None while there is no such application yet."""
-    answer = fleet.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1})
-    return None if answer.status_code == 404 else answer

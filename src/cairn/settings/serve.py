@@ -155,8 +155,8 @@ def _with_model(parsed: Namespace, from_file: Mapping[str, Any]) -> Namespace:
     )
 
 
-def read_settings_file(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The settings, and the flags of vLLM's that change nothing."""
+def read_settings_file(path: Path, model: type[ServeSettings] = ServeSettings) -> tuple[dict[str, Any], list[str]]:
+    """The settings of `model`, and the flags of vLLM's that change nothing."""
     try:
         content = yaml.safe_load(path.read_text())
     except OSError as error:
@@ -168,7 +168,7 @@ def read_settings_file(path: Path) -> tuple[dict[str, Any], list[str]]:
         return {}, []
     if not isinstance(content, dict):
         raise ConfigError(f"--config {path}: must hold `name: value` lines, not {type(content).__name__}")
-    return sort_settings(content, ServeSettings, f"--config {path}")
+    return sort_settings(content, model, f"--config {path}")
 
 
 def sort_settings(

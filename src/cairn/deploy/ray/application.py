@@ -13,6 +13,7 @@ from cairn.deploy.ray.ingress import Ingress
 from cairn.deploy.ray.replica import EngineReplica
 from cairn.deploy.ray.router import PrefixRouter
 from cairn.deploy.ray.settings import RaySettings
+from cairn.models.weights.hub import ModelSource, check_source
 
 _CORE = "cairn.engine.build:build_core"
 _UNBOUNDED = 1 << 16
@@ -25,8 +26,9 @@ _STATS_SECONDS = 1.0
 
 def build_application(settings: RaySettings, core: str = _CORE) -> Application:
     """An ingress in front of replicas. `core`: the builder of the engine's core, as module:function. Raises ConfigError
-    for settings that no server would start with."""
+    for settings that no server would start with, and for a model's folder that is none."""
     settings = settings.with_transfers()
+    check_source(ModelSource(settings.model, settings.revision, settings.download_dir))
     engine_config(settings)
     image_options(settings)
     args = settings.as_arguments()

@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from grpc import RpcError
+from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from cairn.deploy.ray.exchange import AnswerHead, RelayedRequest
 from cairn.deploy.ray.replica_calls import Destination, ReplicaFailed
+from cairn.deploy.ray.start_failures import StartFailures
 from cairn.errors import Overloaded
 from cairn.routing.rule import RoutedRequest
 
@@ -50,16 +53,21 @@ class HandleReplicas:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._actor_handle = handle.options(stream=True, method_name="answer")
         self._grpc_handle = self._actor_handle.options(_by_reference=False)
+        self._failures = StartFailures(partial(_read_status, handle))
 
     def __call__(self, request: RelayedRequest, destination: Destination) -> "HandleCall":
         is_small = len(request.body) <= _MAX_GRPC_BYTES
-        return HandleCall(self._grpc_handle if is_small else self._actor_handle, request, destination)
+        handle = self._grpc_handle if is_small else self._actor_handle
+        return HandleCall(handle, request, destination, self._failures)
 
 
 class HandleCall:
     """One request through a handle."""
 
-    def __init__(self, handle: DeploymentHandle, request: RelayedRequest, destination: Destination) -> None:
+    def __init__(
+        self, handle: DeploymentHandle, request: RelayedRequest, destination: Destination, failures: StartFailures
+    ) -> None:
+        self.find_failure = failures.find
         loop = asyncio.get_running_loop()
         self._routed: asyncio.Future[tuple[str, Callable[[], None]]] = loop.create_future()
 
@@ -81,7 +89,8 @@ class HandleCall:
             if not self._routed.done() and (error := self._first.exception()) is not None:
                 raise error
         except DeploymentUnavailableError as error:
-            raise Overloaded("no replica could be started: `serve status` and Ray's log say why") from error
+            reason = await self.find_failure() or "`serve status` and Ray's log say why"
+            raise Overloaded(f"no replica could be started: {reason}") from error
         except BackPressureError as error:
             raise Overloaded("too many requests wait for a replica: try again later") from error
         except _FAILURES as error:
@@ -106,6 +115,13 @@ class HandleCall:
         with suppress(*_FAILURES):
             self._items.cancel()
         self._first.cancel()
+
+
+def _read_status(handle: DeploymentHandle) -> str:
+    """What Ray says of the deployment behind `handle`. It waits for Ray's controller."""
+    application = serve.status().applications.get(handle.app_name)
+    found = None if application is None else application.deployments.get(handle.deployment_name)
+    return "" if found is None else found.message
 
 
 def _in_one_line(error: Exception) -> str:

@@ -17,6 +17,7 @@ from cairn.deploy.ray.autoscaling import PRESSURE, engine_pressure
 from cairn.deploy.ray.exchange import AnswerHead, AsgiExchange, RelayedRequest
 from cairn.deploy.ray.load import make_report
 from cairn.deploy.ray.settings import RaySettings, load_ray_settings
+from cairn.deploy.ray.start_failures import start_failure
 from cairn.engine.contract import EngineClient
 from cairn.errors import CairnError, EngineDead
 from cairn.http.web_server import create_server_socket, parse_trusted_proxies, raise_descriptor_limit, trusted_hosts
@@ -40,7 +41,7 @@ class EngineReplica:
             await self._start(settings, core)
         except CairnError as error:
             logger.error("this replica cannot start: %s", error)
-            raise RuntimeError(f"cairn: {error}") from None
+            raise start_failure(error) from None
 
     async def _start(self, settings: RaySettings, core: str) -> None:
         raise_descriptor_limit()

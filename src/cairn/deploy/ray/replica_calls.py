@@ -25,6 +25,10 @@ class ReplicaCall(Protocol):
         """An AnswerHead, then bytes. Closing it aborts the request. Raises ReplicaFailed."""
         ...
 
+    async def find_failure(self) -> str:
+        """What keeps replicas from starting; empty for nothing that is known."""
+        ...
+
     def cancel(self) -> None: ...
 
 
@@ -60,6 +64,7 @@ async def wait_replica(call: ReplicaCall, seconds: float) -> str:
     except BaseException as error:
         call.cancel()
         if isinstance(error, TimeoutError):
-            text = f"no replica has taken the request within {seconds:g} s: try again later"
-            raise Overloaded(text) from None
+            reason = await call.find_failure()
+            text = f"no replica has taken the request within {seconds:g} s: "
+            raise Overloaded(text + (f"one could not be started: {reason}" if reason else "try again later")) from None
         raise

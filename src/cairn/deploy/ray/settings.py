@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource
+from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsError
 
 from cairn.errors import ConfigError
 from cairn.setting_types import Bytes
@@ -47,7 +47,7 @@ class AutoscalingOptions(BaseModel):
 
 
 class RaySettings(ServeSettings, AutoscalingOptions):
-    """Everything a deployment can be told. Arguments win over environment variables (CAIRN_...)."""
+    """Everything a deployment can be told. The constructor takes what `load_ray_settings` has found."""
 
     num_replicas: int = Field(1, description="servers, unless max_replicas lets their number change", ge=1, le=1024)
     num_prefill_replicas: int = Field(
@@ -86,7 +86,7 @@ class RaySettings(ServeSettings, AutoscalingOptions):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings
+        return (init_settings,)
 
     def with_transfers(self) -> "RaySettings":
         """Handing prompts over, where there are prefill replicas."""
@@ -95,21 +95,24 @@ class RaySettings(ServeSettings, AutoscalingOptions):
         return self.model_copy(update={"kv_transfer_config": _TRANSFERS})
 
     def as_arguments(self) -> dict[str, Any]:
-        """What was set, in plain values: `load_ray_settings` of them is the same again."""
-        return self.model_dump(mode="json", include=self.model_fields_set)
+        """What was set, in plain values: `load_ray_settings` of them is the same again, wherever no file is."""
+        return self.model_dump(mode="json", include=self.model_fields_set - {"config"})
 
 
 def load_ray_settings(args: Mapping[str, Any]) -> RaySettings:
-    """Settings from an application's arguments, named with dashes or underscores; those in the YAML file `config` come
-    after them. Raises ConfigError with one line that names the setting that is wrong and says what it takes."""
+    """Settings from an application's arguments, named with dashes or underscores. They win over environment variables
+    (CAIRN_...), those over the YAML file `config`, that over the defaults. Raises ConfigError with one line that names
+    the setting that is wrong and says what it takes."""
     given = {str(key).replace("-", "_"): value for key, value in args.items()}
     path = given.pop("config", None) or os.environ.get(f"{ENV_PREFIX}CONFIG")
-    from_file, of_file = read_settings_file(Path(str(path))) if path else ({}, [])
+    from_file, of_file = read_settings_file(Path(str(path)), RaySettings) if path else ({}, [])
     values, ignored = sort_settings(given, RaySettings, _WHERE)
     try:
-        settings = RaySettings(**from_file | values)
+        settings = RaySettings(**from_file | EnvSettingsSource(RaySettings)() | values)
+    except SettingsError as error:
+        raise ConfigError(str(error)) from None
     except ValidationError as error:
-        raise ConfigError(_describe(error)) from None
+        raise ConfigError(_describe(error, values, f"--config {path}")) from None
     if not settings.model:
         raise ConfigError(
             f"{_WHERE}: model is missing: name a checkpoint's folder, or its name on the Hugging Face Hub"
@@ -118,8 +121,9 @@ def load_ray_settings(args: Mapping[str, Any]) -> RaySettings:
     return settings
 
 
-def _describe(error: ValidationError) -> str:
+def _describe(error: ValidationError, values: Mapping[str, Any], file: str) -> str:
     first = error.errors()[0]
-    if first["loc"]:
-        return describe_error(error, ENV_PREFIX, {}, _WHERE)
-    return f"{_WHERE}: {first['msg'].removeprefix('Value error, ')}"
+    if not first["loc"]:
+        return f"{_WHERE}: {first['msg'].removeprefix('Value error, ')}"
+    text = describe_error(error, ENV_PREFIX, values, file)
+    return f"{_WHERE}: {text}" if first["loc"][0] in values else text

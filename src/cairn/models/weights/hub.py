@@ -97,6 +97,14 @@ class ModelSource:
         return f"{self.flag} {self.name[:_MAX_NAME]}"
 
 
+def check_source(source: ModelSource) -> None:
+    """Refuse what is neither the folder of a checkpoint nor a name on the hub, which nobody is asked about. Raises
+    ConfigError."""
+    folder = _local_folder(source)
+    if folder is not None:
+        family_of(read_json(folder / _CONFIG))
+
+
 def find_checkpoint(source: ModelSource) -> Path:
     """The folder with everything that serving reads.
 
