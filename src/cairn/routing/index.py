@@ -225,6 +225,9 @@ class PrefixIndex:
 
     def _matches(self, block_hashes: Sequence[int], among: int, resolution: int = 1) -> Iterator[tuple[int, int]]:
         tables = [table.get for table in (self._stored, self._routed, self._routed_before) if table]
+        if not tables:
+            return
+        find, others = tables[0], tables[1:]
         # the last block whose replicas are known, and those further on, the nearest last
         low, mask = -1, among
         ends = [(len(block_hashes), 0)]
@@ -237,9 +240,10 @@ class PrefixIndex:
                 low, mask = high, at_end
             else:
                 middle = (low + high) // 2
-                block_hash, found = block_hashes[middle], 0
-                for find in tables:
-                    found |= find(block_hash, 0)
+                block_hash = block_hashes[middle]
+                found = find(block_hash, 0)
+                for find_other in others:
+                    found |= find_other(block_hash, 0)
                 ends.append((middle, mask & found))
 
 

@@ -169,12 +169,13 @@ class RoutingRule:
             cost[stays] -= options.session_cost
         order = np.argsort(cost, kind="stable")
         best = cost[order[0]]
-        num_ties = int(np.searchsorted(cost[order], best + options.near_tie_tokens, side="right"))
+        num_ties = np.count_nonzero(cost <= best + options.near_tie_tokens)
         if num_ties > 1:
             ties = order[:num_ties]
             load = np.floor((wait + excess)[ties] / options.near_tie_tokens)
             order[:num_ties] = ties[np.lexsort((_rendezvous(rows.seeds[ties], self._request_seed(request)), load))]
-        return [rows.names[row] for row in order[:limit].tolist()]
+        ranked: list[str] = rows.name_array[order[:limit]].tolist()
+        return ranked
 
     def record_routed(self, request: RoutedRequest, replica: str, now: float) -> int:
         """The request was sent to this replica; returns how many tokens of it are expected to be cached there."""
@@ -254,6 +255,7 @@ class _Rows:
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
         self.names = names
+        self.name_array = np.array(names, object)
         self.number_of = {name: row for row, name in enumerate(names)}
         self.loads: Sequence[ReplicaLoad | None] = [None] * len(names)
         self.reported, self.copy_cost, self.pending, self.computed, self.num_open = np.zeros((5, len(names)))
@@ -280,12 +282,19 @@ class _Rows:
         block_size = request.block_ends
         resolution = max(1, int(precision // block_size)) if isinstance(block_size, int) else 1
         masks = index.matched_masks(request.block_hashes, resolution)
+        # most are of one replica, and numpy takes as long for one as for all of them
+        numbers: list[int] = []
+        alone: list[int] = []
         for (num_blocks, mask), (_, more) in pairwise((*masks, (0, 0))):
-            no_more, num_tokens = mask & ~more, request.tokens_in(num_blocks)
-            if no_more.bit_count() > 1:
+            # who has more blocks has these: the masks only shrink
+            no_more, num_tokens = mask ^ more, request.tokens_in(num_blocks)
+            if no_more & (no_more - 1):
                 tokens[self._row_of[replica_numbers(no_more)]] = num_tokens
-            elif no_more:
-                tokens[self._row_of[no_more.bit_length() - 1]] = num_tokens
+            else:
+                numbers.append(no_more.bit_length() - 1)
+                alone.append(num_tokens)
+        if numbers:
+            tokens[self._row_of[numbers]] = alone
         return tokens[:-1]
 
 
