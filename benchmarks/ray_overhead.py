@@ -2,13 +2,15 @@
 
     make build/ray/.installed    # once: an environment with Ray
     build/ray/bin/python -m benchmarks.ray_overhead [--clients 16] [--requests 6] [--tokens 50] [--step 0.02]
-        [--rounds 4] [--replicas 1] [--plain] [--json FILE] [--plot FILE] [--seed N]
+        [--rounds 4] [--replicas 1] [--burst] [--plain] [--json FILE] [--plot FILE] [--seed N]
 
 Both are the real thing around an engine whose model computes nothing and whose steps take --step seconds
 (benchmarks/no_model.py): `cairn serve`, and the application of cairn.deploy.ray. Both run all the time, and round by
-round the same clients ask first the one, then the other: --clients at a time stream answers of --tokens tokens, one
-event a step, and each pauses for a random part of two steps before it asks again, so that requests come at any moment
-of a step. The client looks into nothing but the first event.
+round the same clients ask first the one, then the other: --clients at a time stream answers of half to one and a half
+times --tokens tokens, one event a step, begin at any moment of such an answer's time, and pause for a random part of
+two steps before they ask again, so that requests come one by one, at any moment of a step. --burst: all begin at once,
+and all answers have --tokens tokens, so that all requests of a round come in bursts of --clients. The client looks
+into nothing but the first event.
 
 Ray Serve runs as docs/scale-out.md advises, with Ray's HAProxy and a replica's parts in one thread; --plain: as Ray
 does unless told.
@@ -105,12 +107,13 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Closed loops: `clients` of them, each with `requests` answers of `tokens` tokens."""
+    """Closed loops: `clients` of them, each with `requests` answers of `tokens` tokens, more or less unless `burst`."""
 
     clients: int
     requests: int
     tokens: int
     step: float
+    burst: bool = False
 
     async def run(self, url: str, seed: int) -> list[Answer]:
         loops = (self._client(url, random.Random(1_000 * seed + number)) for number in range(self.clients))
@@ -118,11 +121,13 @@ class Load:
 
     async def _client(self, url: str, rng: random.Random) -> list[Answer]:
         answers = []
+        least, most = (self.tokens, self.tokens) if self.burst else (max(2, self.tokens // 2), self.tokens * 3 // 2)
+        await asyncio.sleep(0 if self.burst else rng.uniform(0, self.tokens * self.step))
         for _ in range(self.requests):
             await asyncio.sleep(rng.uniform(0, 2 * self.step))
             prompt = [rng.randrange(FIRST_TOKEN, LAST_TOKEN) for _ in range(PROMPT_TOKENS)]
             async with asyncio.timeout(REQUEST_SECONDS):
-                answers.append(await ask(url, prompt, self.tokens))
+                answers.append(await ask(url, prompt, rng.randint(least, most)))
         return answers
 
 
@@ -279,6 +284,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--step", type=float, default=0.02, help="seconds")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--replicas", type=int, default=1, help="on Ray; all share this machine")
+    parser.add_argument("--burst", action="store_true", help="requests come --clients at a time")
     parser.add_argument("--plain", action="store_true", help="Ray Serve without the variables that are advised")
     parser.add_argument("--most-ms", type=float, default=10.0, help="added to the median TTFT")
     parser.add_argument("--least", type=float, default=0.9, help="of the throughput")
@@ -292,7 +298,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace) -> list[Way]:
     """Both ways, after a round of each that does not count."""
-    load = Load(arguments.clients, arguments.requests, arguments.tokens, arguments.step)
+    load = Load(arguments.clients, arguments.requests, arguments.tokens, arguments.step, arguments.burst)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="cairn-ray-")))
         model = folder / "model"
@@ -323,7 +329,7 @@ def main() -> int:
     )
     if arguments.json:
         settings = {
-            name: getattr(arguments, name) for name in ("clients", "requests", "tokens", "step", "rounds", "plain")
+            name: getattr(arguments, name) for name in ("clients", "requests", "tokens", "step", "rounds", "burst", "plain")
         }
         arguments.json.write_text(as_json({**circumstances(), "seed": arguments.seed, **settings, **found}))
     if arguments.plot:
