@@ -30,10 +30,24 @@ def stream(chunks, tokens):
 
 
 def test_every_client_gets_every_answer_whole():
-    load = Load(clients=3, requests=2, tokens=7, step=0.001)
+    load = Load(clients=3, requests=2, tokens=7, step=0.001, burst=True)
     answers = serve(stream(5, 7), lambda url: load.run(url, 0))
     assert [(answer.tokens, answer.chunks) for answer in answers] == [(7, 5)] * 6
     assert all(answer.ttft > 0 for answer in answers)
+
+
+def test_answers_are_of_many_lengths_unless_they_come_in_bursts(monkeypatch):
+    asked = []
+
+    async def take(url, prompt, tokens):
+        asked.append(tokens)
+        return Answer(0.0, tokens, tokens)
+
+    monkeypatch.setattr("benchmarks.ray_overhead.ask", take)
+    asyncio.run(Load(clients=20, requests=5, tokens=50, step=0).run("", 0))
+    assert len(set(asked)) > 20
+    assert 25 <= min(asked) <= max(asked) <= 75
+    assert abs(sum(asked) / len(asked) - 50) < 5
 
 
 @pytest.mark.parametrize("answer", [stream(5, 6), stream(5, 7).removesuffix(b"data: [DONE]\n\n"), b"", b'{"error":1}'])
