@@ -17,6 +17,7 @@ import importlib.machinery
 import importlib.util
 import io
 import json
+import math
 import os
 import re
 import signal
@@ -49,6 +50,10 @@ ALLOWED = {
 CALLS = "hermes"
 # The tiny vocabulary needs more tokens for the same words: a prompt with two tools has more than 900.
 CONTEXT = {"1024": "4096", "2048": "8192"}
+# Counts the tokens of a prompt shorter than a block of vLLM's cache, which finds none of it again.
+WITHOUT_CACHE = re.compile("TinyLlama")
+# Tests of servers with these flags ask for what cairn is not.
+NOT_CAIRNS = {"--watermark-config": "watermarks"}
 ABOUT_MACHINE = re.compile(r"current_platform|hf_api|init_logger")
 asked: set[str] = set()
 
@@ -147,6 +152,40 @@ def load_from_bed(transformers_class):
     transformers_class.from_pretrained = from_pretrained
 
 
+class Processor:
+    """transformers' AutoProcessor for an image, without torch: what a prompt's tokens are by the published rule of
+    Qwen2-VL's processor. The image's sides become multiples of two patches, within bounds of the area."""
+
+    def __init__(self, name):
+        folder = Path(checkpoint_for(name))
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self._settings = json.loads((folder / "preprocessor_config.json").read_text())
+
+    @classmethod
+    def from_pretrained(cls, name, **settings):
+        return cls(name)
+
+    def __call__(self, prompt, images, **settings):
+        for number, image in enumerate(images, 1):
+            pads = "<|image_pad|>" * self._num_tokens(*image.size)
+            prompt = prompt.replace(f"<|image_{number}|>\n", f"<|vision_start|>{pads}<|vision_end|>")
+        ids = self.tokenizer.encode(prompt, add_special_tokens=False)
+        return types.SimpleNamespace(input_ids=types.SimpleNamespace(shape=(1, len(ids))))
+
+    def _num_tokens(self, width, height):
+        side = self._settings["patch_size"] * self._settings["merge_size"]
+        least, most = (self._settings["size"][edge] for edge in ("shortest_edge", "longest_edge"))
+        across, down = (max(1, round(pixels / side)) for pixels in (width, height))
+        area = across * down * side * side
+        if area > most:
+            shrink = math.sqrt(width * height / most)
+            across, down = (max(1, math.floor(pixels / shrink / side)) for pixels in (width, height))
+        elif area < least:
+            grow = math.sqrt(least / (width * height))
+            across, down = (math.ceil(pixels * grow / side) for pixels in (width, height))
+        return across * down
+
+
 class ModelConfig:
     """vLLM's name: tells the size of the vocabulary."""
 
@@ -213,6 +252,7 @@ class IntegerRange:
 REAL = {
     "torch": {"iinfo": IntegerRange, "long": "int64", "int64": "int64"},
     "vllm.config": {"ModelConfig": ModelConfig},
+    "vllm": {"version": types.SimpleNamespace(_prev_minor_version=lambda: "0.32")},
     "vllm.tokenizers": {"get_tokenizer": get_tokenizer},
     "vllm.assets.image": {"ImageAsset": ImageAsset},
     "vllm.multimodal.utils": {
@@ -242,6 +282,18 @@ def known_flags():
     return set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", text))
 
 
+def with_scripts(template, model):
+    """A copy of a test's own chat template that ends with the scripts' conditions, as the checkpoint's own does, and
+    else with what its answer to all other chats follows on."""
+    copy = Path(os.environ["BED_LOGS"]) / f"scripted-{Path(template).name}"
+    scripts = (Path(checkpoint_for(model)) / "scripts.jinja").read_text().removesuffix("{%- endif -%}")
+    otherwise = "{%- else -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    # some templates take messages out of the list as they write them
+    own = "{%- set conversation = messages -%}" + Path(template).read_text() + "{%- set messages = conversation -%}"
+    copy.write_text(own + scripts + otherwise)
+    return str(copy)
+
+
 def as_cairn_takes(model, args):
     """The checkpoint's folder and the flags: as written, but for what only vLLM's model has, LoRA, and flags unknown
     here. Returns those left out as well."""
@@ -258,6 +310,10 @@ def as_cairn_takes(model, args):
         if dashed == "--tool-call-parser":
             kept += [flag, CALLS]
             left_out += [] if values == [CALLS] else [[flag, *values]]
+        elif flag in NOT_CAIRNS:
+            pytest.skip(NOT_CAIRNS[flag])
+        elif dashed == "--chat-template" and Path(values[0]).is_file():
+            kept += [flag, with_scripts(values[0], model)]
         elif flag == "--model":
             model = values[0]
         elif dashed == "--max-model-len":
@@ -279,6 +335,7 @@ class RemoteOpenAIServer:
     def __init__(self, model, vllm_serve_args, *, env_dict=None, seed=0, auto_port=True, max_wait_seconds=None,
                  override_hf_configs=None):  # fmt: skip
         model, args, left_out = as_cairn_takes(model, vllm_serve_args)
+        self.show_hidden_metrics = any("--show-hidden-metrics-for-version" in arg for arg in vllm_serve_args)
         self.host, self.port = "127.0.0.1", free_port()
         for flag in ("--port", "-p"):
             if flag in args:
@@ -286,6 +343,8 @@ class RemoteOpenAIServer:
                 del args[args.index(flag) : args.index(flag) + 2]
         if "--host" in args:
             del args[args.index("--host") : args.index("--host") + 2]
+        if WITHOUT_CACHE.search(model):
+            args.append("--no-enable-prefix-caching")
         if not {"--served-model-name", "--served_model_name"} & set(args):
             args += ["--served-model-name", model]
         command = [os.environ["CAIRN"], "serve", checkpoint_for(model), *args, *ALWAYS, "--port", str(self.port)]
@@ -376,6 +435,7 @@ packages = {"vllm"} | ({"torch"} if importlib.util.find_spec("torch") is None el
 sys.meta_path.insert(0, Finder(packages))
 sys.modules["tests.utils"] = tests_utils()
 load_from_bed(transformers.AutoTokenizer)
+transformers.AutoProcessor = Processor
 sys.modules["tests.conftest"] = StandInModule("tests.conftest")
 
 
@@ -412,6 +472,8 @@ def uses_server(item):
             function = function.__wrapped__
         if hasattr(function, "__code__"):
             names_of(function.__code__)
+    if {"get_async_client", "get_client"} & names:
+        return True
     return any(name.startswith("Remote") and name.endswith(("Server", "ServerCustom")) for name in names)
 
 
