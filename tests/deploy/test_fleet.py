@@ -80,6 +80,27 @@ def test_a_busy_replica_is_passed_over():
     assert fleet.rank(RoutedRequest(num_tokens=100), ["a", "b"], (), None)[0] == "b"
 
 
+def test_prefills_that_other_routers_have_sent_count_and_its_own_count_once():
+    fleet = Fleet(clock=ManualClock())
+    fleet.update({"a": report(), "b": report()})
+    ask = RoutedRequest(num_tokens=100)
+
+    def reported(tokens):
+        fleet.update({"a": report(pending_prefill_tokens=tokens), "b": report()})
+        return fleet._loads["a"].pending_tokens
+
+    assert reported(5_000) == 5_000
+    assert {fleet.rank(ask, names, (), None)[0] for names in (["a", "b"], ["b", "a"])} == {"b"}
+    assert reported(0) == 0
+    fleet.record_routed("r1", PROMPT, "a")
+    assert reported(1_600) == 0 and reported(6_600) == 5_000
+    fleet.record_prefilled("r1", "a")
+    # a report that was made before the first token came may come after it
+    assert reported(1_500) == 0
+    assert reported(1_400) == 0
+    assert reported(1_300) == 1_300
+
+
 def test_each_replica_is_followed_once_and_let_go_when_it_is_gone():
     async def run():
         subscribers = Subscribers()

@@ -13,6 +13,8 @@ from cairn.deploy.ray.settings import load_ray_settings
 from cairn.engine.contract import CacheInfo, EngineInfo
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import ModelError, QueueFull
+from cairn.proxy.prefixes import routed_request
+from cairn.proxy.protocol import parse_body
 from cairn.routing.rule import RoutedRequest
 from cairn.server.app import create_app
 from cairn.server.options import ServerLimits
@@ -137,13 +139,18 @@ def test_what_cannot_be_read_has_no_names(settings, path, body):
 
 
 @pytest.mark.parametrize("more", [{"prompt_cache_key": "s1"}, {"vllm_xargs": {"session_id": "s1"}}])
-def test_a_session_has_the_name_that_the_body_gives_it(settings, more):
-    assert read(settings, "/v1/chat/completions", {"messages": CHAT, **more}).session == "s1"
+@pytest.mark.parametrize("salt", [{}, {"cache_salt": "t1"}])
+def test_a_session_has_the_name_that_it_has_in_cairn_proxy(settings, more, salt):
+    body = {"messages": CHAT, **more}
+    session = read(settings, "/v1/chat/completions", body | salt).session
+    assert session is not None and "s1" in session
+    assert session == routed_request(parse_body(json.dumps(body | salt).encode()), None).session
+    assert session != read(settings, "/v1/chat/completions", body | {"cache_salt": "t2"}).session
 
 
 def test_a_session_stays_where_its_images_cannot_be_read(settings):
     body = {"messages": [{"role": "user", "content": [IMAGE]}], "prompt_cache_key": "s1"}
-    assert read(settings, "/v1/chat/completions", body).session == "s1"
+    assert read(settings, "/v1/chat/completions", body).session is not None
 
 
 def test_no_more_prompts_are_read_at_once_than_there_is_room_for(settings):

@@ -6,6 +6,7 @@ from driver import Driver, alone
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.reasons import Reason
+from cairn.engine.core_report import StepSizes, engine_stats
 from cairn.errors import ConfigError, InvalidRequest, Overloaded
 from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.preempt import preempt
@@ -327,3 +328,27 @@ def test_a_prompt_that_waits_for_room_costs_nobody_what_is_cached():
     assert dict(driver.cache.checkpoints.evicted) == before
     driver.run()
     assert driver.output(waits) == alone(range(9000, 10_000), False, max_tokens=1)
+
+
+def test_the_tokens_that_are_still_to_be_prefilled_are_told():
+    driver = Driver(max_num_seqs=1, max_num_batched_tokens=1024)
+
+    def pending():
+        state = driver.scheduler.state
+        return engine_stats(
+            state, None, None, StepSizes(), forward_passes=0, audits=0, request_log_dropped=0
+        ).pending_prefill_tokens
+
+    prompt = list(range(2, 3002))
+    driver.submit(prompt, max_tokens=3, name="a")
+    assert pending() == 3000
+    driver.step()
+    assert pending() == 3000 - driver.scheduler.state.requests["a"].num_computed
+    driver.submit(prompt, max_tokens=3, name="b")
+    driver.run()
+    assert pending() == 0
+    # half of what was asked so far has been computed, so half of what waits is expected to be
+    share = driver.scheduler.state.counters.computed_prompt_tokens / 6000
+    assert 0.5 <= share < 0.6
+    driver.submit(list(range(5000, 6000)), max_tokens=3, name="c")
+    assert pending() == round(1000 * share)

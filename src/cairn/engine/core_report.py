@@ -62,6 +62,7 @@ def engine_stats(
         num_running=len(state.running),
         num_waiting=state.num_waiting,
         waiting_by_reason={"capacity": state.num_waiting - state.num_deferred, "deferred": state.num_deferred},
+        pending_prefill_tokens=_pending_prefill_tokens(state),
         num_preemptions=counters.preemptions,
         pool=PoolStats(
             num_pages=cache.pool.num_pages,
@@ -152,3 +153,12 @@ def timings(request: Request) -> Timings | None:
         decode=stats.finished_time - stats.first_token_time,
         num_preemptions=stats.num_preemptions,
     )
+
+
+def _pending_prefill_tokens(state: SchedulerState) -> int:
+    """What is cached of a waiting prompt is found out when its turn comes: until then it counts as prompts do in the
+    mean."""
+    counters = state.counters
+    share = counters.computed_prompt_tokens / counters.prompt_tokens if counters.prompt_tokens else 1.0
+    running = sum(max(0, request.prefill_until - request.num_computed) for request in state.running)
+    return running + round(min(1.0, share) * sum(request.num_tokens for request in state.waiting.plain))

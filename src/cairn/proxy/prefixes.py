@@ -10,7 +10,7 @@ import msgspec
 
 from cairn.proxy.protocol import Body, text_field
 from cairn.proxy.stream_inspector import AnswerSummary
-from cairn.routing.rule import RoutedRequest
+from cairn.routing.rule import RoutedRequest, session_name
 from cairn.types import Clock
 
 _UNITS_PER_DIGEST = 64
@@ -119,11 +119,18 @@ def prefix_digests(body: Body) -> PrefixDigests | None:
 def routed_request(body: Body, digests: PrefixDigests | None) -> RoutedRequest:
     """A request as the routing rule knows it; of a prompt that cannot be read, its session alone.
 
-    Requests with the same `prompt_cache_key` are a session, for each model and salt.
+    Requests with the same `prompt_cache_key` are a session, or with the same `session_id` in `vllm_xargs`.
     """
-    cache_key = text_field(body, "prompt_cache_key")
-    parts = [text_field(body, "model"), text_field(body, "cache_salt"), cache_key]
-    session = msgspec.json.encode(parts).decode() if cache_key else None
+    names: list[Any] = [text_field(body, "prompt_cache_key")]
+    try:
+        arguments = _decode(body.get("vllm_xargs"), dict[str, Any] | None) or {}
+        names += [
+            arguments[name] for name in ("session_id", "prompt_cache_key") if isinstance(arguments.get(name), str)
+        ]
+    except ValueError:
+        pass  # a server will say what is wrong with it
+    name = next(filter(None, names), None)
+    session = session_name(text_field(body, "model"), text_field(body, "cache_salt"), name)
     return RoutedRequest(session=session) if digests is None else digests.routed_request(session)
 
 

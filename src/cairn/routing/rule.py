@@ -18,6 +18,7 @@ what matters most: with 0 prompts move, are computed again, make others wait, an
 the fleet has 90.8 % of one large cache's hits then, and 98.4 % with 8.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -129,6 +130,11 @@ class _Replica:
             self.settle(first[0])
 
 
+def session_name(model: str, cache_salt: str, session: str | None) -> str | None:
+    """The name of a client's session for the rule: each model and salt has its own. None without one."""
+    return json.dumps([model, cache_salt, session]) if session else None
+
+
 class RoutingRule:
     """Ranks replicas for requests, and remembers what was routed where. Single-threaded.
 
@@ -195,6 +201,10 @@ class RoutingRule:
             if len(self._sessions) > self.options.max_sessions:
                 self._sessions.popitem(last=False)
         return cached
+
+    def pending_tokens(self, replica: str) -> int:
+        """Of the prompts that the rule itself has sent there, the tokens that are still to be prefilled."""
+        return self._replicas[replica].pending_tokens if replica in self._replicas else 0
 
     def record_prefilled(self, request: RoutedRequest, replica: str) -> None:
         """Its prompt is computed: its first token has come."""

@@ -128,6 +128,10 @@ _GAUGES = (
         *("vllm:num_requests_waiting_by_reason", "waiting_by_reason"),
         *("Waiting requests by what they wait for: capacity, or another request or server (deferred).", "reason"),
     ),
+    (
+        *("cairn:pending_prefill_tokens", "pending_prefill_tokens"),
+        "Tokens of running and waiting prompts that are still to be computed, estimated for the waiting.",
+    ),
     ("cairn:held_checkpoints", "prefix_cache.held_checkpoints", "Checkpoints that clients hold with cache_control."),
     ("cairn:held_pages", "pool.held_pages", "Pages that running requests refer to."),
     ("cairn:cached_pages", "pool.cached_pages", "Pages that only the cache refers to."),

@@ -45,6 +45,7 @@ class Fleet:
         self._loads: dict[str, ReplicaLoad] = {}
         self._following: dict[str, tuple[ReplicaReport, asyncio.Task[None]]] = {}
         self._open: dict[tuple[str, str], RoutedRequest] = {}
+        self._peaks: dict[str, tuple[int, int]] = {}
 
     def update(self, reports: Mapping[str, Mapping[str, Any]]) -> None:
         """All replicas that there are now, with what they told of themselves. Those that are gone are forgotten."""
@@ -53,13 +54,14 @@ class Fleet:
         for name, stats in reports.items():
             report = parse_report(dict(stats))
             if report != self._reports.get(name):
-                self._reports[name], self._loads[name] = report, report.load()
+                self._reports[name], self._loads[name] = report, report.load(self._own_tokens(name))
                 self._follow(name, report)
 
     def remove(self, name: str) -> None:
         """This replica is gone."""
         self._reports.pop(name, None)
         self._loads.pop(name, None)
+        self._peaks.pop(name, None)
         self._stop_following(name)
         self.rule.remove(name)
 
@@ -74,6 +76,8 @@ class Fleet:
         if len(self._open) < _MAX_OPEN:
             self._open[request_id, name] = request
             self.rule.record_routed(request, name, self._clock.now())
+            before, since = self._peaks.get(name, (0, 0))
+            self._peaks[name] = before, max(since, self.rule.pending_tokens(name))
 
     def record_prefilled(self, request_id: str, name: str) -> None:
         """Its first token has come."""
@@ -86,6 +90,13 @@ class Fleet:
         request = self._open.pop((request_id, name), None)
         if request is not None:
             self.rule.record_finished(request, name)
+
+    def _own_tokens(self, name: str) -> int:
+        """The most that this router itself had to prefill there, at any time that a report of now may tell of: the time
+        since the one before, and that since the one before it. What a replica reports beyond it is other routers'."""
+        before, since = self._peaks.get(name, (0, 0))
+        self._peaks[name] = since, self.rule.pending_tokens(name)
+        return max(before, since)
 
     def _connect(self, name: str, report: ReplicaReport) -> Subscriber:
         assert report.events_endpoint is not None

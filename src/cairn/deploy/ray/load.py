@@ -13,14 +13,20 @@ class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
 
     num_running: int = 0
     num_waiting: int = 0
+    pending_tokens: int = 0
     free_share: float = 0.0
     events_endpoint: str | None = None
     replay_endpoint: str | None = None
     topic: str = ""
 
-    def load(self) -> ReplicaLoad:
-        """Prefills that are under way are the rule's own count: nobody else knows how much of a prompt is cached."""
-        return ReplicaLoad(num_running=self.num_running, num_waiting=self.num_waiting, free_share=self.free_share)
+    def load(self, own_tokens: int = 0) -> ReplicaLoad:
+        """`own_tokens`: pending ones that the rule counts itself, which knows sooner when they are over."""
+        return ReplicaLoad(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            pending_tokens=max(0, self.pending_tokens - own_tokens),
+            free_share=self.free_share,
+        )
 
 
 def make_report(stats: EngineStats, events: KvEventsConfig | None) -> dict[str, Any]:
@@ -29,6 +35,7 @@ def make_report(stats: EngineStats, events: KvEventsConfig | None) -> dict[str, 
     report = ReplicaReport(
         num_running=stats.num_running,
         num_waiting=stats.num_waiting,
+        pending_tokens=stats.pending_prefill_tokens,
         free_share=round(pool.free_pages / pool.num_pages, 3) if pool.num_pages else 0.0,
         events_endpoint=None if events is None else events.endpoint,
         replay_endpoint=None if events is None else events.replay_endpoint,

@@ -21,7 +21,7 @@ from cairn.engine.contract import CacheInfo, EngineClient, EngineInfo, RenderedP
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.models.weights.hub import ModelSource, find_tokenizer
-from cairn.routing.rule import RoutedRequest
+from cairn.routing.rule import RoutedRequest, session_name
 from cairn.server.anthropic import translation as anthropic
 from cairn.server.anthropic.requests import MessagesRequest
 from cairn.server.images import MediaConnector
@@ -162,7 +162,9 @@ class _NoImages(MediaConnector):
 
 def _session(body: SamplingFields) -> str | None:
     arguments = body.vllm_xargs or {}
-    return body.prompt_cache_key or arguments.get("session_id") or arguments.get("prompt_cache_key")
+    named = (body.prompt_cache_key, arguments.get("session_id"), arguments.get("prompt_cache_key"))
+    name = next((one for one in named if isinstance(one, str) and one), None)
+    return session_name(body.model or "", body.cache_salt or "", name)
 
 
 def _parse_response(content: bytes) -> SamplingFields:

@@ -159,12 +159,14 @@ class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start (monotone) and gauges of this moment. `waiting_by_reason`: the waiting by what for: for
-    slots, pages and their turn (`capacity`), or for another request or server (`deferred`). `request_log_dropped`:
-    requests without a line in the request log."""
+    slots, pages and their turn (`capacity`), or for another request or server (`deferred`). `pending_prefill_tokens`:
+    those of prompts that are still to be computed, of the waiting by the share that was computed of all so far.
+    `request_log_dropped`: requests without a line in the request log."""
 
     num_running: int = 0
     num_waiting: int = 0
     waiting_by_reason: dict[str, int] = {}
+    pending_prefill_tokens: int = 0
     num_preemptions: int = 0
     pool: PoolStats = PoolStats()
     tokens: TokenStats = TokenStats()
