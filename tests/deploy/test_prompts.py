@@ -153,6 +153,19 @@ def test_a_session_stays_where_its_images_cannot_be_read(settings):
     assert read(settings, "/v1/chat/completions", body).session is not None
 
 
+def test_a_prompt_with_images_has_the_names_of_what_comes_before_the_first(settings):
+    text = {"type": "text", "text": TEXT}
+    after = [{"role": "assistant", "content": "a flower"}, {"role": "user", "content": TEXT}]
+    images = [*CHAT[:1], {"role": "user", "content": [text, IMAGE, text, IMAGE]}, *after]
+    plain = [*CHAT[:1], {"role": "user", "content": [text]}]
+    found, alone = (read(settings, "/v1/chat/completions", {"messages": one}) for one in (images, plain))
+    assert len(found.block_hashes) > 8
+    assert (found.block_hashes, found.num_tokens) == (alone.block_hashes, alone.num_tokens)
+    beside = read(settings, "/v1/chat/completions", {"messages": [*CHAT[:1], {"role": "user", "content": [IMAGE]}]})
+    system = read(settings, "/v1/chat/completions", {"messages": CHAT[:1]})
+    assert beside.block_hashes == system.block_hashes and len(system.block_hashes) > 4
+
+
 def test_no_more_prompts_are_read_at_once_than_there_is_room_for(settings):
     async def run():
         reader = create_prompt_reader(settings)

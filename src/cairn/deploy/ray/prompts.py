@@ -1,12 +1,14 @@
 """The blocks of a request's prompt by the names that caches announce them under: read as the server reads it.
 
-A prompt that cannot be read, or has images, has no names: it is routed by load, and the replica says what is wrong.
+A prompt that cannot be read has no names: it is routed by load, and the replica says what is wrong. One with images has
+those before the first one.
 """
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -24,7 +26,6 @@ from cairn.models.weights.hub import ModelSource, find_tokenizer
 from cairn.routing.rule import RoutedRequest, session_name
 from cairn.server.anthropic import translation as anthropic
 from cairn.server.anthropic.requests import MessagesRequest
-from cairn.server.images import MediaConnector
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.openai.messages import Message
 from cairn.server.openai.prompts import (
@@ -85,7 +86,7 @@ class PromptReader:
         prompt = reuse_prompt(service, body)
         if prompt is None and isinstance(body, ChatRequest):
             allocation = ImageAllocation(service.images.memory, "")
-            prompt = await render_chat_prompt(service, body, body.messages, allocation)
+            prompt = await render_chat_prompt(service, body, _before_images(body.messages), allocation)
         elif prompt is None:
             prompt = (await encode_prompts(service, cast(CompletionRequest, body)))[0]
         return truncate_prompt(prompt, body, service.engine.info.max_model_len)
@@ -113,7 +114,6 @@ def create_prompt_reader(settings: RaySettings) -> PromptReader:
         cast(EngineClient, engine),
         settings,
         ServerLimits(),
-        images=_NoImages(ServerLimits().images),
         default_template_kwargs=parse_template_kwargs(settings.default_chat_template_kwargs),
     )
     return PromptReader(service, settings.block_size)
@@ -149,15 +149,13 @@ class _Tokenizing:
         )
 
 
-class _NoImages(MediaConnector):
-    """Fetches none."""
-
-    async def load_images(
-        self, messages: list[Message], markers: tuple[str, ...], allocation: ImageAllocation, cache_salt: str = ""
-    ) -> dict[tuple[int, int], Any]:
-        if any(part["type"] != "text" for message in messages for part in message.parts):
-            raise InvalidRequest("a prompt with images has names only where they are read", "messages")
-        return {}
+def _before_images(messages: list[Message]) -> list[Message]:
+    """What comes before the first image: names of later blocks have the image in them, which is not fetched here."""
+    for number, message in enumerate(messages):
+        before = list(takewhile(lambda part: part["type"] == "text", message.parts))
+        if len(before) < len(message.parts):
+            return [*messages[:number], *([message.model_copy(update={"content": before})] if before else [])]
+    return messages
 
 
 def _session(body: SamplingFields) -> str | None:
