@@ -328,9 +328,8 @@ def main() -> int:
         f"to P99; {ratio:.1%} of the throughput (at least {arguments.least:.0%}): {'met' if kept else 'MISSED'}"
     )
     if arguments.json:
-        settings = {
-            name: getattr(arguments, name) for name in ("clients", "requests", "tokens", "step", "rounds", "burst", "plain")
-        }
+        names = ("clients", "requests", "tokens", "step", "rounds", "burst", "plain")
+        settings = {name: getattr(arguments, name) for name in names}
         arguments.json.write_text(as_json({**circumstances(), "seed": arguments.seed, **settings, **found}))
     if arguments.plot:
         plot(ways, arguments.plot)

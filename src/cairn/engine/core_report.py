@@ -23,10 +23,10 @@ from cairn.step import StepPlan
 
 
 def num_step_tokens(plan: StepPlan) -> int:
-    """Tokens that go through the model, and those that are drawn without."""
-    rows = [*plan.decodes.slots.tolist(), *(row.slot for row in plan.prefills)]
-    num_drawn_only = len(set(plan.samples.slots.tolist()).difference(rows))
-    return len(plan.decodes) + sum(len(row.tokens) for row in plan.prefills) + num_drawn_only
+    """Tokens of prompts that go through the model, and tokens of answers: one for each decode, and those that are drawn
+    where a prompt ends, or for one more answer to it."""
+    num_first = len(set(plan.samples.slots.tolist()).difference(plan.decodes.slots.tolist()))
+    return len(plan.decodes) + sum(len(row.tokens) for row in plan.prefills) + num_first
 
 
 class StepSizes:
