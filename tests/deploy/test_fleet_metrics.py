@@ -8,8 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import PlainTextResponse
 
-from cairn.deploy.ray.fleet_metrics import FleetMetrics, merge_expositions
-from cairn.errors import Overloaded
+from cairn.deploy.ray.fleet_metrics import FleetMetrics, ReplicaNames, gather_told, merge_expositions
 
 
 def exposition(number: int) -> str:
@@ -41,6 +40,7 @@ def test_every_sample_is_there_with_its_replica():
         for replica, told in own.items()
         for (name, *labels), value in told.items()
     }
+    expected |= {("cairn:replica_up", ("replica", replica)): 1.0 for replica in told}
     assert samples(merged) == expected and len(expected) > 20
 
 
@@ -76,16 +76,53 @@ def test_metrics_are_the_fleets_and_all_else_is_a_replicas():
     assert ask("/metrics/", two).text == ask("/metrics", two, "POST").text == "the server's"
 
 
-def test_replicas_that_do_not_answer_in_time_are_503():
-    async def late():
-        raise Overloaded("a replica has not told its metrics within 8 s: try again later")
+def test_one_that_tells_nothing_is_down_and_costs_the_others_nothing():
+    asked = []
 
-    answer = ask("/metrics", late)
-    assert answer.status_code == 503 and int(answer.headers["retry-after"]) > 0
-    assert "8 s" in answer.json()["error"]["message"]
+    async def frozen():
+        await asyncio.Event().wait()
+
+    async def fails():
+        raise OSError("the actor has died")
+
+    async def tells(name, number):
+        return name, exposition(number)
+
+    names = ReplicaNames()
+
+    async def ask_replicas():
+        asked.append(1)
+        second = tells("b", 2) if len(asked) == 1 else frozen()
+        third = tells("c", 1) if len(asked) == 1 else fails()
+        return names.complete(await gather_told([tells("a", 1), second, third], 0.05), 3)
+
+    async def up():
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(FleetMetrics(PlainTextResponse(""), ask_replicas)), base_url="http://fleet"
+        ) as http:
+            answer = await http.get("/metrics")
+        found = samples(answer.raise_for_status().text)
+        return {name[1][1]: value for name, value in found.items() if name[0] == "cairn:replica_up"}, found
+
+    async def run():
+        return await up(), await up(), await up()
+
+    first, *later = asyncio.run(run())
+    assert first[0] == {"a": 1.0, "b": 1.0, "c": 1.0}
+    for is_up, found in later:
+        assert is_up == {"a": 1.0, "b": 0.0, "c": 0.0}
+        assert {key[1][1] for key in found if key[0] == "cairn:pages"} == {"a"}
+
+
+def test_one_that_is_gone_is_forgotten_and_one_that_never_told_is_unknown():
+    names = ReplicaNames()
+    assert names.complete({"a": "", "b": ""}, 3) == {"a": "", "b": ""}
+    assert names.complete({"a": ""}, 2) == {"a": "", "b": None}
+    assert names.complete({"a": ""}, 1) == {"a": ""}
+    assert names.complete({}, 1) == {"a": None}
 
 
 @pytest.mark.parametrize("line", ["vllm:x 1.0", 'vllm:x{a="1"} 1.0', "vllm:x{} 1.0"])
 def test_a_sample_gets_its_label_whether_it_had_some_or_not(line):
-    ((key, value),) = samples(merge_expositions({"r1": f"# TYPE vllm:x gauge\n{line}\n"})).items()
+    (_, (key, value)) = samples(merge_expositions({"r1": f"# TYPE vllm:x gauge\n{line}\n"})).items()
     assert key[0] == "vllm:x" and ("replica", "r1") in key and value == 1.0

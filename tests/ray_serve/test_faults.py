@@ -30,6 +30,18 @@ def test_many_clients_that_leave_at_once_leave_nothing(fleet: Fleet):
     fleet.assert_nothing_is_held()
 
 
+def test_a_frozen_replica_is_shown_as_down_beside_the_figures_of_the_other(fleet: Fleet):
+    assert sorted(fleet.metric("cairn:replica_up").values()) == [1, 1]
+    frozen = fleet.replicas()[0].process
+    frozen.suspend()
+    try:
+        assert sorted(fleet.metric("cairn:replica_up").values()) == [0, 1]
+        assert len(fleet.metric(RUNNING)) == 1
+    finally:
+        frozen.resume()
+    until(lambda: sorted(fleet.metric("cairn:replica_up").values()) == [1, 1], "both up again")
+
+
 def test_a_killed_replica_costs_its_open_streams_and_nothing_else_and_comes_back(fleet: Fleet):
     first, second = fleet.replicas()
     load = Load(fleet.url, KEY)

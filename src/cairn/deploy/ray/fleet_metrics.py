@@ -1,28 +1,59 @@
 """`/metrics` of the fleet: what every replica tells of itself, each sample with the name of its replica."""
 
-from collections.abc import Awaitable, Callable, Mapping
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import TypeAlias
 
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cairn.errors import Overloaded
-from cairn.http.error_responses import error_response
-
-AskReplicas: TypeAlias = Callable[[], Awaitable[Mapping[str, str]]]
-"""By the name of a replica, what it tells in Prometheus' text format. Those that fail are left out. Raises Overloaded
-when they do not answer in time."""
+AskReplicas: TypeAlias = Callable[[], Awaitable[Mapping[str, str | None]]]
+"""By the name of a replica, what it tells in Prometheus' text format; None for one that has failed, or is late."""
 
 _LABEL = "replica"
 _PATH = "/metrics"
+_UP = "cairn:replica_up"
+_UP_HEAD = (f"# HELP {_UP} 1 when a replica has told its metrics in time, else 0.", f"# TYPE {_UP} gauge")
+
+logger = logging.getLogger(__name__)
 
 
-def merge_expositions(by_replica: Mapping[str, str]) -> str:
-    """One exposition of several: a metric's samples together, as the format wants them, labelled by replica."""
-    heads: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
+async def gather_told(asked: Sequence[Coroutine[None, None, tuple[str, str]]], seconds: float) -> dict[str, str]:
+    """What those have told that were quick enough, by the name that each says of itself."""
+    tasks = [asyncio.ensure_future(one) for one in asked]
+    done, late = await asyncio.wait(tasks, timeout=seconds) if tasks else (set(), set())
+    for task in late:
+        task.cancel()
+        logger.warning("a replica has not told its metrics within %g s", seconds)
+    for task in done:
+        if (error := task.exception()) is not None:
+            logger.warning("a replica has not told its metrics: %s", str(error).strip().partition("\n")[0])
+    return dict(task.result() for task in done if task.exception() is None)
+
+
+class ReplicaNames:
+    """Remembers the names of a pool's replicas, which nobody else tells: those who say nothing are among them."""
+
+    def __init__(self) -> None:
+        self._names: tuple[str, ...] = ()
+
+    def complete(self, told: Mapping[str, str], num_asked: int) -> dict[str, str | None]:
+        """What was told, and None for those who were asked, too. One that has never told anything stays unknown."""
+        silent = [name for name in self._names if name not in told][: max(0, num_asked - len(told))]
+        self._names = (*told, *silent)
+        return {**told, **dict.fromkeys(silent)}
+
+
+def merge_expositions(by_replica: Mapping[str, str | None]) -> str:
+    """One exposition of several: a metric's samples together, as the format wants them, labelled by replica. Who has
+    told is `cairn:replica_up`."""
+    heads: dict[str, list[str]] = {_UP: list(_UP_HEAD)} if by_replica else {}
+    samples = {_UP: [_labelled(f"{_UP} {float(text is not None)}", replica) for replica, text in by_replica.items()]}
     for replica, exposition in by_replica.items():
+        if exposition is None:
+            continue
         metric = ""
         for line in exposition.splitlines():
             if line.startswith("# "):
@@ -57,8 +88,5 @@ class FleetMetrics:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] != "GET" or scope["path"] != _PATH:
             return await self._app(scope, receive, send)
-        try:
-            text = merge_expositions(await self._ask_replicas())
-        except Overloaded as error:
-            return await error_response(error, scope)(scope, receive, send)
+        text = merge_expositions(await self._ask_replicas())
         return await Response(text, media_type=CONTENT_TYPE_LATEST)(scope, receive, send)

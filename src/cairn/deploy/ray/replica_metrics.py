@@ -1,41 +1,32 @@
 """The metrics of all replicas, asked for through a Ray Serve handle."""
 
 import asyncio
-import logging
 
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from cairn.errors import Overloaded
+from cairn.deploy.ray.fleet_metrics import ReplicaNames, gather_told
 
-_SECONDS = 8.0
-"""Less than Prometheus waits, and more than a server gives its engine."""
-
-logger = logging.getLogger(__name__)
+_SECONDS = 2.0
 
 
 class ReplicaMetrics:
     """Asks the replicas behind `handles`. It wakes none: where there is no replica, there are no metrics."""
 
     def __init__(self, *handles: DeploymentHandle) -> None:
-        self._handles = handles
+        self._pools = [(handle, ReplicaNames()) for handle in handles]
 
-    async def __call__(self) -> dict[str, str]:
-        """By its name, what each replica tells. Those that fail are left out. Raises Overloaded when one does not
-        answer in time."""
-        told = await asyncio.gather(*map(_ask_all, self._handles))
+    async def __call__(self) -> dict[str, str | None]:
+        """By its name, what each replica tells; None for one that has failed, or has not answered in time."""
+        told = await asyncio.gather(*(_ask_all(handle, names) for handle, names in self._pools))
         return {name: text for one in told for name, text in one.items()}
 
 
-async def _ask_all(handle: DeploymentHandle) -> dict[str, str]:
+async def _ask_all(handle: DeploymentHandle, names: ReplicaNames) -> dict[str, str | None]:
     try:
-        told = await handle.broadcast("get_metrics").results_async(timeout_s=_SECONDS, return_exceptions=True)
-    except DeploymentUnavailableError:
+        # Ray's public way to the results waits for all of them, and has none when one is late
+        asked = await asyncio.wait_for(handle.broadcast("get_metrics")._fetch_replica_results_async(), _SECONDS)
+    except (DeploymentUnavailableError, TimeoutError):
         return {}
-    except TimeoutError:
-        text = f"a replica has not told its metrics within {_SECONDS:g} s: try again later"
-        raise Overloaded(text) from None
-    for error in told:
-        if isinstance(error, BaseException):
-            logger.warning("a replica has not told its metrics: %s", str(error).strip().partition("\n")[0])
-    return dict(one for one in told if not isinstance(one, BaseException))
+    told = await gather_told([one.get_async() for one in asked], _SECONDS)
+    return names.complete(told, len(asked))
