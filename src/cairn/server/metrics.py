@@ -199,9 +199,7 @@ class _EngineCollector(Collector):
         yield self._family(GaugeMetricFamily, "vllm:cache_config_info", text, [*facts], {tuple(facts.values()): 1.0})
         counts = accumulate(stats.steps.sizes or [0] * (len(STEP_SIZES) + 1))
         bounds = [*(str(float(size)) for size in STEP_SIZES), "+Inf"]
-        histogram = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Tokens of one step.", labels=_LABELS
-        )
+        histogram = HistogramMetricFamily("vllm:iteration_tokens_total", "Tokens of one step.", labels=_LABELS)
         histogram.add_metric(self._labels, list(zip(bounds, counts, strict=True)), stats.steps.num_tokens)
         yield histogram
 

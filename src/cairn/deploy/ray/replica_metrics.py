@@ -7,7 +7,9 @@ from ray.serve.handle import DeploymentHandle
 
 from cairn.deploy.ray.fleet_metrics import ReplicaNames, gather_told
 
-_SECONDS = 2.0
+_REACH_SECONDS = 2.0
+_TELL_SECONDS = 6.0
+"""More than a server gives its engine, so that a long step is no failure; with the other, less than Prometheus waits."""
 
 
 class ReplicaMetrics:
@@ -25,8 +27,8 @@ class ReplicaMetrics:
 async def _ask_all(handle: DeploymentHandle, names: ReplicaNames) -> dict[str, str | None]:
     try:
         # Ray's public way to the results waits for all of them, and has none when one is late
-        asked = await asyncio.wait_for(handle.broadcast("get_metrics")._fetch_replica_results_async(), _SECONDS)
+        asked = await asyncio.wait_for(handle.broadcast("get_metrics")._fetch_replica_results_async(), _REACH_SECONDS)
     except (DeploymentUnavailableError, TimeoutError):
         return {}
-    told = await gather_told([one.get_async() for one in asked], _SECONDS)
+    told = await gather_told([one.get_async() for one in asked], _TELL_SECONDS)
     return names.complete(told, len(asked))
