@@ -9,7 +9,7 @@ from cairn.deploy.ray.fleet_metrics import ReplicaNames, gather_told
 
 _REACH_SECONDS = 2.0
 _TELL_SECONDS = 6.0
-"""More than a server gives its engine, so that a long step is no failure; with the other, less than Prometheus waits."""
+"""More than a server gives its engine: a long step is no failure. Both together are less than Prometheus waits."""
 
 
 class ReplicaMetrics:
