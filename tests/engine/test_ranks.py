@@ -55,6 +55,7 @@ from cairn.types import SamplingParams
 from doubles.hand_plans import PlanWriter, SampleOnly, WholeRow
 from doubles.rank_threads import RankThreads
 from doubles.thread_ranks import thread_ranks
+from kernels.int8_products import NEEDS_INT8
 from tiers import more
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 100)
@@ -316,6 +317,7 @@ def test_ranks_are_told_what_the_engine_was_told(tiny_model, monkeypatch):
     assert [(each.tp_size, each.dtype, each.quantization) for each in told] == [(2, "bfloat16", "int8")]
 
 
+@NEEDS_INT8
 @pytest.mark.more
 def test_processes_quantize_as_threads_do(tiny_model, started):
     """Every rank is told."""

@@ -17,6 +17,7 @@ from cairn.kernels.cpu import int8, onednn, panels
 from cairn.kernels.cpu.products import multiply
 from kernels.backends import BF16, F32
 from kernels.comparison import close, same_bits
+from kernels.int8_products import NEEDS_INT8
 from kernels.random_batches import RandomBatch, SequenceRows
 
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=["float32", "bfloat16"])
@@ -50,6 +51,7 @@ def most_error(x: Tensor, weight: Tensor) -> Tensor:
     return of_weights + of_rows + x.shape[1] * step * channel_step / 4
 
 
+@NEEDS_INT8
 @pytest.mark.usefixtures("layout")
 @DTYPES
 @pytest.mark.parametrize("rows", [1, 5, 17, 64, 130])
@@ -71,6 +73,7 @@ def test_products_are_within_the_steps_of_both_factors(dtype: torch.dtype, rows:
     assert (most_error(x, weight) <= 0.05 * x.double().norm(dim=1, keepdim=True) * weight.double().norm(dim=1)).all()
 
 
+@NEEDS_INT8
 @DTYPES
 def test_logits_are_not_rounded_to_the_models_dtype(dtype: torch.dtype) -> None:
     hidden, weight = drawn(7, IN, dtype=dtype), drawn(OUT, IN, dtype=dtype, seed=1)
@@ -79,6 +82,7 @@ def test_logits_are_not_rounded_to_the_models_dtype(dtype: torch.dtype) -> None:
     close(found, reference.lm_head(hidden.double(), reference.pack_int8(weight)), tolerance=1e-5)
 
 
+@NEEDS_INT8
 @DTYPES
 @pytest.mark.parametrize("gated", [False, True])
 def test_experts_are_the_references(dtype: torch.dtype, gated: bool) -> None:
@@ -99,6 +103,7 @@ def test_experts_are_the_references(dtype: torch.dtype, gated: bool) -> None:
     close(run(cpu, x), wanted, tolerance=0.02 if dtype == BF16 else 2e-3)
 
 
+@NEEDS_INT8
 @pytest.mark.usefixtures("layout")
 @DTYPES
 def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> None:
@@ -113,6 +118,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> No
     assert same_bits(multiply(x[100:164].flip(0), weight), alone[100:164].flip(0))
 
 
+@NEEDS_INT8
 @pytest.mark.usefixtures("layout")
 @DTYPES
 def test_rows_that_are_not_contiguous_among_themselves(dtype: torch.dtype) -> None:
@@ -120,6 +126,7 @@ def test_rows_that_are_not_contiguous_among_themselves(dtype: torch.dtype) -> No
     assert same_bits(multiply(wide[:, IN:], weight), multiply(wide[:, IN:].contiguous(), weight))
 
 
+@NEEDS_INT8
 @pytest.mark.usefixtures("layout")
 @DTYPES
 def test_the_rows_at_the_ends_of_the_numbers(dtype: torch.dtype) -> None:
@@ -133,6 +140,7 @@ def test_the_rows_at_the_ends_of_the_numbers(dtype: torch.dtype) -> None:
     assert torch.equal(found[4], -found[5])
 
 
+@NEEDS_INT8
 @DTYPES
 def test_the_tensor_that_was_given_stays_as_it_is(dtype: torch.dtype) -> None:
     """It may be the embedding, too."""
@@ -142,10 +150,12 @@ def test_the_tensor_that_was_given_stays_as_it_is(dtype: torch.dtype) -> None:
     assert same_bits(weight, before)
 
 
+@NEEDS_INT8
 def test_no_rows_are_no_rows() -> None:
     assert multiply(drawn(0, IN), cpu.pack_int8(drawn(OUT, IN))).shape == (0, OUT)
 
 
+@NEEDS_INT8
 def test_products_have_few_heights(monkeypatch: pytest.MonkeyPatch) -> None:
     """oneDNN keeps code for every height that it meets."""
     heights, original = [], onednn.scaled_int8_sums
@@ -167,6 +177,7 @@ def bytes_of(*tensors: Tensor) -> int:
     return sum(torch.ops.mkldnn._nbytes(each) if each.is_mkldnn else each.nbytes for each in tensors)
 
 
+@NEEDS_INT8
 @pytest.mark.usefixtures("layout")
 def test_weights_take_little_more_than_half() -> None:
     weight = drawn(512, 1024, dtype=BF16)
@@ -216,6 +227,7 @@ def test_a_processor_without_vnni_is_refused() -> None:
     assert done.returncode == 1 and "ConfigError: --quantization int8" in done.stderr.splitlines()[-1]
 
 
+@NEEDS_INT8
 @pytest.mark.parametrize(("found", "warned"), [({"avx512_vnni": False}, True), ({"avx_vnni": True}, False)])
 def test_a_processor_without_the_instructions_is_logged(
     found: dict[str, bool], warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -225,6 +237,7 @@ def test_a_processor_without_the_instructions_is_logged(
     assert ("VNNI" in caplog.text) is warned
 
 
+@NEEDS_INT8
 def test_more_inputs_than_the_sums_have_room_for_are_refused() -> None:
     assert math.isclose(int8.MAX_INPUTS, 2**31 / 255 / 127, rel_tol=1e-4)
     with pytest.raises(ConfigError, match=f"{int8.MAX_INPUTS + 1} inputs.*leave --quantization out"):

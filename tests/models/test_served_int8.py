@@ -12,6 +12,7 @@ from torch import Tensor
 
 from cairn.errors import ConfigError
 from cairn.kernels.cpu.int8 import Int8Weight
+from cairn.kernels.cpu.panels import has_instructions
 from cairn.kernels.cpu.products import PackedWeight
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.models.check import CheckSettings, check
@@ -21,6 +22,7 @@ from cairn.models.registry import OpenModel, open_model
 from cairn.transfer.digest import layout_hash
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import OTHER, TEXT, Engine
+from kernels.int8_products import NEEDS_INT8
 from kernels.test_int8 import bytes_of
 from models.decoder_families import TinyDriver, granite, prompt, tiny
 from models.fp8_checkpoints import write_qwen_fp8
@@ -89,6 +91,7 @@ def int8(family: str, made_model: Callable[[str], Path]) -> Served:
     return Served(made_model(family), "bfloat16", "int8")
 
 
+@NEEDS_INT8
 def test_logits_are_near_those_in_full_precision(family: str, int8: Served, made_model: Callable[[str], Path]) -> None:
     wanted = Served(made_model(family), "float32").logits()
     in_float32 = Served(made_model(family), "float32", "int8").logits()
@@ -96,6 +99,7 @@ def test_logits_are_near_those_in_full_precision(family: str, int8: Served, made
     assert 1e-3 < distance(in_float32, wanted) < MOST[family]
 
 
+@NEEDS_INT8
 def test_what_is_quantized(int8: Served) -> None:
     """All matrices but routers' and the gate of a shared expert, which are float32 or have one output."""
     for linear in int8.models[False].linears:
@@ -105,6 +109,7 @@ def test_what_is_quantized(int8: Served) -> None:
     assert isinstance(int8.models[False].lm_head, Int8Weight)
 
 
+@NEEDS_INT8
 def test_matrices_take_little_more_than_half(family: str, int8: Served, made_model: Callable[[str], Path]) -> None:
     """Of all that is quantized, experts included, which are no `linears`."""
     quantized = [part for part in parts_of(int8.models[False]) if isinstance(part, Int8Weight)]
@@ -116,6 +121,7 @@ def test_matrices_take_little_more_than_half(family: str, int8: Served, made_mod
     assert len(quantized) == sum(part.dtype == torch.bfloat16 and part.shape[-2] > 1 for part in packed)
 
 
+@NEEDS_INT8
 @pytest.mark.parametrize("shared", [64, 128])
 def test_a_hit_on_the_grid_changes_no_text(int8: Served, shared: int) -> None:
     asked = TEXT[:shared] + OTHER[:70]
@@ -125,6 +131,7 @@ def test_a_hit_on_the_grid_changes_no_text(int8: Served, shared: int) -> None:
     assert engine.requests[2].stats.first_sequence.hit == shared
 
 
+@NEEDS_INT8
 def test_requests_side_by_side_change_no_text(int8: Served) -> None:
     prompts = (TEXT[:70], OTHER[:200], TEXT[:128])
     engine = int8.engine(budget=150)
@@ -134,6 +141,7 @@ def test_requests_side_by_side_change_no_text(int8: Served) -> None:
         assert text(engine.logits[number]) == text(int8.engine().ask(each, 6))
 
 
+@NEEDS_INT8
 def test_fp8_checkpoints_are_those_of_the_same_numbers(made_model: Callable[[str], Path], tmp_path: Path) -> None:
     write_qwen_fp8(made_model("qwen3_5"), tmp_path / "fp8", tmp_path / "float32")
     found, wanted = (Served(tmp_path / stored, "float32", "int8").logits() for stored in ("fp8", "float32"))
@@ -157,6 +165,7 @@ def drive(ranks: int, quantization: ServedQuantization | None) -> Tensor:
     return torch.stack(found).double()
 
 
+@NEEDS_INT8
 def test_ranks_quantize_their_own_shares() -> None:
     """Not bit for bit what one rank has: a row and a channel of a share have scales of their own, of which none is
     larger than that of the whole. All ranks have the same logits: `TinyDriver` looks."""
@@ -185,13 +194,14 @@ def test_every_family_is_here() -> None:
     assert {*DENSE, *MIXED} == {*ORDER} == {*MADE_FAMILIES} - {"qwen3_5_vl"}
 
 
-@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=NEEDS_INT8)])
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5", "granitemoehybrid"])
 def test_counted_weights_are_those_that_are_loaded(
     name: str, quantization: ServedQuantization | None, made_model: Callable[[str], Path]
 ) -> None:
-    """Within what panels and rounding of a tiny model's small tensors add; a tied embedding is there twice."""
+    """Within what panels and rounding of a tiny model's small tensors add, and oneDNN's blocks, which add more where
+    there are no panels; a tied embedding is there twice."""
     folder = made_model(name)
     counted = check(folder, CheckSettings(dtype="bfloat16", quantization=quantization)).weight_bytes
     loaded = bytes_of(*parts_of(open_model(folder, "bfloat16", quantization).build(exact=False), Tensor))
-    assert counted == pytest.approx(loaded, rel=0.05)
+    assert counted == pytest.approx(loaded, rel=0.05 if has_instructions(torch.bfloat16) else 0.12)

@@ -8,6 +8,7 @@ import pytest
 from real_servers import RealServer, finish, hand_over, settle
 
 from doubles.memory_link import MemoryFabric
+from kernels.int8_products import NEEDS_INT8
 from tiers import first
 
 TEXT = np.random.default_rng(7).integers(20, 4000, 200).tolist()
@@ -19,6 +20,7 @@ OTHERS = [
 ]
 
 
+@NEEDS_INT8
 @pytest.mark.parametrize(("other", "paired"), first(2, OTHERS))
 def test_only_servers_with_the_same_quantization_exchange_pages(made_model, caplog, other, paired):
     folder, fabric, length = made_model("qwen3_5"), MemoryFabric(), 128
@@ -36,6 +38,7 @@ def test_only_servers_with_the_same_quantization_exchange_pages(made_model, capl
         server.close()
 
 
+@NEEDS_INT8
 @pytest.mark.more
 def test_a_server_says_what_its_weights_are_in(made_model):
     server = RealServer(made_model("lfm2"), None, "alone", **PREFILL)

@@ -80,7 +80,7 @@ def test_variables_that_are_used_exist():
 
 def test_the_fleets_panels_are_by_replica_and_fit_a_server_alone_too():
     fleet = [query for query in QUERIES if "replica" in query]
-    assert len(fleet) == 6 and all('replica=~"$replica"' in query for query in fleet)
+    assert len(fleet) == 7 and all('replica=~"$replica"' in query for query in fleet)
     (variable,) = (variable for variable in DASHBOARD["templating"]["list"] if variable["name"] == "replica")
     assert variable["allValue"] == ".*" and "replica" in variable["definition"]
 
