@@ -84,6 +84,13 @@ class OpenStream:
         """Whether the end of the stream has been told."""
         return self._events[-1:] == [DONE]
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the answer has come to its own end."""
+        return any(
+            choice["finish_reason"] == "length" for event in self.events() for choice in event.get("choices", ())
+        )
+
     def events(self) -> list[Any]:
         """What has come so far."""
         return [json.loads(text) for text in self._events if text != DONE]

@@ -121,16 +121,12 @@ def routed_request(body: Body, digests: PrefixDigests | None) -> RoutedRequest:
 
     Requests with the same `prompt_cache_key` are a session, or with the same `session_id` in `vllm_xargs`.
     """
-    names: list[Any] = [text_field(body, "prompt_cache_key")]
     try:
         arguments = _decode(body.get("vllm_xargs"), dict[str, Any] | None) or {}
-        names += [
-            arguments[name] for name in ("session_id", "prompt_cache_key") if isinstance(arguments.get(name), str)
-        ]
     except ValueError:
-        pass  # a server will say what is wrong with it
-    name = next(filter(None, names), None)
-    session = session_name(text_field(body, "model"), text_field(body, "cache_salt"), name)
+        arguments = {}  # a server will say what is wrong with it
+    model, cache_salt, cache_key = (text_field(body, name) for name in ("model", "cache_salt", "prompt_cache_key"))
+    session = session_name(model, cache_salt, cache_key, arguments)
     return RoutedRequest(session=session) if digests is None else digests.routed_request(session)
 
 

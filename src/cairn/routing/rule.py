@@ -130,8 +130,12 @@ class _Replica:
             self.settle(first[0])
 
 
-def session_name(model: str, cache_salt: str, session: str | None) -> str | None:
-    """The name of a client's session for the rule: each model and salt has its own. None without one."""
+def session_name(
+    model: str, cache_salt: str, prompt_cache_key: str | None, vllm_xargs: Mapping[str, object]
+) -> str | None:
+    """The name of the session that a request's fields tell of: each model and salt has its own. None for none."""
+    named = (prompt_cache_key, vllm_xargs.get("session_id"), vllm_xargs.get("prompt_cache_key"))
+    session = next((name for name in named if isinstance(name, str) and name), None)
     return json.dumps([model, cache_salt, session]) if session else None
 
 

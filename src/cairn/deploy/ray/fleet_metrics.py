@@ -23,10 +23,13 @@ logger = logging.getLogger(__name__)
 async def gather_told(asked: Sequence[Coroutine[None, None, tuple[str, str]]], seconds: float) -> dict[str, str]:
     """What those have told that were quick enough, by the name that each says of itself."""
     tasks = [asyncio.ensure_future(one) for one in asked]
-    done, late = await asyncio.wait(tasks, timeout=seconds) if tasks else (set(), set())
-    for task in late:
-        task.cancel()
-        logger.warning("a replica has not told its metrics within %g s", seconds)
+    try:
+        done, late = await asyncio.wait(tasks, timeout=seconds) if tasks else (set(), set())
+    finally:
+        for task in tasks:  # of a scrape that has been given up, too
+            task.cancel()
+    if late:
+        logger.warning("%d replicas have not told their metrics within %g s", len(late), seconds)
     for task in done:
         if (error := task.exception()) is not None:
             logger.warning("a replica has not told its metrics: %s", str(error).strip().partition("\n")[0])

@@ -159,10 +159,7 @@ def _before_images(messages: list[Message]) -> list[Message]:
 
 
 def _session(body: SamplingFields) -> str | None:
-    arguments = body.vllm_xargs or {}
-    named = (body.prompt_cache_key, arguments.get("session_id"), arguments.get("prompt_cache_key"))
-    name = next((one for one in named if isinstance(one, str) and one), None)
-    return session_name(body.model or "", body.cache_salt or "", name)
+    return session_name(body.model or "", body.cache_salt or "", body.prompt_cache_key, body.vllm_xargs or {})
 
 
 def _parse_response(content: bytes) -> SamplingFields:
