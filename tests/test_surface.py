@@ -20,7 +20,8 @@ FLAGS = """
 --allow-credentials --allowed-headers --allowed-media-domains --allowed-methods --allowed-origins --api-key
 --block-size --chat-template --check-plans --config --cpu-threads --default-chat-template-kwargs
 --disable-fastapi-docs --disable-log-stats --download-dir --dtype --enable-auto-tool-choice --enable-docs
---enable-force-include-usage --enable-per-request-metrics --enable-prefix-caching --enable-request-id-headers
+--enable-force-include-usage --enable-per-request-metrics --enable-prefix-caching --enable-prompt-tokens-details
+--enable-request-id-headers
 --enable-tokenizer-info-endpoint --eviction --exact
 --forwarded-allow-ips --generation-config --help --host --image-fetch-timeout --in-flight-sharing
 --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist --kv-secret-file --kv-transfer-config
@@ -28,7 +29,8 @@ FLAGS = """
 --max-image-pixels --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-stored-responses
 --max-waiting --mm-encoder-cache-bytes --model --no-allow-credentials --no-check-plans --no-disable-fastapi-docs
 --no-disable-log-stats --no-enable-auto-tool-choice --no-enable-docs --no-enable-force-include-usage
---no-enable-per-request-metrics --no-enable-prefix-caching --no-enable-request-id-headers
+--no-enable-per-request-metrics --no-enable-prefix-caching --no-enable-prompt-tokens-details
+--no-enable-request-id-headers
 --no-enable-tokenizer-info-endpoint --no-exact --no-in-flight-sharing
 --no-language-model-only --no-return-tokens-as-token-ids --no-trust-request-chat-template --override-generation-config
 --port --quantization --reasoning-parser --request-log --request-log-bytes --request-timeout

@@ -67,6 +67,16 @@ def test_usage_in_every_chunk_by_flag(serve, server):
         assert forced.post(path, body).json()["usage"]["completion_tokens"] == 4
 
 
+def test_cached_tokens_are_in_no_usage_by_flag(serve, server):
+    silent = serve({"enable_prompt_tokens_details": False})
+    for path, body in (("/v1/completions", COMPLETION), ("/v1/chat/completions", CHAT)):
+        streamed = body | {"stream": True, "stream_options": {"include_usage": True}}
+        for given, tells in ((server, True), (silent, False)):
+            whole = given.post(path, body).json()["usage"]["prompt_tokens_details"]
+            told = [chunk["usage"] for chunk in chunks_of(given.post(path, streamed)) if chunk.get("usage")][-1]
+            assert ((whole is not None), (told.get("prompt_tokens_details") is not None)) == (tells, tells)
+
+
 def test_most_log_probabilities_by_flag(serve, server):
     few = serve({"max_logprobs": 2})
     for path, body, name in (

@@ -146,6 +146,7 @@ class AnswerOptions(_Options):
         False, description="log-probabilities call tokens token_id:5, unless a request says otherwise"
     )
     enable_force_include_usage: bool = Field(False, description="usage in every chunk of every stream")
+    enable_prompt_tokens_details: bool = Field(True, description="cached tokens in the usage of answers")
     enable_per_request_metrics: bool = Field(
         False, description="the time of queue, prefill and decode in answers, as metrics"
     )

@@ -220,7 +220,6 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
         "the vision model has `--dtype`",
     ),
     # -- HTTP ----------------------------------------------------------------------------------------------------------
-    _switches("--enable-prompt-tokens-details", "on", "usage has `prompt_tokens_details` always"),
     _switches("--enable-server-load-tracking", None, "`/load` is always there"),
     VllmFlags("--sse-keep-alive-interval", "0", "a stream has no comments"),
     VllmFlags("--response-role", "assistant", "answers are the assistant's"),

@@ -345,6 +345,8 @@ class RemoteOpenAIServer:
             del args[args.index("--host") : args.index("--host") + 2]
         if WITHOUT_CACHE.search(model):
             args.append("--no-enable-prefix-caching")
+        if "--enable-prompt-tokens-details" not in args:
+            args.append("--no-enable-prompt-tokens-details")
         if not {"--served-model-name", "--served_model_name"} & set(args):
             args += ["--served-model-name", model]
         command = [os.environ["CAIRN"], "serve", checkpoint_for(model), *args, *ALWAYS, "--port", str(self.port)]

@@ -14,6 +14,7 @@ from cairn.http.error_responses import encode_error
 from cairn.server.openai.chat_message import ChatMessage
 from cairn.server.openai.logprobs import LogprobsFormatter, TextOffsetTracker, concat_logprobs
 from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
+from cairn.server.options import AnswerOptions
 from cairn.server.parsers.reasoning import THINK_END, THINK_START
 
 
@@ -56,7 +57,7 @@ class ResponseWriter(ABC):
     """Writes `n` answers to each of `prompts` as one endpoint does; used once, for one response or one stream. All it
     writes is plain JSON objects. What there is not is null in a response, and left out of a chunk where vLLM does so.
 
-    `new_message` makes the message of one answer of a chat; `shows_metrics`: the answer tells what its time went to.
+    `new_message` makes the message of one answer of a chat; `options` say what an answer tells beside it.
     `caches`, `prompt_logprobs`: by prompt; `kv_transfer_params`, `timings`: of the first one. They come with the last
     outputs.
     """
@@ -70,7 +71,7 @@ class ResponseWriter(ABC):
     n: int
     formatter: LogprobsFormatter
     new_message: Callable[[], ChatMessage]
-    shows_metrics: bool = False
+    options: AnswerOptions
     choices: list[Choice] = field(init=False)
     caches: list[CacheReport | None] = field(init=False)
     prompt_logprobs: list[TokenLogprobs | None] = field(init=False)
@@ -113,7 +114,7 @@ class ResponseWriter(ABC):
         return self._envelope(self.response_object, [self._write_choice(choice) for choice in self.choices]) | {
             "service_tier": None,
             "system_fingerprint": self.system_fingerprint,
-            "usage": {"completion_tokens_details": None} | self.usage(),
+            "usage": {"prompt_tokens_details": None, "completion_tokens_details": None} | self.usage(),
             "kv_transfer_params": None if params is None else msgspec.Raw(params),
             "ec_transfer_params": None,
             "metrics": self.write_metrics(),
@@ -183,7 +184,7 @@ class ResponseWriter(ABC):
 
     def write_metrics(self) -> dict[str, float | None] | None:
         """vLLM's metrics of one request; None where they are not shown, or are those of several answers."""
-        if not self.shows_metrics or self.timings is None or len(self.choices) > 1:
+        if not self.options.enable_per_request_metrics or self.timings is None or len(self.choices) > 1:
             return None
         times, num_tokens = self.timings, len(self.choices[0].token_ids)
         computing = times.prefill + times.decode
@@ -204,7 +205,7 @@ class ResponseWriter(ABC):
             "completion_tokens": num_generated,
             "total_tokens": num_prompt + num_generated,
         }
-        if self.is_complete:
+        if self.is_complete and self.options.enable_prompt_tokens_details:
             usage["prompt_tokens_details"] = {"cached_tokens": sum(map(count_cached_tokens, self.caches))}
         return usage
 

@@ -13,7 +13,7 @@ class Usage(TypedDict):
     prompt_tokens: Count
     completion_tokens: Count
     total_tokens: Count
-    prompt_tokens_details: NotRequired[dict[Literal["cached_tokens"], Count]]
+    prompt_tokens_details: NotRequired[dict[Literal["cached_tokens"], Count] | None]
     completion_tokens_details: NotRequired[dict[Literal["reasoning_tokens"], Count] | None]
 
 

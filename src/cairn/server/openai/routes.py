@@ -169,7 +169,7 @@ async def _prepare(
     has_listed = bool(body.logprob_token_ids)
     formatter = service.logprobs_formatter.configure(body.return_tokens_as_token_ids, has_listed=has_listed)
     fields = (answer_id, created, model, service.system_fingerprint, body, prompts, n, formatter, new_message)
-    writer = writer_type(*fields, service.options.enable_per_request_metrics)
+    writer = writer_type(*fields, service.options)
     return Generation(service, requests, writer, arrival_time, deadline)
 
 
