@@ -8,8 +8,9 @@ reports another load.
   shared    the prompt begins with the system prompt; the replicas have it to many depths
   hot       all replicas have all of it
   cold      nobody has any of it
-For each the median and the 99th percentile of `RoutingRule.rank`, and the median of `record_routed` after it. Bytes a
-block are those that the allocator has given out, beside what the index tells itself.
+For each the median and the 99th percentile of `RoutingRule.rank` for the best replica, the median of the same for all
+of them in order (where a refused request goes next), and of `record_routed` after it. Bytes a block are those that the
+allocator has given out, beside what the index tells itself.
 """
 
 import argparse
@@ -63,7 +64,7 @@ def measure(num_replicas: int, own_blocks: int, repeats: int, seed: int) -> list
     for kind, hashes in (("shared", shared), ("hot", hot), ("cold", cold)):
         rule = RoutingRule(index=index)
         loads = {name: report(rng) for name in names}
-        ranks, records = [], []
+        ranks, orders, records = [], [], []
         gc.disable()
         for step in range(repeats):
             loads[rng.choice(names)] = report(rng)
@@ -71,14 +72,24 @@ def measure(num_replicas: int, own_blocks: int, repeats: int, seed: int) -> list
             asked = random_hashes(rng, NUM_BLOCKS) if kind == "cold" else hashes
             request = RoutedRequest(asked, BLOCK_SIZE, NUM_BLOCKS * BLOCK_SIZE)
             start = time.perf_counter()
-            best = rule.rank(request, loads, step / 10)[0]
-            middle = time.perf_counter()
+            best = rule.rank(request, loads, step / 10, limit=1)[0]
+            ranked = time.perf_counter()
             rule.record_routed(request, best, step / 10)
-            records.append((time.perf_counter() - middle) * 1e6)
-            ranks.append((middle - start) * 1e6)
+            records.append((time.perf_counter() - ranked) * 1e6)
+            ranks.append((ranked - start) * 1e6)
+            # as the next request finds them: one replica has reported, and one was routed to
+            loads[rng.choice(names)] = report(rng)
+            start = time.perf_counter()
+            rule.rank(request, loads, step / 10)
+            orders.append((time.perf_counter() - start) * 1e6)
         gc.enable()
         p99 = statistics.quantiles(ranks, n=100)[98]
-        figures = {"rank_us": statistics.median(ranks), "rank_p99_us": p99, "record_us": statistics.median(records)}
+        figures = {
+            "rank_us": statistics.median(ranks),
+            "rank_p99_us": p99,
+            "order_us": statistics.median(orders),
+            "record_us": statistics.median(records),
+        }
         rows.append({"prompt": kind, **size, **figures})
     return rows
 
@@ -94,7 +105,15 @@ def main() -> None:
     add_output_flags(parser, with_plot=False)
     arguments = parser.parse_args()
     table = Table(
-        "replicas", "prompt", "rank µs", "99 %", "record µs", "index blocks", "bytes a block", title="routing"
+        "replicas",
+        "prompt",
+        "best µs",
+        "99 %",
+        "order µs",
+        "record µs",
+        "index blocks",
+        "bytes a block",
+        title="routing",
     )
     rows = [
         row
@@ -103,7 +122,7 @@ def main() -> None:
     ]
     for row in rows:
         per_block = row["allocated_bytes"] / row["index_blocks"]
-        figures = [f"{row[name]:.0f}" for name in ("rank_us", "rank_p99_us", "record_us")]
+        figures = [f"{row[name]:.0f}" for name in ("rank_us", "rank_p99_us", "order_us", "record_us")]
         table.add_row(f"{row['replicas']:,}", row["prompt"], *figures, f"{row['index_blocks']:,}", f"{per_block:.0f}")
     met = max(row["rank_us"] for row in rows) <= BAR_US
     console = make_console()

@@ -3,11 +3,12 @@
     block hash -> the replicas that announced it       one Python int, a bit for each replica
     block hash -> the replicas it was sent to          the same, in two generations that age
 
-Block hashes are chained, so a replica that has a block has all blocks before it. Along a prompt the set of replicas
-only shrinks, and the few places where it does are found by bisection.
+Block hashes are chained, so a replica that has a block has all blocks before it: along a prompt the set of replicas
+only shrinks. So it is enough to look at some blocks.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from itertools import islice
 from sys import getsizeof
 
@@ -129,25 +130,49 @@ class PrefixIndex:
 
     def matched_blocks(self, block_hashes: Sequence[int]) -> dict[str, int]:
         """How many leading blocks each replica has, for those that have one at least."""
-        names = {number: name for name, number in self._numbers.items()}
-        matched: dict[str, int] = {}
-        for num_blocks, mask in self.matched_masks(block_hashes):
-            matched |= {names[number]: num_blocks for number in replica_numbers(mask).tolist()}
-        return matched
+        matches = self.matched_masks(block_hashes)
+        matched = {name: [blocks for blocks, mask in matches if mask >> bit & 1] for name, bit in self._numbers.items()}
+        return {name: max(blocks) for name, blocks in matched.items() if blocks}
 
     def matched_masks(self, block_hashes: Sequence[int], resolution: int = 1) -> list[tuple[int, int]]:
         """How many leading blocks are matched, and the mask of the replicas that have so many at least; the fewest
-        blocks first. O(log(blocks / resolution)) for each of them: up to `resolution` - 1 blocks may be missing.
+        blocks first. Looks at every `resolution`-th block: up to `resolution` - 1 blocks may be missing.
 
         Where events were lost, a replica may have a block and not those before it: then it may count as having them.
         """
-        return list(self._matches(block_hashes, self._alive, resolution))
+        tables, alive, num_blocks = self._tables(), self._alive, len(block_hashes)
+        if not tables or not num_blocks:
+            return []
+        find, others = tables[0], tables[1:]
+        matches: list[tuple[int, int]] = []
+        last, end = alive, 0
+        for number in (*range(resolution - 1, num_blocks - 1, resolution), num_blocks - 1):
+            block_hash = block_hashes[number]
+            found = find(block_hash, 0)
+            for find_other in others:
+                found |= find_other(block_hash, 0)
+            mask = last & found
+            if mask != last:
+                if end:
+                    matches.append((end, last))
+                if not mask:
+                    return matches
+                last = mask
+            end = number + 1
+        matches.append((end, last))
+        return matches
 
     def matched_by(self, replica: str, block_hashes: Sequence[int]) -> int:
         """How many leading blocks this replica has."""
         number = self._numbers.get(replica)
-        matches = () if number is None else self._matches(block_hashes, 1 << number)
-        return max((num_blocks for num_blocks, _ in matches), default=0)
+        if number is None:
+            return 0
+        tables = self._tables()
+
+        def lacks(block_hash: int) -> bool:
+            return not any(find(block_hash, 0) >> number & 1 for find in tables)
+
+        return bisect_left(block_hashes, True, key=lacks)
 
     def audit(self) -> None:
         """Raises AuditError for what cannot be."""
@@ -223,28 +248,9 @@ class PrefixIndex:
         self._routed_before = _masked(self._routed_before, alive)
         self._free_numbers = [number for number in range(self.num_numbers) if not alive >> number & 1]
 
-    def _matches(self, block_hashes: Sequence[int], among: int, resolution: int = 1) -> Iterator[tuple[int, int]]:
-        tables = [table.get for table in (self._stored, self._routed, self._routed_before) if table]
-        if not tables:
-            return
-        find, others = tables[0], tables[1:]
-        # the last block whose replicas are known, and those further on, the nearest last
-        low, mask = -1, among
-        ends = [(len(block_hashes), 0)]
-        while mask:
-            high, at_end = ends[-1]
-            if mask == at_end or high - low <= resolution:
-                if mask != at_end and low + 1:
-                    yield low + 1, mask
-                ends.pop()
-                low, mask = high, at_end
-            else:
-                middle = (low + high) // 2
-                block_hash = block_hashes[middle]
-                found = find(block_hash, 0)
-                for find_other in others:
-                    found |= find_other(block_hash, 0)
-                ends.append((middle, mask & found))
+    def _tables(self) -> list[Callable[[int, int], int]]:
+        """Finds the mask of a block, or the second argument: those of tables that are not empty."""
+        return [table.get for table in (self._stored, self._routed, self._routed_before) if table]
 
 
 def _remove_bit(masks: dict[int, int], bit: int, block_hashes: Sequence[int]) -> None:
@@ -264,7 +270,11 @@ def _masked(masks: dict[int, int], alive: int) -> dict[int, int]:
     return {block_hash: mask if mask == alone else alone for block_hash, mask, alone in kept if alone}
 
 
-def replica_numbers(mask: int) -> NDArray[np.intp]:
-    """The numbers of the replicas in a mask, shape [replicas], ascending."""
-    octets = np.frombuffer(mask.to_bytes(mask.bit_length() // 8 + 1, "little"), np.uint8)
-    return np.flatnonzero(np.unpackbits(octets, bitorder="little"))
+def count_masks(masks: Sequence[int], num_numbers: int) -> NDArray[np.unsignedinteger]:
+    """In how many of the masks each number is, shape [num_numbers]; no mask has a number beyond. Quick for fewer than
+    256 masks."""
+    num_bytes = -(-num_numbers // 8)
+    octets = np.frombuffer(b"".join([mask.to_bytes(num_bytes, "little") for mask in masks]), np.uint8)
+    bits = np.unpackbits(octets.reshape(len(masks), num_bytes), axis=1, count=num_numbers, bitorder="little")
+    counts: NDArray[np.unsignedinteger] = np.add.reduce(bits, axis=0, dtype=np.uint8 if len(masks) < 256 else np.uint64)
+    return counts

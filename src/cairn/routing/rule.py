@@ -20,21 +20,23 @@ the fleet has 90.8 % of one large cache's hits then, and 98.4 % with 8.
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import compress, pairwise
-from operator import is_not
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.routing.index import PrefixIndex, replica_numbers
+from cairn.routing.index import PrefixIndex, count_masks
 
 Floats = NDArray[np.float64]
 
 _MASK_64 = (1 << 64) - 1
 _MOST_HALF_LIVES = 32
+_PARTS_OF_PROMPT = 64
+"""How exactly it is asked where a long prompt's cached part ends."""
+_COMPARED = 64
+"""Loads that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ class RoutingRule:
     def rank(
         self, request: RoutedRequest, replicas: Mapping[str, ReplicaLoad], now: float, limit: int | None = None
     ) -> list[str]:
-        """The replicas, the best first; no more than `limit`.
+        """The replicas, the best first; no more than `limit`: with 1 it need not put the others in order.
 
         Fast when a replica's load is the same object as the last time, unless it has changed.
         """
@@ -177,13 +179,14 @@ class RoutingRule:
         stays = rows.number_of.get(self._sessions.get(request.session or "", ""))
         if stays is not None:
             cost[stays] -= options.session_cost
-        order = np.argsort(cost, kind="stable")
-        best = cost[order[0]]
-        num_ties = np.count_nonzero(cost <= best + options.near_tie_tokens)
-        if num_ties > 1:
-            ties = order[:num_ties]
+        ties = np.flatnonzero(cost <= cost.min() + options.near_tie_tokens)
+        if len(ties) > 1:
             load = np.floor((wait + excess)[ties] / options.near_tie_tokens)
-            order[:num_ties] = ties[np.lexsort((_rendezvous(rows.seeds[ties], self._request_seed(request)), load))]
+            ties = ties[np.lexsort((_rendezvous(rows.seeds[ties], self._request_seed(request)), load))]
+        order = ties
+        if limit is None or limit > len(ties):
+            cost[ties] = -np.inf
+            order = np.concatenate((ties, np.argsort(cost)[len(ties) :]))
         ranked: list[str] = rows.name_array[order[:limit]].tolist()
         return ranked
 
@@ -238,7 +241,7 @@ class RoutingRule:
             self._rows = _Rows(names)
             for name in names:
                 self._rows.update(name, self._replica(name))
-        for row in compress(range(len(loads)), map(is_not, loads, self._rows.loads)):
+        for row in _unequal(loads, self._rows.loads):
             load, state = loads[row], self._replicas[names[row]]
             if load.as_of is not None:
                 state.settle_until(load.as_of)
@@ -274,7 +277,7 @@ class _Rows:
         self.loads: Sequence[ReplicaLoad | None] = [None] * len(names)
         self.reported, self.copy_cost, self.pending, self.computed, self.num_open = np.zeros((5, len(names)))
         self.seeds = np.zeros(len(names), np.uint64)
-        self._row_of = np.zeros(0, np.intp)
+        self._numbers = np.zeros(0, np.intp)
         self._num_changes = -1
 
     def update(self, name: str, state: _Replica) -> None:
@@ -284,32 +287,31 @@ class _Rows:
             self.seeds[row] = state.seed
 
     def matched_tokens(self, request: RoutedRequest, index: PrefixIndex, precision: float) -> Floats:
-        """Tokens that each replica has cached of the prompt, or less than `precision` fewer, shape [rows]."""
-        tokens = np.zeros(len(self.names) + 1)  # the last is nobody's
+        """Tokens that each replica has cached of the prompt, or fewer by less than `precision` or a part of the prompt
+        (`_PARTS_OF_PROMPT`), shape [rows]."""
         if self._num_changes != index.num_changes:
-            self._row_of = np.full(index.num_numbers, len(self.names), np.intp)
-            for row, name in enumerate(self.names):
-                number = index.number(name)
-                if number is not None:
-                    self._row_of[number] = row
+            known = [index.number(name) for name in self.names]
+            self._numbers = np.array([index.num_numbers if number is None else number for number in known], np.intp)
             self._num_changes = index.num_changes
         block_size = request.block_ends
         resolution = max(1, int(precision // block_size)) if isinstance(block_size, int) else 1
-        masks = index.matched_masks(request.block_hashes, resolution)
-        # most are of one replica, and numpy takes as long for one as for all of them
-        numbers: list[int] = []
-        alone: list[int] = []
-        for (num_blocks, mask), (_, more) in pairwise((*masks, (0, 0))):
-            # who has more blocks has these: the masks only shrink
-            no_more, num_tokens = mask ^ more, request.tokens_in(num_blocks)
-            if no_more & (no_more - 1):
-                tokens[self._row_of[replica_numbers(no_more)]] = num_tokens
-            else:
-                numbers.append(no_more.bit_length() - 1)
-                alone.append(num_tokens)
-        if numbers:
-            tokens[self._row_of[numbers]] = alone
-        return tokens[:-1]
+        resolution = max(resolution, len(request.block_hashes) // _PARTS_OF_PROMPT)
+        matches = index.matched_masks(request.block_hashes, resolution)
+        # who has more blocks has the fewer, too, so it is enough to know in how many masks a replica is
+        num_matches = count_masks([mask for _, mask in matches], index.num_numbers + 1)
+        num_tokens = np.array([0.0, *(request.tokens_in(num_blocks) for num_blocks, _ in matches)])
+        matched: Floats = num_tokens[num_matches[self._numbers]]
+        return matched
+
+
+def _unequal(new: Sequence[object], old: Sequence[object]) -> Iterator[int]:
+    """Where two lists of one length differ: quickly where the same objects stand in both."""
+    for start in range(0, len(new), _COMPARED):
+        part, old_part = new[start : start + _COMPARED], old[start : start + _COMPARED]
+        if part != old_part:
+            yield from (
+                start + row for row, (one, other) in enumerate(zip(part, old_part, strict=True)) if one != other
+            )
 
 
 def _seed(name: str) -> int:

@@ -69,6 +69,8 @@ class Fleet:
         """The best first; those named in `last` behind all others, and before them `first`."""
         loads = {name: self._loads.get(name, _UNKNOWN) for name in names}
         ranked = self.rule.rank(request, loads, self._clock.now())
+        if not last and first is None:
+            return ranked
         return sorted(ranked, key=lambda name: (name in last, name != first))
 
     def record_routed(self, request_id: str, request: RoutedRequest, name: str) -> None:
