@@ -8,6 +8,7 @@ import pytest
 from cairn.deploy.ray.exchange import AnswerHead
 from cairn.deploy.ray.prefill import PrefillPool
 from cairn.deploy.ray.replica_calls import RelayLimits
+from cairn.types import ManualClock
 from doubles.replica_calls import DEATH, JSON, Call, Client
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1], "remote_host": "h"}
@@ -106,3 +107,55 @@ def test_what_was_handed_over_is_used_once_unless_the_replica_was_full():
 def test_what_is_not_handed_over(path, body):
     client, prefilled, decoded = ask([], [Call("d", [OK])], body, path)
     assert (client.status, prefilled, decoded) == (200, [], [body])
+
+
+HINT = {"engine": "e", "host": "h", "port": 5600, "num_tokens": 12}
+TOLD = {"choices": [{"text": " world"}], "kv_transfer_params": {"cairn_decode_hint": HINT}}
+HINTED = AnswerHead(200, JSON, json.dumps(TOLD).encode(), True)
+TURN = BODY | {"prompt": "hello " * 20}
+"""A second turn has to be a longer prompt by a digest at least: 64 characters."""
+NEXT = BODY | {"prompt": TURN["prompt"] + " world" + " again" * 30}
+
+
+def ask_twice(prefill, decode, clock, seconds=0.0):
+    """The bodies that prefill replicas got for two turns of a conversation."""
+
+    async def run():
+        prefiller = Client(*prefill)
+        pool = PrefillPool(prefiller._send_to_replica, LIMITS, clock)
+        for calls, body in zip(decode, (TURN, NEXT), strict=True):
+            client = Client(*calls, body=json.dumps(body).encode(), path="/v1/completions", limits=LIMITS)
+            client._relay._prefill = pool
+            await client.ask()
+            assert client.status == 200
+            clock.advance(seconds)
+        return prefiller, [json.loads(request.body)["kv_transfer_params"] for request, _ in prefiller.requests]
+
+    return asyncio.run(run())
+
+
+def test_the_next_turn_says_where_the_last_answer_is():
+    calls = [Call("p", [HANDED]), Call("p", [HANDED])]
+    streamed = [
+        AnswerHead(200, [(b"content-type", b"text/event-stream")], b"data: " + json.dumps(TOLD).encode(), False),
+        b"\n\ndata: [DONE]\n\n",
+    ]
+    for answer in ([HINTED], streamed):
+        _, (first, second) = ask_twice(calls, [[Call("d", answer)], [Call("d", [OK])]], ManualClock())
+        assert "cairn_decode_hint" not in first
+        assert second["cairn_decode_hint"] == HINT
+
+
+def test_without_a_hint_or_when_it_is_old_the_next_turn_says_nothing():
+    calls = [Call("p", [HANDED]), Call("p", [HANDED])]
+    _, (_, second) = ask_twice(calls, [[Call("d", [OK])], [Call("d", [OK])]], ManualClock())
+    assert "cairn_decode_hint" not in second
+    _, (_, second) = ask_twice(calls, [[Call("d", [HINTED])], [Call("d", [OK])]], ManualClock(), 500.0)
+    assert "cairn_decode_hint" not in second
+
+
+def test_a_refused_hint_is_forgotten_and_the_same_replica_asked_without():
+    calls = [Call("p", [HANDED]), Call("p", [REFUSED]), Call("p", [HANDED])]
+    prefiller, params = ask_twice(calls, [[Call("d", [HINTED])], [Call("d", [OK])]], ManualClock())
+    assert ["cairn_decode_hint" in one for one in params] == [False, True, False]
+    assert (prefiller.requests[2][1].owner, prefiller.requests[2][1].tried) == ("p", ())

@@ -44,3 +44,16 @@ def test_without_the_prefill_pool_prompts_are_computed_where_they_are_answered(p
     until(lambda: not psutil.pid_exists(prefill.pid), "the killed one gone")
     until(lambda: len(pools.replicas("prefill")) == 1 and pools.num_ready() == 2, "another one in its place")
     assert pools.complete(ids(84, 300), **ASKED)["cairn"]["cache"]["received_tokens"] == 300
+
+
+def test_the_next_turn_has_its_answer_from_where_it_was_made(deploy):
+    pytest.importorskip("nixl", reason="transfers need NIXL")
+    # with --exact what was decoded is not kept where this turn could go on from
+    pools = deploy("turns", "/turns", num_replicas=1, num_prefill_replicas=1, exact=False)
+    prompt = ids(85, 400)
+    answer = pools.complete(prompt, **ASKED | {"max_tokens": 100})["choices"][0]["token_ids"]
+    second = pools.complete([*prompt, *answer, *ids(86, 21)], **ASKED)
+    # the prefill replica has fetched what was decoded: all but the last token, which nobody has computed
+    assert second["cairn"]["cache"]["prefill_cached_tokens"] == 499
+    assert sum(pools.metric("cairn:computed_prompt_tokens_total").values()) == 400 + 22
+    pools.delete()

@@ -16,14 +16,14 @@ from contextlib import aclosing
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cairn.deploy.ray.exchange import AnswerHead, RelayedRequest
-from cairn.deploy.ray.prefill import PrefillPool, PrefillRefusal
+from cairn.deploy.ray.prefill import Prefilled, PrefillPool, PrefillRefusal
 from cairn.deploy.ray.replica_calls import Destination, RelayLimits, ReplicaFailed, SendToReplica, wait_replica
 from cairn.errors import InvalidBody, Overloaded, RequestError
 from cairn.http.error_responses import RESPONSES_PATH, ClientDisconnected, error_response, make_error
 from cairn.proxy.protocol import parse_body, refuses_params, stored_response_of
 from cairn.proxy.relay import ClientResponse, Relay
 from cairn.proxy.response_owners import ResponseOwners
-from cairn.proxy.stream_inspector import StreamInspector
+from cairn.proxy.stream_inspector import AnswerSummary, StreamInspector
 from cairn.routing.rule import RoutedRequest
 
 _REQUEST_ID = b"x-request-id"
@@ -111,18 +111,19 @@ class RequestRelay:
     async def _answer(self, request: RelayedRequest, client: ClientResponse, has_id: bool) -> int:
         stored = _stored_response(request)
         prompt = RoutedRequest() if stored else await self._read_prompt(request.path, request.body)
-        handed: RelayedRequest | None = None
+        prefilled = Prefilled(request)
         if self._prefill is not None and not stored:
             try:
-                request, handed = await self._prefill.hand_over(request, prompt)
+                prefilled = await self._prefill.hand_over(request, prompt)
             except PrefillRefusal as error:
                 return await client.send_whole(error.head.status, _own_headers(error.head, has_id), error.head.body)
+        handed = prefilled.handed
         tried: list[str] = []
         refusal: AnswerHead | None = None
         failure, owner = "", self._owners.find(stored) if stored else None
         max_attempts = _MOST_ASKED if stored else self._limits.max_attempts
         while len(tried) < max_attempts:
-            call = self._send_to_replica(handed or request, Destination(prompt, tuple(tried), owner))
+            call = self._send_to_replica(handed or prefilled.plain, Destination(prompt, tuple(tried), owner))
             try:
                 name = await wait_replica(call, self._limits.replica_seconds)
             except ReplicaFailed as error:
@@ -146,7 +147,8 @@ class RequestRelay:
                     if is_refusal and head.complete and has_others:
                         refusal = head
                         continue
-                    await self._pass_through(head, chunks, client, has_id, self._inspector(request, head), name)
+                    recorder = self._recorder(prefilled, head, name)
+                    await _pass_through(head, chunks, client, has_id, recorder)
                     return head.status
             except (ReplicaFailed, StopAsyncIteration) as error:
                 failure = str(error)
@@ -157,40 +159,60 @@ class RequestRelay:
             return await client.send_whole(refusal.status, _own_headers(refusal, has_id), refusal.body)
         raise Overloaded(f"no replica could answer: try again later; the last one: {failure}")
 
-    def _inspector(self, request: RelayedRequest, head: AnswerHead) -> StreamInspector | None:
-        """Reads the id of a response that may be stored."""
-        if request.path != RESPONSES_PATH or head.status != 200:
+    def _recorder(self, prefilled: Prefilled, head: AnswerHead, name: str) -> "_AnswerRecorder | None":
+        """Remembers which replica has a response that may be stored, and where the pages of an answer are whose prompt
+        was handed over."""
+        digests, is_response = prefilled.digests, prefilled.plain.path == RESPONSES_PATH
+        if head.status != 200 or not (is_response or digests is not None):
             return None
-        kind = next((value for name, value in head.headers if name == b"content-type"), b"")
-        return StreamInspector(kind.startswith(b"text/event-stream"))
 
-    async def _pass_through(
-        self,
-        head: AnswerHead,
-        chunks: AsyncGenerator[AnswerHead | bytes, None],
-        client: ClientResponse,
-        has_id: bool,
-        inspector: StreamInspector | None,
-        name: str,
-    ) -> None:
-        def inspect(data: bytes, is_last: bool) -> None:
-            # Before the last bytes go out: the client's next turn may be quicker than the end of this call.
-            if inspector is not None:
-                inspector.feed(data)
-                if (is_last or inspector.done) and (found := inspector.summarize().response_id) is not None:
-                    self._owners.store(found, name)
+        def record(answer: AnswerSummary) -> None:
+            if answer.response_id is not None:
+                self._owners.store(answer.response_id, name)
+            if self._prefill is not None and digests is not None:
+                self._prefill.record_answer(digests, answer)
 
-        inspect(head.body, head.complete)
-        await client.start(head.status, _own_headers(head, has_id))
-        if head.body:
-            await client.write(head.body)
-        if not head.complete:
-            async for chunk in chunks:
-                assert isinstance(chunk, bytes)
-                inspect(chunk, False)
-                await client.write(chunk)
-            inspect(b"", True)
-        await client.end()
+        kind = next((value for key, value in head.headers if key == b"content-type"), b"")
+        return _AnswerRecorder(StreamInspector(kind.startswith(b"text/event-stream")), record)
+
+
+class _AnswerRecorder:
+    """Reads an answer as it passes, and records it once."""
+
+    def __init__(self, inspector: StreamInspector, record: Callable[[AnswerSummary], None]) -> None:
+        self._inspector = inspector
+        self._record: Callable[[AnswerSummary], None] | None = record
+
+    def feed(self, data: bytes, is_last: bool) -> None:
+        """To be called before the data goes out: the client's next turn may be quicker than the end of this call."""
+        if self._record is not None:
+            self._inspector.feed(data)
+            if is_last or self._inspector.done:
+                self._record(self._inspector.summarize())
+                self._record = None
+
+
+async def _pass_through(
+    head: AnswerHead,
+    chunks: AsyncGenerator[AnswerHead | bytes, None],
+    client: ClientResponse,
+    has_id: bool,
+    recorder: _AnswerRecorder | None,
+) -> None:
+    if recorder is not None:
+        recorder.feed(head.body, head.complete)
+    await client.start(head.status, _own_headers(head, has_id))
+    if head.body:
+        await client.write(head.body)
+    if not head.complete:
+        async for chunk in chunks:
+            assert isinstance(chunk, bytes)
+            if recorder is not None:
+                recorder.feed(chunk, False)
+            await client.write(chunk)
+        if recorder is not None:
+            recorder.feed(b"", True)
+    await client.end()
 
 
 async def _read_nothing(path: str, content: bytes) -> RoutedRequest:
