@@ -272,7 +272,12 @@ def test_making_and_checking_a_model(tmp_path, capsys):
     )
     shown = capsys.readouterr().out
     assert "64 tokens" in shown and "64.00 MiB" in shown and "3 sequences" in shown
-    for wrong in (["--block-size", "0"], ["--kv-cache-memory-bytes", "much"], ["--max-num-seqs", "x"]):
+    assert main(["check", str(out), "--gpu", "H100", "--gpu-memory-utilization", "0.5"]) == 0
+    assert "50% of 79.65 GiB" in capsys.readouterr().out
+    assert main(["check", str(out), "--gpu", "2MiB"]) == 1
+    assert "too little for" in capsys.readouterr().out
+    sizes = (["--block-size", "0"], ["--kv-cache-memory-bytes", "much"], ["--max-num-seqs", "x"])
+    for wrong in (*sizes, ["--gpu", "h99"], ["--gpu-memory-utilization", "1.1"]):
         assert main(["check", str(out), *wrong]) == 2
         assert wrong[0] in capsys.readouterr().err
     assert main(["check", str(tmp_path / "missing")]) == 2

@@ -63,7 +63,7 @@ def test_a_command_line_of_vllms():
     assert " ".join(settings.without_effect) == (
         "--enable-chunked-prefill --kv-cache-dtype --mamba-ssm-cache-dtype -pp --data-parallel-size -O "
         "--no-enable-log-requests --disable-log-requests --async-scheduling --trust-remote-code "
-        "--gpu-memory-utilization --cudagraph-capture-sizes -cc --structured-outputs-config"
+        "--cudagraph-capture-sizes -cc --structured-outputs-config"
     )
 
 

@@ -4,6 +4,7 @@ import json
 import math
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from cairn.errors import ModelError
-from cairn.models.check import CheckSettings, check, render
+from cairn.models.check import GPU_MEMORY, CheckSettings, check, render
 from models.published import NANO
 from runner.harness import parse, tensors
 
@@ -185,3 +186,23 @@ def test_unreadable_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(NANO))
     with pytest.raises(ModelError, match=r"neither model\.safetensors nor"):
         check(tmp_path)
+
+
+def test_what_a_gpu_has_left_is_the_pool(tmp_path):
+    write_checkpoint(tmp_path, NANO, published_headers(), 1)
+    fits = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["h100"], max_model_len=8192))
+    assert fits.ok and fits.fits_gpu
+    usable = int(0.9 * (81559 << 20))
+    assert fits.pool_bytes == usable - fits.weight_bytes - 64 * fits.layout.checkpoint_bytes
+    assert fits.num_pages == fits.pool_bytes // fits.layout.page_bytes > fits.pages_for_longest
+    assert "90% of 79.65 GiB" in rendered(tmp_path, fits.settings)
+    small = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["l4"]))
+    assert not small.ok and not small.accounting.problems and small.num_pages == 0
+    shown = rendered(tmp_path, small.settings)
+    assert "too little for" in shown and "every one accounted for" in shown and "a larger GPU" in shown
+    # all that there is, and not one page less
+    exact = CheckSettings(gpu_memory_utilization=1.0, max_num_seqs=1, max_model_len=64)
+    needed = fits.weight_bytes + fits.layout.checkpoint_bytes
+    needed += (fits.layout.pages_for(64) + fits.layout.pages_per_checkpoint) * fits.layout.page_bytes
+    assert check(tmp_path, replace(exact, gpu_memory_bytes=needed)).ok
+    assert not check(tmp_path, replace(exact, gpu_memory_bytes=needed - 1)).ok

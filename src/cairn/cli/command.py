@@ -140,6 +140,19 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     check.add_argument("--max-model-len", type=_count, help="longest prompt and answer; default: the model's")
     check.add_argument("--max-num-seqs", type=_count, default=64, help="requests at once; default: %(default)s")
     check.add_argument(
+        "--gpu",
+        dest="gpu_memory_bytes",
+        type=_gpu_memory,
+        metavar="NAME",
+        help="the GPU to count with, as h100, or its memory, as 80GiB: the pool is what is left on it",
+    )
+    check.add_argument(
+        "--gpu-memory-utilization",
+        type=_share,
+        default=0.9,
+        help="with --gpu: share of its memory that is used; default: %(default)s",
+    )
+    check.add_argument(
         "--generate",
         action="store_true",
         help="answer 20 prompts, and compare them and a text's perplexity with transformers on the same weights",
@@ -172,6 +185,26 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _gpu_memory(text: str) -> int:
+    from cairn.models.check import GPU_MEMORY
+
+    known = GPU_MEMORY.get(text.lower().replace(" ", "-"))
+    if known is not None:
+        return known
+    try:
+        return _size(text)
+    except argparse.ArgumentTypeError:
+        names = ", ".join(GPU_MEMORY)
+        raise argparse.ArgumentTypeError(f"{text!r} is not known: say its memory, as 80GiB, or {names}") from None
+
+
+def _share(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and at most 1, not {text}")
+    return number
 
 
 def _make_model(parsed: argparse.Namespace) -> int:

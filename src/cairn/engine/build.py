@@ -14,6 +14,7 @@ from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core
+from cairn.engine.devices import CudaMemory, Device, choose_device, measure_room
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
@@ -26,6 +27,7 @@ from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, 
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
+from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes
 from cairn.models.registry import OpenModel, open_model
@@ -63,11 +65,18 @@ def build_core(
     opened = open_model(Path(config.model), config.dtype, config.quantization)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
-    sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), machine)
+    device = choose_device(config, opened)
+    model = None
+    if device.is_gpu:
+        model = opened.build(exact=False, backend=device.backend, device=device.place)
+        room = measure_room(config, model, layout, CudaMemory(device.place))
+        sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
+    else:
+        sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), machine)
     info = _plain_info(config, opened, layout, placement, sizes)
     num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
-    ranks = _build_ranks(config, opened, layout, info, observe)
+    ranks = _build_ranks(config, opened, layout, info, observe, device, model)
     transfer = None
     if config.kv_transfer is not None:
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)
@@ -80,7 +89,7 @@ def build_core(
     cache = PrefixCache(layout, num_pages, policy, events, clock)
     request_log = open_log(config, info, layout, opened.config.forward_sizes(), clock)
     transfers = None if transfer is None else transfer.transfers
-    scheduler = Scheduler(_scheduling(config, info), cache, clock, transfers, request_log)
+    scheduler = Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log)
     return Core(
         info,
         scheduler,
@@ -145,13 +154,20 @@ def _checked(config: EngineConfig, ranks: _Ranks, num_pages: int, vocab_size: in
 
 
 def _build_ranks(
-    config: EngineConfig, opened: OpenModel, layout: CacheLayout, info: EngineInfo, observe: Observe | None
+    config: EngineConfig,
+    opened: OpenModel,
+    layout: CacheLayout,
+    info: EngineInfo,
+    observe: Observe | None,
+    device: Device,
+    model: Model | None,
 ) -> _Ranks:
+    """`model`: None unless it has been loaded."""
     tp_size, units, encoder_bytes = config.tensor_parallel_size, _model_units(opened), config.mm_encoder_cache_bytes
     num_pages, slots, extra = info.cache.num_pages, info.max_num_seqs, _extra_pages(config, opened, layout)
     if tp_size == 1:
         vision = None if config.language_model_only else open_vision(opened.folder, opened.dtype, encoder_bytes)
-        model = opened.build(exact=config.exact)
+        model = model or opened.build(exact=config.exact, backend=device.backend, device=device.place)
         runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra_pages=extra, vision=vision)
         runner.get_ready()
         return _Ranks(runner, runner)
@@ -197,8 +213,9 @@ def _build_transfer(
     return transfer
 
 
-def _scheduling(config: EngineConfig, info: EngineInfo) -> SchedulerConfig:
+def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> SchedulerConfig:
     return SchedulerConfig(
+        max_in_flight=device.max_in_flight,
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_waiting=config.max_waiting,

@@ -6,6 +6,7 @@ A size that was asked for is taken, or refused where it cannot work; it is never
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig
@@ -15,11 +16,21 @@ from cairn.machine import Machine
 LEAST_TOKENS = 64
 """A pool that cannot hold a checkpoint and this many tokens serves nobody."""
 
-_POOL_SHARE = 0.4
-"""Of the available memory. Two servers that are started at the same moment still fit."""
 
-_MOST_POOL_BYTES = 8 << 30
-_NUM_SEQS = 64
+@dataclass(frozen=True, slots=True)
+class _Defaults:
+    """`pool_share`: of the available memory; `num_seqs`: requests at once where there is room for more."""
+
+    pool_share: float
+    most_pool_bytes: int | None
+    num_seqs: int
+
+
+_HOST = _Defaults(0.4, 8 << 30, 64)
+"""Two servers that are started at the same moment still fit."""
+
+_GPU = _Defaults(1.0, None, 256)
+
 _STATES_SHARE = 0.1
 _TOKENS_PER_SEQ = 1024
 """What a running request should find room for in the pool, besides a checkpoint."""
@@ -87,13 +98,25 @@ def least_pages(layout: CacheLayout) -> int:
     return layout.pages_per_checkpoint + layout.pages_for(LEAST_TOKENS) + len(layout.groups)
 
 
+class AvailableMemory(Protocol):
+    """What is divided: a `Machine`'s, or what is left of a GPU's."""
+
+    def available_memory(self) -> int | None: ...
+
+
 def choose_memory_sizes(
-    config: EngineConfig, layout: CacheLayout, fixed_bytes: int, machine: Machine | None = None
+    config: EngineConfig,
+    layout: CacheLayout,
+    fixed_bytes: int,
+    machine: AvailableMemory | None = None,
+    on_gpu: bool = False,
 ) -> MemorySizes:
     """What `config` says, or what fits the memory that is available before anything is loaded. Logged.
 
     `layout`: of one rank. `fixed_bytes`: the weights, and all else that all ranks together will have besides pool and
-    running states. Raises ConfigError where what was asked for, or the least that can serve, does not fit.
+    running states. `on_gpu`: the memory is nobody else's, and all of it is taken.
+
+    Raises ConfigError where what was asked for, or the least that can serve, does not fit.
     """
     available = (machine or Machine()).available_memory()
     slot_bytes = layout.checkpoint_bytes * config.tensor_parallel_size
@@ -103,18 +126,19 @@ def choose_memory_sizes(
     else:
         room = available - fixed_bytes - states
         told = f"{_size(available)} available, {_size(fixed_bytes)} of weights, {_size(states)} of running states"
-    pool = _pool_bytes(config, layout, room, told)
+    if on_gpu and room is not None and config.max_num_seqs is None:
+        room = int((1 - _STATES_SHARE) * (room + states))
+    pool = _pool_bytes(config, layout, room, told, _GPU if on_gpu else _HOST)
     num_seqs = config.max_num_seqs
     if num_seqs is None:
-        num_seqs = _num_seqs(
-            config, layout, pool, None if room is None else int(_STATES_SHARE * room) // max(1, slot_bytes)
-        )
+        most_states = None if room is None else int(_STATES_SHARE * room) // max(1, slot_bytes)
+        num_seqs = _num_seqs(config, layout, pool, most_states, _GPU if on_gpu else _HOST)
     else:
         logger.info("--max-num-seqs %d: as asked", num_seqs)
     return MemorySizes(kv_cache_memory_bytes=pool, max_num_seqs=num_seqs)
 
 
-def _pool_bytes(config: EngineConfig, layout: CacheLayout, room: int | None, told: str) -> int:
+def _pool_bytes(config: EngineConfig, layout: CacheLayout, room: int | None, told: str, defaults: "_Defaults") -> int:
     """Of one rank. `room`: bytes for the pools of all ranks."""
     asked, num_ranks = config.kv_cache_memory_bytes, config.tensor_parallel_size
     least = least_pages(layout) * layout.page_bytes
@@ -129,8 +153,11 @@ def _pool_bytes(config: EngineConfig, layout: CacheLayout, room: int | None, tol
         )
     each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     if asked is None:
-        pool = max(least, min(int(_POOL_SHARE * room), _MOST_POOL_BYTES) // num_ranks)
-        why = f"{_POOL_SHARE:.0%} of what is left, at most {_size(_MOST_POOL_BYTES)}"
+        pool, why = int(defaults.pool_share * room), f"{defaults.pool_share:.0%} of what is left"
+        if defaults.most_pool_bytes is not None:
+            pool = min(pool, defaults.most_pool_bytes)
+            why += f", at most {_size(defaults.most_pool_bytes)}"
+        pool = max(least, pool // num_ranks)
     elif asked * num_ranks <= room:
         pool, why = asked, "as asked"
     else:
@@ -142,11 +169,13 @@ def _pool_bytes(config: EngineConfig, layout: CacheLayout, room: int | None, tol
     return pool
 
 
-def _num_seqs(config: EngineConfig, layout: CacheLayout, pool: int, most_states: int | None) -> int:
+def _num_seqs(
+    config: EngineConfig, layout: CacheLayout, pool: int, most_states: int | None, defaults: "_Defaults"
+) -> int:
     """`most_states`: how many running states there is memory for."""
     pages = layout.pages_per_checkpoint + layout.pages_for(_TOKENS_PER_SEQ)
     bounds = [
-        (_NUM_SEQS, "there is room for more"),
+        (defaults.num_seqs, "there is room for more"),
         (config.max_num_batched_tokens - _LEAST_CHUNK, "what --max-num-batched-tokens allows"),
         (pool // layout.page_bytes // pages, f"each finds {_TOKENS_PER_SEQ} tokens and a checkpoint in the pool"),
     ]

@@ -1,5 +1,6 @@
 """Copies between host and device: one for all arrays that a step needs, one for all results that the host reads."""
 
+import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -8,6 +9,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from cairn.errors import EngineDead
 
 _DTYPES: Mapping[np.dtype[Any], torch.dtype] = MappingProxyType(
     {
@@ -24,6 +27,7 @@ _ALIGNMENT = 64
 operands are aligned, and would be again when that changes."""
 
 
+_DEVICE_SECONDS, _POLL_SECONDS = 300.0, 50e-6
 _NOTHING = torch.empty(0)
 
 
@@ -90,6 +94,9 @@ class Readback:
     def __init__(self) -> None:
         self._entries: list[ReadbackArray] = []
         self._copied: list[Tensor] = []
+        self._moved: Tensor | None = None
+        self._sizes: list[int] = []
+        self._event: torch.cuda.Event | None = None
 
     def add(self, tensor: Tensor) -> ReadbackArray:
         """Adds a tensor that the host reads after `wait`; it must not be written any more."""
@@ -103,14 +110,34 @@ class Readback:
             self._copied = tensors
             return
         flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-        moved = (torch.cat(flat) if len(flat) > 1 else flat[0]).cpu()
-        parts = torch.split(moved, [part.numel() for part in flat])
-        # A copy of its own begins where its numbers may begin.
-        self._copied = [
-            part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
-        ]
+        whole = torch.cat(flat) if len(flat) > 1 else flat[0]
+        self._sizes = [part.numel() for part in flat]
+        if whole.device.type == "cuda":
+            # The host goes on, and plans the next step: `wait` is where it needs the numbers.
+            self._moved = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
+            self._moved.copy_(whole, non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+        else:
+            self._moved = whole.cpu()
 
     def wait(self) -> None:
-        """Waits until the copy is complete."""
+        """Waits until the copy is complete. Raises EngineDead when the device has not made it in time."""
+        if self._event is not None:
+            self._wait_event(self._event)
+        if self._moved is not None:
+            # A copy of its own begins where its numbers may begin.
+            self._copied = [
+                part.clone().view(entry.tensor.dtype).view(entry.tensor.shape)
+                for part, entry in zip(torch.split(self._moved, self._sizes), self._entries, strict=True)
+            ]
         for entry, tensor in zip(self._entries, self._copied, strict=True):
             entry.array = tensor.numpy()
+
+    @staticmethod
+    def _wait_event(event: "torch.cuda.Event") -> None:
+        deadline = time.monotonic() + _DEVICE_SECONDS
+        while not event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > deadline:
+                raise EngineDead(f"the GPU has not finished a step within {_DEVICE_SECONDS:g} s")
+            time.sleep(_POLL_SECONDS)

@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,11 +20,28 @@ from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
 MAX_PROBLEMS_SHOWN = 20
 
+GPU_MEMORY: Mapping[str, int] = MappingProxyType(
+    {
+        "a10": 23028 << 20,
+        "a100": 40960 << 20,
+        "a100-80gb": 81920 << 20,
+        "b200": 183359 << 20,
+        "h100": 81559 << 20,
+        "h200": 143771 << 20,
+        "l4": 23034 << 20,
+        "l40s": 46068 << 20,
+        "rtx3090": 24576 << 20,
+        "rtx4090": 24564 << 20,
+    }
+)
+"""Bytes of memory by the name of the GPU, as nvidia-smi tells them: the driver keeps some hundred MiB to itself."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSettings:
     """What the model would be served with. `min_cacheable_tokens` and `min_shared_tokens` are the placement policy's:
-    the shortest prompt, and the shortest beginning shared by two prompts, that can be hit."""
+    the shortest prompt, and the shortest beginning shared by two prompts, that can be hit. `gpu_memory_bytes`: of the
+    GPU that is to serve it, of which `gpu_memory_utilization` may be used; then the pool is what is left of that."""
 
     dtype: DType = "auto"
     quantization: AskedQuantization | None = None
@@ -33,6 +51,8 @@ class CheckSettings:
     max_num_seqs: int = 64
     min_cacheable_tokens: int = 1
     min_shared_tokens: int = 64
+    gpu_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +75,27 @@ class CheckReport:
 
     @property
     def ok(self) -> bool:
-        """Whether every tensor is there, known and of the right shape and dtype."""
-        return not self.accounting.problems
+        """Whether every tensor is there, known and of the right shape and dtype, and the model fits the GPU."""
+        return not self.accounting.problems and self.fits_gpu
+
+    @property
+    def state_bytes(self) -> int:
+        """The running states of `max_num_seqs` sequences."""
+        return self.settings.max_num_seqs * self.layout.checkpoint_bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """The pool that the settings give; at most 0 where a GPU has no room for one."""
+        settings = self.settings
+        if settings.gpu_memory_bytes is None:
+            return settings.kv_cache_memory_bytes
+        usable = int(settings.gpu_memory_utilization * settings.gpu_memory_bytes)
+        return usable - self.weight_bytes - self.state_bytes
+
+    @property
+    def fits_gpu(self) -> bool:
+        """Whether a sequence of `max_model_len` tokens has room in what the GPU has left. True without a GPU."""
+        return self.settings.gpu_memory_bytes is None or self.pages_for_longest <= self.num_pages
 
     @property
     def checkpoint_tokens(self) -> float:
@@ -71,8 +110,8 @@ class CheckReport:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool that the settings give."""
-        return self.settings.kv_cache_memory_bytes // self.layout.page_bytes
+        """Pages of the pool."""
+        return max(0, self.pool_bytes) // self.layout.page_bytes
 
 
 def check(
@@ -136,9 +175,12 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
     layout, settings = report.layout, report.settings
     layers = ", ".join(f"{count} {kind}" for kind, count in report.layers.items())
     worth = f", as much as {report.checkpoint_tokens:,.0f} tokens" if report.checkpoint_tokens else ""
-    pool = f"{_size(settings.kv_cache_memory_bytes)} = {report.num_pages:,} pages"
+    pool = f"{_size(max(0, report.pool_bytes))} = {report.num_pages:,} pages"
     if report.pages_for_longest > report.num_pages:
-        fits = "too small for that; raise --kv-cache-memory-bytes or lower --max-model-len"
+        more = "raise --kv-cache-memory-bytes or lower --max-model-len"
+        if settings.gpu_memory_bytes is not None:
+            more = "lower --max-model-len or --max-num-seqs, or take a larger GPU"
+        fits = f"too small for that; {more}"
     else:
         checkpoints = report.num_pages // layout.pages_per_checkpoint
         fits = f"{report.num_pages / report.pages_for_longest:.1f} of those, or {checkpoints:,} checkpoints"
@@ -152,13 +194,14 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         ("checkpoint", f"{layout.checkpoint_bytes:,} bytes = {layout.pages_per_checkpoint:,} pages{worth}"),
         (
             "running states",
-            f"{_size(settings.max_num_seqs * layout.checkpoint_bytes)} for {settings.max_num_seqs} sequences",
+            f"{_size(report.state_bytes)} for {settings.max_num_seqs} sequences",
         ),
         (
             "longest sequence",
             f"{report.max_model_len:,} tokens and a checkpoint: {report.pages_for_longest:,} pages, "
             f"{_size(report.pages_for_longest * layout.page_bytes)}",
         ),
+        *_gpu_rows(report),
         ("pool", f"{pool}: {fits}"),
         (
             "smallest hit",
@@ -168,11 +211,24 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
     ]
 
 
+def _gpu_rows(report: CheckReport) -> list[tuple[str, str]]:
+    settings = report.settings
+    if settings.gpu_memory_bytes is None:
+        return []
+    share, left = settings.gpu_memory_utilization, report.pool_bytes
+    usable = f"{share:.0%} of {_size(settings.gpu_memory_bytes)}"
+    taken = f"{_size(report.weight_bytes)} of weights and {_size(report.state_bytes)} of running states"
+    if left <= 0:
+        return [("GPU", f"{usable}: {_size(-left)} too little for {taken}")]
+    return [("GPU", f"{usable}: {_size(left)} left beside {taken}, for the pool and for what a step takes")]
+
+
 def _tensor_row(report: CheckReport) -> str:
     stored = ", ".join(f"{count:,} {dtype}" for dtype, count in report.stored_dtypes.items())
     accounting = report.accounting
     ignored = f", {accounting.num_ignored:,} ignored" if accounting.num_ignored else ""
-    state = "every one accounted for" if report.ok else _count(len(accounting.problems), "problem")
+    problems = accounting.problems
+    state = _count(len(problems), "problem") if problems else "every one accounted for"
     return f"{report.num_tensors:,} in {report.num_files} files ({stored}{ignored}): {state}"
 
 

@@ -38,7 +38,7 @@ from cairn.models.sharding import TensorShard, shard_vocabulary
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["cpu", "exact", "reference"]
+Backend = Literal["cpu", "cuda", "exact", "reference"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,6 +64,8 @@ class RoutingOptions:
     balance_slack: float = 1.2
     balance_seconds: float = 60.0
     near_tie_tokens: float = 64.0
+    near_tie_share: float = 0.05
+    balance_step: float = 0.25
     max_blocks: int = 1 << 20
     routed_seconds: float = 600.0
     max_sessions: int = 1 << 16
@@ -179,10 +181,13 @@ class RoutingRule:
         stays = rows.number_of.get(self._sessions.get(request.session or "", ""))
         if stays is not None:
             cost[stays] -= options.session_cost
-        ties = np.flatnonzero(cost <= cost.min() + options.near_tie_tokens)
+        least = cost.min()
+        near_tie = max(options.near_tie_tokens, options.near_tie_share * least)
+        ties = np.flatnonzero(cost <= least + near_tie)
         if len(ties) > 1:
-            load = np.floor((wait + excess)[ties] / options.near_tie_tokens)
-            ties = ties[np.lexsort((_rendezvous(rows.seeds[ties], self._request_seed(request)), load))]
+            load = np.floor((wait + excess)[ties] / near_tie)
+            work = np.floor(computed[ties] / max(options.near_tie_tokens, options.balance_step * computed.mean()))
+            ties = ties[np.lexsort((_rendezvous(rows.seeds[ties], self._request_seed(request)), work, load))]
         order = ties
         if limit is None or limit > len(ties):
             cost[ties] = -np.inf

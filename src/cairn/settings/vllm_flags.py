@@ -75,9 +75,7 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
         None,
         "a machine has one set of kernels",
     ),
-    VllmFlags(
-        "--gpu-memory-utilization --device-memory-utilization", None, "the pool is sized by `--kv-cache-memory-bytes`"
-    ),
+    VllmFlags("--device-memory-utilization", "", "a GPU's share is `--gpu-memory-utilization`"),
     VllmFlags("--num-gpu-blocks-override", "", "the pool is sized by `--kv-cache-memory-bytes`"),
     VllmFlags("--swap-space", None, "nothing is swapped: requests that are preempted are computed again"),
     # -- scheduling ----------------------------------------------------------------------------------------------------
@@ -169,7 +167,6 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
         "one engine on one machine; heads are divided with `--tensor-parallel-size`",
     ),
     _lists("--numa-bind-nodes --numa-bind-cpus", "", "threads are `--cpu-threads`; use numactl"),
-    VllmFlags("--device", "auto cpu cuda", "the machine's backend is found at the start"),
     VllmFlags("--worker-cls", "auto", "no other code is loaded"),
     # -- the checkpoint ------------------------------------------------------------------------------------------------
     _switches("--trust-remote-code", None, "code that comes with a checkpoint is never run"),

@@ -79,6 +79,12 @@ class EngineOptions(BaseModel):
         description="weights of matrix products in int8, activations per token: faster, less memory, less precise; fp8 "
         "and modelopt say what the checkpoint is stored in, and change nothing",
     )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="what computes: cuda is an NVIDIA GPU, auto is the CPU"
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, description="with --device cuda: share of the GPU's memory that this server takes", gt=0, le=1
+    )
     tokenizer: str | None = Field(
         None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1
     )
@@ -98,7 +104,7 @@ class EngineOptions(BaseModel):
     kv_cache_memory_bytes: Bytes | None = Field(
         None,
         description="size of the cache's pool, on each rank: 1GiB, 512MiB, 1e9; unless given 40 percent of the memory "
-        "that is available besides the weights, at most 8GiB, divided among the ranks",
+        "that is available besides the weights, at most 8GiB, divided among the ranks; on a GPU what is left of it",
     )
     enable_prefix_caching: bool = Field(True, description="reuse what earlier requests have computed")
     in_flight_sharing: bool = Field(True, description="a request waits for one in prefill that computes its beginning")
