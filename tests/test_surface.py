@@ -24,7 +24,8 @@ FLAGS = """
 --enable-request-id-headers
 --enable-tokenizer-info-endpoint --eviction --exact
 --forwarded-allow-ips --generation-config --help --host --image-fetch-timeout --in-flight-sharing
---gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist --kv-secret-file --kv-transfer-config
+--gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist --kv-secret-file
+--kv-transfer-config
 --language-model-only --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes --max-image-bytes
 --max-image-pixels --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-stored-responses
 --max-waiting --mm-encoder-cache-bytes --model --no-allow-credentials --no-check-plans --no-disable-fastapi-docs

@@ -145,7 +145,8 @@ def test_a_session_stays_unless_that_costs_more_than_it_saves():
 
 
 def test_what_is_routed_counts_until_it_is_prefilled_or_reported():
-    rule, request = RoutingRule(RoutingOptions(balance_cost=0.0)), prompt(("a", 1000))
+    options = RoutingOptions(balance_cost=0.0, balance_step=1e9)  # what it has computed lately does not count
+    rule, request = RoutingRule(options), prompt(("a", 1000))
     first = rule.rank(request, idle(), 10.0)[0]
     rule.record_routed(request, first, 10.0)
 
@@ -221,3 +222,33 @@ def test_sessions_are_bounded():
 @pytest.mark.parametrize(("ends", "num_blocks", "tokens"), [(16, 3, 48), (16, 9, 100), ([5, 90], 2, 90), ([5], 0, 0)])
 def test_tokens_of_blocks(ends, num_blocks, tokens):
     assert RoutedRequest([1] * 9, ends, 100).tokens_in(num_blocks) == tokens
+
+
+def test_of_idle_replicas_the_one_that_has_computed_least_lately():
+    rule = RoutingRule()
+    chosen = []
+    for number in range(len(NAMES)):
+        request = prompt((f"long {number}", 1000))
+        chosen.append(rule.rank(request, idle(), 10.0 * number)[0])
+        rule.record_routed(request, chosen[-1], 10.0 * number)
+        rule.record_finished(request, chosen[-1])
+    assert sorted(chosen) == NAMES, "each has had one"
+
+
+def test_of_a_long_prompt_a_short_wait_is_no_reason():
+    """Costs that differ by less than a twentieth are the same: then what was computed lately decides."""
+    rule = RoutingRule()
+    first = prompt(("first", 1000))
+    rule.record_routed(first, NAMES[0], 0.0)
+    rule.record_finished(first, NAMES[0])
+    waiting = {name: ReplicaLoad(pending_tokens=700) for name in NAMES[1:]}
+    loads = {NAMES[0]: ReplicaLoad()} | waiting
+    assert rule.rank(prompt(("long", 1000)), loads, 1.0)[0] != NAMES[0]
+    assert (
+        rule.rank(
+            prompt(("short", 1)),
+            {NAMES[0]: ReplicaLoad()} | {name: ReplicaLoad(pending_tokens=90_000) for name in NAMES[1:]},
+            1.0,
+        )[0]
+        == NAMES[0]
+    )

@@ -6,12 +6,12 @@
       + what it would keep a second time            room that a copy takes from other prompts
       + what it has computed beyond its share       so that work is spread also where nobody waits
 
-The lowest cost wins. Near-ties go to the less loaded, ties of those to a replica that the prompt's first block (or its
-session) always prefers: rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates",
-1998), the same in every router and after a restart. A hot prefix is copied once the wait at its replicas costs more
-than the copy, and a session moves only when that is cheaper than to stay. A replica with far more open requests than
-the others (Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018) is a bottleneck: what it
-has cached may be kept a second time at no extra price, for the copy serves all that come after.
+The lowest cost wins. Near-ties go to the less loaded, now and lately, ties of those to a replica that the prompt's
+first block (or its session) always prefers: rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to
+increase hit rates", 1998), the same in every router and after a restart. A hot prefix is copied once the wait at its
+replicas costs more than the copy, and a session moves only when that is cheaper than to stay. A replica with far more
+open requests than the others (Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018) is a
+bottleneck: what it has cached may be kept a second time at no extra price, for the copy serves all that come after.
 
 What each term gains in a simulated fleet is told in docs/benchmarks.md. The price of keeping a token a second time is
 what matters most: with 0 prompts move, are computed again, make others wait, and those move; on chats with 8 replicas
@@ -50,7 +50,9 @@ class RoutingOptions:
     crowded; what only such replicas have is copied without that price.
     `balance_cost`: what each token costs that a replica has computed beyond `balance_slack` times the mean, both with
     a half-life of `balance_seconds`.
-    `near_tie_tokens`: costs that differ by less are the same.
+    `near_tie_tokens`, `near_tie_share`: costs that differ by no more than so many tokens, or than this share of the
+    lowest, are the same; of those the one with the shortest wait is taken, and then the one that has computed least, in
+    steps of `balance_step` times the mean.
     `max_blocks`, `routed_seconds`: of the index. `max_sessions`: how many are remembered.
     `prefill_seconds`: a prefill whose end nobody has reported is over by then.
     """
@@ -60,8 +62,8 @@ class RoutingOptions:
     session_cost: float = 256.0
     crowd_slack: float = 16.0
     crowd_factor: float = 1.5
-    balance_cost: float = 1.0
-    balance_slack: float = 1.2
+    balance_cost: float = 2.0
+    balance_slack: float = 1.05
     balance_seconds: float = 60.0
     near_tie_tokens: float = 64.0
     near_tie_share: float = 0.05
