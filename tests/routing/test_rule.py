@@ -40,7 +40,8 @@ def test_the_replica_that_has_most_of_the_prompt_is_first():
 
 
 def test_a_wait_that_costs_more_than_the_prefill_is_not_waited():
-    rule, request = RoutingRule(RoutingOptions(duplicate_cost=0.0)), prompt(("a", 100))
+    options = RoutingOptions(duplicate_cost=0.0, balance_cost=0.0)
+    rule, request = RoutingRule(options), prompt(("a", 100))
     has(rule, NAMES[3], request)
     for pending, expected in ((1500, True), (1700, False)):
         replicas = idle() | {NAMES[3]: ReplicaLoad(pending_tokens=pending)}

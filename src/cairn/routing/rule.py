@@ -4,7 +4,7 @@
       = what it has to prefill already              the wait
       + what of this prompt it has not cached       the request's own prefill
       + what it would keep a second time            room that a copy takes from other prompts
-      + what it has computed beyond its share       so that work is spread also where nobody waits
+      + what it would compute beyond its share      so that work is spread also where nobody waits
 
 The lowest cost wins. Near-ties go to the less loaded, now and lately, ties of those to a replica that the prompt's
 first block (or its session) always prefers: rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to
@@ -48,8 +48,8 @@ class RoutingOptions:
     `session_cost`: what it costs to move a session, beyond the tokens that are computed again.
     `crowd_slack`, `crowd_factor`: a replica with more requests open than the first and the second times the mean is
     crowded; what only such replicas have is copied without that price.
-    `balance_cost`: what each token costs that a replica has computed beyond `balance_slack` times the mean, both with
-    a half-life of `balance_seconds`.
+    `balance_cost`: what each token costs that a replica would have computed, with this prompt, beyond `balance_slack`
+    times the mean, both with a half-life of `balance_seconds`.
     `near_tie_tokens`, `near_tie_share`: costs that differ by no more than so many tokens, or than this share of the
     lowest, are the same; of those the one with the shortest wait is taken, and then the one that has computed least, in
     steps of `balance_step` times the mean.
@@ -62,7 +62,7 @@ class RoutingOptions:
     session_cost: float = 256.0
     crowd_slack: float = 16.0
     crowd_factor: float = 1.5
-    balance_cost: float = 2.0
+    balance_cost: float = 1.0
     balance_slack: float = 1.05
     balance_seconds: float = 60.0
     near_tie_tokens: float = 64.0
@@ -176,10 +176,11 @@ class RoutingRule:
         matched = rows.matched_tokens(request, self.index, options.near_tie_tokens / 2)
         wait = rows.reported + rows.pending
         computed = rows.computed / self._scale(now)
-        excess = np.maximum(computed - options.balance_slack * computed.mean(), 0.0) * options.balance_cost
+        lacking = request.num_tokens - matched
+        excess = np.maximum(computed + lacking - options.balance_slack * computed.mean(), 0.0) * options.balance_cost
         crowded = rows.num_open > options.crowd_slack + options.crowd_factor * rows.num_open.mean()
         elsewhere = np.where(crowded, 0.0, matched).max()
-        cost = wait + excess + (request.num_tokens - matched) + rows.copy_cost * np.maximum(elsewhere - matched, 0.0)
+        cost = wait + excess + lacking + rows.copy_cost * np.maximum(elsewhere - matched, 0.0)
         stays = rows.number_of.get(self._sessions.get(request.session or "", ""))
         if stays is not None:
             cost[stays] -= options.session_cost
