@@ -47,7 +47,7 @@ def test_a_wait_that_costs_more_than_the_prefill_is_not_waited():
         replicas = idle() | {NAMES[3]: ReplicaLoad(pending_tokens=pending)}
         assert (rule.rank(request, replicas, 0.0)[0] == NAMES[3]) == expected
     # a copy costs room where memory is full, and nothing where it is free
-    rule = RoutingRule(RoutingOptions(duplicate_cost=0.5))
+    rule = RoutingRule(RoutingOptions(duplicate_cost=0.5, balance_cost=0.0))
     has(rule, NAMES[3], request)
     for free_share, expected in ((0.0, True), (1.0, False)):
         replicas = {name: ReplicaLoad(free_share=free_share) for name in NAMES}
