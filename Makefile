@@ -7,6 +7,7 @@
 #   make test-vllm VLLM=folder vLLM's own server tests, from its unpacked source package: see tests/clients/vllm_tests
 #   make test-kernels the CUDA kernels without a GPU: interpreted, and compiled for three generations; some minutes
 #   make test-gpu the CUDA kernels on this machine's NVIDIA GPU; started again, it goes on where it stopped
+#   make check-docker the steps of the CPU image and the services of the compose file, without Docker
 #   make gpu-wheels what a GPU machine without a network lacks to run cairn, in build/gpu-wheels
 #   make test-ui the cache page in a headless Chromium (Debian's package `chromium`, or CHROMIUM=path): screenshots in build/ui
 #   make demo    a small trained model, real servers, and a table of what the prefix cache did
@@ -54,7 +55,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
 RUN := $(ONE_THREAD) $(OFFLINE) $(KEEP_COMPILED) $(BIN)/python
 
-.PHONY: test test-more test-clients test-ray test-vllm test-kernels test-gpu gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm clean
+.PHONY: test test-more test-clients test-ray test-vllm test-kernels test-gpu check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
@@ -95,6 +96,10 @@ test-gpu:
 	  GPU_TESTS_SECONDS=$(GPU_SECONDS) $(GPU_PYTHON) -m pytest -q --durations=10 --maxfail=5 -c /dev/null --rootdir=. \
 	  --confcutdir=tests/kernels --import-mode=importlib -p no:cacheprovider -p kernels.gpu_progress \
 	  -k cuda $(GPU_TESTS:%=tests/kernels/%.py) $(TEST_ARGS)
+
+# Torch comes as it does for .venv. Not part of make test: it installs everything once more.
+check-docker: $(MODEL)/config.json
+	@PYTHONPATH=. $(BIN)/python -m deploy.docker.build_steps --model $(MODEL) --build-arg "TORCH_INSTALL_ARGS=$(TORCH_INSTALL_ARGS)"
 
 gpu-wheels: $(INSTALLED)
 	@$(BIN)/python deploy/gpu_wheels.py build/gpu-wheels
