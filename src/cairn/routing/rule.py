@@ -50,9 +50,9 @@ class RoutingOptions:
     crowded; what only such replicas have is copied without that price.
     `balance_cost`: what each token costs that a replica would have computed, with this prompt, beyond `balance_slack`
     times the mean, both with a half-life of `balance_seconds`.
-    `near_tie_tokens`, `near_tie_share`: costs that differ by no more than so many tokens, or than this share of the
-    lowest, are the same; of those the one with the shortest wait is taken, and then the one that has computed least, in
-    steps of `balance_step` times the mean.
+    `near_tie_tokens`, `near_tie_share`: costs that differ by no more than so many tokens, or than this share of what
+    the best replica would compute, are the same; of those the one with the shortest wait is taken, and then the one
+    that has computed least, in steps of `balance_step` times the mean.
     `max_blocks`, `routed_seconds`: of the index. `max_sessions`: how many are remembered.
     `prefill_seconds`: a prefill whose end nobody has reported is over by then.
     """
@@ -184,9 +184,9 @@ class RoutingRule:
         stays = rows.number_of.get(self._sessions.get(request.session or "", ""))
         if stays is not None:
             cost[stays] -= options.session_cost
-        least = cost.min()
-        near_tie = max(options.near_tie_tokens, options.near_tie_share * least)
-        ties = np.flatnonzero(cost <= least + near_tie)
+        best = int(cost.argmin())
+        near_tie = max(options.near_tie_tokens, options.near_tie_share * lacking[best])
+        ties = np.flatnonzero(cost <= cost[best] + near_tie)
         if len(ties) > 1:
             load = np.floor((wait + excess)[ties] / near_tie)
             work = np.floor(computed[ties] / max(options.near_tie_tokens, options.balance_step * computed.mean()))
