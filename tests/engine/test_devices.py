@@ -8,7 +8,7 @@ import torch
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.config import KvTransferConfig
-from cairn.engine.devices import Device, choose_device, measure_room
+from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_room
 from cairn.engine.sizing import choose_memory_sizes, least_pages
 from cairn.errors import ConfigError
 from cairn.kernels import staging
@@ -18,6 +18,9 @@ from cairn.models.registry import open_model
 from engine.test_sizing import GIB, LAYOUT, FakeMachine
 
 OPEN = EngineConfig(model="m", kv_cache_memory_bytes=None, max_num_seqs=None, device="cuda")
+
+
+GPU = Device("cuda", torch.device("cuda"))
 
 
 class FakeMemory:
@@ -71,7 +74,7 @@ def test_what_the_machine_lacks_is_said_before_weights_are_read(tiny_model, tmp_
 def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_model, monkeypatch):
     opened = open_model(tiny_model)
     model, layout = opened.build(exact=False), opened.layout(16)
-    config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "gpu_memory_utilization": 0.5})
+    config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "gpu_memory_utilization": 0.5, "max_num_seqs": 2})
     ran = []
     forward = Model.forward
 
@@ -80,11 +83,25 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
         return forward(model, batch, memory)
 
     monkeypatch.setattr(Model, "forward", counted)
-    memory = FakeMemory(taken=20, total=1000, step=7)
-    assert measure_room(config, model, layout, memory).available_memory() == 500 - 20 - 7
+    logits = 2 * model.vocab_size * 8
+    memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=7)
+    assert measure_room(config, model, layout, memory).available_memory() == 1000 - 20 - 7
     assert ran == [100] and memory.calls == ["start", "peak", "free"]
-    with pytest.raises(ConfigError, match=r"--gpu-memory-utilization 0\.5 of 1000 bytes is 500; 493 are taken"):
-        measure_room(config, model, layout, FakeMemory(taken=493, total=1000, step=7))
+    with pytest.raises(
+        ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
+    ):
+        measure_room(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=7))
+
+
+def test_too_little_memory_is_said_and_not_on_the_cpu():
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...")
+    with (
+        pytest.raises(ConfigError, match=r"does not suffice \(CUDA out of memory\): free it"),
+        explain_out_of_memory(GPU),
+    ):
+        raise error
+    with pytest.raises(torch.OutOfMemoryError), explain_out_of_memory(Device()):
+        raise error
 
 
 def test_all_that_a_gpu_has_left_is_pool_and_states():

@@ -14,7 +14,7 @@ from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core
-from cairn.engine.devices import CudaMemory, Device, choose_device, measure_room
+from cairn.engine.devices import CudaMemory, Device, choose_device, explain_out_of_memory, measure_room
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
@@ -68,15 +68,17 @@ def build_core(
     device = choose_device(config, opened)
     model = None
     if device.is_gpu:
-        model = opened.build(exact=False, backend=device.backend, device=device.place)
-        room = measure_room(config, model, layout, CudaMemory(device.place))
+        with explain_out_of_memory(device):
+            model = opened.build(exact=False, backend=device.backend, device=device.place)
+            room = measure_room(config, model, layout, CudaMemory(device.place))
         sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
     else:
         sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), machine)
     info = _plain_info(config, opened, layout, placement, sizes)
     num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
-    ranks = _build_ranks(config, opened, layout, info, observe, device, model)
+    with explain_out_of_memory(device):
+        ranks = _build_ranks(config, opened, layout, info, observe, device, model)
     transfer = None
     if config.kv_transfer is not None:
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)

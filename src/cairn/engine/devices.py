@@ -1,6 +1,8 @@
 """What a server computes on: the CPU, or an NVIDIA GPU through the CUDA kernels."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -9,6 +11,7 @@ import torch
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig
+from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
 from cairn.kernels.cuda_support import check_device
 from cairn.layers.model import Model
@@ -116,10 +119,12 @@ def measure_room(config: EngineConfig, model: Model, layout: CacheLayout, memory
     step_bytes = _step_bytes(config, model, layout, memory)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
-    left = usable - (total - free) - step_bytes
+    # as float32, and once more while tokens are drawn from them; all else in drawing is done in bounded groups
+    logits_bytes = (config.max_num_seqs or MOST_SEQS_ON_GPU) * model.vocab_size * 8
+    left = usable - (total - free) - step_bytes - logits_bytes
     told = (
         f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {usable}; {total - free} are "
-        f"taken, and a step of {config.max_num_batched_tokens} tokens takes {step_bytes}"
+        f"taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, and logits take {logits_bytes}"
     )
     if left <= 0:
         raise ConfigError(
@@ -132,23 +137,31 @@ def measure_room(config: EngineConfig, model: Model, layout: CacheLayout, memory
 def _step_bytes(config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory) -> int:
     """The most that a prefill step of --max-num-batched-tokens takes besides the pool."""
     num_tokens = config.max_num_batched_tokens
-    runner = Runner(model, layout, layout.pages_for(num_tokens), 1, exact=False)
-    try:
-        memory.start_peak()
-        runner.launch(_largest_step(layout, num_tokens))
-        runner.draw(0, {})
-        runner.collect(0)
-        return memory.peak_growth()
-    finally:
-        runner.close()
-
-
-def _largest_step(layout: CacheLayout, num_tokens: int) -> StepPlan:
     pages: Pages = np.arange(layout.pages_for(num_tokens), dtype=np.int32)
-    slot = np.zeros(1, np.int32)
-    return StepPlan(
+    plan = StepPlan(
         0,
-        admits=(Admit(0, tuple(pages for _ in layout.groups), SamplingParams(temperature=0.0)),),
+        admits=(Admit(0, tuple(pages for _ in layout.groups), SamplingParams(temperature=1.0, top_p=0.9, seed=0)),),
         prefills=(PrefillRow(0, 0, np.zeros(num_tokens, np.int64), 0),),
-        samples=Samples(slot, np.array([num_tokens], np.int32), np.zeros(1, np.bool_)),
+        samples=Samples(np.zeros(1, np.int32), np.array([num_tokens], np.int32), np.zeros(1, np.bool_)),
     )
+    runner = Runner(model, layout, len(pages), 1, exact=False)
+    memory.start_peak()
+    runner.launch(plan)
+    runner.draw(0, {})
+    runner.collect(0)
+    return memory.peak_growth()
+
+
+@contextmanager
+def explain_out_of_memory(device: Device) -> Iterator[None]:
+    """Raises ConfigError where a GPU's memory does not suffice for what is loaded or allocated inside."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if not device.is_gpu:
+            raise
+        reason = str(error).partition(". ")[0]
+        raise ConfigError(
+            f"--device cuda: the GPU's memory does not suffice ({reason}): free it, lower --max-num-batched-tokens, "
+            "--max-num-seqs or --kv-cache-memory-bytes, or take a larger one; `cairn check MODEL --gpu NAME` counts"
+        ) from error

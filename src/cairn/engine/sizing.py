@@ -29,7 +29,10 @@ class _Defaults:
 _HOST = _Defaults(0.4, 8 << 30, 64)
 """Two servers that are started at the same moment still fit."""
 
-_GPU = _Defaults(1.0, None, 256)
+MOST_SEQS_ON_GPU = 256
+"""Unless asked for more."""
+
+_GPU = _Defaults(1.0, None, MOST_SEQS_ON_GPU)
 
 _STATES_SHARE = 0.1
 _TOKENS_PER_SEQ = 1024
