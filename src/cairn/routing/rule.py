@@ -15,7 +15,7 @@ bottleneck: what it has cached may be kept a second time at no extra price, for 
 
 What each term gains in a simulated fleet is told in docs/benchmarks.md. The price of keeping a token a second time is
 what matters most: with 0 prompts move, are computed again, make others wait, and those move; on chats with 8 replicas
-the fleet has 90.8 % of one large cache's hits then, and 98.4 % with 8.
+the fleet has 90.8 % of one large cache's hits then, and 98 % with 8.
 """
 
 import json
