@@ -14,6 +14,7 @@ decode    429, 5xx, time-out, broken connection before the first byte: the next 
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import msgspec
@@ -32,7 +33,7 @@ from cairn.proxy.protocol import (
 )
 from cairn.proxy.relay import ClientResponse
 from cairn.proxy.service import ProxyService
-from cairn.proxy.stream_inspector import StreamInspector
+from cairn.proxy.stream_inspector import AnswerRecorder, AnswerSummary, StreamInspector
 from cairn.proxy.upstream import Headers, Upstream, UpstreamError, UpstreamResponse, read_all
 from cairn.routing.rule import RoutedRequest
 
@@ -233,31 +234,24 @@ class RequestForwarder:
         service, length = self._service, response.header(b"content-length")
         stream = response.header(b"content-type").startswith(b"text/event-stream")
         inspector = StreamInspector(stream, int(length) if length.isdigit() else None)
+        recorder = AnswerRecorder(inspector, partial(self._record_answer, upstream))
         service.decode.record_prefilled(upstream, self._request)
         service.metrics.first_byte_seconds.observe(service.clock.now() - self._arrival)
         unbuffered = [(b"x-accel-buffering", b"no")] if stream else []
         await client.start(response.status, [*response.headers, *unbuffered])
-        chunk, stored = first, False
+        chunk = first
         while chunk is not None:
-            inspector.feed(chunk)
-            # Before the last bytes go out: the client's next turn may be quicker than the end of this connection.
-            if inspector.done and not stored:
-                stored = True
-                self._record_answer(inspector, upstream)
+            recorder.feed(chunk)
             await client.write(chunk)
             chunk = await anext(chunks, None)
-        if not stored:
-            self._record_answer(inspector, upstream)
+        recorder.finish()
         await client.end()
 
-    def _record_answer(self, inspector: StreamInspector, upstream: Upstream) -> None:
+    def _record_answer(self, upstream: Upstream, answer: AnswerSummary) -> None:
         """Remember where the pages of this conversation are, and its answer if that is stored."""
-        answer = inspector.summarize()
         if answer.response_id is not None:
             self._service.response_owners.store(answer.response_id, upstream.url)
-        digest = None if answer.hint is None or self._digests is None else self._digests.add_answer(answer)
-        if digest is not None and answer.hint is not None:
-            self._service.hints.store(digest, answer.hint)
+        if self._service.hints.store_answer(self._digests, answer):
             self._service.metrics.hints_stored.inc()
 
     def _drop_handover(self, upstream: Upstream | None, reason: str) -> None:

@@ -149,6 +149,14 @@ class HintCache:
         while len(self._hints) > self._max_hints:
             self._hints.popitem(last=False)
 
+    def store_answer(self, digests: PrefixDigests | None, answer: AnswerSummary) -> bool:
+        """Store the hint of an answer to this prompt; returns whether there was one. Nothing may be added to `digests`
+        afterwards."""
+        if digests is None or answer.hint is None or (digest := digests.add_answer(answer)) is None:
+            return False
+        self.store(digest, answer.hint)
+        return True
+
     def find(self, digests: Sequence[bytes]) -> msgspec.Raw | None:
         """The unexpired hint of the longest prefix that has one."""
         for digest in reversed(digests) if self._hints else ():

@@ -1,5 +1,6 @@
 """Reads an answer while it passes through: its text and token ids, and the hint where its pages can be claimed."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import msgspec
@@ -165,6 +166,27 @@ class StreamInspector:
             self._token_ids = None if text else self._token_ids
         elif self._token_ids is not None and all(abs(token) <= _MAX_INT64 for token in choice.token_ids):
             self._token_ids += choice.token_ids
+
+
+class AnswerRecorder:
+    """Reads an answer as it passes, and calls `record` once: when its text is complete, or else at its end."""
+
+    def __init__(self, inspector: StreamInspector, record: Callable[[AnswerSummary], None]) -> None:
+        self._inspector = inspector
+        self._record: Callable[[AnswerSummary], None] | None = record
+
+    def feed(self, data: bytes) -> None:
+        """To be called before the data goes out: the client's next turn may be quicker than the end of this answer."""
+        if self._record is not None:
+            self._inspector.feed(data)
+            if self._inspector.done:
+                self.finish()
+
+    def finish(self) -> None:
+        """There is no more data."""
+        if self._record is not None:
+            self._record(self._inspector.summarize())
+            self._record = None
 
 
 def _blocks_of(chunk: _Chunk) -> tuple[_Block, ...]:

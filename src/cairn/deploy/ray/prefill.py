@@ -69,10 +69,9 @@ class PrefillPool:
         handed = None if handover is None else _with_body(request, decode_body(body, handover))
         return Prefilled(plain, handed, digests)
 
-    def record_answer(self, digests: PrefixDigests, answer: AnswerSummary) -> None:
+    def record_answer(self, digests: PrefixDigests | None, answer: AnswerSummary) -> None:
         """A decode replica has answered this prompt."""
-        if answer.hint is not None and (digest := digests.add_answer(answer)) is not None:
-            self._hints.store(digest, answer.hint)
+        self._hints.store_answer(digests, answer)
 
     async def _compute(
         self, request: RelayedRequest, body: Body, prompt: RoutedRequest, digests: list[bytes]

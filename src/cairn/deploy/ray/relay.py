@@ -23,7 +23,7 @@ from cairn.http.error_responses import RESPONSES_PATH, ClientDisconnected, error
 from cairn.proxy.protocol import parse_body, refuses_params, stored_response_of
 from cairn.proxy.relay import ClientResponse, Relay
 from cairn.proxy.response_owners import ResponseOwners
-from cairn.proxy.stream_inspector import AnswerSummary, StreamInspector
+from cairn.proxy.stream_inspector import AnswerRecorder, AnswerSummary, StreamInspector
 from cairn.routing.rule import RoutedRequest
 
 _REQUEST_ID = b"x-request-id"
@@ -159,7 +159,7 @@ class RequestRelay:
             return await client.send_whole(refusal.status, _own_headers(refusal, has_id), refusal.body)
         raise Overloaded(f"no replica could answer: try again later; the last one: {failure}")
 
-    def _recorder(self, prefilled: Prefilled, head: AnswerHead, name: str) -> "_AnswerRecorder | None":
+    def _recorder(self, prefilled: Prefilled, head: AnswerHead, name: str) -> AnswerRecorder | None:
         """Remembers which replica has a response that may be stored, and where the pages of an answer are whose prompt
         was handed over."""
         digests, is_response = prefilled.digests, prefilled.plain.path == RESPONSES_PATH
@@ -169,27 +169,11 @@ class RequestRelay:
         def record(answer: AnswerSummary) -> None:
             if answer.response_id is not None:
                 self._owners.store(answer.response_id, name)
-            if self._prefill is not None and digests is not None:
+            if self._prefill is not None:
                 self._prefill.record_answer(digests, answer)
 
         kind = next((value for key, value in head.headers if key == b"content-type"), b"")
-        return _AnswerRecorder(StreamInspector(kind.startswith(b"text/event-stream")), record)
-
-
-class _AnswerRecorder:
-    """Reads an answer as it passes, and records it once."""
-
-    def __init__(self, inspector: StreamInspector, record: Callable[[AnswerSummary], None]) -> None:
-        self._inspector = inspector
-        self._record: Callable[[AnswerSummary], None] | None = record
-
-    def feed(self, data: bytes, is_last: bool) -> None:
-        """To be called before the data goes out: the client's next turn may be quicker than the end of this call."""
-        if self._record is not None:
-            self._inspector.feed(data)
-            if is_last or self._inspector.done:
-                self._record(self._inspector.summarize())
-                self._record = None
+        return AnswerRecorder(StreamInspector(kind.startswith(b"text/event-stream")), record)
 
 
 async def _pass_through(
@@ -197,10 +181,12 @@ async def _pass_through(
     chunks: AsyncGenerator[AnswerHead | bytes, None],
     client: ClientResponse,
     has_id: bool,
-    recorder: _AnswerRecorder | None,
+    recorder: AnswerRecorder | None,
 ) -> None:
     if recorder is not None:
-        recorder.feed(head.body, head.complete)
+        recorder.feed(head.body)
+        if head.complete:
+            recorder.finish()
     await client.start(head.status, _own_headers(head, has_id))
     if head.body:
         await client.write(head.body)
@@ -208,10 +194,10 @@ async def _pass_through(
         async for chunk in chunks:
             assert isinstance(chunk, bytes)
             if recorder is not None:
-                recorder.feed(chunk, False)
+                recorder.feed(chunk)
             await client.write(chunk)
         if recorder is not None:
-            recorder.feed(b"", True)
+            recorder.finish()
     await client.end()
 
 
