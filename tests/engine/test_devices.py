@@ -15,7 +15,7 @@ from cairn.kernels import staging
 from cairn.kernels.staging import Readback
 from cairn.layers.model import Model
 from cairn.models.registry import open_model
-from engine.test_sizing import GIB, LAYOUT, FakeMachine
+from engine.test_sizing import GIB, LAYOUT
 
 OPEN = EngineConfig(model="m", kv_cache_memory_bytes=None, max_num_seqs=None, device="cuda")
 
@@ -85,7 +85,7 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     monkeypatch.setattr(Model, "forward", counted)
     logits = 2 * model.vocab_size * 8
     memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=7)
-    assert measure_room(config, model, layout, memory).available_memory() == 1000 - 20 - 7
+    assert measure_room(config, model, layout, memory) == 1000 - 20 - 7
     assert ran == [100] and memory.calls == ["start", "peak", "free"]
     with pytest.raises(
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
@@ -105,16 +105,16 @@ def test_too_little_memory_is_said_and_not_on_the_cpu():
 
 
 def test_all_that_a_gpu_has_left_is_pool_and_states():
-    found = choose_memory_sizes(OPEN, LAYOUT, 0, FakeMachine(available=40 * GIB), on_gpu=True)
+    found = choose_memory_sizes(OPEN, LAYOUT, 0, 40 * GIB, on_gpu=True)
     states = found.max_num_seqs * LAYOUT.checkpoint_bytes
     assert found.max_num_seqs == 256
     assert 0.85 * 40 * GIB < found.kv_cache_memory_bytes + states <= 40 * GIB
     few = OPEN.model_copy(update={"max_num_seqs": 4})
-    found = choose_memory_sizes(few, LAYOUT, 0, FakeMachine(available=40 * GIB), on_gpu=True)
+    found = choose_memory_sizes(few, LAYOUT, 0, 40 * GIB, on_gpu=True)
     assert found.kv_cache_memory_bytes == 40 * GIB - 4 * LAYOUT.checkpoint_bytes
     with pytest.raises(ConfigError, match="does not fit into memory"):
         too_small = least_pages(LAYOUT) * LAYOUT.page_bytes - 1
-        choose_memory_sizes(few, LAYOUT, 0, FakeMachine(available=too_small), on_gpu=True)
+        choose_memory_sizes(few, LAYOUT, 0, too_small, on_gpu=True)
 
 
 class Event:

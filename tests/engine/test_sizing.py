@@ -40,7 +40,7 @@ class FakeMachine:
 
 
 def sizes(config=OPEN, available=10 * GIB, weights=0, layout=LAYOUT):
-    found = choose_memory_sizes(config, layout, weights, FakeMachine(available=available))
+    found = choose_memory_sizes(config, layout, weights, available)
     return found.kv_cache_memory_bytes, found.max_num_seqs
 
 

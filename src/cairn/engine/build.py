@@ -73,7 +73,8 @@ def build_core(
             room = measure_room(config, model, layout, CudaMemory(device.place))
         sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
     else:
-        sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), machine)
+        available = (machine or Machine()).available_memory()
+        sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), available)
     info = _plain_info(config, opened, layout, placement, sizes)
     num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))

@@ -102,19 +102,9 @@ class CudaMemory:
         return int(torch.cuda.max_memory_allocated(self._device)) - self._start
 
 
-@dataclass(frozen=True, slots=True)
-class DeviceRoom:
-    """What a loaded model leaves of a GPU: a `Machine` as far as `choose_memory_sizes` asks one."""
-
-    left: int
-
-    def available_memory(self) -> int:
-        return self.left
-
-
-def measure_room(config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory) -> DeviceRoom:
-    """What --gpu-memory-utilization leaves for pool and running states beside the loaded model, other processes, and
-    the largest step, which is carried out once to see what it takes. Logged. Raises ConfigError where nothing is
+def measure_room(config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory) -> int:
+    """Bytes that --gpu-memory-utilization leaves for pool and running states beside the loaded model, other processes,
+    and the largest step, which is carried out once to see what it takes. Logged. Raises ConfigError where nothing is
     left."""
     step_bytes = _step_bytes(config, model, layout, memory)
     free, total = memory.free_and_total()
@@ -131,7 +121,7 @@ def measure_room(config: EngineConfig, model: Model, layout: CacheLayout, memory
             f"{told}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, or free the GPU"
         )
     logger.info("%s: %d are left", told, left)
-    return DeviceRoom(left)
+    return left
 
 
 def _step_bytes(config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory) -> int:

@@ -6,7 +6,6 @@ A size that was asked for is taken, or refused where it cannot work; it is never
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig
@@ -101,27 +100,21 @@ def least_pages(layout: CacheLayout) -> int:
     return layout.pages_per_checkpoint + layout.pages_for(LEAST_TOKENS) + len(layout.groups)
 
 
-class AvailableMemory(Protocol):
-    """What is divided: a `Machine`'s, or what is left of a GPU's."""
-
-    def available_memory(self) -> int | None: ...
-
-
 def choose_memory_sizes(
     config: EngineConfig,
     layout: CacheLayout,
     fixed_bytes: int,
-    machine: AvailableMemory | None = None,
+    available: int | None,
     on_gpu: bool = False,
 ) -> MemorySizes:
-    """What `config` says, or what fits the memory that is available before anything is loaded. Logged.
+    """What `config` says, or what fits the `available` bytes of memory; None where nothing tells how many. Logged.
 
     `layout`: of one rank. `fixed_bytes`: the weights, and all else that all ranks together will have besides pool and
     running states. `on_gpu`: the memory is nobody else's, and all of it is taken.
 
     Raises ConfigError where what was asked for, or the least that can serve, does not fit.
     """
-    available = (machine or Machine()).available_memory()
+    defaults = _GPU if on_gpu else _HOST
     slot_bytes = layout.checkpoint_bytes * config.tensor_parallel_size
     states = slot_bytes * (config.max_num_seqs or 1)
     if available is None:
@@ -131,11 +124,11 @@ def choose_memory_sizes(
         told = f"{_size(available)} available, {_size(fixed_bytes)} of weights, {_size(states)} of running states"
     if on_gpu and room is not None and config.max_num_seqs is None:
         room = int((1 - _STATES_SHARE) * (room + states))
-    pool = _pool_bytes(config, layout, room, told, _GPU if on_gpu else _HOST)
+    pool = _pool_bytes(config, layout, room, told, defaults)
     num_seqs = config.max_num_seqs
     if num_seqs is None:
         most_states = None if room is None else int(_STATES_SHARE * room) // max(1, slot_bytes)
-        num_seqs = _num_seqs(config, layout, pool, most_states, _GPU if on_gpu else _HOST)
+        num_seqs = _num_seqs(config, layout, pool, most_states, defaults)
     else:
         logger.info("--max-num-seqs %d: as asked", num_seqs)
     return MemorySizes(kv_cache_memory_bytes=pool, max_num_seqs=num_seqs)

@@ -93,9 +93,7 @@ class Readback:
 
     def __init__(self) -> None:
         self._entries: list[ReadbackArray] = []
-        self._copied: list[Tensor] = []
         self._moved: Tensor | None = None
-        self._sizes: list[int] = []
         self._event: torch.cuda.Event | None = None
 
     def add(self, tensor: Tensor) -> ReadbackArray:
@@ -107,11 +105,9 @@ class Readback:
         """One copy of everything that was added; none of what is on the host already."""
         tensors = [entry.tensor for entry in self._entries]
         if all(tensor.device.type == "cpu" for tensor in tensors):
-            self._copied = tensors
             return
         flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         whole = torch.cat(flat) if len(flat) > 1 else flat[0]
-        self._sizes = [part.numel() for part in flat]
         if whole.device.type == "cuda":
             # The host goes on, and plans the next step: `wait` is where it needs the numbers.
             self._moved = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
@@ -125,13 +121,14 @@ class Readback:
         """Waits until the copy is complete. Raises EngineDead when the device has not made it in time."""
         if self._event is not None:
             self._wait_event(self._event)
+        tensors = [entry.tensor for entry in self._entries]
         if self._moved is not None:
+            parts = torch.split(self._moved, [tensor.nbytes for tensor in tensors])
             # A copy of its own begins where its numbers may begin.
-            self._copied = [
-                part.clone().view(entry.tensor.dtype).view(entry.tensor.shape)
-                for part, entry in zip(torch.split(self._moved, self._sizes), self._entries, strict=True)
+            tensors = [
+                part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
             ]
-        for entry, tensor in zip(self._entries, self._copied, strict=True):
+        for entry, tensor in zip(self._entries, tensors, strict=True):
             entry.array = tensor.numpy()
 
     @staticmethod

@@ -177,7 +177,8 @@ class RoutingRule:
         wait = rows.reported + rows.pending
         computed = rows.computed / self._scale(now)
         lacking = request.num_tokens - matched
-        excess = np.maximum(computed + lacking - options.balance_slack * computed.mean(), 0.0) * options.balance_cost
+        mean = computed.mean()
+        excess = np.maximum(computed + lacking - options.balance_slack * mean, 0.0) * options.balance_cost
         crowded = rows.num_open > options.crowd_slack + options.crowd_factor * rows.num_open.mean()
         elsewhere = np.where(crowded, 0.0, matched).max()
         cost = wait + excess + lacking + rows.copy_cost * np.maximum(elsewhere - matched, 0.0)
@@ -189,7 +190,7 @@ class RoutingRule:
         ties = np.flatnonzero(cost <= cost[best] + near_tie)
         if len(ties) > 1:
             load = np.floor((wait + excess)[ties] / near_tie)
-            work = np.floor(computed[ties] / max(options.near_tie_tokens, options.balance_step * computed.mean()))
+            work = np.floor(computed[ties] / max(options.near_tie_tokens, options.balance_step * mean))
             ties = ties[np.lexsort((_rendezvous(rows.seeds[ties], self._request_seed(request)), work, load))]
         order = ties
         if limit is None or limit > len(ties):
@@ -302,8 +303,9 @@ class _Rows:
             self._numbers = np.array([index.num_numbers if number is None else number for number in known], np.intp)
             self._num_changes = index.num_changes
         block_size = request.block_ends
-        resolution = max(1, int(precision // block_size)) if isinstance(block_size, int) else 1
-        resolution = max(resolution, len(request.block_hashes) // _PARTS_OF_PROMPT)
+        resolution = max(1, len(request.block_hashes) // _PARTS_OF_PROMPT)
+        if isinstance(block_size, int):
+            resolution = max(resolution, int(precision // block_size))
         matches = index.matched_masks(request.block_hashes, resolution)
         # who has more blocks has the fewer, too, so it is enough to know in how many masks a replica is
         num_matches = count_masks([mask for _, mask in matches], index.num_numbers + 1)
