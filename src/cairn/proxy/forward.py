@@ -157,10 +157,11 @@ class RequestForwarder:
         with service.count_open(service.prefill, upstream, self._request):
             async with upstream.abort_if_down(lambda: True):
                 response = await self._post_prefill(upstream, hint)
-                if hint is not None and _is_about_params(response):
+                if hint is not None and refuses_params(response.status, response.content):
                     service.hints.remove(hint, digests)
                     response = await self._post_prefill(upstream, None)
-        if 400 <= response.status < 500 and response.status != _FULL and not _is_about_params(response):
+        is_own = refuses_params(response.status, response.content)
+        if 400 <= response.status < 500 and response.status != _FULL and not is_own:
             raise _ClientError(response)
         if response.status != 200:
             raise UpstreamError(f"it answers with {response.status}", kind="status")
@@ -215,7 +216,7 @@ class RequestForwarder:
                 first: bytes | None
                 if self._handover is not None and response.status in _REFERENCE_REFUSALS:
                     first = await read_all(chunks, max_bytes)
-                    if response.status == _TOO_LARGE or refuses_params(first):
+                    if response.status == _TOO_LARGE or refuses_params(response.status, first):
                         self._drop_handover(self._prefill_upstream, f"refused with {response.status} by {upstream.url}")
                         return None
                 else:
@@ -265,7 +266,3 @@ class RequestForwarder:
     def _set_decode_only(self, reason: str) -> None:
         self._decode_only = True
         self._service.metrics.decode_only.labels(reason).inc()
-
-
-def _is_about_params(response: UpstreamResponse) -> bool:
-    return response.status in (400, 422) and refuses_params(response.content)

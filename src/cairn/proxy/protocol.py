@@ -186,8 +186,11 @@ def handover_of(answer: bytes) -> msgspec.Raw | None:
     return params if given else None
 
 
-def refuses_params(content: bytes) -> bool:
-    """Whether a server's refusal is about `kv_transfer_params`, of which the client has sent none that went through."""
+def refuses_params(status: int, content: bytes) -> bool:
+    """Whether a server's answer is a refusal of `kv_transfer_params`, of which the client has sent none that went
+    through."""
+    if status not in (400, 422):
+        return False
     try:
         param = msgspec.json.decode(content, type=_WithError).error.param
     except (msgspec.DecodeError, RecursionError):

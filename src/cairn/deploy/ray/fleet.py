@@ -56,6 +56,8 @@ class Fleet:
             if report != self._reports.get(name):
                 self._reports[name], self._loads[name] = report, report.load(self._own_tokens(name))
                 self._follow(name, report)
+        # In the router's order: then `rank` need not look them up one by one.
+        self._loads = {name: self._loads[name] for name in reports}
 
     def remove(self, name: str) -> None:
         """This replica is gone."""
@@ -67,7 +69,9 @@ class Fleet:
 
     def rank(self, request: RoutedRequest, names: Sequence[str], last: Sequence[str], first: str | None) -> list[str]:
         """The best first; those named in `last` behind all others, and before them `first`."""
-        loads = {name: self._loads.get(name, _UNKNOWN) for name in names}
+        loads = self._loads
+        if list(loads) != list(names):
+            loads = {name: loads.get(name, _UNKNOWN) for name in names}
         ranked = self.rule.rank(request, loads, self._clock.now())
         if not last and first is None:
             return ranked

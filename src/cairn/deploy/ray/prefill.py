@@ -95,7 +95,7 @@ class PrefillPool:
                         assert isinstance(item, bytes)
                         parts.append(item)
                 head = replace(head, body=b"".join(parts), complete=True)
-                if head.status in (400, 422) and refuses_params(head.body):
+                if refuses_params(head.status, head.body):
                     if hint is None:
                         return None
                     self._hints.remove(hint, digests)

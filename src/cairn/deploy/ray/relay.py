@@ -206,7 +206,7 @@ async def _read_nothing(path: str, content: bytes) -> RoutedRequest:
 
 
 def _refuses_handover(head: AnswerHead) -> bool:
-    return head.complete and (head.status == 413 or (head.status in (400, 422) and refuses_params(head.body)))
+    return head.complete and (head.status == 413 or refuses_params(head.status, head.body))
 
 
 def _stored_response(request: RelayedRequest) -> str:
