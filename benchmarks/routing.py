@@ -43,6 +43,7 @@ from rich.table import Table
 from cairn.cache.layout import CacheLayout
 from cairn.replay.layouts import layout_for
 from cairn.replay.traces import Trace, read_trace
+from cairn.routing.index import PrefixIndex
 from cairn.routing.rule import RoutingOptions
 
 __all__ = ["imbalance", "main", "simulate", "single_cache"]
@@ -213,7 +214,8 @@ class Study:
             since = time.monotonic()
             if rule == SHARED_CACHE:
                 options = dataclasses.replace(options, shares_cache=True, load_period=0.0)
-            fleet = Fleet(options, make_router(rule, arguments.seed, self._options), trace.unit)
+            index = PrefixIndex(arguments.max_blocks, max_sample_every=arguments.max_sample_every)
+            fleet = Fleet(options, make_router(rule, arguments.seed, self._options, index), trace.unit)
             task = self._progress.add_task(f"{trace.name} {rule}, {replicas} replicas", total=len(repeated))
             _, figures = simulate(
                 repeated,
@@ -233,6 +235,7 @@ class Study:
         return {
             "rule": rule,
             "options": arguments.set if rule == SHIPPED else {},
+            "index": [arguments.max_blocks, arguments.max_sample_every] if rule == SHIPPED else [],
             "offered": arguments.utilization,
             "server": [arguments.prefill_speed, arguments.decode_ms, arguments.max_running],
             "delays": [arguments.event_delay, arguments.load_period],
@@ -321,11 +324,12 @@ def draw_line(axes: Any, rows: list[Row], measure: str, label: str) -> None:
 
 def option(text: str) -> tuple[str, float]:
     name, _, value = text.partition("=")
-    names = [each.name for each in dataclasses.fields(RoutingOptions)]
+    defaults = dataclasses.asdict(RoutingOptions())
+    names = list(defaults)
     try:
         if name not in names:
             raise ValueError(name)
-        return name, float(value)
+        return name, type(defaults[name])(value)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=NUMBER with a name of {', '.join(names)}") from None
 
@@ -364,6 +368,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--decode-ms", type=delay, default=10.0, help="a token: %(default)s")
     parser.add_argument("--max-running", type=whole, default=64, help="requests of a replica: %(default)s")
     parser.add_argument("--event-delay", type=delay, default=0.1, help="seconds: %(default)s")
+    parser.add_argument("--max-blocks", type=whole, default=1 << 20, help="of the index: %(default)s")
+    parser.add_argument("--max-sample-every", type=whole, default=8, help="of its blocks one of so many: %(default)s")
     parser.add_argument("--load-period", type=delay, default=1.0, help="seconds between reports: %(default)s")
     parser.add_argument("--set", type=option, action="append", default=[], metavar="NAME=NUMBER", help="routing option")
     add_output_flags(parser)

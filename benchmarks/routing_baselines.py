@@ -117,9 +117,9 @@ class ShippedRule:
 
     uses_index = True
 
-    def __init__(self, options: RoutingOptions) -> None:
-        self._index = PrefixIndex(options.max_blocks, options.routed_seconds)
-        self._rule = RoutingRule(options, self._index)
+    def __init__(self, options: RoutingOptions, index: PrefixIndex) -> None:
+        self._index = index
+        self._rule = RoutingRule(options, index)
         self.record_routed = self._rule.record_routed
         self.record_prefilled = self._rule.record_prefilled
         self.record_finished = self._rule.record_finished
@@ -144,10 +144,12 @@ BASELINES: Mapping[str, Callable[[int], Baseline]] = MappingProxyType(
 )
 
 
-def make_router(name: str, seed: int, options: RoutingOptions) -> Baseline | ShippedRule:
-    """Raises SystemExit for an unknown name."""
+def make_router(
+    name: str, seed: int, options: RoutingOptions, index: PrefixIndex | None = None
+) -> Baseline | ShippedRule:
+    """`index`: the shipped rule's, one of its own unless given. Raises SystemExit for an unknown name."""
     if name == SHIPPED:
-        return ShippedRule(options)
+        return ShippedRule(options, index or PrefixIndex())
     if name == SHARED_CACHE:
         return LeastWork(seed)
     known = (SHIPPED, *BASELINES, SHARED_CACHE)

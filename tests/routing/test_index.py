@@ -1,5 +1,7 @@
 """Which replica has which block: events, routed prompts, age and bounds."""
 
+import random
+
 import pytest
 
 from cairn.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -146,3 +148,50 @@ def test_it_tells_its_size():
 def test_bounds_that_are_none_are_refused(max_blocks, seconds, name):
     with pytest.raises(ValueError, match=name):
         PrefixIndex(max_blocks, seconds)
+
+
+@pytest.mark.parametrize("sample_every", [0, 3, -2])
+def test_a_sample_is_one_of_a_power_of_two(sample_every):
+    with pytest.raises(ValueError, match="max_sample_every"):
+        PrefixIndex(10, max_sample_every=sample_every)
+
+
+@pytest.mark.parametrize("resolution", [1, 3, 64])
+@pytest.mark.parametrize("sample_every", [2, 8])
+def test_a_full_index_knows_each_replica_up_to_the_last_sampled_block_it_has(sample_every, resolution):
+    rng = random.Random(sample_every)
+    prompt = [rng.getrandbits(64) - (1 << 63) for _ in range(200)]
+    sampled = [number for number, block_hash in enumerate(prompt) if block_hash % sample_every == 0]
+    index = PrefixIndex(2 * len(sampled), max_sample_every=sample_every)
+    depths = {"all": 200, "none": 0} | {f"r{number}": rng.randrange(201) for number in range(20)}
+    for name, depth in depths.items():
+        index.apply(name, stored(*prompt[: depth // 3]))
+        index.apply(name, stored(*prompt[depth // 3 : depth]))
+        index.add_routed(name, prompt[: depth // 2], 0.0)
+        index.audit()
+    assert index.sample_every == sample_every
+    found = dict.fromkeys(depths, 0)
+    for matched, mask in index.matched_masks(prompt, resolution):
+        found |= {name: matched for name in index.replicas if mask >> index.number(name) & 1}
+    looked_at = [*range(resolution - 1, 199, resolution), 199]
+    seen = {max((one for one in sampled if one <= place), default=-1) for place in looked_at}
+    for name, depth in depths.items():
+        assert index.matched_by(name, prompt) == max((one + 1 for one in sampled if one < depth), default=0)
+        assert found[name] == max((one + 1 for one in seen if one < depth), default=0)
+    for name, depth in depths.items():
+        index.apply(name, BlockRemoved(tuple(reversed(prompt[:depth]))))
+    index.audit()
+    assert index.num_blocks == 0
+
+
+def test_a_full_index_knows_more_prompts_where_it_samples():
+    rng = random.Random(0)
+    prompts = [[rng.getrandbits(63) for _ in range(40)] for _ in range(100)]
+    coarse, fine = PrefixIndex(800, max_sample_every=8), PrefixIndex(800)
+    for index in (coarse, fine):
+        for prompt in prompts:
+            index.apply("a", stored(*prompt))
+            index.audit()
+    assert coarse.sample_every == 8
+    assert sum(fine.matched_by("a", prompt) > 0 for prompt in prompts) <= 20
+    assert sum(coarse.matched_by("a", prompt) > 20 for prompt in prompts) >= 90

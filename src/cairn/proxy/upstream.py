@@ -15,6 +15,7 @@ import httpx
 
 from cairn.http.cookies import no_cookies
 from cairn.proxy.options import ProxyOptions
+from cairn.routing.index import PrefixIndex
 from cairn.routing.rule import ReplicaLoad, RoutedRequest, RoutingOptions, RoutingRule
 from cairn.types import Clock
 
@@ -213,7 +214,7 @@ class UpstreamPool:
         self.name = name
         self.upstreams = {url: Upstream(url) for url in urls}
         self.rule = RoutingRule(
-            RoutingOptions(running_tokens=running_tokens, max_blocks=_MAX_PREFIXES, routed_seconds=_ROUTED_SECONDS)
+            RoutingOptions(running_tokens=running_tokens), PrefixIndex(_MAX_PREFIXES, _ROUTED_SECONDS)
         )
         self._clock = clock
 

@@ -4,7 +4,8 @@
     block hash -> the replicas it was sent to          the same, in two generations that age
 
 Block hashes are chained, so a replica that has a block has all blocks before it: along a prompt the set of replicas
-only shrinks. So it is enough to look at some blocks.
+only shrinks. So it is enough to look at some blocks and, where all are too many, to keep some: those whose hash says
+so, which are the same in events and in prompts.
 """
 
 from bisect import bisect_left
@@ -27,19 +28,22 @@ _SPARE_NUMBERS = 64
 
 
 class PrefixIndex:
-    """Bounded: at `max_blocks` announced blocks those that no routed prompt has used lately go, the oldest first; of
-    blocks that were only routed there are as many more at most.
+    """Bounded: at `max_blocks` announced blocks every other one goes, down to one of `max_sample_every`, a power of
+    two, and then those that no routed prompt has used lately, the oldest first; of blocks that were only routed there
+    are as many more at most. What a replica has is known up to `sample_every` blocks, more or less.
 
     `routed_seconds`: how long a routed prompt is expected to be cached where it went, at least, unless an event says
     so or it is routed there again; at most twice as long. Single-threaded.
     """
 
-    def __init__(self, max_blocks: int, routed_seconds: float = 600.0) -> None:
-        """Raises ValueError for a bound below 1 or a time that is not positive."""
+    def __init__(self, max_blocks: int = 1 << 20, routed_seconds: float = 600.0, max_sample_every: int = 1) -> None:
+        """Raises ValueError for a bound below 1, a time that is not positive, or no power of two."""
         if max_blocks < 1:
             raise ValueError(f"max_blocks must be positive, not {max_blocks}")
         if not routed_seconds > 0:
             raise ValueError(f"routed_seconds must be positive, not {routed_seconds}")
+        if max_sample_every < 1 or max_sample_every & (max_sample_every - 1):
+            raise ValueError(f"max_sample_every must be a power of two, not {max_sample_every}")
         self.num_changes = 0
         """Grows whenever a replica gets another number."""
         self.num_numbers = 0
@@ -47,6 +51,9 @@ class PrefixIndex:
         self._max_blocks = max_blocks
         self._max_routed = max(1, max_blocks // 2)
         self._routed_seconds = routed_seconds
+        self.sample_every = 1
+        """One block of so many is kept."""
+        self._max_sample_every = max_sample_every
         self._numbers: dict[str, int] = {}
         self._alive = 0
         self._free_numbers: list[int] = []
@@ -62,21 +69,24 @@ class PrefixIndex:
         """A KV event of this replica."""
         match event:
             case BlockStored():
-                self._store(1 << self._number(replica), event.block_hashes)
+                self._store(1 << self._number(replica), self._sampled(event.block_hashes))
             case BlockRemoved():
-                bit = 1 << self._number(replica)
+                bit, block_hashes = 1 << self._number(replica), self._sampled(event.block_hashes)
                 for masks in (self._stored, self._routed, self._routed_before):
-                    _remove_bit(masks, bit, event.block_hashes)
+                    _remove_bit(masks, bit, block_hashes)
             case AllBlocksCleared():
                 self.clear(replica)
 
     def add_routed(self, replica: str, block_hashes: Sequence[int], now: float) -> None:
         """A prompt with these blocks was sent to this replica at `now`, in seconds of any clock that never goes back.
 
-        Of a prompt with more than `max_blocks` / 2 blocks the first count.
+        Of a prompt of which more than `max_blocks` / 2 blocks would be kept the first count.
         """
         self._age(now)
-        block_hashes = block_hashes[: self._max_routed]
+        kept = self._sampled(block_hashes)
+        while len(self._routed) + len(kept) > self._max_routed and self._sample_fewer():
+            kept = self._sampled(kept)
+        block_hashes = kept[: self._max_routed]
         if len(self._routed) + len(block_hashes) > self._max_routed:
             self._start_generation(now)
         bit, masks = 1 << self._number(replica), self._routed
@@ -136,18 +146,24 @@ class PrefixIndex:
 
     def matched_masks(self, block_hashes: Sequence[int], resolution: int = 1) -> list[tuple[int, int]]:
         """How many leading blocks are matched, and the mask of the replicas that have so many at least; the fewest
-        blocks first. Looks at every `resolution`-th block: up to `resolution` - 1 blocks may be missing.
+        blocks first. Looks at every `resolution`-th block, or the last one before it that is kept: of what a replica
+        has the part behind the last block that was looked at is not told.
 
         Where events were lost, a replica may have a block and not those before it: then it may count as having them.
         """
         tables, alive, num_blocks = self._tables(), self._alive, len(block_hashes)
         if not tables or not num_blocks:
             return []
-        find, others = tables[0], tables[1:]
+        find, others, unsampled = tables[0], tables[1:], self.sample_every - 1
         matches: list[tuple[int, int]] = []
         last, end = alive, 0
         for number in (*range(resolution - 1, num_blocks - 1, resolution), num_blocks - 1):
             block_hash = block_hashes[number]
+            while block_hash & unsampled and number > end:
+                number -= 1
+                block_hash = block_hashes[number]
+            if block_hash & unsampled:
+                continue
             found = find(block_hash, 0)
             for find_other in others:
                 found |= find_other(block_hash, 0)
@@ -159,7 +175,8 @@ class PrefixIndex:
                     return matches
                 last = mask
             end = number + 1
-        matches.append((end, last))
+        if end:
+            matches.append((end, last))
         return matches
 
     def matched_by(self, replica: str, block_hashes: Sequence[int]) -> int:
@@ -167,12 +184,16 @@ class PrefixIndex:
         number = self._numbers.get(replica)
         if number is None:
             return 0
-        tables = self._tables()
+        tables, unsampled = self._tables(), self.sample_every - 1
 
-        def lacks(block_hash: int) -> bool:
-            return not any(find(block_hash, 0) >> number & 1 for find in tables)
+        def lacks(place: int) -> bool:
+            return not any(find(block_hashes[place], 0) >> number & 1 for find in tables)
 
-        return bisect_left(block_hashes, True, key=lacks)
+        places: Sequence[int] = range(len(block_hashes))
+        if unsampled:
+            places = [place for place in places if not block_hashes[place] & unsampled]
+        num_places = bisect_left(places, True, key=lacks)
+        return places[num_places - 1] + 1 if num_places else 0
 
     def audit(self) -> None:
         """Raises AuditError for what cannot be."""
@@ -189,6 +210,9 @@ class PrefixIndex:
         ]
         free = sum(1 << number for number in self._free_numbers)
         for masks in (self._stored, self._routed, self._routed_before):
+            wrong.append(
+                any(block_hash & (self.sample_every - 1) for block_hash in masks) and "a block that is not kept"
+            )
             wrong.append(any(not 0 < mask < 1 << self.num_numbers for mask in masks.values()) and "a mask of nobody")
             wrong.append(any(mask & free for mask in masks.values()) and "a mask with a number that is free")
         for message in filter(None, wrong):
@@ -207,6 +231,23 @@ class PrefixIndex:
             self.num_changes += 1
         return number
 
+    def _sampled(self, block_hashes: Sequence[int]) -> Sequence[int]:
+        unsampled = self.sample_every - 1
+        return [one for one in block_hashes if not one & unsampled] if unsampled else block_hashes
+
+    def _sample_fewer(self) -> bool:
+        """Keep half of the blocks from now on; returns whether that may be: O(all blocks)."""
+        if self.sample_every == self._max_sample_every:
+            return False
+        self.sample_every *= 2
+        unsampled = self.sample_every - 1
+        self._stored, self._routed, self._routed_before = (
+            {block_hash: mask for block_hash, mask in masks.items() if not block_hash & unsampled}
+            for masks in (self._stored, self._routed, self._routed_before)
+        )
+        self._used = {block_hash for block_hash in self._used if not block_hash & unsampled}
+        return True
+
     def _store(self, bit: int, block_hashes: Sequence[int]) -> None:
         masks = self._stored
         for block_hash in block_hashes:
@@ -214,6 +255,10 @@ class PrefixIndex:
             # the same object for all blocks that this replica alone has
             masks[block_hash] = bit if mask is None else mask | bit
             if len(masks) > self._max_blocks:
+                if self._sample_fewer():
+                    # those of before that are not kept any more are gone already
+                    self._store(bit, self._sampled(block_hashes))
+                    return
                 self._evict()
 
     def _evict(self) -> None:

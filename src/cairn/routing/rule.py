@@ -53,7 +53,7 @@ class RoutingOptions:
     `near_tie_tokens`, `near_tie_share`: costs that differ by no more than so many tokens, or than this share of what
     the best replica would compute, are the same; of those the one with the shortest wait is taken, and then the one
     that has computed least, in steps of `balance_step` times the mean.
-    `max_blocks`, `routed_seconds`: of the index. `max_sessions`: how many are remembered.
+    `max_sessions`: how many are remembered.
     `prefill_seconds`: a prefill whose end nobody has reported is over by then.
     """
 
@@ -68,8 +68,6 @@ class RoutingOptions:
     near_tie_tokens: float = 64.0
     near_tie_share: float = 0.05
     balance_step: float = 0.25
-    max_blocks: int = 1 << 20
-    routed_seconds: float = 600.0
     max_sessions: int = 1 << 16
     prefill_seconds: float = 600.0
 
@@ -154,7 +152,7 @@ class RoutingRule:
 
     def __init__(self, options: RoutingOptions | None = None, index: PrefixIndex | None = None) -> None:
         self.options = options or RoutingOptions()
-        self.index = index or PrefixIndex(self.options.max_blocks, self.options.routed_seconds)
+        self.index = index or PrefixIndex()
         self._replicas: dict[str, _Replica] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._num_ranked = 0

@@ -7,11 +7,14 @@ from typing import Any, Protocol
 
 from cairn.deploy.ray.load import ReplicaReport, parse_report
 from cairn.errors import ConfigError
+from cairn.routing.index import PrefixIndex
 from cairn.routing.rule import ReplicaLoad, RoutedRequest, RoutingRule
 from cairn.routing.subscriber import KvEventSubscriber
 from cairn.types import Clock, SystemClock
 
 _MAX_OPEN = 1 << 16
+_MAX_SAMPLE_EVERY = 8
+"""Of blocks of 16 tokens, in a fleet that has more than the index: a prompt's cached part is known up to 128 tokens."""
 _UNKNOWN = ReplicaLoad()
 """Of a replica that has told nothing yet: always the same one, which the rule sees has not changed."""
 
@@ -38,7 +41,7 @@ class Fleet:
     def __init__(
         self, rule: RoutingRule | None = None, subscribe: Subscribe | None = None, clock: Clock | None = None
     ) -> None:
-        self.rule = rule or RoutingRule()
+        self.rule = rule or RoutingRule(index=PrefixIndex(max_sample_every=_MAX_SAMPLE_EVERY))
         self._subscribe = subscribe or self._connect
         self._clock = clock or SystemClock()
         self._reports: dict[str, ReplicaReport] = {}
