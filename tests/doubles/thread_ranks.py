@@ -66,7 +66,7 @@ class _ThreadRank:
     def size(self) -> int:
         return self._meeting.size
 
-    def gather_add(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         return self._meeting.exchange(self._rank, partial, sum_in_order)
 
     def gather_columns(self, part: Tensor) -> Tensor:
