@@ -6,6 +6,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 from kernels.backends import BACKENDS, INTERPRETED
 
@@ -94,6 +95,27 @@ def test_cuda_gives_the_same_after_a_preemption(folder):
         engine = Engine(folder, device, kv_cache_memory_bytes=pool, enable_prefix_caching=False)
         answers[device] = engine.ask(TEXT[:90], TEXT[100:190], max_tokens=20)[0]
         assert engine.core.stats().num_preemptions > 0
+        engine.core.close()
+    assert answers["cuda"] == answers["cpu"]
+
+
+@pytest.mark.skipif(not INTERPRETED and torch.cuda.device_count() < 2, reason="each rank has a GPU of its own")
+@pytest.mark.parametrize("folder", ["lfm2"], indirect=True)
+def test_cuda_on_two_ranks_gives_the_tokens_of_one(folder):
+    """Cold, a hit in mid-block, and two at once of which one is preempted; over gloo where it is interpreted."""
+    from cairn.models.registry import open_model
+
+    answers = {}
+    for device, ranks in (("cpu", 1), ("cuda", 2)):
+        pool = 7 * open_model(folder, "float32").layout(16, ranks).page_bytes  # both prompts fit, and not both answers
+        engine = Engine(folder, device, tensor_parallel_size=ranks, kv_cache_memory_bytes=pool)
+        assert engine.max_in_flight == ranks
+        cold = engine.ask(TEXT[:20], max_tokens=4)
+        hit = engine.ask(np.append(TEXT[:20], [5, 6, 7]), max_tokens=4)
+        assert (cold[1], hit[1]) == ([0], [20])
+        both = engine.ask(TEXT[100:144], TEXT[200:244], max_tokens=8)[0]
+        assert engine.core.stats().num_preemptions > 0
+        answers[device] = cold, hit, both
         engine.core.close()
     assert answers["cuda"] == answers["cpu"]
 

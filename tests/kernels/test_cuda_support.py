@@ -72,7 +72,7 @@ def test_each_rank_looks_at_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda rank: [(9, 0), (7, 0)][rank])
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda rank: ["NVIDIA H100", "Tesla V100"][rank])
     check_device(BF16, 128, rank=0, num_ranks=2)
-    with pytest.raises(ConfigError, match="Tesla V100 has compute capability 7.0"):
+    with pytest.raises(ConfigError, match=r"Tesla V100 has compute capability 7\.0"):
         check_device(BF16, 128, rank=1, num_ranks=2)
 
 

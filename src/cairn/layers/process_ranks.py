@@ -112,15 +112,16 @@ def join_ranks(
     always is. Raises EngineDead when not all ranks come within `join_seconds`. Later waits of the host end after
     `seconds`.
     """
-    connect = _connect_nccl if device.type == "cuda" else _connect_gloo
+    by_host = device.type == "cpu"
+    connect = _connect_gloo if by_host else _connect_nccl
     try:
         # FileStore waits for missing entries, at most that long.
         store = dist.FileStore(str(rendezvous), size)  # type: ignore[attr-defined]
         store.set_timeout(timedelta(seconds=join_seconds))
         group = connect(store, rank, size, seconds)
         # torch's stubs leave a backend's collectives out.
-        joined = ProcessRank(cast(CollectiveGroup, group), rank, size, seconds, exact or connect is _connect_gloo)
-        if connect is _connect_nccl:
+        joined = ProcessRank(cast(CollectiveGroup, group), rank, size, seconds, exact or by_host)
+        if not by_host:
             _meet(joined, device, join_seconds)
     except RuntimeError as error:
         raise EngineDead(
@@ -149,8 +150,7 @@ def _meet(joined: ProcessRank, device: torch.device, seconds: float) -> None:
 
     def exchange() -> None:
         try:
-            joined.broadcast(torch.zeros(1, device=device))
-            torch.cuda.synchronize(device)
+            joined.broadcast(torch.zeros(1, device=device)).cpu()  # returns when all have come
         except Exception as error:
             errors.append(error)
 
