@@ -1,5 +1,6 @@
 """Ranks on GPUs, none of which is here: in which order ranks speak, wait and measure, and on which sizes they agree."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from cairn.engine.ranks.wire import (
     frames_of_sizes,
     frames_to_rank_zero,
 )
+from cairn.engine.ranks.worker import LoadedRank
 from cairn.errors import ConfigError, EngineDead
 from cairn.models.registry import open_model
 from cairn.step import StepPlan
@@ -126,6 +128,24 @@ class Own:
         meanwhile()
         self.log.append("collect")
         return self.room
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_rank_joins_with_its_gpu_on_loopback(tiny_model, monkeypatch, exact):
+    joined = []
+
+    def join_ranks(path, rank, size, device, **how):
+        joined.append((rank, size, device, how, os.environ["NCCL_SOCKET_IFNAME"]))
+        raise EngineDead("nobody else")
+
+    monkeypatch.setattr("cairn.layers.process_ranks.join_ranks", join_ranks)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME")
+    engine = EngineConfig(model=str(tiny_model), device="cuda", tensor_parallel_size=2, exact=exact)
+    with pytest.raises(EngineDead, match="nobody else"):
+        LoadedRank(RankConfig(engine=engine, rank=1, step_seconds=300.0), PretendedRank.device)
+    how = {"join_seconds": 60.0, "seconds": 300.0, "exact": exact}
+    assert joined == [(1, 2, torch.device("cuda", 1), how, "lo")]
 
 
 @pytest.mark.parametrize(("own", "others", "least"), [(500, [700, 600], 500), (900, [700, 800], 700)])
