@@ -88,12 +88,12 @@ def test_cuda_gives_the_tokens_of_the_cpu(folder):
 @pytest.mark.parametrize("folder", ["lfm2"], indirect=True)
 def test_cuda_gives_the_same_after_a_preemption(folder):
     first = Engine(folder, "cpu")
-    pool = 13 * first.core.info.cache.page_bytes  # both prompts fit, and not both answers
+    pool = 11 * first.core.info.cache.page_bytes  # both prompts fit, and not both answers
     first.core.close()
     answers = {}
     for device in ("cpu", "cuda"):
         engine = Engine(folder, device, kv_cache_memory_bytes=pool, enable_prefix_caching=False)
-        answers[device] = engine.ask(TEXT[:90], TEXT[100:190], max_tokens=20)[0]
+        answers[device] = engine.ask(TEXT[:70], TEXT[100:170], max_tokens=12)[0]
         assert engine.core.stats().num_preemptions > 0
         engine.core.close()
     assert answers["cuda"] == answers["cpu"]

@@ -60,7 +60,8 @@ _Message = TypeVar("_Message")
 @dataclass(frozen=True, slots=True)
 class RankDeadlines:
     """How long rank 0 waits for another rank, in seconds. `hello`: until its process runs and has imported torch;
-    `ready`: until it has its weights; `stop`: until it has ended by itself. What a step may take is in the RankConfig.
+    `ready`: until it has its weights, until it has measured its room, and until it has its memory; `stop`: until it has
+    ended by itself. What a step may take is in the RankConfig.
     """
 
     hello: float = 120.0
