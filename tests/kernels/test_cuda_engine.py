@@ -110,10 +110,10 @@ def test_cuda_on_two_ranks_gives_the_tokens_of_one(folder):
         pool = 7 * open_model(folder, "float32").layout(16, ranks).page_bytes  # both prompts fit, and not both answers
         engine = Engine(folder, device, tensor_parallel_size=ranks, kv_cache_memory_bytes=pool)
         assert engine.max_in_flight == ranks
-        cold = engine.ask(TEXT[:20], max_tokens=4)
-        hit = engine.ask(np.append(TEXT[:20], [5, 6, 7]), max_tokens=4)
+        cold = engine.ask(TEXT[:20], max_tokens=2)
+        hit = engine.ask(np.append(TEXT[:20], [5, 6, 7]), max_tokens=2)
         assert (cold[1], hit[1]) == ([0], [20])
-        both = engine.ask(TEXT[100:144], TEXT[200:244], max_tokens=8)[0]
+        both = engine.ask(TEXT[100:147], TEXT[200:247], max_tokens=5)[0]
         assert engine.core.stats().num_preemptions > 0
         answers[device] = cold, hit, both
         engine.core.close()
