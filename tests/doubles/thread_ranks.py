@@ -11,7 +11,7 @@ from cairn.errors import EngineDead
 from cairn.layers.communicator import Communicator
 from cairn.layers.process_ranks import sum_in_order
 
-__all__ = ["thread_ranks"]
+__all__ = ["Meeting", "thread_ranks"]
 
 Part = TypeVar("Part")
 Whole = TypeVar("Whole")
@@ -22,11 +22,11 @@ def thread_ranks(size: int, seconds: float = 30.0) -> tuple[Communicator, ...]:
 
     A rank waits at most `seconds` for the others. After a wait that failed no call succeeds any more.
     """
-    meeting = _Meeting(size, seconds)
+    meeting = Meeting(size, seconds)
     return tuple(_ThreadRank(meeting, rank) for rank in range(size))
 
 
-class _Meeting:
+class Meeting:
     """The place where all ranks lay down their parts."""
 
     def __init__(self, size: int, seconds: float) -> None:
@@ -54,7 +54,7 @@ class _Meeting:
 class _ThreadRank:
     """Implements `Communicator`."""
 
-    def __init__(self, meeting: _Meeting, rank: int) -> None:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
         self._meeting = meeting
         self._rank = rank
 
@@ -66,7 +66,7 @@ class _ThreadRank:
     def size(self) -> int:
         return self._meeting.size
 
-    def gather_add(self, partial: Tensor) -> Tensor:
+    def all_reduce(self, partial: Tensor) -> Tensor:
         return self._meeting.exchange(self._rank, partial, sum_in_order)
 
     def gather_columns(self, part: Tensor) -> Tensor:

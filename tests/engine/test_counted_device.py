@@ -6,7 +6,7 @@ What is copied beside that, by name:
     token rules    masks, bad words, lists of tokens, biases and penalties come in one copy more, with the draw that
                    they are for: what was drawn before says what they are
     images         what the vision tower gives is brought over when a row with an image is launched
-    ranks          that are processes put their sums together by way of the host (gloo)
+    ranks          of the CPU put their sums together by way of the host (gloo); those of GPUs do not (NCCL)
 """
 
 import numpy as np
@@ -15,14 +15,20 @@ import torch
 
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.layers.communicator import SINGLE_RANK
+from cairn.layers.process_ranks import ProcessRank
 from cairn.models.decoder_builder import load_kernels
+from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
 from cairn.runner.vision import multimodal_inputs
 from cairn.scheduler.request import Spec
 from cairn.step import Image
 from cairn.types import RequestId, SamplingParams
 from doubles.counted_device import HostRead, counted_device, counted_kernels
+from doubles.device_group import DeviceGroup
+from doubles.rank_threads import RankThreads
+from doubles.thread_ranks import Meeting, thread_ranks
 from engine.test_exactness import OTHER, TEXT, Engine, Loaded, OnDevice
+from engine.test_ranks_exactness import Layouts
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +82,33 @@ class Mask:
         return np.packbits(bits, bitorder="little").view(np.int32)
 
 
+class SeveralRanks:
+    """A model cut among two ranks that are threads, on the host or on devices that count."""
+
+    def __init__(self, opened, host: bool) -> None:
+        size, device = 2, None
+        self.opened = Layouts(opened, size)
+        self.groups: list[DeviceGroup] = []
+        if host:
+            communicators, backend = thread_ranks(size), None
+        else:
+            device, self.copies = counted_device()
+            self.groups = [DeviceGroup(meeting, rank, device) for meeting in [Meeting(size, 30.0)] for rank in (0, 1)]
+            communicators = [ProcessRank(each, rank, size, 30.0, False) for rank, each in enumerate(self.groups)]
+            backend = counted_kernels("cpu")
+        self.ranks = [
+            opened.build(exact=False, communicator=each, backend=backend, device=device) for each in communicators
+        ]
+        self.models = {False: self.ranks[0]}
+
+
+class MixedOnRanks(Mixed):
+    def __init__(self, loaded: SeveralRanks, ahead: int) -> None:
+        super().__init__(loaded, ahead)
+        self.runner = RankThreads([Runner(model, self.runner.layout, 400, 4, False) for model in loaded.ranks])
+        self.pipeline = StepPipeline(self.scheduler, self.runner)
+
+
 RULES = {
     "penalties": {"sampling": SamplingParams(seed=3, frequency_penalty=1.0, repetition_penalty=1.2)},
     "bad words": {"sampling": SamplingParams(temperature=0.0, bad_words=((5, 6), (7,)))},
@@ -95,8 +128,8 @@ PLAIN = {
 }
 
 
-def answers(loaded: Loaded, requests, ahead: int) -> Mixed:
-    engine = Mixed(loaded, ahead)
+def answers(loaded: Loaded | SeveralRanks, requests, ahead: int) -> Mixed:
+    engine = (MixedOnRanks if isinstance(loaded, SeveralRanks) else Mixed)(loaded, ahead)
     if engine._copies is not None:
         engine._copies.take()
     for number, (name, fields) in enumerate(requests.items()):
@@ -119,6 +152,21 @@ def test_token_rules_are_one_copy_more(on_device, ahead):
     assert found.told == wanted.told and sorted(found.told) == sorted(RULES)
     ins, outs = (sum(copied[i] for copied in found.copies) for i in (1, 2))
     assert found.runner.steps < ins <= 2 * found.runner.steps and outs <= found.runner.steps
+
+
+def test_ranks_on_devices_never_touch_the_host_in_a_step(made_model):
+    """What they compute and exchange stays on the device, with two steps out; what they tell is what ranks of the host
+    do."""
+    opened = open_model(made_model("qwen3_5"))
+    on_devices, on_host = SeveralRanks(opened, host=False), SeveralRanks(opened, host=True)
+    found, wanted = (answers(each, PLAIN, 2) for each in (on_devices, on_host))
+    assert found.told == wanted.told and sorted(found.told) == sorted(PLAIN)
+    assert all(ins == 2 * plans and outs <= 2 * 2 for plans, ins, outs in found.copies)
+    assert sum(outs for *_, outs in found.copies) <= 2 * found.runner.steps
+    names = [[name for name, *_ in group.calls] for group in on_devices.groups]
+    assert names[0] == names[1] and set(names[0]) == {"allreduce", "allgather", "broadcast"}
+    for engine in (found, wanted):
+        engine.runner.close()
 
 
 def test_the_device_refuses_what_would_wait_for_it():

@@ -1,6 +1,8 @@
 """Which device the engine takes, and what a GPU has left for the pool. Nothing here has a GPU."""
 
+import sys
 from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -53,12 +55,12 @@ def test_the_cpu_unless_asked(tiny_model, device):
     [
         ({"exact": True}, "--exact"),
         ({"quantization": "int8"}, "--quantization int8"),
-        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"tensor_parallel_size": 2, "kv_transfer": KvTransferConfig()}, "--kv-transfer-config with --tensor-parallel"),
         ({"kv_transfer": KvTransferConfig()}, "--kv-transfer-config"),
     ],
 )
 def test_what_does_not_go_together_with_a_gpu(tiny_model, settings, flag):
-    with pytest.raises(ConfigError, match=f"^{flag}: not with --device cuda"):
+    with pytest.raises(ConfigError, match=f"^{flag}.*: not with --device cuda"):
         build_core(EngineConfig(model=str(tiny_model), device="cuda", **settings))
 
 
@@ -85,12 +87,37 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     monkeypatch.setattr(Model, "forward", counted)
     logits = 2 * model.vocab_size * 8
     memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=7)
-    assert measure_room(config, model, layout, memory) == 1000 - 20 - 7
-    assert ran == [100] and memory.calls == ["start", "peak", "free"]
+    assert measure_room(config, model, layout, memory, lambda: memory.calls.append("meanwhile")) == 1000 - 20 - 7
+    assert ran == [100] and memory.calls == ["start", "meanwhile", "peak", "free"]
     with pytest.raises(
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
     ):
         measure_room(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=7))
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_each_rank_computes_on_the_gpu_of_its_number(tiny_model, monkeypatch, rank):
+    """Kernels are launched on the current one."""
+    current: list[int] = []
+    triton, package, module = ModuleType("triton"), ModuleType("cuda"), ModuleType("device")
+    triton.__dict__["knobs"] = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
+    module.__dict__.update(INTERPRETED=False, device=lambda: torch.device("cuda", current[-1]))
+    for name, fake in {"triton": triton, "cairn.kernels.cuda": package, "cairn.kernels.cuda.device": module}.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for name, answer in {
+        "is_available": lambda: True,
+        "device_count": lambda: 3,
+        "get_device_capability": lambda _: (9, 0),
+        "get_device_name": lambda _: "NVIDIA H100",
+        "set_device": current.append,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    config = EngineConfig(model=str(tiny_model), device="cuda", tensor_parallel_size=3)
+    found = choose_device(config, open_model(tiny_model), rank)
+    assert (found.place, found.max_in_flight, current) == (torch.device("cuda", rank), 2, [rank])
+    with pytest.raises(ConfigError, match=r"^--tensor-parallel-size 4: .* torch sees 3"):
+        choose_device(config.model_copy(update={"tensor_parallel_size": 4}), open_model(tiny_model))
 
 
 def test_too_little_memory_is_said_and_not_on_the_cpu():

@@ -20,13 +20,15 @@ from hypothesis import strategies as st
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
-from cairn.engine.ranks.runner import RankDeadlines, RankedRunner, build_ranked
+from cairn.engine.ranks.runner import RankDeadlines, RankedRunner, load_ranks
 from cairn.engine.ranks.wire import (
     RankConfig,
     RankService,
+    RankSizes,
     follower_plan,
     frames_of_config,
     frames_of_plans,
+    frames_of_sizes,
     frames_to_rank_zero,
 )
 from cairn.engine.ranks.worker import follow
@@ -141,7 +143,7 @@ def test_the_others_are_not_told_what_only_the_draw_and_the_images_need():
 def test_frames_that_follow_no_schema_end_the_line(noise):
     whole = frames_of_plans().encode(FULL_PLAN)
     frame = noise if isinstance(noise, bytes) else whole[: noise % len(whole)]
-    for frames in (frames_of_plans(), frames_of_config(), frames_to_rank_zero()):
+    for frames in (frames_of_plans(), frames_of_config(), frames_of_sizes(), frames_to_rank_zero()):
         with pytest.raises(EngineDead):
             frames.decode(frame)
 
@@ -171,58 +173,95 @@ def test_numbers_out_of_range_are_refused(plan):
         through(plan)
 
 
+def test_a_configuration_comes_through_whole():
+    config = RankConfig(engine=EngineConfig(model="m", dtype="bfloat16", tensor_parallel_size=3), extra_pages=7, rank=2)
+    assert frames_of_config().decode(frames_of_config().encode(config)) == config
+
+
 def test_sizes_out_of_range_are_refused():
-    config = RankConfig(
-        tp_size=2, model="m", dtype="auto", block_size=16, num_pages=8, num_slots=1, exact=False, rendezvous="r"
-    )
-    for wrong in ({"tp_size": 0}, {"tp_size": 1025}, {"num_pages": 0}, {"extra_pages": -1}, {"step_seconds": 0.0}):
-        frame = frames_of_config().encode(
-            RankConfig(**{n: getattr(config, n) for n in config.__struct_fields__} | wrong)
-        )
+    engine = EngineConfig(model="m", tensor_parallel_size=2)
+    for wrong in (
+        {"engine": engine.model_copy(update={"tensor_parallel_size": 0})},
+        {"engine": engine.model_copy(update={"dtype": "float8"})},
+        {"extra_pages": -1},
+        {"step_seconds": 0.0},
+    ):
+        frame = frames_of_config().encode(RankConfig(**{"engine": engine} | wrong))
         with pytest.raises(EngineDead):
             frames_of_config().decode(frame)
+    for sizes in (RankSizes(0, 1), RankSizes(1, 0), RankSizes(1 << 31, 1)):
+        with pytest.raises(EngineDead):
+            frames_of_sizes().decode(frames_of_sizes().encode(sizes))
+
+
+class Recorder(StepRunner):
+    """Steps are complete when they have been looked at so often."""
+
+    forward_passes = steps = 0
+
+    def __init__(self, looks: int) -> None:
+        self.log: list[str] = []
+        self._looks = self._left = looks
+
+    def launch(self, plan):
+        self.log.append(f"launch {plan.step}")
+
+    def draw(self, step, masks):
+        self.log.append(f"draw {step}")
+
+    @property
+    def is_complete(self):
+        self._left -= 1
+        return self._left < 0
+
+    def collect(self, step):
+        assert self._left < 0, "a wait for the device"
+        self._left = self._looks
+        self.log.append(f"collect {step}")
+
+
+def followed(looks: int, comes: list[StepPlan | None]) -> list[str]:
+    """What a rank does; `comes`: what it finds each time that it looks for a plan, then the line ends."""
+    recorder = Recorder(looks)
+
+    def receive(may_wait):
+        if not comes:
+            raise EngineDead("no more")
+        if may_wait:
+            while comes[0] is None:
+                comes.pop(0)
+        return comes.pop(0)
+
+    with pytest.raises(EngineDead, match="no more"):
+        follow(
+            recorder, receive, lambda done: recorder.log.append(f"done {done.step}"), lambda _: recorder.log.append("-")
+        )
+    return recorder.log
 
 
 def test_a_rank_says_that_a_step_is_done_when_it_is():
-    plans, log = [StepPlan(1), StepPlan(2)], []
-
-    class Recorder(StepRunner):
-        forward_passes = steps = 0
-
-        def launch(self, plan):
-            log.append(f"launch {plan.step}")
-
-        def draw(self, step, masks):
-            log.append(f"draw {step}")
-
-        def collect(self, step):
-            log.append(f"collect {step}")
-
-    def receive():
-        if not plans:
-            raise EngineDead("no more")
-        return plans.pop(0)
-
-    with pytest.raises(EngineDead, match="no more"):
-        follow(Recorder(), receive, lambda done: log.append(f"done {done.step}"))
+    log = followed(0, [StepPlan(1), None, None, StepPlan(2), None])
     assert log == [f"{what} {step}" for step in (1, 2) for what in ("launch", "draw", "collect", "done")]
+
+
+def test_a_rank_launches_a_step_while_the_one_before_it_is_out():
+    log = followed(2, [StepPlan(1), None, StepPlan(2), None, None, None, None, None])
+    first, second = ["launch 1", "draw 1"], ["launch 2", "draw 2"]
+    assert log == [*first, "-", *second, "-", "collect 1", "done 1", "-", "-", "collect 2", "done 2"]
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
 
 
-def config_of(folder: Path, **changes) -> RankConfig:
-    values = {
-        "tp_size": 2,
-        "model": str(folder),
-        "dtype": "auto",
-        "block_size": 16,
-        "num_pages": NUM_PAGES,
-        "num_slots": NUM_SLOTS,
-        "exact": True,
-        "step_seconds": 20.0,
-    }
-    return RankConfig(**values | changes)
+def config_of(folder: Path, services=(), extra_pages=0, step_seconds=20.0, **changes) -> RankConfig:
+    engine = EngineConfig(**{"model": str(folder), "tensor_parallel_size": 2, "exact": True} | changes)
+    return RankConfig(engine=engine, services=services, extra_pages=extra_pages, step_seconds=step_seconds)
+
+
+def build_ranked(config: RankConfig, observe=None, deadlines=DEADLINES) -> RankedRunner:
+    with load_ranks(config, deadlines=deadlines) as loaded:
+        assert loaded.room is None
+        return loaded.allocate(RankSizes(NUM_PAGES, NUM_SLOTS), observe)
 
 
 @pytest.fixture
@@ -263,11 +302,12 @@ def conversation(checkpoint: int) -> list[StepPlan]:
 
 def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch):
     """Bit for bit: tokens, logits and every byte of every rank's pages, which a service beside rank 1 reads out."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    paths = [str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     services = (RankService("rank_service:page_reader", b"pages"),)
     seen: dict[str, list[torch.Tensor]] = {"processes": [], "threads": []}
     config = config_of(tiny_model, services=services, extra_pages=3)
-    ranked = build_ranked(config, lambda _, logits: seen["processes"].append(logits.clone()), DEADLINES)
+    ranked = build_ranked(config, lambda _, logits: seen["processes"].append(logits.clone()))
     started.append(ranked)
     assert ranked.folder.stat().st_mode & 0o077 == 0
     opened = open_model(tiny_model)
@@ -306,15 +346,16 @@ def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch
 def test_ranks_are_told_what_the_engine_was_told(tiny_model, monkeypatch):
     told: list[RankConfig] = []
 
-    def refuse(config, _observe):
+    def refuse(config, _device):
         told.append(config)
         raise ConfigError("no ranks today")
 
-    monkeypatch.setattr("cairn.engine.build.build_ranked", refuse)
+    monkeypatch.setattr("cairn.engine.build.load_ranks", refuse)
     given = {"tensor_parallel_size": 2, "dtype": "bfloat16", "quantization": "int8"}
     with pytest.raises(ConfigError, match="no ranks today"):
         build_core(EngineConfig(model=str(tiny_model), kv_cache_memory_bytes=64 << 20, **given))
-    assert [(each.tp_size, each.dtype, each.quantization) for each in told] == [(2, "bfloat16", "int8")]
+    engines = [each.engine for each in told]
+    assert [(each.tensor_parallel_size, each.dtype, each.quantization) for each in engines] == [(2, "bfloat16", "int8")]
 
 
 @NEEDS_INT8
@@ -323,7 +364,7 @@ def test_processes_quantize_as_threads_do(tiny_model, started):
     """Every rank is told."""
     seen: dict[str, list[torch.Tensor]] = {"processes": [], "threads": []}
     config = config_of(tiny_model, exact=False, dtype="bfloat16", quantization="int8")
-    ranked = build_ranked(config, lambda _, logits: seen["processes"].append(logits.clone()), DEADLINES)
+    ranked = build_ranked(config, lambda _, logits: seen["processes"].append(logits.clone()))
     started.append(ranked)
     opened = open_model(tiny_model, "bfloat16", "int8")
     observers = [lambda _, logits: seen["threads"].append(logits.clone()), None]
@@ -349,7 +390,7 @@ def test_a_rank_that_is_lost_in_a_step_ends_the_engine(tiny_model, started, sent
     def strike(_sample, _logits):
         os.kill(started[0].pids[0], sent)
 
-    started.append(build_ranked(config_of(tiny_model, step_seconds=1.0), strike, DEADLINES))
+    started.append(build_ranked(config_of(tiny_model, step_seconds=1.0), strike))
     ranked = started[0]
     with pytest.raises(EngineDead, match=text):
         ranked.run(prefill(1))
@@ -360,7 +401,7 @@ def test_a_rank_that_is_lost_in_a_step_ends_the_engine(tiny_model, started, sent
 
 @pytest.mark.more
 def test_a_rank_that_is_lost_between_steps_ends_the_engine(tiny_model, started):
-    started.append(build_ranked(config_of(tiny_model), None, DEADLINES))
+    started.append(build_ranked(config_of(tiny_model)))
     ranked = started[0]
     ranked.run(prefill(1))
     process = psutil.Process(ranked.pids[0])
@@ -373,8 +414,10 @@ def test_a_rank_that_is_lost_between_steps_ends_the_engine(tiny_model, started):
 RANK_ZERO = """
 import sys, msgspec
 from cairn.engine.ranks.wire import frames_of_config
-from cairn.engine.ranks.runner import build_ranked
-ranked = build_ranked(frames_of_config().decode(bytes.fromhex(sys.argv[1])))
+from cairn.engine.ranks.runner import load_ranks
+from cairn.engine.ranks.wire import RankSizes
+with load_ranks(frames_of_config().decode(bytes.fromhex(sys.argv[1]))) as loaded:
+    ranked = loaded.allocate(RankSizes(100, 3))
 print(*ranked.pids, ranked.folder, flush=True)
 sys.stdin.read()
 """
@@ -401,7 +444,7 @@ def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model):
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"tp_size": 3}, ConfigError, "--tensor-parallel-size 3 and num_key_value_heads 2"),
+        ({"tensor_parallel_size": 3}, ConfigError, "--tensor-parallel-size 3 and num_key_value_heads 2"),
         pytest.param({"model": "nowhere"}, ModelError, "nowhere: no such folder", marks=pytest.mark.long),
         ({"services": (RankService("cairn.nothing:here"),)}, ConfigError, "'cairn.nothing:here' cannot be imported"),
         pytest.param(
@@ -415,7 +458,7 @@ def test_the_other_ranks_end_when_rank_0_is_killed(tiny_model):
 def test_what_a_rank_refuses_is_raised_and_no_process_is_left(tiny_model, changes, error, text):
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     with pytest.raises(error, match=text):
-        build_ranked(config_of(tiny_model, **changes), None, DEADLINES)
+        build_ranked(config_of(tiny_model, **changes))
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
@@ -434,5 +477,5 @@ def test_a_rank_that_cannot_be_started_ends_the_start(tiny_model, monkeypatch, t
     monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(FileNotFoundError):
-        build_ranked(config_of(tiny_model), None, DEADLINES)
+        build_ranked(config_of(tiny_model))
     assert not list(tmp_path.iterdir())

@@ -23,7 +23,7 @@ def long(*values):
 
 
 @dataclass
-class _Layouts:
+class Layouts:
     """An opened model whose layouts are those of one of several ranks."""
 
     opened: OpenModel
@@ -37,7 +37,7 @@ class LoadedRanks:
     """The tiny model on several ranks, and the answers it gives alone."""
 
     def __init__(self, opened: OpenModel, size: int) -> None:
-        self.opened = _Layouts(opened, size)
+        self.opened = Layouts(opened, size)
         self.ranks = [opened.build(exact=True, communicator=each) for each in thread_ranks(size)]
         self.models = {True: self.ranks[0]}
         self.engines: list[RanksEngine] = []

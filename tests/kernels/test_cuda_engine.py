@@ -6,6 +6,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+import torch
 
 from kernels.backends import BACKENDS, INTERPRETED
 
@@ -87,13 +88,34 @@ def test_cuda_gives_the_tokens_of_the_cpu(folder):
 @pytest.mark.parametrize("folder", ["lfm2"], indirect=True)
 def test_cuda_gives_the_same_after_a_preemption(folder):
     first = Engine(folder, "cpu")
-    pool = 13 * first.core.info.cache.page_bytes  # both prompts fit, and not both answers
+    pool = 11 * first.core.info.cache.page_bytes  # both prompts fit, and not both answers
     first.core.close()
     answers = {}
     for device in ("cpu", "cuda"):
         engine = Engine(folder, device, kv_cache_memory_bytes=pool, enable_prefix_caching=False)
-        answers[device] = engine.ask(TEXT[:90], TEXT[100:190], max_tokens=20)[0]
+        answers[device] = engine.ask(TEXT[:70], TEXT[100:170], max_tokens=12)[0]
         assert engine.core.stats().num_preemptions > 0
+        engine.core.close()
+    assert answers["cuda"] == answers["cpu"]
+
+
+@pytest.mark.skipif(not INTERPRETED and torch.cuda.device_count() < 2, reason="each rank has a GPU of its own")
+@pytest.mark.parametrize("folder", ["lfm2"], indirect=True)
+def test_cuda_on_two_ranks_gives_the_tokens_of_one(folder):
+    """Cold, a hit in mid-block, and two at once of which one is preempted; over gloo where it is interpreted."""
+    from cairn.models.registry import open_model
+
+    answers = {}
+    for device, ranks in (("cpu", 1), ("cuda", 2)):
+        pool = 7 * open_model(folder, "float32").layout(16, ranks).page_bytes  # both prompts fit, and not both answers
+        engine = Engine(folder, device, tensor_parallel_size=ranks, kv_cache_memory_bytes=pool)
+        assert engine.max_in_flight == ranks
+        cold = engine.ask(TEXT[:20], max_tokens=2)
+        hit = engine.ask(np.append(TEXT[:20], [5, 6, 7]), max_tokens=2)
+        assert (cold[1], hit[1]) == ([0], [20])
+        both = engine.ask(TEXT[100:147], TEXT[200:247], max_tokens=5)[0]
+        assert engine.core.stats().num_preemptions > 0
+        answers[device] = cold, hit, both
         engine.core.close()
     assert answers["cuda"] == answers["cpu"]
 

@@ -20,8 +20,9 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda rank: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda rank: "NVIDIA H100")
 
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float32])
@@ -29,7 +30,7 @@ def h100(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_can_run_is_let_through(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int]
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda rank: capability)
     check_device(dtype, 256)
     check_device(dtype, 0)
 
@@ -53,10 +54,26 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_older_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda rank: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda rank: "Tesla T4")
     with pytest.raises(ConfigError, match=r"Tesla T4 has compute capability 7\.5.* needs 8\.0 .*CUDA_VISIBLE_DEVICES"):
         check_device(BF16, 128)
+
+
+def test_more_ranks_than_gpus() -> None:
+    check_device(BF16, 128, rank=1, num_ranks=2)
+    with pytest.raises(
+        ConfigError, match=r"^--tensor-parallel-size 3: .* torch sees 2: lower it to at most 2.*VISIBLE"
+    ):
+        check_device(BF16, 128, num_ranks=3)
+
+
+def test_each_rank_looks_at_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda rank: [(9, 0), (7, 0)][rank])
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda rank: ["NVIDIA H100", "Tesla V100"][rank])
+    check_device(BF16, 128, rank=0, num_ranks=2)
+    with pytest.raises(ConfigError, match=r"Tesla V100 has compute capability 7\.0"):
+        check_device(BF16, 128, rank=1, num_ranks=2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])

@@ -9,10 +9,11 @@ import torch
 
 from cairn.errors import EngineDead
 from cairn.layers.communicator import SINGLE_RANK, Communicator
-from cairn.layers.process_ranks import join_gloo_ranks
+from cairn.layers.process_ranks import join_ranks
 from doubles.thread_ranks import thread_ranks
 
 Ranks = list[Communicator]
+HOST = torch.device("cpu")
 KINDS = ["alone", "threads-2", "threads-4", "gloo-2", "gloo-4"]
 
 
@@ -30,7 +31,7 @@ def make(tmp_path: Path) -> Callable[..., Ranks]:
         with ThreadPoolExecutor(count) as threads:
             return list(
                 threads.map(
-                    lambda rank: join_gloo_ranks(tmp_path / "meet", rank, count, join_seconds=30, seconds=seconds),
+                    lambda rank: join_ranks(tmp_path / "meet", rank, count, HOST, join_seconds=30, seconds=seconds),
                     range(count),
                 )
             )
@@ -74,14 +75,14 @@ def test_partial_sums_are_added_in_rank_order(ranks: Ranks, on_all: Callable) ->
     for rank in range(1, len(ranks)):
         wanted = wanted + share(rank, shape)
         backwards = backwards + share(len(ranks) - 1 - rank, shape)
-    found = on_all(lambda rank: rank.gather_add(share(rank.rank, shape)))
+    found = on_all(lambda rank: rank.all_reduce(share(rank.rank, shape)))
     assert all(torch.equal(each, wanted) for each in found)
     assert len(ranks) < 3 or not torch.equal(backwards, wanted), "the numbers do not tell the order"
 
 
 def test_a_rows_sum_does_not_depend_on_its_place(ranks: Ranks, on_all: Callable) -> None:
-    whole = on_all(lambda rank: rank.gather_add(share(rank.rank, (50, 7))))[0]
-    piece = on_all(lambda rank: rank.gather_add(share(rank.rank, (50, 7))[23:24]))[0]
+    whole = on_all(lambda rank: rank.all_reduce(share(rank.rank, (50, 7))))[0]
+    piece = on_all(lambda rank: rank.all_reduce(share(rank.rank, (50, 7))[23:24]))[0]
     assert torch.equal(piece, whole[23:24])
 
 
@@ -90,7 +91,7 @@ def test_narrow_numbers_are_added_wide(ranks: Ranks, on_all: Callable) -> None:
     wanted = torch.zeros(64)
     for part in parts:
         wanted = wanted + part.float()
-    for found in on_all(lambda rank: rank.gather_add(parts[rank.rank].clone())):
+    for found in on_all(lambda rank: rank.all_reduce(parts[rank.rank].clone())):
         assert found.dtype == torch.bfloat16
         assert torch.equal(found, wanted.bfloat16())
 
@@ -102,7 +103,7 @@ def test_what_comes_back_belongs_to_the_caller(ranks: Ranks, on_all: Callable) -
         found = []
         for number in range(100):
             mine = torch.full((8,), float(number + rank.rank))
-            total = rank.gather_add(mine)
+            total = rank.all_reduce(mine)
             found.append(total.clone())
             total.fill_(-1e9)
             mine.fill_(1e9)
@@ -123,7 +124,7 @@ def test_strided_tensors_and_inference_mode(ranks: Ranks, on_all: Callable) -> N
     def both(rank: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
         with torch.inference_mode():
             view = share(rank.rank, (6, 20))[:, 3:9]
-            return rank.gather_columns(view), rank.gather_add(view)
+            return rank.gather_columns(view), rank.all_reduce(view)
 
     columns = torch.cat([share(rank, (6, 20))[:, 3:9] for rank in range(len(ranks))], dim=1)
     for found, total in on_all(both):
@@ -144,7 +145,7 @@ def test_a_rank_that_stays_away_ends_the_wait(make: Callable[..., Ranks], kind: 
 
     def call(rank: Communicator) -> None:
         with pytest.raises(EngineDead, match=f"rank {rank.rank} "):
-            rank.gather_add(torch.ones(4))
+            rank.all_reduce(torch.ones(4))
 
     for _ in range(2):  # also when it is asked again
         with ThreadPoolExecutor(len(come)) as threads:
@@ -154,4 +155,4 @@ def test_a_rank_that_stays_away_ends_the_wait(make: Callable[..., Ranks], kind: 
 
 def test_ranks_that_do_not_all_join_end_the_start(tmp_path: Path) -> None:
     with pytest.raises(EngineDead, match="rank 1 of 2 has not found the others"):
-        join_gloo_ranks(tmp_path / "meet", 1, 2, join_seconds=0.3, seconds=1)
+        join_ranks(tmp_path / "meet", 1, 2, HOST, join_seconds=0.3, seconds=1)

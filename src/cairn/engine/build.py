@@ -1,5 +1,6 @@
 """From an EngineConfig to a running core: model, pool, scheduler, runner, tokenizer. Imports torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,15 +20,14 @@ from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
 from cairn.engine.multimodal_keys import ImageKeys
-from cairn.engine.ranks.runner import build_ranked
+from cairn.engine.ranks.runner import load_ranks
 from cairn.engine.ranks.transfer import RankSockets, rank_service
-from cairn.engine.ranks.wire import RankConfig, RankService
+from cairn.engine.ranks.wire import RankConfig, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
 from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, least_pages
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
-from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes
 from cairn.models.registry import OpenModel, open_model
@@ -66,20 +66,19 @@ def build_core(
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     device = choose_device(config, opened)
-    model = None
-    if device.is_gpu:
-        with explain_out_of_memory(device):
-            model = opened.build(exact=False, backend=device.backend, device=device.place)
-            room = measure_room(config, model, layout, CudaMemory(device.place))
-        sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
-    else:
-        available = (machine or Machine()).available_memory()
-        sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), available)
-    info = _plain_info(config, opened, layout, placement, sizes)
-    num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
+
+    def size_up(room: int | None) -> EngineInfo:
+        if room is not None:
+            sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
+        else:
+            available = (machine or Machine()).available_memory()
+            sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), available)
+        return _plain_info(config, opened, layout, placement, sizes)
+
     with explain_out_of_memory(device):
-        ranks = _build_ranks(config, opened, layout, info, observe, device, model)
+        ranks, info = _build_ranks(config, opened, layout, size_up, observe, device)
+    num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     transfer = None
     if config.kv_transfer is not None:
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)
@@ -160,41 +159,31 @@ def _build_ranks(
     config: EngineConfig,
     opened: OpenModel,
     layout: CacheLayout,
-    info: EngineInfo,
+    size_up: Callable[[int | None], EngineInfo],
     observe: Observe | None,
     device: Device,
-    model: Model | None,
-) -> _Ranks:
-    """`model`: None unless it has been loaded."""
-    tp_size, units, encoder_bytes = config.tensor_parallel_size, _model_units(opened), config.mm_encoder_cache_bytes
-    num_pages, slots, extra = info.cache.num_pages, info.max_num_seqs, _extra_pages(config, opened, layout)
+) -> tuple[_Ranks, EngineInfo]:
+    """`size_up`: from the bytes that a GPU has left beside the weights, or None, to the sizes of pool and slots, which
+    are known before weights are read where there is no GPU."""
+    tp_size, extra = config.tensor_parallel_size, _extra_pages(config, opened, layout)
+    info = None if device.is_gpu else size_up(None)
     if tp_size == 1:
+        model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
+        info = info or size_up(measure_room(config, model, layout, CudaMemory(device.place)))
+        encoder_bytes = config.mm_encoder_cache_bytes
         vision = None if config.language_model_only else open_vision(opened.folder, opened.dtype, encoder_bytes)
-        model = model or opened.build(exact=config.exact, backend=device.backend, device=device.place)
+        num_pages, slots = info.cache.num_pages, info.max_num_seqs
         runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra_pages=extra, vision=vision)
         runner.get_ready()
-        return _Ranks(runner, runner)
+        return _Ranks(runner, runner), info
     services: tuple[RankService, ...] = ()
-    if config.kv_transfer is not None:
-        services = (rank_service(config.kv_transfer.host, num_pages, units),)
-    ranked = build_ranked(
-        RankConfig(
-            tp_size=tp_size,
-            model=config.model,
-            dtype=config.dtype,
-            quantization=config.quantization,
-            block_size=config.block_size,
-            num_pages=num_pages,
-            num_slots=slots,
-            exact=config.exact,
-            extra_pages=extra,
-            step_seconds=_STEP_SECONDS,
-            services=services,
-            encoder_bytes=None if config.language_model_only else int(encoder_bytes),
-        ),
-        observe,
-    )
-    return _Ranks(ranked, ranked.own, RankSockets(ranked.folder, tp_size) if services else None)
+    if config.kv_transfer is not None and info is not None:
+        services = (rank_service(config.kv_transfer.host, info.cache.num_pages, _model_units(opened)),)
+    ranks = RankConfig(engine=config, extra_pages=extra, step_seconds=_STEP_SECONDS, services=services)
+    with load_ranks(ranks, device) as loaded:
+        info = info or size_up(loaded.room)
+        ranked = loaded.allocate(RankSizes(info.cache.num_pages, info.max_num_seqs), observe)
+    return _Ranks(ranked, ranked.own, RankSockets(ranked.folder, tp_size) if services else None), info
 
 
 def _build_transfer(

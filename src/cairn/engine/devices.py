@@ -1,7 +1,7 @@
 """What a server computes on: the CPU, or an NVIDIA GPU through the CUDA kernels."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -39,8 +39,9 @@ class Device:
         return self.place.type == "cuda"
 
 
-def choose_device(config: EngineConfig, opened: OpenModel) -> Device:
-    """As --device says; `auto` is the CPU, because this engine has not been run on a GPU yet. Logged.
+def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Device:
+    """As --device says; `auto` is the CPU, because this engine has not been run on a GPU yet. Of several ranks each has
+    the GPU of its number, which becomes the calling thread's current one. Logged.
 
     Raises ConfigError that names the flag which a GPU does not go together with, or what the machine lacks.
     """
@@ -51,16 +52,23 @@ def choose_device(config: EngineConfig, opened: OpenModel) -> Device:
     refused = [
         (config.exact, "--exact", "the CUDA kernels promise no fixed order of sums"),
         (config.quantization == "int8", "--quantization int8", "there are no int8 products on GPUs"),
-        (config.tensor_parallel_size > 1, "--tensor-parallel-size", "there is one rank on a GPU"),
+        (
+            config.kv_transfer is not None and config.tensor_parallel_size > 1,
+            "--kv-transfer-config with --tensor-parallel-size",
+            "ranks on GPUs do not read their shares",
+        ),
         (config.kv_transfer is not None, "--kv-transfer-config", "a GPU's memory is not transferred"),
     ]
     for is_asked, flag, reason in refused:
         if is_asked:
             raise ConfigError(f"{flag}: not with --device cuda yet: {reason}; leave out one of them")
     spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
-    check_device(opened.dtype, 0 if spec.attention is None else spec.attention.head_dim)
-    from cairn.kernels.cuda.device import device
+    head_dim = 0 if spec.attention is None else spec.attention.head_dim
+    check_device(opened.dtype, head_dim, rank, config.tensor_parallel_size)
+    from cairn.kernels.cuda.device import INTERPRETED, device
 
+    if not INTERPRETED:
+        torch.cuda.set_device(rank)
     place = device()
     logger.info("--device cuda: %s", torch.cuda.get_device_name(place) if place.type == "cuda" else "interpreted")
     return Device("cuda", place, max_in_flight=2)
@@ -102,15 +110,23 @@ class CudaMemory:
         return int(torch.cuda.max_memory_allocated(self._device)) - self._start
 
 
-def measure_room(config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory) -> int:
+def measure_room(
+    config: EngineConfig,
+    model: Model,
+    layout: CacheLayout,
+    memory: DeviceMemory,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> int:
     """Bytes that --gpu-memory-utilization leaves for pool and running states beside the loaded model, other processes,
-    and the largest step, which is carried out once to see what it takes. Logged. Raises ConfigError where nothing is
-    left."""
-    step_bytes = _step_bytes(config, model, layout, memory)
+    and the largest step, which is carried out once to see what it takes: by all ranks at the same time. `meanwhile` is
+    called while it is out. Logged. Raises ConfigError where nothing is left."""
+    step_bytes = _step_bytes(config, model, layout, memory, meanwhile)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
-    # as float32, and once more while tokens are drawn from them; all else in drawing is done in bounded groups
-    logits_bytes = (config.max_num_seqs or MOST_SEQS_ON_GPU) * model.vocab_size * 8
+    # as float32, and once more while tokens are drawn from them or the ranks' columns are gathered, of which each rank
+    # has at most half; all else in drawing is done in bounded groups
+    logit_bytes = 8 if model.communicator.size == 1 else 10
+    logits_bytes = (config.max_num_seqs or MOST_SEQS_ON_GPU) * model.vocab_size * logit_bytes
     left = usable - (total - free) - step_bytes - logits_bytes
     told = (
         f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {usable}; {total - free} are "
@@ -124,7 +140,9 @@ def measure_room(config: EngineConfig, model: Model, layout: CacheLayout, memory
     return left
 
 
-def _step_bytes(config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory) -> int:
+def _step_bytes(
+    config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory, meanwhile: Callable[[], object]
+) -> int:
     """The most that a prefill step of --max-num-batched-tokens takes besides the pool."""
     num_tokens = config.max_num_batched_tokens
     pages: Pages = np.arange(layout.pages_for(num_tokens), dtype=np.int32)
@@ -138,6 +156,7 @@ def _step_bytes(config: EngineConfig, model: Model, layout: CacheLayout, memory:
     memory.start_peak()
     runner.launch(plan)
     runner.draw(0, {})
+    meanwhile()
     runner.collect(0)
     return memory.peak_growth()
 

@@ -110,12 +110,13 @@ def choose_memory_sizes(
     """What `config` says, or what fits the `available` bytes of memory; None where nothing tells how many. Logged.
 
     `layout`: of one rank. `fixed_bytes`: the weights, and all else that all ranks together will have besides pool and
-    running states. `on_gpu`: the memory is nobody else's, and all of it is taken.
+    running states. `on_gpu`: the memory is one rank's alone, that of the GPU which has least, and all of it is taken.
 
     Raises ConfigError where what was asked for, or the least that can serve, does not fit.
     """
     defaults = _GPU if on_gpu else _HOST
-    slot_bytes = layout.checkpoint_bytes * config.tensor_parallel_size
+    num_ranks = 1 if on_gpu else config.tensor_parallel_size
+    slot_bytes = layout.checkpoint_bytes * num_ranks
     states = slot_bytes * (config.max_num_seqs or 1)
     if available is None:
         room, told = None, "nothing here tells how much memory is available"
@@ -124,7 +125,7 @@ def choose_memory_sizes(
         told = f"{_size(available)} available, {_size(fixed_bytes)} of weights, {_size(states)} of running states"
     if on_gpu and room is not None and config.max_num_seqs is None:
         room = int((1 - _STATES_SHARE) * (room + states))
-    pool = _pool_bytes(config, layout, room, told, defaults)
+    pool = _pool_bytes(config, layout, room, told, defaults, num_ranks)
     num_seqs = config.max_num_seqs
     if num_seqs is None:
         most_states = None if room is None else int(_STATES_SHARE * room) // max(1, slot_bytes)
@@ -134,9 +135,11 @@ def choose_memory_sizes(
     return MemorySizes(kv_cache_memory_bytes=pool, max_num_seqs=num_seqs)
 
 
-def _pool_bytes(config: EngineConfig, layout: CacheLayout, room: int | None, told: str, defaults: "_Defaults") -> int:
-    """Of one rank. `room`: bytes for the pools of all ranks."""
-    asked, num_ranks = config.kv_cache_memory_bytes, config.tensor_parallel_size
+def _pool_bytes(
+    config: EngineConfig, layout: CacheLayout, room: int | None, told: str, defaults: "_Defaults", num_ranks: int
+) -> int:
+    """Of one rank. `room`: bytes for the pools of the `num_ranks` that share the memory."""
+    asked = config.kv_cache_memory_bytes
     least = least_pages(layout) * layout.page_bytes
     if room is None:
         if asked is None:

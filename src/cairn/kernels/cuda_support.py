@@ -13,9 +13,10 @@ MAX_HEAD_DIM = 256
 DTYPES = (torch.bfloat16, torch.float32)
 
 
-def check_device(dtype: torch.dtype, head_dim: int) -> None:
-    """Raises ConfigError if the current GPU cannot run a model of `dtype` whose attention heads have `head_dim` numbers
-    (0 if it has none); the text names the limit and the fix. Where kernels are interpreted there is no GPU to ask."""
+def check_device(dtype: torch.dtype, head_dim: int, rank: int = 0, num_ranks: int = 1) -> None:
+    """Raises ConfigError if there is not a GPU for each of `num_ranks`, or if that of `rank` cannot run a model of
+    `dtype` whose attention heads have `head_dim` numbers (0 if it has none); the text names the limit and the fix.
+    Where kernels are interpreted there is no GPU to ask."""
     try:
         import triton
     except ImportError as error:
@@ -35,11 +36,16 @@ def check_device(dtype: torch.dtype, head_dim: int) -> None:
             f"torch {torch.__version__} sees no NVIDIA GPU: see what nvidia-smi lists, whether its driver is new "
             f"enough for CUDA {torch.version.cuda}, and whether CUDA_VISIBLE_DEVICES hides it"
         )
-    capability = torch.cuda.get_device_capability()
+    if (num_gpus := torch.cuda.device_count()) < num_ranks:
+        raise ConfigError(
+            f"--tensor-parallel-size {num_ranks}: each rank computes on a GPU of its own, and torch sees {num_gpus}: "
+            f"lower it to at most {num_gpus}, or see whether CUDA_VISIBLE_DEVICES hides some"
+        )
+    capability = torch.cuda.get_device_capability(rank)
     if capability < MIN_CAPABILITY:
         raise ConfigError(
-            f"{torch.cuda.get_device_name()} has compute capability {_dotted(capability)}, and the CUDA backend needs "
-            f"{_dotted(MIN_CAPABILITY)} (Ampere) or newer: choose another one with CUDA_VISIBLE_DEVICES"
+            f"{torch.cuda.get_device_name(rank)} has compute capability {_dotted(capability)}, and the CUDA backend "
+            f"needs {_dotted(MIN_CAPABILITY)} (Ampere) or newer: choose another one with CUDA_VISIBLE_DEVICES"
         )
 
 

@@ -117,6 +117,11 @@ class Readback:
         else:
             self._moved = whole.cpu()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
     def wait(self) -> None:
         """Waits until the copy is complete. Raises EngineDead when the device has not made it in time."""
         if self._event is not None:

@@ -1,8 +1,8 @@
 """Collective operations among the tensor-parallel ranks of one model.
 
-Every mixer of a rank gives a *partial sum* of [rows, hidden]. The ranks' partial sums are gathered and added in rank
-order, never all-reduced: the order of a ring's additions depends on where in the buffer a number stands, and then a
-row's bits would depend on its batch.
+Every mixer of a rank gives a *partial sum* of [rows, hidden]. On the CPU, and with `--exact` everywhere, the ranks'
+partial sums are gathered and added in rank order: the order of a ring's additions depends on where in the buffer a
+number stands, and then a row's bits would depend on its batch.
 """
 
 from dataclasses import dataclass
@@ -13,11 +13,13 @@ if TYPE_CHECKING:
 
 
 class Communicator(Protocol):
-    """One rank's collective operations. All ranks make the same calls in the same order, with tensors of one shape.
+    """One rank's collective operations. All ranks make the same calls in the same order, with tensors of one shape on
+    the devices of their own.
 
-    Every call waits for all ranks, at most as long as the implementation states, and raises EngineDead when one of
-    them does not come. The result has the same bits on every rank and belongs to the caller; it may be the argument
-    itself.
+    Where the host carries them out, every call waits for all ranks, at most as long as the implementation states, and
+    raises EngineDead when one of them does not come. Where devices do, no call waits, and a rank that is lost is
+    missed by whoever waits for the step. The result has the same bits on every rank and belongs to the caller; it may
+    be the argument itself.
     """
 
     @property
@@ -26,8 +28,9 @@ class Communicator(Protocol):
     @property
     def size(self) -> int: ...
 
-    def gather_add(self, partial: "Tensor") -> "Tensor":
-        """The sum over ranks, in rank order and at least in float32; same shape and dtype as `partial`."""
+    def all_reduce(self, partial: "Tensor") -> "Tensor":
+        """The sum over ranks; same shape and dtype as `partial`. In rank order and at least in float32 where a row's
+        bits must not depend on its batch."""
         ...
 
     def gather_columns(self, part: "Tensor") -> "Tensor":
@@ -35,7 +38,7 @@ class Communicator(Protocol):
         ...
 
     def broadcast(self, numbers: "Tensor") -> "Tensor":
-        """Rank 0's numbers, int64 [n]. All ranks pass equally many; those of other ranks are ignored."""
+        """Rank 0's numbers, of any dtype. Those of the other ranks are ignored."""
         ...
 
 
@@ -51,7 +54,7 @@ class SingleRank:
     def size(self) -> int:
         return 1
 
-    def gather_add(self, partial: "Tensor") -> "Tensor":
+    def all_reduce(self, partial: "Tensor") -> "Tensor":
         return partial
 
     def gather_columns(self, part: "Tensor") -> "Tensor":

@@ -67,7 +67,7 @@ class VocabParallelEmbedding:
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
         vectors = self.kernels.embed(local.masked_fill(elsewhere, 0), self.weight)
-        return self.communicator.gather_add(vectors.masked_fill_(elsewhere[:, None], 0.0))
+        return self.communicator.all_reduce(vectors.masked_fill_(elsewhere[:, None], 0.0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Model:
         # A layer's sum and the next one's norm go through memory once.
         norms = [*(norm for norm, _ in self.layers[1:]), self.final_norm]
         for (_, mixer), norm in zip(self.layers, norms, strict=True):
-            normed = norm.add_norm(hidden, self.communicator.gather_add(mixer(normed, batch, memory)))
+            normed = norm.add_norm(hidden, self.communicator.all_reduce(mixer(normed, batch, memory)))
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ class ShardedGatedRMSNorm:
         if self.output_slice is not None:
             x, gate = x[:, self.output_slice], gate[:, self.output_slice]
         gated = self.kernels.silu_mul(gate.to(x.dtype), x)
-        squares = self.communicator.gather_add(gated.square().sum(-1, keepdim=True))
+        squares = self.communicator.all_reduce(gated.square().sum(-1, keepdim=True))
         scale = squares.div(self.width).add_(self.eps).rsqrt_()
         return gated.mul_(scale).to(gate.dtype).mul_(self.weight)
 

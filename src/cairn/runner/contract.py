@@ -41,6 +41,11 @@ class StepRunner(Protocol):
         """Draw the tokens of the step that was launched last."""
         ...
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether `collect` of the oldest launched step would return at once."""
+        return True
+
     def collect(self, step: int) -> StepResult:
         """Wait for the oldest launched step; returns its tokens. All that it writes is written then."""
         ...

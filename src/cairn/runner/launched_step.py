@@ -91,6 +91,11 @@ class LaunchedStep:
         self.logits, self.is_drawn = None, True
         self._readback.send()
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether `result` would return at once."""
+        return self._readback.is_complete
+
     def result(self) -> StepResult:
         """Waits for the copy to the host."""
         assert self.is_drawn, f"step {self.plan.step} has not been drawn"

@@ -157,6 +157,11 @@ class Runner(StepRunner):
         return result
 
     @property
+    def is_complete(self) -> bool:
+        """Whether `collect` of the oldest launched step would return at once."""
+        return self._launched[0].is_complete
+
+    @property
     def encoder_counters(self) -> EncoderCounters | None:
         """None without a vision encoder."""
         return None if self.vision is None else self.vision.counters

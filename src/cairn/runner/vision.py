@@ -152,11 +152,10 @@ def multimodal_inputs(
             own = (
                 vision.encode(image).to(like)
                 if communicator.rank == 0
-                else like.new_zeros(image.length, like.shape[-1])
+                else like.new_empty(image.length, like.shape[-1])
             )
             offsets.append(np.arange(low - start, high - start))
-            # the other ranks' zeros are added: exact
-            vectors.append(communicator.gather_add(own)[low - image.start : high - image.start])
+            vectors.append(communicator.broadcast(own)[low - image.start : high - image.start])
     positions = mrope_positions(start, end, images, vision.merge)
     return MultimodalInputs(positions, np.concatenate(offsets), torch.cat(vectors))
 

@@ -119,7 +119,10 @@ class EngineOptions(BaseModel):
         False, description="for finding bugs: look at every step's plan before it is carried out; slower"
     )
     tensor_parallel_size: int = Field(
-        1, description="processes that the model's heads are divided among; must divide them", ge=1, le=1024
+        1,
+        description="processes that the model's heads are divided among; must divide them; on GPUs one process each",
+        ge=1,
+        le=1024,
     )
     language_model_only: bool = Field(
         False, description="leave the checkpoint's vision model unloaded: images are refused"

@@ -1,1 +1,1 @@
-"""A model that is cut among processes. The door: `runner.build_ranked`."""
+"""A model that is cut among processes. The door: `runner.load_ranks`."""

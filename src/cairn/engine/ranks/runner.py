@@ -4,12 +4,17 @@
     |-- RankConfig ----------------------->|  read, torch imported
     |<------------------------ RankStarted-|
     |========= the ranks find each other, and each loads its share =====|
-    |<-------------------------- RankReady-|  or BuildRefused
-    |-- plan ----------------------------->|
+    |<------------------------- RankLoaded-|  or BuildRefused
+    |========= on GPUs: the largest step, once =========================|
+    |<--------------------------- RankRoom-|
+    |-- RankSizes ------------------------>|  of the rank that has least room
+    |<-------------------------- RankReady-|
+    |-- plan ----------------------------->|  on GPUs while the step before it is out
     |========= the step: partial sums are put together ================|
     |<--------------------------- StepDone-|  all that the plan writes is written, on every rank
 
-Between steps the others block on their sockets. A rank that ends, or keeps rank 0 waiting too long, ends the engine.
+Between steps the others block on their sockets. A rank that ends, or keeps rank 0 waiting too long, ends the engine: on
+GPUs, where no host waits for another rank within a step, by rank 0's wait for StepDone.
 """
 
 import shutil
@@ -18,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 import zmq
@@ -26,16 +31,19 @@ import zmq
 from cairn.engine.child_process import FINAL_FRAME_SECONDS, ChildProcess
 from cairn.engine.ranks.wire import (
     RankConfig,
+    RankLoaded,
     RankReady,
+    RankRoom,
+    RankSizes,
     RankStarted,
     StepDone,
-    ToRankZero,
     follower_plan,
     frames_of_config,
     frames_of_plans,
+    frames_of_sizes,
     frames_to_rank_zero,
 )
-from cairn.engine.ranks.worker import build_rank
+from cairn.engine.ranks.worker import LoadedRank
 from cairn.engine.wire import BuildRefused, Fatal
 from cairn.errors import CairnError, EngineDead
 from cairn.runner.contract import StepRunner
@@ -43,13 +51,17 @@ from cairn.step import StepPlan, StepResult, TokenMasks
 from cairn.types import Clock, SystemClock
 
 if TYPE_CHECKING:
+    from cairn.engine.devices import Device
     from cairn.runner.runner import Observe, Runner
+
+_Message = TypeVar("_Message")
 
 
 @dataclass(frozen=True, slots=True)
 class RankDeadlines:
     """How long rank 0 waits for another rank, in seconds. `hello`: until its process runs and has imported torch;
-    `ready`: until it has its weights; `stop`: until it has ended by itself. What a step may take is in the RankConfig.
+    `ready`: until it has its weights, until it has measured its room, and until it has its memory; `stop`: until it has
+    ended by itself. What a step may take is in the RankConfig.
     """
 
     hello: float = 120.0
@@ -82,16 +94,17 @@ class Follower:
         self.child.wait_for(zmq.POLLOUT, self._deadlines.hello, "started")
         self.child.send(self._config, "configuration")
 
-    def expect(self, wanted: ToRankZero, seconds: float, what: str) -> None:
-        """Waits for the message `wanted`. Raises ConfigError or ModelError where the rank refuses its configuration,
-        and EngineDead when it fails or is late; `what`: what it has done then."""
+    def receive(self, wanted: type[_Message], seconds: float, what: str) -> _Message:
+        """Waits for a message of the kind `wanted`. Raises ConfigError or ModelError where the rank refuses its
+        configuration, and EngineDead when it fails or is late; `what`: what it has done then."""
         message = self._incoming.decode(self.child.receive(seconds, what))
         if isinstance(message, BuildRefused):
             raise message.error()
         if isinstance(message, Fatal):
             raise EngineDead(f"{self.child.name} has failed: {message.text}")
-        if message != wanted:
-            raise EngineDead(f"{self.child.name} has sent {message} instead of {wanted}")
+        if not isinstance(message, wanted):
+            raise EngineDead(f"{self.child.name} has sent {message} instead of a {wanted.__name__}")
+        return message
 
     def final_error(self) -> str | None:
         """Why the rank has failed, if its final frame says so."""
@@ -106,6 +119,7 @@ class Followers:
     def __init__(self, config: RankConfig, deadlines: RankDeadlines, clock: Clock) -> None:
         self.folder = Path(config.rendezvous).parent
         self._deadlines = deadlines
+        self._clock = clock
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._plans = frames_of_plans()
         self._all: list[Follower] = []
@@ -121,6 +135,19 @@ class Followers:
 
     def __iter__(self) -> Iterator[Follower]:
         return iter(self._all)
+
+    def receive(self, wanted: type[_Message], seconds: float, what: str) -> list[_Message]:
+        """A message from each, all within `seconds`; see `Follower.receive`."""
+        deadline, messages = self._clock.now() + seconds, list[_Message]()
+        for each in self._all:
+            left = max(0.0, deadline - self._clock.now()) if messages else seconds
+            messages.append(each.receive(wanted, left, what))
+        return messages
+
+    def send_sizes(self, sizes: RankSizes) -> None:
+        frame = frames_of_sizes().encode(sizes)
+        for follower in self._all:
+            follower.child.send(frame, "sizes")
 
     def post(self, plan: StepPlan) -> None:
         frame = self._plans.encode(follower_plan(plan))
@@ -181,9 +208,11 @@ class RankedRunner(StepRunner):
     def collect(self, step: int) -> StepResult:
         """Returns when every rank has carried the plan out. Raises as `launch` does."""
         with self._handle_loss():
+            # The others first: a GPU of rank 0 would wait for a rank that has ended.
+            for done in self._followers.receive(StepDone, self._step_seconds, f"done with step {step}"):
+                if done.step != step:
+                    raise EngineDead(f"a rank is done with step {done.step}, and step {step} is the oldest")
             result = self.own.collect(step)
-            for follower in self._followers:
-                follower.expect(StepDone(step), self._step_seconds, f"done with step {step}")
         self.forward_passes, self.steps = self.own.forward_passes, self.own.steps
         return result
 
@@ -205,13 +234,48 @@ class RankedRunner(StepRunner):
             self._followers.close(kill=False)
 
 
-def build_ranked(
+class LoadedRanks:
+    """All ranks with their weights, and without memory. A context manager: unless `allocate` has been called in it, no
+    process is left behind.
+
+    `room`: on GPUs, the bytes for pool and running states of the rank that has fewest.
+    """
+
+    def __init__(
+        self, config: RankConfig, own: LoadedRank, followers: Followers, deadlines: RankDeadlines, room: int | None
+    ) -> None:
+        self.room = room
+        self._config = config
+        self._own = own
+        self._followers = followers
+        self._deadlines = deadlines
+        self._runner: RankedRunner | None = None
+
+    def allocate(self, sizes: RankSizes, observe: "Observe | None" = None) -> RankedRunner:
+        """A runner with memory of these sizes on every rank. Raises ConfigError, ModelError and EngineDead, as
+        `load_ranks` does."""
+        self._followers.send_sizes(sizes)
+        own = self._own.allocate(sizes, observe)
+        self._followers.receive(RankReady, self._deadlines.ready, "built")
+        self._runner = RankedRunner(own, self._followers, self._config.step_seconds)
+        return self._runner
+
+    def __enter__(self) -> "LoadedRanks":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._runner is None:
+            self._followers.close(kill=True)
+
+
+def load_ranks(
     config: RankConfig,
-    observe: "Observe | None" = None,
+    device: "Device | None" = None,
     deadlines: RankDeadlines | None = None,
     clock: Clock | None = None,
-) -> RankedRunner:
-    """Starts the ranks 1 .. tp_size - 1 as processes and builds rank 0 here.
+) -> LoadedRanks:
+    """Starts the ranks 1 .. tp_size - 1 as processes; all load their shares of the model, rank 0 here. `device`: rank
+    0's, None unless it has been chosen.
 
     Raises ConfigError or ModelError naming the flag or the file, whichever rank finds it, and EngineDead when a rank
     ends or is late; then no process is left behind.
@@ -221,12 +285,19 @@ def build_ranked(
     deadlines = deadlines or RankDeadlines()
     followers = Followers(config, deadlines, clock or SystemClock())
     try:
-        for follower in followers:
-            follower.expect(RankStarted(), deadlines.hello, "started")
-        own = build_rank(config, observe)
-        for follower in followers:
-            follower.expect(RankReady(), deadlines.ready, "built")
+        followers.receive(RankStarted, deadlines.hello, "started")
+        own = LoadedRank(config, device)
+        # Before the first step together: whoever has refused would be waited for in it.
+        followers.receive(RankLoaded, deadlines.ready, "loaded")
+        room = _least_room(own, followers, deadlines) if own.device.is_gpu else None
     except BaseException:
         followers.close(kill=True)
         raise
-    return RankedRunner(own, followers, config.step_seconds)
+    return LoadedRanks(config, own, followers, deadlines, room)
+
+
+def _least_room(own: LoadedRank, followers: Followers, deadlines: RankDeadlines) -> int:
+    rooms: list[RankRoom] = []
+    # While rank 0's step is out: a rank that has ended in it is missed here, not by rank 0's GPU.
+    room = own.measure_room(lambda: rooms.extend(followers.receive(RankRoom, deadlines.ready, "measured")))
+    return min(room, *(each.num_bytes for each in rooms))

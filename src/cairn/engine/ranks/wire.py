@@ -1,17 +1,19 @@
 """What rank 0 and the other ranks tell each other: msgpack frames, arrays as raw little-endian bytes.
 
-    rank 0 -> rank r   RankConfig (the first frame), then StepPlan after StepPlan
-    rank r -> rank 0   RankStarted, RankReady or BuildRefused, then one StepDone for each plan; Fatal is the last word
+    rank 0 -> rank r   RankConfig (the first frame), RankSizes, then StepPlan after StepPlan
+    rank r -> rank 0   RankStarted, RankLoaded, on a GPU RankRoom, RankReady, then one StepDone for each plan;
+                       BuildRefused or Fatal is the last word
 
 Tensors do not travel here: the ranks put their partial sums together among themselves (`layers.process_ranks`).
 """
 
 from dataclasses import replace
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from cairn.engine.wire import MAX_FRAME_BYTES, BuildRefused, Fatal, Frames
+from cairn.engine.contract import EngineConfig
+from cairn.engine.wire import MAX_FRAME_BYTES, BuildRefused, Fatal, Frames, encode_config
 from cairn.step import StepPlan
 from cairn.transfer.wire import decode_array, encode_array
 from cairn.types import SamplingParams
@@ -36,37 +38,50 @@ class RankService(msgspec.Struct, frozen=True):
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """All that one rank needs to build its share; `rank` and `rendezvous`, the file by which the ranks find each
+    """All that one rank needs to load its share; `rank` and `rendezvous`, the file by which the ranks find each
     other, are filled in by who starts them.
 
+    `engine`: what the whole engine is built of. `extra_pages`: behind the pool, for what comes from other servers.
     `join_seconds`: how long the ranks may take to find each other once all of them run. `step_seconds`: how long one
-    may keep the others waiting within a step. `services` are started on every rank but 0. `encoder_bytes`: most bytes
-    of encoded images that are kept; None leaves a vision model unloaded.
+    may keep the others waiting within a step. `services` are started on every rank but 0.
     """
 
-    tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)]
-    model: _Text
-    dtype: Literal["auto", "float32", "bfloat16"]
-    block_size: _Positive
-    num_pages: _Positive
-    num_slots: _Positive
-    exact: bool
+    engine: EngineConfig
     extra_pages: _Number = 0
     join_seconds: _Seconds = 60.0
     step_seconds: _Seconds = 60.0
     rank: _Number = 0
     rendezvous: _Text = ""
     services: Annotated[tuple[RankService, ...], msgspec.Meta(max_length=16)] = ()
-    encoder_bytes: int | None = None
-    quantization: Literal["int8", "fp8", "modelopt"] | None = None
+
+    @property
+    def tp_size(self) -> int:
+        return self.engine.tensor_parallel_size
+
+
+class RankSizes(msgspec.Struct, frozen=True):
+    """The memory that every rank allocates: `num_pages` of the pool, `num_slots` for requests computed at once."""
+
+    num_pages: _Positive
+    num_slots: _Positive
 
 
 class RankStarted(msgspec.Struct, frozen=True, tag="started"):
     """The rank has its configuration and is about to join the others."""
 
 
+class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The rank has joined the others and has its weights."""
+
+
+class RankRoom(msgspec.Struct, frozen=True, tag="room"):
+    """The bytes that the rank's GPU has for its pool and its running states."""
+
+    num_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+
+
 class RankReady(msgspec.Struct, frozen=True, tag="ready"):
-    """The rank has its weights and its memory; its services run."""
+    """The rank has its memory, too; its services run."""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag="done"):
@@ -75,11 +90,28 @@ class StepDone(msgspec.Struct, frozen=True, tag="done"):
     step: _Step
 
 
-ToRankZero: TypeAlias = RankStarted | RankReady | BuildRefused | StepDone | Fatal
+ToRankZero: TypeAlias = RankStarted | RankLoaded | RankRoom | RankReady | BuildRefused | StepDone | Fatal
 
 
 def frames_of_config() -> Frames[RankConfig]:
-    return Frames(msgspec.msgpack.Decoder(RankConfig))
+    return Frames(msgspec.msgpack.Decoder(RankConfig, dec_hook=_decode_engine), _encode_engine)
+
+
+def _encode_engine(value: object) -> bytes:
+    if not isinstance(value, EngineConfig):
+        raise NotImplementedError(f"{type(value)} does not go on this wire")
+    return encode_config(value)
+
+
+def _decode_engine(kind: type, value: Any) -> EngineConfig:
+    """Raises ValueError, of which msgspec makes its own."""
+    if kind is not EngineConfig or not isinstance(value, bytes):
+        raise ValueError(f"{kind} of {type(value)}")
+    return EngineConfig.model_validate_json(value)
+
+
+def frames_of_sizes() -> Frames[RankSizes]:
+    return Frames(msgspec.msgpack.Decoder(RankSizes))
 
 
 def frames_to_rank_zero() -> Frames[ToRankZero]:

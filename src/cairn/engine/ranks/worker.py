@@ -1,13 +1,17 @@
 """One tensor-parallel rank in a process of its own: `python -m cairn.engine.ranks.worker ADDRESS LOG_LEVEL`.
 
-Started by `runner.build_ranked`, never by hand. ADDRESS is rank 0's ZMQ socket for this rank, in a directory that only
-this user can enter. The first frame is the RankConfig; then the rank carries out every plan that comes. Standard input
-is a pipe whose other end rank 0 holds open: when it closes, rank 0 is gone, and so is this process.
+Started by `runner.load_ranks`, never by hand. ADDRESS is rank 0's ZMQ socket for this rank, in a directory that only
+this user can enter. The first frame is the RankConfig, the second the RankSizes; then the rank carries out every plan
+that comes. Standard input is a pipe whose other end rank 0 holds open: when it closes, rank 0 is gone, and so is this
+process.
 """
 
 import importlib
 import logging
+import os
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -17,12 +21,16 @@ from typing import TYPE_CHECKING
 from cairn.engine.child_process import ParentLink, load_function, run_child
 from cairn.engine.ranks.wire import (
     RankConfig,
+    RankLoaded,
     RankReady,
+    RankRoom,
+    RankSizes,
     RankStarted,
     StepDone,
     ToRankZero,
     frames_of_config,
     frames_of_plans,
+    frames_of_sizes,
     frames_to_rank_zero,
 )
 from cairn.engine.wire import BuildRefused, Fatal
@@ -31,9 +39,13 @@ from cairn.runner.contract import StepRunner
 from cairn.step import StepPlan
 
 if TYPE_CHECKING:
+    from cairn.engine.devices import Device
     from cairn.runner.runner import Observe, Runner
 
 logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 50e-6
+"""Between two looks at a step that is out and at plans that come."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,48 +66,102 @@ ServiceFactory = Callable[[RankPlace, bytes], AbstractContextManager[object]]
 """Called with the rank's place and the service's settings. Raises ConfigError."""
 
 
-def build_rank(config: RankConfig, observe: "Observe | None" = None) -> "Runner":
-    """Joins the other ranks, then loads this rank's share of the model and allocates its memory.
+class LoadedRank:
+    """A rank that has joined the others and loaded its share of the model; its memory is not allocated yet. `device`:
+    what it computes on."""
 
-    Raises ConfigError or ModelError, and EngineDead when not all ranks join in time.
+    def __init__(self, config: RankConfig, device: "Device | None" = None) -> None:
+        """`device`: None unless it has been chosen.
+
+        Raises ConfigError or ModelError, and EngineDead when not all ranks join in time.
+        """
+        # Here and not above: rank 0's module is imported where nothing of torch is wanted.
+        from cairn.engine.devices import choose_device, explain_out_of_memory
+        from cairn.layers.process_ranks import join_ranks
+        from cairn.models.registry import open_model
+
+        engine = config.engine
+        self._config = config
+        self._opened = open_model(Path(engine.model), engine.dtype, engine.quantization)
+        self._layout = self._opened.layout(engine.block_size, config.tp_size)
+        self.device = device or choose_device(engine, self._opened, config.rank)
+        if self.device.is_gpu:
+            # Ranks are of this machine: nobody else needs to reach the port at which NCCL's find each other.
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        communicator = join_ranks(
+            Path(config.rendezvous),
+            config.rank,
+            config.tp_size,
+            self.device.place,
+            join_seconds=config.join_seconds,
+            seconds=config.step_seconds,
+            exact=engine.exact,
+        )
+        with explain_out_of_memory(self.device):
+            self._model = self._opened.build(
+                exact=engine.exact,
+                communicator=communicator,
+                backend=self.device.backend,
+                device=self.device.place,
+            )
+
+    def measure_room(self, meanwhile: Callable[[], object] = lambda: None) -> int:
+        """See `devices.measure_room`; all ranks do it at the same time."""
+        from cairn.engine.devices import CudaMemory, explain_out_of_memory, measure_room
+
+        memory = CudaMemory(self.device.place)
+        with explain_out_of_memory(self.device):
+            return measure_room(self._config.engine, self._model, self._layout, memory, meanwhile)
+
+    def allocate(self, sizes: RankSizes, observe: "Observe | None" = None) -> "Runner":
+        """A runner with memory of these sizes, the same on all ranks. Raises ConfigError or ModelError."""
+        from cairn.engine.devices import explain_out_of_memory
+        from cairn.runner.runner import Runner
+        from cairn.runner.vision import open_vision
+
+        engine, vision = self._config.engine, None
+        if not engine.language_model_only:
+            cache_bytes = int(engine.mm_encoder_cache_bytes)
+            vision = open_vision(self._opened.folder, self._opened.dtype, cache_bytes, self._config.rank)
+        with explain_out_of_memory(self.device):
+            runner = Runner(
+                self._model,
+                self._layout,
+                sizes.num_pages,
+                sizes.num_slots,
+                engine.exact,
+                observe=observe,
+                extra_pages=self._config.extra_pages,
+                vision=vision,
+            )
+            runner.get_ready()
+        return runner
+
+
+def follow(
+    runner: StepRunner,
+    receive: Callable[[bool], StepPlan | None],
+    send: Callable[[StepDone], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Carries out plan after plan. Returns never; whatever the runner or the line raises comes out of here.
+
+    `receive` gives the next plan; if it may not wait, None where none has come. A plan is launched as soon as it comes,
+    also while the step before it is out, and a step is said to be done as soon as it is: how long one may take is for
+    rank 0 to say, which ends this process.
     """
-    # Here and not above: rank 0's module is imported where nothing of torch is wanted.
-    from cairn.layers.process_ranks import join_gloo_ranks
-    from cairn.models.registry import open_model
-    from cairn.runner.runner import Runner
-    from cairn.runner.vision import open_vision
-
-    communicator = join_gloo_ranks(
-        Path(config.rendezvous),
-        config.rank,
-        config.tp_size,
-        join_seconds=config.join_seconds,
-        seconds=config.step_seconds,
-    )
-    opened = open_model(Path(config.model), config.dtype, config.quantization)
-    vision = None
-    if config.encoder_bytes is not None:
-        vision = open_vision(opened.folder, opened.dtype, config.encoder_bytes, config.rank)
-    runner = Runner(
-        opened.build(exact=config.exact, communicator=communicator),
-        opened.layout(config.block_size, config.tp_size),
-        config.num_pages,
-        config.num_slots,
-        config.exact,
-        observe=observe,
-        extra_pages=config.extra_pages,
-        vision=vision,
-    )
-    runner.get_ready()
-    return runner
-
-
-def follow(runner: StepRunner, receive: Callable[[], StepPlan], send: Callable[[StepDone], None]) -> None:
-    """Carries out plan after plan. Returns never; whatever the runner or the line raises comes out of here."""
+    out: deque[int] = deque()
     while True:
-        plan = receive()
-        runner.run(plan)
-        send(StepDone(plan.step))
+        plan = receive(not out)
+        if plan is not None:
+            runner.launch(plan)
+            runner.draw(plan.step, {})
+            out.append(plan.step)
+        elif runner.is_complete:
+            runner.collect(out[0])
+            send(StepDone(out.popleft()))
+        else:
+            sleep(_POLL_SECONDS)
 
 
 def _serve(parent: ParentLink) -> int:
@@ -104,11 +170,15 @@ def _serve(parent: ParentLink) -> int:
     def send(message: ToRankZero) -> None:
         parent.send(outgoing.encode(message))
 
-    def receive() -> StepPlan:
-        """The next plan. Waits as long as rank 0 lives: an idle engine has none, and needs no clock for it."""
+    def receive_frame() -> bytes:
+        """Waits as long as rank 0 lives: an idle engine has no plan, and needs no clock for it."""
         while (frame := parent.receive(None)) is None:
             continue
-        return plans.decode(frame)
+        return frame
+
+    def receive(may_wait: bool) -> StepPlan | None:
+        frame = receive_frame() if may_wait else parent.receive(0)
+        return None if frame is None else plans.decode(frame)
 
     try:
         config = frames_of_config().decode(parent.receive_config())
@@ -117,7 +187,11 @@ def _serve(parent: ParentLink) -> int:
         send(RankStarted())
         with ExitStack() as services:
             try:
-                runner = build_rank(config)
+                rank = LoadedRank(config)
+                send(RankLoaded())
+                if rank.device.is_gpu:
+                    send(RankRoom(rank.measure_room()))
+                runner = rank.allocate(frames_of_sizes().decode(receive_frame()))
                 place = RankPlace(config.rank, config.tp_size, Path(config.rendezvous).parent, runner)
                 for service in config.services:
                     make: ServiceFactory = load_function(service.factory, "the rank's service")
