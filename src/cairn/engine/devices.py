@@ -109,8 +109,8 @@ def measure_room(config: EngineConfig, model: Model, layout: CacheLayout, memory
     step_bytes = _step_bytes(config, model, layout, memory)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
-    # as float32, and once more while tokens are drawn from them; all else in drawing is done in bounded groups
-    logits_bytes = (config.max_num_seqs or MOST_SEQS_ON_GPU) * model.vocab_size * 8
+    num_seqs = config.max_num_seqs or MOST_SEQS_ON_GPU
+    logits_bytes = num_seqs * model.vocab_size * 4 + model.kernels.sampling_bytes(num_seqs, model.vocab_size, num_seqs)
     left = usable - (total - free) - step_bytes - logits_bytes
     told = (
         f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {usable}; {total - free} are "

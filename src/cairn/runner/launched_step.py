@@ -6,11 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from cairn.kernels.contract import Kernels
+from cairn.kernels.contract import Kernels, Sampler
 from cairn.kernels.staging import Readback, ReadbackArray, StagedArray, Staging
 from cairn.runner.batch_builder import BatchBuilder
 from cairn.runner.logprobs import LogprobTensors, PromptLogprobs, SampledLogprobs
-from cairn.runner.sampler import Sampler
 from cairn.runner.vision import MultimodalInputs
 from cairn.step import Logprobs, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
 

@@ -11,6 +11,9 @@ from cairn.kernels.cuda.products import embed, linear, lm_head, pack, pack_int8,
 from cairn.kernels.cuda.routers import sigmoid_router, softmax_router
 from cairn.kernels.cuda.ssd import ssd
 from cairn.kernels.cuda.write_kv import write_kv
+from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
+from cairn.kernels.sampling.sampler import TorchSampler as sampler
+from cairn.kernels.sampling.sampler import sampling_bytes
 
 __all__ = [
     "add_rms_norm",
@@ -29,12 +32,15 @@ __all__ = [
     "rms_norm",
     "rms_norm_then_gate",
     "rope",
+    "sampler",
+    "sampling_bytes",
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
     "softmax_router",
     "squared_relu",
     "ssd",
+    "token_counts",
     "warm_up",
     "write_kv",
 ]  # fmt: skip

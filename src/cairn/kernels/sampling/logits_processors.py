@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cairn.kernels.sampling.metadata import TokenHistory
 from cairn.kernels.staging import Staging
 from cairn.step import TokenMask
 from cairn.types import Keys, SamplingParams
@@ -107,7 +108,7 @@ class _TokenIndex:
         return self._rows.tensor, self._tokens.tensor
 
 
-class TokenCounts:
+class TorchTokenCounts:
     """The used tokens of each slot's sequence, and how often its output has each: on the device.
 
     A slot has counts from `admit` to the next `admit`. Memory of slots without penalties is never touched. Methods
@@ -121,8 +122,17 @@ class TokenCounts:
         self._output_starts = np.zeros(num_slots, np.int64)
         self._lengths = np.full(num_slots, -1, np.int64)
 
-    def admit(self, slot: int, prompt: Keys, output: Keys, staging: Staging) -> Callable[[], None]:
-        """A sequence begins, or begins again, in `slot`. Ids below 0 have no logit and are not counted."""
+    def admit(self, histories: Sequence[TokenHistory], staging: Staging) -> Callable[[], None]:
+        """See `TokenCounts.admit`."""
+        writes = [self._admit(*history, staging) for history in histories]
+
+        def write() -> None:
+            for one in writes:
+                one()
+
+        return write
+
+    def _admit(self, slot: int, prompt: Keys, output: Keys, staging: Staging) -> Callable[[], None]:
         used = np.unique(prompt[prompt >= 0])
         start, length = len(used), len(used) + len(output)
         self._output_starts[slot], self._lengths[slot] = start, length
@@ -180,7 +190,7 @@ def penalize(
     rows: Sequence[int],
     params: Sequence[SamplingParams],
     slots: Sequence[int],
-    counts: TokenCounts,
+    counts: TorchTokenCounts,
     staging: Staging,
 ) -> LogitsProcessor:
     """Penalize used tokens in `rows` of the logits; `params` and `slots` of each of these rows.
