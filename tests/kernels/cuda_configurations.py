@@ -177,8 +177,56 @@ def experts(module: Any) -> Iterator[Configuration]:
             yield variant(module._down_gemv_kernel, {"TOP_K": top_k, **tile}, options)
 
 
+VOCABULARIES = (32_000, 131_072, 151_936, 248_320, 262_144)
+"""Llama 2's, Nemotron's, Qwen's, and Gemma's, which has tiles for each of 64 programs."""
+
+SAMPLED = {
+    **dict.fromkeys(("processed", "tile_maxima", "block_maxima", "thresholds", "temperatures", "least_logs"), "*fp32"),
+    **dict.fromkeys(("repetition", "frequency", "presence", "biases"), "*fp32"),
+    **dict.fromkeys(("top_ps", "uniforms"), "*fp64"),
+    **dict.fromkeys(("tile_weights", "candidates", "histograms"), "*i64"),
+    **dict.fromkeys(("sources", "kinds", "top_ks", "counts", "chosen", "tile_equals", "rows", "masks"), "*i32"),
+    **dict.fromkeys(("mask_numbers", "live", "steps"), "*i32"),
+}
+"""Types of the sampler's arguments."""
+
+
+def draw(module: Any) -> Iterator[Configuration]:
+    sampling = import_module("cairn.kernels.cuda.sampling")
+    for vocab_size in VOCABULARIES:
+        tile = sampling.tile_sizes(vocab_size)
+        options = {"num_warps": sampling.num_warps(tile["TILE"]), "enable_fp_fusion": False}
+        for kernel, constants, num_warps in (
+            *((module._summarize_kernel, {"COPIED": is_copied}, None) for is_copied in (False, True)),
+            (module._weigh_kernel, {}, None),
+            (module._best_kernel, {"CHOSEN": sampling.num_chosen(vocab_size)}, sampling.BEST_WARPS),
+            *((module._histogram_kernel, {"LEVEL": level}, None) for level in range(3)),
+            (module._filter_kernel, {}, None),
+            *((module._pick_kernel, {"FILTERED": is_filtered}, 8) for is_filtered in (False, True)),
+        ):
+            types = signature(kernel, "", **SAMPLED, tokens="*i64")
+            yield kernel, types, {**constants, **tile}, {**options, "num_warps": num_warps or options["num_warps"]}
+
+
+def processors(module: Any) -> Iterator[Configuration]:
+    sampling = import_module("cairn.kernels.cuda.sampling")
+    types = {**SAMPLED, "tokens": "*i32"}
+    for kernel in (module._clear_counts_kernel, module._count_tokens_kernel):
+        yield kernel, signature(kernel, "", **types), {"TILE": module.COUNT_TILE}, {"num_warps": 4}
+    for vocab_size in VOCABULARIES:
+        tile = sampling.tile_sizes(vocab_size)
+        for kernel, constants in (
+            (module._copy_kernel, tile),
+            (module._edit_kernel, {"LIST": module.LIST_TILE, **tile}),
+        ):
+            yield kernel, signature(kernel, "", **types), constants, {"num_warps": sampling.num_warps(tile["TILE"])}
+
+
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
-    {each.__name__: each for each in (attention, conv, elementwise, experts, gdn, norms, routers, ssd, write_kv)}
+    {
+        each.__name__: each
+        for each in (attention, conv, draw, elementwise, experts, gdn, norms, processors, routers, ssd, write_kv)
+    }
 )
 """By module of the backend."""
 

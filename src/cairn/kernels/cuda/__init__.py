@@ -9,11 +9,11 @@ from cairn.kernels.cuda.metadata import build_metadata
 from cairn.kernels.cuda.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
 from cairn.kernels.cuda.products import embed, linear, lm_head, pack, pack_int8, warm_up
 from cairn.kernels.cuda.routers import sigmoid_router, softmax_router
+from cairn.kernels.cuda.sampling import CudaSampler as sampler
+from cairn.kernels.cuda.sampling import CudaTokenCounts as token_counts
+from cairn.kernels.cuda.sampling import sampling_bytes
 from cairn.kernels.cuda.ssd import ssd
 from cairn.kernels.cuda.write_kv import write_kv
-from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
-from cairn.kernels.sampling.sampler import TorchSampler as sampler
-from cairn.kernels.sampling.sampler import sampling_bytes
 
 __all__ = [
     "add_rms_norm",
