@@ -192,14 +192,13 @@ SAMPLED = {
 
 
 def draw(module: Any) -> Iterator[Configuration]:
-    sampling = import_module("cairn.kernels.cuda.sampling")
     for vocab_size in VOCABULARIES:
-        tile = sampling.tile_sizes(vocab_size)
-        options = {"num_warps": sampling.num_warps(tile["TILE"]), "enable_fp_fusion": False}
+        tile = module.tile_sizes(vocab_size)
+        options = {"num_warps": module.num_warps(tile["TILE"]), "enable_fp_fusion": False}
         for kernel, constants, num_warps in (
             *((module._summarize_kernel, {"COPIED": is_copied}, None) for is_copied in (False, True)),
             (module._weigh_kernel, {}, None),
-            (module._best_kernel, {"CHOSEN": sampling.num_chosen(vocab_size)}, sampling.BEST_WARPS),
+            (module._best_kernel, {"CHOSEN": module.num_chosen(vocab_size)}, module.BEST_WARPS),
             *((module._histogram_kernel, {"LEVEL": level}, None) for level in range(3)),
             (module._filter_kernel, {}, None),
             *((module._pick_kernel, {"FILTERED": is_filtered}, 8) for is_filtered in (False, True)),
@@ -208,25 +207,35 @@ def draw(module: Any) -> Iterator[Configuration]:
             yield kernel, types, {**constants, **tile}, {**options, "num_warps": num_warps or options["num_warps"]}
 
 
+def logprobs(module: Any) -> Iterator[Configuration]:
+    more = {"rows": "*i64", "tokens": "*i64", "listed": "*i64", "tile_sums": "*fp32", "values": "*fp32"}
+    types = {**SAMPLED, **more, **dict.fromkeys(("tile_ranks", "token_ids", "ranks"), "*i32")}
+    for vocab_size in VOCABULARIES:
+        tile, chosen = module.tile_sizes(vocab_size), {"CHOSEN": module.num_chosen(vocab_size)}
+        for kernel, constants, num_warps in (
+            (module._sum_tiles_kernel, tile, module.num_warps(tile["TILE"])),
+            (module._report_kernel, {**chosen, **tile}, module.BEST_WARPS),
+        ):
+            yield kernel, signature(kernel, "", **types), constants, {"num_warps": num_warps}
+
+
 def processors(module: Any) -> Iterator[Configuration]:
-    sampling = import_module("cairn.kernels.cuda.sampling")
+    draws = import_module("cairn.kernels.cuda.draw")
     types = {**SAMPLED, "tokens": "*i32"}
     for kernel in (module._clear_counts_kernel, module._count_tokens_kernel):
         yield kernel, signature(kernel, "", **types), {"TILE": module.COUNT_TILE}, {"num_warps": 4}
     for vocab_size in VOCABULARIES:
-        tile = sampling.tile_sizes(vocab_size)
+        tile = draws.tile_sizes(vocab_size)
         for kernel, constants in (
             (module._copy_kernel, tile),
             (module._edit_kernel, {"LIST": module.LIST_TILE, **tile}),
         ):
-            yield kernel, signature(kernel, "", **types), constants, {"num_warps": sampling.num_warps(tile["TILE"])}
+            yield kernel, signature(kernel, "", **types), constants, {"num_warps": draws.num_warps(tile["TILE"])}
 
 
+MODULES = (attention, conv, draw, elementwise, experts, gdn, logprobs, norms, processors, routers, ssd, write_kv)
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
-    {
-        each.__name__: each
-        for each in (attention, conv, draw, elementwise, experts, gdn, norms, processors, routers, ssd, write_kv)
-    }
+    {each.__name__: each for each in MODULES}
 )
 """By module of the backend."""
 

@@ -55,6 +55,7 @@ def one_number(seed: int, *shape: int, dtype: torch.dtype = torch.float32, **_: 
 def draw_every_way() -> None:
     """Of vocabularies as those two models have."""
     for vocab_size in (131_072, 248_320):
+        cuda.logprobs(one_number(0, 1, vocab_size), torch.zeros(1, dtype=torch.int64), 3)
         mask = np.full(vocab_size // 32, -1, np.int32)
         for params in (SamplingParams(0.0), SamplingParams(0.8, 0, 0.9, repetition_penalty=1.2, bad_words=((5,),))):
             for allowed in (None, mask):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from cairn.kernels.sampling import sampler as torch_sampler
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts
+from cairn.kernels.sampling.logprobs import compute_logprobs
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.sampling.sampler import DrawFrom, TorchSampler, draw_from
 from cairn.kernels.staging import Staging
@@ -28,6 +30,8 @@ pytestmark = [
 if INTERPRETED or ON_GPU:
     from cairn.errors import ConfigError
     from cairn.kernels.cuda import draw, processors, sampling
+
+    logprobs = import_module("cairn.kernels.cuda.logprobs")  # the package has a function of that name
 
 CPU = torch.device("cpu")
 SMALL_NUCLEUS = 1000
@@ -239,7 +243,7 @@ PLAIN_MIXES = {
 def test_a_fixed_number_of_launches_and_nothing_that_the_host_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device, copies = counted_device()
     launches: list[str] = []
-    for module in (draw, processors):
+    for module in (draw, processors, logprobs):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Opened(getattr(module, name), name, launches))
     monkeypatch.setitem(DEVICES, CUDA, device)
@@ -264,8 +268,13 @@ def test_a_fixed_number_of_launches_and_nothing_that_the_host_waits_for(monkeypa
     mask = np.array([-1, 3], np.int32)
     found, moved, _ = step([SamplingMetadata(rules, 9, mask, (1, 2)), SamplingMetadata(GREEDY, 9, mask)])
     assert (found, moved) == (sampling.MAX_LAUNCHES, (1, 0))
-    found, moved, _ = step([SamplingMetadata(GREEDY, 9, mask), SamplingMetadata(GREEDY, 9)])
+    found, moved, tokens = step([SamplingMetadata(GREEDY, 9, mask), SamplingMetadata(GREEDY, 9)])
     assert (found, moved) == (3, (1, 0))
+    launches.clear()
+    on_device = torch.zeros(2, 64).to(device)
+    CUDA.logprobs(on_device, tokens, 5, None, tokens)
+    CUDA.logprobs(on_device, tokens, 5)
+    assert (len(launches), copies.take()) == (4, (1, 0))
 
 
 @pytest.mark.parametrize(("num_rows", "vocab_size"), [(1, 32_000), (256, 151_936), (7, 262_144)])
@@ -274,7 +283,8 @@ def test_no_more_memory_is_taken_than_is_counted(num_rows: int, vocab_size: int)
     tensors = [value for value in vars(step).values() if isinstance(value, Tensor)]
     taken = sum(each.nbytes for each in (*tensors, *step.state[:2])) - step._logits.nbytes
     taken += num_rows * -(-vocab_size // 32) * 4 + CUDA.token_counts(5, vocab_size, torch.device("meta")).times.nbytes
-    assert taken <= CUDA.sampling_bytes(num_rows, vocab_size, 5) <= 1.1 * taken + (2 << 20)
+    scored = 64 * vocab_size * 4
+    assert taken <= CUDA.sampling_bytes(num_rows, vocab_size, 5) <= 1.1 * (taken + scored * (num_rows < 64)) + (2 << 20)
 
 
 def test_a_vocabulary_that_is_too_large_is_refused() -> None:
@@ -286,3 +296,32 @@ def test_a_mask_that_does_not_fit_is_refused() -> None:
     for mask in (np.zeros(2, np.int32), np.ones(1, np.int32)):
         with pytest.raises(ValueError, match="mask"):
             draw_rows(torch.zeros(40), (GREEDY,), allowed_mask=mask)
+
+
+# -- log-probabilities ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "num_top", "num_listed"),
+    [(40, 0, None), (40, 99, None), (2200, 7, None), (2200, 128, None), (2200, 3, 2), (2200, 3, 200)],
+)
+def test_log_probabilities_are_those_of_torch(vocab_size: int, num_top: int, num_listed: int | None) -> None:
+    device, generator = DEVICES.get(CUDA, CPU), torch.Generator().manual_seed(num_top)
+    logits = (torch.randn(4, vocab_size, generator=generator) * 3).to(device)
+    logits[1, : vocab_size // 2] = -torch.inf
+    rows, tokens = torch.tensor([3, 1], device=device), torch.tensor([vocab_size - 1, 30], device=device)
+    tokens[1] = logits[1].argmax()
+    listed = None
+    if num_listed is not None:
+        listed = torch.randint(vocab_size // 2, vocab_size, (2, num_listed), generator=generator).to(device)
+    found = CUDA.logprobs(logits, tokens, num_top, listed, rows)
+    wanted = compute_logprobs(logits, tokens, num_top, listed, rows)
+    for one, other in zip(found, wanted, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+    torch.testing.assert_close(found.values, wanted.values, rtol=1e-6, atol=5e-6)
+    assert torch.equal(found.ranks, wanted.ranks)
+    likely = wanted.values > -torch.inf  # which of those that may not come are told of is nobody's matter
+    assert torch.equal(found.token_ids[likely], wanted.token_ids[likely])
+    if num_top < 99:
+        whole = CUDA.logprobs(logits[rows], tokens, num_top, listed)
+        assert all(map(torch.equal, found, whole))

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from cairn.kernels.sampling import sampler as torch_sampler
+from cairn.kernels.sampling.logprobs import compute_logprobs
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.types import SamplingParams
-from kernels.backends import BACKENDS, INTERPRETED, ON_GPU
+from kernels.backends import BACKENDS, DEVICES, INTERPRETED, ON_GPU
 from kernels.test_cuda_mutants import load, source_of
 from kernels.test_cuda_sampler import CUDA, Step, Torch
 
@@ -218,6 +219,32 @@ def test_a_mutant_is_found(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.M
     changed = load(tmp_path, mutant.module, source.replace(mutant.text, mutant.replacement))
     monkeypatch.setattr(sampling, {"draw": "draws"}.get(mutant.module, mutant.module), changed)
     assert finds(mutant.found_by)
+
+
+@pytest.mark.parametrize(
+    ("text", "replacement"),
+    [
+        ("(x > own)", "(x >= own)"),
+        ("sums * tl.exp(maxima - best)", "sums"),
+        ("tl.load(base + token) - best - total", "tl.load(base + token) - best"),
+        ("tl.load(listed + row * num_listed", "tl.load(listed"),
+        ("base = logits + tl.load(rows + row) * stride", "base = logits + row * stride"),
+    ],
+)
+def test_a_mutant_of_log_probabilities_is_found(text: str, replacement: str, tmp_path: Path) -> None:
+    source = source_of("logprobs")
+    assert text in source
+    changed = load(tmp_path, "logprobs", source.replace(text, replacement))
+    logits, rows, tokens = flat(3, 1100), torch.tensor([2, 0]), torch.tensor([1050, 7])
+    listed = torch.tensor([[3, 4], [5, 1030]])
+    place = DEVICES[CUDA]
+    found = changed.logprobs(*(each.to(place) for each in (logits, tokens)), 0, listed.to(place), rows.to(place))
+    wanted = compute_logprobs(logits, tokens, 0, listed, rows)
+    assert not (
+        torch.allclose(found.values.cpu(), wanted.values, atol=1e-5)
+        and torch.equal(found.ranks.cpu(), wanted.ranks)
+        and torch.equal(found.token_ids.cpu(), wanted.token_ids)
+    )
 
 
 @pytest.mark.parametrize(("name", "small_nucleus"), [(name, name) for name in STEPS], indirect=["small_nucleus"])

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from cairn.kernels.sampling import sampler
 from cairn.kernels.sampling.logits_processors import LogitsProcessor, TorchTokenCounts
+from cairn.kernels.sampling.logprobs import compute_logprobs
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.sampling.sampler import TorchSampler, logits_processors
-from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs, compute_logprobs
+from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
 from cairn.step import Score
 from cairn.types import SamplingParams
 from runner.staged import staged

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
+from cairn.kernels.sampling.logprobs import LogprobTensors
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging
 from cairn.types import SamplingParams
@@ -93,6 +94,19 @@ class Kernels(Protocol):
         """For n rows, n at least 1, with what is known when their step is launched; `staging` is to be sent before
         `Sampler.draw`. See `TorchSampler` for what is drawn: the same token on every backend wherever rounding does
         not decide."""
+        ...
+
+    def logprobs(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        num_top: int,
+        listed: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> LogprobTensors:
+        """Log-probabilities of `tokens`, int64 [n], and of the `num_top` best, or of the tokens `listed`, int64 [n, k].
+        `logits`: float32 [n, vocab], before any logits processor; or of more rows, of which `rows`, int64 [n], are
+        asked for."""
         ...
 
     def sampling_bytes(self, num_rows: int, vocab_size: int, num_slots: int) -> int:

@@ -172,7 +172,8 @@ class Runner(StepRunner):
                 params, samples.positions.tolist(), self._model.vocab_size, staging
             )
             token_ids = [one.logprob_token_ids for one in params]
-            step.logprobs = SampledLogprobs([admit.logprobs for admit in admits], staging, token_ids)
+            num_top = [admit.logprobs for admit in admits]
+            step.logprobs = SampledLogprobs(num_top, staging, token_ids, self._model.kernels.logprobs)
 
     def _stage_histories(self, plan: StepPlan, staging: Staging) -> list[Callable[[], None]]:
         """The token counts of new requests with penalties."""

@@ -13,6 +13,7 @@ from cairn.kernels.cpu.routers import sigmoid_router, softmax_router
 from cairn.kernels.cpu.ssd import ssd
 from cairn.kernels.cpu.warm_up import warm_up
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
+from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
 from cairn.kernels.sampling.sampler import TorchSampler as sampler
 from cairn.kernels.sampling.sampler import sampling_bytes
 
@@ -28,6 +29,7 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "logprobs",
     "pack",
     "pack_int8",
     "rms_norm",

@@ -17,7 +17,7 @@ time (a radix select, with weights); which of equal weights are kept, the lowest
 import triton
 import triton.language as tl
 
-from cairn.kernels.cuda.device import kernel
+from cairn.kernels.cuda.device import kernel, power_of_2
 from cairn.kernels.cuda.processors import load_logits
 
 BLOCK = tl.constexpr(128)
@@ -43,6 +43,26 @@ _LOWEST = tl.constexpr(-(2**31))
 """Below the key of every number: of what is not there."""
 
 
+def tile_sizes(vocab_size: int) -> dict[str, int]:
+    """TILE tokens a program, in TILES places for tiles: of a vocabulary alone, so that a row does not depend on its
+    batch."""
+    tile = min(4096, power_of_2(triton.cdiv(vocab_size, 64), 1024))
+    return {"TILE": tile, "TILES": power_of_2(triton.cdiv(vocab_size, tile))}
+
+
+def num_chosen(vocab_size: int) -> int:
+    """Blocks that the best tokens are looked for in."""
+    return min(int(BEST.value), power_of_2(triton.cdiv(vocab_size, BLOCK.value)))
+
+
+def num_warps(tile: int) -> int:
+    return 8 if tile > 2048 else 4
+
+
+BEST_WARPS = 16
+"""Of the programs that have a row's best blocks, 16,384 logits, in their registers."""
+
+
 @triton.jit
 def _row_of(logits, processed, sources, row, stride, vocab):
     """Where a row's logits are read."""
@@ -62,12 +82,12 @@ def _keys(x):
 
 
 @triton.jit
-def _numbers(keys):
+def numbers(keys):
     return (keys ^ ((keys >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _best_of(tile_maxima, row, vocab, TILE: tl.constexpr, TILES: tl.constexpr):
+def best_of(tile_maxima, row, vocab, TILE: tl.constexpr, TILES: tl.constexpr):
     tiles = tl.arange(0, TILES)
     there = tiles < tl.cdiv(vocab, TILE)
     return tl.max(tl.load(tile_maxima + row * TILES + tiles, mask=there, other=float("-inf")), axis=0)
@@ -158,7 +178,7 @@ def _kth_value(base, k, vocab, TILE: tl.constexpr):
             prefix = found - 128
         else:
             prefix = prefix * 256 + found
-    return _numbers(prefix)
+    return numbers(prefix)
 
 
 @triton.jit
@@ -213,7 +233,7 @@ def _weigh_kernel(
     TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    best = _best_of(tile_maxima, row, vocab, TILE, TILES)
+    best = best_of(tile_maxima, row, vocab, TILE, TILES)
     if not _is_greedy(tl.load(kinds + row), best):
         base = _row_of(logits, processed, sources, row, stride, vocab)
         x = load_logits(base, tile * TILE + tl.arange(0, TILE), vocab)
@@ -222,7 +242,7 @@ def _weigh_kernel(
 
 
 @triton.jit
-def _list_best(base, block_maxima, chosen, candidates, vocab, BLOCKS: tl.constexpr, CHOSEN: tl.constexpr):
+def list_best(base, block_maxima, chosen, candidates, vocab, BLOCKS: tl.constexpr, CHOSEN: tl.constexpr):
     """The best tokens of a row, at most BEST, the best first: keys of logit and id, and how many. `chosen`,
     `candidates`: memory for BEST numbers."""
     blocks = tl.arange(0, BLOCKS)
@@ -258,7 +278,7 @@ def _best_kernel(
     row = tl.program_id(0).to(tl.int64)
     kind, k = tl.load(kinds + row), tl.load(top_ks + row)
     top_p, uniform = tl.load(top_ps + row), tl.load(uniforms + row)
-    best = _best_of(tile_maxima, row, vocab, TILE, TILES)
+    best = best_of(tile_maxima, row, vocab, TILE, TILES)
     base = _row_of(logits, processed, sources, row, stride, vocab)
     token = kind * 0 - 1
     threshold = best * 0 + float("-inf")
@@ -269,11 +289,11 @@ def _best_kernel(
             threshold = _kth_value(base, k, vocab, TILE)
     else:
         maxima = block_maxima + row * (TILES * TILE // BLOCK)
-        found, num_best = _list_best(
+        found, num_best = list_best(
             base, maxima, chosen + row * BEST, candidates + row * BEST, vocab, TILES * TILE // BLOCK, CHOSEN
         )
         ranks = tl.arange(0, BEST)
-        values = tl.where(ranks < num_best, _numbers((found >> 32).to(tl.int32)), float("-inf"))
+        values = tl.where(ranks < num_best, numbers((found >> 32).to(tl.int32)), float("-inf"))
         last_value = tl.sum(tl.where(ranks == k - 1, values, 0.0), axis=0)
         threshold = tl.where(k > 0, last_value, float("-inf"))
         scaled = (values - best) / tl.load(temperatures + row)
@@ -319,7 +339,7 @@ def _histogram_kernel(
     top_p = tl.load(top_ps + row)
     if (tl.load(tokens + row) < 0) & (top_p < 1):
         base = _row_of(logits, processed, sources, row, stride, vocab)
-        best = _best_of(tile_maxima, row, vocab, TILE, TILES)
+        best = best_of(tile_maxima, row, vocab, TILE, TILES)
         x = load_logits(base, tile * TILE + tl.arange(0, TILE), vocab)
         rates = _rates(x, best, tl.load(temperatures + row), tl.load(least_logs + row))
         rates = tl.where(x >= tl.load(thresholds + row), rates, 0.0)
@@ -349,7 +369,7 @@ def _filter_kernel(
     top_p, threshold = tl.load(top_ps + row), tl.load(thresholds + row)
     if (tl.load(tokens + row) < 0) & ((top_p < 1) | (threshold > float("-inf"))):
         base = _row_of(logits, processed, sources, row, stride, vocab)
-        best = _best_of(tile_maxima, row, vocab, TILE, TILES)
+        best = best_of(tile_maxima, row, vocab, TILE, TILES)
         x = load_logits(base, tile * TILE + tl.arange(0, TILE), vocab)
         rates = _rates(x, best, tl.load(temperatures + row), tl.load(least_logs + row))
         rates = tl.where(x >= threshold, rates, 0.0)

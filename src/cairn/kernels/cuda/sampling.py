@@ -14,7 +14,6 @@ from torch import Tensor
 from cairn.errors import ConfigError
 from cairn.kernels.cuda import draw as draws
 from cairn.kernels.cuda import processors
-from cairn.kernels.cuda.device import power_of_2
 from cairn.kernels.sampling.inverse_cdf import LEAST_SHARE, MOST_TEMPERATURE, uniform
 from cairn.kernels.sampling.logits_processors import MIN_PENALTY, mask_words
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
@@ -25,26 +24,6 @@ from cairn.types import SamplingParams
 MAX_LAUNCHES = 10
 _BEST, _BLOCK, _BINS = (int(each.value) for each in (draws.BEST, draws.BLOCK, draws.BINS))
 _LEVELS = 3
-
-
-def tile_sizes(vocab_size: int) -> dict[str, int]:
-    """TILE tokens a program, in TILES places for tiles: of a vocabulary alone, so that a row does not depend on its
-    batch."""
-    tile = min(4096, power_of_2(triton.cdiv(vocab_size, 64), 1024))
-    return {"TILE": tile, "TILES": power_of_2(triton.cdiv(vocab_size, tile))}
-
-
-def num_chosen(vocab_size: int) -> int:
-    """Blocks that the best tokens are looked for in."""
-    return min(_BEST, power_of_2(triton.cdiv(vocab_size, _BLOCK)))
-
-
-def num_warps(tile: int) -> int:
-    return 8 if tile > 2048 else 4
-
-
-BEST_WARPS = 16
-"""Of the programs that have a row's best blocks, 16,384 logits, in their registers."""
 
 
 class CudaTokenCounts:
@@ -170,7 +149,7 @@ class CudaSampler:
                 draws._best_kernel,
                 *(*rows, kinds, *scales, self._top_k.tensor, top_ps, uniforms, maxima, tensors.block_maxima, weights),
                 *(tensors.chosen, tensors.candidates, *state),
-                CHOSEN=num_chosen(self._vocab_size),
+                CHOSEN=draws.num_chosen(self._vocab_size),
             )
             for level in range(_LEVELS if self._has_top_p else 0):
                 launch(draws._histogram_kernel, *rows, *scales, top_ps, maxima, *state, LEVEL=level)
@@ -243,7 +222,7 @@ class _Step:
     def __init__(self, logits: Tensor, num_edits: int) -> None:
         self._logits = logits
         num_rows, vocab_size = logits.shape
-        self._tile = tile_sizes(vocab_size)
+        self._tile = draws.tile_sizes(vocab_size)
         tiles, blocks = self._tile["TILES"], self._tile["TILES"] * self._tile["TILE"] // _BLOCK
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -263,11 +242,13 @@ class _Step:
 
     def launch(self, kernel: Any, *operands: object, **constants: int | bool) -> None:
         """A program for each tile of each row; behind the operands come vocabulary and stride."""
-        self._launch(kernel, (len(self._logits), self._num_tiles), operands, num_warps(self._tile["TILE"]), constants)
+        self._launch(
+            kernel, (len(self._logits), self._num_tiles), operands, draws.num_warps(self._tile["TILE"]), constants
+        )
 
     def launch_rows(self, kernel: Any, *operands: object, **constants: int | bool) -> None:
         """As `launch`, a program for each row."""
-        warps = BEST_WARPS if "CHOSEN" in constants else 8
+        warps = draws.BEST_WARPS if "CHOSEN" in constants else 8
         self._launch(kernel, (len(self._logits),), operands, warps, constants)
 
     def edit(self, edits: _Edits) -> None:
@@ -275,7 +256,7 @@ class _Step:
         rows, mask_stride = edits.rows.tensor, edits.masks.tensor.shape[1]
         operands = (self._logits, self.processed, rows, edits.masks.tensor, edits.mask_numbers.tensor)
         sizes = (self._logits.shape[1], self._logits.stride(0), mask_stride)
-        warps, starts = num_warps(self._tile["TILE"]), edits.starts.tensor
+        warps, starts = draws.num_warps(self._tile["TILE"]), edits.starts.tensor
         processors._copy_kernel[(edits.num_edits, self._num_tiles)](
             *(*operands, starts, self.live, *sizes), **self._tile, num_warps=warps
         )
@@ -298,13 +279,18 @@ class _Step:
 
 
 def sampling_bytes(num_rows: int, vocab_size: int, num_slots: int) -> int:
-    """See `Kernels.sampling_bytes`: all rows changed, under masks of their own."""
-    tiles = tile_sizes(vocab_size)
+    """See `Kernels.sampling_bytes`: all rows changed, under masks of their own; or, in the pass before, the logits of
+    prompt tokens whose log-probabilities are asked for."""
+    tiles = draws.tile_sizes(vocab_size)
     blocks = tiles["TILES"] * tiles["TILE"] // _BLOCK
     words = -(-vocab_size // 32)
     of_row = 4 * (vocab_size + words + blocks) + 20 * tiles["TILES"] + 12 * _BEST + 8 * _LEVELS * _BINS + 128
-    return num_rows * of_row + 4 * num_slots * vocab_size + _ALIGNED
+    drawing, scoring = num_rows * of_row, _SCORED_ROWS * 4 * (vocab_size + blocks)
+    return max(drawing, scoring) + 4 * num_slots * vocab_size + _ALIGNED
 
+
+_SCORED_ROWS = 64
+"""Prompt tokens whose logits are there at the same time."""
 
 _ALIGNED = 1 << 20
 """What memory is cut in, some dozen pieces."""

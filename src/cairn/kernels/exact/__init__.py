@@ -22,6 +22,7 @@ from cairn.kernels.exact.metadata import build_metadata
 from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_int8, warm_up
 from cairn.kernels.exact.ssd import ssd
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
+from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
 from cairn.kernels.sampling.sampler import TorchSampler as sampler
 from cairn.kernels.sampling.sampler import sampling_bytes
 
@@ -37,6 +38,7 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "logprobs",
     "pack",
     "pack_int8",
     "rms_norm",

@@ -18,6 +18,7 @@ from cairn.kernels.reference.experts import experts, gated_experts, sigmoid_rout
 from cairn.kernels.reference.products import build_metadata, embed, linear, lm_head, pack, pack_int8, warm_up
 from cairn.kernels.reference.recurrences import conv, gdn, ssd
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
+from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
 from cairn.kernels.sampling.sampler import TorchSampler as sampler
 from cairn.kernels.sampling.sampler import sampling_bytes
 
@@ -33,6 +34,7 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "logprobs",
     "pack",
     "pack_int8",
     "rms_norm",
