@@ -26,10 +26,10 @@ from benchmarks.reporting import add_output_flags, as_json, circumstances, make_
 from rich.table import Table
 from torch import Tensor
 
+from cairn.kernels.sampling.logits_processors import TorchTokenCounts
+from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
+from cairn.kernels.sampling.sampler import TorchSampler
 from cairn.kernels.staging import Staging
-from cairn.runner.input_batch import SamplingMetadata
-from cairn.runner.logits_processors import TokenCounts
-from cairn.runner.sampler import Sampler
 from cairn.types import SamplingParams
 
 CASES = {
@@ -105,10 +105,12 @@ def measure(case: str, shape: str, batches: list[Tensor], repeats: int, baseline
     samples = [
         SamplingMetadata(params, HISTORY + row, history=histories[row] if told else None, **told) for row in range(rows)
     ]
-    counts, slots = TokenCounts(rows, vocab_size), range(rows)
+    counts, slots = TorchTokenCounts(rows, vocab_size), range(rows)
     staging = Staging()
     admitted = [
-        counts.admit(slot, histories[slot, :PROMPT], histories[slot, PROMPT:], staging) for slot in slots if told
+        counts.admit([TokenHistory(slot, histories[slot, :PROMPT], histories[slot, PROMPT:])], staging)
+        for slot in slots
+        if told
     ]
     staging.send(batches[0].device)
     for admit in admitted:
@@ -116,7 +118,7 @@ def measure(case: str, shape: str, batches: list[Tensor], repeats: int, baseline
 
     def together(repeat: int) -> None:
         staging = Staging()
-        sampler = Sampler([params] * rows, [sample.position for sample in samples], vocab_size, staging)
+        sampler = TorchSampler([params] * rows, [sample.position for sample in samples], vocab_size, staging)
         staging.send(batches[0].device)
         sampler.draw(batches[repeat % len(batches)], slots, samples, counts).tolist()
 

@@ -18,7 +18,7 @@ from torch.utils import _pytree as tree
 
 from cairn.kernels.batch import Batch, MultimodalEmbeddings
 
-__all__ = ["Copies", "HostRead", "counted_device", "counted_kernels"]
+__all__ = ["Copies", "HostRead", "counted_device", "counted_kernels", "on_numbers"]
 
 _NAME = "counted"
 _LIBRARY = torch.library.Library("_", "IMPL")
@@ -160,12 +160,14 @@ def counted_kernels(backend: str) -> str:
     kernels = importlib.import_module(f"cairn.kernels.{backend}")
     made = ModuleType(f"cairn.kernels.{name}")
     for each in kernels.__all__:
-        setattr(made, each, _on_numbers(getattr(kernels, each)))
+        setattr(made, each, on_numbers(getattr(kernels, each)))
     sys.modules[made.__name__] = made
     return name
 
 
-def _on_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def on_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that gets the numbers of what is on the device, and whose results are there."""
+
     def called(*args: Any, **kwargs: Any) -> Any:
         found = kernel(*(_opened(each) for each in args), **{key: _opened(each) for key, each in kwargs.items()})
         return tree.tree_map_only(torch.Tensor, _Tensor, found)

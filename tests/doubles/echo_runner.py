@@ -8,7 +8,8 @@ import numpy as np
 from cairn.engine.contract import GenerateRequest
 from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.specs import SpecBuilder
-from cairn.runner.input_batch import InputBatch, SamplingMetadata
+from cairn.kernels.sampling.metadata import SamplingMetadata
+from cairn.runner.input_batch import InputBatch
 from cairn.scheduler.request import Spec
 from cairn.step import Logprobs, SampledToken, Scored, StepPlan, StepResult, TokenMasks
 from cairn.transfer.contract import TransferRole

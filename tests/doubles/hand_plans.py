@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cairn.runner.input_batch import SamplingMetadata
+from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.step import (
     SAMPLED,
     Admit,

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.runner.contract import StepRunner
-from cairn.runner.input_batch import InputBatch, SamplingMetadata, block_table_updates
+from cairn.runner.input_batch import InputBatch, block_table_updates
 from cairn.runner.plan_check import PlanCheck, PlanLimits
 from cairn.step import GRID, SAMPLED, Logprobs, SampledToken, Scored, Snapshot, StepPlan, StepResult, TokenMasks
 from cairn.types import Pages

@@ -22,10 +22,10 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.errors import ConfigError
+from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.registry import OpenModel, open_model
-from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.scheduler.preempt import preempt

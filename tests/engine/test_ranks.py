@@ -33,9 +33,9 @@ from cairn.engine.ranks.wire import (
 )
 from cairn.engine.ranks.worker import follow
 from cairn.errors import ConfigError, EngineDead, ModelError
+from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.models.registry import open_model
 from cairn.runner.contract import StepRunner
-from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.step import (

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.models.registry import open_model
-from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.runner import Runner
 from cairn.step import SAMPLED, PageCopy, Restore, Save, Score, Snapshot, StepPlan
 from cairn.types import SamplingParams

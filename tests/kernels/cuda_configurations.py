@@ -177,8 +177,65 @@ def experts(module: Any) -> Iterator[Configuration]:
             yield variant(module._down_gemv_kernel, {"TOP_K": top_k, **tile}, options)
 
 
+VOCABULARIES = (32_000, 131_072, 151_936, 248_320, 262_144)
+"""Llama 2's, Nemotron's, Qwen's, and Gemma's, which has tiles for each of 64 programs."""
+
+SAMPLED = {
+    **dict.fromkeys(("processed", "tile_maxima", "block_maxima", "thresholds", "temperatures", "least_logs"), "*fp32"),
+    **dict.fromkeys(("repetition", "frequency", "presence", "biases"), "*fp32"),
+    **dict.fromkeys(("top_ps", "uniforms"), "*fp64"),
+    **dict.fromkeys(("tile_weights", "candidates", "histograms"), "*i64"),
+    **dict.fromkeys(("sources", "kinds", "top_ks", "counts", "chosen", "tile_equals", "rows", "masks"), "*i32"),
+    **dict.fromkeys(("mask_numbers", "live", "steps"), "*i32"),
+}
+"""Types of the sampler's arguments."""
+
+
+def draw(module: Any) -> Iterator[Configuration]:
+    for vocab_size in VOCABULARIES:
+        tile = module.tile_sizes(vocab_size)
+        options = {"num_warps": module.num_warps(tile["TILE"]), "enable_fp_fusion": False}
+        for kernel, constants, num_warps in (
+            *((module._summarize_kernel, {"COPIED": is_copied}, None) for is_copied in (False, True)),
+            (module._weigh_kernel, {}, None),
+            (module._best_kernel, {"CHOSEN": module.num_chosen(vocab_size)}, module.BEST_WARPS),
+            *((module._histogram_kernel, {"LEVEL": level}, None) for level in range(3)),
+            (module._filter_kernel, {}, None),
+            *((module._pick_kernel, {"FILTERED": is_filtered}, 8) for is_filtered in (False, True)),
+        ):
+            types = signature(kernel, "", **SAMPLED, tokens="*i64")
+            yield kernel, types, {**constants, **tile}, {**options, "num_warps": num_warps or options["num_warps"]}
+
+
+def logprobs(module: Any) -> Iterator[Configuration]:
+    more = {"rows": "*i64", "tokens": "*i64", "listed": "*i64", "tile_sums": "*fp32", "values": "*fp32"}
+    types = {**SAMPLED, **more, **dict.fromkeys(("tile_ranks", "token_ids", "ranks"), "*i32")}
+    for vocab_size in VOCABULARIES:
+        tile, chosen = module.tile_sizes(vocab_size), {"CHOSEN": module.num_chosen(vocab_size)}
+        for kernel, constants, num_warps in (
+            (module._sum_tiles_kernel, tile, module.num_warps(tile["TILE"])),
+            (module._report_kernel, {**chosen, **tile}, module.BEST_WARPS),
+        ):
+            yield kernel, signature(kernel, "", **types), constants, {"num_warps": num_warps}
+
+
+def processors(module: Any) -> Iterator[Configuration]:
+    draws = import_module("cairn.kernels.cuda.draw")
+    types = {**SAMPLED, "tokens": "*i32"}
+    for kernel in (module._clear_counts_kernel, module._count_tokens_kernel):
+        yield kernel, signature(kernel, "", **types), {"TILE": module.COUNT_TILE}, {"num_warps": 4}
+    for vocab_size in VOCABULARIES:
+        tile = draws.tile_sizes(vocab_size)
+        for kernel, constants in (
+            (module._copy_kernel, tile),
+            (module._edit_kernel, {"LIST": module.LIST_TILE, **tile}),
+        ):
+            yield kernel, signature(kernel, "", **types), constants, {"num_warps": draws.num_warps(tile["TILE"])}
+
+
+MODULES = (attention, conv, draw, elementwise, experts, gdn, logprobs, norms, processors, routers, ssd, write_kv)
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
-    {each.__name__: each for each in (attention, conv, elementwise, experts, gdn, norms, routers, ssd, write_kv)}
+    {each.__name__: each for each in MODULES}
 )
 """By module of the backend."""
 

@@ -4,6 +4,7 @@
 from collections.abc import Callable
 from importlib import import_module
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ if not INTERPRETED:
 from benchmarks import gpu_kernels
 
 from cairn.kernels import cuda
+from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
+from cairn.kernels.staging import Staging
+from cairn.types import SamplingParams
 from kernels.cuda_configurations import CONFIGURATIONS, configurations
 
 Launch = tuple[str, frozenset[tuple[str, object]]]
@@ -48,6 +52,20 @@ def one_number(seed: int, *shape: int, dtype: torch.dtype = torch.float32, **_: 
     return torch.zeros(1, dtype=dtype).expand(shape)
 
 
+def draw_every_way() -> None:
+    """Of vocabularies as those two models have."""
+    for vocab_size in (131_072, 248_320):
+        cuda.logprobs(one_number(0, 1, vocab_size), torch.zeros(1, dtype=torch.int64), 3)
+        mask = np.full(vocab_size // 32, -1, np.int32)
+        for params in (SamplingParams(0.0), SamplingParams(0.8, 0, 0.9, repetition_penalty=1.2, bad_words=((5,),))):
+            for allowed in (None, mask):
+                staging = Staging()
+                counts = cuda.token_counts(1, vocab_size)
+                counts.admit([TokenHistory(0, np.arange(9), np.arange(9))], staging)()
+                sampler = cuda.sampler([params], [9], vocab_size, staging)
+                sampler.draw(one_number(0, 1, vocab_size), [0], [SamplingMetadata(params, 9, allowed)], counts)
+
+
 def test_every_launch_at_models_shapes_is_a_named_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_kernels, "DEVICE", torch.device("cpu"))
     monkeypatch.setattr(gpu_kernels, "random", one_number)
@@ -61,6 +79,7 @@ def test_every_launch_at_models_shapes_is_a_named_configuration(monkeypatch: pyt
     for case in gpu_kernels.cases(tuple(gpu_kernels.MODELS)):
         if case.load.num_rows <= 8192:
             case.call(cuda, case.operands(0))()
+    draw_every_way()
     assert {name.partition(".")[0] for name, _ in launches} == {*CONFIGURATIONS}
     unknown = launches - known
     assert not unknown, unknown

@@ -1,6 +1,6 @@
 """The whole engine on the CUDA backend gives the tokens of the CPU's: interpreted, or on a GPU."""
 
-from itertools import count
+from itertools import count, cycle
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +19,14 @@ pytestmark = [
 
 TEXT = np.random.default_rng(7).integers(20, 4000, 500)
 NUMBERS = count()
+
+GREEDY = ({"temperature": 0.0},)
+SAMPLED = (
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "seed": 1, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    {"temperature": 1.0, "top_p": 0.8, "seed": 2, "logit_bias": ((7, 2.0), (8, -100.0)), "logprobs": 2},
+)
+SAMPLED_AGAIN = ({"temperature": 0.9, "top_k": 20, "seed": 3}, {"temperature": 1.0, "seed": 4})
+"""By which requests are drawn again as they were before they were preempted."""
 
 
 @pytest.fixture(scope="module", params=["lfm2", "qwen3_5", "nemotron_h"])
@@ -43,13 +51,14 @@ class Engine:
         self.core = build_core(EngineConfig(model=str(folder), device=device, dtype="float32", **asked))
         self.max_in_flight = self.core._scheduler.state.config.max_in_flight
 
-    def ask(self, *prompts: np.ndarray, max_tokens: int) -> tuple[list[list[int]], list[int]]:
-        """Of requests that run at once the tokens, and how many of each prompt were cached."""
+    def ask(self, *prompts: np.ndarray, max_tokens: int, sampling=GREEDY) -> tuple[list[list[int]], list[int]]:
+        """Of requests that run at once the tokens, and how many of each prompt were cached. `sampling`: parameters, of
+        each by turns."""
         from doubles.engine_requests import generate_request
 
         tokens: dict[str, list[int]] = {}
         cached: dict[str, int] = {}
-        for prompt in prompts:
+        for prompt, params in zip(prompts, cycle(sampling)):
             name = f"request-{next(NUMBERS)}"
             tokens[name] = []
             self.core.submit(
@@ -57,8 +66,8 @@ class Engine:
                     request_id=name,
                     prompt=prompt.astype(np.int64).tobytes(),
                     max_tokens=max_tokens,
-                    temperature=0.0,
                     ignore_eos=True,
+                    **params,
                 )
             )
         while self.core.has_work:
@@ -70,14 +79,14 @@ class Engine:
 
 
 def test_cuda_gives_the_tokens_of_the_cpu(folder):
-    """Cold, a hit in mid-block, and two at once of which one is behind the other."""
+    """Cold, a hit in mid-block, and two at once of which one is behind the other, whose tokens are drawn."""
     few = 2 if folder.name == "nemotron_h" else 5  # a step takes seconds there
     answers = {}
     for device in ("cpu", "cuda"):
         engine = Engine(folder, device)
         cold = engine.ask(TEXT[:70], max_tokens=few)
         hit = engine.ask(np.append(TEXT[:70], [5, 6, 7]), max_tokens=few)
-        both = engine.ask(TEXT[:40], TEXT[30:100], max_tokens=few)
+        both = engine.ask(TEXT[:40], TEXT[30:100], max_tokens=few, sampling=SAMPLED)
         answers[device] = cold, hit, both
         assert hit[1] == [70] and cold[1] == [0]
         assert engine.max_in_flight == (1 if device == "cpu" else 2)
@@ -93,7 +102,7 @@ def test_cuda_gives_the_same_after_a_preemption(folder):
     answers = {}
     for device in ("cpu", "cuda"):
         engine = Engine(folder, device, kv_cache_memory_bytes=pool, enable_prefix_caching=False)
-        answers[device] = engine.ask(TEXT[:70], TEXT[100:170], max_tokens=12)[0]
+        answers[device] = engine.ask(TEXT[:70], TEXT[100:170], max_tokens=12, sampling=SAMPLED_AGAIN)[0]
         assert engine.core.stats().num_preemptions > 0
         engine.core.close()
     assert answers["cuda"] == answers["cpu"]

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES
 from cairn.models.sharding import TensorShard
-from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.runner import Runner
 from doubles.thread_ranks import thread_ranks
 from models.wide_float import wide_float

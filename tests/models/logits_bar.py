@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cairn.runner.input_batch import SamplingMetadata
+from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.step import Restore, Snapshot
 from cairn.types import Pages, SamplingParams
 from doubles.hand_plans import SampleOnly

@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.layers.communicator import Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
 from cairn.models.decoder_builder import Execution
 from cairn.models.families import FAMILIES, family_of
 from cairn.models.sharding import TensorShard
-from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.runner.vision import VisionEncoder

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.runner.input_batch import SamplingMetadata
+from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.step import SAMPLED, PageCopy, Restore, Save, Snapshot
 from cairn.types import SamplingParams
 from doubles.hand_plans import SampleOnly, WholeRow

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
-from cairn.runner.inverse_cdf import (
+from cairn.kernels.sampling.inverse_cdf import (
     BLOCK,
     Draws,
     _weights,

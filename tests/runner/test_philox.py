@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cairn.runner.inverse_cdf import philox, uniform
+from cairn.kernels.sampling.inverse_cdf import philox, uniform
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import torch
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels import exact
+from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.layers.linear import Linear
 from cairn.runner import runner
-from cairn.runner.input_batch import SamplingMetadata
 from cairn.runner.runner import Runner
 from cairn.step import (
     SAMPLED,

@@ -9,11 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cairn.runner import sampler
-from cairn.runner.input_batch import SamplingMetadata
-from cairn.runner.logits_processors import LogitsProcessor, TokenCounts
-from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs, compute_logprobs
-from cairn.runner.sampler import Sampler, logits_processors
+from cairn.kernels.sampling import sampler
+from cairn.kernels.sampling.logits_processors import LogitsProcessor, TorchTokenCounts
+from cairn.kernels.sampling.logprobs import compute_logprobs
+from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
+from cairn.kernels.sampling.sampler import TorchSampler, logits_processors
+from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
 from cairn.step import Score
 from cairn.types import SamplingParams
 from runner.staged import staged
@@ -28,15 +29,15 @@ def draw(logits: torch.Tensor, params: SamplingParams, position: int = 0, **fiel
 def draw_all(logits: torch.Tensor, samples: list[SamplingMetadata]) -> list[int]:
     """A token for each row, in slots of their own."""
     params, positions = [sample.params for sample in samples], [sample.position for sample in samples]
-    made = staged(lambda staging: Sampler(params, positions, logits.shape[1], staging))
+    made = staged(lambda staging: TorchSampler(params, positions, logits.shape[1], staging))
     return made.draw(logits, range(len(samples)), samples, counts_of(samples, logits.shape[1])).tolist()
 
 
-def counts_of(samples: list[SamplingMetadata], vocab_size: int) -> TokenCounts:
-    counts = TokenCounts(len(samples), vocab_size)
+def counts_of(samples: list[SamplingMetadata], vocab_size: int) -> TorchTokenCounts:
+    counts = TorchTokenCounts(len(samples), vocab_size)
     for slot, sample in enumerate(samples):
         if sample.history is not None:
-            staged(partial(counts.admit, slot, *np.split(sample.history, [sample.num_prompt_tokens])))()
+            staged(partial(counts.admit, [TokenHistory(slot, *np.split(sample.history, [sample.num_prompt_tokens]))]))()
     return counts
 
 

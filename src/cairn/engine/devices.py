@@ -123,10 +123,7 @@ def measure_room(
     step_bytes = _step_bytes(config, model, layout, memory, meanwhile)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
-    # as float32, and once more while tokens are drawn from them or the ranks' columns are gathered, of which each rank
-    # has at most half; all else in drawing is done in bounded groups
-    logit_bytes = 8 if model.communicator.size == 1 else 10
-    logits_bytes = (config.max_num_seqs or MOST_SEQS_ON_GPU) * model.vocab_size * logit_bytes
+    logits_bytes = model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU)
     left = usable - (total - free) - step_bytes - logits_bytes
     told = (
         f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {usable}; {total - free} are "

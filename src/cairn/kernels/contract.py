@@ -13,16 +13,44 @@ Unless a function says so they are left alone, and what is returned is a new con
 or float32 (the tests use float64, too); a norm, a gate or a state is computed in float32 or wider and rounded once.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
+from cairn.kernels.sampling.logprobs import LogprobTensors
+from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging
+from cairn.types import SamplingParams
 
 Weight = Any
 """What `Kernels.pack` made of a weight: a backend's own."""
+
+
+class TokenCounts(Protocol):
+    """How often each slot's sequence has each token, for penalties: on the device. Memory of one sampler alone."""
+
+    def admit(self, histories: Sequence[TokenHistory], staging: Staging) -> Callable[[], None]:
+        """Sequences begin, or begin again, in slots that are all different. What is returned is to be called once
+        `staging` has been sent."""
+        ...
+
+
+class Sampler(Protocol):
+    """Draws the tokens of one step. `has_processors`: whether parameters of any row change logits."""
+
+    has_processors: bool
+
+    def draw(self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: Any) -> Tensor:
+        """Tokens, int64 [n], from float32 [n, vocab], which is not changed. `samples`: of each row, or empty where no
+        row has a logits processor. `slots`: of each row, in `counts` (the `TokenCounts` of the same backend), to which
+        new tokens of rows with penalties are added.
+
+        What processors need of the host is one copy of its own. Raises ValueError for a mask that does not fit.
+        """
+        ...
 
 
 class Kernels(Protocol):
@@ -52,6 +80,38 @@ class Kernels(Protocol):
     def build_metadata(self, host: HostBatch, staging: Staging) -> object:
         """What the backend works out about a batch once a step, before its layers run: `Batch.metadata`. It is complete
         when `staging` has been sent."""
+        ...
+
+    # -- sampling -------------------------------------------------------------------------------------------------
+
+    def token_counts(self, num_slots: int, vocab_size: int, device: torch.device | None = None) -> TokenCounts:
+        """No sequence's yet."""
+        ...
+
+    def sampler(
+        self, params: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int, staging: Staging
+    ) -> Sampler:
+        """For n rows, n at least 1, with what is known when their step is launched; `staging` is to be sent before
+        `Sampler.draw`. See `TorchSampler` for what is drawn: the same token on every backend wherever rounding does
+        not decide."""
+        ...
+
+    def logprobs(
+        self,
+        logits: Tensor,
+        tokens: Tensor,
+        num_top: int,
+        listed: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> LogprobTensors:
+        """Log-probabilities of `tokens`, int64 [n], and of the `num_top` best, or of the tokens `listed`, int64 [n, k].
+        `logits`: float32 [n, vocab], before any logits processor; or of more rows, of which `rows`, int64 [n], are
+        asked for."""
+        ...
+
+    def sampling_bytes(self, num_rows: int, vocab_size: int, num_slots: int) -> int:
+        """The most that drawing `num_rows` takes of a device's memory beside their logits, with the counts of
+        `num_slots`."""
         ...
 
     # -- products -------------------------------------------------------------------------------------------------

@@ -118,3 +118,10 @@ class Model:
         columns = self.kernels.lm_head(hidden, self.lm_head)
         logits = self.communicator.gather_columns(columns)[:, : self.vocab_size]
         return logits if self.logit_scale == 1.0 else logits * self.logit_scale
+
+    def logits_room(self, num_seqs: int) -> int:
+        """Bytes that drawing a token for each of so many sequences takes: logits as float32, and what the sampler keeps
+        and makes of them, or the ranks' columns while they are gathered, of which each rank has at most half."""
+        logits_bytes = 4 * num_seqs * self.vocab_size
+        gathered = logits_bytes + logits_bytes // 2 if self.communicator.size > 1 else 0
+        return logits_bytes + max(gathered, self.kernels.sampling_bytes(num_seqs, self.vocab_size, num_seqs))

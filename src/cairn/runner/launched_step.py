@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from cairn.kernels.contract import Kernels
+from cairn.kernels.contract import Kernels, Sampler
+from cairn.kernels.sampling.logprobs import LogprobTensors
 from cairn.kernels.staging import Readback, ReadbackArray, StagedArray, Staging
 from cairn.runner.batch_builder import BatchBuilder
-from cairn.runner.logprobs import LogprobTensors, PromptLogprobs, SampledLogprobs
-from cairn.runner.sampler import Sampler
+from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
 from cairn.runner.vision import MultimodalInputs
 from cairn.step import Logprobs, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
 
@@ -45,7 +45,7 @@ class StepInputs:
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         first_rows = host.cu_seqlens[len(plan.decodes) :].tolist()
         self.prompt_logprobs = [
-            (row.slot, row.start + 1, first, PromptLogprobs(row.score, self.staging))
+            (row.slot, row.start + 1, first, PromptLogprobs(row.score, self.staging, kernels.logprobs))
             for row, first in zip(plan.prefills, first_rows, strict=False)
             if row.score is not None
         ]

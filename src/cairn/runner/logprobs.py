@@ -1,12 +1,11 @@
 """Log-probabilities of sampled tokens and of prompt tokens, and of the top k beside each."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from cairn.kernels.sampling.logprobs import ComputeLogprobs, LogprobTensors, compute_logprobs
 from cairn.kernels.staging import Staging
 from cairn.step import Score
 
@@ -14,36 +13,20 @@ MAX_ROWS = 64
 """Rows whose log-probabilities are computed together: with a vocabulary of 250,000 they take 64 MB."""
 
 
-class LogprobTensors(NamedTuple):
-    """A `cairn.step.Logprobs` on the device."""
-
-    token_ids: Tensor
-    values: Tensor
-    ranks: Tensor
-
-
-def compute_logprobs(logits: Tensor, tokens: Tensor, num_top: int, listed: Tensor | None = None) -> LogprobTensors:
-    """Log-probabilities of `tokens`, int64 [n], and of the `num_top` best, or of the tokens `listed`, int64 [n, k].
-    `logits`: float32 [n, vocab], before any logits processor."""
-    values = logits.log_softmax(-1)
-    own = values.gather(1, tokens[:, None])
-    ranks = (values > own).sum(-1) + 1
-    if listed is None:
-        other_values, listed = values.topk(min(num_top, values.shape[1]), dim=-1)
-    else:
-        other_values = values.gather(1, listed)
-    token_ids = torch.cat([tokens[:, None], listed], dim=1)
-    return LogprobTensors(token_ids.int(), torch.cat([own, other_values], dim=1), ranks.int())
-
-
 class SampledLogprobs:
     """Log-probabilities of the tokens that a step samples. Rows with the same number of other tokens go together."""
 
     def __init__(
-        self, num_top: Sequence[int | None], staging: Staging, token_ids: Sequence[tuple[int, ...]] = ()
+        self,
+        num_top: Sequence[int | None],
+        staging: Staging,
+        token_ids: Sequence[tuple[int, ...]] = (),
+        compute: ComputeLogprobs = compute_logprobs,
     ) -> None:
         """`num_top`: top tokens to report for each row; None: no logprobs. `token_ids`: for each row the tokens to
-        report instead, empty for the top ones; may be left out where no row has any."""
+        report instead, empty for the top ones; may be left out where no row has any. `compute`: the
+        backend's function."""
+        self._compute = compute
         self._groups = []
         groups: dict[tuple[bool, int], list[int]] = {}
         for row, number in enumerate(num_top):
@@ -62,8 +45,8 @@ class SampledLogprobs:
         return [
             (
                 rows,
-                compute_logprobs(
-                    logits[index.tensor], tokens[index.tensor], number, None if listed is None else listed.tensor
+                self._compute(
+                    logits, tokens[index.tensor], number, None if listed is None else listed.tensor, index.tensor
                 ),
             )
             for number, rows, index, listed in self._groups
@@ -73,7 +56,8 @@ class SampledLogprobs:
 class PromptLogprobs:
     """Log-probabilities of the prompt tokens that follow the tokens of one prefill row."""
 
-    def __init__(self, score: Score, staging: Staging) -> None:
+    def __init__(self, score: Score, staging: Staging, compute: ComputeLogprobs = compute_logprobs) -> None:
+        self._compute = compute
         self._num_top = score.top
         self._targets = staging.add(score.targets.astype(np.int64))
 
@@ -83,4 +67,4 @@ class PromptLogprobs:
         targets = self._targets.tensor
         for start in range(0, len(targets), MAX_ROWS):
             part = slice(start, start + MAX_ROWS)
-            yield compute_logprobs(logits(hidden[: len(targets)][part]), targets[part], self._num_top)
+            yield self._compute(logits(hidden[: len(targets)][part]), targets[part], self._num_top)

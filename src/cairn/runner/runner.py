@@ -6,7 +6,7 @@ Where the model is cut among ranks, each has a runner of its own, and all of the
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels.exact.products import find_dependent_height
+from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging
 from cairn.layers.linear import Linear
 from cairn.layers.memory import PagedLayer, RecurrentLayer
@@ -22,12 +23,10 @@ from cairn.layers.model import Model
 from cairn.runner.batch_builder import SlotTensors
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.contract import EncoderCounters, StepRunner
-from cairn.runner.input_batch import InputBatch, SamplingMetadata
+from cairn.runner.input_batch import InputBatch
 from cairn.runner.launched_step import LaunchedStep, StepInputs
-from cairn.runner.logits_processors import TokenCounts
 from cairn.runner.logprobs import SampledLogprobs
 from cairn.runner.memory import LiveStates, allocate_pool, paged_layers, populate
-from cairn.runner.sampler import Sampler
 from cairn.runner.vision import MultimodalInputs, VisionEncoder, multimodal_inputs
 from cairn.step import StepPlan, StepResult, TokenMasks
 
@@ -104,7 +103,7 @@ class Runner(StepRunner):
         # A table has no more pages than the pool: its pages are distinct.
         self._slot_tensors = SlotTensors(len(layout.groups), num_slots, num_pages, model.spec.device)
         self._input_batch = InputBatch()
-        self._counts = TokenCounts(num_slots, model.vocab_size, model.spec.device)
+        self._counts = model.kernels.token_counts(num_slots, model.vocab_size, model.spec.device)
         self._launched: deque[LaunchedStep] = deque()
 
     def get_ready(self) -> None:
@@ -174,17 +173,21 @@ class Runner(StepRunner):
         if len(samples):
             admits = [self._input_batch.admit(slot) for slot in samples.slots.tolist()]
             params = [admit.sampling for admit in admits]
-            step.sampler = Sampler(params, samples.positions.tolist(), self._model.vocab_size, staging)
+            step.sampler = self._model.kernels.sampler(
+                params, samples.positions.tolist(), self._model.vocab_size, staging
+            )
             token_ids = [one.logprob_token_ids for one in params]
-            step.logprobs = SampledLogprobs([admit.logprobs for admit in admits], staging, token_ids)
+            num_top = [admit.logprobs for admit in admits]
+            step.logprobs = SampledLogprobs(num_top, staging, token_ids, self._model.kernels.logprobs)
 
-    def _stage_histories(self, plan: StepPlan, staging: Staging) -> Iterator[Callable[[], None]]:
+    def _stage_histories(self, plan: StepPlan, staging: Staging) -> list[Callable[[], None]]:
         """The token counts of new requests with penalties."""
+        histories = []
         for admit in plan.admits:
             if admit.sampling.has_penalties:
                 assert admit.history is not None, f"slot {admit.slot}: penalties without a history"
-                prompt, output = np.split(admit.history, [admit.num_prompt_tokens])
-                yield self._counts.admit(admit.slot, prompt, output, staging)
+                histories.append(TokenHistory(admit.slot, *np.split(admit.history, [admit.num_prompt_tokens])))
+        return [self._counts.admit(histories, staging)] if histories else []
 
     def _move_states(self, step: LaunchedStep) -> None:
         """The plan's page copies, restores and saves."""

@@ -12,6 +12,10 @@ from cairn.kernels.cpu.products import embed, linear, lm_head, pack
 from cairn.kernels.cpu.routers import sigmoid_router, softmax_router
 from cairn.kernels.cpu.ssd import ssd
 from cairn.kernels.cpu.warm_up import warm_up
+from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
+from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
+from cairn.kernels.sampling.sampler import TorchSampler as sampler
+from cairn.kernels.sampling.sampler import sampling_bytes
 
 __all__ = [
     "add_rms_norm",
@@ -25,17 +29,21 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "logprobs",
     "pack",
     "pack_int8",
     "rms_norm",
     "rms_norm_then_gate",
     "rope",
+    "sampler",
+    "sampling_bytes",
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
     "softmax_router",
     "squared_relu",
     "ssd",
+    "token_counts",
     "warm_up",
     "write_kv",
 ]  # fmt: skip

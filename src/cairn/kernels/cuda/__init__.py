@@ -5,10 +5,14 @@ from cairn.kernels.cuda.conv import conv
 from cairn.kernels.cuda.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cuda.experts import experts, gated_experts
 from cairn.kernels.cuda.gdn import gdn
+from cairn.kernels.cuda.logprobs import logprobs
 from cairn.kernels.cuda.metadata import build_metadata
 from cairn.kernels.cuda.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
 from cairn.kernels.cuda.products import embed, linear, lm_head, pack, pack_int8, warm_up
 from cairn.kernels.cuda.routers import sigmoid_router, softmax_router
+from cairn.kernels.cuda.sampling import CudaSampler as sampler
+from cairn.kernels.cuda.sampling import CudaTokenCounts as token_counts
+from cairn.kernels.cuda.sampling import sampling_bytes
 from cairn.kernels.cuda.ssd import ssd
 from cairn.kernels.cuda.write_kv import write_kv
 
@@ -24,17 +28,21 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "logprobs",
     "pack",
     "pack_int8",
     "rms_norm",
     "rms_norm_then_gate",
     "rope",
+    "sampler",
+    "sampling_bytes",
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
     "softmax_router",
     "squared_relu",
     "ssd",
+    "token_counts",
     "warm_up",
     "write_kv",
 ]  # fmt: skip

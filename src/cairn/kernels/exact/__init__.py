@@ -21,6 +21,10 @@ from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
 from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_int8, warm_up
 from cairn.kernels.exact.ssd import ssd
+from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
+from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
+from cairn.kernels.sampling.sampler import TorchSampler as sampler
+from cairn.kernels.sampling.sampler import sampling_bytes
 
 __all__ = [
     "add_rms_norm",
@@ -34,17 +38,21 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "logprobs",
     "pack",
     "pack_int8",
     "rms_norm",
     "rms_norm_then_gate",
     "rope",
+    "sampler",
+    "sampling_bytes",
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
     "softmax_router",
     "squared_relu",
     "ssd",
+    "token_counts",
     "warm_up",
     "write_kv",
 ]  # fmt: skip

@@ -17,6 +17,10 @@ from cairn.kernels.reference.elementwise import (
 from cairn.kernels.reference.experts import experts, gated_experts, sigmoid_router, softmax_router
 from cairn.kernels.reference.products import build_metadata, embed, linear, lm_head, pack, pack_int8, warm_up
 from cairn.kernels.reference.recurrences import conv, gdn, ssd
+from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
+from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
+from cairn.kernels.sampling.sampler import TorchSampler as sampler
+from cairn.kernels.sampling.sampler import sampling_bytes
 
 __all__ = [
     "add_rms_norm",
@@ -30,17 +34,21 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "logprobs",
     "pack",
     "pack_int8",
     "rms_norm",
     "rms_norm_then_gate",
     "rope",
+    "sampler",
+    "sampling_bytes",
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
     "softmax_router",
     "squared_relu",
     "ssd",
+    "token_counts",
     "warm_up",
     "write_kv",
 ]  # fmt: skip

@@ -1,17 +1,16 @@
 """One token from each row of logits, all rows of a step together."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from enum import IntEnum
+from types import MappingProxyType
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from cairn.kernels.staging import StagedArray, Staging
-from cairn.runner.input_batch import SamplingMetadata
-from cairn.runner.inverse_cdf import (
+from cairn.kernels.sampling.inverse_cdf import (
     BLOCK,
     Draws,
     draw_from_all,
@@ -20,29 +19,54 @@ from cairn.runner.inverse_cdf import (
     take_largest,
     uniform,
 )
-from cairn.runner.logits_processors import (
+from cairn.kernels.sampling.logits_processors import (
     LogitsProcessor,
-    TokenCounts,
+    TorchTokenCounts,
     add_bias,
     apply_masks,
     ban_tokens,
     keep_tokens,
     penalize,
 )
+from cairn.kernels.sampling.metadata import SamplingMetadata
+from cairn.kernels.staging import StagedArray, Staging
 from cairn.types import SamplingParams
 
-_FEW, _MORE = 64, 128
-"""How many of the best tokens are looked at first: rarely are more needed."""
 _MAX_SORTED_VOCAB = 1 << 14
 """For top_p a vocabulary of up to this size is sorted as a whole."""
 _MAX_GROUP_LOGITS = 1 << 21
 """Of rows that are drawn together: the intermediate results are to stay in the processor's cache."""
 
+
+class DrawFrom(IntEnum):
+    """The tokens that a row is drawn from, in an order of their own: it decides which of them a uniform number means.
+
+    LARGEST: the largest logit. FEW, MORE: the best 64 or 128 tokens, the best first; ALL where min_p and top_k keep
+    as many of them or more. NUCLEUS: the best 128 as far as top_p goes; ALL where it ends among those that equal the
+    last of them, or behind it. ALL: the whole vocabulary, the lowest id first.
+    """
+
+    LARGEST = 0
+    FEW = 1
+    MORE = 2
+    NUCLEUS = 3
+    ALL = 4
+
+
+NUM_FEW, NUM_MORE = 64, 128
+"""How many of the best tokens are looked at first: rarely are more needed."""
+
 DrawRows = Callable[[Tensor, Draws], Tensor]
-_FROM_FEW: DrawRows = partial(draw_from_best, count=_FEW)
-_FROM_MORE: DrawRows = partial(draw_from_best, count=_MORE)
-_FROM_NUCLEUS: DrawRows = partial(draw_from_nucleus, count=_MORE)
-_FROM_SOME = (_FROM_FEW, _FROM_MORE, _FROM_NUCLEUS)
+_DRAWS: Mapping[DrawFrom, DrawRows] = MappingProxyType(
+    {
+        DrawFrom.LARGEST: lambda logits, draws: take_largest(logits, draws),
+        DrawFrom.FEW: lambda logits, draws: draw_from_best(logits, draws, NUM_FEW),
+        DrawFrom.MORE: lambda logits, draws: draw_from_best(logits, draws, NUM_MORE),
+        DrawFrom.NUCLEUS: lambda logits, draws: draw_from_nucleus(logits, draws, NUM_MORE),
+        DrawFrom.ALL: lambda logits, draws: draw_from_all(logits, draws),
+    }
+)
+_FROM_SOME = (DrawFrom.FEW, DrawFrom.MORE, DrawFrom.NUCLEUS)
 
 
 _NO_DRAWS = Draws(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), np.zeros(0), Staging())
@@ -51,17 +75,17 @@ _NO_DRAWS = Draws(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), 
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Rows that one function draws. `index`: `rows` as int64 [n]; None where they are contiguous. `has_processors`:
+    """Rows that are drawn in one way. `index`: `rows` as int64 [n]; None where they are contiguous. `has_processors`:
     whether the sampling parameters have logits processors."""
 
-    draw_rows: DrawRows
+    draw_from: DrawFrom
     rows: list[int]
     index: StagedArray | None
     draws: Draws
     has_processors: bool
 
 
-class Sampler:
+class TorchSampler:
     """Samples the n tokens of one step, n at least 1. Each depends on its own row alone, whatever the batch.
 
     Temperature 0 takes the largest logit, the lowest id among equals. Otherwise the token at a uniform number in the
@@ -79,20 +103,20 @@ class Sampler:
         numbers = np.zeros(len(params))
         if columns[:, 0].any():
             numbers = uniform([one.seed or 0 for one in params], positions)
-        groups: dict[tuple[bool, DrawRows], list[int]] = {}
+        groups: dict[tuple[bool, DrawFrom], list[int]] = {}
         for row, one in enumerate(params):
-            groups.setdefault((_has_processors(one), _draw_function(one, vocab_size)), []).append(row)
+            groups.setdefault((has_processors(one), draw_from(one, vocab_size)), []).append(row)
         step = max(1, _MAX_GROUP_LOGITS // vocab_size)
         self._groups = []
-        for (has_processors, draw_rows), group in groups.items():
+        for (is_processed, tokens), group in groups.items():
             for rows in (group[start : start + step] for start in range(0, len(group), step)):
                 draws = _NO_DRAWS
-                if draw_rows is not take_largest:
+                if tokens is not DrawFrom.LARGEST:
                     temperature, top_p, min_p = columns[rows].T
                     draws = Draws(temperature, top_k[rows], top_p, min_p, numbers[rows], staging)
                 scattered = rows[-1] - rows[0] >= len(rows)
                 index = staging.add(np.array(rows)) if scattered else None
-                self._groups.append(_Group(draw_rows, rows, index, draws, has_processors))
+                self._groups.append(_Group(tokens, rows, index, draws, is_processed))
         self._row_order: StagedArray | None = None
         if len(self._groups) > 1:
             order = np.array([row for group in self._groups for row in group.rows])
@@ -102,7 +126,7 @@ class Sampler:
         self.has_processors = any(group.has_processors for group in self._groups)
 
     def draw(
-        self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: TokenCounts
+        self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: TorchTokenCounts
     ) -> Tensor:
         """Tokens, int64 [n], from float32 [n, vocab], which is not changed. `samples`: of each row, or empty where no
         row has a logits processor. `slots`: of each row, in `counts`, to which the new tokens are added.
@@ -138,8 +162,8 @@ class Sampler:
             process(own)
         if own.shape[1] % BLOCK:
             own = pad(own, (0, -own.shape[1] % BLOCK), value=-torch.inf)
-        tokens = group.draw_rows(own, group.draws)
-        if group.draw_rows in _FROM_SOME:
+        tokens = _DRAWS[group.draw_from](own, group.draws)
+        if group.draw_from in _FROM_SOME:
             if logits.device.type != "cpu":
                 tokens = torch.where(tokens < 0, draw_from_all(own, group.draws), tokens)
             elif missing := (tokens < 0).nonzero()[:, 0].tolist():
@@ -148,13 +172,17 @@ class Sampler:
         return tokens.clamp_(max=self._vocab_size - 1)
 
 
-def _has_processors(params: SamplingParams) -> bool:
+def has_processors(params: SamplingParams) -> bool:
     """Whether the parameters change logits, whatever the temperature."""
     return bool(params.allowed_token_ids or params.bad_words or params.logit_bias or params.has_penalties)
 
 
 def logits_processors(
-    samples: Sequence[SamplingMetadata], slots: Sequence[int], vocab_size: int, counts: TokenCounts, staging: Staging
+    samples: Sequence[SamplingMetadata],
+    slots: Sequence[int],
+    vocab_size: int,
+    counts: TorchTokenCounts,
+    staging: Staging,
 ) -> list[LogitsProcessor]:
     """The logits processors of some rows in vLLM's order: masks and allowed tokens come first."""
     params = [sample.params for sample in samples]
@@ -170,12 +198,17 @@ def logits_processors(
     return [processor for processor in processors if processor is not None]
 
 
-def _draw_function(params: SamplingParams, vocab_size: int) -> DrawRows:
-    """The function that draws a row: by the row's own parameters alone, because each orders tokens in its own way."""
+def draw_from(params: SamplingParams, vocab_size: int) -> DrawFrom:
+    """By the row's own parameters alone, because each way orders tokens otherwise."""
     if params.temperature == 0:
-        return take_largest
-    if params.top_k < _MORE and (params.top_k or params.min_p):
-        return _FROM_FEW if 0 < params.top_k < _FEW else _FROM_MORE
+        return DrawFrom.LARGEST
+    if params.top_k < NUM_MORE and (params.top_k or params.min_p):
+        return DrawFrom.FEW if 0 < params.top_k < NUM_FEW else DrawFrom.MORE
     if params.top_p < 1 and vocab_size > _MAX_SORTED_VOCAB and (params.top_k == 0 or params.top_k >= vocab_size):
-        return _FROM_NUCLEUS
-    return draw_from_all
+        return DrawFrom.NUCLEUS
+    return DrawFrom.ALL
+
+
+def sampling_bytes(num_rows: int, vocab_size: int, num_slots: int) -> int:
+    """See `Kernels.sampling_bytes`."""
+    return 4 * num_rows * vocab_size

@@ -10,15 +10,17 @@ from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from cairn.kernels.sampling.metadata import TokenHistory
 from cairn.kernels.staging import Staging
 from cairn.step import TokenMask
 from cairn.types import Keys, SamplingParams
 
 Tokens = Sequence[int]
 LogitsProcessor = Callable[[Tensor], None]
-_MIN_PENALTY = 1e-30
+MIN_PENALTY = 1e-30
 """Smaller repetition penalties are raised to this: in float32 they make infinity or NaN of a logit."""
 _CAPACITY = 1024
 """Used tokens of a slot that there is room for at first."""
@@ -26,18 +28,23 @@ _CAPACITY = 1024
 UsedTokens = tuple[Tensor, Tensor, Tensor]
 
 
+def mask_words(mask: TokenMask, vocab_size: int) -> NDArray[np.int32]:
+    """The bits of a mask, little-endian. Raises ValueError for a mask that does not fit the vocabulary, or that allows
+    nothing."""
+    words = np.ascontiguousarray(mask, dtype="<i4")
+    if words.shape != (-(-vocab_size // 32),):
+        raise ValueError(f"a mask of shape {words.shape} for {vocab_size} tokens")
+    if not (words[:-1].any() or int(words[-1]) & ((1 << (vocab_size - 1) % 32 + 1) - 1)):
+        raise ValueError("a mask that allows no token")
+    return words
+
+
 def apply_masks(masks: Sequence[TokenMask | None], vocab_size: int, staging: Staging) -> LogitsProcessor | None:
-    """Allow only the tokens whose bit is set. Raises ValueError for a mask that does not fit the vocabulary, or that
-    allows nothing."""
+    """Allow only the tokens whose bit is set. Raises as `mask_words`."""
     rows = [row for row, mask in enumerate(masks) if mask is not None]
     if not rows:
         return None
-    words = [np.ascontiguousarray(mask, dtype="<i4") for mask in masks if mask is not None]
-    for mask in words:
-        if mask.shape != (-(-vocab_size // 32),):
-            raise ValueError(f"a mask of shape {mask.shape} for {vocab_size} tokens")
-        if not (mask[:-1].any() or int(mask[-1]) & ((1 << (vocab_size - 1) % 32 + 1) - 1)):
-            raise ValueError("a mask that allows no token")
+    words = [mask_words(mask, vocab_size) for mask in masks if mask is not None]
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     bounds = staging.add(np.where(bits, np.float32(np.inf), np.float32(-np.inf)))
     mask_bytes, row_index = staging.add(np.stack(words).view(np.uint8).astype(np.int32)), staging.add(np.array(rows))
@@ -107,7 +114,7 @@ class _TokenIndex:
         return self._rows.tensor, self._tokens.tensor
 
 
-class TokenCounts:
+class TorchTokenCounts:
     """The used tokens of each slot's sequence, and how often its output has each: on the device.
 
     A slot has counts from `admit` to the next `admit`. Memory of slots without penalties is never touched. Methods
@@ -121,8 +128,17 @@ class TokenCounts:
         self._output_starts = np.zeros(num_slots, np.int64)
         self._lengths = np.full(num_slots, -1, np.int64)
 
-    def admit(self, slot: int, prompt: Keys, output: Keys, staging: Staging) -> Callable[[], None]:
-        """A sequence begins, or begins again, in `slot`. Ids below 0 have no logit and are not counted."""
+    def admit(self, histories: Sequence[TokenHistory], staging: Staging) -> Callable[[], None]:
+        """See `TokenCounts.admit`."""
+        writes = [self._admit(*history, staging) for history in histories]
+
+        def write() -> None:
+            for one in writes:
+                one()
+
+        return write
+
+    def _admit(self, slot: int, prompt: Keys, output: Keys, staging: Staging) -> Callable[[], None]:
         used = np.unique(prompt[prompt >= 0])
         start, length = len(used), len(used) + len(output)
         self._output_starts[slot], self._lengths[slot] = start, length
@@ -180,7 +196,7 @@ def penalize(
     rows: Sequence[int],
     params: Sequence[SamplingParams],
     slots: Sequence[int],
-    counts: TokenCounts,
+    counts: TorchTokenCounts,
     staging: Staging,
 ) -> LogitsProcessor:
     """Penalize used tokens in `rows` of the logits; `params` and `slots` of each of these rows.
@@ -191,7 +207,7 @@ def penalize(
     """
     find = counts.used(slots, [one.repetition_penalty != 1 for one in params], staging)
     numbers = [
-        (max(one.repetition_penalty, _MIN_PENALTY), one.frequency_penalty, one.presence_penalty) for one in params
+        (max(one.repetition_penalty, MIN_PENALTY), one.frequency_penalty, one.presence_penalty) for one in params
     ]
     columns, row_index = staging.add(np.array(numbers, np.float32)), staging.add(np.array(rows))
 

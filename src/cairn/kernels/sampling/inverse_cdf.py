@@ -26,8 +26,8 @@ BLOCK = 128
 
 _UNITS = 2.0**50
 """Of which a probability has a whole number."""
-_LEAST_SHARE = 1e-300
-_MOST = 1e30
+LEAST_SHARE = 1e-300
+MOST_TEMPERATURE = 1e30
 """Temperatures are held to a range in which float32 makes no infinity of them."""
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -82,7 +82,7 @@ class Draws:
     ) -> None:
         """The columns may be read once `staging` has been sent."""
         self.temperature, self.top_k, self.top_p, self.min_p, self.uniform = temperature, top_k, top_p, min_p, uniform
-        least_log = np.log(min_p.clip(_LEAST_SHARE))
+        least_log = np.log(min_p.clip(LEAST_SHARE))
         units = np.where(top_p < 1, (top_p * _UNITS).clip(1), np.inf)
         self._floats = staging.add(np.stack([temperature, least_log, np.ceil(units) - 1, uniform]))
         self._top_k = staging.add(top_k)
@@ -161,7 +161,7 @@ def _weights(logits: Tensor, draws: Draws) -> Tensor:
     """Probabilities in units, float32 like `logits`, after temperature, min_p and top_k."""
     scaled = logits - logits.amax(-1, keepdim=True)
     if (draws.temperature != 1).any():
-        scaled /= draws.temperature_column.clamp(1 / _MOST, _MOST).float()
+        scaled /= draws.temperature_column.clamp(1 / MOST_TEMPERATURE, MOST_TEMPERATURE).float()
     if (draws.min_p > 0).any():
         scaled.masked_fill_(scaled < draws.least_log_column, -torch.inf)
     if (draws.top_k > 0).any():
