@@ -35,7 +35,7 @@ from cairn.models.weights.tensor_headers import read_headers
 from cairn.runner.contract import StepRunner
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
-from cairn.runner.vision import open_vision, tower_identity
+from cairn.runner.vision import VisionEncoder, open_vision, tower_identity
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.digest import layout_hash
@@ -66,11 +66,12 @@ def build_core(
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     device = choose_device(config, opened)
-    model = None
+    model = vision = None
     if device.is_gpu:
         with explain_out_of_memory(device):
             model = opened.build(exact=False, backend=device.backend, device=device.place)
-            room = measure_room(config, model, layout, CudaMemory(device.place))
+            vision = _open_vision(config, opened, device)
+            room = measure_room(config, model, layout, CudaMemory(device.place), vision)
         sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
     else:
         available = (machine or Machine()).available_memory()
@@ -79,7 +80,7 @@ def build_core(
     num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
     with explain_out_of_memory(device):
-        ranks = _build_ranks(config, opened, layout, info, observe, device, model)
+        ranks = _build_ranks(config, opened, layout, info, observe, device, model, vision)
     transfer = None
     if config.kv_transfer is not None:
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)
@@ -164,12 +165,14 @@ def _build_ranks(
     observe: Observe | None,
     device: Device,
     model: Model | None,
+    vision: VisionEncoder | None,
 ) -> _Ranks:
-    """`model`: None unless it has been loaded."""
+    """`model`, `vision`: None unless they have been loaded."""
     tp_size, units, encoder_bytes = config.tensor_parallel_size, _model_units(opened), config.mm_encoder_cache_bytes
     num_pages, slots, extra = info.cache.num_pages, info.max_num_seqs, _extra_pages(config, opened, layout)
     if tp_size == 1:
-        vision = None if config.language_model_only else open_vision(opened.folder, opened.dtype, encoder_bytes)
+        if model is None:
+            vision = _open_vision(config, opened, device)
         model = model or opened.build(exact=config.exact, backend=device.backend, device=device.place)
         runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra_pages=extra, vision=vision)
         runner.get_ready()
@@ -195,6 +198,13 @@ def _build_ranks(
         observe,
     )
     return _Ranks(ranked, ranked.own, RankSockets(ranked.folder, tp_size) if services else None)
+
+
+def _open_vision(config: EngineConfig, opened: OpenModel, device: Device) -> VisionEncoder | None:
+    """None where the model, or this server of it, reads no images."""
+    if config.language_model_only:
+        return None
+    return open_vision(opened.folder, opened.dtype, config.mm_encoder_cache_bytes, device=device.place)
 
 
 def _build_transfer(

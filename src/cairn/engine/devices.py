@@ -11,13 +11,16 @@ import torch
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig
+from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
 from cairn.kernels.cuda_support import check_device
 from cairn.layers.model import Model
+from cairn.models.check import logits_room
 from cairn.models.decoder_builder import Backend
 from cairn.models.registry import OpenModel
 from cairn.runner.runner import Runner
+from cairn.runner.vision import VisionEncoder
 from cairn.step import Admit, PrefillRow, Samples, StepPlan
 from cairn.types import Pages, SamplingParams
 
@@ -102,20 +105,28 @@ class CudaMemory:
         return int(torch.cuda.max_memory_allocated(self._device)) - self._start
 
 
-def measure_room(config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory) -> int:
-    """Bytes that --gpu-memory-utilization leaves for pool and running states beside the loaded model, other processes,
-    and the largest step, which is carried out once to see what it takes. Logged. Raises ConfigError where nothing is
-    left."""
-    step_bytes = _step_bytes(config, model, layout, memory)
+def measure_room(
+    config: EngineConfig,
+    model: Model,
+    layout: CacheLayout,
+    memory: DeviceMemory,
+    vision: VisionEncoder | None = None,
+) -> int:
+    """Bytes that --gpu-memory-utilization leaves for pool and running states beside what is loaded, model and `vision`,
+    other processes, encoded images that are kept, and the largest step, which is carried out once to see what it takes,
+    as the largest image is encoded. Logged. Raises ConfigError where nothing is left."""
+    step_bytes = _step_bytes(config, model, layout, memory, vision)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
-    # as float32, and once more while tokens are drawn from them; all else in drawing is done in bounded groups
-    logits_bytes = (config.max_num_seqs or MOST_SEQS_ON_GPU) * model.vocab_size * 8
-    left = usable - (total - free) - step_bytes - logits_bytes
+    logits_bytes = logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU, model.vocab_size)
+    image_bytes = 0 if vision is None else vision.cache_bytes
+    left = usable - (total - free) - step_bytes - logits_bytes - image_bytes
     told = (
         f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {usable}; {total - free} are "
         f"taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, and logits take {logits_bytes}"
     )
+    if vision is not None:
+        told += f", encoded images {image_bytes}"
     if left <= 0:
         raise ConfigError(
             f"{told}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, or free the GPU"
@@ -124,8 +135,11 @@ def measure_room(config: EngineConfig, model: Model, layout: CacheLayout, memory
     return left
 
 
-def _step_bytes(config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory) -> int:
-    """The most that a prefill step of --max-num-batched-tokens takes besides the pool."""
+def _step_bytes(
+    config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory, vision: VisionEncoder | None
+) -> int:
+    """The most that a prefill step of --max-num-batched-tokens takes besides the pool, or that encoding the largest
+    image takes, which is over before the step's layers begin."""
     num_tokens = config.max_num_batched_tokens
     pages: Pages = np.arange(layout.pages_for(num_tokens), dtype=np.int32)
     plan = StepPlan(
@@ -136,6 +150,8 @@ def _step_bytes(config: EngineConfig, model: Model, layout: CacheLayout, memory:
     )
     runner = Runner(model, layout, len(pages), 1, exact=False)
     memory.start_peak()
+    if vision is not None:
+        vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
     runner.launch(plan)
     runner.draw(0, {})
     runner.collect(0)

@@ -11,7 +11,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -213,12 +213,17 @@ class DeviceCopy:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # What was read ahead, and the buffers, may be given back only when nothing is written there any more.
-        with suppress(EngineDead):
+        try:
+            # What was read ahead, and the buffers, may be given back only when nothing is written there any more.
             self._stream.wait(self._stream.record())
-        self._copied.clear()
-        if self._file is not None:
-            os.close(self._file[1])
+        except EngineDead:
+            if error is None:
+                raise
+        finally:
+            self._copied.clear()
+            if self._file is not None:
+                os.close(self._file[1])
+                self._file = None
 
     @property
     def device(self) -> torch.device:
