@@ -61,7 +61,7 @@ def check_model(folder: Path, dtype: Any, num_ranks: int, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_ranks"), [("float32", 2), more("bfloat16", 1), more("float32", 1), ("bfloat16", 2)]
+    ("dtype", "num_ranks"), [("float32", 2), ("bfloat16", 1), more("float32", 1), more("bfloat16", 2)]
 )
 @pytest.mark.parametrize("family", sorted(MADE_FAMILIES))
 def test_every_family_has_the_plain_loaders_weights(family, dtype, num_ranks, made_model, caplog):

@@ -15,8 +15,7 @@ from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
 from cairn.kernels.cuda_support import check_device
-from cairn.layers.model import Model
-from cairn.models.check import logits_room
+from cairn.layers.model import Model, logits_room
 from cairn.models.decoder_builder import Backend
 from cairn.models.registry import OpenModel
 from cairn.runner.runner import Runner

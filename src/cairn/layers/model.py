@@ -118,3 +118,9 @@ class Model:
         columns = self.kernels.lm_head(hidden, self.lm_head)
         logits = self.communicator.gather_columns(columns)[:, : self.vocab_size]
         return logits if self.logit_scale == 1.0 else logits * self.logit_scale
+
+
+def logits_room(num_seqs: int, vocab_size: int) -> int:
+    """Bytes that drawing a token for each of so many sequences takes: logits as float32, and once more while tokens are
+    drawn from them. All else in drawing is done in bounded groups."""
+    return num_seqs * vocab_size * 8

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.cache.layout import CacheLayout
+from cairn.layers.model import logits_room
 from cairn.models.decoder_config import AskedQuantization
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
 from cairn.models.registry import open_model
@@ -156,12 +157,6 @@ def check(
         max_model_len=settings.max_model_len or model.config.max_position_embeddings,
         layout=model.layout(settings.block_size),
     )
-
-
-def logits_room(num_seqs: int, vocab_size: int) -> int:
-    """Bytes that drawing a token for each of so many sequences takes: logits as float32, and once more while tokens are
-    drawn from them. All else in drawing is done in bounded groups."""
-    return num_seqs * vocab_size * 8
 
 
 def render(report: CheckReport) -> RenderableType:
