@@ -5,7 +5,7 @@ What is copied beside that, by name:
 
     token rules    masks, bad words, lists of tokens, biases and penalties come in one copy more, with the draw that
                    they are for: what was drawn before says what they are
-    images         what the vision tower gives is brought over when a row with an image is launched
+    images         one that is encoded has a copy of its own, of its pixels (`test_counted_steps`)
     ranks          of the CPU put their sums together by way of the host (gloo); those of GPUs do not (NCCL)
 """
 
@@ -14,14 +14,11 @@ import pytest
 import torch
 
 from cairn.engine.step_pipeline import StepPipeline
-from cairn.layers.communicator import SINGLE_RANK
 from cairn.layers.process_ranks import ProcessRank
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
-from cairn.runner.vision import multimodal_inputs
 from cairn.scheduler.request import Spec
-from cairn.step import Image
 from cairn.types import RequestId, SamplingParams
 from doubles.counted_device import HostRead, counted_device, counted_kernels
 from doubles.device_group import DeviceGroup
@@ -200,22 +197,3 @@ def test_a_kernel_gets_the_numbers():
     weight = torch.randn(5, 8)
     found = load_kernels(name).embed(torch.tensor([3, 1]).to(device), weight.to(device))
     assert found.device.type == device.type and torch.equal(found.cpu(), weight[[3, 1]])
-
-
-class Encoder:
-    """Vectors of an image, on the host."""
-
-    merge, counters = 2, None
-
-    def encode(self, image: Image) -> torch.Tensor:
-        return torch.arange(image.length * 8.0).view(image.length, 8)
-
-
-def test_an_images_vectors_are_brought_over():
-    device, copies = counted_device()
-    like, image = torch.zeros(1, 8, dtype=torch.bfloat16, device=device), Image(3, 4, (1, 4, 4), b"", 56, 56, b"")
-    copies.take()
-    with torch.inference_mode():
-        content = multimodal_inputs(0, 6, [image], Encoder(), SINGLE_RANK, like)
-        assert copies.take() == (1, 0) and content.vectors.device.type == device.type
-        assert content.vectors.cpu().tolist() == torch.arange(24.0).view(3, 8).tolist()

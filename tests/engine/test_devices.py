@@ -1,6 +1,7 @@
 """Which device the engine takes, and what a GPU has left for the pool. Nothing here has a GPU."""
 
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
@@ -10,14 +11,18 @@ import torch
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.config import KvTransferConfig
+from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_room
 from cairn.engine.sizing import choose_memory_sizes, least_pages
 from cairn.errors import ConfigError
 from cairn.kernels import staging
 from cairn.kernels.staging import Readback
 from cairn.layers.model import Model
+from cairn.models.check import CheckSettings, check
 from cairn.models.registry import open_model
+from cairn.runner.vision import open_vision
 from engine.test_sizing import GIB, LAYOUT
+from models.test_served_int8 import parts_of
 
 OPEN = EngineConfig(model="m", kv_cache_memory_bytes=None, max_num_seqs=None, device="cuda")
 
@@ -87,7 +92,7 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     monkeypatch.setattr(Model, "forward", counted)
     logits = 2 * model.vocab_size * 8
     memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=7)
-    assert measure_room(config, model, layout, memory, lambda: memory.calls.append("meanwhile")) == 1000 - 20 - 7
+    assert measure_room(config, model, layout, memory, None, lambda: memory.calls.append("meanwhile")) == 1000 - 20 - 7
     assert ran == [100] and memory.calls == ["start", "meanwhile", "peak", "free"]
     with pytest.raises(
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
@@ -118,6 +123,52 @@ def test_each_rank_computes_on_the_gpu_of_its_number(tiny_model, monkeypatch, ra
     assert (found.place, found.max_in_flight, current) == (torch.device("cuda", rank), 2, [rank])
     with pytest.raises(ConfigError, match=r"^--tensor-parallel-size 4: .* torch sees 3"):
         choose_device(config.model_copy(update={"tensor_parallel_size": 4}), open_model(tiny_model))
+
+
+def test_check_counts_what_the_engine_does(tiny_vl_model):
+    """Weights, vision tower, kept images, logits and running states; what is left is the pool, but for what the largest
+    step's layers take, which is found out where the GPU is. Nothing of the host's is counted, and images are encoded
+    in the largest step."""
+    opened = open_model(tiny_vl_model, "float32")
+    model, layout = opened.build(exact=False, backend="reference"), opened.layout(16)
+    on_gpu = {"sampling_bytes": lambda num_rows, vocab_size, num_slots: 4 * (num_rows + num_slots) * vocab_size}
+    model = replace(model, kernels=SimpleNamespace(**vars(model.kernels) | on_gpu))
+    vision = open_vision(tiny_vl_model, opened.dtype, 3 << 20)
+    weights = sum(tensor.nbytes for tensor in parts_of(replace(model, rotary=None), torch.Tensor))
+    weights += sum(tensor.nbytes for tensor in vision._tower._module.state_dict().values())
+    lengths: list[int] = []
+    vision._tower._module.register_forward_pre_hook(lambda module, arguments: lengths.append(len(arguments[0])))
+    for num_seqs, max_model_len in ((4, 20), (1, 3)):
+        limits = {"max_num_seqs": num_seqs, "max_model_len": max_model_len}
+        config = OPEN.model_copy(update={"max_num_batched_tokens": 64, "gpu_memory_utilization": 0.5} | limits)
+        memory = FakeMemory(weights, 2 << 30, 54321)
+        room = measure_room(config, model, layout, memory, vision)
+        sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
+        counted = CheckSettings(
+            dtype="float32",
+            gpu_memory_bytes=2 << 30,
+            gpu_memory_utilization=0.5,
+            mm_encoder_cache_bytes=3 << 20,
+            **limits,
+        )
+        report = check(tiny_vl_model, counted)
+        assert report.weight_bytes == weights
+        assert report.pool_bytes - 54321 == sizes.kv_cache_memory_bytes
+    assert lengths == [80, 12]  # four patches a token
+    with_none = measure_room(config, model, layout, FakeMemory(weights, 2 << 30, 54321))
+    assert with_none - room == 3 << 20 and len(lengths) == 2
+
+
+def test_the_largest_image_is_as_large_as_a_request_may_have_it(tiny_vl_model):
+    tower = open_vision(tiny_vl_model, torch.float32, 0)._tower
+    sizes: list[tuple[int, ...]] = []
+    tower._forward = lambda pixels, grid: sizes.append((*pixels.shape, *grid[0].tolist()))
+    for limits in ((1, None), (MAX_IMAGE_AREA, None), (MAX_IMAGE_AREA, 100), (MAX_IMAGE_AREA, 0)):
+        tower.encode_largest(*limits)
+    # the checkpoint allows 1,024 x 1,024 pixels, in tokens of 32 x 32
+    width = 3 * 2 * 16 * 16
+    assert [one[:2] for one in sizes] == [(4 * tokens, width) for tokens in (1024, 16384, 100, 1)]
+    assert all(frames * rows * columns == patches for patches, _, frames, rows, columns in sizes)
 
 
 def test_too_little_memory_is_said_and_not_on_the_cpu():

@@ -135,3 +135,33 @@ def test_cuda_takes_what_it_is_given_where_it_is_interpreted(folder):
     cache = engine.core.info.cache
     assert cache.num_pages == (16 << 20) // cache.page_bytes
     engine.core.close()
+
+
+@pytest.mark.parametrize("folder", ["qwen3_5_vl"], indirect=True)
+def test_cuda_gives_the_tokens_of_the_cpu_for_an_image(folder):
+    from cairn.engine.contract import Pixels
+    from cairn.engine.text.tokenizer import ModelTokenizer
+    from doubles.engine_requests import generate_request
+
+    rgb = np.random.default_rng(5).integers(0, 256, (64, 64, 3), dtype=np.uint8).tobytes()
+    picture = {"type": "image", "image": Pixels(width=64, height=64, rgb=rgb)}
+    made = ModelTokenizer(folder).render_chat([{"role": "user", "content": [picture]}])
+    answers = {}
+    for device in ("cpu", "cuda"):
+        engine = Engine(folder, device)
+        engine.core.submit(
+            generate_request(
+                request_id="image",
+                prompt=np.array(made.token_ids, np.int64).tobytes(),
+                images=made.images,
+                max_tokens=2,
+                temperature=0.0,
+                ignore_eos=True,
+            )
+        )
+        answers[device] = []
+        while engine.core.has_work:
+            answers[device] += [token for output in engine.core.step() for token in output.token_ids]
+        assert engine.core.stats().images.num_encoded == 1 and len(answers[device]) == 2
+        engine.core.close()
+    assert answers["cuda"] == answers["cpu"]

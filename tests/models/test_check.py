@@ -193,7 +193,8 @@ def test_what_a_gpu_has_left_is_the_pool(tmp_path):
     fits = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["h100"], max_model_len=8192))
     assert fits.ok and fits.fits_gpu
     usable = int(0.9 * (81559 << 20))
-    assert fits.pool_bytes == usable - fits.weight_bytes - 64 * fits.layout.checkpoint_bytes
+    logits = 64 * NANO["vocab_size"] * 12
+    assert fits.pool_bytes == usable - fits.weight_bytes - 64 * fits.layout.checkpoint_bytes - logits
     assert fits.num_pages == fits.pool_bytes // fits.layout.page_bytes > fits.pages_for_longest
     assert "90% of 79.65 GiB" in rendered(tmp_path, fits.settings)
     small = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["l4"]))
@@ -202,7 +203,7 @@ def test_what_a_gpu_has_left_is_the_pool(tmp_path):
     assert "too little for" in shown and "every one accounted for" in shown and "a larger GPU" in shown
     # all that there is, and not one page less
     exact = CheckSettings(gpu_memory_utilization=1.0, max_num_seqs=1, max_model_len=64)
-    needed = fits.weight_bytes + fits.layout.checkpoint_bytes
+    needed = fits.weight_bytes + fits.layout.checkpoint_bytes + NANO["vocab_size"] * 12
     needed += (fits.layout.pages_for(64) + fits.layout.pages_per_checkpoint) * fits.layout.page_bytes
     assert check(tmp_path, replace(exact, gpu_memory_bytes=needed)).ok
     assert not check(tmp_path, replace(exact, gpu_memory_bytes=needed - 1)).ok

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -15,6 +16,9 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 from cairn.errors import ModelError
 from cairn.models.image_processor import FILE, ImageProcessor
 from cairn.models.qwen3_5_vision import PREFIX, load_tower, parse, read_vision, tensors
+from cairn.runner.vision import send_arrays
+from doubles.copy_stream import LateCopyStream
+from doubles.counted_device import HostRead, counted_device
 
 torch.set_num_threads(1)
 
@@ -144,6 +148,42 @@ def test_bfloat16_keeps_the_angles_in_float32(reference, folder):
     _, exact = encoded(reference, folder, [picture], torch.float32)
     assert own.dtype == torch.bfloat16
     assert (own.float() - exact).abs().max() < 0.05 * exact.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_a_device_an_image_is_one_copy_there_and_none_back(folder, dtype):
+    """On one that refuses whatever would have the host wait, or computes with something that is on the host."""
+    device, copies = counted_device()
+    host, tower = load_tower(folder, dtype), load_tower(folder, dtype, device, partial(send_arrays, device))
+    for seed, size in enumerate(SIZES):
+        picture = image(size, seed)
+        height, width, _ = picture.shape
+        copies.take()
+        grid, vectors = tower.encode(width, height, picture.tobytes())
+        assert copies.take() == (1, 0) and vectors.device.type == device.type
+        expected_grid, expected = host.encode(width, height, picture.tobytes())
+        assert grid == expected_grid and vectors.dtype == dtype
+        bound = 1e-5 if dtype == torch.float32 else 0.02 * expected.abs().max().item()
+        torch.testing.assert_close(vectors.cpu(), expected, rtol=0, atol=bound)
+    tower.encode_largest(1, 5)
+    assert copies.take() == (1, 1)  # the one back is this test's
+
+
+def test_a_grid_on_the_device_would_be_read_by_the_host(folder):
+    """The device of these tests refuses what transformers does with a grid that lies there."""
+    device, _ = counted_device()
+    tower = load_tower(folder, torch.float32, device, partial(send_arrays, device))
+    with torch.inference_mode(), pytest.raises((HostRead, RuntimeError)):
+        tower._module(torch.zeros(4, 1536).to(device), torch.tensor([[1, 2, 2]]).to(device))
+
+
+def test_weights_are_copied_to_a_device_as_they_are_read(folder):
+    """Two buffers, and the bytes of the plain loader."""
+    stream = LateCopyStream()
+    plain, copied = load_tower(folder, torch.bfloat16), load_tower(folder, torch.bfloat16, stream=stream)
+    expected = plain._module.state_dict()
+    assert expected.keys() == copied._module.state_dict().keys() and len(stream.buffers) == 2
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in copied._module.state_dict().items())
 
 
 def test_weights_are_in_memory_of_their_own(folder):

@@ -153,6 +153,12 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
         help="with --gpu: share of its memory that is used; default: %(default)s",
     )
     check.add_argument(
+        "--mm-encoder-cache-bytes",
+        type=_size,
+        default="256MiB",
+        help="with --gpu: most bytes of encoded images that are kept; default: %(default)s",
+    )
+    check.add_argument(
         "--generate",
         action="store_true",
         help="answer 20 prompts, and compare them and a text's perplexity with transformers on the same weights",

@@ -15,7 +15,7 @@ from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core
-from cairn.engine.devices import CudaMemory, Device, choose_device, explain_out_of_memory, measure_room
+from cairn.engine.devices import CudaMemory, Device, choose_device, explain_out_of_memory, measure_room, open_encoder
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
@@ -35,7 +35,7 @@ from cairn.models.weights.tensor_headers import read_headers
 from cairn.runner.contract import StepRunner
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
-from cairn.runner.vision import open_vision, tower_identity
+from cairn.runner.vision import tower_identity
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.digest import layout_hash
@@ -169,9 +169,8 @@ def _build_ranks(
     info = None if device.is_gpu else size_up(None)
     if tp_size == 1:
         model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
-        info = info or size_up(measure_room(config, model, layout, CudaMemory(device.place)))
-        encoder_bytes = config.mm_encoder_cache_bytes
-        vision = None if config.language_model_only else open_vision(opened.folder, opened.dtype, encoder_bytes)
+        vision = open_encoder(config, opened, device)
+        info = info or size_up(measure_room(config, model, layout, CudaMemory(device.place), vision))
         num_pages, slots = info.cache.num_pages, info.max_num_seqs
         runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra_pages=extra, vision=vision)
         runner.get_ready()

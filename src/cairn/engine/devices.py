@@ -11,6 +11,7 @@ import torch
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig
+from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
 from cairn.kernels.cuda_support import check_device
@@ -18,6 +19,7 @@ from cairn.layers.model import Model
 from cairn.models.decoder_builder import Backend
 from cairn.models.registry import OpenModel
 from cairn.runner.runner import Runner
+from cairn.runner.vision import VisionEncoder, open_vision
 from cairn.step import Admit, PrefillRow, Samples, StepPlan
 from cairn.types import Pages, SamplingParams
 
@@ -74,6 +76,13 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
     return Device("cuda", place, max_in_flight=2)
 
 
+def open_encoder(config: EngineConfig, opened: OpenModel, device: Device, rank: int = 0) -> VisionEncoder | None:
+    """The vision encoder of one rank; None where the model, or this server, reads no images. Raises ModelError."""
+    if config.language_model_only:
+        return None
+    return open_vision(opened.folder, opened.dtype, int(config.mm_encoder_cache_bytes), rank, device.place)
+
+
 class DeviceMemory(Protocol):
     """The memory of one GPU, in bytes."""
 
@@ -115,20 +124,25 @@ def measure_room(
     model: Model,
     layout: CacheLayout,
     memory: DeviceMemory,
+    vision: VisionEncoder | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> int:
-    """Bytes that --gpu-memory-utilization leaves for pool and running states beside the loaded model, other processes,
-    and the largest step, which is carried out once to see what it takes: by all ranks at the same time. `meanwhile` is
-    called while it is out. Logged. Raises ConfigError where nothing is left."""
-    step_bytes = _step_bytes(config, model, layout, memory, meanwhile)
+    """Bytes that --gpu-memory-utilization leaves for pool and running states beside what is loaded, model and `vision`,
+    other processes, encoded images that are kept, and the largest step, which is carried out once to see what it takes,
+    as the largest image is encoded: by all ranks at the same time. `meanwhile` is called while it is out. Logged.
+    Raises ConfigError where nothing is left."""
+    step_bytes = _step_bytes(config, model, layout, memory, vision, meanwhile)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
     logits_bytes = model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU)
-    left = usable - (total - free) - step_bytes - logits_bytes
+    image_bytes = 0 if vision is None else vision.cache_bytes
+    left = usable - (total - free) - step_bytes - logits_bytes - image_bytes
     told = (
         f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {usable}; {total - free} are "
         f"taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, and logits take {logits_bytes}"
     )
+    if vision is not None:
+        told += f", encoded images {image_bytes}"
     if left <= 0:
         raise ConfigError(
             f"{told}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, or free the GPU"
@@ -138,9 +152,15 @@ def measure_room(
 
 
 def _step_bytes(
-    config: EngineConfig, model: Model, layout: CacheLayout, memory: DeviceMemory, meanwhile: Callable[[], object]
+    config: EngineConfig,
+    model: Model,
+    layout: CacheLayout,
+    memory: DeviceMemory,
+    vision: VisionEncoder | None,
+    meanwhile: Callable[[], object],
 ) -> int:
-    """The most that a prefill step of --max-num-batched-tokens takes besides the pool."""
+    """The most that a prefill step of --max-num-batched-tokens takes besides the pool, or that encoding the largest
+    image takes, which is over before the step's layers begin."""
     num_tokens = config.max_num_batched_tokens
     pages: Pages = np.arange(layout.pages_for(num_tokens), dtype=np.int32)
     plan = StepPlan(
@@ -151,6 +171,8 @@ def _step_bytes(
     )
     runner = Runner(model, layout, len(pages), 1, exact=False)
     memory.start_peak()
+    if vision is not None:
+        vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
     runner.launch(plan)
     runner.draw(0, {})
     meanwhile()

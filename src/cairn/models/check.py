@@ -20,6 +20,10 @@ from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
 MAX_PROBLEMS_SHOWN = 20
 
+_DRAWING_BYTES = 12
+"""For each sequence and token of the vocabulary, on a GPU: the logit, what drawing makes of it, and the token's count;
+masks and the like are some percent more."""
+
 GPU_MEMORY: Mapping[str, int] = MappingProxyType(
     {
         "a10": 23028 << 20,
@@ -41,7 +45,8 @@ GPU_MEMORY: Mapping[str, int] = MappingProxyType(
 class CheckSettings:
     """What the model would be served with. `min_cacheable_tokens` and `min_shared_tokens` are the placement policy's:
     the shortest prompt, and the shortest beginning shared by two prompts, that can be hit. `gpu_memory_bytes`: of the
-    GPU that is to serve it, of which `gpu_memory_utilization` may be used; then the pool is what is left of that."""
+    GPU that is to serve it, of which `gpu_memory_utilization` may be used; then the pool is what is left of that.
+    `mm_encoder_cache_bytes`: of encoded images, where the model reads any."""
 
     dtype: DType = "auto"
     quantization: AskedQuantization | None = None
@@ -53,11 +58,13 @@ class CheckSettings:
     min_shared_tokens: int = 64
     gpu_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
+    mm_encoder_cache_bytes: int = 256 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The report. Sizes in bytes, on one rank; `weight_bytes` in the serving dtype."""
+    """The report. Sizes in bytes, on one rank; `weight_bytes` in the serving dtype, with the vision tower's.
+    `step_bytes`: of what a GPU has to have room for besides: logits, and encoded images that are kept."""
 
     folder: Path
     model_type: str
@@ -69,6 +76,7 @@ class CheckReport:
     stored_dtypes: dict[str, int]
     parameters: int
     weight_bytes: int
+    step_bytes: int
     dtype: str
     max_model_len: int
     layout: CacheLayout
@@ -90,7 +98,7 @@ class CheckReport:
         if settings.gpu_memory_bytes is None:
             return settings.kv_cache_memory_bytes
         usable = int(settings.gpu_memory_utilization * settings.gpu_memory_bytes)
-        return usable - self.weight_bytes - self.state_bytes
+        return usable - self.weight_bytes - self.state_bytes - self.step_bytes
 
     @property
     def fits_gpu(self) -> bool:
@@ -129,10 +137,11 @@ def check(
     if headers is None:
         headers = read_headers(folder)
     expected, weight_bytes = model.tensors(headers), model.weight_bytes(headers)
-    vision = read_vision(folder)
+    vision, step_bytes = read_vision(folder), settings.max_num_seqs * model.config.vocab_size * _DRAWING_BYTES
     if vision is not None:
         expected |= tensors(vision)
         weight_bytes += tower_bytes(vision, model.dtype)
+        step_bytes += settings.mm_encoder_cache_bytes
     # Where there is a vision model, nothing else may go by its name: the server accounts for all of it.
     ignored = tuple(prefix for prefix in model.family.ignored_tensors if not (vision and prefix == PREFIX))
     return CheckReport(
@@ -146,6 +155,7 @@ def check(
         stored_dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
         parameters=sum(map(math.prod, expected.values())),
         weight_bytes=weight_bytes,
+        step_bytes=step_bytes,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=settings.max_model_len or model.config.max_position_embeddings,
         layout=model.layout(settings.block_size),
@@ -217,10 +227,13 @@ def _gpu_rows(report: CheckReport) -> list[tuple[str, str]]:
         return []
     share, left = settings.gpu_memory_utilization, report.pool_bytes
     usable = f"{share:.0%} of {_size(settings.gpu_memory_bytes)}"
-    taken = f"{_size(report.weight_bytes)} of weights and {_size(report.state_bytes)} of running states"
+    taken = (
+        f"{_size(report.weight_bytes)} of weights, {_size(report.state_bytes)} of running states and "
+        f"{_size(report.step_bytes)} of logits and encoded images"
+    )
     if left <= 0:
         return [("GPU", f"{usable}: {_size(-left)} too little for {taken}")]
-    return [("GPU", f"{usable}: {_size(left)} left beside {taken}, for the pool and for what a step takes")]
+    return [("GPU", f"{usable}: {_size(left)} left beside {taken}, for the pool and for what a step's layers take")]
 
 
 def _tensor_row(report: CheckReport) -> str:

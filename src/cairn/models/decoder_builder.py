@@ -6,7 +6,7 @@ Names end where the layers' own begin: `config.attention.build(b, "model.layers.
 
 import logging
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
@@ -195,6 +195,16 @@ def trace_build(
     with _ShapesAlone():
         compose(config, builder)
     return shapes, builder.weights.num_bytes
+
+
+def trace_rank(
+    compose: Callable[[Any, DecoderBuilder], Model], config: DecoderConfig, load: TensorLoader, execution: Execution
+) -> None:
+    """Draw from `load`, which gives tensors without memory, all that one rank of a model is built of, in the order in
+    which it is when that is built in earnest."""
+    meta = replace(execution, backend="reference", device=torch.device("meta"))
+    with _ShapesAlone():
+        compose(config, DecoderBuilder(config, load, meta))
 
 
 class _ShapesAlone(TorchFunctionMode):

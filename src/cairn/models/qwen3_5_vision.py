@@ -5,13 +5,14 @@ Every image is encoded by itself, so its bits do not depend on what else is in a
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from cairn.models.families.qwen3_5 import DENSE_RECIPE, IMAGE_TOKENS
 from cairn.models.image_processor import FILE, Grid, ImageProcessor
 from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE
 from cairn.models.random_weights.recipe import CheckpointOptions, Recipe, by_size
+from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.loader import WeightReader, account, read_config
 
 PREFIX = "model.visual."
@@ -96,29 +98,55 @@ def read_vision(folder: Path) -> VisionConfig | None:
     return config
 
 
-def load_tower(folder: Path, dtype: torch.dtype) -> "VisionTower | None":
+def load_tower(
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    send: "SendArrays | None" = None,
+    stream: CopyStream | None = None,
+) -> "VisionTower | None":
     """The tower of a checkpoint folder in `dtype`, or None where config.json has no vision_config.
 
-    Accounts for every tensor whose name begins as the tower's do. Raises ModelError that names the file, the field or
-    the tensor.
+    Accounts for every tensor whose name begins as the tower's do. `device`: where its weights and vectors lie, None for
+    the host. `send`: what brings an image's arrays there. `stream`: what copies its weights there, None for the
+    device's own. Raises ModelError that names the file, the field or the tensor.
     """
     config = read_vision(folder)
     if config is None:
         return None
     processor = ImageProcessor.read(folder)
-    expected = tensors(config)
+    expected, place = tensors(config), device or torch.device("cpu")
     with WeightReader(folder, dtype) as reader:
         headers = {name: header for name, header in reader.headers.items() if name.startswith(PREFIX)}
         problems = account(headers, expected).problems
         if problems:
             raise ModelError(f"{folder}: {'; '.join(problems[:5])}; --language-model-only does without them")
-        return VisionTower(config, processor, reader.load, dtype)
+
+        def read_all() -> None:
+            for name, shape in expected.items():
+                reader.load(name, shape)
+
+        with load_weights(reader, expected, read_all, stream or stream_to(place), what="vision tower"):
+            return VisionTower(config, processor, reader.load, dtype, place, send or _on_host)
+
+
+SendArrays = Callable[[Sequence[NDArray[Any]]], list[Tensor]]
+"""Arrays of the host -> the same on the device, in one copy."""
 
 
 class VisionTower:
-    """The tower of one checkpoint. One thread only."""
+    """The tower of one checkpoint. One thread only. An image's pixels and the places of its patches go to its device in
+    one copy, and nothing comes back: the host knows every shape."""
 
-    def __init__(self, config: VisionConfig, processor: ImageProcessor, load: TensorLoader, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: VisionConfig,
+        processor: ImageProcessor,
+        load: TensorLoader,
+        dtype: torch.dtype,
+        device: torch.device,
+        send: SendArrays,
+    ) -> None:
         """Raises ModelError where processor and config disagree, or for a tensor that cannot be read."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -134,6 +162,9 @@ class VisionTower:
                 )
         self._config = config
         self._dtype = dtype
+        self._device = device
+        self._send = send
+        self._max_pixels = processor.max_pixels
         self._processor = Qwen2VLImageProcessorPil(
             size={"shortest_edge": processor.min_pixels, "longest_edge": processor.max_pixels},
             patch_size=processor.patch,
@@ -144,7 +175,7 @@ class VisionTower:
             image_mean=list(processor.mean),
             image_std=list(processor.std),
         )
-        self._module = _load_module(config, load, dtype)
+        self._module = _load_module(config, load, dtype, device)
 
     @property
     def merge(self) -> int:
@@ -163,10 +194,42 @@ class VisionTower:
             {} if bounds is None else {"size": {"shortest_edge": bounds[0], "longest_edge": bounds[1]}}
         )
         made = self._processor(images=[image], return_tensors="pt", **resized)
-        with torch.inference_mode():
-            vectors: Tensor = self._module(made["pixel_values"].to(self._dtype), made["image_grid_thw"]).pooler_output
         frames, rows, columns = made["image_grid_thw"][0].tolist()
-        return (frames, rows, columns), vectors
+        return (frames, rows, columns), self._forward(made["pixel_values"].to(self._dtype), made["image_grid_thw"])
+
+    def encode_largest(self, max_area: int, max_tokens: int | None) -> None:
+        """Encode as many black pixels as an image may have, to see what memory that takes. `max_area`: pixels that a
+        request may have an image resized to, where the checkpoint does not allow more; `max_tokens`: of a prompt."""
+        config = self._config
+        num_tokens = max(max_area, self._max_pixels) // (config.patch_size * config.spatial_merge_size) ** 2
+        num_tokens = max(1, num_tokens if max_tokens is None else min(num_tokens, max_tokens))
+        grid = torch.tensor([[1, config.spatial_merge_size, num_tokens * config.spatial_merge_size]])
+        width = config.in_channels * config.temporal_patch_size * config.patch_size**2
+        self._forward(torch.zeros(int(grid.prod()), width, dtype=self._dtype), grid)
+
+    def _forward(self, pixels: Tensor, grid: Tensor) -> Tensor:
+        """pixels [patches, ...] and grid [1, 3] on the host -> vectors [patches / merge^2, hidden] on the device."""
+        from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+        module, merge = self._module, self._config.spatial_merge_size
+        indices, weights = get_vision_interpolation_indices_and_weights(
+            grid, module.num_grid_per_side, module.interpolation_mode, module.interpolation_align_corners, merge
+        )
+        places = get_vision_position_ids(grid, merge)
+        # numpy knows no bfloat16
+        arrays = [each.contiguous().numpy() for each in (pixels.view(torch.uint8), indices, weights, places)]
+        with torch.inference_mode():
+            sent, indices, weights, places = self._send(arrays)
+            # How many patches are attended to at once is read on the host: there the grid stays.
+            found = module(
+                sent.view(self._dtype), grid, interp_indices=indices, interp_weights=weights, position_ids=places
+            )
+            vectors: Tensor = found.pooler_output
+        return vectors
+
+
+def _on_host(arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    return [torch.from_numpy(array) for array in arrays]
 
 
 def _module(config: VisionConfig) -> Any:
@@ -182,15 +245,31 @@ def _module(config: VisionConfig) -> Any:
         return Qwen3_5VisionModel(published)
 
 
-def _load_module(config: VisionConfig, load: TensorLoader, dtype: torch.dtype) -> Any:
+def _load_module(config: VisionConfig, load: TensorLoader, dtype: torch.dtype, device: torch.device) -> Any:
     """transformers' module with the checkpoint's weights."""
     module = _module(config)
     # Its angles are computed and not stored: made again, in memory, and in float32 whatever the dtype.
-    module.rotary_pos_emb = type(module.rotary_pos_emb)(module.config)
-    weights = {name: load(PREFIX + name, tuple(tensor.shape)).to(dtype) for name, tensor in module.state_dict().items()}
+    module.rotary_pos_emb = type(module.rotary_pos_emb)(module.config).to(device)
+    weights = {
+        name: load(PREFIX + name, tuple(tensor.shape)).to(device, dtype) for name, tensor in module.state_dict().items()
+    }
     module.load_state_dict(weights, strict=True, assign=True)
+    if device.type != "cpu":
+        module.patch_embed = _PatchProduct(module.patch_embed.proj)
     module.train(False)
     return module.requires_grad_(False)
+
+
+class _PatchProduct(torch.nn.Module):
+    """What transformers has as a convolution in three dimensions whose kernels lie side by side is one product of
+    patches and weights. On the CPU it stays a convolution, for transformers' very bits."""
+
+    def __init__(self, proj: torch.nn.Conv3d) -> None:
+        super().__init__()
+        self._proj = proj
+
+    def forward(self, patches: Tensor) -> Tensor:
+        return torch.nn.functional.linear(patches, self._proj.weight.flatten(1), self._proj.bias)
 
 
 _START, _END, _IMAGE, _VIDEO = IMAGE_TOKENS

@@ -34,8 +34,8 @@ class RankWeights:
         device: torch.device,
         quantization: ServedQuantization | None = None,
     ) -> None:
-        """What `load` gives is on the host; it is copied to `device`. `quantization`: of matrices, all but those of
-        `unquantized`."""
+        """What `load` gives is on `device`, or on the host and copied there. `quantization`: of matrices, all but
+        those of `unquantized`."""
         self.kernels = kernels
         self.communicator = communicator
         self.device = device

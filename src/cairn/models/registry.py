@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,9 +12,10 @@ from cairn.errors import ConfigError
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
-from cairn.models.decoder_builder import Backend, Execution
+from cairn.models.decoder_builder import Backend, Execution, trace_rank
 from cairn.models.decoder_config import AskedQuantization, DecoderConfig, ServedQuantization
 from cairn.models.families import family_of
+from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, serving_dtype
 from cairn.models.weights.quantization import Quantization, read_quantization
@@ -66,12 +68,14 @@ class OpenModel:
         communicator: Communicator = SINGLE_RANK,
         backend: Backend | None = None,
         device: torch.device | None = None,
+        stream: CopyStream | None = None,
     ) -> Model:
         """Account for every tensor, then load the communicator's rank of the model, reading no more than its share.
-        `device`: None for the host.
+        `device`: None for the host. `stream`: what copies the weights there, None for the device's own.
 
         Raises ModelError that names the tensor and its file, or ConfigError that names --tensor-parallel-size.
         """
+        place = device or torch.device("cpu")
         with WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization) as reader:
             expected = self.tensors(reader.headers)
             reader.verify(expected, self.family.ignored_tensors)
@@ -79,15 +83,12 @@ class OpenModel:
                 if copy in reader.headers and copy not in expected:
                     reader.verify_copy(copy, name, expected[name])
             execution = Execution(
-                exact,
-                self.dtype,
-                communicator,
-                backend,
-                reader.headers,
-                device or torch.device("cpu"),
-                self.served_quantization,
+                exact, self.dtype, communicator, backend, reader.headers, place, self.served_quantization
             )
-            return self.family.build(self.config, reader.load, execution)
+
+            read_all = partial(trace_rank, self.family.compose, self.config, reader.load, execution)
+            with load_weights(reader, expected, read_all, stream or stream_to(place), communicator):
+                return self.family.build(self.config, reader.load, execution)
 
 
 def open_model(folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None) -> OpenModel:

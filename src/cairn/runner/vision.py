@@ -10,14 +10,16 @@ import json
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cairn.kernels.staging import Staging
 from cairn.layers.communicator import Communicator
 from cairn.models.qwen3_5_vision import load_tower, read_vision, tensors
 from cairn.models.weights.identity import weights_identity
@@ -43,13 +45,21 @@ class VisionModel(Protocol):
         same bits every time."""
         ...
 
+    def encode_largest(self, max_area: int, max_tokens: int | None) -> None:
+        """Encode as many black pixels as an image may have, to see what memory that takes. `max_area`: pixels that a
+        request may have an image resized to, where the checkpoint does not allow more; `max_tokens`: of a prompt."""
+        ...
+
 
 class VisionEncoder(Protocol):
     """Image vectors for a runner. `merge`: patches that make one token, in height and in width. `counters`: None on a
-    rank that encodes nothing."""
+    rank that encodes nothing. `cache_bytes`: most bytes of vectors that are kept."""
 
     @property
     def merge(self) -> int: ...
+
+    @property
+    def cache_bytes(self) -> int: ...
 
     @property
     def counters(self) -> EncoderCounters | None: ...
@@ -58,10 +68,14 @@ class VisionEncoder(Protocol):
         """[image.length, hidden]; the same bits whatever was encoded before. Called on rank 0 alone."""
         ...
 
+    def encode_largest(self, max_area: int, max_tokens: int | None) -> None:
+        """See `VisionModel.encode_largest`."""
+        ...
+
 
 class CachedEncoder:
     """A vision tower with a cache of its vectors by content, the least recently used evicted first. A `VisionEncoder`;
-    one thread.
+    one thread. The vectors stay where the tower has made them, on its device.
 
     Each step that computes part of a prompt needs the images in that part, so an image that fits the cache is encoded
     once however its prompt is cut into chunks. An image within a prefix hit is never encoded.
@@ -73,8 +87,8 @@ class CachedEncoder:
             raise ValueError(f"cache_bytes must not be negative: {cache_bytes}")
         self.merge = tower.merge
         self.counters = EncoderCounters()
+        self.cache_bytes = cache_bytes
         self._tower = tower
-        self._cache_bytes = cache_bytes
         self._cache: OrderedDict[bytes, Tensor] = OrderedDict()
 
     def encode(self, image: Image) -> Tensor:
@@ -94,16 +108,20 @@ class CachedEncoder:
                 f"but its prompt says {image.grid} and {image.length}"
             )
         self.counters.encodes += 1
-        if vectors.nbytes > self._cache_bytes:
+        if vectors.nbytes > self.cache_bytes:
             self.counters.dropped += 1
             return vectors
-        while self.counters.cached_bytes + vectors.nbytes > self._cache_bytes:
+        while self.counters.cached_bytes + vectors.nbytes > self.cache_bytes:
             _, oldest = self._cache.popitem(last=False)
             self.counters.cached_bytes -= oldest.nbytes
             self.counters.dropped += 1
         self._cache[image.digest] = vectors
         self.counters.cached_bytes += vectors.nbytes
         return vectors
+
+    def encode_largest(self, max_area: int, max_tokens: int | None) -> None:
+        """See `VisionModel.encode_largest`; nothing is kept."""
+        self._tower.encode_largest(max_area, max_tokens)
 
 
 class RemoteEncoder:
@@ -112,10 +130,14 @@ class RemoteEncoder:
     def __init__(self, merge: int) -> None:
         self.merge = merge
         self.counters = None
+        self.cache_bytes = 0
 
     def encode(self, image: Image) -> Tensor:
         """Raises ValueError: this rank has no vision tower."""
         raise ValueError("images are encoded on rank 0 alone")
+
+    def encode_largest(self, max_area: int, max_tokens: int | None) -> None:
+        """Nothing is encoded here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +205,26 @@ def mrope_positions(start: int, end: int, images: Sequence[Image], merge: int) -
 
 
 def open_vision(
-    folder: Path, dtype: torch.dtype, cache_bytes: int, rank: int = 0
+    folder: Path, dtype: torch.dtype, cache_bytes: int, rank: int = 0, device: torch.device | None = None
 ) -> CachedEncoder | RemoteEncoder | None:
-    """The vision encoder of a checkpoint folder for one rank; rank 0 loads the tower. None for a model without vision.
+    """The vision encoder of a checkpoint folder for one rank; rank 0 loads the tower to `device`, None for the host.
+    None for a model without vision.
 
     Raises ModelError that names the file, the field or the tensor.
     """
     if rank > 0:
         config = read_vision(folder)
         return None if config is None else RemoteEncoder(config.spatial_merge_size)
-    tower = load_tower(folder, dtype)
+    tower = load_tower(folder, dtype, device, partial(send_arrays, device or torch.device("cpu")))
     return None if tower is None else CachedEncoder(tower, cache_bytes)
+
+
+def send_arrays(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
+    """The arrays on the device, in one copy that the host does not wait for."""
+    staging = Staging()
+    staged = [staging.add(array) for array in arrays]
+    staging.send(device)
+    return [one.tensor for one in staged]
 
 
 def tower_identity(folder: Path) -> str:

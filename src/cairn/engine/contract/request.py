@@ -33,6 +33,9 @@ MAX_BAD_WORDS = 128
 MAX_PATTERN_SIZE = 4096
 """Most tokens of a pattern that is looked for in an answer."""
 
+MAX_IMAGE_AREA = 1 << 24
+"""Most pixels that a request may have an image resized to, where its checkpoint does not allow more."""
+
 MAX_HOLD_SECONDS = 3600
 """The longest that a place may be held without being used."""
 

@@ -76,7 +76,7 @@ class LoadedRank:
         Raises ConfigError or ModelError, and EngineDead when not all ranks join in time.
         """
         # Here and not above: rank 0's module is imported where nothing of torch is wanted.
-        from cairn.engine.devices import choose_device, explain_out_of_memory
+        from cairn.engine.devices import choose_device, explain_out_of_memory, open_encoder
         from cairn.layers.process_ranks import join_ranks
         from cairn.models.registry import open_model
 
@@ -104,6 +104,7 @@ class LoadedRank:
                 backend=self.device.backend,
                 device=self.device.place,
             )
+            self._vision = open_encoder(engine, self._opened, self.device, config.rank)
 
     def measure_room(self, meanwhile: Callable[[], object] = lambda: None) -> int:
         """See `devices.measure_room`; all ranks do it at the same time."""
@@ -111,28 +112,23 @@ class LoadedRank:
 
         memory = CudaMemory(self.device.place)
         with explain_out_of_memory(self.device):
-            return measure_room(self._config.engine, self._model, self._layout, memory, meanwhile)
+            return measure_room(self._config.engine, self._model, self._layout, memory, self._vision, meanwhile)
 
     def allocate(self, sizes: RankSizes, observe: "Observe | None" = None) -> "Runner":
         """A runner with memory of these sizes, the same on all ranks. Raises ConfigError or ModelError."""
         from cairn.engine.devices import explain_out_of_memory
         from cairn.runner.runner import Runner
-        from cairn.runner.vision import open_vision
 
-        engine, vision = self._config.engine, None
-        if not engine.language_model_only:
-            cache_bytes = int(engine.mm_encoder_cache_bytes)
-            vision = open_vision(self._opened.folder, self._opened.dtype, cache_bytes, self._config.rank)
         with explain_out_of_memory(self.device):
             runner = Runner(
                 self._model,
                 self._layout,
                 sizes.num_pages,
                 sizes.num_slots,
-                engine.exact,
+                self._config.engine.exact,
                 observe=observe,
                 extra_pages=self._config.extra_pages,
-                vision=vision,
+                vision=self._vision,
             )
             runner.get_ready()
         return runner

@@ -1,20 +1,17 @@
 """A fingerprint of a checkpoint's weights that does not read them all: equal on two servers with the same weights."""
 
 import hashlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from cairn.errors import ModelError
 from cairn.models.weights.quantization import Quantization, used_tensors
-from cairn.models.weights.tensor_headers import read_headers
+from cairn.models.weights.tensor_headers import read_headers, read_offsets
 
 _IDENTITY = b"cairn/weights/1"
 _SAMPLE_BYTES = 64
 _SAMPLES = 8
-_MAX_HEADER_BYTES = 100 << 20
-"""What safetensors itself allows."""
 
 
 def weights_identity(folder: Path, names: Iterable[str], quantization: Quantization | None = None) -> str:
@@ -37,7 +34,7 @@ def weights_identity(folder: Path, names: Iterable[str], quantization: Quantizat
     for file in sorted({headers[name].file for name in used}):
         try:
             with (folder / file).open("rb") as opened:
-                offsets |= _offsets(opened)
+                offsets |= read_offsets(opened)
                 samples |= {name: _sample(opened, *offsets[name]) for name in used if headers[name].file == file}
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ModelError(f"{folder / file}: cannot be read: {error}") from error
@@ -46,16 +43,6 @@ def weights_identity(folder: Path, names: Iterable[str], quantization: Quantizat
         for part in (name.encode(), header.dtype.encode(), str(header.shape).encode(), samples[name]):
             digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
-
-
-def _offsets(file: BinaryIO) -> dict[str, tuple[int, int]]:
-    """Name -> where in the file the tensor's bytes begin, and how many they are."""
-    size = int.from_bytes(file.read(8), "little")
-    if size > _MAX_HEADER_BYTES:
-        raise ValueError(f"a header of {size} bytes")
-    entries: dict[str, Any] = json.loads(file.read(size))
-    places = {name: entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"}
-    return {name: (8 + size + begin, end - begin) for name, (begin, end) in places.items()}
 
 
 def _sample(file: BinaryIO, begin: int, length: int) -> bytes:

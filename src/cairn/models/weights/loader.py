@@ -4,15 +4,15 @@ A folder holds config.json and either `model.safetensors` or shards listed by `m
 in it is ever executed: pickle formats are refused, `auto_map` is ignored.
 """
 
-from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+import math
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
-from safetensors import safe_open
 
 from cairn.errors import ModelError
 from cairn.models.decoder_config import ServedDType, served_dtype
@@ -26,6 +26,7 @@ from cairn.models.weights.quantization import (
     used_tensors,
 )
 from cairn.models.weights.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
+from cairn.models.weights.tensor_source import TORCH_DTYPES, MappedFiles, TensorSource
 
 DType = Literal["auto", "float32", "bfloat16"]
 
@@ -115,26 +116,39 @@ class WeightReader:
     ) -> None:
         """Reads the headers. Raises ModelError as `read_headers` does."""
         self.headers = read_headers(folder)
-        self._folder = folder
+        self.folder = folder
         self._dtype = dtype
         self._float32 = frozenset(float32)
         self._quantization = quantization
-        self._open: dict[str, Any] = {}
-        self._stack = ExitStack()
+        self._files = MappedFiles(folder, self.headers)
+        self._source: TensorSource = self._files
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._open.clear()
-        self._stack.close()
+        self._files.close()
+
+    @contextmanager
+    def read_from(self, source: TensorSource) -> Iterator[None]:
+        """Inside, tensors come from `source` and lie on its device, instead of from the files and on the host."""
+        before, self._source = self._source, source
+        try:
+            yield
+        finally:
+            self._source = before
+
+    def stored_bytes(self, expected: Mapping[str, tuple[int, ...]]) -> int:
+        """Of the tensors that these are read from."""
+        headers = (self.headers[name] for name in used_tensors(self.headers, expected, self._quantization))
+        return sum(math.prod(header.shape) * TORCH_DTYPES[header.dtype].itemsize for header in headers)
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """Raises ModelError naming tensors that are missing, unknown, misshapen or of a dtype that cannot be read."""
         problems = account(self.headers, expected, ignored, self._quantization).problems
         if problems:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
-            raise ModelError(f"{self._folder}: {'; '.join(problems[:5])}{more}")
+            raise ModelError(f"{self.folder}: {'; '.join(problems[:5])}{more}")
 
     def verify_copy(self, copy: str, name: str, shape: tuple[int, ...]) -> None:
         """Raises ModelError unless `copy` has the numbers of `name`, both of this shape, as they would be served."""
@@ -142,7 +156,7 @@ class WeightReader:
             rows = TensorShard(0, ((begin, min(begin + _COMPARED_ROWS, shape[0])),))
             if not torch.equal(self.load(copy, shape, rows), self.load(name, shape, rows)):
                 raise ModelError(
-                    f"{self._folder}: config.json ties {copy} to {name}, but both are stored and differ; set "
+                    f"{self.folder}: config.json ties {copy} to {name}, but both are stored and differ; set "
                     "tie_word_embeddings (or the older tie_embedding) to false there, or remove the one that is not "
                     "meant"
                 )
@@ -153,44 +167,37 @@ class WeightReader:
         Raises ModelError naming tensor and file.
         """
         if problem := find_problem(self.headers, name, shape, self._quantization):
-            raise ModelError(f"{self._folder}: {problem}")
+            raise ModelError(f"{self.folder}: {problem}")
         try:
             return self._read(name, shape, shard)
+        except torch.OutOfMemoryError:
+            raise
         except READ_ERRORS as error:
-            raise ModelError(f"{self._folder / self.headers[name].file}: {name} cannot be read: {error}") from error
+            raise ModelError(f"{self.folder / self.headers[name].file}: {name} cannot be read: {error}") from error
 
     def _read(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> torch.Tensor:
         dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
         everything = tuple(slice(0, length) for length in shape)
         if shard is None:
-            return self._numbers(name, everything).to(dtype, copy=True)
-        out = torch.empty(shard.shape(shape), dtype=dtype)
+            numbers = self._numbers(name, everything, dtype)
+            return numbers.to(dtype, copy=numbers.device.type == "cpu")
+        out = torch.empty(shard.shape(shape), dtype=dtype, device=self._source.device)
         place = 0
         for begin, end in shard.slices:
             if begin < end:
                 part = (*everything[: shard.dim], slice(begin, end), *everything[shard.dim + 1 :])
-                out.narrow(shard.dim, place, end - begin).copy_(self._numbers(name, part))
+                out.narrow(shard.dim, place, end - begin).copy_(self._numbers(name, part, dtype))
             place += end - begin
         return out
 
-    def _numbers(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
-        """A part of a tensor, as it is stored, or in float32 where it is quantized."""
-        header = self.headers[name]
-        file = self._file(header.file)
-        if all(each == slice(0, length) for each, length in zip(part, header.shape, strict=True)):
-            values: torch.Tensor = file.get_tensor(name)
-        else:
-            values = file.get_slice(name)[part]
+    def _numbers(self, name: str, part: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A part of a tensor, as it is stored or already in `dtype`, or in float32 where it is quantized."""
         scale = find_scale(self.headers, name, self._quantization)
         if scale is None or self._quantization is None:
-            return values
-        factors = self._file(self.headers[scale].file).get_tensor(scale)
+            return self._source.read(name, part, dtype)
+        values = self._source.read(name, part, None)
+        factors = self._source.read(scale, tuple(slice(0, length) for length in self.headers[scale].shape), None)
         return dequantize(values, factors, part[0], part[1], self._quantization.block)
-
-    def _file(self, name: str) -> Any:
-        if name not in self._open:
-            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
-        return self._open[name]
 
 
 def _ids(value: object) -> list[object]:

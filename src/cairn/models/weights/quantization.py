@@ -125,8 +125,10 @@ def dequantize(values: Tensor, scale: Tensor, rows: slice, columns: slice, block
     A cut may begin and end inside a block.
     """
     wide = values.float()
+    if wide.is_meta:
+        return wide
     if block is None:
         return wide.mul_(scale.float().reshape(()))
-    of_row = torch.arange(rows.start, rows.stop) // block[0]
-    of_column = torch.arange(columns.start, columns.stop) // block[1]
+    of_row = torch.arange(rows.start, rows.stop, device=values.device) // block[0]
+    of_column = torch.arange(columns.start, columns.stop, device=values.device) // block[1]
     return wide.mul_(scale.float()[of_row][:, of_column])

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, BinaryIO
 
 from safetensors import SafetensorError, safe_open
 
@@ -14,6 +14,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_JSON_BYTES = 64 << 20
 MAX_SHARDS = 10_000
+_MAX_HEADER_BYTES = 100 << 20
+"""What safetensors itself allows."""
 
 # RuntimeError is what torch raises when a file cannot be mapped.
 READ_ERRORS = (SafetensorError, OSError, RuntimeError)
@@ -40,6 +42,17 @@ def read_headers(folder: Path) -> dict[str, TensorHeader]:
     if not (folder / INDEX).exists():
         raise _no_weights(folder)
     return indexed_headers(folder, lambda file: _read_file_headers(folder, file))
+
+
+def read_offsets(file: BinaryIO) -> dict[str, tuple[int, int]]:
+    """Name -> where in a safetensors file the tensor's bytes begin, and how many they are. Raises ValueError,
+    LookupError or TypeError for a file that is none, which `read_headers` finds out first."""
+    size = int.from_bytes(file.read(8), "little")
+    if size > _MAX_HEADER_BYTES:
+        raise ValueError(f"a header of {size} bytes")
+    entries: dict[str, Any] = json.loads(file.read(size))
+    places = {name: entry["data_offsets"] for name, entry in entries.items() if name != "__metadata__"}
+    return {name: (8 + size + begin, end - begin) for name, (begin, end) in places.items()}
 
 
 def indexed_files(folder: Path) -> list[str]:

@@ -20,6 +20,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from cairn.engine.contract import MAX_BAD_WORDS, MAX_PATTERN_SIZE, RANGES
+from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.errors import InvalidRequest
 from cairn.server.openai.field_types import (
     LENIENT,
@@ -46,8 +47,6 @@ from cairn.server.openai.structured_outputs import ResponseFormat, StructuredOut
 
 MAX_DOCUMENTS = 1024
 MAX_TEMPLATE_CHARS = 1 << 16
-MAX_IMAGE_AREA = 1 << 24
-"""Pixels that an image may be resized to."""
 
 _NOTHING = "allowed_token_ids audio prediction prompt_embeds truncate_prompt_tokens"
 _EMPTY = "bad_words functions logits_processors tools"

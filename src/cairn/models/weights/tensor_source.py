@@ -1,0 +1,117 @@
+"""Where the stored numbers of tensors come from: files mapped into memory, or, in `device_copy`, copies to a device."""
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Protocol, Self
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from cairn.models.sharding import Slice
+from cairn.models.weights.tensor_headers import TensorHeader
+
+TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
+    {
+        "F32": torch.float32,
+        "BF16": torch.bfloat16,
+        "F16": torch.float16,
+        "F8_E4M3": torch.float8_e4m3fn,
+    }
+)
+"""By safetensors' names: all that is read."""
+
+
+class TensorSource(Protocol):
+    """Gives parts of stored tensors. `device`: where they lie."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
+        """The part that has these slices, one a dimension; on the host a view of the file. `dtype`: what the caller
+        will bring the numbers to, which may have been done already; None where they are wanted as they are stored."""
+        ...
+
+
+class MappedFiles:
+    """The files of a folder, mapped into memory. A `TensorSource`; a context manager, or to be closed."""
+
+    device = torch.device("cpu")
+
+    def __init__(
+        self, folder: Path, headers: Mapping[str, TensorHeader], advance: Callable[[int], None] | None = None
+    ) -> None:
+        """`advance`: called with the number of bytes of each part."""
+        self._folder = folder
+        self._headers = headers
+        self._advance = advance
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+
+    def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
+        header = self._headers[name]
+        file = self._file(header.file)
+        whole = all(each == slice(0, length) for each, length in zip(part, header.shape, strict=True))
+        values: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[part]
+        if self._advance is not None:
+            self._advance(values.nbytes)
+        return values
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
+        return self._open[name]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A part of a stored tensor, [begin, end) of each dimension, and the dtype that its numbers are brought to; None
+    for that in which they are stored."""
+
+    name: str
+    place: tuple[Slice, ...]
+    dtype: torch.dtype | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(end - begin for begin, end in self.place)
+
+
+def stored_part(name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> StoredPart:
+    """What `TensorSource.read` is asked for, as a record."""
+    return StoredPart(name, tuple((each.start, each.stop) for each in part), dtype)
+
+
+class PartRecorder:
+    """Writes down what is read, and gives tensors without memory. A `TensorSource`. `parts`: in the order of reading,
+    as often as each was read."""
+
+    device = torch.device("meta")
+
+    def __init__(self, headers: Mapping[str, TensorHeader]) -> None:
+        self.parts: list[StoredPart] = []
+        self._headers = headers
+
+    def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
+        found = stored_part(name, part, dtype)
+        self.parts.append(found)
+        return torch.empty(found.shape, dtype=dtype or TORCH_DTYPES[self._headers[name].dtype], device=self.device)
+
+    def num_bytes(self, part: StoredPart) -> int:
+        """As it is stored."""
+        return prod(part.shape) * TORCH_DTYPES[self._headers[part.name].dtype].itemsize
