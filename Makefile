@@ -88,7 +88,7 @@ test-kernels: $(TRITON)
 # Tests that have passed are not run again before one of these files changes.
 GPU_SOURCES = $(sort $(wildcard src/cairn/kernels/*.py src/cairn/kernels/*/*.py tests/kernels/*.py benchmarks/gpu_kernels.py))
 GPU_TESTS := test_cuda_real_shapes test_cuda_rows test_cuda_attention test_scans test_sequences_in_parts \
-	test_against_reference test_cuda_engine
+	test_against_reference test_cuda_libraries test_cuda_engine
 
 test-gpu:
 	@PYTHONPATH=src:tests:. TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache-gpu $(ONE_THREAD) \

@@ -8,6 +8,7 @@ import torch
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
+from cairn.kernels.contract import Kernels
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
@@ -64,7 +65,7 @@ class OpenModel:
         *,
         exact: bool,
         communicator: Communicator = SINGLE_RANK,
-        backend: Backend | None = None,
+        backend: Backend | Kernels | None = None,
         device: torch.device | None = None,
     ) -> Model:
         """Account for every tensor, then load the communicator's rank of the model, reading no more than its share.
