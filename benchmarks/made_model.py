@@ -23,6 +23,7 @@ __all__ = [
     "make_peer_model",
     "make_sized_model",
     "make_thin_model",
+    "widen_vocabulary",
 ]
 
 MODEL_SIZES = ("tiny", "medium", "small")
@@ -118,7 +119,7 @@ def make_peer_model(out: Path, *, size: str, vocab_size: int | None, seed: int) 
     make_model(PEER_FAMILY, out, seed=seed, dtype="bfloat16")
     fields = dict(PEER_SHAPES[size])
     if vocab_size is not None:
-        _widen_vocabulary(out / "tokenizer.json", vocab_size)
+        widen_vocabulary(out / "tokenizer.json", vocab_size)
         fields["vocab_size"] = vocab_size
     _redraw(PEER_FAMILY, out, fields, seed, "bfloat16")
 
@@ -144,7 +145,7 @@ def _redraw(family: str, folder: Path, fields: Mapping[str, Any], seed: int, dty
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def _widen_vocabulary(file: Path, size: int) -> None:
+def widen_vocabulary(file: Path, size: int) -> None:
     """Fill up the vocabulary of a tokenizer.json with words that no text is split into: every id has a text."""
     content = json.loads(file.read_text(encoding="utf-8"))
     words: dict[str, int] = content["model"]["vocab"]

@@ -40,6 +40,10 @@ class OpenModel:
         --tensor-parallel-size and the field that does not divide."""
         return self.config.layout(block_size, self.dtype.itemsize, tp_size)
 
+    def stored_tensors(self) -> Collection[str]:
+        """The names of the folder's tensors. Raises ModelError as `read_headers`."""
+        return read_headers(self.folder)
+
     def tensors(self, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Every tensor that the config calls for, with its shape, in the form in which these are stored."""
         return self.family.tensors(self.config, stored)
