@@ -7,6 +7,7 @@
 #   make test-vllm VLLM=folder vLLM's own server tests, from its unpacked source package: see tests/clients/vllm_tests
 #   make test-kernels the CUDA kernels without a GPU: interpreted, and compiled for three generations; some minutes
 #   make test-gpu the CUDA kernels on this machine's NVIDIA GPU; started again, it goes on where it stopped
+#   make test-gpu-engine the engine on this GPU, likewise: logits, preemption, images, load
 #   make check-docker the steps of the CPU image and the services of the compose file, without Docker
 #   make gpu-wheels what a GPU machine without a network lacks to run cairn, in build/gpu-wheels
 #   make test-ui the cache page in a headless Chromium (Debian's package `chromium`, or CHROMIUM=path): screenshots in build/ui
@@ -55,7 +56,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
 RUN := $(ONE_THREAD) $(OFFLINE) $(KEEP_COMPILED) $(BIN)/python
 
-.PHONY: test test-more test-clients test-ray test-vllm test-kernels test-gpu check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm clean
+.PHONY: test test-more test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
@@ -88,14 +89,21 @@ test-kernels: $(TRITON)
 # Tests that have passed are not run again before one of these files changes.
 GPU_SOURCES = $(sort $(wildcard src/cairn/kernels/*.py src/cairn/kernels/*/*.py tests/kernels/*.py benchmarks/gpu_kernels.py))
 GPU_TESTS := test_cuda_real_shapes test_cuda_rows test_cuda_attention test_scans test_sequences_in_parts \
-	test_against_reference test_cuda_engine test_cuda_loading
-
-test-gpu:
-	@PYTHONPATH=src:tests:. TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache-gpu $(ONE_THREAD) \
-	  GPU_TESTS_PASSED=build/gpu-tests/$$(cat $(GPU_SOURCES) | sha256sum | cut -c 1-16) \
+	test_against_reference test_cuda_libraries test_cuda_loading test_cuda_sampler
+GPU_ENGINE_SOURCES = $(sort $(GPU_SOURCES) $(shell find src/cairn -name '*.py'))
+GPU_ENGINE_TESTS := test_cuda_engine test_cuda_engine_load
+# Sources, and files of tests.
+RUN_ON_GPU = PYTHONPATH=src:tests:. TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache-gpu $(ONE_THREAD) $(OFFLINE) \
+	  GPU_TESTS_PASSED=build/gpu-tests/$$(cat $(1) | sha256sum | cut -c 1-16) \
 	  GPU_TESTS_SECONDS=$(GPU_SECONDS) $(GPU_PYTHON) -m pytest -q --durations=10 --maxfail=5 -c /dev/null --rootdir=. \
 	  --confcutdir=tests/kernels --import-mode=importlib -p no:cacheprovider -p kernels.gpu_progress \
-	  -k cuda $(GPU_TESTS:%=tests/kernels/%.py) $(TEST_ARGS)
+	  -k cuda $(2:%=tests/kernels/%.py) $(TEST_ARGS)
+
+test-gpu:
+	@$(call RUN_ON_GPU,$(GPU_SOURCES),$(GPU_TESTS))
+
+test-gpu-engine:
+	@$(call RUN_ON_GPU,$(GPU_ENGINE_SOURCES),$(GPU_ENGINE_TESTS))
 
 # Torch comes as it does for .venv. Not part of make test: it installs everything once more.
 check-docker: $(MODEL)/config.json

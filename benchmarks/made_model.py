@@ -23,6 +23,8 @@ __all__ = [
     "make_peer_model",
     "make_sized_model",
     "make_thin_model",
+    "redraw",
+    "widen_vocabulary",
 ]
 
 MODEL_SIZES = ("tiny", "medium", "small")
@@ -107,7 +109,7 @@ def make_sized_model(out: Path, *, size: str, seed: int) -> None:
     make_model(FAMILY, out, size=next((known for known in SIZES if known == size), "tiny"), seed=seed)
     if size == "medium":
         raw = json.loads((out / "config.json").read_text())
-        _redraw(FAMILY, out, {name: 2 * raw[name] for name in WIDTHS}, seed, "float32")
+        redraw(FAMILY, out, {name: 2 * raw[name] for name in WIDTHS}, seed, "float32")
 
 
 def make_peer_model(out: Path, *, size: str, vocab_size: int | None, seed: int) -> None:
@@ -118,18 +120,18 @@ def make_peer_model(out: Path, *, size: str, vocab_size: int | None, seed: int) 
     make_model(PEER_FAMILY, out, seed=seed, dtype="bfloat16")
     fields = dict(PEER_SHAPES[size])
     if vocab_size is not None:
-        _widen_vocabulary(out / "tokenizer.json", vocab_size)
+        widen_vocabulary(out / "tokenizer.json", vocab_size)
         fields["vocab_size"] = vocab_size
-    _redraw(PEER_FAMILY, out, fields, seed, "bfloat16")
+    redraw(PEER_FAMILY, out, fields, seed, "bfloat16")
 
 
 def make_thin_model(out: Path, *, seed: int) -> None:
     """Write a Qwen3.5 checkpoint in bfloat16 that remembers very little to `out`, a new or empty folder."""
     make_model(PEER_FAMILY, out, seed=seed, dtype="bfloat16")
-    _redraw(PEER_FAMILY, out, _THIN, seed, "bfloat16")
+    redraw(PEER_FAMILY, out, _THIN, seed, "bfloat16")
 
 
-def _redraw(family: str, folder: Path, fields: Mapping[str, Any], seed: int, dtype: SavedDType) -> None:
+def redraw(family: str, folder: Path, fields: Mapping[str, Any], seed: int, dtype: SavedDType) -> None:
     """Change fields of config.json of the checkpoint in `folder`, and draw tensors of the shapes that follow."""
     raw: dict[str, Any] = json.loads((folder / "config.json").read_text()) | dict(fields)
     for shard in set(json.loads((folder / INDEX).read_text())["weight_map"].values()):
@@ -144,7 +146,7 @@ def _redraw(family: str, folder: Path, fields: Mapping[str, Any], seed: int, dty
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")
 
 
-def _widen_vocabulary(file: Path, size: int) -> None:
+def widen_vocabulary(file: Path, size: int) -> None:
     """Fill up the vocabulary of a tokenizer.json with words that no text is split into: every id has a text."""
     content = json.loads(file.read_text(encoding="utf-8"))
     words: dict[str, int] = content["model"]["vocab"]

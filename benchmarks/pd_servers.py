@@ -5,7 +5,7 @@ They are started as anybody would start them, and spoken to over HTTP.
 
 import random
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -44,11 +44,19 @@ class Pair:
 
 
 @contextmanager
-def pair(model: Path, flags: Sequence[str], logs: Path, *, with_proxy: bool) -> Iterator[Pair]:
-    """Two servers on `model` with the same flags; all are stopped at the end. Raises DemoError that names the log."""
+def pair(
+    model: Path,
+    flags: Sequence[str],
+    logs: Path,
+    *,
+    with_proxy: bool,
+    command_of: Callable[..., list[str]] = serve_command,
+) -> Iterator[Pair]:
+    """Two servers on `model` with the same flags; all are stopped at the end. Raises DemoError that names the log.
+    `command_of`: makes a server's command line of model and flags."""
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        starting = [running(serve_command(model, *flags), logs / f"{name}.log", ANY_PORT) for name in ("p", "d")]
+        starting = [running(command_of(model, *flags), logs / f"{name}.log", ANY_PORT) for name in ("p", "d")]
         with ThreadPoolExecutor() as both:
             servers = list(both.map(stack.enter_context, starting))
         proxy = None

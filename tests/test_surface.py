@@ -18,14 +18,15 @@ from doubles.echo_core import build_echo_core
 
 FLAGS = """
 --allow-credentials --allowed-headers --allowed-media-domains --allowed-methods --allowed-origins --api-key
+--attention-backend
 --block-size --chat-template --check-plans --config --cpu-threads --default-chat-template-kwargs
 --device --disable-fastapi-docs --disable-log-stats --download-dir --dtype --enable-auto-tool-choice --enable-docs
 --enable-force-include-usage --enable-per-request-metrics --enable-prefix-caching --enable-prompt-tokens-details
 --enable-request-id-headers
 --enable-tokenizer-info-endpoint --eviction --exact
 --forwarded-allow-ips --generation-config --help --host --image-fetch-timeout --in-flight-sharing
---gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist --kv-secret-file
---kv-transfer-config
+--gdn-prefill-backend --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist
+--kv-secret-file --kv-transfer-config
 --language-model-only --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes --max-image-bytes
 --max-image-pixels --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-stored-responses
 --max-waiting --mm-encoder-cache-bytes --model --no-allow-credentials --no-check-plans --no-disable-fastapi-docs

@@ -62,6 +62,10 @@ def _list_as_text(value: Any) -> Any:
     return json.dumps(value) if isinstance(value, list) else value
 
 
+def _backend_name(value: Any) -> Any:
+    return value.lower().removesuffix("_attn") if isinstance(value, str) else value
+
+
 def _one_or_several(value: Any) -> Any:
     """A text as a list of one, unless it is a JSON list."""
     if not isinstance(value, str):
@@ -157,3 +161,9 @@ def list_entries(text: str) -> list[str] | None:
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         return None
     return [entry.strip() for entry in entries]
+
+
+AttentionBackend = Annotated[Literal["auto", "triton", "flashinfer"], BeforeValidator(_backend_name)]
+"""Upper case and vLLM's TRITON_ATTN, too."""
+
+GdnPrefillBackend = Annotated[Literal["auto", "triton", "fla"], BeforeValidator(_backend_name)]

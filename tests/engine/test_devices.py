@@ -213,3 +213,16 @@ def test_the_host_waits_for_the_copy_and_not_forever(monkeypatch):
     monkeypatch.setattr(staging, "_DEVICE_SECONDS", 0.0)
     with pytest.raises(staging.EngineDead, match="the GPU has not finished a step"):
         Readback._wait_event(Event(10**9))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"attention_backend": "flashinfer"}, "--attention-backend flashinfer: .* --device cuda only"),
+        ({"attention_backend": "TRITON_ATTN", "device": "cpu"}, "--attention-backend triton: .* --device cuda only"),
+        ({"gdn_prefill_backend": "fla"}, "--gdn-prefill-backend fla: .* --device cuda only"),
+    ],
+)
+def test_other_kernels_are_a_gpus(tiny_model, settings, said):
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        choose_device(EngineConfig(model=str(tiny_model), **settings), open_model(tiny_model))

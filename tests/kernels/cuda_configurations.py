@@ -27,6 +27,7 @@ FLOAT32 = frozenset((
 TABLES = frozenset((
     "table", "slots", "seq_starts", "seq_lens", "cu_seqlens", "kv_write_from", "row_seqs", "chunk_seqs",
     "chunk_rows", "seq_chunks", "seq_snapshots", "snapshot_seqs", "snapshot_offsets", "order", "starts",
+    "page_indptr", "page_indices",
 ))  # fmt: skip
 
 
@@ -61,6 +62,11 @@ def attention(module: Any) -> Iterator[Configuration]:
                 constants = {"DIM": dim, "DIM_BLOCK": power_of_2(dim, 16), "BLOCK": block}
                 types = signature(module._combine_kernel, model, **parts)
                 yield module._combine_kernel, types, constants, {"num_warps": 4}
+
+
+def flashinfer_attention(module: Any) -> Iterator[Configuration]:
+    kernel = module._page_indices_kernel
+    yield kernel, signature(kernel, ""), {"BLOCK": module._INDICES}, {"num_warps": 4}
 
 
 def write_kv(module: Any) -> Iterator[Configuration]:
@@ -233,7 +239,10 @@ def processors(module: Any) -> Iterator[Configuration]:
             yield kernel, signature(kernel, "", **types), constants, {"num_warps": draws.num_warps(tile["TILE"])}
 
 
-MODULES = (attention, conv, draw, elementwise, experts, gdn, logprobs, norms, processors, routers, ssd, write_kv)
+MODULES = (
+    *(attention, conv, draw, elementwise, experts, flashinfer_attention, gdn, logprobs),
+    *(norms, processors, routers, ssd, write_kv),
+)
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
     {each.__name__: each for each in MODULES}
 )

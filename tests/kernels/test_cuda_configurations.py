@@ -80,6 +80,7 @@ def test_every_launch_at_models_shapes_is_a_named_configuration(monkeypatch: pyt
         if case.load.num_rows <= 8192:
             case.call(cuda, case.operands(0))()
     draw_every_way()
-    assert {name.partition(".")[0] for name, _ in launches} == {*CONFIGURATIONS}
+    # flashinfer's is launched where that is asked for, and has one variant.
+    assert {name.partition(".")[0] for name, _ in launches} == {*CONFIGURATIONS} - {"flashinfer_attention"}
     unknown = launches - known
     assert not unknown, unknown

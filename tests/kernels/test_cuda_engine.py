@@ -1,5 +1,6 @@
 """The whole engine on the CUDA backend gives the tokens of the CPU's: interpreted, or on a GPU."""
 
+import sys
 from itertools import count, cycle
 from pathlib import Path
 from types import ModuleType
@@ -43,12 +44,12 @@ def folder(request, tmp_path_factory) -> Path:
 class Engine:
     """A core that is turned by hand."""
 
-    def __init__(self, folder: Path, device: str, **settings) -> None:
+    def __init__(self, folder: Path, device: str, observe=None, **settings) -> None:
         from cairn.engine.build import build_core
         from cairn.engine.contract import EngineConfig
 
-        asked = {"kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 3} | settings
-        self.core = build_core(EngineConfig(model=str(folder), device=device, dtype="float32", **asked))
+        asked = {"kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 3, "dtype": "float32"} | settings
+        self.core = build_core(EngineConfig(model=str(folder), device=device, **asked), observe=observe)
         self.max_in_flight = self.core._scheduler.state.config.max_in_flight
 
     def ask(self, *prompts: np.ndarray, max_tokens: int, sampling=GREEDY) -> tuple[list[list[int]], list[int]]:
@@ -165,3 +166,30 @@ def test_cuda_gives_the_tokens_of_the_cpu_for_an_image(folder):
         assert engine.core.stats().images.num_encoded == 1 and len(answers[device]) == 2
         engine.core.close()
     assert answers["cuda"] == answers["cpu"]
+
+
+@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+def test_cuda_with_kernels_of_libraries(folder, monkeypatch):
+    """Doubles of flashinfer and fla: one prompt goes to fla, its continuation behind the hit to cairn's own kernel."""
+    from doubles.gpu_libraries import FLASHINFER, Fla
+
+    fla = Fla()
+    monkeypatch.setitem(sys.modules, "flashinfer", FLASHINFER)
+    monkeypatch.setitem(sys.modules, "fla.ops.gated_delta_rule", fla)
+    logits = {}
+    for names in ({}, {"attention_backend": "flashinfer", "gdn_prefill_backend": "fla"}):
+        seen = logits[bool(names)] = []
+        engine = Engine(
+            folder,
+            "cuda",
+            observe=lambda request, row, seen=seen: seen.append(row.double().cpu()),
+            dtype="bfloat16",
+            mamba_cache_mode="align",
+            **names,
+        )
+        engine.ask(TEXT[:32], max_tokens=2)
+        assert engine.ask(TEXT[:36], max_tokens=1)[1] == [32]
+        engine.core.close()
+    assert {tuple(call) for call in fla.calls} == {(64,), (32,)} and len(logits[True]) == 3
+    for own, theirs in zip(logits[False], logits[True], strict=True):
+        assert (own - theirs).abs().max() < 0.05 * own.abs().max()

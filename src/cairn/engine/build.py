@@ -29,9 +29,10 @@ from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
 from cairn.machine import Machine
+from cairn.models.decoder_config import AskedQuantization
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes
 from cairn.models.registry import OpenModel, open_model
-from cairn.models.weights.tensor_headers import read_headers
+from cairn.models.weights.loader import DType
 from cairn.runner.contract import StepRunner
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
@@ -45,6 +46,8 @@ from cairn.types import Clock, SystemClock
 
 __all__ = ["build_core"]
 
+OpenFolder = Callable[[Path, DType, AskedQuantization | None], OpenModel]
+
 _STEP_SECONDS = 300.0
 """How long a rank may keep the others waiting within a step."""
 
@@ -55,14 +58,16 @@ def build_core(
     observe: Observe | None = None,
     make_link: MakeLink = nixl_link,
     machine: Machine | None = None,
+    open_folder: OpenFolder = open_model,
 ) -> Core:
     """Load the model and allocate its memory. Raises ConfigError or ModelError naming the flag or the file.
 
     `observe` is called with each sampled row's logits. `make_link`: what moves bytes between servers. `machine`: whose
-    memory is divided where the configuration leaves sizes open.
+    memory is divided where the configuration leaves sizes open. `open_folder`: how the checkpoint's folder becomes an
+    `OpenModel`, which benchmarks have make its weights up.
     """
     clock = clock or SystemClock()
-    opened = open_model(Path(config.model), config.dtype, config.quantization)
+    opened = open_folder(Path(config.model), config.dtype, config.quantization)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     device = choose_device(config, opened)
@@ -248,7 +253,7 @@ def _extra_pages(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -
 
 def _fixed_bytes(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -> int:
     """What is loaded or set aside besides pool and running states, on all ranks together. Raises ModelError."""
-    weights, images = opened.weight_bytes(read_headers(opened.folder)), 0
+    weights, images = opened.weight_bytes(opened.stored_tensors()), 0
     if not config.language_model_only and (vision := read_vision(opened.folder)) is not None:
         weights += tower_bytes(vision, opened.dtype)
         images = config.mm_encoder_cache_bytes

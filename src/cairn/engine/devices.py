@@ -14,7 +14,9 @@ from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
+from cairn.kernels.contract import Kernels
 from cairn.kernels.cuda_support import check_device
+from cairn.layers.memory import MemorySpec
 from cairn.layers.model import Model
 from cairn.models.decoder_builder import Backend
 from cairn.models.registry import OpenModel
@@ -25,13 +27,15 @@ from cairn.types import Pages, SamplingParams
 
 logger = logging.getLogger(__name__)
 
+_STEPS_IN_FLIGHT = 2
+
 
 @dataclass(frozen=True, slots=True)
 class Device:
     """`backend`: the kernels, None for the CPU's. `place`: where weights, pool and states lie. `max_in_flight`: steps
     that may be out at once: where the host does not compute, it plans while the device does."""
 
-    backend: Backend | None = None
+    backend: Backend | Kernels | None = None
     place: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
     max_in_flight: int = 1
 
@@ -48,6 +52,7 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
     Raises ConfigError that names the flag which a GPU does not go together with, or what the machine lacks.
     """
     if config.device != "cuda":
+        _refuse_libraries(config)
         if config.device == "auto" and torch.cuda.is_available():
             logger.info("--device cpu: unless asked; --device cuda computes on %s", torch.cuda.get_device_name())
         return Device()
@@ -64,7 +69,7 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
     for is_asked, flag, reason in refused:
         if is_asked:
             raise ConfigError(f"{flag}: not with --device cuda yet: {reason}; leave out one of them")
-    spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
+    spec = opened.config.cache_spec(rank, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
     head_dim = 0 if spec.attention is None else spec.attention.head_dim
     check_device(opened.dtype, head_dim, rank, config.tensor_parallel_size)
     from cairn.kernels.cuda.device import INTERPRETED, device
@@ -73,7 +78,43 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
         torch.cuda.set_device(rank)
     place = device()
     logger.info("--device cuda: %s", torch.cuda.get_device_name(place) if place.type == "cuda" else "interpreted")
-    return Device("cuda", place, max_in_flight=2)
+    return Device(_kernels(config, opened, spec, place), place, _STEPS_IN_FLIGHT)
+
+
+def _refuse_libraries(config: EngineConfig) -> None:
+    """Raises ConfigError for kernels that the CPU has not."""
+    asked = {"--attention-backend": config.attention_backend, "--gdn-prefill-backend": config.gdn_prefill_backend}
+    for flag, name in asked.items():
+        if name != "auto":
+            raise ConfigError(f"{flag} {name}: there are other kernels with --device cuda only; leave it out")
+
+
+def _kernels(config: EngineConfig, opened: OpenModel, spec: MemorySpec, place: torch.device) -> Backend | Kernels:
+    """cairn's own, or some of libraries. Raises ConfigError that names the flag of a library which is not there or does
+    not take the model."""
+    wants_flashinfer, wants_fla = config.attention_backend == "flashinfer", config.gdn_prefill_backend == "fla"
+    if not wants_flashinfer and not wants_fla:
+        return "cuda"
+    from cairn.kernels.cuda.fla_gdn import DeltaRuleShape
+    from cairn.kernels.cuda.flashinfer_attention import AttentionShape
+    from cairn.kernels.cuda.libraries import load_fla, load_flashinfer, with_libraries
+
+    attention = delta_rule = None
+    if wants_flashinfer:
+        if spec.attention is None:
+            raise ConfigError("--attention-backend flashinfer: the model has no attention: leave it out")
+        heads = spec.attention.num_kv_heads, spec.attention.head_dim
+        num_heads = opened.config.num_attention_heads // config.tensor_parallel_size
+        shape = AttentionShape(num_heads, *heads, config.block_size, opened.dtype)
+        attention = load_flashinfer(shape, place, _STEPS_IN_FLIGHT)
+    if wants_fla:
+        if spec.recurrent is None or "gated delta net" not in opened.config.layer_counts():
+            raise ConfigError("--gdn-prefill-backend fla: the model has no gated delta rule: leave it out")
+        value_heads, key_dim, value_dim = spec.recurrent.state
+        key_heads = spec.recurrent.parts[0].channels // key_dim
+        delta_rule = load_fla(DeltaRuleShape(key_heads, value_heads, key_dim, value_dim, opened.dtype), place)
+    logger.info("kernels: attention %s, gated delta rule %s", config.attention_backend, config.gdn_prefill_backend)
+    return with_libraries(attention, delta_rule)
 
 
 def open_encoder(config: EngineConfig, opened: OpenModel, device: Device, rank: int = 0) -> VisionEncoder | None:

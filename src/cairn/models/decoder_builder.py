@@ -44,14 +44,14 @@ Backend = Literal["cpu", "cuda", "exact", "reference"]
 @dataclass(frozen=True, slots=True)
 class Execution:
     """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels
-    (None: the fast ones, or with `exact` those), which work on `device`.
+    (None: the fast ones, or with `exact` those; a name, or functions that are there), which work on `device`.
     `stored`: the checkpoint's tensors, by which a family that is published in several forms knows them apart.
     `quantization`: what weights are kept in, instead of the dtype."""
 
     exact: bool
     dtype: torch.dtype
     communicator: Communicator = SINGLE_RANK
-    backend: Backend | None = None
+    backend: Backend | Kernels | None = None
     stored: Collection[str] = ()
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
     quantization: ServedQuantization | None = None
@@ -159,9 +159,11 @@ class DecoderBuilder:
         )
 
 
-def load_kernels(backend: Backend) -> Kernels:
-    """The kernel functions of a backend. `exact`: fixed shapes and orders, and the replacement of `cpu` where numba is
-    missing; `reference`: the slow truth, for tests."""
+def load_kernels(backend: Backend | Kernels) -> Kernels:
+    """The kernel functions of a backend, which may be these already. `exact`: fixed shapes and orders, and the
+    replacement of `cpu` where numba is missing; `reference`: the slow truth, for tests."""
+    if not isinstance(backend, str):
+        return backend
     if backend == "cpu" and find_spec("numba") is None:
         logger.warning("numba cannot be imported: the CPU's kernels are replaced by plain ones, which are much slower")
         backend = "exact"

@@ -9,6 +9,7 @@ import torch
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
+from cairn.kernels.contract import Kernels
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
@@ -41,6 +42,10 @@ class OpenModel:
         --tensor-parallel-size and the field that does not divide."""
         return self.config.layout(block_size, self.dtype.itemsize, tp_size)
 
+    def stored_tensors(self) -> Collection[str]:
+        """The names of the folder's tensors. Raises ModelError as `read_headers`."""
+        return read_headers(self.folder)
+
     def tensors(self, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Every tensor that the config calls for, with its shape, in the form in which these are stored."""
         return self.family.tensors(self.config, stored)
@@ -66,7 +71,7 @@ class OpenModel:
         *,
         exact: bool,
         communicator: Communicator = SINGLE_RANK,
-        backend: Backend | None = None,
+        backend: Backend | Kernels | None = None,
         device: torch.device | None = None,
         stream: CopyStream | None = None,
     ) -> Model:

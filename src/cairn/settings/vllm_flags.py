@@ -63,8 +63,8 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
     _lists("--cudagraph-capture-sizes", None, "there are no captured graphs"),
     _switches("--jit-monitor-verbose", None, "nothing is compiled for a model"),
     VllmFlags(
-        "--attention-backend --attention-config -ac --mamba-backend --mamba-ssu-algorithm --moe-backend "
-        "--linear-backend --gdn-prefill-backend --kda-prefill-backend --kda-decode-backend "
+        "--attention-config -ac --mamba-backend --mamba-ssu-algorithm --moe-backend "
+        "--linear-backend --kda-prefill-backend --kda-decode-backend "
         "--sparse-indexer-topk-backend --kernel-config --ir-op-priority",
         None,
         "a machine has one set of kernels",

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from cairn.setting_types import Bytes, BytesOrZero, Count, CountOrAuto
+from cairn.setting_types import AttentionBackend, Bytes, BytesOrZero, Count, CountOrAuto, GdnPrefillBackend
 
 _MAX_COUNT = 1 << 24
 
@@ -84,6 +84,14 @@ class EngineOptions(BaseModel):
     )
     gpu_memory_utilization: float = Field(
         0.9, description="with --device cuda: share of the GPU's memory that this server takes", gt=0, le=1
+    )
+    attention_backend: AttentionBackend = Field(
+        "auto", description="with --device cuda: whose attention; auto is triton, cairn's own; flashinfer if installed"
+    )
+    gdn_prefill_backend: GdnPrefillBackend = Field(
+        "auto",
+        description="with --device cuda: whose gated delta rule computes prompts; auto is triton, cairn's own; fla, if "
+        "installed, where it can",
     )
     tokenizer: str | None = Field(
         None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1

@@ -124,13 +124,14 @@ def _write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def draw_tensor(recipe: Recipe, name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
-    """One tensor, float32. Matrices keep the variance of their input; the rest has the range trained models show."""
+    """One tensor, float32, on the generator's device. Matrices keep the variance of their input; the rest has the range
+    trained models show."""
     match name.rpartition(".")[2]:
         case "A_log":
-            return torch.log(1 + 15 * torch.rand(shape, generator=generator))
+            return torch.log(1 + 15 * torch.rand(shape, generator=generator, device=generator.device))
         case "dt_bias":
-            return 12 * torch.rand(shape, generator=generator) - 10
-    normal = torch.randn(shape, generator=generator)
+            return 12 * torch.rand(shape, generator=generator, device=generator.device) - 10
+    normal = torch.randn(shape, generator=generator, device=generator.device)
     for ending, (mean, deviation) in recipe.spreads.items():
         if name.endswith(ending):
             return normal.mul_(deviation).add_(mean)
