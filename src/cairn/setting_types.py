@@ -18,6 +18,7 @@ _POWERS = "kmgt"
 _MAX_BYTES = 1 << 50
 _MAX_KEYS = 64
 _MAX_NAMES = 64
+_MAX_SIZES = 1024
 _MAX_LIST_TEXT = 1 << 16
 
 
@@ -68,6 +69,11 @@ def _one_or_several(value: Any) -> Any:
         return value
     entries = list_entries(value) if value.lstrip().startswith("[") else None
     return [value] if entries is None else entries
+
+
+def _numbers(value: Any) -> Any:
+    """`1,2`, a JSON list of numbers or of texts, or one number as a list; anything else as it is."""
+    return value.strip().strip("[]").replace('"', "").split(",") if isinstance(value, str) else value
 
 
 def _check_texts(text: str) -> str:
@@ -131,6 +137,13 @@ ServedNames = Annotated[
     BeforeValidator(_one_or_several),
 ]
 """`a b` as words, a JSON list, or one name."""
+
+GraphSizes = Annotated[
+    Annotated[list[Annotated[int, Field(ge=1, le=65536)]], Field(max_length=_MAX_SIZES)] | None,
+    NoDecode,
+    BeforeValidator(_numbers),
+]
+"""`1 2 4` as words, `1,2,4`, or a JSON list."""
 
 ApiKey = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512)]
 ApiKeys = Annotated[

@@ -1,5 +1,6 @@
 """From an EngineConfig to a running core: model, pool, scheduler, runner, tokenizer. Imports torch."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,15 @@ from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core
-from cairn.engine.devices import CudaMemory, Device, choose_device, explain_out_of_memory, measure_room
+from cairn.engine.devices import (
+    CudaMemory,
+    DecodeCapture,
+    Device,
+    choose_device,
+    explain_out_of_memory,
+    graph_sizes,
+    measure_room,
+)
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
@@ -23,7 +32,7 @@ from cairn.engine.ranks.runner import build_ranked
 from cairn.engine.ranks.transfer import RankSockets, rank_service
 from cairn.engine.ranks.wire import RankConfig, RankService
 from cairn.engine.request_log.log import open_log
-from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, least_pages
+from cairn.engine.sizing import LEAST_TOKENS, MOST_SEQS_ON_GPU, MemorySizes, choose_memory_sizes, least_pages
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
@@ -33,6 +42,7 @@ from cairn.models.qwen3_5_vision import read_vision, tower_bytes
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.weights.tensor_headers import read_headers
 from cairn.runner.contract import StepRunner
+from cairn.runner.decode_graphs import CudaGraphs, Graphs
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
 from cairn.runner.vision import open_vision, tower_identity
@@ -55,22 +65,27 @@ def build_core(
     observe: Observe | None = None,
     make_link: MakeLink = nixl_link,
     machine: Machine | None = None,
+    make_graphs: Callable[[], Graphs] | None = None,
 ) -> Core:
     """Load the model and allocate its memory. Raises ConfigError or ModelError naming the flag or the file.
 
     `observe` is called with each sampled row's logits. `make_link`: what moves bytes between servers. `machine`: whose
-    memory is divided where the configuration leaves sizes open.
+    memory is divided where the configuration leaves sizes open. `make_graphs`: what records decode steps;
+    CUDA on a GPU, and nothing elsewhere, unless given.
     """
     clock = clock or SystemClock()
     opened = open_model(Path(config.model), config.dtype, config.quantization)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     device = choose_device(config, opened)
+    if make_graphs is None and device.is_gpu:
+        make_graphs = CudaGraphs
     model = None
     if device.is_gpu:
         with explain_out_of_memory(device):
             model = opened.build(exact=False, backend=device.backend, device=device.place)
-            room = measure_room(config, model, layout, CudaMemory(device.place))
+            capture = _decode_capture(config, opened, make_graphs, config.max_num_seqs or MOST_SEQS_ON_GPU)
+            room = measure_room(config, model, layout, CudaMemory(device.place), capture)
         sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
     else:
         available = (machine or Machine()).available_memory()
@@ -80,6 +95,9 @@ def build_core(
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
     with explain_out_of_memory(device):
         ranks = _build_ranks(config, opened, layout, info, observe, device, model)
+        capture = _decode_capture(config, opened, make_graphs, info.max_num_seqs)
+        if capture is not None:
+            capture.run(ranks.own, clock, CudaMemory(device.place) if device.is_gpu else None)
     transfer = None
     if config.kv_transfer is not None:
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)
@@ -214,6 +232,16 @@ def _build_transfer(
     if ranks.sockets is not None:
         transfer.resources.callback(ranks.sockets.close)
     return transfer
+
+
+def _decode_capture(
+    config: EngineConfig, opened: OpenModel, make_graphs: Callable[[], Graphs] | None, max_num_seqs: int
+) -> DecodeCapture | None:
+    """None where decode steps are launched kernel by kernel. Raises ConfigError for sizes that no batch has."""
+    sizes = graph_sizes(config, max_num_seqs) if make_graphs is not None else ()
+    if make_graphs is None or not sizes:
+        return None
+    return DecodeCapture(make_graphs, sizes, _max_model_len(config, opened))
 
 
 def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> SchedulerConfig:

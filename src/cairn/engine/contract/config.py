@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from cairn.setting_types import Bytes, BytesOrZero, Count, CountOrAuto
+from cairn.setting_types import Bytes, BytesOrZero, Count, CountOrAuto, GraphSizes
 
 _MAX_COUNT = 1 << 24
 
@@ -84,6 +84,20 @@ class EngineOptions(BaseModel):
     )
     gpu_memory_utilization: float = Field(
         0.9, description="with --device cuda: share of the GPU's memory that this server takes", gt=0, le=1
+    )
+    enforce_eager: bool = Field(
+        False, description="with --device cuda: launch decode steps kernel by kernel, without CUDA graphs"
+    )
+    cudagraph_capture_sizes: GraphSizes = Field(
+        None,
+        description="with --device cuda: rows of decode steps that become CUDA graphs: 1 2 4 8; vLLM's unless given",
+    )
+    max_cudagraph_capture_size: int | None = Field(
+        None,
+        description="with --device cuda: rows of the largest CUDA graph; 512 unless given, 0 for none, never more than "
+        "--max-num-seqs",
+        ge=0,
+        le=65536,
     )
     tokenizer: str | None = Field(
         None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1
