@@ -14,6 +14,7 @@ from cairn.errors import ConfigError
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 _COUNT = re.compile(r"\s*([0-9]{1,18})(\.[0-9]{1,18})?([kKmMgGtT])\s*")
+_BETWEEN_NUMBERS = re.compile(r'[\[\]",\s]+')
 _POWERS = "kmgt"
 _MAX_BYTES = 1 << 50
 _MAX_KEYS = 64
@@ -72,8 +73,8 @@ def _one_or_several(value: Any) -> Any:
 
 
 def _numbers(value: Any) -> Any:
-    """`1,2`, a JSON list of numbers or of texts, or one number as a list; anything else as it is."""
-    return value.strip().strip("[]").replace('"', "").split(",") if isinstance(value, str) else value
+    """`1,2`, `1 2`, a JSON list, or one number as a list; anything else as it is."""
+    return _BETWEEN_NUMBERS.split(value.strip('[]" ')) if isinstance(value, str) else value
 
 
 def _check_texts(text: str) -> str:
@@ -139,7 +140,7 @@ ServedNames = Annotated[
 """`a b` as words, a JSON list, or one name."""
 
 GraphSizes = Annotated[
-    Annotated[list[Annotated[int, Field(ge=1, le=65536)]], Field(max_length=_MAX_SIZES)] | None,
+    Annotated[list[Annotated[int, Field(ge=1, le=65536)]], Field(min_length=1, max_length=_MAX_SIZES)] | None,
     NoDecode,
     BeforeValidator(_numbers),
 ]

@@ -27,9 +27,6 @@ from cairn.types import Clock, Pages, SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_MOST_CAPTURED = 512
-"""Rows of the largest graph unless asked for more: of larger batches the host's share is small."""
-
 
 @dataclass(frozen=True, slots=True)
 class Device:
@@ -114,10 +111,8 @@ def graph_sizes(config: EngineConfig, max_num_seqs: int) -> tuple[int, ...]:
 
     Raises ConfigError for sizes that no batch has.
     """
-    if config.enforce_eager:
-        return ()
-    asked, most = config.cudagraph_capture_sizes, min(config.max_cudagraph_capture_size or _MOST_CAPTURED, max_num_seqs)
-    if config.max_cudagraph_capture_size == 0 or asked == []:
+    asked, most = config.cudagraph_capture_sizes, min(config.max_cudagraph_capture_size, max_num_seqs)
+    if config.enforce_eager or not most:
         return ()
     if asked is None:
         sizes = {1, 2, 4, *range(8, 256, 8), *range(256, most, 16)}

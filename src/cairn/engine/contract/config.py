@@ -92,10 +92,9 @@ class EngineOptions(BaseModel):
         None,
         description="with --device cuda: rows of decode steps that become CUDA graphs: 1 2 4 8; vLLM's unless given",
     )
-    max_cudagraph_capture_size: int | None = Field(
-        None,
-        description="with --device cuda: rows of the largest CUDA graph; 512 unless given, 0 for none, never more than "
-        "--max-num-seqs",
+    max_cudagraph_capture_size: int = Field(
+        512,
+        description="with --device cuda: rows of the largest CUDA graph, never more than --max-num-seqs; 0 for none",
         ge=0,
         le=65536,
     )
