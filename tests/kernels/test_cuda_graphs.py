@@ -23,6 +23,9 @@ pytestmark = [
 ]
 
 if INTERPRETED:
+    from cairn.kernels import reference
+    from cairn.kernels.batch import HostBatch
+    from cairn.kernels.staging import Staging
     from cairn.layers.rotary import make_rotary
     from cairn.runner import decode_graphs
     from cairn.runner import runner as runner_module
@@ -32,6 +35,9 @@ if INTERPRETED:
     from cairn.types import SamplingParams
     from doubles.counted_device import HostRead
     from doubles.recorded_graphs import GraphMemoryGone, RecordedGraphs
+    from kernels.fixed_calls import paged_call
+    from kernels.random_batches import NUM_SLOTS as NUM_SLOTS_OF_CALLS
+    from kernels.random_batches import RandomBatch, SequenceRows
     from runner.harness import build_tiny, parse, random_weights, raw_config
 
 NUM_SLOTS, NUM_PAGES, PAGE_SIZE, PAGES_EACH = 5, 110, 16, 20
@@ -149,6 +155,49 @@ def test_a_replay_is_what_launching_anew_is_and_leaves_what_eager_steps_leave(wi
         assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
+HEADS, LENGTHS = (4, 2, 16), (650, 1, 129, 257, 64)
+
+
+def check_attention(module: ModuleType) -> None:
+    """Of decodes whose lengths the host does not know, with a padding row; for models of several greatest lengths: all
+    keys in one part, two parts, and more of them than most sequences need."""
+    decodes = RandomBatch(tuple(SequenceRows(slot, length - 1, 1) for slot, length in enumerate(LENGTHS)), ())
+    call = paged_call("attention", decodes, HEADS, 16, torch.float32)
+    (wanted,) = call.copied().run(reference)
+    batch = call.batch.batch(CUDA, call.block_tables)
+    padded = {
+        "slots": torch.cat([batch.slots, torch.tensor([NUM_SLOTS_OF_CALLS], dtype=torch.int32)]),
+        "seq_lens": torch.cat([batch.seq_lens, torch.zeros(1, dtype=torch.int32)]),
+    }
+    q = torch.cat([call.operands["q"], torch.ones(1, HEADS[0], HEADS[2])])
+    for longest in (1, 256, 1280):
+        host = HostBatch.captured(len(LENGTHS) + 1, longest)
+        metadata = CUDA.build_metadata(host, Staging())
+        captured = replace(batch, host=host, metadata=metadata, **padded)
+        found = module.attention(q, call.operands["keys"], call.operands["values"], 0, captured)
+        torch.testing.assert_close(found[:-1], wanted, rtol=1e-4, atol=1e-4)
+        assert not found[-1].any()
+
+
+def test_attention_of_a_graph_takes_lengths_from_the_device() -> None:
+    check_attention(sys.modules["cairn.kernels.cuda.attention"])
+
+
+@pytest.mark.parametrize(
+    ("text", "replacement"),
+    [
+        ("tl.cdiv(tl.cdiv(length, num_splits), LEAST)", "tl.cdiv(length // num_splits, LEAST)"),
+        ("tl.cdiv(tl.cdiv(length, num_splits), LEAST)", "(tl.cdiv(length, num_splits) // LEAST)"),
+        ("length, splits = 0, captured_splits", "length, splits = MIN_SPLIT, captured_splits"),
+        ("tl.where(count > 0, total / weight, 0.0)", "total / weight"),
+    ],
+    ids=["a length is rounded down", "a part is rounded down", "a part's length is fixed", "padding is divided by 0"],
+)
+def test_a_mutant_of_attention_is_found(tmp_path: Path, text: str, replacement: str) -> None:
+    with pytest.raises(AssertionError):
+        check_attention(load_changed(tmp_path, "cairn.kernels.cuda.attention", text, replacement))
+
+
 MUTANTS = (
     ("rows are those of the recording", "        self._view(size).copy_(rows)\n", ""),
     ("padding rows write into the first page", "rows[4], rows[7] = self._num_slots, 1", "rows[4] = self._num_slots"),
@@ -170,10 +219,10 @@ MUTANTS = (
 )
 
 
-def load_changed(folder: Path, text: str, replacement: str) -> ModuleType:
-    source = Path(str(sys.modules[decode_graphs.__name__].__file__)).read_text()
-    assert text in source, f"decode_graphs no longer has {text!r}"
-    path = folder / "changed_decode_graphs.py"
+def load_changed(folder: Path, name: str, text: str, replacement: str) -> ModuleType:
+    source = Path(str(sys.modules[name].__file__)).read_text()
+    assert text in source, f"{name} no longer has {text!r}"
+    path = folder / "changed.py"
     path.write_text(source.replace(text, replacement))
     spec = spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
@@ -186,7 +235,9 @@ def load_changed(folder: Path, text: str, replacement: str) -> ModuleType:
 def test_a_mutant_is_found(
     without_experts: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, replacement: str
 ) -> None:
-    monkeypatch.setattr(runner_module, "DecodeGraphs", load_changed(tmp_path, text, replacement).DecodeGraphs)
+    monkeypatch.setattr(
+        runner_module, "DecodeGraphs", load_changed(tmp_path, decode_graphs.__name__, text, replacement).DecodeGraphs
+    )
     with pytest.raises((AssertionError, GraphMemoryGone, HostRead)):
         without_experts.check()
 
