@@ -137,7 +137,7 @@ def test_a_pool_that_the_machine_has_no_memory_for(tiny_model):
 def test_serving_and_draining(serving):
     flags = (
         "--trust_remote_code",
-        "--enforce-eager",
+        "--cudagraph-metrics",
         "--uvicorn-log-level",
         "error",
         "--served_model_name",
@@ -152,7 +152,7 @@ def test_serving_and_draining(serving):
     assert server.end() == 0
     assert not core.is_running()
     assert "INFO serving echo, b on http://" in server.log and "Shutting down" not in server.log
-    assert re.search("INFO without effect here .*: --trust-remote-code, --enforce-eager$", server.log, re.MULTILINE)
+    assert re.search("INFO without effect here .*: --trust-remote-code, --cudagraph-metrics$", server.log, re.MULTILINE)
     assert "bytes per token" in server.log and "the smallest prefix that can be hit" in server.log
 
 

@@ -62,6 +62,24 @@ def test_every_flag_of_a_vllm_command_line():
     assert (config.eviction, config.exact, config.kv_cache_memory_bytes) == ("lru", True, 2 << 30)
     assert (options.host, options.port, options.model_name, options.api_key) == ("0.0.0.0", 9, "name", ["key"])
     assert (options.shutdown_timeout, settings.cpu_threads) == (1.5, 2)
+    assert config.enforce_eager and config.cudagraph_capture_sizes is None
+
+
+@pytest.mark.parametrize("words", ["1 2 4", "1,2,4", "[1,2,4]", "1 2 --cudagraph-capture-sizes 4"])
+def test_sizes_of_graphs_come_in_any_form(words):
+    assert load("m", "--cudagraph-capture-sizes", *shlex.split(words)).cudagraph_capture_sizes == [1, 2, 4]
+    assert load("--cudagraph-capture-sizes", *shlex.split(words), "m").model == "m"
+
+
+@pytest.mark.parametrize("words", ["0", "x", "1 x", "70000"])
+def test_sizes_of_graphs_are_counts(words):
+    with pytest.raises(ConfigError, match=r"^--cudagraph-capture-sizes: "):
+        load("m", "--cudagraph-capture-sizes", *words.split())
+
+
+def test_numbers_are_no_model():
+    with pytest.raises(ConfigError, match=r"^MODEL is missing"):
+        load("--cudagraph-capture-sizes", "1", "2")
 
 
 def test_flag_before_variable_before_file_before_default(tmp_path, monkeypatch):

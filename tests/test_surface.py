@@ -19,21 +19,23 @@ from doubles.echo_core import build_echo_core
 FLAGS = """
 --allow-credentials --allowed-headers --allowed-media-domains --allowed-methods --allowed-origins --api-key
 --attention-backend
---block-size --chat-template --check-plans --config --cpu-threads --default-chat-template-kwargs
+--block-size --chat-template --check-plans --config --cpu-threads --cudagraph-capture-sizes
+--default-chat-template-kwargs
 --device --disable-fastapi-docs --disable-log-stats --download-dir --dtype --enable-auto-tool-choice --enable-docs
 --enable-force-include-usage --enable-per-request-metrics --enable-prefix-caching --enable-prompt-tokens-details
 --enable-request-id-headers
---enable-tokenizer-info-endpoint --eviction --exact
+--enable-tokenizer-info-endpoint --enforce-eager --eviction --exact
 --forwarded-allow-ips --generation-config --help --host --image-fetch-timeout --in-flight-sharing
 --gdn-prefill-backend --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist
 --kv-secret-file --kv-transfer-config
---language-model-only --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes --max-image-bytes
+--language-model-only --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes
+--max-cudagraph-capture-size --max-image-bytes
 --max-image-pixels --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-stored-responses
 --max-waiting --mm-encoder-cache-bytes --model --no-allow-credentials --no-check-plans --no-disable-fastapi-docs
 --no-disable-log-stats --no-enable-auto-tool-choice --no-enable-docs --no-enable-force-include-usage
 --no-enable-per-request-metrics --no-enable-prefix-caching --no-enable-prompt-tokens-details
 --no-enable-request-id-headers
---no-enable-tokenizer-info-endpoint --no-exact --no-in-flight-sharing
+--no-enable-tokenizer-info-endpoint --no-enforce-eager --no-exact --no-in-flight-sharing
 --no-language-model-only --no-return-tokens-as-token-ids --no-trust-request-chat-template --override-generation-config
 --port --quantization --reasoning-parser --request-log --request-log-bytes --request-timeout
 --return-tokens-as-token-ids --revision --root-path --seed --served-model-name --shutdown-timeout --ssl-ca-certs
@@ -183,7 +185,8 @@ def test_flags(add, expected):
 
 
 @pytest.mark.parametrize(
-    ("add", "expected"), [(add_flags, ["--served-model-name", "--api-key"]), (add_proxy_flags, ["--api-key"])]
+    ("add", "expected"),
+    [(add_flags, ["--served-model-name", "--api-key", "--cudagraph-capture-sizes"]), (add_proxy_flags, ["--api-key"])],
 )
 def test_flags_that_take_several_words(add, expected):
     parser = argparse.ArgumentParser()

@@ -59,11 +59,11 @@ def test_a_command_line_of_vllms():
     assert (settings.model, settings.model_names, settings.model_name) == ("m", ("a,b", "c"), "a,b")
     assert (config.max_model_len, config.max_num_batched_tokens, config.dtype) == (8000, 4096, "bfloat16")
     assert (config.kv_cache_memory_bytes, config.tensor_parallel_size, settings.log_level) == (2 << 30, 1, "info")
-    assert settings.limit_mm_per_prompt == '{"image": 2}'
+    assert settings.limit_mm_per_prompt == '{"image": 2}' and config.cudagraph_capture_sizes == [1, 2, 4]
     assert " ".join(settings.without_effect) == (
         "--enable-chunked-prefill --kv-cache-dtype --mamba-ssm-cache-dtype -pp --data-parallel-size -O "
         "--no-enable-log-requests --disable-log-requests --async-scheduling --trust-remote-code "
-        "--cudagraph-capture-sizes -cc --structured-outputs-config"
+        "-cc --structured-outputs-config"
     )
 
 

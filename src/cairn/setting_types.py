@@ -14,10 +14,12 @@ from cairn.errors import ConfigError
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 _COUNT = re.compile(r"\s*([0-9]{1,18})(\.[0-9]{1,18})?([kKmMgGtT])\s*")
+_BETWEEN_NUMBERS = re.compile(r'[\[\]",\s]+')
 _POWERS = "kmgt"
 _MAX_BYTES = 1 << 50
 _MAX_KEYS = 64
 _MAX_NAMES = 64
+_MAX_SIZES = 1024
 _MAX_LIST_TEXT = 1 << 16
 
 
@@ -72,6 +74,11 @@ def _one_or_several(value: Any) -> Any:
         return value
     entries = list_entries(value) if value.lstrip().startswith("[") else None
     return [value] if entries is None else entries
+
+
+def _numbers(value: Any) -> Any:
+    """`1,2`, `1 2`, a JSON list, or one number as a list; anything else as it is."""
+    return _BETWEEN_NUMBERS.split(value.strip('[]" ')) if isinstance(value, str) else value
 
 
 def _check_texts(text: str) -> str:
@@ -135,6 +142,13 @@ ServedNames = Annotated[
     BeforeValidator(_one_or_several),
 ]
 """`a b` as words, a JSON list, or one name."""
+
+GraphSizes = Annotated[
+    Annotated[list[Annotated[int, Field(ge=1, le=65536)]], Field(min_length=1, max_length=_MAX_SIZES)] | None,
+    NoDecode,
+    BeforeValidator(_numbers),
+]
+"""`1 2 4` as words, `1,2,4`, or a JSON list."""
 
 ApiKey = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]+$", max_length=512)]
 ApiKeys = Annotated[

@@ -18,13 +18,13 @@ from torch.utils import _pytree as tree
 
 from cairn.kernels.batch import Batch, MultimodalEmbeddings
 
-__all__ = ["Copies", "HostRead", "counted_device", "counted_kernels", "on_numbers"]
+__all__ = ["SHAPED_BY_NUMBERS", "Copies", "HostRead", "counted_device", "counted_kernels", "on_numbers"]
 
 _NAME = "counted"
 _LIBRARY = torch.library.Library("_", "IMPL")
 """What is registered with it is there as long as it is."""
 
-_SHAPED_BY_NUMBERS = (
+SHAPED_BY_NUMBERS = (
     torch.ops.aten.nonzero.default,
     torch.ops.aten.masked_select.default,
     torch.ops.aten._unique2.default,
@@ -84,7 +84,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func.decompose(*args, **kwargs)  # in inference mode they come whole
     if func in _READ:
         raise HostRead(f"{func}: the host waits for a number")
-    if func in _SHAPED_BY_NUMBERS:
+    if func in SHAPED_BY_NUMBERS:
         raise HostRead(f"{func}: the host waits for a shape")
     if func is torch.ops.aten._to_copy.default:
         return _to_copy(args[0], kwargs)

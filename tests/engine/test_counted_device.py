@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from cairn.engine.step_pipeline import StepPipeline
+from cairn.kernels import staging
+from cairn.layers.communicator import SINGLE_RANK
 from cairn.layers.process_ranks import ProcessRank
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.registry import open_model
@@ -133,6 +135,75 @@ def answers(loaded: Loaded | SeveralRanks, requests, ahead: int) -> Mixed:
         engine.add(name, TEXT[: 70 + number] + OTHER[:20], **fields)
     engine.run_all()
     return engine
+
+
+class Events:
+    """Made for the counted device, which has none: each is complete when its step has been recorded. Says which sets of
+    buffers there are, and how often a step ended."""
+
+    def __init__(self) -> None:
+        self.made: list[Events.Event] = []
+
+    def make(self, device: torch.device) -> "Events.Event":
+        self.made.append(Events.Event())
+        return self.made[-1]
+
+    class Event:
+        def __init__(self) -> None:
+            self.num_recorded, self.is_complete = 0, True
+
+        def record(self) -> None:
+            assert self.is_complete, "two steps have one set of buffers"
+            self.num_recorded, self.is_complete = self.num_recorded + 1, False
+
+        def query(self) -> bool:
+            assert not self.is_complete, "a step is waited for that has not been recorded, or twice"
+            self.is_complete = True
+            return True
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_a_step_ends_once_and_has_buffers_of_its_own(on_device, ahead, monkeypatch):
+    """Of prefill without samples, too: what such a step writes is committed when its end is known."""
+    events = Events()
+    monkeypatch.setattr(staging, "make_event", events.make)
+    engine = Mixed(on_device, ahead)
+    engine._copies.take()
+    engine.add("long", (TEXT + OTHER + TEXT)[:1200], SamplingParams(temperature=0.0))
+    engine.add("short", TEXT[:80], SamplingParams(seed=2))
+    engine.run_all()
+    steps = engine.runner.steps
+    assert sum(event.num_recorded for event in events.made) == steps and len(events.made) == ahead
+    assert all(event.is_complete for event in events.made)
+    ins, outs = (sum(copied[i] for copied in engine.copies) for i in (1, 2))
+    assert ins == steps > outs
+
+
+def test_buffers_grow_and_are_used_again():
+    device, _ = counted_device()
+    buffers = staging.StepBuffers(device)
+    addresses = [buffers.inputs(size)[0].data_ptr() for size in (10, 1 << 16, 100, (1 << 16) + 1, 5)]
+    assert addresses[0] == addresses[1] == addresses[2] != addresses[3] == addresses[4]
+    assert len(buffers._host_in._memory) == 1 << 17
+    assert [len(each) for each in buffers.outputs(7)] == [7, 7]
+
+
+def test_what_one_step_alone_needs_is_not_kept(monkeypatch):
+    monkeypatch.setattr(staging, "MOST_KEPT_BYTES", 1000)
+    buffers = staging.StepBuffers(torch.device("cpu"))
+    assert [len(each) for each in buffers.inputs(1001)] == [1001, 1001] and not len(buffers._host_in._memory)
+
+
+def test_results_that_were_read_are_not_the_buffers():
+    device, _ = counted_device()
+    buffers = staging.StepBuffers(device)
+    found = []
+    for number in (1, 2):
+        readback = staging.Readback(buffers)
+        found.append(readback.add(torch.full((3,), number).to(device)))
+        readback.send()
+        readback.wait()
+    assert [one.array.tolist() for one in found] == [[1, 1, 1], [2, 2, 2]]
 
 
 @pytest.mark.parametrize("ahead", [1, 2])

@@ -12,15 +12,25 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.config import KvTransferConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
-from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_room
+from cairn.engine.devices import (
+    DecodeCapture,
+    Device,
+    choose_device,
+    explain_out_of_memory,
+    graph_sizes,
+    measure_room,
+)
 from cairn.engine.sizing import choose_memory_sizes, least_pages
 from cairn.errors import ConfigError
-from cairn.kernels import staging
+from cairn.kernels import cpu, staging
 from cairn.kernels.staging import Readback
 from cairn.layers.model import Model
 from cairn.models.check import CheckSettings, check
 from cairn.models.registry import open_model
+from cairn.runner.decode_graphs import DecodeGraphs
+from cairn.runner.runner import Runner
 from cairn.runner.vision import open_vision
+from cairn.types import ManualClock
 from engine.test_sizing import GIB, LAYOUT
 from models.test_served_int8 import parts_of
 
@@ -169,6 +179,78 @@ def test_the_largest_image_is_as_large_as_a_request_may_have_it(tiny_vl_model):
     width = 3 * 2 * 16 * 16
     assert [one[:2] for one in sizes] == [(4 * tokens, width) for tokens in (1024, 16384, 100, 1)]
     assert all(frames * rows * columns == patches for patches, _, frames, rows, columns in sizes)
+
+
+class CountedGraphs:
+    """Each takes memory that has been written down for its turn."""
+
+    def __init__(self, memory: FakeMemory, *growths: int) -> None:
+        self._memory, self._growths = memory, list(growths)
+
+    def capture(self, run):
+        self._memory.taken += self._growths.pop(0)
+        return lambda: None
+
+
+@pytest.fixture
+def nothing_is_captured(monkeypatch):
+    """The CPU's kernels have nothing for graphs."""
+    build_metadata = cpu.build_metadata
+    monkeypatch.setattr(
+        cpu,
+        "build_metadata",
+        lambda host, staging: None if host.max_seq_len is not None else build_metadata(host, staging),
+    )
+    monkeypatch.setattr(DecodeGraphs, "_run", lambda *arguments: None)
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_graphs_are_estimated_from_the_two_largest_and_left_out_of_the_pool(tiny_model):
+    opened = open_model(tiny_model)
+    model, layout = opened.build(exact=False), opened.layout(16)
+    config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "max_num_seqs": 16})
+    memory = FakeMemory(taken=20, total=10**9, step=7)
+    plain = measure_room(config, model, layout, FakeMemory(taken=20, total=10**9, step=7))
+    sizes = graph_sizes(config, 16)
+    assert sizes == (1, 2, 4, 8, 16)
+    capture = DecodeCapture(lambda: CountedGraphs(memory, 5000, 30), sizes, 4096)
+    # Of this double's graphs nothing is given back; on a GPU it is.
+    assert measure_room(config, model, layout, memory, capture=capture) == plain - 5030 - (5000 + 4 * 30)
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_what_graphs_take_is_logged(tiny_model, caplog):
+    opened = open_model(tiny_model)
+    model, layout = opened.build(exact=False), opened.layout(16)
+    memory = FakeMemory(taken=20, total=10**9, step=7)
+    runner = Runner(model, layout, 20, 4, exact=False)
+    with caplog.at_level("INFO"):
+        DecodeCapture(lambda: CountedGraphs(memory, 500, 30), (2, 4), 64).run(runner, ManualClock(), memory)
+    assert "CUDA graphs of 2 sizes of decode steps, 2 to 4 rows: 0.0 s, 530 bytes" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "max_num_seqs", "sizes"),
+    [
+        ({}, 1, (1,)),
+        ({}, 3, (1, 2, 3)),
+        ({}, 20, (1, 2, 4, 8, 16, 20)),
+        ({}, 64, (1, 2, 4, *range(8, 65, 8))),
+        ({}, 2000, (1, 2, 4, *range(8, 256, 8), *range(256, 513, 16))),
+        ({"max_cudagraph_capture_size": 10}, 64, (1, 2, 4, 8, 10)),
+        ({"max_cudagraph_capture_size": 0}, 64, ()),
+        ({"enforce_eager": True}, 64, ()),
+        ({"cudagraph_capture_sizes": [7, 3, 3, 99]}, 64, (3, 7)),
+    ],
+)
+def test_sizes_of_graphs(settings, max_num_seqs, sizes):
+    assert graph_sizes(OPEN.model_copy(update=settings), max_num_seqs) == sizes
+
+
+def test_sizes_that_no_batch_has_are_refused():
+    config = OPEN.model_copy(update={"cudagraph_capture_sizes": [65, 99]})
+    with pytest.raises(ConfigError, match=r"^--cudagraph-capture-sizes: all are above 64 rows"):
+        graph_sizes(config, 64)
 
 
 def test_too_little_memory_is_said_and_not_on_the_cpu():

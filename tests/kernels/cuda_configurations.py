@@ -60,6 +60,7 @@ def attention(module: Any) -> Iterator[Configuration]:
                     yield module._decode_kernel, signature(module._decode_kernel, model, **others), *tile
             for block in module._COMBINED:
                 constants = {"DIM": dim, "DIM_BLOCK": power_of_2(dim, 16), "BLOCK": block}
+                constants["LEAST"] = module.MIN_SPLIT
                 types = signature(module._combine_kernel, model, **parts)
                 yield module._combine_kernel, types, constants, {"num_warps": 4}
 

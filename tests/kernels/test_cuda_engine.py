@@ -44,29 +44,32 @@ def folder(request, tmp_path_factory) -> Path:
 class Engine:
     """A core that is turned by hand."""
 
-    def __init__(self, folder: Path, device: str, observe=None, **settings) -> None:
+    def __init__(self, folder: Path, device: str, observe=None, make_graphs=None, **settings) -> None:
         from cairn.engine.build import build_core
         from cairn.engine.contract import EngineConfig
 
         asked = {"kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 3, "dtype": "float32"} | settings
-        self.core = build_core(EngineConfig(model=str(folder), device=device, **asked), observe=observe)
+        config = EngineConfig(model=str(folder), device=device, **asked)
+        self.core = build_core(config, observe=observe, make_graphs=make_graphs)
         self.max_in_flight = self.core._scheduler.state.config.max_in_flight
 
-    def ask(self, *prompts: np.ndarray, max_tokens: int, sampling=GREEDY) -> tuple[list[list[int]], list[int]]:
-        """Of requests that run at once the tokens, and how many of each prompt were cached. `sampling`: parameters, of
-        each by turns."""
+    def ask(
+        self, *prompts: np.ndarray, max_tokens: int, more: int = 0, sampling=GREEDY
+    ) -> tuple[list[list[int]], list[int]]:
+        """Of requests that run at once the tokens, `more` for each than for the one before, and how many of each prompt
+        were cached. `sampling`: parameters, of each by turns."""
         from doubles.engine_requests import generate_request
 
         tokens: dict[str, list[int]] = {}
         cached: dict[str, int] = {}
-        for prompt, params in zip(prompts, cycle(sampling)):
+        for number, (prompt, params) in enumerate(zip(prompts, cycle(sampling))):
             name = f"request-{next(NUMBERS)}"
             tokens[name] = []
             self.core.submit(
                 generate_request(
                     request_id=name,
                     prompt=prompt.astype(np.int64).tobytes(),
-                    max_tokens=max_tokens,
+                    max_tokens=max_tokens + number * more,
                     ignore_eos=True,
                     **params,
                 )
@@ -93,6 +96,34 @@ def test_cuda_gives_the_tokens_of_the_cpu(folder):
         assert engine.max_in_flight == (1 if device == "cpu" else 2)
         engine.core.close()
     assert answers["cuda"] == answers["cpu"]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="what records launches records those of Triton's interpreter")
+@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+def test_graphs_give_the_tokens_of_the_cpu(folder):
+    """Batches that shrink and are padded, with two steps in flight."""
+    from doubles.recorded_graphs import RecordedGraphs
+
+    graphs, settings = RecordedGraphs(), {"cudagraph_capture_sizes": [1, 3], "max_model_len": 128}
+    answers = []
+    for device, make_graphs in (("cpu", None), ("cuda", lambda: graphs)):
+        engine = Engine(folder, device, make_graphs, **settings)
+        answers.append(engine.ask(TEXT[:9], TEXT[5:25], max_tokens=3, more=2))
+        engine.core.close()
+    assert answers[0] == answers[1]
+    # The first of the tokens come with the prefill; a step more is out when the last ones are seen.
+    assert graphs.num_captured == 2 and 4 <= graphs.num_replays <= 6
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="what records launches records those of Triton's interpreter")
+@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+def test_enforce_eager_captures_nothing(folder):
+    from doubles.recorded_graphs import RecordedGraphs
+
+    graphs = RecordedGraphs()
+    engine = Engine(folder, "cuda", lambda: graphs, enforce_eager=True)
+    engine.core.close()
+    assert graphs.num_captured == 0
 
 
 @pytest.mark.parametrize("folder", ["lfm2"], indirect=True)

@@ -168,8 +168,8 @@ MUTANTS = (
     Mutant(
         "the last part of a decode is dropped",
         "attention",
-        "count = tl.cdiv(tl.load(seq_lens + seq), split_length)",
-        "count = tl.maximum(1, tl.load(seq_lens + seq) // split_length)",
+        "count = tl.cdiv(length, _part_length(length, split_length, num_splits, LEAST))",
+        "count = tl.maximum(1, length // _part_length(length, split_length, num_splits, LEAST))",
         (),
     ),
     Mutant(

@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from cairn.kernels import reference
-from cairn.kernels.staging import Readback, Staging
+from cairn.kernels.staging import Readback, Staging, StepBuffers
 from cairn.runner.batch_builder import BatchBuilder, MultimodalInputs, SlotTensors
 from cairn.step import SAMPLED, DecodeRows, PrefillRow, Snapshot, StepPlan
 from doubles.counted_device import counted_device
@@ -128,7 +128,7 @@ def test_on_the_host_a_step_has_its_arrays_themselves_unless_they_are_somebody_e
 def test_all_that_a_step_gives_comes_back_in_one_piece():
     device, copies = counted_device()
     for place in (device, torch.device("cpu")):
-        readback = Readback()
+        readback = Readback(StepBuffers(place))
         fetched = [readback.add(torch.from_numpy(np.ascontiguousarray(array)).to(place)) for array in ARRAYS]
         copies.take()
         readback.send()

@@ -15,7 +15,16 @@ from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, KvTransferConfig
 from cairn.engine.core import Core
-from cairn.engine.devices import CudaMemory, Device, choose_device, explain_out_of_memory, measure_room, open_encoder
+from cairn.engine.devices import (
+    CudaMemory,
+    DecodeCapture,
+    Device,
+    choose_device,
+    explain_out_of_memory,
+    graph_sizes,
+    measure_room,
+    open_encoder,
+)
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
@@ -24,7 +33,7 @@ from cairn.engine.ranks.runner import load_ranks
 from cairn.engine.ranks.transfer import RankSockets, rank_service
 from cairn.engine.ranks.wire import RankConfig, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
-from cairn.engine.sizing import LEAST_TOKENS, MemorySizes, choose_memory_sizes, least_pages
+from cairn.engine.sizing import LEAST_TOKENS, MOST_SEQS_ON_GPU, MemorySizes, choose_memory_sizes, least_pages
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
@@ -34,6 +43,7 @@ from cairn.models.qwen3_5_vision import read_vision, tower_bytes
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.weights.loader import DType
 from cairn.runner.contract import StepRunner
+from cairn.runner.decode_graphs import CudaGraphs, Graphs
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
 from cairn.runner.vision import tower_identity
@@ -59,18 +69,22 @@ def build_core(
     make_link: MakeLink = nixl_link,
     machine: Machine | None = None,
     open_folder: OpenFolder = open_model,
+    make_graphs: Callable[[], Graphs] | None = None,
 ) -> Core:
     """Load the model and allocate its memory. Raises ConfigError or ModelError naming the flag or the file.
 
     `observe` is called with each sampled row's logits. `make_link`: what moves bytes between servers. `machine`: whose
     memory is divided where the configuration leaves sizes open. `open_folder`: how the checkpoint's folder becomes an
-    `OpenModel`, which benchmarks have make its weights up.
+    `OpenModel`, which benchmarks have make its weights up. `make_graphs`: what records decode steps; CUDA on a GPU, and
+    nothing elsewhere, unless given.
     """
     clock = clock or SystemClock()
     opened = open_folder(Path(config.model), config.dtype, config.quantization)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     device = choose_device(config, opened)
+    if make_graphs is None and device.is_gpu:
+        make_graphs = CudaGraphs
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
 
     def size_up(room: int | None) -> EngineInfo:
@@ -82,7 +96,7 @@ def build_core(
         return _plain_info(config, opened, layout, placement, sizes)
 
     with explain_out_of_memory(device):
-        ranks, info = _build_ranks(config, opened, layout, size_up, observe, device)
+        ranks, info = _build_ranks(config, opened, layout, size_up, observe, device, make_graphs, clock)
     num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     transfer = None
     if config.kv_transfer is not None:
@@ -167,6 +181,8 @@ def _build_ranks(
     size_up: Callable[[int | None], EngineInfo],
     observe: Observe | None,
     device: Device,
+    make_graphs: Callable[[], Graphs] | None,
+    clock: Clock,
 ) -> tuple[_Ranks, EngineInfo]:
     """`size_up`: from the bytes that a GPU has left beside the weights, or None, to the sizes of pool and slots, which
     are known before weights are read where there is no GPU."""
@@ -175,10 +191,17 @@ def _build_ranks(
     if tp_size == 1:
         model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
         vision = open_encoder(config, opened, device)
-        info = info or size_up(measure_room(config, model, layout, CudaMemory(device.place), vision))
+        memory = CudaMemory(device.place) if device.is_gpu else None
+        if info is None:
+            assert memory is not None
+            capture = _decode_capture(config, opened, make_graphs, config.max_num_seqs or MOST_SEQS_ON_GPU)
+            info = size_up(measure_room(config, model, layout, memory, vision, capture=capture))
         num_pages, slots = info.cache.num_pages, info.max_num_seqs
         runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra_pages=extra, vision=vision)
         runner.get_ready()
+        capture = _decode_capture(config, opened, make_graphs, slots)
+        if capture is not None:
+            capture.run(runner, clock, memory)
         return _Ranks(runner, runner), info
     services: tuple[RankService, ...] = ()
     if config.kv_transfer is not None and info is not None:
@@ -207,6 +230,19 @@ def _build_transfer(
     if ranks.sockets is not None:
         transfer.resources.callback(ranks.sockets.close)
     return transfer
+
+
+def _decode_capture(
+    config: EngineConfig, opened: OpenModel, make_graphs: Callable[[], Graphs] | None, max_num_seqs: int
+) -> DecodeCapture | None:
+    """None where decode steps are launched kernel by kernel: also by flashinfer, which plans each step on the host.
+    Raises ConfigError for sizes that no batch has."""
+    if config.attention_backend == "flashinfer":
+        make_graphs = None
+    sizes = graph_sizes(config, max_num_seqs) if make_graphs is not None else ()
+    if make_graphs is None or not sizes:
+        return None
+    return DecodeCapture(make_graphs, sizes, _max_model_len(config, opened))
 
 
 def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> SchedulerConfig:

@@ -4,10 +4,13 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
 import torch
+from rich.console import Console
+from rich.progress import Progress
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig
@@ -20,10 +23,11 @@ from cairn.layers.memory import MemorySpec
 from cairn.layers.model import Model
 from cairn.models.decoder_builder import Backend
 from cairn.models.registry import OpenModel
+from cairn.runner.decode_graphs import Graphs
 from cairn.runner.runner import Runner
 from cairn.runner.vision import VisionEncoder, open_vision
 from cairn.step import Admit, PrefillRow, Samples, StepPlan
-from cairn.types import Pages, SamplingParams
+from cairn.types import Clock, Pages, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +164,64 @@ class CudaMemory:
         return int(torch.cuda.max_memory_allocated(self._device)) - self._start
 
 
+def graph_sizes(config: EngineConfig, max_num_seqs: int) -> tuple[int, ...]:
+    """Rows of the decode steps that become CUDA graphs, ascending: as asked, or those of vLLM and the largest batch.
+
+    Raises ConfigError for sizes that no batch has.
+    """
+    asked, most = config.cudagraph_capture_sizes, min(config.max_cudagraph_capture_size, max_num_seqs)
+    if config.enforce_eager or not most:
+        return ()
+    if asked is None:
+        sizes = {1, 2, 4, *range(8, 256, 8), *range(256, most, 16)}
+        return (*sorted(size for size in sizes if size < most), most)
+    fitting = sorted({size for size in asked if size <= most})
+    if not fitting:
+        raise ConfigError(
+            f"--cudagraph-capture-sizes: all are above {most} rows, which is what --max-num-seqs and "
+            "--max-cudagraph-capture-size allow: name smaller ones, or --enforce-eager"
+        )
+    return tuple(fitting)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeCapture:
+    """Decode steps as CUDA graphs: what makes graphs in a pool of memory of their own, `sizes` in rows, ascending, and
+    the tokens of the longest sequence."""
+
+    make_graphs: Callable[[], Graphs]
+    sizes: tuple[int, ...]
+    max_model_len: int
+
+    def run(self, runner: Runner, clock: Clock, memory: DeviceMemory | None = None) -> None:
+        """Capture all sizes. Logged, with what they take of `memory`."""
+        started, taken = clock.now(), None if memory is None else _taken(memory)
+        console = Console(stderr=True)
+        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("CUDA graphs", total=len(self.sizes))
+            runner.capture_graphs(
+                self.make_graphs(), self.sizes, self.max_model_len, lambda size: progress.advance(task)
+            )
+        told = f"{len(self.sizes)} sizes of decode steps, {self.sizes[0]} to {self.sizes[-1]} rows"
+        grown = "" if memory is None or taken is None else f", {_taken(memory) - taken} bytes"
+        logger.info("CUDA graphs of %s: %.1f s%s", told, clock.now() - started, grown)
+
+    def estimate_bytes(self, runner: Runner, memory: DeviceMemory) -> int:
+        """What all sizes will take. They are captured when pool and states are there, whose addresses they hold, and
+        the pool's size wants to know before. So the largest, in whose memory the others find room, and the next one,
+        which stands for each of the rest, are captured over the memory of another runner."""
+        taken = [_taken(memory)]
+        sizes = self.sizes[-2:]
+        runner.capture_graphs(self.make_graphs(), sizes, self.max_model_len, lambda size: taken.append(_taken(memory)))
+        first, *rest = (max(0, after - before) for before, after in pairwise(taken))
+        return first + sum(rest) * (len(self.sizes) - 1)
+
+
+def _taken(memory: DeviceMemory) -> int:
+    free, total = memory.free_and_total()
+    return total - free
+
+
 def measure_room(
     config: EngineConfig,
     model: Model,
@@ -167,20 +229,22 @@ def measure_room(
     memory: DeviceMemory,
     vision: VisionEncoder | None = None,
     meanwhile: Callable[[], object] = lambda: None,
+    capture: DecodeCapture | None = None,
 ) -> int:
     """Bytes that --gpu-memory-utilization leaves for pool and running states beside what is loaded, model and `vision`,
-    other processes, encoded images that are kept, and the largest step, which is carried out once to see what it takes,
-    as the largest image is encoded: by all ranks at the same time. `meanwhile` is called while it is out. Logged.
-    Raises ConfigError where nothing is left."""
-    step_bytes = _step_bytes(config, model, layout, memory, vision, meanwhile)
+    other processes, encoded images that are kept, CUDA graphs, and the largest step, which is carried out once to see
+    what it takes, as the largest image is encoded: by all ranks at the same time. `meanwhile` is called while it is
+    out. Logged. Raises ConfigError where nothing is left."""
+    step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, meanwhile, capture)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
     logits_bytes = model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU)
     image_bytes = 0 if vision is None else vision.cache_bytes
-    left = usable - (total - free) - step_bytes - logits_bytes - image_bytes
+    left = usable - (total - free) - step_bytes - logits_bytes - image_bytes - graph_bytes
     told = (
         f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {usable}; {total - free} are "
-        f"taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, and logits take {logits_bytes}"
+        f"taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, logits take {logits_bytes}, and "
+        f"CUDA graphs some {graph_bytes}"
     )
     if vision is not None:
         told += f", encoded images {image_bytes}"
@@ -199,9 +263,10 @@ def _step_bytes(
     memory: DeviceMemory,
     vision: VisionEncoder | None,
     meanwhile: Callable[[], object],
-) -> int:
+    capture: DecodeCapture | None,
+) -> tuple[int, int]:
     """The most that a prefill step of --max-num-batched-tokens takes besides the pool, or that encoding the largest
-    image takes, which is over before the step's layers begin."""
+    image takes, which is over before the step's layers begin; and what graphs will take."""
     num_tokens = config.max_num_batched_tokens
     pages: Pages = np.arange(layout.pages_for(num_tokens), dtype=np.int32)
     plan = StepPlan(
@@ -218,7 +283,8 @@ def _step_bytes(
     runner.draw(0, {})
     meanwhile()
     runner.collect(0)
-    return memory.peak_growth()
+    step_bytes = memory.peak_growth()
+    return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory)
 
 
 @contextmanager

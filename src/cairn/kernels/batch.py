@@ -29,6 +29,8 @@ class HostBatch:
     see `Batch`.
     `snapshot_rows`, `snapshot_offsets` int32 [N]: a snapshot of sequence `snapshot_rows[n]` is taken after the first
     `snapshot_offsets[n]` of its tokens here, 1 at least; in the order of the rows, and rising within one.
+    `max_seq_len`: None but for decodes of a CUDA graph, of which the host knows the number alone: what is launched for
+    them must do for all lengths up to this one. `slots` and all lengths are empty there, so that nobody uses any.
     """
 
     num_decodes: int
@@ -39,11 +41,19 @@ class HostBatch:
     kv_write_from: Int32Array
     snapshot_rows: Int32Array
     snapshot_offsets: Int32Array
+    max_seq_len: int | None = None
+
+    @classmethod
+    def captured(cls, num_decodes: int, max_seq_len: int) -> "HostBatch":
+        """Decodes of a CUDA graph, without snapshots."""
+        nothing = np.zeros(0, np.int32)
+        rows = np.arange(num_decodes + 1, dtype=np.int32)
+        return cls(num_decodes, rows, nothing, nothing, nothing, nothing, nothing, nothing, max_seq_len)
 
     @property
     def num_seqs(self) -> int:
         """B."""
-        return len(self.slots)
+        return len(self.cu_seqlens) - 1
 
     @property
     def num_rows(self) -> int:

@@ -1,9 +1,10 @@
 """Copies between host and device: one for all arrays that a step needs, one for all results that the host reads."""
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,6 +31,70 @@ operands are aligned, and would be again when that changes."""
 _DEVICE_SECONDS, _POLL_SECONDS = 300.0, 50e-6
 _NOTHING = torch.empty(0)
 
+_LEAST_BYTES, MOST_KEPT_BYTES = 1 << 16, 1 << 28
+"""Of a buffer that is kept from step to step, one of four: what a step needs beyond the second it has for itself."""
+
+logger = logging.getLogger(__name__)
+
+
+class Event(Protocol):
+    """As `torch.cuda.Event`: complete when the device has done all that it was given before `record`."""
+
+    def record(self) -> None: ...
+
+    def query(self) -> bool: ...
+
+
+def make_event(device: torch.device) -> Event | None:
+    """None where nothing is done later than it is asked for."""
+    return torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+
+class StepBuffers:
+    """What one step's copies go through: pinned memory on the host and memory on the device, for the way in and the way
+    out, and the event of the step's end. Kept from step to step, and grown where a step needs more; a set belongs to
+    one step until that step's event is complete.
+
+    `done`: recorded once a step, behind everything that the step does. That is one event for two questions, whether the
+    tokens may be read and whether pages, states and checkpoints are written: all of a step is in one stream, and its
+    last work is the draw and the copy of what was drawn. An earlier event for what the forward pass writes would be of
+    no use, because a commit needs the tokens, too.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.done = make_event(device)
+        self._device = device
+        host = torch.device("cpu")
+        self._host_in, self._device_in = _Buffer(host, device), _Buffer(device, device)
+        self._device_out, self._host_out = _Buffer(device, device), _Buffer(host, device)
+
+    def inputs(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        """uint8 [num_bytes] on the host and on the device."""
+        return self._host_in.take(num_bytes), self._device_in.take(num_bytes)
+
+    def outputs(self, num_bytes: int) -> tuple[Tensor, Tensor]:
+        """uint8 [num_bytes] on the device and on the host."""
+        return self._device_out.take(num_bytes), self._host_out.take(num_bytes)
+
+
+class _Buffer:
+    def __init__(self, place: torch.device, device: torch.device) -> None:
+        """`place`: where it lies; memory of the host is pinned if `device` is a GPU, or copies would wait."""
+        self._place, self._pins = place, place.type == "cpu" and device.type == "cuda"
+        self._memory = self._allocate(0)
+
+    def take(self, num_bytes: int) -> Tensor:
+        if num_bytes > MOST_KEPT_BYTES:
+            return self._allocate(num_bytes)
+        if num_bytes > len(self._memory):
+            size = max(_LEAST_BYTES, 1 << (num_bytes - 1).bit_length())
+            self._memory = self._allocate(size)
+            logger.debug("a step's buffer on %s grows to %d bytes", self._place.type, size)
+        return self._memory[:num_bytes]
+
+    def _allocate(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self._place, pin_memory=self._pins)
+
 
 class StagedArray:
     """One array of a `Staging`; `tensor` is set by `Staging.send`."""
@@ -42,7 +107,9 @@ class StagedArray:
 class Staging:
     """The arrays of one step, of any of the dtypes int64, int32, float64, float32, bool and uint8."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: StepBuffers | None = None) -> None:
+        """`buffers`: what they are copied through, without which it is memory of this copy's own."""
+        self._buffers = buffers
         self._staged: list[StagedArray] = []
         self._end = 0
 
@@ -67,14 +134,13 @@ class Staging:
         self._end = 0
 
     def _copy(self, staged_arrays: Sequence[StagedArray], device: torch.device) -> None:
-        buffer = np.empty(max(self._end, 1), np.uint8)  # torch sees no dtype in nothing
+        # torch sees no dtype in nothing
+        host, moved = (self._buffers or StepBuffers(device)).inputs(max(self._end, 1))
+        buffer = host.numpy()
         for staged in staged_arrays:
             array = np.ascontiguousarray(staged.array)
             buffer[staged.begin : staged.begin + array.nbytes] = array.reshape(-1).view(np.uint8)
-        whole = torch.from_numpy(buffer)
-        if device.type == "cuda":
-            whole = whole.pin_memory()  # from other memory the copy would wait until it has been made
-        moved = whole.to(device, non_blocking=True)
+        moved.copy_(host, non_blocking=True)
         for staged in staged_arrays:
             part = moved[staged.begin : staged.begin + staged.array.nbytes]
             staged.tensor = part.view(_DTYPES[staged.array.dtype]).view(staged.array.shape)
@@ -91,10 +157,10 @@ class ReadbackArray:
 class Readback:
     """Results of one step that are copied to the host, of any of the dtypes of `Staging`."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: StepBuffers) -> None:
+        self._buffers = buffers
         self._entries: list[ReadbackArray] = []
         self._moved: Tensor | None = None
-        self._event: torch.cuda.Event | None = None
 
     def add(self, tensor: Tensor) -> ReadbackArray:
         """Adds a tensor that the host reads after `wait`; it must not be written any more."""
@@ -102,34 +168,31 @@ class Readback:
         return self._entries[-1]
 
     def send(self) -> None:
-        """One copy of everything that was added; none of what is on the host already."""
+        """One copy of everything that was added, none of what is on the host already; and the event of the step's
+        end, also where there is nothing to copy."""
         tensors = [entry.tensor for entry in self._entries]
-        if all(tensor.device.type == "cpu" for tensor in tensors):
-            return
-        flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
-        whole = torch.cat(flat) if len(flat) > 1 else flat[0]
-        if whole.device.type == "cuda":
+        if not all(tensor.device.type == "cpu" for tensor in tensors):
+            flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
+            whole, self._moved = self._buffers.outputs(sum(map(len, flat)))
+            torch.cat(flat, out=whole)
             # The host goes on, and plans the next step: `wait` is where it needs the numbers.
-            self._moved = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
             self._moved.copy_(whole, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
-        else:
-            self._moved = whole.cpu()
+        if self._buffers.done is not None:
+            self._buffers.done.record()
 
     @property
     def is_complete(self) -> bool:
         """Whether `wait` would return at once."""
-        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+        return self._buffers.done is None or self._buffers.done.query()
 
     def wait(self) -> None:
-        """Waits until the copy is complete. Raises EngineDead when the device has not made it in time."""
-        if self._event is not None:
-            self._wait_event(self._event)
+        """Waits until the step is over. Raises EngineDead when the device has not done it in time."""
+        if self._buffers.done is not None:
+            self._wait_event(self._buffers.done)
         tensors = [entry.tensor for entry in self._entries]
         if self._moved is not None:
             parts = torch.split(self._moved, [tensor.nbytes for tensor in tensors])
-            # A copy of its own begins where its numbers may begin.
+            # A copy of its own begins where its numbers may begin, and the buffer is the next step's.
             tensors = [
                 part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
             ]
@@ -137,9 +200,9 @@ class Readback:
             entry.array = tensor.numpy()
 
     @staticmethod
-    def _wait_event(event: "torch.cuda.Event") -> None:
+    def _wait_event(event: Event) -> None:
         deadline = time.monotonic() + _DEVICE_SECONDS
-        while not event.query():  # type: ignore[no-untyped-call]
+        while not event.query():
             if time.monotonic() > deadline:
                 raise EngineDead(f"the GPU has not finished a step within {_DEVICE_SECONDS:g} s")
             time.sleep(_POLL_SECONDS)

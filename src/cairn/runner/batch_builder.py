@@ -17,12 +17,16 @@ from cairn.step import SAMPLED, Admit, Snapshot, StepPlan
 _MIN_STOP_TOKENS = 8
 """Columns for the stop tokens of each slot at first."""
 
+MOST_STOP_TOKENS = 128
+"""Columns that do for a request's and the model's; then the tensor need not move."""
+
 
 class SlotTensors:
     """Block tables, last tokens and stop tokens of all slots, on the device; the last row is no request's.
 
     `block_tables`: int32 [num_slots + 1, max_pages] per attention group. `last_tokens`: int64 [num_slots + 1], the
     newest sampled token. Nothing is cleared: entries behind the pages of a sequence may be an earlier request's.
+    `stop_tokens`: int64 [num_slots + 1, columns], -1 behind a slot's; another tensor after a request with more of them.
     """
 
     def __init__(self, num_groups: int, num_slots: int, max_pages: int, device: torch.device) -> None:
@@ -30,7 +34,7 @@ class SlotTensors:
         self.block_tables = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(num_groups)]
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._max_pages = max_pages
-        self._stop_tokens = torch.full((num_slots + 1, _MIN_STOP_TOKENS), -1, dtype=torch.int64, device=device)
+        self.stop_tokens = torch.full((num_slots + 1, _MIN_STOP_TOKENS), -1, dtype=torch.int64, device=device)
         self._stopped = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
 
     def stage_updates(self, plan: StepPlan, staging: Staging) -> Callable[[], None]:
@@ -53,33 +57,39 @@ class SlotTensors:
         return write
 
     def _stage_stop_tokens(self, admits: Sequence[Admit], staging: Staging) -> Callable[[], None]:
-        width = max(self._stop_tokens.shape[1], *(len(admit.stop_token_ids) for admit in admits))
+        width = max(self.stop_tokens.shape[1], *(len(admit.stop_token_ids) for admit in admits))
         stop_tokens = np.full((len(admits), width), -1, np.int64)
         for row, admit in zip(stop_tokens, admits, strict=True):
             row[: len(admit.stop_token_ids)] = admit.stop_token_ids
         slots, tokens = staging.add(np.array([admit.slot for admit in admits])), staging.add(stop_tokens)
 
         def write() -> None:
-            if width > self._stop_tokens.shape[1]:
-                wider = self._stop_tokens.new_full((len(self._stopped), width), -1)
-                wider[:, : self._stop_tokens.shape[1]] = self._stop_tokens
-                self._stop_tokens = wider
-            self._stop_tokens[slots.tensor] = tokens.tensor
+            self.reserve_stop_tokens(width)
+            self.stop_tokens[slots.tensor] = tokens.tensor
             self._stopped[slots.tensor] = False
 
         return write
 
-    def state_slots(self, slots: Tensor, rows: Tensor, sampled_slots: Tensor) -> Tensor:
-        """The slots whose states the rows of a batch read and write, int32 [B] like `slots`: `slots` itself, but the
-        last one, which is no request's, for a row that continues with a stop token. So the state of a sequence that has
-        stopped stays as it was before its stop token. `rows`: those that continue with the newest sampled token of
-        their slots `sampled_slots`."""
-        is_stop_token = (self._stop_tokens[sampled_slots] == self.last_tokens[sampled_slots, None]).any(1)
-        stopped = is_stop_token | self._stopped[sampled_slots]
-        self._stopped[sampled_slots] = stopped
-        found = slots.clone()
-        found[rows] = torch.where(stopped, len(self._stopped) - 1, sampled_slots).int()
-        return found
+    def reserve_stop_tokens(self, width: int) -> None:
+        """Make `width` columns for the stop tokens, if there are fewer."""
+        if width > self.stop_tokens.shape[1]:
+            wider = self.stop_tokens.new_full((len(self._stopped), width), -1)
+            wider[:, : self.stop_tokens.shape[1]] = self.stop_tokens
+            self.stop_tokens = wider
+
+    def continue_rows(self, tokens: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens of decode rows, int64 [rows], and the slots whose states they read and write, int32 [rows].
+
+        `tokens`: as in the plan; for SAMPLED the newest one of the row's slot stands in the result. `slots`: int32, of
+        which the results are the same, but the last one, which is no request's, for a row that continues with a stop
+        token. So the state of a sequence that has stopped stays as it was before its stop token.
+        """
+        last_tokens, is_sampled = self.last_tokens[slots], tokens == SAMPLED
+        is_stop_token = is_sampled & (self.stop_tokens[slots] == last_tokens[:, None]).any(1)
+        stopped = is_stop_token | self._stopped[slots]
+        self._stopped[slots] = stopped
+        state_slots = slots.masked_fill(is_sampled & stopped, len(self._stopped) - 1)
+        return torch.where(is_sampled, last_tokens, tokens), state_slots
 
 
 def host_batch(plan: StepPlan, snapshots: Sequence[Snapshot]) -> HostBatch:
@@ -119,8 +129,9 @@ class BatchBuilder:
         host = self.host = host_batch(plan, self.snapshots)
         tokens = plan.decodes.tokens
         if plan.prefills:
-            tokens = np.concatenate([tokens, *(row.tokens for row in plan.prefills)])
-        sampled = np.flatnonzero(plan.decodes.tokens == SAMPLED)
+            # Placeholders of images are below 0.
+            tokens = np.concatenate([tokens, *(np.maximum(row.tokens, 0) for row in plan.prefills)])
+        self._continues = bool((plan.decodes.tokens == SAMPLED).any())
         first = host.cu_seqlens[:-1]
         positions = np.empty((3, host.num_rows), np.int64)
         if plan.prefills:
@@ -135,10 +146,7 @@ class BatchBuilder:
                     self._vectors.append(row.vectors)
                     vector_rows.append(row.offsets + begin)
         self._vector_rows = staging.add(np.concatenate(vector_rows)) if vector_rows else None
-        self._tokens, self._positions = staging.add(np.maximum(tokens, 0)), staging.add(positions)
-        self._sampled = None
-        if len(sampled):
-            self._sampled = staging.add(sampled), staging.add(plan.decodes.slots[sampled].astype(np.int64))
+        self._tokens, self._positions = staging.add(tokens), staging.add(positions)
         self._lengths: list[StagedArray] = [
             staging.add(array)
             for array in (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
@@ -148,10 +156,10 @@ class BatchBuilder:
     def batch(self, slot_tensors: SlotTensors) -> Batch:
         """The batch, after the staging was sent. Rows that continue with a sampled token take it from the device."""
         tokens, state_slots = self._tokens.tensor, self._lengths[1].tensor
-        if self._sampled is not None:
-            rows, sampled_slots = (staged.tensor for staged in self._sampled)
-            tokens[rows] = slot_tensors.last_tokens[sampled_slots]
-            state_slots = slot_tensors.state_slots(state_slots, rows, sampled_slots)
+        if self._continues:
+            end = self.host.num_decodes
+            decode_tokens, decode_slots = slot_tensors.continue_rows(tokens[:end], state_slots[:end])
+            tokens, state_slots = torch.cat([decode_tokens, tokens[end:]]), torch.cat([decode_slots, state_slots[end:]])
         embeddings = None
         if self._vector_rows is not None:
             embeddings = MultimodalEmbeddings(self._vector_rows.tensor, torch.cat(self._vectors))

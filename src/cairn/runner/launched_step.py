@@ -8,8 +8,9 @@ from torch import Tensor
 
 from cairn.kernels.contract import Kernels, Sampler
 from cairn.kernels.sampling.logprobs import LogprobTensors
-from cairn.kernels.staging import Readback, ReadbackArray, StagedArray, Staging
+from cairn.kernels.staging import Readback, ReadbackArray, StagedArray, Staging, StepBuffers
 from cairn.runner.batch_builder import BatchBuilder
+from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
 from cairn.runner.vision import MultimodalInputs
 from cairn.step import Logprobs, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
@@ -20,15 +21,23 @@ _EMPTY = StagedArray(np.zeros(0, np.int64), 0), StagedArray(np.zeros(0, np.int64
 class StepInputs:
     """The arrays of a plan, to be read once `staging` has been sent.
 
-    `batch`: the plan's rows. `copies`: target and source pages. `restores`, `saves`: slots and checkpoint files.
+    `batch`: the plan's rows, unless they go through a CUDA graph: then `graph` has its size and what it is given.
+    `copies`: target and source pages. `restores`, `saves`: slots and checkpoint files.
     `snapshots`: rows of hidden states and files, by row and position. `sampled_slots`: of the plan's samples.
     `prompt_logprobs`: for each prefill row that wants them the slot, the position of the first target, the row's first
     token in the batch, and the computation.
     """
 
-    def __init__(self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], kernels: Kernels) -> None:
+    def __init__(
+        self,
+        plan: StepPlan,
+        inputs: Sequence[MultimodalInputs | None],
+        kernels: Kernels,
+        buffers: StepBuffers,
+        graphs: DecodeGraphs,
+    ) -> None:
         """`inputs`: of each row, decode rows first; None for a row of text alone."""
-        self.staging = Staging()
+        self.buffers, self.staging = buffers, Staging(buffers)
         self.copies = self.snapshots = _EMPTY
         if plan.copies:
             sources: dict[int, int] = {}  # copies are made one after the other in the plan, all at once on the device
@@ -37,18 +46,29 @@ class StepInputs:
             pairs = np.array(list(sources.items()), np.int64).T.copy()
             self.copies = self.staging.add(pairs[0]), self.staging.add(pairs[1])
         self.restores, self.saves = self._slots_and_files(plan.restores), self._slots_and_files(plan.saves)
-        self.batch = BatchBuilder(plan, inputs, kernels, self.staging)
-        host = self.batch.host
+        self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
+        self.batch: BatchBuilder | None = None
+        self.graph: tuple[int, StagedArray] | None = None
+        self.prompt_logprobs: list[tuple[int, int, int, PromptLogprobs]] = []
+        size = graphs.size_for(plan)
+        if size is not None:
+            self.graph = size, self.staging.add(graphs.pack(plan, inputs, size))
+        elif plan.num_rows:
+            self.batch = self._eager_rows(plan, inputs, kernels)
+
+    def _eager_rows(self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], kernels: Kernels) -> BatchBuilder:
+        batch = BatchBuilder(plan, inputs, kernels, self.staging)
+        host = batch.host
         if plan.snapshots:
             last_rows = host.cu_seqlens[host.snapshot_rows] + host.snapshot_offsets - 1
-            self.snapshots = self.staging.add(last_rows.astype(np.int64)), self._files(self.batch.snapshots)
-        self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
+            self.snapshots = self.staging.add(last_rows.astype(np.int64)), self._files(batch.snapshots)
         first_rows = host.cu_seqlens[len(plan.decodes) :].tolist()
         self.prompt_logprobs = [
             (row.slot, row.start + 1, first, PromptLogprobs(row.score, self.staging, kernels.logprobs))
             for row, first in zip(plan.prefills, first_rows, strict=False)
             if row.score is not None
         ]
+        return batch
 
     def _slots_and_files(self, records: Sequence[Restore | Save]) -> tuple[StagedArray, StagedArray]:
         if not records:
@@ -70,10 +90,13 @@ class LaunchedStep:
     logprobs: SampledLogprobs | None = None
     logits: Tensor | None = None
     is_drawn: bool = False
-    _readback: Readback = field(default_factory=Readback)
+    _readback: Readback = field(init=False)
     _tokens: ReadbackArray | None = None
     _sampled_logprobs: list[tuple[list[int], list[ReadbackArray]]] = field(default_factory=list)
     _prompt_logprobs: list[tuple[int, int, list[ReadbackArray]]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._readback = Readback(self.inputs.buffers)
 
     def add_prompt_logprobs(self, slot: int, position: int, logprobs: LogprobTensors) -> None:
         """Of tokens of the sequence in `slot`, from `position` on."""

@@ -16,13 +16,14 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels.exact.products import find_dependent_height
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
-from cairn.kernels.staging import Staging
+from cairn.kernels.staging import Staging, StepBuffers
 from cairn.layers.linear import Linear
 from cairn.layers.memory import PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
 from cairn.runner.batch_builder import SlotTensors
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.contract import EncoderCounters, StepRunner
+from cairn.runner.decode_graphs import DecodeGraphs, Graphs
 from cairn.runner.input_batch import InputBatch
 from cairn.runner.launched_step import LaunchedStep, StepInputs
 from cairn.runner.logprobs import SampledLogprobs
@@ -105,6 +106,22 @@ class Runner(StepRunner):
         self._input_batch = InputBatch()
         self._counts = model.kernels.token_counts(num_slots, model.vocab_size, model.spec.device)
         self._launched: deque[LaunchedStep] = deque()
+        self._buffers: list[StepBuffers] = []
+        no_files = torch.zeros(0, layout.pages_per_checkpoint, dtype=torch.int64, device=model.spec.device)
+        self._graphs = DecodeGraphs(
+            model,
+            _StepMemory(self._paged, self._live.recurrent, self._files, no_files),
+            self._live.hidden,
+            self._slot_tensors,
+        )
+
+    def capture_graphs(
+        self, graphs: Graphs, sizes: Sequence[int], max_model_len: int, captured: Callable[[int], None]
+    ) -> None:
+        """From now on decode steps of up to max(sizes) rows are replayed; see `DecodeGraphs`. To be called before the
+        first plan, and after `get_ready`. `captured` is called with each size."""
+        with torch.inference_mode():
+            self._graphs.capture(graphs, sizes, max_model_len, captured)
 
     def get_ready(self) -> None:
         """Compile the kernels; in exact mode also check that fixed tiles make rows independent with this rank's
@@ -122,7 +139,9 @@ class Runner(StepRunner):
         assert not self._launched or self._launched[-1].is_drawn, f"step {plan.step} before the last one was drawn"
         with torch.inference_mode():
             self._input_batch.update(plan)
-            inputs = StepInputs(plan, self._multimodal_inputs(plan), self._model.kernels)
+            # A set that no step uses any more: there are as many as steps were out at once.
+            buffers = self._buffers.pop() if self._buffers else StepBuffers(self._model.spec.device)
+            inputs = StepInputs(plan, self._multimodal_inputs(plan), self._model.kernels, buffers, self._graphs)
             step = LaunchedStep(plan, inputs)
             writes = [self._slot_tensors.stage_updates(plan, inputs.staging)]
             if self._model.communicator.rank == 0:
@@ -151,6 +170,7 @@ class Runner(StepRunner):
         launched = self._launched.popleft()
         assert launched.plan.step == step, f"step {step} is not to be collected now"
         result = launched.result()
+        self._buffers.append(launched.inputs.buffers)
         self._input_batch.append(result.sampled)
         self.steps += 1
         return result
@@ -221,10 +241,15 @@ class Runner(StepRunner):
 
     def _forward(self, step: LaunchedStep) -> None:
         inputs = step.inputs
+        self.forward_passes += 1
+        if inputs.graph is not None:
+            size, packed = inputs.graph
+            self._graphs.replay(size, packed.tensor)
+            return
+        assert inputs.batch is not None
         batch = inputs.batch.batch(self._slot_tensors)
         rows, files = (each.tensor for each in inputs.snapshots)
         hidden = self._model.forward(batch, _StepMemory(self._paged, self._live.recurrent, self._files, files))
-        self.forward_passes += 1
         self._live.hidden[batch.state_slots] = hidden[batch.cu_seqlens[1:] - 1]
         if step.plan.snapshots:
             self._files.write_hidden(files, hidden[rows])

@@ -13,7 +13,8 @@ from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 from cairn.errors import ConfigError
 
 _KEYS = "api_key"
-_SEVERAL: Mapping[str, str] = MappingProxyType({_KEYS: "KEY", "served_model_name": "NAME"})
+_SIZES = "cudagraph_capture_sizes"
+_SEVERAL: Mapping[str, str] = MappingProxyType({_KEYS: "KEY", "served_model_name": "NAME", _SIZES: "ROWS"})
 """Settings that take all words up to the next flag, with what the help calls one."""
 
 _SHOWN = 80
@@ -49,7 +50,11 @@ def last_words(parsed: Namespace) -> dict[str, str]:
     """By setting that takes several words: what stands last among several words of its last flag. MODEL may stand
     there: argparse cannot know where they end."""
     groups = {name: getattr(parsed, name, [[]])[-1] for name in _SEVERAL}
-    return {name: words[-1] for name, words in groups.items() if len(words) > 1}
+    return {
+        name: words[-1]
+        for name, words in groups.items()
+        if len(words) > 1 and not (name == _SIZES and words[-1].isdecimal())
+    }
 
 
 def flatten_words(parsed: Namespace, *, without_last: str | None = None) -> Namespace:

@@ -52,15 +52,13 @@ def _lists(names: str, values: str | None, why: str) -> VllmFlags:
 VLLM_FLAGS: tuple[VllmFlags, ...] = (
     # -- how it computes -----------------------------------------------------------------------------------------------
     _switches(
-        "--enforce-eager --cudagraph-metrics --sleep-mode-offload-cudagraph", None, "there are no captured graphs"
+        "--cudagraph-metrics --sleep-mode-offload-cudagraph", None, "there are no metrics of graphs, and no sleep mode"
     ),
     VllmFlags(
-        "--compilation-config -cc --optimization-level -O --performance-mode --max-cudagraph-capture-size "
-        "--jit-monitor-mode",
+        "--compilation-config -cc --optimization-level -O --performance-mode --jit-monitor-mode",
         None,
-        "nothing is compiled for a model and there are no captured graphs",
+        "nothing is compiled for a model; CUDA graphs have flags of their own",
     ),
-    _lists("--cudagraph-capture-sizes", None, "there are no captured graphs"),
     _switches("--jit-monitor-verbose", None, "nothing is compiled for a model"),
     VllmFlags(
         "--attention-config -ac --mamba-backend --mamba-ssu-algorithm --moe-backend "

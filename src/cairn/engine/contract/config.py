@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
-from cairn.setting_types import AttentionBackend, Bytes, BytesOrZero, Count, CountOrAuto, GdnPrefillBackend
+from cairn.setting_types import AttentionBackend, Bytes, BytesOrZero, Count, CountOrAuto, GdnPrefillBackend, GraphSizes
 
 _MAX_COUNT = 1 << 24
 
@@ -92,6 +92,19 @@ class EngineOptions(BaseModel):
         "auto",
         description="with --device cuda: whose gated delta rule computes prompts; auto is triton, cairn's own; fla, if "
         "installed, where it can",
+    )
+    enforce_eager: bool = Field(
+        False, description="with --device cuda: launch decode steps kernel by kernel, without CUDA graphs"
+    )
+    cudagraph_capture_sizes: GraphSizes = Field(
+        None,
+        description="with --device cuda: rows of decode steps that become CUDA graphs: 1 2 4 8; vLLM's unless given",
+    )
+    max_cudagraph_capture_size: int = Field(
+        512,
+        description="with --device cuda: rows of the largest CUDA graph, never more than --max-num-seqs; 0 for none",
+        ge=0,
+        le=65536,
     )
     tokenizer: str | None = Field(
         None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1

@@ -7,6 +7,10 @@ sums are put together by a second kernel. It is bound by memory; what it needs i
 
 A prefill row's result does not depend on the rest of the batch: tiles lie on the absolute grid of chunks, and keys are
 added block by block from position 0 on. A decode's depends on the split length.
+
+In a CUDA graph nobody on the host knows the lengths. As many parts are launched there for every sequence as are enough
+for the longest one, each sequence is cut into so many equal ones, of MIN_SPLIT keys at least, and those too many end at
+once.
 """
 
 from math import log2
@@ -29,6 +33,10 @@ which leave room for a single program on a multiprocessor anyway."""
 MIN_SPLIT, MAX_SPLIT, MAX_SPLITS = 128, 2048, 128
 """Keys of a decode's part: what starting a program is worth; what evens out sequences of different lengths. The last is
 the number of parts where there would be more, unless they come to MAX_SPLIT then."""
+
+MOST_CAPTURED = 16_384
+"""Programs of a decode in a CUDA graph, unless fewer would leave multiprocessors without: of short sequences most have
+nothing to do, and starting one takes time all the same. Not measured."""
 
 FIXED_SPLIT = 1024
 """Keys of a part where a decode's result must not depend on the rest of the batch."""
@@ -154,22 +162,31 @@ def _prefill_kernel(
     tl.store(out + places[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _part_length(length, split_length, num_splits, LEAST: tl.constexpr):
+    """Keys of a part: `split_length`, or if that is 0 what makes at most `num_splits` parts of the sequence, a multiple
+    of LEAST."""
+    even = tl.cdiv(tl.cdiv(length, num_splits), LEAST) * LEAST
+    return tl.where(split_length > 0, split_length, tl.maximum(even, LEAST))
+
+
 @kernel
 def _decode_kernel(
     q, keys, values, out, parts, part_weights, table, slots, seq_lens,
     q_row, q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_row,
     split_length,
     GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, SCALE: tl.constexpr, DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr,
+    DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     head = tl.program_id(1)
     seq = tl.program_id(2)
-    begin = split * split_length
     length = tl.load(seq_lens + seq)
+    part_length = _part_length(length, split_length, tl.num_programs(0), LEAST)
+    begin = split * part_length
     if begin >= length:
         return
-    end = tl.minimum(begin + split_length, length)
+    end = tl.minimum(begin + part_length, length)
 
     members = tl.arange(0, GROUP_BLOCK)
     heads = head * GROUP + members
@@ -204,12 +221,14 @@ def _decode_kernel(
 @kernel
 def _combine_kernel(
     parts, part_weights, seq_lens, out, split_length, num_splits,
-    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr,
+    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
-    """The parts' outputs, weighted by their sums of weights, of which the logarithm to base 2 is known."""
+    """The parts' outputs, weighted by their sums of weights, of which the logarithm to base 2 is known. Zeros for a
+    sequence without keys, which is a padding row."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
-    count = tl.cdiv(tl.load(seq_lens + seq), split_length)
+    length = tl.load(seq_lens + seq)
+    count = tl.cdiv(length, _part_length(length, split_length, num_splits, LEAST))
     row = seq.to(tl.int64) * tl.num_programs(0) + head
     dims = tl.arange(0, DIM_BLOCK)
     total = tl.zeros([DIM_BLOCK], tl.float32)
@@ -226,7 +245,8 @@ def _combine_kernel(
         total = total * shrink + tl.sum(weights[:, None] * part, axis=0)
         weight = weight * shrink + tl.sum(weights, axis=0)
         largest = new_largest
-    tl.store(out + row * DIM + dims, (total / weight).to(out.dtype.element_ty), mask=dims < DIM)
+    result = tl.where(count > 0, total / weight, 0.0)
+    tl.store(out + row * DIM + dims, result.to(out.dtype.element_ty), mask=dims < DIM)
 
 
 Tile = tuple[dict[str, Any], dict[str, int]]
@@ -271,6 +291,7 @@ def _decode_tile(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page_s
         "GROUP_BLOCK": power_of_2(shapes["GROUP"], 16),
         "BLOCK": 64 if low and dim <= 128 else 32,
         "SPLIT": split,
+        "LEAST": MIN_SPLIT,
         **shapes,
     }
     return constants, {"num_warps": 4, "num_stages": 3} if low else {"num_warps": 8, "num_stages": 2}
@@ -283,6 +304,15 @@ def split_length(num_decodes: int, kv_heads: int, longest: int, multiprocessors:
     splits = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // (num_decodes * kv_heads))
     num_keys = min(max(-(-longest // splits), MIN_SPLIT), MAX_SPLIT)
     return -(-max(num_keys, -(-longest // MAX_SPLITS)) // 64) * 64
+
+
+def captured_splits(num_decodes: int, kv_heads: int, longest: int, multiprocessors: int = 132) -> int:
+    """Parts of every sequence of a CUDA graph: so that one sequence keeps the multiprocessors busy, and that parts of
+    the longest have at most MAX_SPLIT keys where that takes no more than MOST_CAPTURED programs."""
+    programs = num_decodes * kv_heads
+    busy = max(1, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // programs)
+    splits = max(busy, min(-(-longest // MAX_SPLIT), MOST_CAPTURED // programs))
+    return min(splits, MAX_SPLITS, -(-longest // MIN_SPLIT))
 
 
 def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
@@ -315,11 +345,16 @@ def _decode(
     q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, fixed: bool = False
 ) -> None:
     num_decodes, (heads, dim), (kv_heads, page_size) = batch.host.num_decodes, q.shape[1:], keys.shape[1:3]
-    longest = int(batch.host.seq_lens[:num_decodes].max())
-    length = split_length(num_decodes, kv_heads, longest, limits().multiprocessors, fixed)
-    splits = -(-longest // length)
-    # Of a fixed length even one part goes the way of several, so that it is computed by the same code.
-    split = splits > 1 or fixed
+    captured = batch.host.max_seq_len
+    if captured is not None and not fixed:
+        length, splits = 0, captured_splits(num_decodes, kv_heads, captured, limits().multiprocessors)
+    else:
+        longest = int(batch.host.seq_lens[:num_decodes].max()) if captured is None else captured
+        length = split_length(num_decodes, kv_heads, longest, limits().multiprocessors, fixed)
+        splits = -(-longest // length)
+    # Of a fixed length even one part goes the way of several, so that it is computed by the same code. So does one of a
+    # graph: padding rows get their zeros where parts are put together.
+    split = splits > 1 or fixed or captured is not None
     constants, options = _decode_tile(q.dtype, heads, kv_heads, dim, page_size, split)
     parts = part_weights = out
     if split:
@@ -337,5 +372,6 @@ def _decode(
             DIM=dim,
             DIM_BLOCK=constants["DIM_BLOCK"],
             BLOCK=_COMBINED[splits > _COMBINED[0]],
+            LEAST=MIN_SPLIT,
             num_warps=4,
         )

@@ -65,8 +65,9 @@ class CudaMetadata:
 def build_metadata(host: HostBatch, staging: Staging) -> CudaMetadata:
     """See `Kernels.build_metadata`."""
     counts = np.diff(host.cu_seqlens)
-    first_chunks, last_chunks = host.seq_starts // CHUNK, (host.seq_lens - 1) // CHUNK
-    num_chunks = np.where(np.arange(host.num_seqs) < host.num_decodes, 0, last_chunks - first_chunks + 1)
+    prefills = slice(host.num_decodes, None)
+    num_chunks = np.zeros(host.num_seqs, np.int64)
+    num_chunks[prefills] = (host.seq_lens[prefills] - 1) // CHUNK - host.seq_starts[prefills] // CHUNK + 1
     seq_chunks = np.concatenate([[0], np.cumsum(num_chunks)])
     chunk_seqs = np.repeat(np.arange(host.num_seqs), num_chunks)
     within = np.arange(len(chunk_seqs)) - seq_chunks[chunk_seqs]

@@ -1,0 +1,169 @@
+"""Decode steps as CUDA graphs: a forward pass of one token a sequence is recorded once for some numbers of rows, and
+launched as a whole from then on. The host's share of such a step is one array of lengths.
+
+A graph launches the same kernels with the same arguments every time. So everything that differs between two steps is
+read on the device, from tensors that stay where they are:
+
+    rows    int32 [8, rows]: token, three positions, slot, seq_start, seq_len, kv_write_from; the step's one copy
+            brings them, and a copy on the device takes them to where the graph reads
+    slots   block tables, newest and stop tokens, running states, as for any step
+    pages   the pool
+
+and nothing is chosen by lengths: see `HostBatch.captured`. A batch of fewer rows has padding behind them: decodes of
+length 0 in the slot that is no request's, which read and write no pages. What a graph ends with is the final hidden
+state in each row's slot; logits and the draw are of the plan's samples, not of its rows, and come after it.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cairn.kernels.batch import Batch, HostBatch
+from cairn.kernels.staging import Staging
+from cairn.layers.memory import Memory
+from cairn.layers.model import Model
+from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors
+from cairn.runner.vision import MultimodalInputs
+from cairn.step import StepPlan
+
+_FIELDS = 8
+_ALIGNMENT = 16
+"""Rows of the array have room for a multiple of so many numbers, 64 bytes: kernels are compiled for how operands are
+aligned, and are the same for all sizes then."""
+
+
+class Graphs(Protocol):
+    """What records launches."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what `run` launches; returns what launches it again, with the same arguments. Memory that is allocated
+        meanwhile is shared with other graphs and holds nothing from one launch to the next."""
+        ...
+
+
+class CudaGraphs:
+    """By CUDA, with one pool of memory for all graphs."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Graphs.capture`."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as a transfer's, may ask the driver for something meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
+
+class DecodeGraphs:
+    """The graphs of one runner; none before `capture`."""
+
+    def __init__(self, model: Model, memory: Memory, hidden: Tensor, slot_tensors: SlotTensors) -> None:
+        """`memory`: of a pass without snapshots. `hidden`: final hidden states by slot, [slots + 1, hidden]."""
+        self._model, self._memory, self._hidden, self._slot_tensors = model, memory, hidden, slot_tensors
+        self._num_slots = len(hidden) - 1
+        self._sizes: list[int] = []
+        self._replays: dict[int, Callable[[], None]] = {}
+        self._rows = torch.zeros(0, dtype=torch.int32)
+        self._stop_tokens = slot_tensors.stop_tokens
+        self._constants: list[object] = []
+
+    def capture(
+        self, graphs: Graphs, sizes: Sequence[int], max_model_len: int, captured: Callable[[int], None]
+    ) -> None:
+        """Record a pass for each of the sizes, the largest first: the others find room in its memory. `max_model_len`:
+        tokens of the longest sequence. `captured` is called with each size.
+        """
+        device = self._model.spec.device
+        self._rows = torch.zeros(_FIELDS * _pitch(max(sizes)), dtype=torch.int32, device=device)
+        self._slot_tensors.reserve_stop_tokens(MOST_STOP_TOKENS)
+        self._stop_tokens = self._slot_tensors.stop_tokens
+        self._sizes, self._replays, self._constants = sorted(set(sizes)), {}, []
+        for size in reversed(self._sizes):
+            host, staging = HostBatch.captured(size, max_model_len), Staging()
+            metadata, cu_seqlens = self._model.kernels.build_metadata(host, staging), staging.add(host.cu_seqlens)
+            padding = staging.add(self._padding(size))
+            staging.send(device)
+            self._view(size).copy_(padding.tensor)
+            run = partial(self._run, size, host, cu_seqlens.tensor, metadata)
+            run()  # compiles kernels, and makes what libraries want to have made before they are recorded
+            self._replays[size] = graphs.capture(run)
+            self._constants.append((cu_seqlens, metadata))  # a graph does not keep what it reads
+            captured(size)
+
+    def size_for(self, plan: StepPlan) -> int | None:
+        """The size that the plan's rows are padded to; None where they are not replayed: prefill, snapshots, and more
+        rows than the largest size. None, too, from a request with more stop tokens than there was room for on: the
+        tensor is another one then."""
+        num_rows = len(plan.decodes)
+        if not self._sizes or plan.prefills or plan.snapshots or not 0 < num_rows <= self._sizes[-1]:
+            return None
+        room = self._stop_tokens.shape[1]
+        if self._slot_tensors.stop_tokens is not self._stop_tokens or any(
+            len(admit.stop_token_ids) > room for admit in plan.admits
+        ):
+            return None
+        return self._sizes[bisect_left(self._sizes, num_rows)]
+
+    def pack(self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], size: int) -> NDArray[np.int32]:
+        """The plan's rows as `replay` takes them, int32 [8, room]. `inputs`: of each row; a decode row behind images
+        has three positions of its own."""
+        rows, decodes = self._padding(size), plan.decodes
+        own = rows[:, : len(decodes)]
+        own[0], own[1:4] = decodes.tokens, decodes.positions
+        own[4], own[5], own[6], own[7] = (
+            decodes.slots,
+            decodes.positions,
+            decodes.positions + 1,
+            decodes.kv_write_from,
+        )
+        for row, each in enumerate(inputs):
+            if each is not None:
+                own[1:4, row] = each.positions[:, 0]
+        return rows
+
+    def replay(self, size: int, rows: Tensor) -> None:
+        """Launch the pass of `size` rows. `rows`: what `pack` gave, on the device."""
+        self._view(size).copy_(rows)
+        self._replays[size]()
+
+    def _padding(self, size: int) -> NDArray[np.int32]:
+        rows = np.zeros((_FIELDS, _pitch(size)), np.int32)
+        rows[4], rows[7] = self._num_slots, 1
+        return rows
+
+    def _view(self, size: int) -> Tensor:
+        """Where the graph of `size` rows reads them: all of them at the same place, one at a time."""
+        pitch = _pitch(size)
+        return self._rows[: _FIELDS * pitch].view(_FIELDS, pitch)
+
+    def _run(self, size: int, host: HostBatch, cu_seqlens: Tensor, metadata: object) -> None:
+        """What is recorded."""
+        rows = self._view(size)[:, :size]
+        tokens, state_slots = self._slot_tensors.continue_rows(rows[0].long(), rows[4])
+        batch = Batch(
+            tokens=tokens,
+            positions=rows[1:4].long(),
+            cu_seqlens=cu_seqlens,
+            slots=rows[4],
+            state_slots=state_slots,
+            seq_starts=rows[5],
+            seq_lens=rows[6],
+            kv_write_from=rows[7],
+            block_tables=self._slot_tensors.block_tables,
+            host=host,
+            metadata=metadata,
+        )
+        self._hidden[state_slots] = self._model.forward(batch, self._memory)
+
+
+def _pitch(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
