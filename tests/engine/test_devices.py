@@ -7,7 +7,6 @@ import torch
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
-from cairn.engine.contract.config import KvTransferConfig
 from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_room
 from cairn.engine.sizing import choose_memory_sizes, least_pages
 from cairn.errors import ConfigError
@@ -54,7 +53,6 @@ def test_the_cpu_unless_asked(tiny_model, device):
         ({"exact": True}, "--exact"),
         ({"quantization": "int8"}, "--quantization int8"),
         ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
-        ({"kv_transfer": KvTransferConfig()}, "--kv-transfer-config"),
     ],
 )
 def test_what_does_not_go_together_with_a_gpu(tiny_model, settings, flag):

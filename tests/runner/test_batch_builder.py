@@ -131,7 +131,7 @@ def test_all_that_a_step_gives_comes_back_in_one_piece():
         readback = Readback()
         fetched = [readback.add(torch.from_numpy(np.ascontiguousarray(array)).to(place)) for array in ARRAYS]
         copies.take()
-        readback.send()
+        readback.send(place)
         assert copies.take() == (0, int(place is device))
         readback.wait()
         for array, one in zip(ARRAYS, fetched, strict=True):

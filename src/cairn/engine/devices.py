@@ -52,7 +52,6 @@ def choose_device(config: EngineConfig, opened: OpenModel) -> Device:
         (config.exact, "--exact", "the CUDA kernels promise no fixed order of sums"),
         (config.quantization == "int8", "--quantization int8", "there are no int8 products on GPUs"),
         (config.tensor_parallel_size > 1, "--tensor-parallel-size", "there is one rank on a GPU"),
-        (config.kv_transfer is not None, "--kv-transfer-config", "a GPU's memory is not transferred"),
     ]
     for is_asked, flag, reason in refused:
         if is_asked:

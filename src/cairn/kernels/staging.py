@@ -101,24 +101,29 @@ class Readback:
         self._entries.append(ReadbackArray(tensor))
         return self._entries[-1]
 
-    def send(self) -> None:
-        """One copy of everything that was added; none of what is on the host already."""
+    def send(self, device: torch.device) -> None:
+        """One copy of everything that was added; none of what is on the host already. Also where nothing was added
+        `wait` waits until all that was launched on `device` before is done: other servers may then read it."""
         tensors = [entry.tensor for entry in self._entries]
-        if all(tensor.device.type == "cpu" for tensor in tensors):
-            return
+        if not all(tensor.device.type == "cpu" for tensor in tensors):
+            self._copy(tensors)
+        if device.type == "cuda":
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    def _copy(self, tensors: Sequence[Tensor]) -> None:
         flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
         whole = torch.cat(flat) if len(flat) > 1 else flat[0]
         if whole.device.type == "cuda":
             # The host goes on, and plans the next step: `wait` is where it needs the numbers.
             self._moved = torch.empty(whole.shape, dtype=torch.uint8, pin_memory=True)
             self._moved.copy_(whole, non_blocking=True)
-            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._event.record()
         else:
             self._moved = whole.cpu()
 
     def wait(self) -> None:
-        """Waits until the copy is complete. Raises EngineDead when the device has not made it in time."""
+        """Waits until the copy, and all that was launched before it, is complete. Raises EngineDead when the device has
+        not done it in time."""
         if self._event is not None:
             self._wait_event(self._event)
         tensors = [entry.tensor for entry in self._entries]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels
@@ -79,8 +80,9 @@ class LaunchedStep:
         """Of tokens of the sequence in `slot`, from `position` on."""
         self._prompt_logprobs.append((slot, position, [self._readback.add(tensor) for tensor in logprobs]))
 
-    def read_back(self, tokens: Tensor | None) -> None:
-        """Start the copy to the host. `tokens`: int64 [samples]; None for a plan without samples."""
+    def read_back(self, tokens: Tensor | None, device: torch.device) -> None:
+        """Start the copy to the host. `tokens`: int64 [samples]; None for a plan without samples. `device`: where the
+        step runs."""
         if tokens is not None:
             self._tokens = self._readback.add(tokens)
             if self.logprobs is not None and self.logits is not None:
@@ -89,10 +91,10 @@ class LaunchedStep:
                     for rows, tensors in self.logprobs.compute(self.logits, tokens)
                 ]
         self.logits, self.is_drawn = None, True
-        self._readback.send()
+        self._readback.send(device)
 
     def result(self) -> StepResult:
-        """Waits for the copy to the host."""
+        """Waits for the copy to the host, and for everything that the step writes."""
         assert self.is_drawn, f"step {self.plan.step} has not been drawn"
         self._readback.wait()
         slots = self.plan.samples.slots.tolist()
