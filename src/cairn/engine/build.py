@@ -73,6 +73,8 @@ def build_core(
         with explain_out_of_memory(device):
             model = opened.build(exact=False, backend=device.backend, device=device.place)
             room = measure_room(config, model, layout, CudaMemory(device.place))
+        # what other servers' pages are read into, and once more while it is laid out
+        room -= 2 * _extra_pages(config, opened, layout) * layout.page_bytes
         sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
     else:
         available = (machine or Machine()).available_memory()

@@ -31,6 +31,7 @@ from cairn.transfer.digest import SequenceIndex
 from cairn.transfer.geometry import ModelUnits, geometry_of
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Link
+from cairn.transfer.links.gpu_paths import describe_gpu_paths
 from cairn.transfer.memory import PoolMemory
 from cairn.transfer.params import HINT, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy, is_loopback
@@ -166,11 +167,15 @@ def nixl_link(host: str) -> Link:
 
 
 def rank_worker(link: Link, memory: RankMemory) -> LinkWorker:
-    """Registers this rank's memory with its link; returns the worker that reads into it."""
-    link.register(memory.pool.region)
+    """Registers this rank's memory with its link; returns the worker that reads into it. Raises ConfigError where the
+    link cannot reach a GPU's memory."""
+    region = memory.pool.region
+    link.register(region)
+    if region.device is not None:
+        logger.info("--kv-transfer-config: %s", describe_gpu_paths(region.device))
     geometry = geometry_of(memory.layout, memory.tp_size)
     staging = None
-    if memory.pool.region.num_pages > memory.num_pages:
+    if region.num_pages > memory.num_pages:
         staging = StagingArea(memory.pool, memory.num_pages, geometry.block_size)
     return LinkWorker(link, PairedPages(memory.units, geometry, memory.rank, staging), memory.pool.fence)
 
