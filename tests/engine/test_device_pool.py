@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.engine.transfers.device_pool import DevicePool, NoStream
+from cairn.engine.transfers.device_pool import CudaStream, DevicePool, NoStream
 from cairn.kernels.staging import Readback
 from cairn.transfer.geometry import pair, staging_copies, staging_pages
 from cairn.transfer.memory import HostPool
@@ -93,14 +93,15 @@ def test_copies_go_into_the_stream_and_the_event_behind_them():
 
 
 class Event:
-    """`recorded`: those that were, in order."""
+    """`recorded`: those that were, in order. `stream`: None for the one that steps run in."""
 
     recorded: ClassVar[list["Event"]] = []
 
     def __init__(self) -> None:
         self.asked = 0
 
-    def record(self) -> None:
+    def record(self, stream=None) -> None:
+        self.stream = stream
         self.recorded.append(self)
 
     def query(self) -> bool:
@@ -117,3 +118,26 @@ def test_a_step_of_which_nothing_is_read_is_waited_for_on_a_gpu_too(place, monke
     readback.send(torch.device(place))
     readback.wait()
     assert [event.asked for event in Event.recorded] == ([3] if place == "cuda" else [])
+
+
+def test_a_gpus_copies_have_a_stream_and_events_of_their_own(monkeypatch):
+    """Every call to CUDA is a double; what it is called with is not."""
+    streams, devices, used, device = [], [], [], torch.device("cuda", 1)
+
+    def new_stream(place):
+        streams.append(place)
+        return f"stream of {place}"
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "Stream", new_stream)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(used.append(stream)))
+    Event.recorded = []
+    stream = CudaStream(device)
+    stream.enter_thread()
+    assert streams == devices == [device] and len(Event.recorded) == 1, "an event makes the thread's context"
+    with stream.use():
+        pass
+    fence = stream.record()
+    assert used == ["stream of cuda:1"] and [event.stream for event in Event.recorded] == used * 2
+    assert [fence(), fence(), fence()] == [False, False, True]
