@@ -87,7 +87,10 @@ def rank_service(host: str, num_pages: int, units: ModelUnits) -> RankService:
 def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_link) -> Iterator[None]:
     """Carries out reads of this rank's share from a thread of its own, as long as the context is open."""
     own = msgspec.msgpack.decode(settings, type=_Settings)
-    pool = HostPool(place.runner.pool.numpy())
+    from cairn.engine.transfers.device_pool import DevicePool  # needs torch, which this rank's process has
+
+    tensor = place.runner.pool
+    pool = HostPool(tensor.numpy()) if tensor.device.type == "cpu" else DevicePool.of(tensor)
     memory = RankMemory(pool, own.num_pages, place.runner.layout, own.units, place.rank, place.tp_size)
     link = make_link(own.host)
     worker = rank_worker(link, memory)
@@ -99,6 +102,7 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
 
     def serve() -> None:
         try:
+            pool.enter_thread()
             while not stopping.is_set():
                 channel.socket.poll(_READING_MILLISECONDS if servant.is_reading else _LOOK_MILLISECONDS)
                 servant.turn()
