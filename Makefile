@@ -87,13 +87,14 @@ test-kernels: $(TRITON)
 	@$(WITH_TRITON) $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal tests/kernels/test_cuda_compiles.py $(TEST_ARGS)
 
 # Tests that have passed are not run again before one of these files changes.
-GPU_SOURCES = $(sort $(wildcard src/cairn/kernels/*.py src/cairn/kernels/*/*.py tests/kernels/*.py benchmarks/gpu_kernels.py))
+GPU_SOURCES = $(sort $(wildcard src/cairn/kernels/*.py src/cairn/kernels/*/*.py tests/kernels/*.py benchmarks/gpu_kernels.py \
+	src/cairn/transfer/*.py src/cairn/transfer/*/*.py src/cairn/engine/transfers/*.py))
 GPU_TESTS := test_cuda_real_shapes test_cuda_rows test_cuda_attention test_scans test_sequences_in_parts \
-	test_against_reference test_cuda_libraries test_cuda_loading test_cuda_sampler
+	test_against_reference test_cuda_libraries test_cuda_loading test_cuda_sampler test_cuda_pd
 GPU_ENGINE_SOURCES = $(sort $(GPU_SOURCES) $(shell find src/cairn -name '*.py'))
 GPU_ENGINE_TESTS := test_cuda_engine test_cuda_engine_load
 # Sources, and files of tests.
-RUN_ON_GPU = PYTHONPATH=src:tests:. TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache-gpu $(ONE_THREAD) $(OFFLINE) \
+RUN_ON_GPU = PYTHONPATH=src:tests:tests/pd:. TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache-gpu $(ONE_THREAD) $(OFFLINE) \
 	  GPU_TESTS_PASSED=build/gpu-tests/$$(cat $(1) | sha256sum | cut -c 1-16) \
 	  GPU_TESTS_SECONDS=$(GPU_SECONDS) $(GPU_PYTHON) -m pytest -q --durations=10 --maxfail=5 -c /dev/null --rootdir=. \
 	  --confcutdir=tests/kernels --import-mode=importlib -p no:cacheprovider -p kernels.gpu_progress \

@@ -74,7 +74,12 @@ ARROWS = MappingProxyType(
 
 TORCH = ("torch", "safetensors.torch")
 TORCH_ROOMS = ("kernels", "layers", "models", "runner", "check")
-TORCH_MODULES = ("cairn.engine.build", "cairn.engine.devices", "cairn.engine.worker")
+TORCH_MODULES = (
+    "cairn.engine.build",
+    "cairn.engine.devices",
+    "cairn.engine.transfers.device_pool",
+    "cairn.engine.worker",
+)
 NO_TORCH_MODULES = ("doubles.simulated_runner",)
 WEB = ("fastapi", "starlette", "uvicorn")
 WEB_ROOMS = ("http", "server", "proxy", "deploy")

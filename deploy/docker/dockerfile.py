@@ -62,6 +62,17 @@ def load_compose(text: str, variables: Mapping[str, str]) -> Any:
     return filled(yaml.safe_load(text))
 
 
+def merge_compose(below: Any, above: Any) -> Any:
+    """Of two compose files what docker compose makes of mappings and single values. Lists are not merged, so a second
+    file may only bring those that the first one has not."""
+    if not isinstance(below, dict) or not isinstance(above, dict):
+        if isinstance(below, list):
+            raise ValueError(f"both files have this list: {below}, {above}")
+        return above
+    merged = {name: merge_compose(below[name], each) if name in below else each for name, each in above.items()}
+    return {**below, **merged}
+
+
 def expand(text: str, variables: Mapping[str, str]) -> str:
     """`${NAME}` and `${NAME:-default}`, as a compose file has them."""
     return re.sub(r"\$\{(\w+)(?::-([^}]*))?\}", lambda found: variables.get(found[1], "") or found[2] or "", text)

@@ -11,7 +11,15 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from deploy.docker.dockerfile import assignments, expand, is_ignored, load_compose, parse_dockerfile, parse_health_check
+from deploy.docker.dockerfile import (
+    assignments,
+    expand,
+    is_ignored,
+    load_compose,
+    merge_compose,
+    parse_dockerfile,
+    parse_health_check,
+)
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -28,7 +36,7 @@ from cairn.transfer.peers import PeerPolicy
 from source_scan import ROOT
 
 FOLDER = ROOT / "deploy" / "docker"
-CPU, CUDA, COMPOSE = "cpu.Dockerfile", "cuda.Dockerfile", "compose.yaml"
+CPU, CUDA, COMPOSE, GPUS = "cpu.Dockerfile", "cuda.Dockerfile", "compose.yaml", "compose.cuda.yaml"
 IGNORED, PROJECT = ".dockerignore", "pyproject.toml"
 SERVERS, PROXY = ("prefill", "decode"), "proxy"
 SECRETS = "/run/secrets/"
@@ -36,7 +44,7 @@ NEEDED_TO_INSTALL = {"pyproject.toml", "README.md", "LICENSE", "src"}
 
 
 def texts():
-    files = {name: (FOLDER / name).read_text() for name in (CPU, CUDA, COMPOSE)}
+    files = {name: (FOLDER / name).read_text() for name in (CPU, CUDA, COMPOSE, GPUS)}
     return files | {name: (ROOT / name).read_text() for name in (IGNORED, PROJECT)}
 
 
@@ -45,8 +53,11 @@ def problems(files, secret):
     project = tomllib.loads(files[PROJECT])["project"]
     for name in (CPU, CUDA):
         yield from (f"{name}: {one}" for one in image_problems(files[name], files[IGNORED], project, gpu=name == CUDA))
-    compose, image = load_compose(files[COMPOSE], {}), list(parse_dockerfile(files[CPU]))
-    yield from (f"{COMPOSE}: {one}" for one in compose_problems(compose, image, f"deploy/docker/{CPU}", secret))
+    compose, images = load_compose(files[COMPOSE], {}), dict.fromkeys((*SERVERS, PROXY), CPU)
+    yield from (f"{COMPOSE}: {one}" for one in compose_problems(compose, images, files, secret))
+    merged, images = merge_compose(compose, load_compose(files[GPUS], {})), images | dict.fromkeys(SERVERS, CUDA)
+    yield from (f"{GPUS}: {one}" for one in compose_problems(merged, images, files, secret))
+    yield from (f"{GPUS}: {one}" for one in gpu_problems(merged["services"]))
 
 
 # -- images ------------------------------------------------------------------------------------------------------------
@@ -146,9 +157,11 @@ def health_problems(image):
 # -- compose files -----------------------------------------------------------------------------------------------------
 
 
-def compose_problems(compose, image, dockerfile, secret):
+def compose_problems(compose, images, files, secret):
+    """`images`: the Dockerfile of each service."""
     services, settings = compose["services"], {}
     for name, service in services.items():
+        dockerfile, image = f"deploy/docker/{images[name]}", list(parse_dockerfile(files[images[name]]))
         yield from (f"{name}: {one}" for one in container_problems(service, compose, dockerfile))
         environment = environment_of(image) | service["environment"]
         with mock.patch.dict(os.environ, environment, clear=True):
@@ -187,6 +200,22 @@ def parse_command(words, secret):
     given = settings.kv_secret_file
     engine_config(settings.model_copy(update={"kv_secret_file": None if given is None else secret}))
     return settings
+
+
+def gpu_problems(services):
+    """Whether each server computes on a GPU that is its own."""
+    taken = []
+    for name in SERVERS:
+        (device,) = services[name]["deploy"]["resources"].get("reservations", {}).get("devices", [{}])
+        if device.get("driver") != "nvidia" or device.get("capabilities") != ["gpu"]:
+            yield f"{name}: has no GPU"
+        if services[name]["environment"].get("CAIRN_DEVICE") != "cuda":
+            yield f"{name}: computes on the CPU"
+        if services[name]["image"] == services[PROXY]["image"]:
+            yield f"{name}: is the proxy's image"
+        taken += device.get("device_ids", [])
+    if len(set(taken)) < len(SERVERS):
+        yield f"the servers share GPUs {taken}"
 
 
 def container_problems(service, compose, dockerfile):
@@ -264,7 +293,7 @@ def test_all_take_the_one_api_key(secret):
 
 def test_variables_are_described():
     files = texts()
-    named = set(re.findall(r"\$\{(\w+)", files[COMPOSE]))
+    named = set(re.findall(r"\$\{(\w+)", files[COMPOSE] + files[GPUS]))
     described = set(re.findall(r"^\| `(\w+)`", (ROOT / "docs" / "containers.md").read_text(), flags=re.MULTILINE))
     assert named == described
 
@@ -332,6 +361,12 @@ MUTANTS = [
     (COMPOSE, 'limits: {cpus: "1", memory: 1g, pids: 256}', "limits: {pids: 256}", "has no limits"),
     (COMPOSE, "CAIRN_PROXY_API_KEY: ${CAIRN_API_KEY:-}", "CAIRN_PROXY_API_KEY: other", "API keys differ"),
     (COMPOSE, "cpu.Dockerfile}", "Dockerfile}", "is built from"),
+    (GPUS, "cuda.Dockerfile", "cpu.Dockerfile", "is built from"),
+    (GPUS, "image: cairn:cuda", "image: cairn:cpu", "is the proxy's image"),
+    (GPUS, "CAIRN_DEVICE: cuda", "CAIRN_DEVICE: cpu", "computes on the CPU"),
+    (GPUS, "CAIRN_DEVICE: cuda", "CAIRN_DEVICE: gpu", "prefill"),
+    (GPUS, "capabilities: [gpu]", "capabilities: [utility]", "has no GPU"),
+    (GPUS, "CAIRN_DECODE_GPU:-1", "CAIRN_DECODE_GPU:-0", "share GPUs"),
 ]
 
 

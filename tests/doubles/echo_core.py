@@ -24,6 +24,7 @@ from cairn.errors import AuditError, InvalidRequest, ModelError
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.geometry import ModelUnits, geometry_of
+from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE, ByteTokenizer
@@ -159,7 +160,7 @@ def _transfer(
         return None
     extra = staging_pages_for(_UNITS, geometry_of(layout, 1))
     pool = np.zeros((num_pages + extra, layout.page_bytes), np.uint8)
-    memory = RankMemory(pool, num_pages, layout, _UNITS)
+    memory = RankMemory(HostPool(pool), num_pages, layout, _UNITS)
     name = f"echo {next(_numbers)}"
     settings = config.kv_transfer
     if faults.no_lease_room:

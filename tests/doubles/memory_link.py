@@ -1,4 +1,5 @@
-"""A link within one process: it copies, slowly if told to, and misbehaves if told to.
+"""A link within one process: it copies, slowly if told to, and misbehaves if told to. Of a device's region it knows the
+address alone, and reaches it by `FakeDevicePool`'s copies.
 
 Bytes move only inside `poll`, a few descriptors at a time, so a test decides between which two of them something
 else happens.
@@ -14,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.transfer.links.contract import Descriptors, LinkError, ReadHandle, ReadState, Region
+from doubles.device_pool import FakeDevicePool
 
 __all__ = ["Fault", "MemoryFabric", "MemoryLink", "Move"]
 
@@ -99,7 +101,6 @@ class MemoryLink:
         self._peers: set[str] = set()
         self._next = 0
         self._region: Region | None = None
-        self._bytes: NDArray[np.uint8] = np.empty((0, 0), np.uint8)
         self.moved: deque[Move] = deque(maxlen=_MAX_MOVES)
 
     @property
@@ -107,11 +108,9 @@ class MemoryLink:
         return len(self._reads)
 
     def register(self, region: Region) -> None:
-        if self._region is not None or region.device is not None:
-            raise LinkError("a memory link takes one region, of host memory")
+        if self._region is not None:
+            raise LinkError("a memory link takes one region")
         self._region = region
-        raw = (ctypes.c_uint8 * (region.num_pages * region.page_bytes)).from_address(region.address)
-        self._bytes = np.ctypeslib.as_array(raw).reshape(region.num_pages, region.page_bytes)
 
     def describe(self) -> bytes:
         self._own_region()
@@ -200,8 +199,8 @@ class MemoryLink:
         source = self._fabric.peer(read.peer)
         for _ in range(min(len(read.left), self._fabric.descriptors_per_poll)):
             remote_page, remote_offset, local_page, local_offset, num_bytes = read.left.popleft()
-            data = source._bytes[remote_page, remote_offset : remote_offset + num_bytes]
-            self._bytes[local_page, local_offset : local_offset + num_bytes] = data
+            data = _read(source._own_region(), remote_page, remote_offset, num_bytes)
+            _write(self._own_region(), local_page, local_offset, data)
             self.moved.append(
                 Move(read.peer, remote_page, remote_offset, local_page, local_offset, num_bytes, read.cancelled)
             )
@@ -210,3 +209,21 @@ class MemoryLink:
         if self._region is None:
             raise LinkError(f"{self._name!r} has registered no memory yet")
         return self._region
+
+
+def _read(region: Region, page: int, offset: int, num_bytes: int) -> NDArray[np.uint8]:
+    """A copy."""
+    address = region.address + page * region.page_bytes + offset
+    if region.device is not None:
+        assert isinstance(region.owner, FakeDevicePool)
+        return region.owner.copy_out(address, num_bytes)
+    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address)).copy()
+
+
+def _write(region: Region, page: int, offset: int, data: NDArray[np.uint8]) -> None:
+    address = region.address + page * region.page_bytes + offset
+    if region.device is not None:
+        assert isinstance(region.owner, FakeDevicePool)
+        region.owner.copy_in(address, data)
+    else:
+        np.ctypeslib.as_array((ctypes.c_uint8 * len(data)).from_address(address))[:] = data

@@ -15,7 +15,6 @@ import torch
 
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.kernels import staging
-from cairn.layers.communicator import SINGLE_RANK
 from cairn.layers.process_ranks import ProcessRank
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.registry import open_model

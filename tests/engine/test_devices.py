@@ -71,7 +71,6 @@ def test_the_cpu_unless_asked(tiny_model, device):
         ({"exact": True}, "--exact"),
         ({"quantization": "int8"}, "--quantization int8"),
         ({"tensor_parallel_size": 2, "kv_transfer": KvTransferConfig()}, "--kv-transfer-config with --tensor-parallel"),
-        ({"kv_transfer": KvTransferConfig()}, "--kv-transfer-config"),
     ],
 )
 def test_what_does_not_go_together_with_a_gpu(tiny_model, settings, flag):

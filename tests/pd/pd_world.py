@@ -25,7 +25,7 @@ from cairn.transfer.contract import Peer
 from cairn.transfer.digest import SequenceIndex
 from cairn.transfer.geometry import geometry_of
 from cairn.transfer.leases import LeaseLimits
-from cairn.transfer.links.contract import Region
+from cairn.transfer.memory import HostPool
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
 from cairn.transfer.producer import Identity, Producer
@@ -103,18 +103,22 @@ class Server:
         self.pool = noise.integers(0, 256, (num_pages + extra, self.layout.page_bytes), np.uint8)
         self.runner = PooledRunner(self.layout, self.pool, num_pages, max_num_seqs)
         self.link = world.fabric.link(engine_id)
-        self.link.register(Region.of(self.pool))
+        memory = HostPool(self.pool)
+        self.link.register(memory.region)
         identity = Identity(Peer(engine_id, geometry, (self.link.describe(),)), layout_hash)
         self.channel = world.network.channel(HOST, port)
         random_bytes = world.rng.randbytes
         self.producer = Producer(identity, _limits(num_pages, lease_seconds), world.clock, random_bytes)
-        worker = LinkWorker(self.link, PairedPages(UNITS, geometry, 0, StagingArea(self.pool, num_pages, block_size)))
+        pages = PairedPages(UNITS, geometry, 0, StagingArea(memory, num_pages, block_size))
+        worker = LinkWorker(self.link, pages, memory.fence)
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())
         self.consumer = Consumer(identity, policy, ranks, world.clock, random_bytes, self.channel.send)
         self.max_leased_pages = int(num_pages * lease_share)
         self.port = TransferPort(self.max_leased_pages, random_bytes, self.channel.wake)
-        loop = TransferLoop(self.port, self.channel, self.producer, self.consumer, self.link, ranks)
+        loop = TransferLoop(
+            self.port, self.channel, self.producer, self.consumer, self.link, ranks, memory.enter_thread
+        )
         sequences = SequenceIndex(layout_hash)
         quota = LeaseQuota(
             max_leases=max_leases,

@@ -13,7 +13,7 @@ from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PullSpec
 from cairn.transfer.geometry import ModelUnits
 from cairn.transfer.leases import LeaseLimits
-from cairn.transfer.links.contract import Region
+from cairn.transfer.memory import HostPool
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import PairedPages, StagingArea, staging_pages_for
 from cairn.transfer.producer import Identity, Producer
@@ -47,15 +47,16 @@ class Content:
 
 
 class Rank:
-    """One rank's memory and link."""
+    """One rank's memory and link. `pool`: the kind of its memory."""
 
-    def __init__(self, fabric, name, units, geometry, rank, num_pages, staging_pages, **worker):
+    def __init__(self, fabric, name, units, geometry, rank, num_pages, staging_pages, pool=HostPool, **worker):
         self.num_pages, self.geometry, self.rank = num_pages, geometry, rank
         self.memory = np.full((num_pages + staging_pages, geometry.page_bytes), CANARY, np.uint8)
         self.link = fabric.link(name)
-        self.link.register(Region.of(self.memory))
-        self.staging = StagingArea(self.memory, num_pages, geometry.block_size) if staging_pages else None
-        self.worker = LinkWorker(self.link, PairedPages(units, geometry, rank, self.staging), **worker)
+        self.pool = pool(self.memory)
+        self.link.register(self.pool.region)
+        self.staging = StagingArea(self.pool, num_pages, geometry.block_size) if staging_pages else None
+        self.worker = LinkWorker(self.link, PairedPages(units, geometry, rank, self.staging), self.pool.fence, **worker)
 
     def store(self, content: Content, num_tokens: int, pages, files) -> None:
         """Put the first tokens into `pages` and checkpoints into {position: pages}."""
@@ -101,7 +102,19 @@ class Engine:
     """A server: ranks, the first of which owns connector, producer and consumer. `queues`: frames to other engines, by
     port; `answers`: (port of the asker, frame)."""
 
-    def __init__(self, world, name, port, tp_size, block_size, *, num_pages=48, staging_blocks=None, max_pages=4096):
+    def __init__(
+        self,
+        world,
+        name,
+        port,
+        tp_size,
+        block_size,
+        *,
+        num_pages=48,
+        staging_blocks=None,
+        max_pages=4096,
+        pool=HostPool,
+    ):
         self.world, self.name, self.port = world, name, port
         units = ModelUnits(world.kv_heads, naive.LAYERS, world.state_units)
         self.geometry = naive.geometry(tp_size, block_size, world.kv_heads, world.state_units, HEADER, UNIT_BYTES)
@@ -110,7 +123,7 @@ class Engine:
             extra = staging_blocks * -(-128 // block_size)
         self.num_pages = num_pages
         self.ranks = [
-            Rank(world.fabric, f"{name}-{rank}", units, self.geometry, rank, num_pages, extra)
+            Rank(world.fabric, f"{name}-{rank}", units, self.geometry, rank, num_pages, extra, pool)
             for rank in range(tp_size)
         ]
         self.channels = [memory_rank_channel() for _ in range(tp_size - 1)]
@@ -160,15 +173,28 @@ class Engine:
 
 class World:
     """Engine `p` listens at port 1, `d` at port 2. `kv_heads` and `state_units` count the whole model; `sides` go to
-    both engines, the rest to the memory fabric, unless `links` makes others."""
+    both engines, `pools` are the kinds of memory of either, the rest goes to the memory fabric, unless `links` makes
+    others."""
 
-    def __init__(self, p=(1, 16), d=(1, 16), *, kv_heads=4, state_units=4, seed=0, sides=None, links=None, **fabric):
+    def __init__(
+        self,
+        p=(1, 16),
+        d=(1, 16),
+        *,
+        kv_heads=4,
+        state_units=4,
+        seed=0,
+        sides=None,
+        links=None,
+        pools=(HostPool, HostPool),
+        **fabric,
+    ):
         self.rng = random.Random(seed)
         self.clock = ManualClock()
         self.fabric = links or MemoryFabric(**fabric)
         self.kv_heads, self.state_units = kv_heads, state_units
-        self.p = Engine(self, "p", 1, *p, **(sides or {}))
-        self.d = Engine(self, "d", 2, *d, **(sides or {}))
+        self.p = Engine(self, "p", 1, *p, pool=pools[0], **(sides or {}))
+        self.d = Engine(self, "d", 2, *d, pool=pools[1], **(sides or {}))
         self.engines = {1: self.p, 2: self.d}
         self.answers: deque[tuple[int, int, bytes]] = deque()
 

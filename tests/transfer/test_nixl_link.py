@@ -77,6 +77,24 @@ def test_without_the_extra_the_error_says_how_to_install_it(monkeypatch):
         NixlLink("reader")
 
 
+def test_memory_of_a_gpu_that_nixl_cannot_reach_is_refused_with_what_to_install(monkeypatch):
+    """On this machine NIXL has no GPU; the address is nobody's, and is not looked at."""
+    link = NixlLink("reader")
+    with pytest.raises(ConfigError, match=r"--device cuda: NIXL cannot register memory: .*nixl-cu13.*UCX_TLS"):
+        link.register(Region(0x7D00_0000_0000, NUM_PAGES, PAGE_BYTES, None, device=0))
+    assert link.close() == 0
+
+
+def test_a_peer_whose_gpu_cannot_be_reached_is_refused_with_the_limit(reader):
+    link, _ = reader
+    theirs, source = pool(2), NixlLink("source")
+    source.register(Region.of(theirs))
+    told = msgspec.msgpack.encode(msgspec.msgpack.decode(source.describe()) | {"device": 0})
+    with pytest.raises(LinkError, match=r"host memory here, GPU memory there; UCX needs CUDA IPC"):
+        link.connect(told)
+    assert link.close() == source.close() == 0
+
+
 class NixlLinks:
     """Real links where a `World` asks its fabric for some."""
 

@@ -11,6 +11,7 @@ from cairn.errors import ConfigError
 from cairn.transfer.contract import PagesFree, Peer, PullEnded, PullId, ReadOrder
 from cairn.transfer.geometry import ModelUnits
 from cairn.transfer.links.contract import LinkError, ReadState
+from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import STAGING_BYTES, PairedPages, StagingArea, staging_pages_for
 from doubles.memory_link import Fault
 from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
@@ -21,7 +22,7 @@ ONE, TWO, THREE = PullId(1), PullId(2), PullId(3)
 
 
 def staging(rows, block_size=16, num_pages=5):
-    return StagingArea(np.zeros((num_pages + rows, 8), np.uint8), num_pages, block_size)
+    return StagingArea(HostPool(np.zeros((num_pages + rows, 8), np.uint8)), num_pages, block_size)
 
 
 @pytest.mark.parametrize(("block_size", "need"), [(16, 8), (32, 4), (64, 2), (128, 1), (256, 1)])
@@ -66,7 +67,7 @@ def test_bays_go_round_among_those_who_wait():
 def test_the_engine_is_told_how_many_pages_to_reserve(page_bytes, block_size, expected):
     local = dataclasses.replace(geometry(1, 16), block_size=block_size, page_bytes=page_bytes)
     assert staging_pages_for(ModelUnits(1, 1, 1), local) == expected
-    StagingArea(np.zeros((3 + expected, 1), np.uint8), 3, block_size)
+    StagingArea(HostPool(np.zeros((3 + expected, 1), np.uint8)), 3, block_size)
 
 
 def test_a_model_without_attention_needs_none():

@@ -5,6 +5,8 @@ import pytest
 
 from cairn.transfer.contract import Peer, PullId, ReadOrder, WorkerSide
 from cairn.transfer.links.contract import LinkError, ReadState
+from cairn.transfer.memory import HostPool
+from doubles.device_pool import FakeDevicePool
 from doubles.memory_link import Fault
 from transfer.ranked_world import CANARY, World
 
@@ -15,8 +17,9 @@ TOKENS = 200
 class Reader:
     """A worker of engine `d`, and orders that read from engine `p`."""
 
-    def __init__(self, p, d, *, alone, **fabric):
-        self.world = World(p, d, kv_heads=2, sides={"staging_blocks": 2}, **fabric)
+    def __init__(self, p, d, *, alone, staging_blocks=2, pool=HostPool, **fabric):
+        sides = {"staging_blocks": staging_blocks}
+        self.world = World(p, d, kv_heads=2, sides=sides, pools=(pool, pool), **fabric)
         self.p, self.d = self.world.p, self.world.d
         self.content = self.world.content(TOKENS)
         self.p.store(self.content, TOKENS, range(self.p.pages_of(TOKENS)), {})
@@ -52,8 +55,10 @@ class Reader:
 
 KINDS = {
     "one rank, equal sizes": ((1, 16), (1, 16), True),
+    "one rank on a device": ((1, 16), (1, 16), True),
     "one rank, fewer than the peer has": ((2, 16), (1, 16), True),
     "one rank, staging": ((1, 64), (1, 16), True),
+    "one rank on a device, staging": ((1, 64), (1, 16), True),
     "all ranks of one": ((1, 16), (1, 16), False),
     "two ranks, equal sizes": ((2, 16), (2, 16), False),
     "two ranks, staging": ((1, 16), (2, 64), False),
@@ -64,7 +69,8 @@ KINDS = {
 def reader(request):
     def make(**fabric):
         p, d, alone = KINDS[request.param]
-        return Reader(p, d, alone=alone, **({"descriptors_per_poll": 1} | fabric))
+        pool = FakeDevicePool if "device" in request.param else HostPool
+        return Reader(p, d, alone=alone, pool=pool, **({"descriptors_per_poll": 1} | fabric))
 
     return make
 

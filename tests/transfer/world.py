@@ -15,6 +15,7 @@ from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PeerGeometry, PullSpec
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
+from cairn.transfer.memory import HostPool
 from cairn.transfer.params import parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy
 from cairn.transfer.planner import whole_pages
@@ -69,8 +70,9 @@ class World:
         self.sent = 0
         self.memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
         self.link = self.fabric.link("decode")
-        self.link.register(Region.of(self.memory))
-        self.worker = LinkWorker(self.link, whole_pages(0, PAGE_BYTES), chunk_bytes=3 * PAGE_BYTES)
+        pool = HostPool(self.memory)
+        self.link.register(pool.region)
+        self.worker = LinkWorker(self.link, whole_pages(0, PAGE_BYTES), pool.fence, chunk_bytes=3 * PAGE_BYTES)
         identity = Identity(Peer("decode", GEOMETRY, (self.link.describe(),)), layout)
         self.consumer = Consumer(identity, self.policy, self.worker, self.clock, self.rng.randbytes, self._send)
         self.restart()

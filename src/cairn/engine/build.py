@@ -35,6 +35,7 @@ from cairn.engine.ranks.wire import RankConfig, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
 from cairn.engine.sizing import LEAST_TOKENS, MOST_SEQS_ON_GPU, MemorySizes, choose_memory_sizes, least_pages
 from cairn.engine.text.tokenizer import ModelTokenizer
+from cairn.engine.transfers.device_pool import DevicePool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
 from cairn.machine import Machine
@@ -51,6 +52,7 @@ from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.digest import layout_hash
 from cairn.transfer.geometry import ModelUnits, geometry_of
+from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 
@@ -89,6 +91,8 @@ def build_core(
 
     def size_up(room: int | None) -> EngineInfo:
         if room is not None:
+            # what other servers' pages are read into, and once more while it is laid out
+            room -= 2 * _extra_pages(config, opened, layout) * layout.page_bytes
             sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
         else:
             available = (machine or Machine()).available_memory()
@@ -100,7 +104,9 @@ def build_core(
     num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     transfer = None
     if config.kv_transfer is not None:
-        transfer = _build_transfer(config, config.kv_transfer, opened, ranks, num_pages, clock, make_link)
+        pool = HostPool(ranks.own.pool.numpy()) if device.backend is None else DevicePool.of(ranks.own.pool)
+        memory = RankMemory(pool, num_pages, layout, _model_units(opened), tp_size=config.tensor_parallel_size)
+        transfer = _build_transfer(config, config.kv_transfer, opened, ranks, memory, clock, make_link)
     image_keys = _image_keys(ranks.own, opened, tokenizer)
     side_channel = None if transfer is None else f"{transfer.host}:{transfer.side_port}"
     info = msgspec.structs.replace(info, reads_images=image_keys is not None, side_channel=side_channel)
@@ -218,12 +224,10 @@ def _build_transfer(
     asked: KvTransferConfig,
     opened: OpenModel,
     ranks: _Ranks,
-    num_pages: int,
+    memory: RankMemory,
     clock: Clock,
     make_link: MakeLink,
 ) -> KvTransfer:
-    tp_size, own = config.tensor_parallel_size, ranks.own
-    memory = RankMemory(own.pool.numpy(), num_pages, own.layout, _model_units(opened), tp_size=tp_size)
     content = layout_hash(opened.transfer_facts() | {"exact": config.exact})
     channels = () if ranks.sockets is None else ranks.sockets.channels
     transfer = build_transfer(asked, memory, content, clock, make_link=make_link, ranks=channels)

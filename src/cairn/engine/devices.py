@@ -68,7 +68,6 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
             "--kv-transfer-config with --tensor-parallel-size",
             "ranks on GPUs do not read their shares",
         ),
-        (config.kv_transfer is not None, "--kv-transfer-config", "a GPU's memory is not transferred"),
     ]
     for is_asked, flag, reason in refused:
         if is_asked:

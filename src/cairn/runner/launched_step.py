@@ -120,7 +120,7 @@ class LaunchedStep:
         return self._readback.is_complete
 
     def result(self) -> StepResult:
-        """Waits for the copy to the host."""
+        """Waits for the copy to the host, and for everything that the step writes."""
         assert self.is_drawn, f"step {self.plan.step} has not been drawn"
         self._readback.wait()
         slots = self.plan.samples.slots.tolist()

@@ -163,7 +163,8 @@ class Runner(StepRunner):
         launched = self._launched[-1]
         assert launched.plan.step == step and not launched.is_drawn, f"step {step} is not to be drawn now"
         with torch.inference_mode():
-            launched.read_back(None if launched.logits is None else self._sample(launched, launched.logits, masks))
+            tokens = None if launched.logits is None else self._sample(launched, launched.logits, masks)
+            launched.read_back(tokens)
 
     def collect(self, step: int) -> StepResult:
         """Wait for the oldest launched step; returns its tokens. All that it writes is written then."""

@@ -256,6 +256,20 @@ class TokenCopies:
     def __len__(self) -> int:
         return len(self.num_tokens)
 
+    @property
+    def num_slots(self) -> int:
+        """How many slots they come from, the first one included."""
+        return int(self.slot[-1]) + 1 if len(self) else 0
+
+    def by_token(self) -> "tuple[_Array, _Array, _Array, _Array]":
+        """The same token by token: slot, token of it, page, and token of it, int64 [tokens] each."""
+        ends = np.cumsum(self.num_tokens)
+        within = np.arange(ends[-1] if len(self) else 0) - np.repeat(ends - self.num_tokens, self.num_tokens)
+        slot, slot_token, page, page_token = (
+            np.repeat(each, self.num_tokens) for each in (self.slot, self.slot_token, self.page, self.page_token)
+        )
+        return slot, slot_token + within, page, page_token + within
+
 
 def page_reads(
     pairing: Pairing, start: int, end: int, remote_pages: Pages, local_pages: Pages
@@ -353,7 +367,7 @@ def lay_out(pairing: Pairing, copies: TokenCopies, staging: NDArray[np.uint8], p
     if not len(copies):
         return
     heads, row, granule = (pairing.local.page_units, pairing.runs), pairing.row_bytes, copies.granule
-    slots = staging.reshape(-1)[: (int(copies.slot[-1]) + 1) * pairing.slot_bytes]
+    slots = staging.reshape(-1)[: copies.num_slots * pairing.slot_bytes]
     source = slots.view().reshape(-1, *heads, pairing.remote.block_size // granule, granule * row)
     target = pool.view()
     target.shape = (len(pool), *heads, pairing.local.block_size // granule, granule * row)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from cairn.errors import ConfigError
 from cairn.transfer.contract import PeerGeometry, PullId, ReadOrder
@@ -26,13 +25,13 @@ from cairn.transfer.geometry import (
     Pairing,
     check_page_list,
     file_reads,
-    lay_out,
     page_reads,
     pair,
     staging_copies,
     staging_reads,
 )
 from cairn.transfer.links.contract import Descriptors, LinkError
+from cairn.transfer.memory import PoolMemory
 from cairn.types import Pages
 
 STAGING_BYTES = 64 << 20
@@ -48,17 +47,17 @@ RankReads: TypeAlias = tuple[int, Descriptors]
 
 
 class Piece(Protocol):
-    """A part of an order. `begin` is called until it returns reads, then `finish` or `discard`, once. A piece that
-    never began is discarded, too."""
+    """A part of an order. `begin` is called until it returns reads, then `finish` unless the order is given up, and
+    `release` once in any case, also for a piece that never began."""
 
     def begin(self) -> Sequence[RankReads] | None:
         """The reads, or None while there is no room for them."""
 
     def finish(self) -> None:
-        """All reads are done, and the order was not cancelled."""
+        """All reads are done, and the order was not cancelled: put the bytes where they belong."""
 
-    def discard(self) -> None:
-        """The order was cancelled or has failed, and nothing can arrive any more."""
+    def release(self) -> None:
+        """Nothing can arrive any more, and what `finish` has begun is done."""
 
 
 Planner: TypeAlias = Callable[[ReadOrder], Sequence[Piece]]
@@ -77,7 +76,7 @@ class DirectPiece:
     def finish(self) -> None:
         """Nothing to do."""
 
-    def discard(self) -> None:
+    def release(self) -> None:
         """Nothing to do."""
 
 
@@ -92,21 +91,21 @@ def staging_pages_for(model: ModelUnits, local: PeerGeometry) -> int:
 
 
 class StagingArea:
-    """The staging buffers of one rank. `pool`: uint8 [rows, page_bytes], contiguous, registered with the rank's link;
-    its rows from `num_pages` on are used by this object alone. `block_size`: the own one, in tokens.
+    """The staging buffers of one rank. `memory` is registered with the rank's link; its rows from `num_pages` on are
+    used by this object alone. `block_size`: the own one, in tokens.
 
     Raises ConfigError when not even one block of 128 tokens fits.
     """
 
-    def __init__(self, pool: NDArray[np.uint8], num_pages: int, block_size: int) -> None:
-        rows, need = len(pool) - num_pages, _block_pages(block_size)
+    def __init__(self, memory: PoolMemory, num_pages: int, block_size: int) -> None:
+        rows, need = memory.region.num_pages - num_pages, _block_pages(block_size)
         if rows < need:
             raise ConfigError(
                 f"{rows} staging pages cannot take a peer's block of {_LARGEST_BLOCK} tokens: with --block-size "
                 f"{block_size} at least {need} are needed"
             )
         num_buffers = min(_NUM_BUFFERS, rows // need)
-        self.pool = pool
+        self.memory = memory
         self.buffer_pages = rows // num_buffers
         self._free = [num_pages + buffer * self.buffer_pages for buffer in range(num_buffers)]
         self._waiting: OrderedDict[PullId, None] = OrderedDict()
@@ -179,16 +178,11 @@ class StagedPiece:
     def finish(self) -> None:
         if self.buffer is None:
             raise AssertionError(f"pull {self.pull}: tokens [{self.start}, {self.end}) were not begun")
-        pool = self.staging.pool
         copies = staging_copies(self.pairing, self.start, self.end, self.local_pages)
-        lay_out(self.pairing, copies, pool[self.buffer : self.buffer + self.staging.buffer_pages], pool)
-        self._release()
+        self.staging.memory.lay_out(self.pairing, copies, self.buffer)
 
-    def discard(self) -> None:
+    def release(self) -> None:
         self.staging.stop_waiting(self.pull)
-        self._release()
-
-    def _release(self) -> None:
         if self.buffer is not None:
             self.staging.release(self.buffer)
             self.buffer = None

@@ -1,6 +1,12 @@
-"""One rank's reads: an order is cut into pieces, and those into handles of at most 64 MiB."""
+"""One rank's reads: an order is cut into pieces, and those into handles of at most 64 MiB.
+
+Behind the last byte of a piece comes a fence: what has arrived is laid out, and a read is READING until all of it is
+seen by the steps that are launched next. So is a read that is given up: a device may still be laying out bytes in its
+pages, and those are somebody else's next.
+"""
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -8,6 +14,7 @@ import numpy as np
 
 from cairn.transfer.contract import Peer, PullId, ReadOrder, Volume
 from cairn.transfer.links.contract import Descriptors, Link, LinkError, ReadHandle, ReadState
+from cairn.transfer.memory import Fence
 from cairn.transfer.planner import Piece, Planner
 
 CHUNK_BYTES = 64 << 20
@@ -19,11 +26,12 @@ _HANDLES = 2
 
 @dataclass(slots=True, eq=False)
 class _OpenPiece:
-    """A piece that is being read. `chunks` have no handle yet."""
+    """A piece that is being read. `chunks` have no handle yet. `fence`: what it waits for once all is read."""
 
     piece: Piece
     chunks: deque[tuple[str, Descriptors]]
     handles: set[ReadHandle] = field(default_factory=set)
+    fence: Fence | None = None
 
     @property
     def is_read(self) -> bool:
@@ -48,11 +56,14 @@ class _Read:
 
 
 class LinkWorker:
-    """A `WorkerSide` on one link. `plan` may raise LinkError."""
+    """A `WorkerSide` on one link. `plan` may raise LinkError. `new_fence`: `PoolMemory.fence` of the link's memory."""
 
-    def __init__(self, link: Link, plan: Planner, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(
+        self, link: Link, plan: Planner, new_fence: Callable[[], Fence], chunk_bytes: int = CHUNK_BYTES
+    ) -> None:
         self._link = link
         self._plan = plan
+        self._new_fence = new_fence
         self._chunk_bytes = chunk_bytes
         self._reads: dict[PullId, _Read] = {}
         self._volumes: dict[PullId, Volume] = {}
@@ -67,8 +78,8 @@ class LinkWorker:
             self._post_handle(read)
         except LinkError:
             # Nothing is out: the first handle is the one that failed.
-            self._stop(read, ReadState.FAILED)
-            self._finish_pieces(read)
+            for piece in (*(opened.piece for opened in read.open_pieces), *read.pieces):
+                piece.release()
             self._disconnect(read)
             raise
         self._reads[order.pull] = read
@@ -114,13 +125,16 @@ class LinkWorker:
                     self._stop(read, ReadState.FAILED)
 
     def _finish_pieces(self, read: _Read) -> None:
-        """Finish the pieces of which nothing more can arrive, or discard them if the read was stopped."""
+        """Finish the pieces of which nothing more can arrive, unless the read was stopped; release those whose fence is
+        passed."""
         for opened in [opened for opened in read.open_pieces if opened.is_read]:
-            read.open_pieces.remove(opened)
-            if read.end is ReadState.DONE:
-                opened.piece.finish()
-            else:
-                opened.piece.discard()
+            if opened.fence is None:
+                if read.end is ReadState.DONE:
+                    opened.piece.finish()
+                opened.fence = self._new_fence()
+            if opened.fence():
+                read.open_pieces.remove(opened)
+                opened.piece.release()
 
     def _post_handle(self, read: _Read) -> bool:
         """Post one more handle if there may be one; returns whether another call may post one, too."""
@@ -158,7 +172,7 @@ class LinkWorker:
     def _stop(self, read: _Read, end: ReadState) -> None:
         read.end = end
         for piece in read.pieces:
-            piece.discard()
+            piece.release()
         read.pieces.clear()
         for opened in read.open_pieces:
             opened.chunks.clear()

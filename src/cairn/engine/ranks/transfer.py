@@ -17,6 +17,7 @@ from cairn.engine.ranks.wire import RankService
 from cairn.engine.ranks.worker import RankPlace
 from cairn.engine.transfers.kv_transfer import MakeLink, RankMemory, nixl_link, rank_worker
 from cairn.transfer.geometry import ModelUnits
+from cairn.transfer.memory import HostPool
 from cairn.transfer.ranks import RankServant
 from cairn.transfer.wire import MAX_FRAME_BYTES
 
@@ -86,7 +87,10 @@ def rank_service(host: str, num_pages: int, units: ModelUnits) -> RankService:
 def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_link) -> Iterator[None]:
     """Carries out reads of this rank's share from a thread of its own, as long as the context is open."""
     own = msgspec.msgpack.decode(settings, type=_Settings)
-    pool = place.runner.pool.numpy()
+    from cairn.engine.transfers.device_pool import DevicePool  # needs torch, which this rank's process has
+
+    tensor = place.runner.pool
+    pool = HostPool(tensor.numpy()) if tensor.device.type == "cpu" else DevicePool.of(tensor)
     memory = RankMemory(pool, own.num_pages, place.runner.layout, own.units, place.rank, place.tp_size)
     link = make_link(own.host)
     worker = rank_worker(link, memory)
@@ -98,6 +102,7 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
 
     def serve() -> None:
         try:
+            pool.enter_thread()
             while not stopping.is_set():
                 channel.socket.poll(_READING_MILLISECONDS if servant.is_reading else _LOOK_MILLISECONDS)
                 servant.turn()

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import KvTransferConfig, TransferReport
@@ -32,7 +30,9 @@ from cairn.transfer.credentials import check_secret, derive_credentials
 from cairn.transfer.digest import SequenceIndex
 from cairn.transfer.geometry import ModelUnits, geometry_of
 from cairn.transfer.leases import LeaseLimits
-from cairn.transfer.links.contract import Link, Region
+from cairn.transfer.links.contract import Link
+from cairn.transfer.links.gpu_paths import describe_gpu_paths
+from cairn.transfer.memory import PoolMemory
 from cairn.transfer.params import HINT, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy, is_loopback
 from cairn.transfer.planner import PairedPages, StagingArea
@@ -146,10 +146,10 @@ MakeLink = Callable[[str], Link]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's `pool`, uint8 [rows, page_bytes]: the scheduler's `num_pages` rows, and behind them staging pages.
-    `units`: of the whole model, shared out among `tp_size` ranks."""
+    """One rank's `pool`: the scheduler's `num_pages` rows, and behind them staging pages. `units`: of the whole model,
+    shared out among `tp_size` ranks."""
 
-    pool: NDArray[np.uint8]
+    pool: PoolMemory
     num_pages: int
     layout: CacheLayout
     units: ModelUnits
@@ -167,13 +167,17 @@ def nixl_link(host: str) -> Link:
 
 
 def rank_worker(link: Link, memory: RankMemory) -> LinkWorker:
-    """Registers this rank's memory with its link; returns the worker that reads into it."""
-    link.register(Region.of(memory.pool))
+    """Registers this rank's memory with its link; returns the worker that reads into it. Raises ConfigError where the
+    link cannot reach a GPU's memory."""
+    region = memory.pool.region
+    link.register(region)
+    if region.device is not None:
+        logger.info("--kv-transfer-config: %s", describe_gpu_paths(region.device))
     geometry = geometry_of(memory.layout, memory.tp_size)
     staging = None
-    if len(memory.pool) > memory.num_pages:
+    if region.num_pages > memory.num_pages:
         staging = StagingArea(memory.pool, memory.num_pages, geometry.block_size)
-    return LinkWorker(link, PairedPages(memory.units, geometry, memory.rank, staging))
+    return LinkWorker(link, PairedPages(memory.units, geometry, memory.rank, staging), memory.pool.fence)
 
 
 def build_transfer(
@@ -201,7 +205,7 @@ def build_transfer(
     producer = Producer(identity, limits, clock, os.urandom)
     consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.send)
     port = TransferPort(int(memory.num_pages * config.lease_share), os.urandom, channel.wake)
-    loop = TransferLoop(port, channel, producer, consumer, link, worker)
+    loop = TransferLoop(port, channel, producer, consumer, link, worker, memory.pool.enter_thread)
     sequences = SequenceIndex(layout_hash)
     quota = LeaseQuota(
         max_leases=config.max_leases,

@@ -106,7 +106,7 @@ class TransferPort:
 
 class TransferLoop:
     """`turn` does everything once; `start` makes a thread that does so until `stop`. `notify` is called when there are
-    events for the scheduler. `failure`: why the thread has ended."""
+    events for the scheduler. `failure`: why the thread has ended. `enter_thread`: see `PoolMemory`."""
 
     def __init__(
         self,
@@ -116,6 +116,7 @@ class TransferLoop:
         consumer: Consumer,
         link: Link,
         ranks: RankedWorker,
+        enter_thread: Callable[[], None],
     ) -> None:
         self._port = port
         self._channel = channel
@@ -123,6 +124,7 @@ class TransferLoop:
         self._consumer = consumer
         self._link = link
         self._ranks = ranks
+        self._enter_thread = enter_thread
         self._connector = Connector(producer, consumer)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -195,6 +197,7 @@ class TransferLoop:
 
     def _run(self) -> None:
         try:
+            self._enter_thread()
             while not self._stopping.is_set():
                 self.turn(self.timeout)
         except Exception as error:

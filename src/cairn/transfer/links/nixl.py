@@ -66,7 +66,10 @@ def _load() -> tuple[Any, Any, Any]:
         from nixl import _bindings  # type: ignore[import-not-found,import-untyped,unused-ignore]
         from nixl._api import nixl_agent, nixl_agent_config  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError as error:
-        raise ConfigError(f"--kv-transfer-config needs NIXL: pip install 'cairn-serve[nixl]' ({error})") from error
+        raise ConfigError(
+            f"--kv-transfer-config needs NIXL: pip install 'cairn-serve[nixl]', or, where torch is for CUDA, "
+            f"`nixl` and the wheel of the same CUDA, nixl-cu13 or nixl-cu12 ({error})"
+        ) from error
     errors = tuple(getattr(_bindings, name) for name in dir(_bindings) if name.endswith("Error"))
     return nixl_agent, nixl_agent_config, (*errors, RuntimeError)
 
@@ -178,11 +181,19 @@ class NixlLink:
         if self._region is not None:
             raise LinkError("a link takes one region")
         size = region.num_pages * region.page_bytes
-        with self._link_errors("register memory"):
-            self._registered = self._agent.register_memory(
-                [(region.address, size, region.device or 0, "")], kind(region.device)
-            )
-            self._pages = self._agent.prep_xfer_dlist(_LOCAL, page_table(region), kind(region.device))
+        try:
+            with self._link_errors("register memory"):
+                self._registered = self._agent.register_memory(
+                    [(region.address, size, region.device or 0, "")], kind(region.device)
+                )
+                self._pages = self._agent.prep_xfer_dlist(_LOCAL, page_table(region), kind(region.device))
+        except LinkError as error:
+            if region.device is None:
+                raise
+            raise ConfigError(
+                f"--kv-transfer-config with --device cuda: {error}: UCX takes it for no GPU's memory. Install NIXL for "
+                "torch's CUDA (`nixl` and nixl-cu13, or nixl-cu12), and have UCX_TLS name `cuda` or do not set it"
+            ) from error
         self._region = region
 
     def describe(self) -> bytes:
@@ -282,7 +293,7 @@ class NixlLink:
         """Add the agent; returns the list of all its pages. Leaves nothing behind when it raises."""
         name = ""
         try:
-            with self._link_errors("connect"):
+            with self._link_errors("connect" + self._limit(remote)):
                 added = self._agent.add_remote_agent(remote.metadata)
                 name = added.decode() if isinstance(added, bytes) else added
                 if name != remote.name:
@@ -327,7 +338,8 @@ class NixlLink:
             yield
         except self._errors as error:
             peer.failed = True
-            raise LinkError(f"{peer.remote.name}: {type(error).__name__}: {error}") from error
+            limit = self._limit(peer.remote)
+            raise LinkError(f"{peer.remote.name}{limit}: {type(error).__name__}: {error}") from error
 
     @contextmanager
     def _link_errors(self, what: str) -> Iterator[None]:
@@ -343,6 +355,16 @@ class NixlLink:
             yield
         except self._errors:
             self.num_leaked += 1
+
+    def _limit(self, remote: Description) -> str:
+        """What reading takes where pages lie in a GPU's memory, on either side."""
+        sides = ["host" if device is None else "GPU" for device in (self._own_region().device, remote.device)]
+        if "GPU" not in sides:
+            return ""
+        return (
+            f" (pages in {sides[0]} memory here, {sides[1]} memory there; UCX needs CUDA IPC, GPUDirect RDMA or copies "
+            "by way of the host for that: UCX_TLS of either side may forbid them)"
+        )
 
     def _own_region(self) -> Region:
         if self._region is None:

@@ -1,0 +1,115 @@
+"""The pool in a GPU's memory, as transfers see it. Imports torch: for the engine's worker alone.
+
+    link       peers' bytes -> staging or pages      network adapter, CUDA IPC or UCX's own copies
+    stream     staging -> pages, then an event       one gather and one scatter, beside the steps
+    steps      read the pages                        launched when the host has seen the event
+
+Steps are not made to wait on the device: no step names a page that is fetched before the host has seen the event. What
+the link has reported before is ordered by it, too: bytes that a network adapter has written into a GPU's memory are
+ordered by CUDA's calls that submit work or synchronize, and by nothing else (NVIDIA's "GPUDirect RDMA", 2.7).
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cairn.kernels.staging import Staging
+from cairn.transfer.geometry import Pairing, TokenCopies
+from cairn.transfer.links.contract import Region
+from cairn.transfer.memory import Fence
+
+_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class CopyStream(Protocol):
+    """Where copies are made beside the steps."""
+
+    def enter_thread(self) -> None:
+        """Make the device this thread's own."""
+
+    def use(self) -> AbstractContextManager[object]:
+        """What is launched inside goes into the stream."""
+
+    def record(self) -> Fence:
+        """An event behind all of it."""
+
+
+class CudaStream:
+    """A `CopyStream` of a GPU's own."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def enter_thread(self) -> None:
+        """UCX copies with the context that it finds. Setting alone makes none where the number is the default one."""
+        torch.cuda.set_device(self._device)
+        self.record()
+
+    def use(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream)
+
+    def record(self) -> Fence:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
+        return event.query
+
+
+class NoStream:
+    """A `CopyStream` of the host, where Triton's interpreter stands in for a GPU: copies are done when they return."""
+
+    def enter_thread(self) -> None:
+        """All threads have the same memory."""
+
+    def use(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def record(self) -> Fence:
+        return lambda: True
+
+
+class DevicePool:
+    """A `PoolMemory` of any device. `pool`: uint8 [rows, page_bytes], contiguous. Everything but `region` is for the
+    thread that drives the link."""
+
+    def __init__(self, pool: Tensor, stream: CopyStream) -> None:
+        self._pool = pool
+        self._stream = stream
+
+    @classmethod
+    def of(cls, pool: Tensor) -> "DevicePool":
+        """To be called by the thread that launches steps, before the first one."""
+        if pool.device.type != "cuda":
+            return cls(pool, NoStream())
+        torch.cuda.synchronize(pool.device)  # it is being filled with zeros, and peers may write to it from now on
+        return cls(pool, CudaStream(pool.device))
+
+    @property
+    def region(self) -> Region:
+        pool = self._pool
+        device = None if pool.device.type == "cpu" else pool.device.index
+        return Region(pool.data_ptr(), pool.shape[0], pool.shape[1], pool, device)
+
+    def enter_thread(self) -> None:
+        self._stream.enter_thread()
+
+    def lay_out(self, pairing: Pairing, copies: TokenCopies, first_page: int) -> None:
+        """Token by token, in words as wide as a row allows; no number goes back to the host."""
+        if not len(copies):
+            return
+        word = next(word for word in _WORDS if pairing.row_bytes % word.itemsize == 0)
+        shape = (pairing.local.page_units, pairing.runs, -1, pairing.row_bytes // word.itemsize)
+        with self._stream.use():
+            staging = Staging()
+            arrays = [staging.add(each) for each in copies.by_token()]
+            staging.send(self._pool.device)
+            slot, slot_token, page, page_token = (each.tensor for each in arrays)
+            staged = self._pool[first_page:].view(-1)[: copies.num_slots * pairing.slot_bytes]
+            slots = staged.view(word).view(copies.num_slots, *shape)
+            pages = self._pool.view(word).view(len(self._pool), *shape)
+            pages[page, :, :, page_token] = slots[slot, :, :, slot_token]
+
+    def fence(self) -> Fence:
+        return self._stream.record()
