@@ -32,7 +32,9 @@ def test_a_backend_has_the_contracts_functions_with_their_parameters(kernels: Mo
 
 
 def test_every_function_has_a_random_call() -> None:
-    assert set(OPERATIONS) | {"pack", "pack_int8", "build_metadata", "warm_up"} == set(functions_of_the_contract())
+    assert set(OPERATIONS) | {"pack", "pack_fp8", "pack_int8", "build_metadata", "warm_up"} == set(
+        functions_of_the_contract()
+    )
     for name, operation in OPERATIONS.items():
         parameters = inspect.signature(getattr(Kernels, name)).parameters
         assert {*operation.rows, *operation.packed, *operation.changed} <= set(parameters)

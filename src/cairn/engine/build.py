@@ -62,7 +62,8 @@ def build_core(
     memory is divided where the configuration leaves sizes open.
     """
     clock = clock or SystemClock()
-    opened = open_model(Path(config.model), config.dtype, config.quantization)
+    keeps_fp8 = config.device == "cuda" and not config.exact
+    opened = open_model(Path(config.model), config.dtype, config.quantization, keeps_fp8)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     device = choose_device(config, opened)

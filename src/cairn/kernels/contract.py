@@ -13,12 +13,14 @@ Unless a function says so they are left alone, and what is returned is a new con
 or float32 (the tests use float64, too); a norm, a gate or a state is computed in float32 or wider and rounded once.
 """
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
+from cairn.kernels.fp8 import WeightRows
 from cairn.kernels.staging import Staging
 
 Weight = Any
@@ -33,6 +35,12 @@ class Kernels(Protocol):
     def pack(self, weight: Tensor) -> Weight:
         """A weight [out, in], or a stack of experts' [E, out, in], in the form that this backend multiplies with. It
         may keep the tensor itself, whose memory is then not to be changed any more."""
+        ...
+
+    def pack_fp8(self, rows: Sequence[WeightRows]) -> Weight:
+        """As `pack`, of a weight [out, in] whose rows are those of all of these one behind the other, or of a stack of
+        experts', which is one. For `linear` and the experts. A backend that computes with FP8 weights keeps the numbers
+        and scales of an `Fp8Weight`; others bring it to the model's dtype."""
         ...
 
     def pack_int8(self, weight: Tensor) -> Weight:

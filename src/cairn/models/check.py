@@ -57,7 +57,7 @@ class CheckSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The report. Sizes in bytes, on one rank; `weight_bytes` in the serving dtype."""
+    """The report. Sizes in bytes, on one rank; `weight_bytes` as they are served."""
 
     folder: Path
     model_type: str
@@ -124,7 +124,7 @@ def check(
     misshapen or of another dtype are listed in the report.
     """
     settings = settings or CheckSettings()
-    model = open_model(folder, settings.dtype, settings.quantization)
+    model = open_model(folder, settings.dtype, settings.quantization, keeps_fp8=settings.gpu_memory_bytes is not None)
     settings = replace(settings, quantization=model.served_quantization)
     if headers is None:
         headers = read_headers(folder)

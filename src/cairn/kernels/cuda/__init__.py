@@ -4,6 +4,7 @@ from cairn.kernels.cuda.attention import attention
 from cairn.kernels.cuda.conv import conv
 from cairn.kernels.cuda.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cuda.experts import experts, gated_experts
+from cairn.kernels.cuda.fp8 import pack_fp8
 from cairn.kernels.cuda.gdn import gdn
 from cairn.kernels.cuda.metadata import build_metadata
 from cairn.kernels.cuda.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
@@ -25,6 +26,7 @@ __all__ = [
     "linear",
     "lm_head",
     "pack",
+    "pack_fp8",
     "pack_int8",
     "rms_norm",
     "rms_norm_then_gate",

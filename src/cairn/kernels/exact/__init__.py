@@ -19,7 +19,7 @@ from cairn.kernels.exact.elementwise import (
 from cairn.kernels.exact.experts import experts, gated_experts, sigmoid_router, softmax_router
 from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
-from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_int8, warm_up
+from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_fp8, pack_int8, warm_up
 from cairn.kernels.exact.ssd import ssd
 
 __all__ = [
@@ -35,6 +35,7 @@ __all__ = [
     "linear",
     "lm_head",
     "pack",
+    "pack_fp8",
     "pack_int8",
     "rms_norm",
     "rms_norm_then_gate",

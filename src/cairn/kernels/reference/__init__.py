@@ -15,7 +15,7 @@ from cairn.kernels.reference.elementwise import (
     squared_relu,
 )
 from cairn.kernels.reference.experts import experts, gated_experts, sigmoid_router, softmax_router
-from cairn.kernels.reference.products import build_metadata, embed, linear, lm_head, pack, pack_int8, warm_up
+from cairn.kernels.reference.products import build_metadata, embed, linear, lm_head, pack, pack_fp8, pack_int8, warm_up
 from cairn.kernels.reference.recurrences import conv, gdn, ssd
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "linear",
     "lm_head",
     "pack",
+    "pack_fp8",
     "pack_int8",
     "rms_norm",
     "rms_norm_then_gate",
