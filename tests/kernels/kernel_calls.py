@@ -106,12 +106,9 @@ class Call:
     def in_float64(self) -> "Call":
         """The same numbers, in memory of their own."""
         wide = self.converted(lambda _, x: x.to(torch.float64, copy=True) if x.is_floating_point() else x.clone())
-        quantized = {
-            name: replace(value, dtype=torch.float64)
-            for name, value in self.operands.items()
-            if isinstance(value, Fp8Weight)
-        }
-        return replace(wide, operands={**wide.operands, **quantized})
+        kept = {name: value for name, value in self.operands.items() if isinstance(value, Fp8Weight)}
+        wide_kept = {name: replace(value, dtype=torch.float64) for name, value in kept.items()}
+        return replace(wide, operands={**wide.operands, **wide_kept})
 
     def copied(self) -> "Call":
         """In memory of its own, laid out as the layers do it: operands by row and states are parts of wider ones."""
@@ -144,10 +141,8 @@ class Call:
             name: moved_to(device, value) if isinstance(value, Tensor) else value
             for name, value in self.operands.items()
         }
-        arguments = {
-            name: packed(kernels, value, device) if name in self.operation.packed else value
-            for name, value in moved.items()
-        }
+        weights = {name: packed(kernels, moved[name], device) for name in self.operation.packed}
+        arguments = {**moved, **weights}
         if self.operation.takes_batch:
             tables = [table.to(device) for table in self.block_tables]
             arguments["batch"] = self.batch.batch(kernels, tables, device)

@@ -114,7 +114,7 @@ def test_parts_lie_side_by_side() -> None:
 @SCALES
 @pytest.mark.parametrize("gated", [True, False])
 def test_experts(gated: bool, blocked: bool, dtype: torch.dtype) -> None:
-    for rows, sizes, top_k in ((1, (40, 136), 3), (12, (136, 40), 2)):
+    for rows, sizes, top_k in ((1, (24, 136), 3), (12, (136, 24), 2)):
         call = fp8_experts_call(rows, sizes, dtype, blocked=blocked, gated=gated, top_k=top_k)
         check_against_reference(CUDA, call, dtype)
 
@@ -244,7 +244,8 @@ def test_the_engine_gives_the_tokens_of_the_cpus(folder: Path, caplog: pytest.Lo
     answers, methods = {}, {}
     for device in ("cpu", "cuda"):
         engine = Engine(folder, device)
-        answers[device] = engine.ask(TEXT[:9], max_tokens=3)
+        # A decode of many layers takes many seconds: one of the two has it.
+        answers[device] = engine.ask(TEXT[:9], max_tokens=1 if "qwen" in str(folder) else 2)
         methods[device] = engine.core.info.quantization
         engine.core.close()
     assert answers["cuda"] == answers["cpu"]
