@@ -18,7 +18,7 @@ import importlib.util
 import json
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,13 @@ from torch import Tensor
 from cairn.kernels import cuda, reference
 from cairn.kernels.batch import CHUNK, Batch, HostBatch
 from cairn.kernels.contract import Kernels
+from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from cairn.kernels.staging import Staging
 
 PAGE_SIZE = 64
 SNAPSHOT_EVERY = 1024
 GIB = 2**30
-BF16, F32 = torch.bfloat16, torch.float32
+BF16, F32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 DEVICE = torch.device("cuda")
 
 Call = Callable[[], object]
@@ -173,7 +174,7 @@ def prefill(tokens: int, snapshots: bool = False) -> Load:
 @dataclass(frozen=True)
 class Case:
     """One operation at one size. `operands`: seed -> arguments without the batch. `peers`: others that do the same,
-    from the operands."""
+    from the operands. `fp8`: with weights in FP8."""
 
     operation: str
     model: str
@@ -182,7 +183,12 @@ class Case:
     num_bytes: float
     flops: float = 0.0
     takes_batch: bool = True
+    fp8: bool = False
     peers: dict[str, Callable[[dict[str, Any]], Call]] = field(default_factory=dict)
+
+    @property
+    def label(self) -> str:
+        return f"{self.operation} fp8" if self.fp8 else self.operation
 
     def call(self, kernels: Kernels, operands: dict[str, Any]) -> Call:
         function = getattr(kernels, self.operation)
@@ -356,6 +362,42 @@ def experts_case(name: str, model: Model, load: Load) -> Case:
     return Case(operation, name, load, operands, moved, 2 * rows * chosen * (halves + 1) * inner * hidden)
 
 
+def fp8_weight(seed: int, *shape: int, blocked: bool) -> Fp8Weight:
+    """As Qwen's checkpoints have it, or as ModelOpt's."""
+    numbers = random(seed, *shape, dtype=E4M3).view(torch.uint8)
+    num_scales = -(-shape[-1] // BLOCK) if blocked else 1
+    scales = random(seed + 1, *shape[:-1], num_scales, scale=0.1 * shape[-1] ** -0.5, shift=shape[-1] ** -0.5)
+    return Fp8Weight(numbers, scales, BF16)
+
+
+def fp8_linear_case(name: str, model: Model, load: Load) -> Case:
+    """Into a recurrent layer."""
+    rows, width, outputs = load.num_rows, model.hidden, model.conv_channels + 4096
+
+    def operands(seed: int) -> dict[str, Any]:
+        weight = fp8_weight(3, outputs, width, blocked=model.gated_experts)
+        return {"x": random(seed, rows, width, dtype=BF16), "weight": weight, "bias": None}
+
+    moved = outputs * width + 2 * rows * (width + outputs)
+    return Case("linear", name, load, operands, moved, 2 * rows * outputs * width, fp8=True)
+
+
+def fp8_experts_case(name: str, model: Model, load: Load) -> Case:
+    plain, up = experts_case(name, model, load), "gate_up" if model.gated_experts else "up"
+    outputs = (2 if model.gated_experts else 1) * model.expert_inner
+
+    def operands(seed: int) -> dict[str, Any]:
+        blocked = model.gated_experts
+        return {
+            **{part: value for part, value in plain.operands(seed).items() if part not in (up, "down")},
+            up: fp8_weight(3, model.experts, outputs, model.hidden, blocked=blocked),
+            "down": fp8_weight(4, model.experts, model.hidden, model.expert_inner, blocked=blocked),
+        }
+
+    activations = 4 * load.num_rows * model.hidden
+    return replace(plain, operands=operands, num_bytes=(plain.num_bytes - activations) / 2 + activations, fp8=True)
+
+
 def router_case(name: str, model: Model, load: Load) -> Case:
     rows, experts = load.num_rows, model.experts
     more: dict[str, Any] = {"top_k": model.experts_per_token, "normalize": True}
@@ -447,6 +489,8 @@ def cases(names: Sequence[str]) -> Iterator[Case]:
         for load in (MIXED, *(decode(count, 1) for count in CONTEXTS), prefill(8192)):
             yield write_kv_case(name, model, load)
             yield experts_case(name, model, load)
+            yield fp8_experts_case(name, model, load)
+            yield fp8_linear_case(name, model, load)
             yield router_case(name, model, load)
             yield from row_cases(name, model, load)
 
@@ -460,13 +504,16 @@ def tensors_of(result: object) -> list[Tensor]:
     return list(result) if isinstance(result, tuple) else [result]  # type: ignore[list-item]
 
 
+def in_float64(value: Any) -> Any:
+    if isinstance(value, Fp8Weight):
+        return replace(value, dtype=torch.float64).dequantize()
+    return value.to(torch.float64, copy=True) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 def error(case: Case) -> float:
     """The largest one of the results and of what is written in place."""
     given = case.operands(0)
-    exact = {
-        name: value.to(torch.float64, copy=True) if isinstance(value, Tensor) and value.is_floating_point() else value
-        for name, value in case.operands(0).items()
-    }
+    exact = {name: in_float64(value) for name, value in case.operands(0).items()}
     torch.set_default_device(DEVICE)
     wanted = tensors_of(case.call(reference, exact)())
     torch.set_default_device("cpu")
@@ -556,7 +603,7 @@ def timing(case: Case, timer: Timer, peaks: Peaks) -> Timing:
     by_bytes, by_flops = 1e6 * case.num_bytes / peaks.bandwidth, 1e6 * case.flops / peaks.flops
     floor = max(by_bytes, by_flops)
     return Timing(
-        case.operation, case.model, case.load.name, microseconds, floor, floor / microseconds,
+        case.label, case.model, case.load.name, microseconds, floor, floor / microseconds,
         "bytes" if by_bytes >= by_flops else "products", peers,
     )  # fmt: skip
 
@@ -597,14 +644,14 @@ def main() -> None:
         if chosen.only and case.operation not in chosen.only:
             continue
         if case.load is MIXED:
-            errors[f"{case.model} {case.operation}"] = error(case)
-            print(f"{case.operation:15} error {errors[f'{case.model} {case.operation}']:.1e} {case.model}", flush=True)
+            errors[f"{case.model} {case.label}"] = error(case)
+            print(f"{case.label:17} error {errors[f'{case.model} {case.label}']:.1e} {case.model}", flush=True)
             continue
         timings.append(timing(case, timer, peaks))
         each = timings[-1]
         beside = "".join(f"  {name} {time / each.microseconds:.2f}x" for name, time in each.peers.items())
         print(
-            f"{each.operation:15} {each.load:28} {each.microseconds:10.1f} us  {each.of_floor:5.0%} of floor"
+            f"{each.operation:17} {each.load:28} {each.microseconds:10.1f} us  {each.of_floor:5.0%} of floor"
             f" ({each.bound}){beside}", flush=True,
         )  # fmt: skip
         torch.cuda.empty_cache()

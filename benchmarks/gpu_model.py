@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from cairn.models.random_weights.recipe import CheckpointOptions
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import DType
+from cairn.models.weights.tensor_headers import TensorHeader
 
 __all__ = ["SHAPES", "RandomModel", "Shape", "build_core", "open_random", "write_folder"]
 
@@ -128,14 +129,18 @@ def write_folder(out: Path, name: str, most_bytes: float | None = None) -> int:
     raise ValueError(f"{name}: {period} layers take more than {most_bytes:.0f} bytes")
 
 
+_STORED = MappingProxyType({torch.float32: "F32", torch.bfloat16: "BF16"})
+
+
 @dataclass(frozen=True, slots=True)
 class RandomModel(OpenModel):
     """A folder without weights. `built`: the model, which is made once, for all engines of a process."""
 
     built: list[Model] = field(default_factory=list)
 
-    def stored_tensors(self) -> Collection[str]:
-        return self.family.tensors(self.config)
+    def stored_tensors(self) -> Mapping[str, TensorHeader]:
+        tensors = self.family.tensors(self.config)
+        return {name: TensorHeader(shape, _STORED[self.dtype], "") for name, shape in tensors.items()}
 
     def transfer_facts(self) -> dict[str, str | int]:
         """All models of a config.json have the same weights."""
@@ -169,9 +174,11 @@ class RandomModel(OpenModel):
 
 
 @cache
-def open_random(folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None) -> RandomModel:
+def open_random(
+    folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None, keeps_fp8: bool = False
+) -> RandomModel:
     """As `open_model`."""
-    opened = open_model(folder, dtype, quantization)
+    opened = open_model(folder, dtype, quantization, keeps_fp8)
     return RandomModel(opened.folder, opened.family, opened.config, opened.dtype, None, opened.served_quantization)
 
 

@@ -52,7 +52,13 @@ ARROWS = MappingProxyType(
         "transfer": ("cairn.cache.layout",),
         "kernels": (),
         "layers": ("cairn.kernels",),
-        "models": ("cairn.layers", "cairn.kernels.contract", "cairn.kernels.batch", "cairn.cache.layout"),
+        "models": (
+            "cairn.layers",
+            "cairn.kernels.contract",
+            "cairn.kernels.batch",
+            "cairn.kernels.fp8",
+            "cairn.cache.layout",
+        ),
         "scheduler": (*CACHE_DOOR, "cairn.transfer.contract"),
         "runner": ("cairn.models", "cairn.layers", "cairn.kernels", "cairn.cache.layout", "cairn.transfer.contract"),
         "engine": tuple(

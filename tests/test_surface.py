@@ -133,7 +133,7 @@ EXPORTED = {
     "cairn.scheduler.scheduler": "Progress Scheduler",
     "cairn.runner.contract": "EncoderCounters StepRunner",
     "cairn.runner.runner": "Observe Runner",
-    "cairn.models.contract": "Family TensorLoader",
+    "cairn.models.contract": "Family Fp8Loader TensorLoader",
     "cairn.models.families": "FAMILIES family_of",
     "cairn.models.registry": "OpenModel open_model",
     "cairn.replay.bounds": "footprint_bytes unlimited_hits",

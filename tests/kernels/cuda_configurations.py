@@ -161,27 +161,57 @@ def routers(module: Any) -> Iterator[Configuration]:
                 yield sigmoid, signature(sigmoid, "", scale="fp32"), {**constants, **sizes}, options
 
 
+FP8 = {"weight": "*u8"}
+"""Types of a kernel's arguments that are others where weights are in FP8."""
+
+
+def fp8(module: Any) -> Iterator[Configuration]:
+    few, many = module._few_rows_kernel, module._many_rows_kernel
+    for dtype, model in DTYPES:
+        for blocked in (False, True):
+            form = fp8_form(blocked)
+            for width in (512, 2048):
+                tile, options = module._few_rows_tile(width)
+                yield few, signature(few, model, **FP8), {**form, **tile}, options
+            cores = {"TENSOR_CORES": dtype == torch.bfloat16}
+            for rows, outputs in ((16, 4096), (16, 8192), (64, 4096), (128, 4096)):
+                tile, options = module._many_rows_tile(rows, outputs, 2048, dtype)
+                yield many, signature(many, model, **FP8), {**form, **cores, **tile}, options
+
+
+def fp8_form(blocked: bool) -> dict[str, object]:
+    """As of a weight in FP8, for the GPU that `limits` tells of."""
+    module = import_module("cairn.kernels.cuda.fp8")
+    return {"FP8": "native" if module.limits().has_fp8 else "bytes", "BLOCKED": blocked}
+
+
 def experts(module: Any) -> Iterator[Configuration]:
     kernel, tile = module._sort_kernel, {"ROWS": module._SORT_ROWS, "COLUMNS": module._SORT_COLUMNS}
     yield kernel, signature(kernel, ""), tile, {"num_warps": 4}
     for dtype, model in DTYPES:
-
-        def variant(kernel: Any, constants: dict[str, object], options: dict[str, int], model: str = model) -> Any:
-            return kernel, signature(kernel, model), constants, options
-
         for num_experts, top_k, width, inner_width, gated in ((256, 8, 2048, 512, True), (128, 6, 2688, 1856, False)):
-            cores = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
-            for rows in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16, 32):
-                tile, options = module._tile(rows, inner_width, width, dtype, gated=gated)
-                yield variant(module._up_kernel, {"GATED": gated, **cores, **tile}, options)
-                tile, options = module._tile(rows, width, inner_width, dtype, gated=False)
-                yield variant(module._down_kernel, {**cores, **tile}, options)
             token = {"TOP_K": top_k, "CHOSEN": power_of_2(top_k), "COLUMNS": module._sum_columns(width)}
-            yield variant(module._sum_kernel, token, {"num_warps": 4})
-            tile, options = module._few_up_tile(width, gated=gated)
-            yield variant(module._up_gemv_kernel, {"GATED": gated, **tile}, options)
-            tile, options = module._few_down_tile(inner_width, top_k)
-            yield variant(module._down_gemv_kernel, {"TOP_K": top_k, **tile}, options)
+            yield module._sum_kernel, signature(module._sum_kernel, model), token, {"num_warps": 4}
+            sizes = num_experts, top_k, width, inner_width
+            for form, types in (({"FP8": "none", "BLOCKED": False}, {}), (fp8_form(gated), FP8)):
+                for kernel, constants, options in expert_products(module, dtype, sizes, gated, bool(form["BLOCKED"])):
+                    yield kernel, signature(kernel, model, **types), {**form, **constants}, options
+
+
+def expert_products(
+    module: Any, dtype: torch.dtype, sizes: tuple[int, int, int, int], gated: bool, blocked: bool
+) -> Iterator[tuple[Any, dict[str, object], dict[str, int]]]:
+    num_experts, top_k, width, inner_width = sizes
+    cores = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
+    for rows in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16, 32):
+        tile, options = module._tile(rows, inner_width, width, dtype, gated=gated)
+        yield module._up_kernel, {"GATED": gated, **cores, **tile}, options
+        tile, options = module._tile(rows, width, inner_width, dtype, gated=False)
+        yield module._down_kernel, {**cores, **tile}, options
+    tile, options = module._few_up_tile(width, gated=gated, blocked=blocked)
+    yield module._up_gemv_kernel, {"GATED": gated, **tile}, options
+    tile, options = module._few_down_tile(inner_width, top_k, blocked=blocked)
+    yield module._down_gemv_kernel, {"TOP_K": top_k, **tile}, options
 
 
 VOCABULARIES = (32_000, 131_072, 151_936, 248_320, 262_144)
@@ -241,7 +271,7 @@ def processors(module: Any) -> Iterator[Configuration]:
 
 
 MODULES = (
-    *(attention, conv, draw, elementwise, experts, flashinfer_attention, gdn, logprobs),
+    *(attention, conv, draw, elementwise, experts, flashinfer_attention, fp8, gdn, logprobs),
     *(norms, processors, routers, ssd, write_kv),
 )
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(

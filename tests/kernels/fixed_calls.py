@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from kernels.kernel_calls import Call
 from kernels.random_batches import RandomBatch, SequenceRows
 
@@ -93,3 +94,43 @@ def paged_call(
     else:
         rows = {part: batch.numbers(batch.num_rows, kv_heads, dim, salt=len(part)).to(dtype) for part in ("k", "v")}
     return Call(name, batch, {**rows, "keys": keys, "values": values, "group": 0}, (pages.table,))
+
+
+def fp8_weight(batch: RandomBatch, *shape: int, dtype: torch.dtype, blocked: bool, salt: int) -> Fp8Weight:
+    """A weight [..., out, in] whose products are about as large as what they are made of. Scales, of rows or of their
+    blocks, are far apart."""
+    numbers = batch.numbers(*shape, salt=salt).to(torch.float8_e4m3fn).view(torch.uint8)
+    num_scales = -(-shape[-1] // BLOCK) if blocked else 1
+    scales = batch.numbers(*shape[:-1], num_scales, salt=salt + 100).exp().mul(shape[-1] ** -0.5)
+    return Fp8Weight(numbers, scales.float(), dtype)
+
+
+def fp8_linear_call(rows: int, shape: tuple[int, int], dtype: torch.dtype, *, blocked: bool, bias: bool) -> Call:
+    """`shape`: out and in."""
+    batch = RandomBatch((), (SequenceRows(2, 0, rows),), seed=rows)
+    operands = {
+        "x": batch.numbers(rows, shape[1]).to(dtype),
+        "weight": fp8_weight(batch, *shape, dtype=dtype, blocked=blocked, salt=1),
+        "bias": batch.numbers(shape[0], salt=2).to(dtype) if bias else None,
+    }
+    return Call("linear", batch, operands)
+
+
+def fp8_experts_call(
+    rows: int, sizes: tuple[int, int], dtype: torch.dtype, *, blocked: bool, gated: bool, top_k: int = 2
+) -> Call:
+    """Three experts. `sizes`: width and inner width."""
+    width, inner = sizes
+    batch = RandomBatch((), (SequenceRows(2, 0, rows),), seed=rows)
+
+    def weight(*shape: int, salt: int) -> Fp8Weight:
+        return fp8_weight(batch, 3, *shape, dtype=dtype, blocked=blocked, salt=salt)
+
+    operands = {
+        "x": batch.numbers(rows, width).to(dtype),
+        "topk_ids": batch.numbers(rows, 3, salt=1).topk(top_k, dim=-1).indices,
+        "topk_weights": batch.numbers(rows, top_k, salt=2).float(),
+        "gate_up" if gated else "up": weight(inner * (1 + gated), width, salt=3),
+        "down": weight(width, inner, salt=4),
+    }
+    return Call("gated_experts" if gated else "experts", batch, operands)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels
+from cairn.kernels.fp8 import Fp8Weight
 from kernels.backends import DEVICES
 from kernels.random_batches import PAGE_SIZES, RandomBatch, SequenceRows, batches, garbage
 
@@ -104,7 +105,10 @@ class Call:
 
     def in_float64(self) -> "Call":
         """The same numbers, in memory of their own."""
-        return self.converted(lambda _, x: x.to(torch.float64, copy=True) if x.is_floating_point() else x.clone())
+        wide = self.converted(lambda _, x: x.to(torch.float64, copy=True) if x.is_floating_point() else x.clone())
+        kept = {name: value for name, value in self.operands.items() if isinstance(value, Fp8Weight)}
+        wide_kept = {name: replace(value, dtype=torch.float64) for name, value in kept.items()}
+        return replace(wide, operands={**wide.operands, **wide_kept})
 
     def copied(self) -> "Call":
         """In memory of its own, laid out as the layers do it: operands by row and states are parts of wider ones."""
@@ -137,9 +141,8 @@ class Call:
             name: moved_to(device, value) if isinstance(value, Tensor) else value
             for name, value in self.operands.items()
         }
-        arguments = {
-            name: kernels.pack(value) if name in self.operation.packed else value for name, value in moved.items()
-        }
+        weights = {name: packed(kernels, moved[name], device) for name in self.operation.packed}
+        arguments = {**moved, **weights}
         if self.operation.takes_batch:
             tables = [table.to(device) for table in self.block_tables]
             arguments["batch"] = self.batch.batch(kernels, tables, device)
@@ -150,6 +153,12 @@ class Call:
         if found is None:
             return ()
         return tuple(each.to(CPU) for each in (found if isinstance(found, tuple) else (found,)))
+
+
+def packed(kernels: Kernels, weight: Tensor | Fp8Weight, device: torch.device) -> Any:
+    if isinstance(weight, Fp8Weight):
+        return kernels.pack_fp8([weight.changed(lambda part: part.to(device))])
+    return kernels.pack(weight)
 
 
 def part_of_sequence(whole: Call, slot: int, start: int, end: int, decode: bool = False) -> Call:

@@ -19,10 +19,14 @@ from cairn.kernels.cuda.device import Limits  # noqa: E402
 from cairn.kernels.cuda_support import MIN_CAPABILITY  # noqa: E402
 from kernels.cuda_configurations import CONFIGURATIONS, configurations  # noqa: E402
 
-GPUS: Mapping[int, Limits] = {80: Limits(108, 166_912), 90: Limits(132, 232_448), 100: Limits(148, 232_448)}
+GPUS: Mapping[int, Limits] = {
+    80: Limits(108, 166_912, has_fp8=False),
+    90: Limits(132, 232_448),
+    100: Limits(148, 232_448),
+}
 """By compute capability: an A100's, an H100's and a B200's multiprocessors and shared memory."""
 
-TENSOR_CORES = ("attention", "experts", "gdn", "ssd")
+TENSOR_CORES = ("attention", "experts", "fp8", "gdn", "ssd")
 """Modules that are compiled for all of them: tensor cores are others in each, and so is what has to lie in shared
 memory. The others' kernels are loads, stores and sums, and are compiled for one of them."""
 
@@ -38,6 +42,12 @@ class Variant:
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, object], ...]
     options: tuple[tuple[str, int], ...]
+
+    @property
+    def is_for_one_capability(self) -> bool:
+        """Whether others say the same: other pages, other dtypes."""
+        wide_fp8 = ("weight", "*u8") in self.signature and ("x", "*fp32") in self.signature
+        return ("PAGE_SIZE", 16) in self.constants or wide_fp8
 
     @property
     def sort_key(self) -> str:
@@ -70,8 +80,9 @@ def variants(name: str, gpu: Limits) -> list[Variant]:
     """A module's on a GPU, each once, in an order that does not depend on the process."""
     module = import_module(f"cairn.kernels.cuda.{name}")
     with pytest.MonkeyPatch.context() as patch:
-        if hasattr(module, "limits"):
-            patch.setattr(module, "limits", lambda: gpu)
+        for each in (module, import_module("cairn.kernels.cuda.fp8")):
+            if hasattr(each, "limits"):
+                patch.setattr(each, "limits", lambda: gpu)
         found = {
             Variant(kernel, *(tuple(sorted(part.items())) for part in parts)) for kernel, *parts in configurations(name)
         }
@@ -82,7 +93,7 @@ def every_variant() -> Iterator[Any]:
     for capability, gpu in GPUS.items():
         for name in CONFIGURATIONS if capability == EVERYTHING else TENSOR_CORES:
             for number, variant in enumerate(variants(name, gpu)):
-                if capability == EVERYTHING or ("PAGE_SIZE", 16) not in variant.constants:
+                if capability == EVERYTHING or not variant.is_for_one_capability:
                     label = f"{capability}-{name}{variant.kernel.fn.__name__}-{number}"
                     marks = [TOO_LARGE] if is_known_to_be_too_large(capability, label, variant) else []
                     yield pytest.param(capability, variant, id=label, marks=marks)

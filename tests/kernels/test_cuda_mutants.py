@@ -13,7 +13,7 @@ import torch
 
 from kernels.backends import BACKENDS, DEVICES, name_of
 from kernels.comparison import check_against_reference
-from kernels.fixed_calls import MIXED, paged_call, small_call
+from kernels.fixed_calls import MIXED, fp8_experts_call, fp8_linear_call, paged_call, small_call
 from kernels.kernel_calls import Call
 from kernels.random_batches import RandomBatch, SequenceRows
 
@@ -42,6 +42,11 @@ CALLS: Mapping[str, Callable[[], tuple[Call, ...]]] = {
         paged_call("attention", SEVERAL_SPLITS, (4, 2, 16), 16, F32),
         paged_call("attention", PAGES, (4, 2, 16), 64, F32),
     ),
+    "fp8 of few rows": lambda: (fp8_linear_call(1, (9, 1300), F32, blocked=True, bias=True),),
+    "fp8 of a scale a row": lambda: (fp8_linear_call(1, (9, 72), F32, blocked=False, bias=False),),
+    "fp8 of many rows": lambda: (fp8_linear_call(5, (40, 200), F32, blocked=True, bias=True),),
+    "fp8 experts": lambda: (fp8_experts_call(6, (40, 136), F32, blocked=True, gated=True),),
+    "fp8 experts of few tokens": lambda: (fp8_experts_call(1, (40, 136), F32, blocked=True, gated=True),),
     "write_kv": lambda: (paged_call("write_kv", PAGES, (4, 2, 16), 16, F32),),
 }
 """What a function is held to."""
@@ -194,6 +199,62 @@ MUTANTS = (
         ("conv",),
     ),
     Mutant(
+        "the first block's scale is every block's",
+        "fp8",
+        "scales + k // _BLOCK, mask",
+        "scales, mask",
+        ("fp8 of many rows", "fp8 experts"),
+    ),
+    Mutant(
+        "the first block's scale is every block's",
+        "fp8",
+        "+ tl.arange(0, BLOCKS)",
+        "+ 0 * tl.arange(0, BLOCKS)",
+        ("fp8 of few rows", "fp8 experts of few tokens"),
+    ),
+    Mutant(
+        "blocks begin anew in each tile",
+        "fp8",
+        "block = k // _BLOCK + tl",
+        "block = tl",
+        ("fp8 of few rows",),
+    ),
+    Mutant(
+        "a row's scale is left out",
+        "fp8",
+        "return sums * tl.load(scales, mask=mask, other=0)",
+        "return sums",
+        ("fp8 of a scale a row",),
+    ),
+    Mutant(
+        "the bias is left out",
+        "fp8",
+        "mask=column < num_biases",
+        "mask=column < 0",
+        ("fp8 of few rows", "fp8 of many rows"),
+    ),
+    Mutant(
+        "an expert's scales are the first one's",
+        "experts",
+        "scales_of(scales, expert.to(tl.int64) * width + column",
+        "scales_of(scales, column.to(tl.int64)",
+        ("fp8 experts",),
+    ),
+    Mutant(
+        "an expert's scales are the first one's",
+        "experts",
+        "scales_of(scales, (experts * width)[None, :] + column",
+        "scales_of(scales, (experts * 0)[None, :] + column",
+        ("fp8 experts of few tokens",),
+    ),
+    Mutant(
+        "up has gate's scales",
+        "experts",
+        "scales_of(scales, first + inner_width, width, BLOCKED)",
+        "scales_of(scales, first, width, BLOCKED)",
+        ("fp8 experts", "fp8 experts of few tokens"),
+    ),
+    Mutant(
         "keys before kv_write_from are written",
         "write_kv",
         "is_written = there & (positions >= tl.load(kv_write_from + seqs))",
@@ -201,6 +262,10 @@ MUTANTS = (
         ("write_kv",),
     ),
 )
+
+
+SHARED = {"scalars": ("ssd", "gdn"), "fp8": ("products", "experts")}
+"""Modules that others take parts of kernels from."""
 
 
 def source_of(name: str) -> str:
@@ -224,10 +289,10 @@ def backend_with(folder: Path, name: str, change: Callable[[str], str]) -> Modul
     if name == "metadata":
         # The other modules ask for theirs.
         changed[0].__dict__["CudaMetadata"] = sys.modules["cairn.kernels.cuda.metadata"].__dict__["CudaMetadata"]
-    if name == "scalars":
+    if name in SHARED:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(sys.modules, "cairn.kernels.cuda.scalars", changed[0])
-            changed = [load(folder, scan, source_of(scan)) for scan in ("ssd", "gdn")]
+            patch.setitem(sys.modules, f"cairn.kernels.cuda.{name}", changed[0])
+            changed = [load(folder, user, source_of(user)) for user in SHARED[name]]
     backend = ModuleType("changed")
     backend.__dict__.update({each: getattr(CUDA, each) for each in CUDA.__all__})
     for module in changed:
@@ -258,11 +323,18 @@ def test_a_mutant_is_found(mutant: Mutant, build_backend: Callable[[str, Callabl
                 check_against_reference(backend, call, F32)
 
 
-@pytest.mark.parametrize("name", [*CALLS, "metadata"])
+OWN_CALLS = {
+    "metadata": ("ssd", "gdn", "conv", "attention", "write_kv"),
+    **{name: tuple(call for call in CALLS if call.startswith("fp8")) for name in ("fp8", "experts")},
+}
+"""Of modules that are not held to the call of their name."""
+
+
+@pytest.mark.parametrize("name", [*(name for name in CALLS if not name.startswith("fp8")), *OWN_CALLS])
 def test_the_source_as_it_is_passes(
     name: str, build_backend: Callable[[str, Callable[[str], str]], ModuleType]
 ) -> None:
     backend = build_backend(name, lambda source: source)
-    for function in CALLS if name == "metadata" else (name,):
+    for function in OWN_CALLS.get(name, (name,)):
         for call in CALLS[function]():
             check_against_reference(backend, call, F32)

@@ -1,6 +1,7 @@
 """FP8 checkpoints are served as the numbers they hold: bit for bit as a float32 checkpoint of the same numbers."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from cairn.errors import ConfigError, ModelError
 from cairn.kernels import reference
+from cairn.kernels.fp8 import Fp8Weight
 from cairn.layers.communicator import SINGLE_RANK
 from cairn.models.check import CheckSettings, check
 from cairn.models.decoder_config import AskedQuantization
@@ -18,11 +20,13 @@ from cairn.models.rank_weights import RankWeights
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import WeightReader, read_config
-from cairn.models.weights.quantization import Quantization
+from cairn.models.weights.quantization import Quantization, describe_fp8
+from cairn.models.weights.tensor_headers import read_headers
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT, Loaded
 from engine.test_ranks_exactness import LoadedRanks
 from models.fp8_checkpoints import by_blocks, by_tensor, write_modelopt_fp8, write_qwen_fp8
+from models.test_served_int8 import parts_of
 from runner.harness import left_of
 
 WRITERS = {"qwen3_5": write_qwen_fp8, "qwen3_5_moe": write_qwen_fp8, "nemotron_h": write_modelopt_fp8}
@@ -123,6 +127,106 @@ def test_cuts_inside_blocks(tmp_path: Path, block: tuple[int, int] | None, dtype
             found = reader.load("a.weight", (300, 200), shard)
             assert found.dtype == dtype and found.is_contiguous()
             assert torch.equal(found, left_of(wide, shard).to(dtype)), shard
+
+
+@pytest.mark.parametrize("block", [None, (128, 128), (64, 128)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_stays_in_fp8_stands_for_the_same_numbers(
+    tmp_path: Path, block: tuple[int, int] | None, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    weight = torch.randn(300, 300, generator=torch.manual_seed(1)) * torch.linspace(0.1, 9, 300)
+    stored = by_tensor(weight)[0]
+    shape = () if block is None else (-(-300 // block[0]), 3)
+    factors = torch.rand(shape, generator=torch.manual_seed(2)) + 0.1
+    quantization = Quantization(block)
+    save_file(
+        {"a.weight": stored, f"a.{quantization.scale}": factors, "b.weight": weight}, tmp_path / "model.safetensors"
+    )
+    kept = [
+        None,
+        TensorShard(0, ((5, 40), (120, 140), (299, 300))),
+        TensorShard(0, ((7, 7),)),
+        TensorShard(1, ((128, 256),)),
+        TensorShard(1, ((128, 256), (0, 128), (256, 300))),
+    ]
+    with WeightReader(tmp_path, dtype, (), quantization) as reader:
+        described = describe_fp8(reader.headers, quantization, dtype)
+        for shard in kept:
+            found, told = (load("a.weight", (300, 300), shard) for load in (reader.load_fp8, described))
+            assert found is not None and told is not None and found.dtype == dtype
+            assert torch.equal(found.dequantize(), reader.load("a.weight", (300, 300), shard)), shard
+            assert (told.shape, told.scales.shape, told.nbytes) == (found.shape, found.scales.shape, found.nbytes)
+        assert not caplog.text
+        for cut in (((0, 64),), ((100, 300),), ((256, 300), (0, 128))):
+            for load in (reader.load_fp8, described):
+                caplog.clear()
+                assert (load("a.weight", (300, 300), TensorShard(1, cut)) is None) is (block is not None)
+                assert ("a.weight is cut inside blocks" in caplog.text) is (block is not None)
+        for name in ("b.weight", "c.weight"):
+            assert reader.load_fp8(name, (300, 300)) is None and described(name, (300, 300)) is None
+        with pytest.raises(ModelError, match=r"a.weight has shape \[300, 300\]"):
+            reader.load_fp8("a.weight", (300, 299))
+
+
+def test_a_model_of_weights_that_stay_in_fp8_is_the_same(pair: tuple[Path, Path], caplog: Any) -> None:
+    """Joined, reordered and stacked as they are stored: the reference dequantizes them after that."""
+    models = []
+    for keeps in (False, True):
+        opened = open_model(pair[0], "bfloat16", keeps_fp8=keeps)
+        assert opened.served_quantization == (opened.quantization.method if keeps and opened.quantization else None)
+        models.append(opened.build(exact=False, backend="reference"))
+    found, wanted = (parts_of(model, torch.Tensor) for model in models)
+    assert len(found) == len(wanted) > 30
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    assert "dequantized" not in caplog.text
+    facts = [open_model(pair[0], "bfloat16", keeps_fp8=keeps).transfer_facts() for keeps in (False, True)]
+    assert facts[0] == facts[1]
+
+
+def test_a_gpu_is_asked_for_a_byte_a_number(pair: tuple[Path, Path]) -> None:
+    plain = check(pair[0], CheckSettings(dtype="bfloat16"))
+    on_gpu = check(pair[0], CheckSettings(dtype="bfloat16", gpu_memory_bytes=1 << 30))
+    assert plain.settings.quantization is None and on_gpu.settings.quantization in ("fp8", "modelopt")
+    numbers = sum(math.prod(header.shape) for header in read_headers(pair[0]).values() if header.dtype == "F8_E4M3")
+    saved = plain.weight_bytes - on_gpu.weight_bytes
+    assert 0.95 * numbers < saved < numbers
+    in_int8 = check(pair[0], CheckSettings(dtype="bfloat16", quantization="int8", gpu_memory_bytes=1 << 30))
+    assert in_int8.settings.quantization == "int8"
+
+
+def test_other_blocks_are_dequantized_and_that_is_logged(
+    made_model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw = json.loads((made_model("qwen3_5") / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 64]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert open_model(tmp_path).served_quantization is None and not caplog.text
+    assert open_model(tmp_path, keeps_fp8=True).served_quantization is None
+    assert "weights are dequantized: there are no products with factors for blocks of (128, 64)" in caplog.text
+
+
+@pytest.mark.parametrize("reorders", [False, True])
+def test_what_is_not_all_in_fp8(reorders: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Side by side as they are; dequantized where rows are to be mixed, or experts stacked."""
+    first = Fp8Weight(torch.arange(24, dtype=torch.uint8).view(6, 4), torch.rand(6, 1), torch.bfloat16)
+    plain = torch.randn(2, 4).to(torch.bfloat16)
+
+    def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
+        return plain
+
+    def load_fp8(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
+        return first if name.startswith("a") else None
+
+    weights = RankWeights(load, reference, SINGLE_RANK, torch.device("cpu"), None, load_fp8)
+    parts = [("a", (6, 4), ((0, 6),)), ("b", (2, 4), ((0, 2),))]
+    linear = weights.fused(parts, reorder=(lambda rows: rows.flip(0)) if reorders else None)
+    whole = torch.cat([first.dequantize(), plain])
+    assert torch.equal(linear.weight, whole.flip(0) if reorders else whole) and linear.shape == (8, 4)
+    assert ("dequantized" in caplog.text) is reorders
+    assert weights.num_bytes == plain.nbytes + (2 * 24 if reorders else first.nbytes)
+    stack = weights.pack_experts([weights.matrix("a", (6, 4)), torch.zeros(6, 4, dtype=torch.bfloat16)])
+    assert torch.equal(stack[0], first.dequantize()) and stack.shape == (2, 6, 4)
+    assert caplog.text.count("weights in FP8 are dequantized") == 1 + reorders
 
 
 @pytest.mark.parametrize("runs", [(), ((1, 3), (5, 7))])

@@ -22,6 +22,7 @@ from cairn.engine.devices import (
     choose_device,
     explain_out_of_memory,
     graph_sizes,
+    keeps_fp8,
     measure_room,
     open_encoder,
 )
@@ -58,7 +59,7 @@ from cairn.types import Clock, SystemClock
 
 __all__ = ["build_core"]
 
-OpenFolder = Callable[[Path, DType, AskedQuantization | None], OpenModel]
+OpenFolder = Callable[[Path, DType, AskedQuantization | None, bool], OpenModel]
 
 _STEP_SECONDS = 300.0
 """How long a rank may keep the others waiting within a step."""
@@ -81,7 +82,7 @@ def build_core(
     nothing elsewhere, unless given.
     """
     clock = clock or SystemClock()
-    opened = open_folder(Path(config.model), config.dtype, config.quantization)
+    opened = open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(config))
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     device = choose_device(config, opened)

@@ -120,6 +120,11 @@ def _kernels(config: EngineConfig, opened: OpenModel, spec: MemorySpec, place: t
     return with_libraries(attention, delta_rule)
 
 
+def keeps_fp8(config: EngineConfig) -> bool:
+    """Whether the weights of an FP8 checkpoint stay in FP8."""
+    return config.device == "cuda" and not config.exact
+
+
 def open_encoder(config: EngineConfig, opened: OpenModel, device: Device, rank: int = 0) -> VisionEncoder | None:
     """The vision encoder of one rank; None where the model, or this server, reads no images. Raises ModelError."""
     if config.language_model_only:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
+from cairn.kernels.fp8 import WeightRows
 from cairn.kernels.sampling.logprobs import LogprobTensors
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging
@@ -61,6 +62,12 @@ class Kernels(Protocol):
     def pack(self, weight: Tensor) -> Weight:
         """A weight [out, in], or a stack of experts' [E, out, in], in the form that this backend multiplies with. It
         may keep the tensor itself, whose memory is then not to be changed any more."""
+        ...
+
+    def pack_fp8(self, rows: Sequence[WeightRows]) -> Weight:
+        """As `pack`, of a weight [out, in] whose rows are those of all of these one behind the other, or of a stack of
+        experts', which is one. For `linear` and the experts. A backend that computes with FP8 weights keeps the numbers
+        and scales of an `Fp8Weight`; others bring it to the model's dtype."""
         ...
 
     def pack_int8(self, weight: Tensor) -> Weight:

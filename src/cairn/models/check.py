@@ -63,7 +63,7 @@ class CheckSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The report. Sizes in bytes, on one rank; `weight_bytes` in the serving dtype, with the vision tower's.
+    """The report. Sizes in bytes, on one rank; `weight_bytes` as they are served, with the vision tower's.
     `step_bytes`: of what a GPU has to have room for besides: logits, and encoded images that are kept."""
 
     folder: Path
@@ -132,7 +132,7 @@ def check(
     misshapen or of another dtype are listed in the report.
     """
     settings = settings or CheckSettings()
-    model = open_model(folder, settings.dtype, settings.quantization)
+    model = open_model(folder, settings.dtype, settings.quantization, keeps_fp8=settings.gpu_memory_bytes is not None)
     settings = replace(settings, quantization=model.served_quantization)
     if headers is None:
         headers = read_headers(folder)

@@ -12,10 +12,11 @@ from cairn.models.sharding import TensorShard
 if TYPE_CHECKING:
     import torch
 
+    from cairn.kernels.fp8 import Fp8Weight
     from cairn.layers.model import Model
     from cairn.models.decoder_builder import DecoderBuilder, Execution
 
-__all__ = ["Family", "TensorLoader"]
+__all__ = ["Family", "Fp8Loader", "TensorLoader"]
 
 
 class TensorLoader(Protocol):
@@ -24,6 +25,14 @@ class TensorLoader(Protocol):
     def __call__(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> "torch.Tensor":
         """The tensor, or a shard of it, in the dtype the model is served with. `shape` is that of the
         whole tensor in the checkpoint. Raises ModelError naming the tensor."""
+        ...
+
+
+class Fp8Loader(Protocol):
+    """Loads a matrix that stays in FP8."""
+
+    def __call__(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> "Fp8Weight | None":
+        """As a `TensorLoader`; None for a tensor that is to be loaded by that one instead."""
         ...
 
 
@@ -69,12 +78,16 @@ class Family:
         stored: Collection[str],
         dtype: "torch.dtype",
         quantization: ServedQuantization | None = None,
+        load_fp8: Fp8Loader | None = None,
     ) -> int:
         """Bytes of all weights as they are served on one rank: a tied embedding is there twice, as rows and as a
-        packed output."""
+        packed output. `load_fp8`: gives matrices that stay in FP8, on the meta device."""
         from cairn.models.decoder_builder import trace_build
 
-        return trace_build(self.compose, config, stored, lambda name: self.served_dtype(name, dtype), quantization)[1]
+        def dtype_of(name: str) -> "torch.dtype":
+            return self.served_dtype(name, dtype)
+
+        return trace_build(self.compose, config, stored, dtype_of, quantization, load_fp8)[1]
 
     def served_dtype(self, name: str, dtype: "torch.dtype") -> "torch.dtype":
         """The dtype of a tensor, where that of the model is `dtype`."""

@@ -31,7 +31,7 @@ from cairn.layers.linear import Linear
 from cairn.layers.model import Layer, Mixer, Model, Parallel, Scaled, VocabParallelEmbedding
 from cairn.layers.norms import RMSNorm
 from cairn.layers.rotary import Rotary, make_rotary
-from cairn.models.contract import TensorLoader
+from cairn.models.contract import Fp8Loader, TensorLoader
 from cairn.models.decoder_config import DecoderConfig, ServedQuantization
 from cairn.models.rank_weights import RankWeights
 from cairn.models.sharding import TensorShard, shard_vocabulary
@@ -46,7 +46,7 @@ class Execution:
     """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels
     (None: the fast ones, or with `exact` those; a name, or functions that are there), which work on `device`.
     `stored`: the checkpoint's tensors, by which a family that is published in several forms knows them apart.
-    `quantization`: what weights are kept in, instead of the dtype."""
+    `quantization`: what weights are kept in, instead of the dtype. `load_fp8`: gives those that stay in FP8."""
 
     exact: bool
     dtype: torch.dtype
@@ -55,6 +55,7 @@ class Execution:
     stored: Collection[str] = ()
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
     quantization: ServedQuantization | None = None
+    load_fp8: Fp8Loader | None = None
 
 
 class DecoderBuilder:
@@ -76,7 +77,9 @@ class DecoderBuilder:
         self.stored = execution.stored
         kernels = load_kernels(execution.backend or ("exact" if execution.exact else "cpu"))
         self._spec = config.cache_spec(self.rank, self.size).memory_spec(execution.dtype, execution.device)
-        self.weights = RankWeights(load, kernels, communicator, execution.device, execution.quantization)
+        self.weights = RankWeights(
+            load, kernels, communicator, execution.device, execution.quantization, execution.load_fp8
+        )
         self.attention_layers, self.recurrent_layers = count(), count()
         self._config = config
         self._execution = execution
@@ -151,7 +154,7 @@ class DecoderBuilder:
             embedding=VocabParallelEmbedding(self.weights.kernels, embedding, first, communicator),
             layers=tuple(layers),
             final_norm=final_norm,
-            lm_head=self.weights.linear(head).weight,
+            lm_head=self.weights.linear([head]).weight,
             linears=tuple(self.weights.linears),
             rotary=self._rotary,
             embedding_scale=embedding_scale,
@@ -177,11 +180,13 @@ def trace_build(
     stored: Collection[str] = (),
     dtype_of: Callable[[str], torch.dtype] = lambda name: torch.float32,
     quantization: ServedQuantization | None = None,
+    load_fp8: Fp8Loader | None = None,
 ) -> tuple[dict[str, tuple[int, ...]], int]:
     """Build a model of tensors without memory, on the meta device.
 
     Returns every tensor that it is built of, by its published name and with its shape in the checkpoint, in the order
-    in which they are drawn; and the bytes that its weights take when a tensor is loaded as `dtype_of` its name.
+    in which they are drawn; and the bytes that its weights take when a tensor is loaded as `dtype_of` its name, or by
+    `load_fp8` where that gives one.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     meta = torch.device("meta")
@@ -191,7 +196,13 @@ def trace_build(
         return torch.empty(shape if shard is None else shard.shape(shape), dtype=dtype_of(name), device=meta)
 
     execution = Execution(
-        False, torch.float32, backend="reference", stored=stored, device=meta, quantization=quantization
+        False,
+        torch.float32,
+        backend="reference",
+        stored=stored,
+        device=meta,
+        quantization=quantization,
+        load_fp8=load_fp8,
     )
     builder = DecoderBuilder(config, load, execution)
     with _ShapesAlone():

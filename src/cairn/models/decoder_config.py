@@ -17,11 +17,12 @@ from cairn.models.sharding import check_rank
 
 ServedDType = Literal["float32", "bfloat16"]
 
-ServedQuantization = Literal["int8"]
-"""What the weights of matrix products can be brought to when they are loaded; all else stays in the dtype."""
+ServedQuantization = Literal["int8", "fp8", "modelopt"]
+"""What the weights of matrix products are in, while all else is in the dtype: brought to int8 when they are loaded, or
+as a checkpoint of that method has them."""
 
-AskedQuantization = Literal["int8", "fp8", "modelopt"]
-"""What may be asked for: beside these what a checkpoint is stored in, which says no more than the checkpoint."""
+AskedQuantization = ServedQuantization
+"""What may be asked for: int8, or what a checkpoint is stored in, which says no more than the checkpoint."""
 
 DTYPE_BYTES: Mapping[ServedDType, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Of one number."""

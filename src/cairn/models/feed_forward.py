@@ -152,12 +152,10 @@ class ExpertSizes(LayerSizes):
 
     def _build_experts(self, b: "DecoderBuilder", name: str, parts: Sequence[str]) -> "Experts":
         """`parts`: the names of an expert's matrices into its inner channels."""
-        import torch
-
         weights, inner, shape = b.weights, self.expert.shard(b.rank, b.size), (self.expert.inner, self.expert.hidden)
         ups, downs = [], []
         for expert in range(self.count):
             base = f"{name}.{expert}"
-            ups.append(torch.cat([weights.tensor(f"{base}.{part}_proj.weight", shape, inner) for part in parts]))
-            downs.append(weights.tensor(f"{base}.down_proj.weight", shape[::-1], inner, dim=1))
-        return weights.pack(torch.stack(ups)), weights.pack(torch.stack(downs))
+            ups.append(weights.rows([weights.matrix(f"{base}.{part}_proj.weight", shape, inner) for part in parts]))
+            downs.append(weights.matrix(f"{base}.down_proj.weight", shape[::-1], inner, dim=1))
+        return weights.pack_experts(ups), weights.pack_experts(downs)

@@ -75,8 +75,6 @@ class DeltaNetSizes(LayerSizes):
 
     def build(self, b: "DecoderBuilder", name: str) -> "GatedDeltaNet":
         """The rank's heads of the layer `name`."""
-        import torch
-
         from cairn.layers.gated_delta_net import GatedDeltaNet
         from cairn.layers.norms import RMSNorm
 
@@ -107,7 +105,7 @@ class DeltaNetSizes(LayerSizes):
                 "a": (self.value_heads, (heads,)),
             }
         in_proj = [
-            weights.tensor(f"{name}.in_proj_{part}.weight", (rows, self.hidden_size), *slices)
+            weights.matrix(f"{name}.in_proj_{part}.weight", (rows, self.hidden_size), *slices)
             for part, (rows, slices) in parts.items()
         ]
         return GatedDeltaNet(
@@ -116,7 +114,7 @@ class DeltaNetSizes(LayerSizes):
             key_dim=self.key_dim,
             num_value_heads=shard.count * self.unit_heads,
             value_dim=self.value_dim,
-            in_proj=weights.linear(torch.cat(in_proj)),
+            in_proj=weights.linear(in_proj),
             conv=conv,
             a=-a_log.exp(),
             dt_bias=dt_bias,

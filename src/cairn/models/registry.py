@@ -1,6 +1,7 @@
 """The way from a folder to a model."""
 
-from collections.abc import Collection
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,16 +20,18 @@ from cairn.models.families import family_of
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, serving_dtype
-from cairn.models.weights.quantization import Quantization, read_quantization
-from cairn.models.weights.tensor_headers import read_headers
+from cairn.models.weights.quantization import Quantization, describe_fp8, read_quantization
+from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
 __all__ = ["OpenModel", "open_model"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
     """A checkpoint folder whose config has been read and accepted; no tensor has been looked at yet. `quantization`:
-    how its weights are stored, if not in a plain dtype; `served_quantization`: what they are brought to."""
+    how its weights are stored, if not in a plain dtype; `served_quantization`: what those of products are served in."""
 
     folder: Path
     family: Family
@@ -37,23 +40,29 @@ class OpenModel:
     quantization: Quantization | None = None
     served_quantization: ServedQuantization | None = None
 
+    @property
+    def stays_in_fp8(self) -> bool:
+        """Whether matrices are served as they are stored."""
+        return self.quantization is not None and self.served_quantization == self.quantization.method
+
     def layout(self, block_size: int, tp_size: int = 1) -> CacheLayout:
         """Pages and checkpoints of one of `tp_size` ranks; the same on every rank. Raises ConfigError naming
         --tensor-parallel-size and the field that does not divide."""
         return self.config.layout(block_size, self.dtype.itemsize, tp_size)
 
-    def stored_tensors(self) -> Collection[str]:
-        """The names of the folder's tensors. Raises ModelError as `read_headers`."""
+    def stored_tensors(self) -> Mapping[str, TensorHeader]:
+        """The folder's tensors. Raises ModelError as `read_headers`."""
         return read_headers(self.folder)
 
     def tensors(self, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Every tensor that the config calls for, with its shape, in the form in which these are stored."""
         return self.family.tensors(self.config, stored)
 
-    def weight_bytes(self, stored: Collection[str]) -> int:
+    def weight_bytes(self, stored: Mapping[str, TensorHeader]) -> int:
         """Bytes of all weights as they are served, in the form in which these tensors are stored; see
         `Family.weight_bytes`."""
-        return self.family.weight_bytes(self.config, stored, self.dtype, self.served_quantization)
+        load_fp8 = describe_fp8(stored, self.quantization, self.dtype) if self.stays_in_fp8 else None
+        return self.family.weight_bytes(self.config, stored, self.dtype, self.served_quantization, load_fp8)
 
     def transfer_facts(self) -> dict[str, str | int]:
         """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, quantization
@@ -62,7 +71,8 @@ class OpenModel:
         ModelError."""
         identity = weights_identity(self.folder, self.tensors(read_headers(self.folder)), self.quantization)
         own = {"model_type": self.family.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
-        if self.served_quantization is not None:
+        # Those that stay in FP8 are the same numbers as dequantized ones.
+        if self.served_quantization == "int8":
             own["quantization"] = self.served_quantization
         return {**self.config.transfer_facts(), **own, "weights": identity}
 
@@ -88,7 +98,14 @@ class OpenModel:
                 if copy in reader.headers and copy not in expected:
                     reader.verify_copy(copy, name, expected[name])
             execution = Execution(
-                exact, self.dtype, communicator, backend, reader.headers, place, self.served_quantization
+                exact,
+                self.dtype,
+                communicator,
+                backend,
+                reader.headers,
+                place,
+                self.served_quantization,
+                reader.load_fp8 if self.stays_in_fp8 else None,
             )
 
             read_all = partial(trace_rank, self.family.compose, self.config, reader.load, execution)
@@ -96,22 +113,32 @@ class OpenModel:
                 return self.family.build(self.config, reader.load, execution)
 
 
-def open_model(folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None) -> OpenModel:
-    """Read config.json (and the end-of-sequence ids of generation_config.json). Raises ModelError, and ConfigError for
-    a quantization that the checkpoint does not have."""
+def open_model(
+    folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None, keeps_fp8: bool = False
+) -> OpenModel:
+    """Read config.json (and the end-of-sequence ids of generation_config.json). `keeps_fp8`: whether the weights of an
+    FP8 checkpoint stay as they are stored, as on a GPU. Raises ModelError, and ConfigError for a quantization that the
+    checkpoint does not have."""
     raw = read_config(folder)
     family = family_of(raw)
     config = family.parse(raw)
     stored_as = read_quantization(folder, raw)
-    served = _served_quantization(quantization, stored_as)
+    served = _served_quantization(quantization, stored_as, keeps_fp8)
     return OpenModel(folder, family, config, serving_dtype(raw, dtype), stored_as, served)
 
 
-def _served_quantization(asked: AskedQuantization | None, stored_as: Quantization | None) -> ServedQuantization | None:
-    if asked is None or asked == "int8":
+def _served_quantization(
+    asked: AskedQuantization | None, stored_as: Quantization | None, keeps_fp8: bool
+) -> ServedQuantization | None:
+    if asked == "int8":
         return asked
-    if stored_as is None or stored_as.method != asked:
+    if asked is not None and (stored_as is None or stored_as.method != asked):
         found = "not quantized" if stored_as is None else f"in {stored_as.method}"
         text = f"--quantization {asked}: the checkpoint is {found}, and is served as it is without this flag"
         raise ConfigError(f"{text}; int8 can be made of it while it is loaded")
-    return None
+    if not keeps_fp8 or stored_as is None:
+        return None
+    if not stored_as.can_stay:
+        logger.warning("weights are dequantized: there are no products with factors for blocks of %s", stored_as.block)
+        return None
+    return stored_as.method

@@ -76,13 +76,13 @@ class LoadedRank:
         Raises ConfigError or ModelError, and EngineDead when not all ranks join in time.
         """
         # Here and not above: rank 0's module is imported where nothing of torch is wanted.
-        from cairn.engine.devices import choose_device, explain_out_of_memory, open_encoder
+        from cairn.engine.devices import choose_device, explain_out_of_memory, keeps_fp8, open_encoder
         from cairn.layers.process_ranks import join_ranks
         from cairn.models.registry import open_model
 
         engine = config.engine
         self._config = config
-        self._opened = open_model(Path(engine.model), engine.dtype, engine.quantization)
+        self._opened = open_model(Path(engine.model), engine.dtype, engine.quantization, keeps_fp8(engine))
         self._layout = self._opened.layout(engine.block_size, config.tp_size)
         self.device = device or choose_device(engine, self._opened, config.rank)
         if self.device.is_gpu:

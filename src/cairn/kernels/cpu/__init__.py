@@ -8,7 +8,7 @@ from cairn.kernels.cpu.gdn import gdn
 from cairn.kernels.cpu.int8 import pack_int8
 from cairn.kernels.cpu.metadata import build_metadata
 from cairn.kernels.cpu.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
-from cairn.kernels.cpu.products import embed, linear, lm_head, pack
+from cairn.kernels.cpu.products import embed, linear, lm_head, pack, pack_fp8
 from cairn.kernels.cpu.routers import sigmoid_router, softmax_router
 from cairn.kernels.cpu.ssd import ssd
 from cairn.kernels.cpu.warm_up import warm_up
@@ -31,6 +31,7 @@ __all__ = [
     "lm_head",
     "logprobs",
     "pack",
+    "pack_fp8",
     "pack_int8",
     "rms_norm",
     "rms_norm_then_gate",

@@ -1,5 +1,6 @@
 """Products with weights: by dot instructions (`panels`), by oneDNN, or by torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -12,6 +13,7 @@ from cairn.kernels.cpu.int8 import Int8Weight, multiply_int8, multiply_int8_pane
 from cairn.kernels.cpu.onednn import can_reorder, reorder, reordered_product
 from cairn.kernels.cpu.panels import RowPartition, has_instructions, multiply_panels, pack_panels, partition_rows
 from cairn.kernels.cpu.threads import step_work
+from cairn.kernels.fp8 import WeightRows, dequantize_rows
 
 Layout = Literal["panels", "onednn", "plain"]
 
@@ -42,6 +44,11 @@ def pack(weight: Tensor) -> PackedWeight:
     elif layout == "onednn":
         matrices = tuple(map(reorder, matrices))
     return PackedWeight(weight.shape, weight.dtype, matrices, layout)
+
+
+def pack_fp8(rows: Sequence[WeightRows]) -> PackedWeight:
+    """See `Kernels.pack_fp8`."""
+    return pack(dequantize_rows(rows))
 
 
 def _layout_for(dtype: torch.dtype) -> Layout:

@@ -4,6 +4,7 @@ from cairn.kernels.cuda.attention import attention
 from cairn.kernels.cuda.conv import conv
 from cairn.kernels.cuda.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cuda.experts import experts, gated_experts
+from cairn.kernels.cuda.fp8 import pack_fp8
 from cairn.kernels.cuda.gdn import gdn
 from cairn.kernels.cuda.logprobs import logprobs
 from cairn.kernels.cuda.metadata import build_metadata
@@ -30,6 +31,7 @@ __all__ = [
     "lm_head",
     "logprobs",
     "pack",
+    "pack_fp8",
     "pack_int8",
     "rms_norm",
     "rms_norm_then_gate",

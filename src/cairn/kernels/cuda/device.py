@@ -13,10 +13,12 @@ INTERPRETED: bool = triton.knobs.runtime.interpret
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a GPU has: `multiprocessors`, and the bytes of shared memory that a program may take."""
+    """What a GPU has: `multiprocessors`, the bytes of shared memory that a program may take, and whether it multiplies
+    numbers in FP8, of which Triton knows nothing before capability 8.9."""
 
     multiprocessors: int
     shared_memory: int
+    has_fp8: bool = True
 
 
 H100 = Limits(132, 232_448)
@@ -28,7 +30,8 @@ def limits() -> Limits:
     if INTERPRETED or not torch.cuda.is_available():
         return H100
     properties = torch.cuda.get_device_properties(device())
-    return Limits(int(properties.multi_processor_count), int(properties.shared_memory_per_block_optin))  # type: ignore[attr-defined]
+    has_fp8 = (properties.major, properties.minor) >= (8, 9)
+    return Limits(int(properties.multi_processor_count), int(properties.shared_memory_per_block_optin), has_fp8)  # type: ignore[attr-defined]
 
 
 def device() -> torch.device:

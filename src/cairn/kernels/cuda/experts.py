@@ -4,7 +4,7 @@ A `pair` is a token with one of its experts. Pairs are brought into the order of
 blocks of rows, the last of which has rows to spare. Three launches then: the first product with its activation, the
 second product, and the sum of each token's terms. Nobody on the host knows how many blocks there are: as many programs
 are started as there might be, and those too many end at once. A term is, as every product with a weight, rounded to the
-model's dtype.
+model's dtype. Weights may be in FP8, as `fp8` reads them.
 
 With few tokens the bound is the reading of the weights, and most experts have but one row: there each pair is a product
 of a matrix and a vector, and two launches do.
@@ -17,6 +17,17 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import kernel, power_of_2, takes_tensor_cores
+from cairn.kernels.cuda.fp8 import (
+    add_product,
+    block_scales,
+    form_of,
+    load_weights,
+    numbers_of,
+    partial_sums,
+    scaled,
+    scales_of,
+)
+from cairn.kernels.fp8 import BLOCK, Fp8Weight, WeightRows
 
 _FEW_TOKENS = 4
 """Up to so many each pair reads its expert's weights, even if another one has just done so."""
@@ -25,6 +36,8 @@ _COUNTED_PAIRS = 8192
 """Up to so many are sorted by counting for each how many come before it."""
 
 _SORT_ROWS, _SORT_COLUMNS = 32, 512
+
+_BLOCK = tl.constexpr(BLOCK)
 
 
 @kernel
@@ -64,25 +77,29 @@ def _block_of(starts, num_experts, block, ROWS: tl.constexpr, EXPERTS: tl.conste
 
 
 @triton.jit
-def _product(a, b, total, TENSOR_CORES: tl.constexpr):
-    if TENSOR_CORES:
-        return tl.dot(a, b, total)
-    return tl.dot(a, b, total, input_precision="ieee")
-
-
-@triton.jit
 def _activated(gate, up, GATED: tl.constexpr):
     if GATED:
         return gate * tl.sigmoid(gate) * up
     return tl.where(up < 0, 0.0, up * up)
 
 
+@triton.jit
+def _up_scales(scales, expert, column, inner_width, width, GATED: tl.constexpr, BLOCKED: tl.constexpr):
+    """Where those of the columns of gate and up begin; without a gate both are those of up."""
+    first = expert.to(tl.int64) * inner_width + column
+    if GATED:
+        first += expert.to(tl.int64) * inner_width
+        return scales_of(scales, first, width, BLOCKED), scales_of(scales, first + inner_width, width, BLOCKED)
+    up = scales_of(scales, first, width, BLOCKED)
+    return up, up
+
+
 @kernel
 def _up_kernel(
-    x, weight, inner, order, starts, num_experts, top_k, inner_width, width,
+    x, weight, scales, inner, order, starts, num_experts, top_k, inner_width, width,
     x_stride, expert_stride, weight_stride,
-    GATED: tl.constexpr, TENSOR_CORES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GATED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, TENSOR_CORES: tl.constexpr,
+    EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """inner [pairs in the order of experts, inner_width]."""
     expert, first, end = _block_of(starts, num_experts, tl.program_id(1), ROWS, EXPERTS)
@@ -97,19 +114,23 @@ def _up_kernel(
     b_pointers += column.to(tl.int64)[None, :] * weight_stride + depth[:, None]
     # The rows of `up` lie behind those of `gate`.
     half = inner_width.to(tl.int64) * weight_stride
+    is_column = column < inner_width
+    gate_scales, up_scales = _up_scales(scales, expert, column, inner_width, width, GATED, BLOCKED)
     gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, width, DEPTH):
         a_mask = (pair < end)[:, None] & (depth < width - k)[None, :]
-        b_mask = (depth < width - k)[:, None] & (column < inner_width)[None, :]
+        b_mask = (depth < width - k)[:, None] & is_column[None, :]
         a = tl.load(a_pointers, mask=a_mask, other=0)
-        b = tl.load(b_pointers, mask=b_mask, other=0)
+        b = load_weights(b_pointers, b_mask, a.dtype, FP8)
         if GATED:
-            gate = _product(a, b, gate, TENSOR_CORES)
-            b = tl.load(b_pointers + half, mask=b_mask, other=0)
-        up = _product(a, b, up, TENSOR_CORES)
+            gate = add_product(a, b, gate, gate_scales, is_column, k, TENSOR_CORES, BLOCKED)
+            b = load_weights(b_pointers + half, b_mask, a.dtype, FP8)
+        up = add_product(a, b, up, up_scales, is_column, k, TENSOR_CORES, BLOCKED)
         a_pointers += DEPTH
         b_pointers += DEPTH
+    gate = scaled(gate, gate_scales[None, :], is_column[None, :], FP8, BLOCKED)
+    up = scaled(up, up_scales[None, :], is_column[None, :], FP8, BLOCKED)
     result = _activated(gate, up, GATED).to(inner.dtype.element_ty)
     places = (pair.to(tl.int64) * inner_width)[:, None] + column[None, :]
     tl.store(inner + places, result, mask=(pair < end)[:, None] & (column < inner_width)[None, :])
@@ -117,10 +138,10 @@ def _up_kernel(
 
 @kernel
 def _down_kernel(
-    inner, weight, terms, order, starts, num_experts, inner_width, width,
+    inner, weight, scales, terms, order, starts, num_experts, inner_width, width,
     expert_stride, weight_stride,
-    TENSOR_CORES: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    FP8: tl.constexpr, BLOCKED: tl.constexpr, TENSOR_CORES: tl.constexpr, EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """terms [pairs in the order of tokens, width]."""
     expert, first, end = _block_of(starts, num_experts, tl.program_id(1), ROWS, EXPERTS)
@@ -132,17 +153,20 @@ def _down_kernel(
     a_pointers = inner + (pair.to(tl.int64) * inner_width)[:, None] + depth[None, :]
     b_pointers = weight + expert.to(tl.int64) * expert_stride
     b_pointers += column.to(tl.int64)[None, :] * weight_stride + depth[:, None]
+    is_column = column < width
+    own_scales = scales_of(scales, expert.to(tl.int64) * width + column, inner_width, BLOCKED)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, inner_width, DEPTH):
         a_mask = (pair < end)[:, None] & (depth < inner_width - k)[None, :]
-        b_mask = (depth < inner_width - k)[:, None] & (column < width)[None, :]
+        b_mask = (depth < inner_width - k)[:, None] & is_column[None, :]
         a = tl.load(a_pointers, mask=a_mask, other=0)
-        b = tl.load(b_pointers, mask=b_mask, other=0)
-        total = _product(a, b, total, TENSOR_CORES)
+        b = load_weights(b_pointers, b_mask, a.dtype, FP8)
+        total = add_product(a, b, total, own_scales, is_column, k, TENSOR_CORES, BLOCKED)
         a_pointers += DEPTH
         b_pointers += DEPTH
+    total = scaled(total, own_scales[None, :], is_column[None, :], FP8, BLOCKED)
     place = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)
-    mask = (pair < end)[:, None] & (column < width)[None, :]
+    mask = (pair < end)[:, None] & is_column[None, :]
     tl.store(terms + (place * width)[:, None] + column[None, :], total.to(terms.dtype.element_ty), mask=mask)
 
 
@@ -169,9 +193,9 @@ def _sum_kernel(
 
 @kernel
 def _up_gemv_kernel(
-    x, weight, topk_ids, inner, top_k, inner_width, width,
+    x, weight, scales, topk_ids, inner, top_k, inner_width, width,
     x_stride, expert_stride, weight_stride,
-    GATED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GATED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """inner [pairs in the order of tokens, inner_width]."""
     pair = tl.program_id(1)
@@ -181,28 +205,34 @@ def _up_gemv_kernel(
     token = x + (pair // top_k).to(tl.int64) * x_stride
     rows = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + depth[None, :]
     half = inner_width.to(tl.int64) * weight_stride
-    gate = tl.zeros((COLUMNS, DEPTH), dtype=tl.float32)
-    up = tl.zeros((COLUMNS, DEPTH), dtype=tl.float32)
+    is_column = column < inner_width
+    gate_scales, up_scales = _up_scales(scales, expert, column, inner_width, width, GATED, BLOCKED)
+    PARTS: tl.constexpr = DEPTH // _BLOCK if BLOCKED else DEPTH
+    gate = tl.zeros((COLUMNS, PARTS), dtype=tl.float32)
+    up = tl.zeros((COLUMNS, PARTS), dtype=tl.float32)
     for k in range(0, width, DEPTH):
-        mask = (column < inner_width)[:, None] & (depth < width - k)[None, :]
+        mask = is_column[:, None] & (depth < width - k)[None, :]
         values = tl.load(token + k + depth, mask=depth < width - k, other=0).to(tl.float32)[None, :]
-        weights = tl.load(rows + k, mask=mask, other=0)
+        weights = load_weights(rows + k, mask, tl.float32, FP8)
         if GATED:
             # Both loads come before the sums, so that both are under way at once.
-            up_weights = tl.load(rows + half + k, mask=mask, other=0)
-            gate += weights.to(tl.float32) * values
-            up += up_weights.to(tl.float32) * values
+            up_weights = load_weights(rows + half + k, mask, tl.float32, FP8)
+            gate += partial_sums(weights.to(tl.float32) * values, gate_scales, is_column, k, width, BLOCKED)
+            up += partial_sums(up_weights.to(tl.float32) * values, up_scales, is_column, k, width, BLOCKED)
         else:
-            up += weights.to(tl.float32) * values
-    result = _activated(tl.sum(gate, axis=1), tl.sum(up, axis=1), GATED).to(inner.dtype.element_ty)
-    tl.store(inner + pair.to(tl.int64) * inner_width + column, result, mask=column < inner_width)
+            up += partial_sums(weights.to(tl.float32) * values, up_scales, is_column, k, width, BLOCKED)
+    gate_sum = scaled(tl.sum(gate, axis=1), gate_scales, is_column, FP8, BLOCKED)
+    up_sum = scaled(tl.sum(up, axis=1), up_scales, is_column, FP8, BLOCKED)
+    result = _activated(gate_sum, up_sum, GATED).to(inner.dtype.element_ty)
+    tl.store(inner + pair.to(tl.int64) * inner_width + column, result, mask=is_column)
 
 
 @kernel
 def _down_gemv_kernel(
-    inner, weight, topk_ids, topk_weights, out, inner_width, width,
+    inner, weight, scales, topk_ids, topk_weights, out, inner_width, width,
     expert_stride, weight_stride,
-    TOP_K: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """A token's terms, all at once, and their sum, in ascending order of the experts."""
     token = tl.program_id(1).to(tl.int64)
@@ -215,15 +245,25 @@ def _down_gemv_kernel(
     vectors = inner + (pairs * inner_width)[:, None] + depth[None, :]
     rows = weight + (experts * expert_stride)[None, :, None]
     rows += (column.to(tl.int64) * weight_stride)[:, None, None] + depth[None, None, :]
-    sums = tl.zeros((COLUMNS, CHOSEN, DEPTH), dtype=tl.float32)
+    known_columns = (column < width)[:, None] & (place < TOP_K)[None, :]
+    own_scales = scales_of(scales, (experts * width)[None, :] + column[:, None], inner_width, BLOCKED)
+    PARTS: tl.constexpr = DEPTH // _BLOCK if BLOCKED else DEPTH
+    sums = tl.zeros((COLUMNS, CHOSEN, PARTS), dtype=tl.float32)
     for k in range(0, inner_width, DEPTH):
         known = (place < TOP_K)[:, None] & (depth < inner_width - k)[None, :]
         mask = (column < width)[:, None, None] & known[None, :, :]
-        weights = tl.load(rows + k, mask=mask, other=0)
+        weights = load_weights(rows + k, mask, tl.float32, FP8)
         values = tl.load(vectors + k, mask=known, other=0)
-        sums += weights.to(tl.float32) * values.to(tl.float32)[None, :, :]
+        products = weights.to(tl.float32) * values.to(tl.float32)[None, :, :]
+        if BLOCKED:
+            parts = tl.sum(tl.reshape(products, (COLUMNS, CHOSEN, PARTS, _BLOCK)), axis=3)
+            factors = block_scales(own_scales[:, :, None], known_columns[:, :, None], k, inner_width, PARTS)
+            sums += parts * factors
+        else:
+            sums += products
+    totals = scaled(tl.sum(sums, axis=2), own_scales, known_columns, FP8, BLOCKED)
     # Rounded as they are where there are more tokens.
-    terms = tl.sum(sums, axis=2).to(out.dtype.element_ty).to(tl.float32) * shares[None, :]
+    terms = totals.to(out.dtype.element_ty).to(tl.float32) * shares[None, :]
     waiting = tl.where(place < TOP_K, experts.to(tl.int32), 2147483647)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for _ in range(TOP_K):
@@ -233,19 +273,23 @@ def _down_gemv_kernel(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
-def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor, batch: Batch) -> Tensor:
+def experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: WeightRows, down: WeightRows, batch: Batch
+) -> Tensor:
     """See `Kernels.experts`."""
     return _experts(x, topk_ids, topk_weights, up, down, gated=False)
 
 
 def gated_experts(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Tensor, down: Tensor, batch: Batch
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: WeightRows, down: WeightRows, batch: Batch
 ) -> Tensor:
     """See `Kernels.gated_experts`."""
     return _experts(x, topk_ids, topk_weights, gate_up, down, gated=True)
 
 
-def _experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor, *, gated: bool) -> Tensor:
+def _experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: WeightRows, down: WeightRows, *, gated: bool
+) -> Tensor:
     tokens, width = x.shape
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if not tokens:
@@ -259,29 +303,33 @@ def _experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down
 
 
 def _run_few_tokens(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor, out: Tensor, *, gated: bool
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: WeightRows, down: WeightRows, out: Tensor, *, gated: bool
 ) -> None:
     """A product of a matrix and a vector for each pair."""
     (tokens, width), top_k, inner_width = x.shape, topk_ids.shape[1], down.shape[2]
     inner = torch.empty((tokens * top_k, inner_width), dtype=x.dtype, device=x.device)
-    tile, options = _few_up_tile(width, gated=gated)
+    (weight, *strides), variant = _operands(up, topk_weights), form_of(up)
+    tile, options = _few_up_tile(width, gated=gated, blocked=bool(variant["BLOCKED"]))
     _up_gemv_kernel[(triton.cdiv(inner_width, tile["COLUMNS"]), tokens * top_k)](
-        *(x, up, topk_ids, inner, top_k, inner_width, width, x.stride(0), up.stride(0), up.stride(1)),
+        *(x, *weight, topk_ids, inner, top_k, inner_width, width, x.stride(0), *strides),
         GATED=gated,
+        **variant,
         **tile,
         **options,
     )
-    tile, options = _few_down_tile(inner_width, top_k)
+    (weight, *strides), variant = _operands(down, topk_weights), form_of(down)
+    tile, options = _few_down_tile(inner_width, top_k, blocked=bool(variant["BLOCKED"]))
     _down_gemv_kernel[(triton.cdiv(width, tile["COLUMNS"]), tokens)](
-        *(inner, down, topk_ids, topk_weights, out, inner_width, width, down.stride(0), down.stride(1)),
+        *(inner, *weight, topk_ids, topk_weights, out, inner_width, width, *strides),
         TOP_K=top_k,
+        **variant,
         **tile,
         **options,
     )
 
 
 def _run_many_tokens(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Tensor, down: Tensor, out: Tensor, *, gated: bool
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: WeightRows, down: WeightRows, out: Tensor, *, gated: bool
 ) -> None:
     """Products of blocks of rows that go to the same expert."""
     (tokens, width), top_k = x.shape, topk_ids.shape[1]
@@ -289,24 +337,27 @@ def _run_many_tokens(
     order, starts = _sorted(topk_ids, num_experts)
     rows = _block_rows(pairs, num_experts, x.dtype)
     blocks = min(pairs, pairs // rows + min(num_experts, pairs))
-    variant = {"TENSOR_CORES": takes_tensor_cores(x), "EXPERTS": power_of_2(num_experts)}
+    common = {"TENSOR_CORES": takes_tensor_cores(x), "EXPERTS": power_of_2(num_experts)}
 
+    (weight, *strides), variant = _operands(up, topk_weights), form_of(up)
     inner = torch.empty((pairs, inner_width), dtype=x.dtype, device=x.device)
     tile, options = _tile(rows, inner_width, width, x.dtype, gated=gated)
     _up_kernel[(triton.cdiv(inner_width, tile["COLUMNS"]), blocks)](
-        *(x, up, inner, order, starts, num_experts, top_k, inner_width, width),
-        *(x.stride(0), up.stride(0), up.stride(1)),
+        *(x, *weight, inner, order, starts, num_experts, top_k, inner_width, width, x.stride(0), *strides),
         GATED=gated,
         **variant,
+        **common,
         **tile,
         **options,
     )
 
+    (weight, *strides), variant = _operands(down, topk_weights), form_of(down)
     terms = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     tile, options = _tile(rows, width, inner_width, x.dtype, gated=False)
     _down_kernel[(triton.cdiv(width, tile["COLUMNS"]), blocks)](
-        *(inner, down, terms, order, starts, num_experts, inner_width, width, down.stride(0), down.stride(1)),
+        *(inner, *weight, terms, order, starts, num_experts, inner_width, width, *strides),
         **variant,
+        **common,
         **tile,
         **options,
     )
@@ -318,6 +369,17 @@ def _run_many_tokens(
         CHOSEN=power_of_2(top_k),
         COLUMNS=columns,
         num_warps=4,
+    )
+
+
+def _operands(weight: WeightRows, no_scales: Tensor) -> tuple[tuple[Tensor, Tensor], int, int]:
+    """What kernels get of a stack of weights: numbers and scales, `no_scales` where there are none; and how far experts
+    and rows are from each other."""
+    numbers = numbers_of(weight)
+    return (
+        (numbers, weight.scales if isinstance(weight, Fp8Weight) else no_scales),
+        numbers.stride(0),
+        numbers.stride(1),
     )
 
 
@@ -361,17 +423,17 @@ def _tile(
     return dict(zip(("ROWS", "COLUMNS", "DEPTH"), extents, strict=True)), {"num_warps": warps, "num_stages": stages}
 
 
-def _few_up_tile(width: int, *, gated: bool) -> tuple[dict[str, int], dict[str, int]]:
-    """4 warps have 8 KB of bfloat16 weights at a time, or of each half."""
-    tile = {"COLUMNS": 8 if gated else 16, "DEPTH": min(512 if gated else 256, power_of_2(width, 16))}
-    return tile, {"num_warps": 4}
+def _few_up_tile(width: int, *, gated: bool, blocked: bool) -> tuple[dict[str, int], dict[str, int]]:
+    """4 warps have 8 KB of bfloat16 weights at a time, or of each half. `blocked`: whole blocks of FP8."""
+    depth = min(512 if gated else 256, power_of_2(width, BLOCK if blocked else 16))
+    return {"COLUMNS": 8 if gated else 16, "DEPTH": depth}, {"num_warps": 4}
 
 
-def _few_down_tile(inner_width: int, top_k: int) -> tuple[dict[str, int], dict[str, int]]:
+def _few_down_tile(inner_width: int, top_k: int, *, blocked: bool) -> tuple[dict[str, int], dict[str, int]]:
     """4 warps have 16 KB of bfloat16 weights at a time, of all of a token's experts."""
-    chosen = power_of_2(top_k)
-    tile = {"COLUMNS": 4, "CHOSEN": chosen, "DEPTH": min(max(16, 2048 // chosen), power_of_2(inner_width, 16))}
-    return tile, {"num_warps": 4}
+    chosen, least = power_of_2(top_k), BLOCK if blocked else 16
+    depth = min(max(least, 2048 // chosen), power_of_2(inner_width, least))
+    return {"COLUMNS": 4, "CHOSEN": chosen, "DEPTH": depth}, {"num_warps": 4}
 
 
 def _sum_columns(width: int) -> int:

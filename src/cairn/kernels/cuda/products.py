@@ -1,4 +1,4 @@
-"""Products with weights [out, in], by cuBLAS through torch; weights stay as they are.
+"""Products with weights [out, in], by cuBLAS through torch; weights stay as they are. Those in FP8: see `fp8`.
 
 float32 products are exact ones: torch uses TF32 for them only where somebody asks it to.
 """
@@ -9,6 +9,8 @@ from torch import Tensor
 
 from cairn.errors import ConfigError
 from cairn.kernels.batch import Batch
+from cairn.kernels.contract import Weight
+from cairn.kernels.cuda.fp8 import multiply
 
 _WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
 """Whether torch gives a product's float32 sums out before they are rounded; it does so on CUDA only."""
@@ -34,9 +36,9 @@ def embed(tokens: Tensor, weight: Tensor) -> Tensor:
     return F.embedding(tokens, weight)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, batch: Batch) -> Tensor:
+def linear(x: Tensor, weight: Weight, bias: Tensor | None, batch: Batch) -> Tensor:
     """See `Kernels.linear`."""
-    return F.linear(x, weight, bias)
+    return multiply(x, weight, bias)
 
 
 def lm_head(hidden: Tensor, weight: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from cairn.kernels.exact.elementwise import (
 from cairn.kernels.exact.experts import experts, gated_experts, sigmoid_router, softmax_router
 from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
-from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_int8, warm_up
+from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_fp8, pack_int8, warm_up
 from cairn.kernels.exact.ssd import ssd
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
 from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
@@ -40,6 +40,7 @@ __all__ = [
     "lm_head",
     "logprobs",
     "pack",
+    "pack_fp8",
     "pack_int8",
     "rms_norm",
     "rms_norm_then_gate",

@@ -5,6 +5,8 @@ fixed shape they depend neither on the row's place nor on its neighbours, which 
 Operands are copied into memory of their own, because BLAS may round otherwise where they lie otherwise.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +16,7 @@ from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Weight
 from cairn.kernels.exact.elementwise import widen
 from cairn.kernels.exact.metadata import ROW_TILE, TILE
+from cairn.kernels.fp8 import WeightRows, dequantize_rows
 
 
 def warm_up(dtype: torch.dtype | None = None) -> int:
@@ -24,6 +27,11 @@ def warm_up(dtype: torch.dtype | None = None) -> int:
 def pack(weight: Tensor) -> Weight:
     """See `Kernels.pack`."""
     return weight
+
+
+def pack_fp8(rows: Sequence[WeightRows]) -> Weight:
+    """See `Kernels.pack_fp8`."""
+    return pack(dequantize_rows(rows))
 
 
 def pack_int8(weight: Tensor) -> Weight:

@@ -1,5 +1,6 @@
 """Products with weights row by row, plain and in int8."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.contract import Weight
+from cairn.kernels.fp8 import WeightRows, dequantize_rows
 from cairn.kernels.reference.elementwise import widen
 from cairn.kernels.staging import Staging
 
@@ -57,6 +59,11 @@ def warm_up(dtype: torch.dtype | None = None) -> int:
 def pack(weight: Tensor) -> Weight:
     """See `Kernels.pack`."""
     return weight
+
+
+def pack_fp8(rows: Sequence[WeightRows]) -> Weight:
+    """See `Kernels.pack_fp8`."""
+    return pack(dequantize_rows(rows))
 
 
 def build_metadata(host: HostBatch, staging: Staging) -> object:

@@ -5,9 +5,10 @@ in it is ever executed: pickle formats are refused, `auto_map` is ignored.
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Self
@@ -15,6 +16,7 @@ from typing import Literal, Self
 import torch
 
 from cairn.errors import ModelError
+from cairn.kernels.fp8 import Fp8Weight
 from cairn.models.decoder_config import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.quantization import (
@@ -22,7 +24,9 @@ from cairn.models.weights.quantization import (
     Quantization,
     dequantize,
     find_scale,
+    find_scale_columns,
     find_scale_problem,
+    row_scales,
     used_tensors,
 )
 from cairn.models.weights.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
@@ -100,7 +104,7 @@ def find_problem(
 
 
 class WeightReader:
-    """Hands out tensors by name in the serving dtype. `load` is a `TensorLoader`.
+    """Hands out tensors by name in the serving dtype. `load` is a `TensorLoader`, `load_fp8` an `Fp8Loader`.
 
     Tensors whose last name part is in `float32` keep full precision. Every tensor is a copy in memory of its own: the
     files may change or vanish afterwards, and alignment (so the rounding of vector kernels) is the allocator's. FP8
@@ -166,38 +170,74 @@ class WeightReader:
 
         Raises ModelError naming tensor and file.
         """
+        dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
+        return self._read(name, shape, shard, dtype, partial(self._numbers, dtype))
+
+    def load_fp8(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
+        """A matrix as it is stored in FP8, or a shard of it; None where it is not, or is cut inside a block.
+
+        Raises ModelError as `load` does.
+        """
+        quantization = self._quantization
+        if name not in self.headers or (scale := find_scale(self.headers, name, quantization)) is None:
+            return None
+        assert quantization is not None
+        if (columns := find_scale_columns(name, shape, shard, quantization)) is None:
+            return None
+        numbers = self._read(name, shape, shard, torch.uint8, lambda *part: self._stored(*part).view(torch.uint8))
+        rows = shard.slices if shard is not None and shard.dim == 0 else ((0, shape[0]),)
+        factors = self._read(scale, self.headers[scale].shape, None, torch.float32, self._stored)
+        return Fp8Weight(numbers, row_scales(factors, rows, columns, quantization.block), self._dtype)
+
+    def _read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        shard: TensorShard | None,
+        dtype: torch.dtype,
+        read: Callable[[str, tuple[slice, ...]], torch.Tensor],
+    ) -> torch.Tensor:
+        """A copy of a tensor or of a shard of it, part by part as `read` gives it. Raises ModelError."""
         if problem := find_problem(self.headers, name, shape, self._quantization):
             raise ModelError(f"{self.folder}: {problem}")
         try:
-            return self._read(name, shape, shard)
+            return self._read_parts(shape, shard, dtype, partial(read, name))
         except torch.OutOfMemoryError:
             raise
         except READ_ERRORS as error:
             raise ModelError(f"{self.folder / self.headers[name].file}: {name} cannot be read: {error}") from error
 
-    def _read(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> torch.Tensor:
-        dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
+    def _read_parts(
+        self,
+        shape: tuple[int, ...],
+        shard: TensorShard | None,
+        dtype: torch.dtype,
+        read: Callable[[tuple[slice, ...]], torch.Tensor],
+    ) -> torch.Tensor:
         everything = tuple(slice(0, length) for length in shape)
         if shard is None:
-            numbers = self._numbers(name, everything, dtype)
+            numbers = read(everything)
             return numbers.to(dtype, copy=numbers.device.type == "cpu")
         out = torch.empty(shard.shape(shape), dtype=dtype, device=self._source.device)
         place = 0
         for begin, end in shard.slices:
             if begin < end:
                 part = (*everything[: shard.dim], slice(begin, end), *everything[shard.dim + 1 :])
-                out.narrow(shard.dim, place, end - begin).copy_(self._numbers(name, part, dtype))
+                out.narrow(shard.dim, place, end - begin).copy_(read(part))
             place += end - begin
         return out
 
-    def _numbers(self, name: str, part: tuple[slice, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _numbers(self, dtype: torch.dtype, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """A part of a tensor, as it is stored or already in `dtype`, or in float32 where it is quantized."""
         scale = find_scale(self.headers, name, self._quantization)
         if scale is None or self._quantization is None:
             return self._source.read(name, part, dtype)
-        values = self._source.read(name, part, None)
-        factors = self._source.read(scale, tuple(slice(0, length) for length in self.headers[scale].shape), None)
+        values = self._stored(name, part)
+        factors = self._stored(scale, tuple(slice(0, length) for length in self.headers[scale].shape))
         return dequantize(values, factors, part[0], part[1], self._quantization.block)
+
+    def _stored(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
+        return self._source.read(name, part, None)
 
 
 def _ids(value: object) -> list[object]:

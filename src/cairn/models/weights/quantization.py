@@ -1,4 +1,4 @@
-"""Quantized checkpoints. Two forms are read, both with FP8 (e4m3) weights:
+"""Quantized checkpoints. Two forms are read, both with FP8 (e4m3) weights, which are dequantized or stay as they are:
 
 fp8         Qwen's and DeepSeek's: `weight_scale_inv`, one factor for each block of 128 x 128 numbers
             (transformers' FineGrainedFP8Config; `quantization_config` of config.json)
@@ -6,16 +6,20 @@ modelopt    NVIDIA ModelOpt's FP8: `weight_scale`, one factor for a tensor; `inp
             for those who also compute or cache in FP8 (`hf_quant_config.json`, or `quantization_config`)
 """
 
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
 from cairn.errors import ModelError
+from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from cairn.models.config_schema import Fields
+from cairn.models.contract import Fp8Loader
+from cairn.models.sharding import Slice, TensorShard
 from cairn.models.weights.tensor_headers import TensorHeader, read_json
 
 MODELOPT_FILE = "hf_quant_config.json"
@@ -26,6 +30,8 @@ FP8: Final = "F8_E4M3"
 
 _WEIGHT = ".weight"
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
@@ -34,9 +40,14 @@ class Quantization:
     block: tuple[int, int] | None
 
     @property
-    def method(self) -> str:
+    def method(self) -> Literal["fp8", "modelopt"]:
         """Its name in config.json and in vLLM's flag."""
         return "modelopt" if self.block is None else "fp8"
+
+    @property
+    def can_stay(self) -> bool:
+        """Whether there are products with weights in this form."""
+        return self.block is None or self.block[1] == BLOCK
 
     @property
     def scale(self) -> str:
@@ -132,3 +143,48 @@ def dequantize(values: Tensor, scale: Tensor, rows: slice, columns: slice, block
     of_row = torch.arange(rows.start, rows.stop, device=values.device) // block[0]
     of_column = torch.arange(columns.start, columns.stop, device=values.device) // block[1]
     return wide.mul_(scale.float()[of_row][:, of_column])
+
+
+def find_scale_columns(
+    name: str, shape: tuple[int, ...], shard: TensorShard | None, quantization: Quantization
+) -> tuple[Slice, ...] | None:
+    """Which columns of a weight's factors belong to a shard of it that stays in FP8. None for a cut inside a block,
+    which is logged."""
+    if quantization.block is None:
+        return ((0, 1),)
+    width, size = shape[1], quantization.block[1]
+    cuts = shard.slices if shard is not None and shard.dim == 1 else ((0, width),)
+    is_whole = [begin % size == 0 and (end % size == 0 or end == width) for begin, end in cuts]
+    # A block that the weight's end cuts short can only be the last one.
+    if not all(is_whole) or any(end % size for _, end in cuts[:-1]):
+        logger.warning("%s is cut inside blocks of %d columns with one factor: it is dequantized", name, size)
+        return None
+    return tuple((begin // size, -(-end // size)) for begin, end in cuts)
+
+
+def describe_fp8(
+    headers: Mapping[str, TensorHeader], quantization: Quantization | None, dtype: torch.dtype
+) -> Fp8Loader:
+    """As `WeightReader.load_fp8`, of tensors without memory, on the meta device."""
+
+    def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
+        if quantization is None or name not in headers or find_scale(headers, name, quantization) is None:
+            return None
+        if (columns := find_scale_columns(name, shape, shard, quantization)) is None:
+            return None
+        numbers = torch.empty(shape if shard is None else shard.shape(shape), dtype=torch.uint8, device="meta")
+        num_scales = sum(end - begin for begin, end in columns)
+        return Fp8Weight(numbers, torch.empty(numbers.shape[0], num_scales, device="meta"), dtype)
+
+    return load
+
+
+def row_scales(
+    scale: Tensor, rows: tuple[Slice, ...], columns: tuple[Slice, ...], block: tuple[int, int] | None
+) -> Tensor:
+    """The factors of an FP8 weight -> those of each of these rows, float32 [rows, columns of `find_scale_columns`]."""
+    of_row = torch.cat([torch.arange(*each) for each in rows])
+    if block is None:
+        return scale.float().reshape(1, 1).repeat(len(of_row), 1)
+    of_column = torch.cat([torch.arange(*each) for each in columns])
+    return scale.float()[of_row // block[0]][:, of_column]
