@@ -86,9 +86,9 @@ test-kernels: $(TRITON)
 	@$(WITH_TRITON) $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal tests/kernels/test_cuda_compiles.py $(TEST_ARGS)
 
 # Tests that have passed are not run again before one of these files changes.
-GPU_SOURCES = $(sort $(wildcard src/cairn/kernels/*.py src/cairn/kernels/*/*.py tests/kernels/*.py benchmarks/gpu_kernels.py))
+GPU_SOURCES = $(sort $(wildcard src/cairn/kernels/*.py src/cairn/kernels/*/*.py tests/kernels/*.py tests/runner/*exactness.py benchmarks/gpu_kernels.py))
 GPU_TESTS := test_cuda_real_shapes test_cuda_rows test_cuda_attention test_scans test_sequences_in_parts \
-	test_against_reference test_cuda_engine
+	test_against_reference test_cuda_engine test_exact test_cuda_exactness
 
 test-gpu:
 	@PYTHONPATH=src:tests:. TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache-gpu $(ONE_THREAD) \

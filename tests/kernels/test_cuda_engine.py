@@ -6,8 +6,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from torch import Tensor
 
 from kernels.backends import BACKENDS, INTERPRETED
+from kernels.comparison import same_bits
 
 CUDA = next((backend for backend in BACKENDS if backend.__name__ == "cairn.kernels.cuda"), ModuleType("none"))
 
@@ -39,7 +41,9 @@ class Engine:
         from cairn.engine.contract import EngineConfig
 
         asked = {"kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 3} | settings
-        self.core = build_core(EngineConfig(model=str(folder), device=device, dtype="float32", **asked))
+        config = EngineConfig(model=str(folder), device=device, dtype="float32", **asked)
+        self.logits: list[Tensor] = []
+        self.core = build_core(config, observe=lambda _, logits: self.logits.append(logits.clone()))
         self.max_in_flight = self.core._scheduler.state.config.max_in_flight
 
     def ask(self, *prompts: np.ndarray, max_tokens: int) -> tuple[list[list[int]], list[int]]:
@@ -103,4 +107,18 @@ def test_cuda_takes_what_it_is_given_where_it_is_interpreted(folder):
     engine = Engine(folder, "cuda")
     cache = engine.core.info.cache
     assert cache.num_pages == (16 << 20) // cache.page_bytes
+    engine.core.close()
+
+
+@pytest.mark.parametrize("folder", ["lfm2"], indirect=True)
+def test_exact_logits_are_the_same_bits_for_a_prompt_that_is_cached(folder, products_as_on_a_gpu):
+    """Beside another one; `test_cuda_exactness` has the other cases."""
+    engine = Engine(folder, "cuda", exact=True)
+    assert engine.core.info.exact and engine.max_in_flight == 2
+    engine.ask(TEXT[:5], max_tokens=1)
+    (wanted,) = engine.logits
+    engine.logits.clear()
+    _, cached = engine.ask(TEXT[:5], TEXT[50:52], max_tokens=1)
+    assert cached == [5, 0] and len(engine.logits) == 2
+    assert any(same_bits(found.cpu(), wanted.cpu()) for found in engine.logits)
     engine.core.close()

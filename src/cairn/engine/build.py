@@ -69,7 +69,7 @@ def build_core(
     model = None
     if device.is_gpu:
         with explain_out_of_memory(device):
-            model = opened.build(exact=False, backend=device.backend, device=device.place)
+            model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
             room = measure_room(config, model, layout, CudaMemory(device.place))
         sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
     else:

@@ -49,7 +49,6 @@ def choose_device(config: EngineConfig, opened: OpenModel) -> Device:
             logger.info("--device cpu: unless asked; --device cuda computes on %s", torch.cuda.get_device_name())
         return Device()
     refused = [
-        (config.exact, "--exact", "the CUDA kernels promise no fixed order of sums"),
         (config.quantization == "int8", "--quantization int8", "there are no int8 products on GPUs"),
         (config.tensor_parallel_size > 1, "--tensor-parallel-size", "there is one rank on a GPU"),
         (config.kv_transfer is not None, "--kv-transfer-config", "a GPU's memory is not transferred"),
@@ -63,7 +62,7 @@ def choose_device(config: EngineConfig, opened: OpenModel) -> Device:
 
     place = device()
     logger.info("--device cuda: %s", torch.cuda.get_device_name(place) if place.type == "cuda" else "interpreted")
-    return Device("cuda", place, max_in_flight=2)
+    return Device("cuda_exact" if config.exact else "cuda", place, max_in_flight=2)
 
 
 class DeviceMemory(Protocol):
@@ -134,7 +133,7 @@ def _step_bytes(config: EngineConfig, model: Model, layout: CacheLayout, memory:
         prefills=(PrefillRow(0, 0, np.zeros(num_tokens, np.int64), 0),),
         samples=Samples(np.zeros(1, np.int32), np.array([num_tokens], np.int32), np.zeros(1, np.bool_)),
     )
-    runner = Runner(model, layout, len(pages), 1, exact=False)
+    runner = Runner(model, layout, len(pages), 1, exact=model.exact)
     memory.start_peak()
     runner.launch(plan)
     runner.draw(0, {})

@@ -20,6 +20,7 @@ from cairn.kernels.exact.experts import experts, gated_experts, sigmoid_router, 
 from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
 from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_int8, warm_up
+from cairn.kernels.exact.products import find_dependent_height as find_dependent_height
 from cairn.kernels.exact.ssd import ssd
 
 __all__ = [
