@@ -27,7 +27,6 @@ from cairn.kernels.cuda.device import VARYING
 from cairn.step import PageCopy, Restore, Snapshot
 from kernels.comparison import check_against_reference, same_bits
 from kernels.cuda_configurations import CONFIGURATIONS, module_of
-from kernels.fixed_calls import MIXED, small_call
 from kernels.kernel_calls import Call
 from kernels.random_batches import RandomBatch, SequenceRows
 from kernels.test_cuda_mutants import load
@@ -146,8 +145,6 @@ def test_products_of_the_exact_backend_are_right() -> None:
             check_against_reference(cuda_exact, replace(call, operands=operands), torch.float32)
         head = Call("lm_head", call.batch, {"hidden": x, "weight": weight})
         check_against_reference(cuda_exact, head, torch.float32)
-    for name in ("ssd", "gdn"):
-        check_against_reference(cuda_exact, small_call(name, MIXED), torch.float32)
     check_against_reference(cuda_exact, experts_of(3), torch.float32)
     assert cuda_exact.__all__ == cuda.__all__
 

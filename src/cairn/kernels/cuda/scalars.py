@@ -37,17 +37,22 @@ def sigmoid(x):
 @triton.jit
 def product(a, b, total, PRECISION: tl.constexpr):
     """total + a b in a `Precision`."""
+    # Triton reads on behind a return.
     if PRECISION == "bf16":
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)
+        total = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
+    else:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
 def wide_product(a, b, PRECISION: tl.constexpr):
     """a b of float32 operands: of their first 11 bits (TF32) where others are made of bfloat16 ones."""
     if PRECISION == "bf16":
-        return tl.dot(a, b, input_precision="tf32")
-    return tl.dot(a, b, input_precision=PRECISION)
+        total = tl.dot(a, b, input_precision="tf32")
+    else:
+        total = tl.dot(a, b, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
