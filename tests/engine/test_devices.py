@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from cairn.engine import devices
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.config import KvTransferConfig
@@ -68,7 +69,6 @@ def test_the_cpu_unless_asked(tiny_model, device):
 @pytest.mark.parametrize(
     ("settings", "flag"),
     [
-        ({"exact": True}, "--exact"),
         ({"quantization": "int8"}, "--quantization int8"),
         ({"tensor_parallel_size": 2, "kv_transfer": KvTransferConfig()}, "--kv-transfer-config with --tensor-parallel"),
     ],
@@ -76,6 +76,17 @@ def test_the_cpu_unless_asked(tiny_model, device):
 def test_what_does_not_go_together_with_a_gpu(tiny_model, settings, flag):
     with pytest.raises(ConfigError, match=f"^{flag}.*: not with --device cuda"):
         build_core(EngineConfig(model=str(tiny_model), device="cuda", **settings))
+
+
+def test_exact_has_kernels_of_its_own(tiny_model, monkeypatch):
+    monkeypatch.setattr(devices, "check_device", lambda dtype, head_dim: None)
+    place = ModuleType("device")
+    place.device = lambda: torch.device("cpu")
+    monkeypatch.setitem(sys.modules, "cairn.kernels.cuda.device", place)
+    monkeypatch.setitem(sys.modules, "cairn.kernels.cuda", ModuleType("cuda"))
+    for is_exact, backend in ((False, "cuda"), (True, "cuda_exact")):
+        config = EngineConfig(model=str(tiny_model), device="cuda", exact=is_exact)
+        assert choose_device(config, open_model(tiny_model)) == Device(backend, torch.device("cpu"), 2)
 
 
 @pytest.mark.skipif(

@@ -30,6 +30,9 @@ BF16_PRODUCTS: dict[Kernels, dict[str, float]] = {}
 """Functions of a backend that in bfloat16 models have bfloat16 where others have float32, and how far off the largest
 number they may be."""
 
+EXACT: ModuleType = exact
+"""The backend of `--exact` for what is tested here."""
+
 INTERPRETED = False
 """Whether kernels are run by Triton's interpreter, some milliseconds each: a few examples must do."""
 
@@ -37,7 +40,7 @@ ON_GPU = False
 """Whether they are compiled, some seconds each."""
 
 if find_spec("triton") is not None:
-    from cairn.kernels import cuda
+    from cairn.kernels import cuda, cuda_exact
     from cairn.kernels.cuda import device
 
     INTERPRETED = device.INTERPRETED
@@ -45,7 +48,8 @@ if find_spec("triton") is not None:
     if INTERPRETED or ON_GPU:
         # Where it can run, nothing else has to be shown: the other ones are tested everywhere.
         BACKENDS = {cuda: (F32, BF16)}
-        DEVICES[cuda] = device.device()
+        DEVICES[cuda] = DEVICES[cuda_exact] = device.device()
+        EXACT = cuda_exact
         # More tokens than the random keys have dimensions: the inverse makes roundings larger.
         BF16_PRODUCTS[cuda] = {"conv": 1.5e-2, "ssd": 1.5e-2, "gdn": 5e-2}
 
@@ -54,6 +58,7 @@ def name_of(value: object) -> str:
     return (value.__name__ if isinstance(value, ModuleType) else str(value)).rpartition(".")[2]
 
 
+exact_backend = pytest.mark.parametrize("kernels", [EXACT], ids=name_of)
 every_backend = pytest.mark.parametrize("kernels", BACKENDS, ids=name_of)
 every_backend_and_dtype = pytest.mark.parametrize(
     ("kernels", "dtype"),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ Configuration = tuple[Any, dict[str, str], dict[str, object], dict[str, int]]
 """A kernel, the types of its arguments, its constants, and how it is launched."""
 
 DTYPES = ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32"))
+
+SCANS = (("bf16", "*bf16"), ("tf32x3", "*fp32"), ("ieee", "*fp32"))
 
 TENSORS = frozenset((
     "q", "k", "v", "x", "y", "b", "c", "w", "u", "beta", "dt", "gate", "residual", "weight", "bias", "inner",
@@ -93,15 +95,16 @@ def conv(module: Any) -> Iterator[Configuration]:
 
 def ssd(module: Any) -> Iterator[Configuration]:
     others = {"states": "*fp32", "snapshots": "*fp32", "limit_low": "fp32", "limit_high": "fp32"}
-    for low, model in ((True, "*bf16"), (False, "*fp32")):
-        for heads, per_group, dim, size in ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64)):
+    for precision, model in SCANS:
+        models = ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64))
+        for heads, per_group, dim, size in models[: 1 if precision == "ieee" else None]:
             shape: dict[str, object] = {"H": heads, "PER_GROUP": per_group, "P": dim, "S": size}
             for kernel, sizes, tile in (
                 (module._steps_kernel, {"H": heads}, module._steps_tile(heads)),
                 (module._decode_kernel, shape, module._decode_tile(dim, size)),
-                (module._states_kernel, shape, module._states_tile(dim, size, low)),
-                (module._snapshots_kernel, shape, module._snapshots_tile(dim, size, low)),
-                (module._outputs_kernel, shape, module._outputs_tile(dim, size, per_group, low)),
+                (module._states_kernel, shape, module._states_tile(dim, size, precision)),
+                (module._snapshots_kernel, shape, module._snapshots_tile(dim, size, precision)),
+                (module._outputs_kernel, shape, module._outputs_tile(dim, size, per_group, precision)),
             ):
                 constants, options = split(tile)
                 yield kernel, signature(kernel, model, **others), {**sizes, **constants}, options
@@ -109,15 +112,15 @@ def ssd(module: Any) -> Iterator[Configuration]:
 
 def gdn(module: Any) -> Iterator[Configuration]:
     others = {"states": "*fp32", "snapshots": "*fp32"}
-    for low, model in ((True, "*bf16"), (False, "*fp32")):
-        for heads, per_key, size, dim in ((32, 2, 128, 128), (16, 1, 64, 64)):
+    for precision, model in SCANS:
+        for heads, per_key, size, dim in ((32, 2, 128, 128), (16, 1, 64, 64))[: 1 if precision == "ieee" else None]:
             shape: dict[str, object] = {"H": heads, "PER_KEY": per_key, "S": size, "P": dim}
             for kernel, tile in (
                 (module._decode_kernel, module._decode_tile(size, dim)),
-                (module._chunks_kernel, module._chunks_tile(size, dim, low)),
-                (module._states_kernel, module._states_tile(size, dim, low)),
-                (module._snapshots_kernel, module._snapshots_tile(size, dim, low)),
-                (module._outputs_kernel, module._outputs_tile(size, dim, low)),
+                (module._chunks_kernel, module._chunks_tile(size, dim, precision)),
+                (module._states_kernel, module._states_tile(size, dim, precision)),
+                (module._snapshots_kernel, module._snapshots_tile(size, dim, precision)),
+                (module._outputs_kernel, module._outputs_tile(size, dim, precision)),
             ):
                 constants, options = split(tile)
                 yield kernel, signature(kernel, model, **others), {**shape, **constants}, options
@@ -270,16 +273,30 @@ def processors(module: Any) -> Iterator[Configuration]:
             yield kernel, signature(kernel, "", **types), constants, {"num_warps": draws.num_warps(tile["TILE"])}
 
 
+def exact_products(module: Any) -> Iterator[Configuration]:
+    kernel = module._linear_kernel
+    for out_width, width in ((4096, 2688), (64, 2048)):
+        for has_bias in (False, True):
+            tile, options = module._tile(out_width, width)
+            yield kernel, signature(kernel, "*fp32"), {"HAS_BIAS": has_bias, **tile}, options
+
+
 MODULES = (
-    *(attention, conv, draw, elementwise, experts, flashinfer_attention, fp8, gdn, logprobs),
+    *(attention, conv, draw, elementwise, exact_products, experts, flashinfer_attention, fp8, gdn, logprobs),
     *(norms, processors, routers, ssd, write_kv),
 )
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
     {each.__name__: each for each in MODULES}
 )
-"""By module of the backend."""
+"""By module of the backend, and of `cuda_exact` with that before its name."""
+
+
+def module_of(name: str) -> ModuleType:
+    """The package has a function under the name of some modules."""
+    package, name = ("cuda_exact", name.removeprefix("exact_")) if name.startswith("exact_") else ("cuda", name)
+    return import_module(f"cairn.kernels.{package}.{name}")
 
 
 def configurations(name: str) -> Iterator[Configuration]:
-    """A module's. The package has a function under the name of some modules."""
-    return CONFIGURATIONS[name](import_module(f"cairn.kernels.cuda.{name}"))
+    """A module's."""
+    return CONFIGURATIONS[name](module_of(name))

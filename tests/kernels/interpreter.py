@@ -4,6 +4,7 @@ and cuts float32 off where a GPU rounds it to the nearest even."""
 from typing import Any
 
 import numpy as np
+import pytest
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -39,3 +40,19 @@ def mend_bfloat16() -> None:
 
     builder.create_dot = lambda self, a, b, c, *rest: dot(self, widened(a), widened(b), c, *rest)
     builder.binary_op = binary_op
+
+
+def chain_products(patch: pytest.MonkeyPatch) -> None:
+    """Float32 products as they are without tensor cores: a number is a chain of its terms in their order, whatever else
+    is multiplied. numpy's have other bits at another place, and in other shapes."""
+    handle, dot = interpreter.TensorHandle, interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self: Any, a: Any, b: Any, c: Any, *rest: Any) -> Any:
+        if a.dtype.scalar != tl.float32:
+            return dot(self, a, b, c, *rest)
+        total = c.data.copy()
+        for left, right in zip(np.moveaxis(a.data, -1, 0), np.moveaxis(b.data, -2, 0), strict=True):
+            total += left[..., :, None] * right[..., None, :]
+        return handle(total, c.dtype.scalar)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)

@@ -1,7 +1,6 @@
 """The CUDA backend's attention at its edges: groups that fill no tile, models' heads, positions around the ends of
 tiles and of blocks of keys, decodes of very different lengths in parts. Pages hold NaN behind a sequence's end."""
 
-from functools import partial
 from importlib import import_module
 
 import pytest
@@ -19,6 +18,7 @@ CUDA = next((kernels for kernels in BACKENDS if name_of(kernels) == "cuda"), Non
 if CUDA is None:
     pytest.skip("neither a GPU nor TRITON_INTERPRET=1", allow_module_level=True)
 
+from cairn.kernels import cuda_exact  # noqa: E402
 from kernels.cuda_configurations import configurations  # noqa: E402
 
 # The package has the function under the module's name.
@@ -109,11 +109,10 @@ def test_more_parts_than_are_combined_at_a_time(parts: int) -> None:
 
 def test_a_fixed_split_gives_the_same_bits_whatever_else_is_in_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "FIXED_SPLIT", 128)
-    monkeypatch.setattr(module, "_decode", partial(module._decode, fixed=True))
     call = paged_call("attention", decodes(100, 300, 129), (4, 2, 32), 16, torch.bfloat16)
-    (together,) = call.copied().run(CUDA)
+    (together,) = call.copied().run(cuda_exact)
     for index in range(3):
-        (alone,) = call.of_sequence(index).copied().run(CUDA)
+        (alone,) = call.of_sequence(index).copied().run(cuda_exact)
         assert same_bits(alone[0], together[index])
 
 

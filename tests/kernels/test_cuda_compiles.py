@@ -1,9 +1,9 @@
 """Every variant of every kernel that models of usual sizes ask for compiles, without a GPU, for the three generations
 that the backend takes, and fits their shared memory. What the interpreter cannot see: types, layouts, sizes."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from triton.compiler import ASTSource  # noqa: E402
 
 from cairn.kernels.cuda.device import Limits  # noqa: E402
 from cairn.kernels.cuda_support import MIN_CAPABILITY  # noqa: E402
-from kernels.cuda_configurations import CONFIGURATIONS, configurations  # noqa: E402
+from kernels.cuda_configurations import CONFIGURATIONS, configurations, module_of  # noqa: E402
 
 GPUS: Mapping[int, Limits] = {
     80: Limits(108, 166_912, has_fp8=False),
@@ -26,7 +26,7 @@ GPUS: Mapping[int, Limits] = {
 }
 """By compute capability: an A100's, an H100's and a B200's multiprocessors and shared memory."""
 
-TENSOR_CORES = ("attention", "experts", "fp8", "gdn", "ssd")
+TENSOR_CORES = ("attention", "exact_products", "experts", "fp8", "gdn", "ssd")
 """Modules that are compiled for all of them: tensor cores are others in each, and so is what has to lie in shared
 memory. The others' kernels are loads, stores and sums, and are compiled for one of them."""
 
@@ -53,6 +53,11 @@ class Variant:
     def sort_key(self) -> str:
         return f"{self.kernel.fn.__name__} {self.signature} {self.constants} {self.options}"
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether it is one that `cuda_exact` launches."""
+        return "*bf16" not in dict(self.signature).values() and ("PRECISION", "tf32x3") not in self.constants
+
     def compiled(self, capability: int) -> Any:
         """As it is launched by a layer: memory and strides are multiples of 16 where a launch may know it."""
         types, constants, names = dict(self.signature), dict(self.constants), self.kernel.arg_names
@@ -78,9 +83,9 @@ def _is_aligned(name: str, types: Mapping[str, str]) -> bool:
 
 def variants(name: str, gpu: Limits) -> list[Variant]:
     """A module's on a GPU, each once, in an order that does not depend on the process."""
-    module = import_module(f"cairn.kernels.cuda.{name}")
+    module = module_of(name)
     with pytest.MonkeyPatch.context() as patch:
-        for each in (module, import_module("cairn.kernels.cuda.fp8")):
+        for each in (module, module_of("fp8")):
             if hasattr(each, "limits"):
                 patch.setattr(each, "limits", lambda: gpu)
         found = {
@@ -104,7 +109,7 @@ TOO_LARGE = pytest.mark.xfail(strict=True, reason="exact products of 256 numbers
 
 def is_known_to_be_too_large(capability: int, label: str, variant: Variant) -> bool:
     """float32 models with Mamba2 states of 256 do not run on GPUs of capability 10.0."""
-    exact = {("S", 256), ("LOW", False)} <= set(variant.constants)
+    exact = {("S", 256), ("PRECISION", "tf32x3")} <= set(variant.constants)
     return capability == 100 and exact and "ssd_outputs_kernel" in label
 
 
@@ -113,12 +118,14 @@ def test_a_variant_compiles_and_fits(capability: int, variant: Variant) -> None:
     compiled = variant.compiled(capability)
     assert compiled.asm["cubin"]
     assert compiled.metadata.shared <= GPUS[capability].shared_memory
+    # Neither tensor cores nor sums in the order of whoever comes first.
+    assert not variant.is_exact or not re.search(r"mma|tcgen05|tf32|\batom\.|\bred\.", compiled.asm["ptx"])
 
 
 def test_every_kernel_has_variants() -> None:
     """A kernel that is launched but not named by `cuda_configurations` would be compiled nowhere."""
     for name in CONFIGURATIONS:
-        module = import_module(f"cairn.kernels.cuda.{name}")
+        module = module_of(name)
         kernels = {key for key, value in vars(module).items() if key.endswith("_kernel") and hasattr(value, "params")}
         assert kernels == {each.kernel.fn.__name__ for each in variants(name, GPUS[90])}
 

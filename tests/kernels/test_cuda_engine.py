@@ -8,8 +8,10 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from kernels.backends import BACKENDS, INTERPRETED
+from kernels.comparison import same_bits
 
 CUDA = next((backend for backend in BACKENDS if backend.__name__ == "cairn.kernels.cuda"), ModuleType("none"))
 
@@ -50,6 +52,8 @@ class Engine:
 
         asked = {"kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 3, "dtype": "float32"} | settings
         config = EngineConfig(model=str(folder), device=device, **asked)
+        self.logits: list[Tensor] = []
+        observe = observe or (lambda _, logits: self.logits.append(logits.clone()))
         self.core = build_core(config, observe=observe, make_graphs=make_graphs)
         self.max_in_flight = self.core._scheduler.state.config.max_in_flight
 
@@ -224,3 +228,17 @@ def test_cuda_with_kernels_of_libraries(folder, monkeypatch):
     assert {tuple(call) for call in fla.calls} == {(64,), (32,)} and len(logits[True]) == 3
     for own, theirs in zip(logits[False], logits[True], strict=True):
         assert (own - theirs).abs().max() < 0.05 * own.abs().max()
+
+
+@pytest.mark.parametrize("folder", ["lfm2"], indirect=True)
+def test_exact_logits_are_the_same_bits_for_a_prompt_that_is_cached(folder, products_as_on_a_gpu):
+    """Beside another one; `test_cuda_exactness` has the other cases."""
+    engine = Engine(folder, "cuda", exact=True)
+    assert engine.core.info.exact and engine.max_in_flight == 2
+    engine.ask(TEXT[:5], max_tokens=1)
+    (wanted,) = engine.logits
+    engine.logits.clear()
+    _, cached = engine.ask(TEXT[:5], TEXT[50:52], max_tokens=1)
+    assert cached == [5, 0] and len(engine.logits) == 2
+    assert any(same_bits(found.cpu(), wanted.cpu()) for found in engine.logits)
+    engine.core.close()

@@ -113,7 +113,9 @@ MUTANTS = (
         ("ssd",),
     ),
     *(
-        Mutant("a chunk's decay counts twice", scan, "tl.exp(final), LOW)", "tl.exp(2 * final), LOW)", (scan,))
+        Mutant(
+            "a chunk's decay counts twice", scan, "tl.exp(final), PRECISION)", "tl.exp(2 * final), PRECISION)", (scan,)
+        )
         for scan in ("ssd", "gdn")
     ),
     Mutant("a decode's decay counts twice", "gdn", "state = state * decay", "state = state * decay * decay", ("gdn",)),

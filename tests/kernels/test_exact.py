@@ -1,4 +1,4 @@
-"""The exact backend's promise in float32: a row has the same bits whatever batch it is in and wherever its prompt was
+"""The exact backends' promise in float32: a row has the same bits whatever batch it is in and wherever its prompt was
 cut on the grid of chunks, and a snapshot has those of the state of a pass that ends there."""
 
 from collections.abc import Iterator
@@ -12,15 +12,32 @@ from torch import Tensor
 
 from cairn.kernels import exact
 from cairn.kernels.batch import CHUNK
+from cairn.kernels.contract import ExactKernels
 from cairn.kernels.exact import products
-from cairn.kernels.exact.products import find_dependent_height
-from kernels.comparison import FEW, same_bits
+from kernels.backends import EXACT, INTERPRETED, exact_backend
+from kernels.comparison import FEW as SOME
+from kernels.comparison import same_bits
 from kernels.kernel_calls import OPERATIONS, Call, calls, part_of_sequence
 from kernels.random_batches import NUM_SLOTS, RandomBatch, SequenceRows
 
 F32 = torch.float32
 COMPUTED = [name for name, operation in OPERATIONS.items() if operation.results]
 SEEDS = st.integers(0, 2**31)
+if EXACT is not exact:
+    # Other functions work row by row, or number by number.
+    COMPUTED = ["linear", "lm_head", "experts", "gated_experts", "conv", "ssd", "gdn", "attention"]
+
+FEW, BATCH = SOME, None
+if INTERPRETED:
+    # Seconds each; `test_cuda_exactness` has models in many batches.
+    FEW = settings(SOME, max_examples=1)
+    BATCH = RandomBatch(
+        (SequenceRows(3, 70, 1), SequenceRows(1, 0, 1)),
+        (SequenceRows(0, 64, 20, snapshots=(20,)), SequenceRows(5, 0, 3)),
+    )
+
+pytestmark = pytest.mark.usefixtures("products_as_on_a_gpu")
+HOST_ONLY = pytest.mark.skipif(EXACT is not exact, reason="about the CPU's products")
 
 
 def in_other_slots(call: Call) -> Call:
@@ -55,21 +72,24 @@ PRODUCTS = ("linear", "lm_head", "experts", "gated_experts")
 WEIGHTS = ("weight", "up", "down", "gate_up")
 
 
+@exact_backend
 @pytest.mark.parametrize("name", COMPUTED)
 @FEW
 @given(data=st.data())
-def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(name: str, data: st.DataObject) -> None:
-    call = data.draw(calls(name, F32))
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(
+    kernels: ExactKernels, name: str, data: st.DataObject
+) -> None:
+    call = data.draw(calls(name, F32, BATCH))
     # What this machine's BLAS does not keep apart, as a width of 7, is refused at start.
     generator = torch.Generator().manual_seed(0)
     operands = [call.operands[part] for part in WEIGHTS if part in call.operands and name in PRODUCTS]
     weights = [each for operand in operands for each in (operand.unbind() if operand.dim() == 3 else [operand])]
-    assume(all(find_dependent_height(each, None, generator) is None for each in weights))
+    assume(all(kernels.find_dependent_height(each, None, generator) is None for each in weights))
     together = call.copied()
-    found = together.run(exact)
+    found = together.run(kernels)
     for index in range(len(call.batch.sequences)):
         alone = in_other_slots(call.of_sequence(index)).copied()
-        wanted = results_of(alone, 0, alone.run(exact))
+        wanted = results_of(alone, 0, alone.run(kernels))
         for one, other in zip(wanted, results_of(together, index, found), strict=True):
             assert same_bits(one, other), call.batch.sequences[index]
 
@@ -78,53 +98,56 @@ def whole_sequence(seed: int, start: int, end: int, snapshots: tuple[int, ...] =
     return RandomBatch((), (SequenceRows(2, start, end - start, snapshots=snapshots),), seed)
 
 
+@exact_backend
 @pytest.mark.parametrize("name", ["conv", "ssd", "gdn", "attention"])
 @FEW
 @given(
     data=st.data(),
     seed=SEEDS,
-    start=st.sampled_from([0, 1, 64, 75, 127]),
-    chunks=st.integers(1, 2),
-    more=st.integers(1, 130),
+    start=st.sampled_from([75] if INTERPRETED else [0, 1, 64, 75, 127]),
+    chunks=st.integers(1, 1 if INTERPRETED else 2),
+    more=st.integers(1, 20 if INTERPRETED else 130),
 )
 def test_a_pass_has_the_same_bits_whole_and_cut_on_the_grid(
-    name: str, data: st.DataObject, seed: int, start: int, chunks: int, more: int
+    kernels: ExactKernels, name: str, data: st.DataObject, seed: int, start: int, chunks: int, more: int
 ) -> None:
     """Wherever it begins."""
     cut = (start // CHUNK + chunks) * CHUNK
     end = cut + more
     whole = data.draw(calls(name, F32, whole_sequence(seed, start, end)))
     cut_up = whole.copied()
-    (wanted, *_), (head, *_) = whole.run(exact), part_of_sequence(cut_up, 2, start, cut).run(exact)
-    tail, *_ = part_of_sequence(cut_up, 2, cut, end).run(exact)
+    (wanted, *_), (head, *_) = whole.run(kernels), part_of_sequence(cut_up, 2, start, cut).run(kernels)
+    tail, *_ = part_of_sequence(cut_up, 2, cut, end).run(kernels)
     assert same_bits(torch.cat([head, tail]), wanted)
     if "states" in whole.operands:
         assert same_bits(cut_up.operands["states"][2], whole.operands["states"][2])
 
 
+@exact_backend
 @pytest.mark.parametrize("name", ["conv", "ssd", "gdn"])
-@pytest.mark.parametrize("start", [0, 64, 75])
-@settings(FEW, max_examples=3)
+@pytest.mark.parametrize("start", [75] if INTERPRETED else [0, 64, 75])
+@settings(FEW, max_examples=1 if INTERPRETED else 3)
 @given(data=st.data(), seed=SEEDS)
 def test_a_snapshot_has_the_bits_of_the_state_of_a_pass_that_ends_there(
-    name: str, start: int, data: st.DataObject, seed: int
+    kernels: ExactKernels, name: str, start: int, data: st.DataObject, seed: int
 ) -> None:
     """At every position of up to three chunks, with and without tokens before them."""
-    offsets = tuple(range(1, 2 * CHUNK + 1))
+    offsets = (1, 53, 54, 128) if INTERPRETED else tuple(range(1, 2 * CHUNK + 1))
     batch = whole_sequence(seed, start, start + 2 * CHUNK, offsets)
     call = data.draw(calls(name, F32, batch))
     whole = call.copied()
-    y, snapshots = whole.run(exact)
+    y, snapshots = whole.run(kernels)
     for offset, snapshot in zip(offsets, snapshots, strict=True):
         ended = replace(batch, prefills=(SequenceRows(5, start, offset, snapshots=(offset,)),))
         part = call.of_rows(slice(0, offset), ended).copied()
         part.operands["states"][5] = call.operands["states"][2]
-        found, (last,) = part.run(exact)
+        found, (last,) = part.run(kernels)
         assert same_bits(part.operands["states"][5], snapshot), offset
         assert same_bits(last, snapshot), offset
         assert same_bits(found, y[:offset]), offset
 
 
+@HOST_ONLY
 @FEW
 @given(data=st.data(), seed=SEEDS, length=st.integers(1, 100))
 def test_conv_has_the_same_bits_in_one_go_and_token_by_token(data: st.DataObject, seed: int, length: int) -> None:
@@ -136,6 +159,7 @@ def test_conv_has_the_same_bits_in_one_go_and_token_by_token(data: st.DataObject
     assert same_bits(stepped.operands["states"][2], snapshot)
 
 
+@HOST_ONLY
 @pytest.mark.parametrize("bias", [True, False])
 def test_rows_of_this_machines_products_are_independent(bias: bool) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -145,6 +169,7 @@ def test_rows_of_this_machines_products_are_independent(bias: bool) -> None:
         assert products.find_dependent_height(weight, offset, generator) is None
 
 
+@HOST_ONLY
 @pytest.mark.parametrize("height", [products.ROW_TILE, products.TILE])
 def test_products_whose_rows_depend_on_their_neighbours_are_found(height: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a BLAS that adds up the whole tile before it rounds."""

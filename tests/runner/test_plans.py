@@ -288,10 +288,10 @@ def test_exact_mode_is_for_float32_only() -> None:
 
 
 def test_the_self_test_names_the_shape_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "find_dependent_height", lambda _, bias, generator: 64 if bias is None else None)
+    monkeypatch.setattr(exact, "find_dependent_height", lambda _, bias, generator: 64 if bias is None else None)
     biased = Linear(exact, torch.randn(24, 32), torch.randn(24), (24, 32))
     assert runner.check_row_independence([biased, biased]) == 1
-    with pytest.raises(ConfigError, match=r"weight of shape \[24, 32\] in tiles of 64 rows"):
+    with pytest.raises(ConfigError, match=r"products of 64 rows with a weight of shape \[24, 32\]"):
         runner.check_row_independence([biased, replace(biased, bias=None)])
 
 

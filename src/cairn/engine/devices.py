@@ -61,7 +61,6 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
             logger.info("--device cpu: unless asked; --device cuda computes on %s", torch.cuda.get_device_name())
         return Device()
     refused = [
-        (config.exact, "--exact", "the CUDA kernels promise no fixed order of sums"),
         (config.quantization == "int8", "--quantization int8", "there are no int8 products on GPUs"),
         (
             config.kv_transfer is not None and config.tensor_parallel_size > 1,
@@ -97,7 +96,9 @@ def _kernels(config: EngineConfig, opened: OpenModel, spec: MemorySpec, place: t
     not take the model."""
     wants_flashinfer, wants_fla = config.attention_backend == "flashinfer", config.gdn_prefill_backend == "fla"
     if not wants_flashinfer and not wants_fla:
-        return "cuda"
+        return "cuda_exact" if config.exact else "cuda"
+    if config.exact:
+        raise ConfigError("--exact: the kernels of libraries promise no fixed order of sums: leave out their flags")
     from cairn.kernels.cuda.fla_gdn import DeltaRuleShape
     from cairn.kernels.cuda.flashinfer_attention import AttentionShape
     from cairn.kernels.cuda.libraries import load_fla, load_flashinfer, with_libraries
@@ -279,7 +280,7 @@ def _step_bytes(
         prefills=(PrefillRow(0, 0, np.zeros(num_tokens, np.int64), 0),),
         samples=Samples(np.zeros(1, np.int32), np.array([num_tokens], np.int32), np.zeros(1, np.bool_)),
     )
-    runner = Runner(model, layout, len(pages), 1, exact=False)
+    runner = Runner(model, layout, len(pages), 1, exact=model.exact)
     memory.start_peak()
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)

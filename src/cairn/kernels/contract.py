@@ -281,3 +281,15 @@ class Kernels(Protocol):
         positions 0..p of its sequence; a key head serves Hq / Hk consecutive query heads. What lies in a page behind
         the sequence's end may read as NaN and must not count."""
         ...
+
+
+class ExactKernels(Kernels, Protocol):
+    """A backend for `--exact`: in float32 a row has the same bits whatever the batch that it is in."""
+
+    def find_dependent_height(self, weight: Weight, bias: Tensor | None, generator: torch.Generator) -> int | None:
+        """The number of rows with which a product with a packed weight [out, in] gives a row other bits at another
+        place or beside other rows, None where there is none, as it has to be. `generator`: of the rows, on the host.
+
+        It may be a property of the library, the processor and the number of threads, so it is to be asked where the
+        model runs."""
+        ...

@@ -38,7 +38,7 @@ from cairn.models.sharding import TensorShard, shard_vocabulary
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["cpu", "cuda", "exact", "reference"]
+Backend = Literal["cpu", "cuda", "cuda_exact", "exact", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +163,8 @@ class DecoderBuilder:
 
 
 def load_kernels(backend: Backend | Kernels) -> Kernels:
-    """The kernel functions of a backend, which may be these already. `exact`: fixed shapes and orders, and the
-    replacement of `cpu` where numba is missing; `reference`: the slow truth, for tests."""
+    """The kernel functions of a backend, which may be these already. `exact` and, on GPUs, `cuda_exact`: fixed shapes
+    and orders; `exact` also replaces `cpu` where numba is missing; `reference`: the slow truth, for tests."""
     if not isinstance(backend, str):
         return backend
     if backend == "cpu" and find_spec("numba") is None:

@@ -7,6 +7,7 @@ Where the model is cut among ranks, each has a runner of its own, and all of the
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
-from cairn.kernels.exact.products import find_dependent_height
+from cairn.kernels.contract import ExactKernels
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging, StepBuffers
 from cairn.layers.linear import Linear
@@ -124,7 +125,7 @@ class Runner(StepRunner):
             self._graphs.capture(graphs, sizes, max_model_len, captured)
 
     def get_ready(self) -> None:
-        """Compile the kernels; in exact mode also check that fixed tiles make rows independent with this rank's
+        """Compile the kernels; in exact mode also check that rows are independent with this rank's
         weights. To be called before the first plan. Raises ConfigError if they do not."""
         if self.pool.device.type == "cpu":
             # Nothing waits for it: memory that is used before comes by page faults.
@@ -278,9 +279,9 @@ class Runner(StepRunner):
 
 
 def check_row_independence(linears: Iterable[Linear], seed: int = 0) -> int:
-    """Check that this machine's BLAS gives a row the same bits wherever it stands in a product of fixed shape. Exact
-    mode rests on it, and it is a property of the library, the processor and the number of threads. Returns the number
-    of weight shapes.
+    """Check that a row has the same bits wherever it stands in a product, and beside whatever other rows. Exact mode
+    rests on it, and on the CPU it is a property of the library, the processor and the number of threads. Returns the
+    number of weight shapes.
 
     Raises ConfigError that names the shape whose rows depend on their place or on their neighbours.
     """
@@ -288,11 +289,16 @@ def check_row_independence(linears: Iterable[Linear], seed: int = 0) -> int:
     generator = torch.Generator().manual_seed(seed)
     with torch.inference_mode():
         for linear in by_shape.values():
-            height = find_dependent_height(linear.weight, linear.bias, generator)
+            kernels = cast(ExactKernels, linear.kernels)
+            height = kernels.find_dependent_height(linear.weight, linear.bias, generator)
             if height is not None:
-                raise ConfigError(
-                    f"--exact: products with a weight of shape {list(linear.shape)} in tiles of {height} rows give "
-                    f"other bits at another place in the batch on this machine with {torch.get_num_threads()} threads; "
-                    "run without --exact, or with OMP_NUM_THREADS=1 if there are more"
-                )
+                product = f"--exact: products of {height} rows with a weight of shape {list(linear.shape)}"
+                raise ConfigError(f"{product} give a row other bits at another place in the batch {_where(linear)}")
     return len(by_shape)
+
+
+def _where(linear: Linear) -> str:
+    if linear.weight.device.type == "cuda":
+        return f"on {torch.cuda.get_device_name(linear.weight.device)}; run without --exact, or with --device cpu"
+    threads = torch.get_num_threads()
+    return f"on this machine with {threads} threads; run without --exact, or with OMP_NUM_THREADS=1 if there are more"

@@ -6,7 +6,7 @@ is split over the keys as well (flash decoding, by the same authors): the parts'
 sums are put together by a second kernel. It is bound by memory; what it needs is enough loads under way.
 
 A prefill row's result does not depend on the rest of the batch: tiles lie on the absolute grid of chunks, and keys are
-added block by block from position 0 on. A decode's depends on the split length.
+added block by block from position 0 on. A decode's depends on the split length, which is fixed where it must not.
 
 In a CUDA graph nobody on the host knows the lengths. As many parts are launched there for every sequence as are enough
 for the longest one, each sequence is cut into so many equal ones, of MIN_SPLIT keys at least, and those too many end at
@@ -323,7 +323,7 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     if metadata.num_chunks:
         _prefill(q, keys, values, out, batch.block_tables[group], batch, metadata)
     if batch.host.num_decodes:
-        _decode(q, keys, values, out, batch.block_tables[group], batch)
+        _decode(q, keys, values, out, batch.block_tables[group], batch, metadata.exact)
     return out
 
 
@@ -341,9 +341,7 @@ def _prefill(
     )
 
 
-def _decode(
-    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, fixed: bool = False
-) -> None:
+def _decode(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, fixed: bool) -> None:
     num_decodes, (heads, dim), (kv_heads, page_size) = batch.host.num_decodes, q.shape[1:], keys.shape[1:3]
     captured = batch.host.max_seq_len
     if captured is not None and not fixed:
@@ -371,7 +369,7 @@ def _decode(
             *(parts, part_weights, batch.seq_lens, out, length, splits),
             DIM=dim,
             DIM_BLOCK=constants["DIM_BLOCK"],
-            BLOCK=_COMBINED[splits > _COMBINED[0]],
+            BLOCK=_COMBINED[splits > _COMBINED[0] and not fixed],
             LEAST=MIN_SPLIT,
             num_warps=4,
         )

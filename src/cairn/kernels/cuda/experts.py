@@ -7,7 +7,8 @@ are started as there might be, and those too many end at once. A term is, as eve
 model's dtype. Weights may be in FP8, as `fp8` reads them.
 
 With few tokens the bound is the reading of the weights, and most experts have but one row: there each pair is a product
-of a matrix and a vector, and two launches do.
+of a matrix and a vector, and two launches do. Where a token's bits must not depend on the other tokens all go the first
+way, in blocks of one height.
 """
 
 import torch
@@ -27,10 +28,14 @@ from cairn.kernels.cuda.fp8 import (
     scaled,
     scales_of,
 )
+from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.fp8 import BLOCK, Fp8Weight, WeightRows
 
 _FEW_TOKENS = 4
 """Up to so many each pair reads its expert's weights, even if another one has just done so."""
+
+_FIXED_ROWS = 16
+"""Of a block where a token's bits must not depend on the other tokens."""
 
 _COUNTED_PAIRS = 8192
 """Up to so many are sorted by counting for each how many come before it."""
@@ -277,28 +282,37 @@ def experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: WeightRows, down: WeightRows, batch: Batch
 ) -> Tensor:
     """See `Kernels.experts`."""
-    return _experts(x, topk_ids, topk_weights, up, down, gated=False)
+    return _experts(x, topk_ids, topk_weights, up, down, batch, gated=False)
 
 
 def gated_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: WeightRows, down: WeightRows, batch: Batch
 ) -> Tensor:
     """See `Kernels.gated_experts`."""
-    return _experts(x, topk_ids, topk_weights, gate_up, down, gated=True)
+    return _experts(x, topk_ids, topk_weights, gate_up, down, batch, gated=True)
 
 
 def _experts(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: WeightRows, down: WeightRows, *, gated: bool
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    up: WeightRows,
+    down: WeightRows,
+    batch: Batch,
+    *,
+    gated: bool,
 ) -> Tensor:
+    metadata: CudaMetadata = batch.metadata  # type: ignore[assignment]
     tokens, width = x.shape
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
     if not tokens:
         return out
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    if tokens <= _FEW_TOKENS:
+    if tokens <= _FEW_TOKENS and not metadata.exact:
         _run_few_tokens(x, topk_ids, topk_weights, up, down, out, gated=gated)
     else:
-        _run_many_tokens(x, topk_ids, topk_weights, up, down, out, gated=gated)
+        rows = _FIXED_ROWS if metadata.exact else _block_rows(topk_ids.numel(), down.shape[0], x.dtype)
+        _run_many_tokens(x, topk_ids, topk_weights, up, down, out, rows, gated=gated)
     return out
 
 
@@ -329,13 +343,20 @@ def _run_few_tokens(
 
 
 def _run_many_tokens(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: WeightRows, down: WeightRows, out: Tensor, *, gated: bool
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    up: WeightRows,
+    down: WeightRows,
+    out: Tensor,
+    rows: int,
+    *,
+    gated: bool,
 ) -> None:
-    """Products of blocks of rows that go to the same expert."""
+    """Products of blocks of `rows` rows that go to the same expert."""
     (tokens, width), top_k = x.shape, topk_ids.shape[1]
     num_experts, inner_width, pairs = down.shape[0], down.shape[2], tokens * top_k
     order, starts = _sorted(topk_ids, num_experts)
-    rows = _block_rows(pairs, num_experts, x.dtype)
     blocks = min(pairs, pairs // rows + min(num_experts, pairs))
     common = {"TENSOR_CORES": takes_tensor_cores(x), "EXPERTS": power_of_2(num_experts)}
 

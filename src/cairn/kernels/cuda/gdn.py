@@ -21,12 +21,15 @@ import triton.language as tl
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cuda.device import kernel, power_of_2, takes_tensor_cores
+from cairn.kernels.cuda.device import kernel, power_of_2
 from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda.scalars import (
     LEAST_DECAY,
+    NUM_WARPS,
+    Precision,
     chunk_rows_of,
     chunks_before_snapshot,
+    precision_of,
     product,
     sigmoid,
     softplus,
@@ -37,7 +40,7 @@ EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _inverse(a, LOW: tl.constexpr):
+def _inverse(a, PRECISION: tl.constexpr):
     """(1 + a)^-1 of a strictly lower triangular [64, 64].
 
     Its four diagonal blocks of 16 by forward substitution, all at a time: (1 + a) = D^-1 (1 + N) with D the blocks'
@@ -57,9 +60,9 @@ def _inverse(a, LOW: tl.constexpr):
     diagonal = tl.reshape(spread, [64, 64])
     place = tl.arange(0, 64) // 16
     below = tl.where(place[:, None] > place[None, :], a, 0.0)
-    n = wide_product(diagonal, below, LOW)
-    half = diagonal + wide_product(wide_product(n, n, LOW), diagonal, LOW)
-    return half - wide_product(n, half, LOW)
+    n = wide_product(diagonal, below, PRECISION)
+    half = diagonal + wide_product(wide_product(n, n, PRECISION), diagonal, PRECISION)
+    return half - wide_product(n, half, PRECISION)
 
 
 @kernel
@@ -67,7 +70,7 @@ def _chunks_kernel(
     k, v, beta, dt, a, dt_bias, totals, scales, w, u, cu_seqlens, chunk_seqs, chunk_rows, num_rows,
     k_stride, v_stride, beta_stride, dt_stride,
     H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
-    LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What a chunk of a value head has without the state before it: G, W and U, and what K is multiplied with to have
     length 1: products are made of it as it came, rows and columns of their results are scaled."""
@@ -91,23 +94,23 @@ def _chunks_kernel(
     scale = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) + EPS)
     tl.store(scales + head.to(tl.int64) * num_rows + rows, scale, mask=valid)
 
-    scores = product(keys, tl.trans(keys), tl.zeros((64, 64), tl.float32), LOW)
+    scores = product(keys, tl.trans(keys), tl.zeros((64, 64), tl.float32), PRECISION)
     before = token[:, None] > token[None, :]
     relative_decay = tl.exp(tl.where(before, total[:, None] - total[None, :], 0.0)) * scale[None, :]
-    inverse = _inverse(tl.where(before, (weight * scale)[:, None] * scores * relative_decay, 0.0), LOW)
+    inverse = _inverse(tl.where(before, (weight * scale)[:, None] * scores * relative_decay, 0.0), PRECISION)
 
     key_weights = inverse * (weight * scale * tl.exp(total))[None, :]
     value_weights = inverse * weight[None, :]
-    if LOW:
+    if PRECISION == "bf16":
         key_weights, value_weights = key_weights.to(tl.bfloat16), value_weights.to(tl.bfloat16)
-    out = product(key_weights, keys, tl.zeros((64, BS), tl.float32), LOW)
+    out = product(key_weights, keys, tl.zeros((64, BS), tl.float32), PRECISION)
     places = w + rows[:, None] * (H * S) + head * S + size[None, :]
     tl.store(places, out.to(w.dtype.element_ty), mask=key_mask)
     for begin in tl.static_range(0, P, BP):
         dim = begin + tl.arange(0, BP)
         mask = valid[:, None] & (dim < P)[None, :]
         values = tl.load(v + rows[:, None] * v_stride + head * P + dim[None, :], mask=mask, other=0.0)
-        out = product(value_weights, values, tl.zeros((64, BP), tl.float32), LOW)
+        out = product(value_weights, values, tl.zeros((64, BP), tl.float32), PRECISION)
         tl.store(u + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(u.dtype.element_ty), mask=mask)
 
 
@@ -117,7 +120,7 @@ def _states_kernel(
     seq_snapshots, snapshot_offsets, num_decodes, num_rows,
     k_stride, slot_stride,
     H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
-    LOW: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One sequence's states of a part of a value head, chunk after chunk, and its snapshots.
 
@@ -161,9 +164,9 @@ def _states_kernel(
             new = tl.load(places, mask=valid[:, None] & (dim < P)[None, :], other=0.0).to(tl.float32)
             keys_at = k + rows[:, None] * k_stride + (head // PER_KEY) * S + size[None, :]
             keys = tl.load(keys_at, mask=key_mask, other=0.0)
-            new -= product(reads, state, tl.zeros((64, BP), tl.float32), LOW)
+            new -= product(reads, state, tl.zeros((64, BP), tl.float32), PRECISION)
             tl.store(places, new.to(u.dtype.element_ty), mask=valid[:, None] & (dim < P)[None, :])
-            state = product(tl.trans(keys), new * left[:, None], state * tl.exp(final), LOW)
+            state = product(tl.trans(keys), new * left[:, None], state * tl.exp(final), PRECISION)
         if index < end_of_snapshots:
             # Of a snapshot inside a chunk this is where `_snapshots_kernel` goes on from.
             tl.store(target, state, mask=mask)
@@ -177,7 +180,7 @@ def _snapshots_kernel(
     num_rows,
     k_stride,
     H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
-    LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes a part of a head of a prefill's snapshot from its chunk's first position to its own; N stands in U."""
     parts: tl.constexpr = (P + BP - 1) // BP
@@ -204,7 +207,7 @@ def _snapshots_kernel(
         mask = (size < S)[:, None] & (dim < P)[None, :]
         target = snapshots + snapshot.to(tl.int64) * (H * S * P) + head * (S * P) + size[:, None] * P + dim[None, :]
         state = tl.load(target, mask=mask, other=0.0) * tl.exp(final)
-        tl.store(target, product(tl.trans(keys), new * left[:, None], state, LOW), mask=mask)
+        tl.store(target, product(tl.trans(keys), new * left[:, None], state, PRECISION), mask=mask)
 
 
 @kernel
@@ -212,7 +215,7 @@ def _outputs_kernel(
     q, k, u, totals, scales, chunk_states, y, cu_seqlens, chunk_seqs, chunk_rows, num_rows,
     q_stride, k_stride,
     H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
-    LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """What the queries of a chunk read, of a part of a value head."""
     parts: tl.constexpr = (P + BP - 1) // BP
@@ -231,18 +234,18 @@ def _outputs_kernel(
     per_row = head.to(tl.int64) * num_rows + rows
     total = tl.load(totals + per_row, mask=valid, other=0.0)
     scale = tl.load(scales + per_row, mask=valid, other=0.0)
-    scores = product(queries, tl.trans(keys), tl.zeros((64, 64), tl.float32), LOW)
+    scores = product(queries, tl.trans(keys), tl.zeros((64, 64), tl.float32), PRECISION)
     sees = (token[:, None] >= token[None, :]) & valid[:, None]
     relative_decay = tl.exp(tl.where(sees, total[:, None] - total[None, :], 0.0)) * scale[None, :]
     scores = tl.where(sees, scores * relative_decay, 0.0)
-    if LOW:
+    if PRECISION == "bf16":
         scores = scores.to(tl.bfloat16)
     inside = head * (S * P) + size[:, None] * P + dim[None, :]
     state_mask = (size < S)[:, None] & (dim < P)[None, :]
     state = tl.load(chunk_states + chunk.to(tl.int64) * (H * S * P) + inside, mask=state_mask, other=0.0)
-    out = product(queries, state, tl.zeros((64, BP), tl.float32), LOW) * tl.exp(total)[:, None]
+    out = product(queries, state, tl.zeros((64, BP), tl.float32), PRECISION) * tl.exp(total)[:, None]
     new = tl.load(u + rows[:, None] * (H * P) + head * P + dim[None, :], mask=mask, other=0.0)
-    out = product(scores, new, out, LOW)
+    out = product(scores, new, out, PRECISION)
     # A query's length divides all of its row: products are made of it as it came.
     wide = queries.to(tl.float32)
     out *= (S**-0.5 / tl.sqrt(tl.sum(wide * wide, axis=1) + EPS))[:, None]
@@ -307,8 +310,8 @@ def gdn(
             q.stride(0), k.stride(0), v.stride(0), beta.stride(0), dt.stride(0), states.stride(0), **shape, **tile,
         )  # fmt: skip
     if metadata.num_chunks:
-        low = takes_tensor_cores(dt)
-        dtype = torch.bfloat16 if low else torch.float32
+        precision = precision_of(dt.dtype, metadata.exact)
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         num_rows = v.shape[0]
         totals, scales = (torch.empty((heads, num_rows), dtype=torch.float32, device=v.device) for _ in range(2))
         w = torch.empty((num_rows, heads, size), dtype=dtype, device=v.device)
@@ -317,9 +320,9 @@ def gdn(
         chunks = (batch.cu_seqlens, metadata.chunk_seqs, metadata.chunk_rows, num_rows)
         _chunks_kernel[(metadata.num_chunks * heads,)](
             k, v, beta, dt, a, dt_bias, totals, scales, w, u, *chunks,
-            k.stride(0), v.stride(0), beta.stride(0), dt.stride(0), **shape, **_chunks_tile(size, dim, low),
+            k.stride(0), v.stride(0), beta.stride(0), dt.stride(0), **shape, **_chunks_tile(size, dim, precision),
         )  # fmt: skip
-        tile = _states_tile(size, dim, low)
+        tile = _states_tile(size, dim, precision)
         programs = (host.num_seqs - host.num_decodes) * heads * triton.cdiv(dim, tile["BP"])
         _states_kernel[(programs,)](
             k, w, u, totals, scales, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts,
@@ -328,13 +331,13 @@ def gdn(
         )  # fmt: skip
         first = metadata.num_decode_snapshots
         if host.num_snapshots > first:
-            tile = _snapshots_tile(size, dim, low)
+            tile = _snapshots_tile(size, dim, precision)
             programs = (host.num_snapshots - first) * heads * triton.cdiv(dim, tile["BP"])
             _snapshots_kernel[(programs,)](
                 k, u, totals, scales, snapshots, batch.cu_seqlens, batch.seq_starts, metadata.snapshot_seqs,
                 metadata.snapshot_offsets, first, num_rows, k.stride(0), **shape, **tile,
             )  # fmt: skip
-        tile = _outputs_tile(size, dim, low)
+        tile = _outputs_tile(size, dim, precision)
         _outputs_kernel[(metadata.num_chunks * heads * triton.cdiv(dim, tile["BP"]),)](
             q, k, u, totals, scales, chunk_states, y, *chunks, q.stride(0), k.stride(0), **shape, **tile
         )
@@ -346,22 +349,28 @@ def _decode_tile(size: int, dim: int) -> dict[str, Any]:
     return {"BS": power_of_2(size), "BP": min(32, power_of_2(dim)), "num_warps": 4}
 
 
-def _chunks_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
-    tile = {"BS": power_of_2(size, 16), "BP": min(64 if low else 32, power_of_2(dim, 16)), "LOW": low, "num_warps": 4}
+def _chunks_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
+    low = precision == "bf16"
+    tile = {"BS": power_of_2(size, 16), "BP": min(64 if low else 32, power_of_2(dim, 16)), "PRECISION": precision}
     # A third program fits onto a multiprocessor of 65,536 registers.
-    return {**tile, "maxnreg": 168} if low else tile
+    return {**tile, "num_warps": 4, "maxnreg": 168} if low else {**tile, "num_warps": NUM_WARPS[precision]}
 
 
-def _states_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
+def _states_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
     """Narrow, because nothing but heads and parts of them are at work at a time."""
-    tile = {"BS": power_of_2(size, 16), "BP": min(32 if low else 16, power_of_2(dim, 16)), "LOW": low}
+    low = precision == "bf16"
+    tile = {"BS": power_of_2(size, 16), "BP": min(32 if low else 16, power_of_2(dim, 16)), "PRECISION": precision}
     return {**tile, "STAGES": 4 if low else 1, "num_warps": 4}
 
 
-def _snapshots_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
-    return {"BS": power_of_2(size, 16), "BP": min(32, power_of_2(dim, 16)), "LOW": low, "num_warps": 4}
+def _snapshots_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
+    """As the states': a snapshot at a prompt's end is the state there, bit for bit if `precision` is "ieee"."""
+    most = 16 if precision == "ieee" else 32
+    tile = {"BS": power_of_2(size, 16), "BP": min(most, power_of_2(dim, 16)), "PRECISION": precision}
+    return {**tile, "num_warps": 4}
 
 
-def _outputs_tile(size: int, dim: int, low: bool) -> dict[str, Any]:
-    tile = {"BS": power_of_2(size, 16), "BP": min(128 if low else 32, power_of_2(dim, 16)), "LOW": low, "num_warps": 4}
-    return {**tile, "maxnreg": 168} if low else tile
+def _outputs_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
+    low = precision == "bf16"
+    tile = {"BS": power_of_2(size, 16), "BP": min(128 if low else 32, power_of_2(dim, 16)), "PRECISION": precision}
+    return {**tile, "num_warps": 4, "maxnreg": 168} if low else {**tile, "num_warps": NUM_WARPS[precision]}

@@ -16,8 +16,9 @@ from cairn.kernels.staging import StagedArray, Staging
 
 @dataclass(frozen=True, slots=True)
 class CudaMetadata:
-    """`Batch.metadata` of this backend: `tables` of int32 on the device, and two numbers.
+    """`Batch.metadata` of this backend: `tables` of int32 on the device, and what holds for all of it.
 
+    `exact`: a row's bits must not depend on the rest of the batch: see `cuda_exact`.
     `num_decode_snapshots`: how many of the snapshots are decodes', the first ones. `num_chunks`: of all prefill
     sequences.
     `row_seqs` [T]: the sequence of each row.
@@ -32,6 +33,7 @@ class CudaMetadata:
     num_decode_snapshots: int
     num_chunks: int
     tables: tuple[StagedArray, ...]
+    exact: bool = False
 
     @property
     def row_seqs(self) -> Tensor:

@@ -1,7 +1,19 @@
 """What several kernels share: formulas in float32, the rows of a chunk and the snapshots of a sequence."""
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Literal
+
+import torch
 import triton
 import triton.language as tl
+
+Precision = Literal["bf16", "tf32x3", "ieee"]
+"""What products inside a chunk are made of: bfloat16 operands; float32 ones as three TF32 products each; float32 ones
+without tensor cores, where each sum is a chain of fused multiply-adds in the order of its terms."""
+
+NUM_WARPS: Mapping[Precision, int] = MappingProxyType({"bf16": 4, "tf32x3": 4, "ieee": 16})
+"""Of kernels with several products of a chunk: without tensor cores a thread has a number's whole sum in a row."""
 
 LEAST_DECAY = tl.constexpr(-30.0)
 """Of a token's logarithm of decay in a chunked scan: what e^-30 leaves is far below float32's last digit, and sums over
@@ -23,19 +35,24 @@ def sigmoid(x):
 
 
 @triton.jit
-def product(a, b, total, LOW: tl.constexpr):
-    """total + a b: of bfloat16 operands if LOW, of float32 ones (three TF32 products each) if not."""
-    if LOW:
-        return tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
-    return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="tf32x3")
+def product(a, b, total, PRECISION: tl.constexpr):
+    """total + a b in a `Precision`."""
+    # Triton reads on behind a return.
+    if PRECISION == "bf16":
+        total = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
+    else:
+        total = tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
-def wide_product(a, b, LOW: tl.constexpr):
-    """a b of float32 operands: of their first 11 bits (TF32) if LOW, three such products if not."""
-    if LOW:
-        return tl.dot(a, b, input_precision="tf32")
-    return tl.dot(a, b, input_precision="tf32x3")
+def wide_product(a, b, PRECISION: tl.constexpr):
+    """a b of float32 operands: of their first 11 bits (TF32) where others are made of bfloat16 ones."""
+    if PRECISION == "bf16":
+        total = tl.dot(a, b, input_precision="tf32")
+    else:
+        total = tl.dot(a, b, input_precision=PRECISION)
+    return total
 
 
 @triton.jit
@@ -59,3 +76,10 @@ def chunks_before_snapshot(index, first_snapshot, end_of_snapshots, snapshot_off
     here = tl.load(snapshot_offsets + index, mask=index < end_of_snapshots, other=0)
     stop = tl.where(index < end_of_snapshots, (start % 64 + here) // 64, num_chunks)
     return (start % 64 + before) // 64, stop
+
+
+def precision_of(dtype: torch.dtype, exact: bool) -> Precision:
+    """Of the scans in a model of this dtype; `exact`: see `CudaMetadata`."""
+    if dtype == torch.bfloat16:
+        return "bf16"
+    return "ieee" if exact else "tf32x3"

@@ -18,9 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cuda.device import kernel, power_of_2, takes_tensor_cores
+from cairn.kernels.cuda.device import kernel, power_of_2
 from cairn.kernels.cuda.metadata import CudaMetadata
-from cairn.kernels.cuda.scalars import LEAST_DECAY, chunk_rows_of, chunks_before_snapshot, product, softplus
+from cairn.kernels.cuda.scalars import (
+    LEAST_DECAY,
+    NUM_WARPS,
+    Precision,
+    chunk_rows_of,
+    chunks_before_snapshot,
+    precision_of,
+    product,
+    softplus,
+)
 
 
 @kernel
@@ -50,7 +59,7 @@ def _steps_kernel(
 @triton.jit
 def _chunk_update(
     state, x, b, steps, totals, base, chunk, first, last, head, dim, seen, num_rows, x_stride, b_stride,
-    PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, LOW: tl.constexpr,
+    PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state [S, P] after the first `seen` tokens of a chunk."""
     size = tl.arange(0, BS)
@@ -69,7 +78,7 @@ def _chunk_update(
     b_mask = valid[:, None] & (size < S)[None, :]
     group = head // PER_GROUP
     writes = tl.load(b + rows[:, None] * b_stride + group * S + size[None, :], mask=b_mask, other=0.0)
-    return product(tl.trans(writes), inputs * moves[:, None], state * tl.exp(final), LOW)
+    return product(tl.trans(writes), inputs * moves[:, None], state * tl.exp(final), PRECISION)
 
 
 @kernel
@@ -78,7 +87,7 @@ def _states_kernel(
     snapshot_offsets, num_decodes, num_rows,
     x_stride, b_stride, slot_stride,
     H: tl.constexpr, PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
-    LOW: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """One sequence's states of a part of a head, chunk after chunk, and its snapshots."""
     parts: tl.constexpr = (P + BP - 1) // BP
@@ -109,7 +118,7 @@ def _states_kernel(
             tl.store(at, state.to(chunk_states.dtype.element_ty), mask=mask)
             state = _chunk_update(
                 state, x, b, steps, totals, base, c, first, last, head, dim, 64, num_rows, x_stride, b_stride,
-                PER_GROUP, P, S, BS, LOW,
+                PER_GROUP, P, S, BS, PRECISION,
             )  # fmt: skip
         if index < end_of_snapshots:
             # Of a snapshot inside a chunk this is where `_snapshots_kernel` goes on from.
@@ -124,7 +133,7 @@ def _snapshots_kernel(
     num_rows,
     x_stride, b_stride,
     H: tl.constexpr, PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
-    LOW: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Takes a part of a head of a prefill's snapshot from its chunk's first position to its own."""
     parts: tl.constexpr = (P + BP - 1) // BP
@@ -141,7 +150,7 @@ def _snapshots_kernel(
         last = tl.load(cu_seqlens + sequence + 1)
         state = _chunk_update(
             tl.load(target, mask=mask, other=0.0), x, b, steps, totals, first - start % 64, position // 64, first, last,
-            head, dim, position % 64, num_rows, x_stride, b_stride, PER_GROUP, P, S, BS, LOW,
+            head, dim, position % 64, num_rows, x_stride, b_stride, PER_GROUP, P, S, BS, PRECISION,
         )  # fmt: skip
         tl.store(target, state, mask=mask)
 
@@ -151,7 +160,7 @@ def _outputs_kernel(
     x, b, c, d, steps, totals, chunk_states, y, cu_seqlens, chunk_seqs, chunk_rows, num_rows,
     x_stride, b_stride, c_stride,
     H: tl.constexpr, PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
-    BP: tl.constexpr, BS: tl.constexpr, LOW: tl.constexpr, STAGES: tl.constexpr,
+    BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """What a chunk reads of its states, for some heads that share b and c."""
     parts: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
@@ -166,7 +175,7 @@ def _outputs_kernel(
     size_mask = valid[:, None] & (size < S)[None, :]
     writes = tl.load(b + rows[:, None] * b_stride + group * S + size[None, :], mask=size_mask, other=0.0)
     reads = tl.load(c + rows[:, None] * c_stride + group * S + size[None, :], mask=size_mask, other=0.0)
-    scores = product(reads, tl.trans(writes), tl.zeros((64, 64), tl.float32), LOW)
+    scores = product(reads, tl.trans(writes), tl.zeros((64, 64), tl.float32), PRECISION)
     scores = tl.where(token[:, None] >= token[None, :], scores, 0.0)
     mask = valid[:, None] & (dim < P)[None, :]
     state_mask = (size < S)[:, None] & (dim < P)[None, :]
@@ -178,9 +187,9 @@ def _outputs_kernel(
         inputs = tl.load(x + rows[:, None] * x_stride + head * P + dim[None, :], mask=mask, other=0.0).to(tl.float32)
         at = chunk.to(tl.int64) * (H * S * P) + head * (S * P) + size[:, None] * P + dim[None, :]
         state = tl.load(chunk_states + at, mask=state_mask, other=0.0)
-        out = product(reads, state, tl.zeros((64, BP), tl.float32), LOW) * tl.exp(total)[:, None]
+        out = product(reads, state, tl.zeros((64, BP), tl.float32), PRECISION) * tl.exp(total)[:, None]
         relative_decay = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)) * step[None, :]
-        out = product(scores * relative_decay, inputs, out, LOW)
+        out = product(scores * relative_decay, inputs, out, PRECISION)
         out += tl.load(d + head) * inputs
         tl.store(y + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(y.dtype.element_ty), mask=mask)
 
@@ -238,8 +247,8 @@ def ssd(
             x.stride(0), dt.stride(0), b.stride(0), c.stride(0), states.stride(0), *dt_limit, **shape, **tile,
         )  # fmt: skip
     if metadata.num_chunks:
-        low = takes_tensor_cores(dt)
-        dtype = torch.bfloat16 if low else torch.float32
+        precision = precision_of(dt.dtype, metadata.exact)
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         num_rows = x.shape[0]
         steps, totals = (torch.empty((heads, num_rows), dtype=torch.float32, device=x.device) for _ in range(2))
         chunk_states = torch.empty((metadata.num_chunks, heads, size, dim), dtype=dtype, device=x.device)
@@ -248,7 +257,7 @@ def ssd(
         _steps_kernel[(metadata.num_chunks * triton.cdiv(heads, tile["BH"]),)](
             dt, a, dt_bias, steps, totals, *chunks, dt.stride(0), *dt_limit, H=heads, **tile
         )
-        tile = _states_tile(dim, size, low)
+        tile = _states_tile(dim, size, precision)
         programs = (host.num_seqs - host.num_decodes) * heads * triton.cdiv(dim, tile["BP"])
         _states_kernel[(programs,)](
             x, b, steps, totals, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts, batch.state_slots,
@@ -257,13 +266,13 @@ def ssd(
         )  # fmt: skip
         first = metadata.num_decode_snapshots
         if host.num_snapshots > first:
-            tile = _snapshots_tile(dim, size, low)
+            tile = _snapshots_tile(dim, size, precision)
             programs = (host.num_snapshots - first) * heads * triton.cdiv(dim, tile["BP"])
             _snapshots_kernel[(programs,)](
                 x, b, steps, totals, snapshots, batch.cu_seqlens, batch.seq_starts, metadata.snapshot_seqs,
                 metadata.snapshot_offsets, first, num_rows, x.stride(0), b.stride(0), **shape, **tile,
             )  # fmt: skip
-        tile = _outputs_tile(dim, size, shape["PER_GROUP"], low)
+        tile = _outputs_tile(dim, size, shape["PER_GROUP"], precision)
         programs = metadata.num_chunks * b.shape[1] * triton.cdiv(shape["PER_GROUP"], tile["HEADS"])
         _outputs_kernel[(programs,)](
             x, b, c, d, steps, totals, chunk_states, y, *chunks, x.stride(0), b.stride(0), c.stride(0), **shape, **tile
@@ -280,17 +289,21 @@ def _steps_tile(heads: int) -> dict[str, Any]:
     return {"BH": min(32, power_of_2(heads)), "num_warps": 4}
 
 
-def _states_tile(dim: int, size: int, low: bool) -> dict[str, Any]:
+def _states_tile(dim: int, size: int, precision: Precision) -> dict[str, Any]:
     """Narrow, because nothing but heads and parts of them are at work at a time."""
-    tile = {"BP": min(32 if low else 16, power_of_2(dim, 16)), "BS": power_of_2(size, 16), "LOW": low}
+    low = precision == "bf16"
+    tile = {"BP": min(32 if low else 16, power_of_2(dim, 16)), "BS": power_of_2(size, 16), "PRECISION": precision}
     return {**tile, "STAGES": 4 if low else 1, "num_warps": 8 if low else 4}
 
 
-def _snapshots_tile(dim: int, size: int, low: bool) -> dict[str, Any]:
-    return {"BP": min(32, power_of_2(dim, 16)), "BS": power_of_2(size, 16), "LOW": low, "num_warps": 4}
+def _snapshots_tile(dim: int, size: int, precision: Precision) -> dict[str, Any]:
+    """As the states': a snapshot at a prompt's end is the state there, bit for bit if `precision` is "ieee"."""
+    most = 16 if precision == "ieee" else 32
+    tile = {"BP": min(most, power_of_2(dim, 16)), "BS": power_of_2(size, 16), "PRECISION": precision}
+    return {**tile, "num_warps": 4}
 
 
-def _outputs_tile(dim: int, size: int, per_group: int, low: bool) -> dict[str, Any]:
+def _outputs_tile(dim: int, size: int, per_group: int, precision: Precision) -> dict[str, Any]:
     """Heads of a group one after the other: b and c are read, and multiplied with each other, once for all."""
-    tile = {"HEADS": min(8, per_group), "BP": power_of_2(dim, 16), "BS": power_of_2(size, 16), "LOW": low}
-    return {**tile, "STAGES": 3 if low else 1, "num_warps": 4}
+    tile = {"HEADS": min(8, per_group), "BP": power_of_2(dim, 16), "BS": power_of_2(size, 16), "PRECISION": precision}
+    return {**tile, "STAGES": 3 if precision == "bf16" else 1, "num_warps": NUM_WARPS[precision]}

@@ -20,6 +20,7 @@ from cairn.kernels.exact.experts import experts, gated_experts, sigmoid_router, 
 from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
 from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_fp8, pack_int8, warm_up
+from cairn.kernels.exact.products import find_dependent_height as find_dependent_height
 from cairn.kernels.exact.ssd import ssd
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
 from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs

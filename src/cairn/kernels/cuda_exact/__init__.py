@@ -1,0 +1,95 @@
+"""The CUDA kernels in fixed shapes and orders, in float32: a row has the same bits whatever the batch that it is in.
+
+All of them but the products are `cairn.kernels.cuda`'s. What makes them fit, one by one:
+
+- every kernel: what it is compiled for (tile, warps, alignment of operands) depends on the model and the GPU alone, so
+  that all batches run the same code; `operands` sees to it for operands by row, and numbers that differ from step to
+  step are not specialized (`cuda.device.VARYING`). There are no atomics, and no tuning by measurement.
+- `embed`, `write_kv`: numbers are moved. `rope`, `silu_mul`, `sigmoid_mul`, `squared_relu`: number by number.
+- norms: a row is summed up within one program, in a tile that its width gives. Routers: a program a row.
+- `conv`: taps of a channel are added oldest first. Whether they come out of the state or out of rows makes no
+  difference: a program that has rows of both adds a zero for the ones that a row does not have there.
+- `ssd`, `gdn`: a program has a chunk of a sequence's own grid, of which a row always has the same place, or carries one
+  sequence's state from chunk to chunk. Rows of the chunk that do not count are zeros; products of chunks are made
+  without tensor cores here (`Precision`), where a zero changes no sum and the order of the terms is that of the rows,
+  so that a snapshot is the state of a pass that ends there. Decodes: a program a sequence.
+- `attention`: prefill tiles lie on the sequence's own grid and add up keys block by block from position 0 on: as it is.
+  A decode is cut into parts of `FIXED_SPLIT` keys from position 0 on, also where it has but one, and the parts are
+  put together in their order, a fixed number at a time; there is no choice by the batch.
+- `experts`, `gated_experts`: blocks of one height, of which a row is a chain of fused multiply-adds; the form for few
+  tokens is not taken. A token's terms are added by one program in ascending order of the experts. Sorting gives the
+  same order by counting and by torch's stable sort.
+- the sampler: weights are whole numbers, whose sums depend on no order.
+- `linear`, `lm_head`: by a kernel of this package. cuBLAS chooses its algorithm by the number of rows.
+
+Decode rows and prefill rows need not agree with each other: see `Origin`. `find_dependent_height` tries products out
+on the GPU at the start.
+"""
+
+from dataclasses import replace
+
+from cairn.kernels import cuda
+from cairn.kernels.batch import HostBatch
+from cairn.kernels.cuda import embed, logprobs, pack, pack_int8, sampler, sampling_bytes, token_counts, warm_up
+from cairn.kernels.cuda.metadata import CudaMetadata
+from cairn.kernels.cuda_exact.operands import with_rows_laid_out
+from cairn.kernels.cuda_exact.products import find_dependent_height as find_dependent_height
+from cairn.kernels.cuda_exact.products import linear, lm_head
+from cairn.kernels.exact.products import pack_fp8
+from cairn.kernels.staging import Staging
+
+add_rms_norm = with_rows_laid_out(cuda.add_rms_norm, "x")
+attention = with_rows_laid_out(cuda.attention, "q")
+conv = with_rows_laid_out(cuda.conv, "x")
+experts = with_rows_laid_out(cuda.experts, "x")
+gated_experts = with_rows_laid_out(cuda.gated_experts, "x")
+gated_rms_norm = with_rows_laid_out(cuda.gated_rms_norm, "x", "gate")
+gdn = with_rows_laid_out(cuda.gdn, "q", "k", "v", "beta", "dt")
+rms_norm = with_rows_laid_out(cuda.rms_norm, "x")
+rms_norm_then_gate = with_rows_laid_out(cuda.rms_norm_then_gate, "x", "gate")
+rope = with_rows_laid_out(cuda.rope, "x", "cos", "sin")
+sigmoid_mul = with_rows_laid_out(cuda.sigmoid_mul, "x", "gate")
+sigmoid_router = with_rows_laid_out(cuda.sigmoid_router, "logits")
+silu_mul = with_rows_laid_out(cuda.silu_mul, "gate", "x")
+softmax_router = with_rows_laid_out(cuda.softmax_router, "logits")
+squared_relu = with_rows_laid_out(cuda.squared_relu, "x")
+ssd = with_rows_laid_out(cuda.ssd, "x", "dt", "b", "c")
+write_kv = with_rows_laid_out(cuda.write_kv, "k", "v")
+
+
+def build_metadata(host: HostBatch, staging: Staging) -> CudaMetadata:
+    """See `Kernels.build_metadata`."""
+    return replace(cuda.build_metadata(host, staging), exact=True)
+
+
+__all__ = [
+    "add_rms_norm",
+    "attention",
+    "build_metadata",
+    "conv",
+    "embed",
+    "experts",
+    "gated_experts",
+    "gated_rms_norm",
+    "gdn",
+    "linear",
+    "lm_head",
+    "logprobs",
+    "pack",
+    "pack_fp8",
+    "pack_int8",
+    "rms_norm",
+    "rms_norm_then_gate",
+    "rope",
+    "sampler",
+    "sampling_bytes",
+    "sigmoid_mul",
+    "sigmoid_router",
+    "silu_mul",
+    "softmax_router",
+    "squared_relu",
+    "ssd",
+    "token_counts",
+    "warm_up",
+    "write_kv",
+]  # fmt: skip
