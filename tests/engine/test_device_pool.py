@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cairn.engine.transfers.device_pool import CudaStream, DevicePool, NoStream
-from cairn.kernels.staging import Readback
+from cairn.kernels.staging import Readback, StepBuffers, make_event
 from cairn.transfer.geometry import pair, staging_copies, staging_pages
 from cairn.transfer.memory import HostPool
 from doubles.counted_device import counted_device
@@ -21,7 +21,7 @@ BLOCKS = ((64, 16), (16, 64), (128, 16), (32, 128))
 
 
 class Recorded:
-    """A `CopyStream` that writes down what comes when."""
+    """A `TransferStream` that writes down what comes when."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -114,8 +114,10 @@ def test_a_step_of_which_nothing_is_read_is_waited_for_on_a_gpu_too(place, monke
     """What it has written may be leased to others as soon as it is collected."""
     monkeypatch.setattr(torch.cuda, "Event", Event)
     Event.recorded = []
-    readback = Readback()
-    readback.send(torch.device(place))
+    buffers = StepBuffers(torch.device("cpu"))
+    buffers.done = make_event(torch.device(place))
+    readback = Readback(buffers)
+    readback.send()
     readback.wait()
     assert [event.asked for event in Event.recorded] == ([3] if place == "cuda" else [])
 

@@ -79,9 +79,9 @@ def test_what_does_not_go_together_with_a_gpu(tiny_model, settings, flag):
 
 
 def test_exact_has_kernels_of_its_own(tiny_model, monkeypatch):
-    monkeypatch.setattr(devices, "check_device", lambda dtype, head_dim: None)
+    monkeypatch.setattr(devices, "check_device", lambda dtype, head_dim, rank, num_ranks: None)
     place = ModuleType("device")
-    place.device = lambda: torch.device("cpu")
+    place.device, place.INTERPRETED = lambda: torch.device("cpu"), True
     monkeypatch.setitem(sys.modules, "cairn.kernels.cuda.device", place)
     monkeypatch.setitem(sys.modules, "cairn.kernels.cuda", ModuleType("cuda"))
     for is_exact, backend in ((False, "cuda"), (True, "cuda_exact")):

@@ -19,7 +19,6 @@ from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cuda_support import check_device
-from cairn.layers.memory import MemorySpec
 from cairn.layers.model import Model
 from cairn.models.decoder_builder import Backend
 from cairn.models.registry import OpenModel
@@ -71,7 +70,7 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
     for is_asked, flag, reason in refused:
         if is_asked:
             raise ConfigError(f"{flag}: not with --device cuda yet: {reason}; leave out one of them")
-    spec = opened.config.cache_spec(rank, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
+    spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
     head_dim = 0 if spec.attention is None else spec.attention.head_dim
     check_device(opened.dtype, head_dim, rank, config.tensor_parallel_size)
     from cairn.kernels.cuda.device import INTERPRETED, device
@@ -80,7 +79,7 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
         torch.cuda.set_device(rank)
     place = device()
     logger.info("--device cuda: %s", torch.cuda.get_device_name(place) if place.type == "cuda" else "interpreted")
-    return Device(_kernels(config, opened, spec, place), place, _STEPS_IN_FLIGHT)
+    return Device(_kernels(config, opened, rank, place), place, _STEPS_IN_FLIGHT)
 
 
 def _refuse_libraries(config: EngineConfig) -> None:
@@ -91,7 +90,7 @@ def _refuse_libraries(config: EngineConfig) -> None:
             raise ConfigError(f"{flag} {name}: there are other kernels with --device cuda only; leave it out")
 
 
-def _kernels(config: EngineConfig, opened: OpenModel, spec: MemorySpec, place: torch.device) -> Backend | Kernels:
+def _kernels(config: EngineConfig, opened: OpenModel, rank: int, place: torch.device) -> Backend | Kernels:
     """cairn's own, or some of libraries. Raises ConfigError that names the flag of a library which is not there or does
     not take the model."""
     wants_flashinfer, wants_fla = config.attention_backend == "flashinfer", config.gdn_prefill_backend == "fla"
@@ -104,6 +103,7 @@ def _kernels(config: EngineConfig, opened: OpenModel, spec: MemorySpec, place: t
     from cairn.kernels.cuda.libraries import load_fla, load_flashinfer, with_libraries
 
     attention = delta_rule = None
+    spec = opened.config.cache_spec(rank, config.tensor_parallel_size).memory_spec(opened.dtype, place)
     if wants_flashinfer:
         if spec.attention is None:
             raise ConfigError("--attention-backend flashinfer: the model has no attention: leave it out")

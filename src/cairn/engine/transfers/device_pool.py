@@ -23,7 +23,7 @@ from cairn.transfer.memory import Fence
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-class CopyStream(Protocol):
+class TransferStream(Protocol):
     """Where copies are made beside the steps."""
 
     def enter_thread(self) -> None:
@@ -37,7 +37,7 @@ class CopyStream(Protocol):
 
 
 class CudaStream:
-    """A `CopyStream` of a GPU's own."""
+    """A `TransferStream` of a GPU's own."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -58,7 +58,7 @@ class CudaStream:
 
 
 class NoStream:
-    """A `CopyStream` of the host, where Triton's interpreter stands in for a GPU: copies are done when they return."""
+    """A `TransferStream` of the host, where Triton is interpreted: copies are done when they return."""
 
     def enter_thread(self) -> None:
         """All threads have the same memory."""
@@ -74,7 +74,7 @@ class DevicePool:
     """A `PoolMemory` of any device. `pool`: uint8 [rows, page_bytes], contiguous. Everything but `region` is for the
     thread that drives the link."""
 
-    def __init__(self, pool: Tensor, stream: CopyStream) -> None:
+    def __init__(self, pool: Tensor, stream: TransferStream) -> None:
         self._pool = pool
         self._stream = stream
 
