@@ -240,9 +240,10 @@ def _build_transfer(
 def _decode_capture(
     config: EngineConfig, opened: OpenModel, make_graphs: Callable[[], Graphs] | None, max_num_seqs: int
 ) -> DecodeCapture | None:
-    """None where decode steps are launched kernel by kernel: also by flashinfer, which plans each step on the host.
-    Raises ConfigError for sizes that no batch has."""
-    if config.attention_backend == "flashinfer":
+    """None where decode steps are launched kernel by kernel: also by flashinfer, which plans each step on the host, and
+    with --exact, whose bits have not been compared with those of graphs. Raises ConfigError for sizes that no batch
+    has."""
+    if config.attention_backend == "flashinfer" or config.exact:
         make_graphs = None
     sizes = graph_sizes(config, max_num_seqs) if make_graphs is not None else ()
     if make_graphs is None or not sizes:
