@@ -111,7 +111,7 @@ def test_graphs_give_the_tokens_of_the_cpu(folder):
     graphs, settings = RecordedGraphs(), {"cudagraph_capture_sizes": [1, 3], "max_model_len": 128}
     answers = []
     for device, make_graphs in (("cpu", None), ("cuda", lambda: graphs)):
-        engine = Engine(folder, device, make_graphs, **settings)
+        engine = Engine(folder, device, make_graphs=make_graphs, **settings)
         answers.append(engine.ask(TEXT[:9], TEXT[5:25], max_tokens=3, more=2))
         engine.core.close()
     assert answers[0] == answers[1]
@@ -125,7 +125,7 @@ def test_enforce_eager_captures_nothing(folder):
     from doubles.recorded_graphs import RecordedGraphs
 
     graphs = RecordedGraphs()
-    engine = Engine(folder, "cuda", lambda: graphs, enforce_eager=True)
+    engine = Engine(folder, "cuda", make_graphs=lambda: graphs, enforce_eager=True)
     engine.core.close()
     assert graphs.num_captured == 0
 

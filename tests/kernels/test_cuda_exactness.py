@@ -23,7 +23,7 @@ if not INTERPRETED and not ON_GPU:
 pytest.importorskip("tokenizers", reason="the runner needs what `make gpu-wheels` collects")
 
 from cairn.kernels import cuda, cuda_exact
-from cairn.kernels.cuda.device import VARYING
+from cairn.kernels.cuda.device import VARYING, Limits
 from cairn.step import PageCopy, Restore, Snapshot
 from kernels.comparison import check_against_reference, same_bits
 from kernels.cuda_configurations import CONFIGURATIONS, module_of
@@ -329,6 +329,8 @@ def test_code_that_is_chosen_by_the_batch_is_found(name: str, tmp_path: Path, mo
     module, text, replacement, make, (few, many) = MUTANTS[name]
     for by in (text, replacement):
         backend, changed = changed_backend(tmp_path, module, text, by)
+        if hasattr(changed, "limits"):
+            monkeypatch.setattr(changed, "limits", lambda: Limits(132, 232_448))
         launches = record_launches(monkeypatch, [changed])
         found = [launched(make(number), backend, launches) for number in (few, many)]
         assert found[0] and (found[0] == found[1]) == (by == text)

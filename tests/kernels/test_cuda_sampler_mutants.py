@@ -43,6 +43,7 @@ def flat(rows: int, vocab_size: int = 1500) -> torch.Tensor:
 
 GREEDY = [sample(0, 0.0)] * 3
 EVEN = np.full(3, 0x55555555, np.int32)
+SECOND = np.array([0, -1, 0], np.int32)
 SMALL = torch.linspace(-2, 2, 96)
 
 STEPS: Mapping[str, Callable[[], tuple[Step, int]]] = {
@@ -70,7 +71,7 @@ STEPS: Mapping[str, Callable[[], tuple[Step, int]]] = {
     "lists": lambda: (
         step(
             SMALL.repeat(5, 1),
-            sample(1, 0.0, allowed_mask=EVEN),
+            sample(1, 0.0, allowed_mask=SECOND),
             sample(1, 0.0, allowed_token_ids=(5, 90, 4), banned_tokens=(90,)),
             sample(1, 0.0, allowed_token_ids=(5,), allowed_mask=EVEN),
             sample(1, 0.0, allowed_token_ids=(90, 5), banned_tokens=(5, 90)),
@@ -175,7 +176,7 @@ MUTANTS = (
         "penalties",
     ),
     Mutant("negative logits are divided, too", "tl.where(x > 0, tl.div_rn", "tl.where(x < 1e9, tl.div_rn", "penalties"),
-    Mutant("a mask's next word", "mask_words + columns // 32", "mask_words + columns // 16", "lists", "processors"),
+    Mutant("a mask's word before", "mask_words + columns // 32", "mask_words + columns // 64", "lists", "processors"),
     Mutant("a mask's other bits", "& 1 != 0", "& 1 == 0", "lists", "processors"),
     Mutant("what is not listed may come", 'tl.where(is_listed, float("-inf"), x)', "x", "lists", "processors"),
     Mutant(

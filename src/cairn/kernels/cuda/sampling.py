@@ -108,7 +108,7 @@ class CudaSampler:
         ).T
         temperatures = columns[1].clip(1 / MOST_TEMPERATURE, MOST_TEMPERATURE)
         singles = np.stack([temperatures, np.log(columns[2].clip(LEAST_SHARE)), *penalties])
-        self._singles = [staging.add(column) for column in singles.astype(np.float32)]
+        self._singles = [staging.add(column.astype(np.float32)) for column in singles]
         self._doubles = [staging.add(column) for column in (columns[0].copy(), numbers)]
         self._kinds, self._top_k = staging.add(kinds), staging.add(top_k)
         self._nowhere = staging.add(np.full(len(params), -1, np.int32))
