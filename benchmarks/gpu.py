@@ -23,6 +23,7 @@ engine. --dry-run: tiny models and lengths, on the CPU unless --device says othe
 import argparse
 import gc
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -260,7 +261,9 @@ def derive(settings: Settings, rows: Rows, name: str, folder: Path) -> None:
 
 
 def serve_command(model: Path, *flags: str) -> list[str]:
-    return [sys.executable, "-c", SERVE, "serve", str(model), "--host", "127.0.0.1", "--port", "0", *flags]
+    # The engine's process has to find this package, too.
+    path = f"PYTHONPATH={os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}"
+    return ["env", path, sys.executable, "-c", SERVE, "serve", str(model), "--host", "127.0.0.1", "--port", "0", *flags]
 
 
 @contextmanager
