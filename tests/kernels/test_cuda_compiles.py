@@ -55,8 +55,8 @@ class Variant:
 
     @property
     def is_exact(self) -> bool:
-        """Whether it is one that `cuda_exact` launches in a layer. The sampler's sums are of whole numbers, which have no
-        order."""
+        """Whether it is one that `cuda_exact` launches in a layer. The sampler's sums are of whole numbers, whose order
+        does not matter."""
         if self.kernel.fn.__module__.rpartition(".")[2] in ("draw", "processors", "logprobs"):
             return False
         return "*bf16" not in dict(self.signature).values() and ("PRECISION", "tf32x3") not in self.constants
