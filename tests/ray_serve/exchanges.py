@@ -187,10 +187,11 @@ def with_whole_texts(stream: bytes) -> list[tuple[bytes, object]]:
 
 
 def join(head, data, next_head, next_data):
-    """One event for two with pieces of one text: None for others."""
+    """One event for two with pieces of one text: None for others. The later one may say more, as a last one's usage
+    does."""
     leaves, next_leaves = dict(leaves_of(data)), dict(leaves_of(next_data))
     texts = [path for path, leaf in leaves.items() if TEXTS & {*path[-1:]} and isinstance(leaf, str)]
-    if head != next_head or not texts or leaves.keys() != next_leaves.keys() or has_finished(data):
+    if head != next_head or not texts or not leaves.keys() <= next_leaves.keys() or has_finished(data):
         return None
     for path in texts:
         place = next_data
