@@ -17,7 +17,7 @@ from cairn.deploy.ray import app
 
 __all__ = ["Fleet", "OpenStream", "Replica", "events", "until"]
 
-SECONDS = 60.0
+SECONDS = 120.0
 POLL_SECONDS = 0.05
 LABEL = "replica"
 LONG = 7_900
