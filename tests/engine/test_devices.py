@@ -112,8 +112,16 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     monkeypatch.setattr(Model, "forward", counted)
     logits = 2 * model.vocab_size * 8
     memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=7)
-    assert measure_room(config, model, layout, memory, None, lambda: memory.calls.append("meanwhile")) == 1000 - 20 - 7
-    assert ran == [100] and memory.calls == ["start", "meanwhile", "peak", "free"]
+    when = []
+
+    def meanwhile():
+        memory.calls.append("meanwhile")
+        when.append(len(ran))
+
+    assert measure_room(config, model, layout, memory, None, meanwhile) == 1000 - 20 - 7
+    assert memory.calls == ["start", "meanwhile", "peak", "free"]
+    # the largest, and one of a decode and of the 70 tokens behind a hit; both are out when other ranks are waited for
+    assert ran == [100, 71] and when == [2]
     with pytest.raises(
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
     ):

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from cairn.cache.layout import CacheLayout
+from cairn.cache.placement import placement_for
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
+from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
@@ -25,8 +26,7 @@ from cairn.models.registry import OpenModel
 from cairn.runner.decode_graphs import Graphs
 from cairn.runner.runner import Runner
 from cairn.runner.vision import VisionEncoder, open_vision
-from cairn.step import Admit, PrefillRow, Samples, StepPlan
-from cairn.types import Clock, Pages, SamplingParams
+from cairn.types import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -270,24 +270,23 @@ def _step_bytes(
     meanwhile: Callable[[], object],
     capture: DecodeCapture | None,
 ) -> tuple[int, int]:
-    """The most that a prefill step of --max-num-batched-tokens takes besides the pool, or that encoding the largest
-    image takes, which is over before the step's layers begin; and what graphs will take."""
-    num_tokens = config.max_num_batched_tokens
-    pages: Pages = np.arange(layout.pages_for(num_tokens), dtype=np.int32)
-    plan = StepPlan(
-        0,
-        admits=(Admit(0, tuple(pages for _ in layout.groups), SamplingParams(temperature=1.0, top_p=0.9, seed=0)),),
-        prefills=(PrefillRow(0, 0, np.zeros(num_tokens, np.int64), 0),),
-        samples=Samples(np.zeros(1, np.int32), np.array([num_tokens], np.int32), np.zeros(1, np.bool_)),
-    )
-    runner = Runner(model, layout, len(pages), 1, exact=model.exact)
+    """The most that a prefill step of --max-num-batched-tokens takes besides the pool, with the checkpoints that are
+    taken in it, or that encoding the largest image takes, which is over before the step's layers begin; and what graphs
+    will take. A small step of all kinds follows, and compiles what the first requests would wait for."""
+    num_tokens, exact = config.max_num_batched_tokens, model.exact
+    keeps = config.enable_prefix_caching and config.mamba_cache_mode != "none"
+    placement = placement_for(config.mamba_cache_mode, config.block_size, exact) if keeps else None
+    plans = profile_plans(layout, num_tokens, placement)
+    runner = Runner(model, layout, num_profile_pages(layout, num_tokens), SLOTS, exact)
     memory.start_peak()
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
-    runner.launch(plan)
-    runner.draw(0, {})
-    meanwhile()
-    runner.collect(0)
+    for plan in plans:
+        runner.launch(plan)
+        runner.draw(plan.step, {})
+    meanwhile()  # all of it is out: a rank that waited here before its last step would be waited for
+    for plan in plans:
+        runner.collect(plan.step)
     step_bytes = memory.peak_growth()
     return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory)
 
