@@ -133,7 +133,7 @@ def test_each_rank_computes_on_the_gpu_of_its_number(tiny_model, monkeypatch, ra
     """Kernels are launched on the current one."""
     current: list[int] = []
     triton, package, module = ModuleType("triton"), ModuleType("cuda"), ModuleType("device")
-    triton.__dict__["knobs"] = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
+    triton.__dict__.update(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)), __version__="3.6.0")
     module.__dict__.update(INTERPRETED=False, device=lambda: torch.device("cuda", current[-1]))
     for name, fake in {"triton": triton, "cairn.kernels.cuda": package, "cairn.kernels.cuda.device": module}.items():
         monkeypatch.setitem(sys.modules, name, fake)

@@ -28,7 +28,7 @@ from cairn.runner.decode_graphs import DecodeGraphs, Graphs
 from cairn.runner.input_batch import InputBatch
 from cairn.runner.launched_step import LaunchedStep, StepInputs
 from cairn.runner.logprobs import SampledLogprobs
-from cairn.runner.memory import LiveStates, allocate_pool, paged_layers, populate
+from cairn.runner.memory import LiveStates, allocate_pool, explain_step_memory, paged_layers, populate
 from cairn.runner.vision import MultimodalInputs, VisionEncoder, multimodal_inputs
 from cairn.step import StepPlan, StepResult, TokenMasks
 
@@ -138,7 +138,7 @@ class Runner(StepRunner):
         """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be drawn;
         they need not be collected."""
         assert not self._launched or self._launched[-1].is_drawn, f"step {plan.step} before the last one was drawn"
-        with torch.inference_mode():
+        with torch.inference_mode(), explain_step_memory(plan.step, plan.num_rows):
             self._input_batch.update(plan)
             # A set that no step uses any more: there are as many as steps were out at once.
             buffers = self._buffers.pop() if self._buffers else StepBuffers(self._model.spec.device)
@@ -163,7 +163,7 @@ class Runner(StepRunner):
         have to be collected."""
         launched = self._launched[-1]
         assert launched.plan.step == step and not launched.is_drawn, f"step {step} is not to be drawn now"
-        with torch.inference_mode():
+        with torch.inference_mode(), explain_step_memory(step, launched.plan.num_rows):
             tokens = None if launched.logits is None else self._sample(launched, launched.logits, masks)
             launched.read_back(tokens)
 
