@@ -17,7 +17,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels.contract import ExactKernels
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
-from cairn.kernels.staging import Staging, StepBuffers
+from cairn.kernels.staging import StagedArray, Staging, StepBuffers
 from cairn.layers.linear import Linear
 from cairn.layers.memory import PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
@@ -223,10 +223,13 @@ class Runner(StepRunner):
             for number, layer in enumerate(self._live.recurrent):
                 layer.conv[slots], layer.state[slots] = self._files.read_layer(files, number)
         if plan.saves:
-            slots, files = (each.tensor for each in inputs.saves)
-            self._files.write_hidden(files, self._live.hidden[slots])
-            for number, layer in enumerate(self._live.recurrent):
-                self._files.write_layer(files, number, layer.conv[slots], layer.state[slots])
+            self._save(*inputs.saves)
+
+    def _save(self, slots: StagedArray, files: StagedArray) -> None:
+        """What lies in the slots now."""
+        self._files.write_hidden(files.tensor, self._live.hidden[slots.tensor])
+        for number, layer in enumerate(self._live.recurrent):
+            self._files.write_layer(files.tensor, number, layer.conv[slots.tensor], layer.state[slots.tensor])
 
     def _multimodal_inputs(self, plan: StepPlan) -> list[MultimodalInputs | None]:
         """Of each row, decode rows first."""
@@ -247,6 +250,8 @@ class Runner(StepRunner):
         if inputs.graph is not None:
             size, packed = inputs.graph
             self._graphs.replay(size, packed.tensor)
+            if step.plan.snapshots:
+                self._save(*inputs.snapshots)
             return
         assert inputs.batch is not None
         batch = inputs.batch.batch(self._slot_tensors)
