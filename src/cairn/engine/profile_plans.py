@@ -29,7 +29,7 @@ SLOTS = 2
 _BEHIND = GRID, 2 * GRID + 6
 """Tokens of the second step's prompt: behind a hit, and to an end off the grid."""
 
-_DRAWN = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+_DRAWN, _GREEDY = SamplingParams(temperature=1.0, top_p=0.9, seed=0), SamplingParams(temperature=0.0)
 
 
 def num_profile_pages(layout: CacheLayout, num_tokens: int) -> int:
@@ -39,8 +39,8 @@ def num_profile_pages(layout: CacheLayout, num_tokens: int) -> int:
 
 def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPolicy | None) -> tuple[StepPlan, StepPlan]:
     """A prompt of `num_tokens` tokens, with as many checkpoints as a step ever takes of it; and behind it a step of all
-    kinds: a decode, a prompt behind a hit, a checkpoint between grid points, a save and a copy. `placement`: where
-    checkpoints are kept; None without a cache."""
+    kinds: a decode, a prompt behind a hit, a checkpoint between grid points, a save, a copy, and a greedy draw.
+    `placement`: where checkpoints are kept; None without a cache."""
     tables = tuple(
         np.arange(group.pages_for(max(num_tokens + 1, _BEHIND[1])), dtype=np.int32) for group in layout.groups
     )
@@ -56,14 +56,14 @@ def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPoli
     position, first = np.array([num_tokens], np.int32), np.zeros(1, np.int32)
     mixed = StepPlan(
         1,
-        admits=(Admit(1, tables, _DRAWN),),
+        admits=(Admit(1, tables, _GREEDY),),
         copies=(PageCopy(0, 1),),
         restores=() if placement is None else (Restore(1, file),),
         saves=() if placement is None else (Save(0, file),),
         decodes=DecodeRows(first, position, np.array([SAMPLED], np.int64), first),
         prefills=(PrefillRow(1, begin, np.zeros(end - begin, np.int64), begin),),
         snapshots=_snapshots(placement, 1, begin, end, file),
-        samples=_samples((0, num_tokens + 1), (1, end)),
+        samples=_samples((1, end)),
     )
     return largest, mixed
 
