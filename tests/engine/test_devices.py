@@ -144,6 +144,7 @@ def test_each_rank_computes_on_the_gpu_of_its_number(tiny_model, monkeypatch, ra
         "get_device_capability": lambda _: (9, 0),
         "get_device_name": lambda _: "NVIDIA H100",
         "set_device": current.append,
+        "synchronize": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     config = EngineConfig(model=str(tiny_model), device="cuda", tensor_parallel_size=3)
@@ -280,6 +281,24 @@ def test_too_little_memory_is_said_and_not_on_the_cpu():
         raise error
     with pytest.raises(torch.OutOfMemoryError), explain_out_of_memory(Device()):
         raise error
+    with pytest.raises(ConfigError, match=r"\(Triton Error \[CUDA\]: out of memory\)"), explain_out_of_memory(GPU):
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+    with pytest.raises(RuntimeError, match="illegal"), explain_out_of_memory(GPU):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_gpu_that_refuses_is_named(monkeypatch):
+    """One that another process has in exclusive mode, or has filled: CUDA says so when it begins, not when it looks."""
+
+    def refuse():
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for ...")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    with pytest.raises(
+        ConfigError, match=r"^--device cuda: GPU 3 takes no work \(CUDA error: .* unavailable\): see nv"
+    ):
+        devices._begin_on_gpu(3)
 
 
 def test_all_that_a_gpu_has_left_is_pool_and_states():

@@ -76,10 +76,23 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
     from cairn.kernels.cuda.device import INTERPRETED, device
 
     if not INTERPRETED:
-        torch.cuda.set_device(rank)
+        _begin_on_gpu(rank)
     place = device()
     logger.info("--device cuda: %s", torch.cuda.get_device_name(place) if place.type == "cuda" else "interpreted")
     return Device(_kernels(config, opened, rank, place), place, _STEPS_IN_FLIGHT)
+
+
+def _begin_on_gpu(number: int) -> None:
+    """Make it the current one of this thread, and have CUDA begin there. Raises ConfigError where it refuses."""
+    try:
+        torch.cuda.set_device(number)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--device cuda: GPU {number} takes no work ({reason}): see nvidia-smi for who has its memory, or "
+            "has it in exclusive mode, or choose another one with CUDA_VISIBLE_DEVICES"
+        ) from error
 
 
 def _refuse_libraries(config: EngineConfig) -> None:
@@ -296,8 +309,8 @@ def explain_out_of_memory(device: Device) -> Iterator[None]:
     """Raises ConfigError where a GPU's memory does not suffice for what is loaded or allocated inside."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        if not device.is_gpu:
+    except RuntimeError as error:  # of torch's allocator, or of CUDA or Triton themselves
+        if not device.is_gpu or "out of memory" not in str(error):
             raise
         reason = str(error).partition(". ")[0]
         raise ConfigError(
