@@ -15,9 +15,10 @@ the GPU (of P/D, whose two servers are on the same one, 35 % each); every row sa
   server  `cairn serve` under ten times the lengths of benchmarks.bench_serve_matrix: 10 prefixes of 6,000 tokens with
           100 suffixes of 2,000 behind them, answers of 1,000 tokens, 10 requests at a time; with the cache and without
   pd      the same through a prefill server, a decode server and `cairn proxy`
-After --seconds nothing new is begun; what is in the JSON file is not measured again, so that the next run goes on from
-there. A row that could not be measured has an error instead of figures, and is tried again. --flags are given to every
-engine. --dry-run: tiny models and lengths, on the CPU unless --device says otherwise: whether all of it works.
+After --seconds nothing new is begun, nor servers that would not be done by then, going by the slowest so far; what is
+in the JSON file is not measured again, so that the next run goes on from there. A row that could not be measured has an
+error instead of figures, and is tried again. --flags are given to every engine. --dry-run: tiny models and lengths, on
+the CPU unless --device says otherwise: whether all of it works.
 """
 
 import argparse
@@ -53,6 +54,13 @@ from cairn.http.cookies import no_cookies
 PARTS = ("engine", "server", "pd")
 SERVE = "import sys; from cairn.cli import main; sys.exit(main(core='benchmarks.gpu_model:build_core'))"
 GPU_SHARE, PD_SHARE = 0.8, 0.35
+ALONE = 0.95
+"""Of the GPU, for an engine in this process: 128 sequences take 7.5 GB of states and 3.4 GB of keys and values of 36 of
+Qwen3.5's layers, beside 63 GB of weights."""
+START_SECONDS = 300.0
+"""For a server to come up where no kernel has been compiled yet."""
+FIRST_SECONDS = {"server": 180.0, "pd": 240.0}
+"""What a row is taken to last before one of its part has been measured."""
 FAILURES = (CairnError, DemoError, RuntimeError, httpx.HTTPError)
 """What a row may end with while the others go on; too little memory on the GPU is one of them."""
 
@@ -107,26 +115,30 @@ class Settings:
 
 
 class Rows:
-    """Figures by model and case, kept in a file; `deadline`: after which nothing new is begun."""
+    """Figures by model and case, kept in a file. `seconds`: after how many nothing new is begun."""
 
     def __init__(self, path: Path, seconds: float) -> None:
         self._path = path
         self._end = time.monotonic() + seconds
+        self._num_begun = 0
         self.found: dict[str, dict[str, Figures | str]] = {}
         self.num_left = 0
         if path.exists():
             self.found = json.loads(path.read_text())["rows"]
 
-    def may_begin(self, model: str, case: str) -> bool:
-        """Whether there is a row to measure and time for it."""
+    def may_begin(self, model: str, case: str, seconds: float = 0.0) -> bool:
+        """Whether there is a row to measure and time for it. `seconds`: what it takes; the first row of a run that has
+        any time may take more than there is, or it would never be measured."""
         is_missing = not isinstance(self.found.setdefault(model, {}).get(case), dict)
-        is_over = time.monotonic() > self._end
+        left = self._end - time.monotonic()
+        is_over = left < (seconds if self._num_begun else 0.0)
         self.num_left += is_missing and is_over
         return is_missing and not is_over
 
-    def measure(self, model: str, case: str, measure: Callable[[], Figures]) -> None:
-        """Unless it is there already, or the time is over."""
-        if self.may_begin(model, case):
+    def measure(self, model: str, case: str, measure: Callable[[], Figures], seconds: float = 0.0) -> None:
+        """Unless it is there already, or the time is over. `seconds`: see `may_begin`."""
+        if self.may_begin(model, case, seconds):
+            self._num_begun += 1
             try:
                 self.write(model, case, measure())
             except FAILURES as error:
@@ -139,6 +151,16 @@ class Rows:
     def save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(as_json({**circumstances(), **device_facts(), "rows": self.found}))
+
+    def slowest(self, part: str) -> float:
+        """Seconds of a row of this part, of any model."""
+        found = [
+            self.figure(model, case, "seconds")
+            for model, cases in self.found.items()
+            for case in cases
+            if case.startswith(f"{part} ")
+        ]
+        return max((seconds for seconds in found if seconds), default=FIRST_SECONDS[part])
 
     def figure(self, model: str, case: str, name: str) -> float | None:
         row = self.found.get(model, {}).get(case)
@@ -171,6 +193,7 @@ def hand_turned(settings: Settings, folder: Path, mode: str) -> Iterator[HandTur
             "max_num_seqs": max(scale.sequences),
             "max_num_batched_tokens": max(scale.batched_tokens, max(scale.sequences) + 64),
             "max_model_len": most,
+            "gpu_memory_utilization": ALONE,
             "language_model_only": True,
             "kv_cache_memory_bytes": None,
             **pool,
@@ -183,9 +206,14 @@ def hand_turned(settings: Settings, folder: Path, mode: str) -> Iterator[HandTur
     finally:
         engine.core.close()
         del engine.core  # and with it its pool, whoever still has the engine
-        gc.collect()
-        if settings.has_gpu:
-            torch.cuda.empty_cache()
+        give_back(settings)
+
+
+def give_back(settings: Settings) -> None:
+    """What nobody here has any more goes back to the GPU, for other processes to take."""
+    gc.collect()
+    if settings.has_gpu:
+        torch.cuda.empty_cache()
 
 
 def parse_flags(flags: Sequence[str]) -> dict[str, str]:
@@ -270,17 +298,21 @@ def serve_command(model: Path, *flags: str) -> list[str]:
 def servers_of(settings: Settings, part: str, folder: Path, flags: Sequence[str], logs: Path) -> Iterator[Any]:
     logs.mkdir(parents=True, exist_ok=True)
     if part == "pd":
-        own = (*settings.server_flags(0.45), *TRANSFER_FLAGS, *flags)
-        with pair(folder, own, logs, with_proxy=True, command_of=serve_command) as servers:
+        # What the first one takes is taken, and counts for the second one as anybody's.
+        first, second = ((*settings.server_flags(share), *TRANSFER_FLAGS, *flags) for share in (0.45, 0.9))
+        started = {"with_proxy": True, "decode_flags": second, "start_seconds": START_SECONDS}
+        with pair(folder, first, logs, command_of=serve_command, **started) as servers:
             assert servers.proxy is not None
             yield servers.proxy.url, [servers.prefill, servers.decode]
     else:
-        with running(serve_command(folder, *settings.server_flags(0.9), *flags), logs / "server.log") as server:
+        command = serve_command(folder, *settings.server_flags(0.9), *flags)
+        with running(command, logs / "server.log", start_seconds=START_SECONDS) as server:
             yield server.url, [server]
 
 
 def repetition(settings: Settings, part: str, name: str, flags: Sequence[str]) -> Figures:
     """prefix_repetition by `cairn bench serve` in a process of its own."""
+    begin = time.monotonic()
     folder, layers = settings.model(name, PD_SHARE if part == "pd" else GPU_SHARE)
     prefix, suffix, answer, prefixes, prompts = settings.scale.repetition
     logs = settings.folder / f"{part}-{name}-{len(flags)}"
@@ -301,7 +333,7 @@ def repetition(settings: Settings, part: str, name: str, flags: Sequence[str]) -
         computed = sum(metric(http, server, "cairn:computed_prompt_tokens_total") for server in servers)
     result = json.loads((logs / "result.json").read_text())
     figures = {figure: result[figure] for figure in FIGURES if result.get(figure) is not None}
-    return {**figures, "computed_prompt_tokens": computed, "layers": layers}
+    return {**figures, "computed_prompt_tokens": computed, "layers": layers, "seconds": time.monotonic() - begin}
 
 
 # -- what comes of it -------------------------------------------------------------------------------------------------
@@ -371,10 +403,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for name in models:
                 if part == "engine":
                     engine_part(settings, rows, name)
-                    open_random.cache_clear()  # the next model wants the memory of this one
+                    open_random.cache_clear()  # the next model wants the memory of this one, and so do servers
+                    give_back(settings)
                     continue
                 for way, flags in (("cached", ()), ("uncached", ("--no-enable-prefix-caching",))):
-                    rows.measure(name, f"{part} {way}", lambda p=part, n=name, f=flags: repetition(settings, p, n, f))
+                    rows.measure(
+                        name,
+                        f"{part} {way}",
+                        lambda p=part, n=name, f=flags: repetition(settings, p, n, f),
+                        rows.slowest(part),
+                    )
     rows.save()
     console = make_console()
     console.print(table_of(rows))

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 from benchmarks.reporting import as_json, circumstances, make_console
 from demo.client import counter_total
-from demo.server import Child, running, serve_command
+from demo.server import START_SECONDS, Child, running, serve_command
 
 __all__ = [
     "SECONDS",
@@ -51,14 +51,24 @@ def pair(
     *,
     with_proxy: bool,
     command_of: Callable[..., list[str]] = serve_command,
+    decode_flags: Sequence[str] | None = None,
+    start_seconds: float = START_SECONDS,
 ) -> Iterator[Pair]:
     """Two servers on `model` with the same flags; all are stopped at the end. Raises DemoError that names the log.
-    `command_of`: makes a server's command line of model and flags."""
+    `command_of`: makes a server's command line of model and flags. `decode_flags`: instead of `flags`, for a decode
+    server that starts when the prefill server has what it wants of the GPU that they share."""
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        starting = [running(command_of(model, *flags), logs / f"{name}.log", ANY_PORT) for name in ("p", "d")]
-        with ThreadPoolExecutor() as both:
-            servers = list(both.map(stack.enter_context, starting))
+        own = {"p": flags, "d": flags if decode_flags is None else decode_flags}
+        starting = [
+            running(command_of(model, *each), logs / f"{name}.log", ANY_PORT, start_seconds)
+            for name, each in own.items()
+        ]
+        if decode_flags is None:
+            with ThreadPoolExecutor() as both:
+                servers = list(both.map(stack.enter_context, starting))
+        else:
+            servers = [stack.enter_context(each) for each in starting]
         proxy = None
         if with_proxy:
             command = [sys.executable, "-m", "cairn", "proxy", "--port", "0"]

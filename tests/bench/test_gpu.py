@@ -1,12 +1,15 @@
 """benchmarks.gpu to its end on the CPU, with tiny models: nothing that it measures there means anything."""
 
 import json
+from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import gpu, hand_turned
+from benchmarks import gpu, hand_turned, pd_servers
 from benchmarks.gpu_model import SHAPES, open_random, write_folder
+from demo.server import Child
 
 from cairn.errors import ConfigError
 from tiers import more
@@ -56,6 +59,61 @@ def test_what_has_no_time_is_left_and_what_fails_is_said(run, monkeypatch):
     monkeypatch.setattr(gpu, "build_core", refuse)
     code, rows = run("--models", "tiny-qwen", "--parts", "engine")
     assert code == 1 and set(rows["tiny-qwen"].values()) == {"ConfigError: --flag: no"}
+
+
+def test_servers_find_the_memory_that_the_engine_part_had(run, monkeypatch):
+    order = []
+    monkeypatch.setattr(gpu, "engine_part", lambda *asked: order.append("engine"))
+    monkeypatch.setattr(gpu, "open_random", SimpleNamespace(cache_clear=lambda: order.append("let go")))
+    monkeypatch.setattr(gpu, "repetition", lambda *asked: order.append("servers") or {"seconds": 1.0})
+    monkeypatch.setattr(gpu, "device_facts", dict)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: order.append("given back"))
+    assert run("--device", "cuda", "--models", "tiny-qwen", "--parts", "engine", "server")[0] == 0
+    assert order == ["engine", "let go", "given back", "servers", "servers"]
+
+
+def test_two_servers_on_one_gpu_take_it_one_after_the_other(run, monkeypatch):
+    """The second one's share is of what all have taken."""
+    commands, healthy = [], []
+
+    @contextmanager
+    def running(command, log, *asked, **named):
+        shares = [value for name, value in pairwise(command) if name == "--gpu-memory-utilization"]
+        commands.append((log.name, shares, [*healthy]))
+        healthy.append(log.name)
+        yield Child("http://127.0.0.1", None)
+
+    monkeypatch.setattr(pd_servers, "running", running)
+    monkeypatch.setattr(
+        gpu.subprocess, "run", lambda *asked, **named: SimpleNamespace(returncode=1, stdout="", stderr="")
+    )
+    code, rows = run("--models", "tiny-qwen", "--parts", "pd")
+    assert code == 1 and "cairn bench ended with 1" in rows["tiny-qwen"]["pd cached"]
+    assert commands[:2] == [("p.log", ["0.45"], []), ("d.log", ["0.9"], ["p.log"])]
+
+
+def test_servers_that_would_not_be_done_in_time_are_not_started(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(gpu.time, "monotonic", lambda: now[0])
+    rows = gpu.Rows(tmp_path / "gpu.json", 400)
+
+    def measure(case, seconds):
+        def figures():
+            now[0] += seconds
+            return {"seconds": seconds}
+
+        rows.measure("model", case, figures, rows.slowest("server"))
+
+    measure("server cached", 500.0)  # longer than there is, but the first
+    assert rows.found["model"] == {"server cached": {"seconds": 500.0}} and rows.num_left == 0
+    now[0] = 390.0
+    rows.found["model"]["server cached"]["seconds"] = 20.0
+    measure("server uncached", 20.0)
+    assert "server uncached" not in rows.found["model"] and rows.num_left == 1
+    now[0] = 370.0
+    measure("server uncached", 20.0)
+    assert "server uncached" in rows.found["model"]
 
 
 @pytest.mark.parametrize("part", [more("server"), more("pd")])

@@ -112,8 +112,16 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     monkeypatch.setattr(Model, "forward", counted)
     logits = 2 * model.vocab_size * 8
     memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=7)
-    assert measure_room(config, model, layout, memory, None, lambda: memory.calls.append("meanwhile")) == 1000 - 20 - 7
-    assert ran == [100] and memory.calls == ["start", "meanwhile", "peak", "free"]
+    when = []
+
+    def meanwhile():
+        memory.calls.append("meanwhile")
+        when.append(len(ran))
+
+    assert measure_room(config, model, layout, memory, None, meanwhile) == 1000 - 20 - 7
+    assert memory.calls == ["start", "meanwhile", "peak", "free"]
+    # the largest, and one of a decode and of the 70 tokens behind a hit; both are out when other ranks are waited for
+    assert ran == [100, 71] and when == [2]
     with pytest.raises(
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
     ):
@@ -125,7 +133,7 @@ def test_each_rank_computes_on_the_gpu_of_its_number(tiny_model, monkeypatch, ra
     """Kernels are launched on the current one."""
     current: list[int] = []
     triton, package, module = ModuleType("triton"), ModuleType("cuda"), ModuleType("device")
-    triton.__dict__["knobs"] = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
+    triton.__dict__.update(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)), __version__="3.6.0")
     module.__dict__.update(INTERPRETED=False, device=lambda: torch.device("cuda", current[-1]))
     for name, fake in {"triton": triton, "cairn.kernels.cuda": package, "cairn.kernels.cuda.device": module}.items():
         monkeypatch.setitem(sys.modules, name, fake)
@@ -136,6 +144,7 @@ def test_each_rank_computes_on_the_gpu_of_its_number(tiny_model, monkeypatch, ra
         "get_device_capability": lambda _: (9, 0),
         "get_device_name": lambda _: "NVIDIA H100",
         "set_device": current.append,
+        "synchronize": lambda: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, answer)
     config = EngineConfig(model=str(tiny_model), device="cuda", tensor_parallel_size=3)
@@ -272,6 +281,24 @@ def test_too_little_memory_is_said_and_not_on_the_cpu():
         raise error
     with pytest.raises(torch.OutOfMemoryError), explain_out_of_memory(Device()):
         raise error
+    with pytest.raises(ConfigError, match=r"\(Triton Error \[CUDA\]: out of memory\)"), explain_out_of_memory(GPU):
+        raise RuntimeError("Triton Error [CUDA]: out of memory")
+    with pytest.raises(RuntimeError, match="illegal"), explain_out_of_memory(GPU):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_a_gpu_that_refuses_is_named(monkeypatch):
+    """One that another process has in exclusive mode, or has filled: CUDA says so when it begins, not when it looks."""
+
+    def refuse():
+        raise RuntimeError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nSearch for ...")
+
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", refuse)
+    with pytest.raises(
+        ConfigError, match=r"^--device cuda: GPU 3 takes no work \(CUDA error: .* unavailable\): see nv"
+    ):
+        devices._begin_on_gpu(3)
 
 
 def test_all_that_a_gpu_has_left_is_pool_and_states():

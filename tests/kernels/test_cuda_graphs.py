@@ -31,7 +31,7 @@ if INTERPRETED:
     from cairn.runner import runner as runner_module
     from cairn.runner.decode_graphs import Graphs
     from cairn.runner.runner import Runner
-    from cairn.step import SAMPLED, Admit, DecodeRows, Samples, StepPlan
+    from cairn.step import SAMPLED, Admit, DecodeRows, Samples, Snapshot, StepPlan
     from cairn.types import SamplingParams
     from doubles.counted_device import HostRead
     from doubles.recorded_graphs import GraphMemoryGone, RecordedGraphs
@@ -41,6 +41,9 @@ if INTERPRETED:
     from runner.harness import build_tiny, parse, random_weights, raw_config
 
 NUM_SLOTS, NUM_PAGES, PAGE_SIZE, PAGES_EACH = 5, 110, 16, 20
+FILES = np.arange(NUM_SLOTS * PAGES_EACH, NUM_SLOTS * PAGES_EACH + 4, dtype=np.int32).reshape(2, 2)
+"""Of two pages each, behind the slots'."""
+
 SIZES = (2, 3)
 VOCAB = 97
 
@@ -82,7 +85,11 @@ def plans() -> "list[StepPlan]":
         ),
         StepPlan(2, decodes=rows((4, 257, SAMPLED)), samples=samples((4, 258))),
         StepPlan(3, decodes=shared),
-        StepPlan(4, decodes=rows((0, 16, 1), (3, 6, SAMPLED), (2, 300, 5))),
+        StepPlan(
+            4,
+            decodes=rows((0, 16, 1), (3, 6, SAMPLED), (2, 300, 5)),
+            snapshots=(Snapshot(2, 301, FILES[0]), Snapshot(0, 17, FILES[1])),
+        ),
         StepPlan(5, admits=(many_stops,), decodes=rows((0, 17, 2))),
         StepPlan(6, decodes=rows((0, 18, 3))),
     ]
@@ -239,6 +246,14 @@ def test_a_mutant_is_found(
         runner_module, "DecodeGraphs", load_changed(tmp_path, decode_graphs.__name__, text, replacement).DecodeGraphs
     )
     with pytest.raises((AssertionError, GraphMemoryGone, HostRead)):
+        without_experts.check()
+
+
+def test_states_that_a_graph_does_not_put_away_are_missed(
+    without_experts: Tiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Runner, "_save", lambda *_: None)
+    with pytest.raises(AssertionError):
         without_experts.check()
 
 

@@ -16,7 +16,7 @@ BF16 = torch.bfloat16
 def h100(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with all that is needed."""
     triton = ModuleType("triton")
-    triton.__dict__["knobs"] = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
+    triton.__dict__.update(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)), __version__="3.6.0")
     monkeypatch.setitem(sys.modules, "triton", triton)
     monkeypatch.setattr(torch.version, "cuda", "12.8")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -38,6 +38,16 @@ def test_what_can_run_is_let_through(
 def test_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(ConfigError, match=r"needs Triton.*install torch for CUDA.*'triton>=3\.6,<4'"):
+        check_device(BF16, 128)
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "2.3.1", "3.3.0+git1"])
+def test_a_triton_of_before(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Which knows no `knobs`."""
+    old = ModuleType("triton")
+    old.__dict__["__version__"] = version
+    monkeypatch.setitem(sys.modules, "triton", old)
+    with pytest.raises(ConfigError, match=r"needs Triton 3\.6 or newer, not .*install a newer torch"):
         check_device(BF16, 128)
 
 

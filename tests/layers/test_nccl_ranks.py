@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cairn.errors import EngineDead
+from cairn.layers import process_ranks
 from cairn.layers.process_ranks import ProcessRank, join_ranks
 from doubles.counted_device import counted_device
 from doubles.device_group import DeviceGroup
@@ -126,6 +127,18 @@ def test_tensors_of_a_device_are_exchanged_by_nccl(nccl, monkeypatch, tmp_path, 
     assert [name for group in nccl for name, *_ in group.calls] == ["broadcast"] * 2
     on_all([(rank, None) for rank in ranks], lambda rank: rank.all_reduce(torch.ones(2, device=DEVICE)))
     assert {group.calls[-1][0] for group in nccl} == {"allgather" if exact else "allreduce"}
+
+
+def test_the_thread_that_meets_the_others_has_the_ranks_gpu(monkeypatch):
+    """A new thread's is the first one, whatever its process has chosen."""
+    calls = []
+    monkeypatch.setattr(
+        torch.cuda, "set_device", lambda device: calls.append((threading.current_thread().name, device))
+    )
+    monkeypatch.setattr(torch, "zeros", lambda *_, device: calls.append(device) or torch.ones(1))
+    rank = SimpleNamespace(broadcast=lambda numbers: numbers)
+    process_ranks._meet(rank, torch.device("cuda", 3), 10.0)
+    assert calls == [("cairn-join-ranks", torch.device("cuda", 3)), torch.device("cuda", 3)]
 
 
 def test_tensors_of_the_host_are_exchanged_by_gloo(nccl, tmp_path):

@@ -5,10 +5,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from cairn.errors import ConfigError
+from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans
+from cairn.errors import ConfigError, EngineDead
+from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.runner import memory
 from cairn.runner.memory import ALIGNMENT, allocate_pool, populate
+from cairn.runner.runner import Runner
+from runner.harness import build_tiny, parse, random_weights, raw_config
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -49,3 +53,19 @@ def test_a_pool_beyond_the_memory_that_the_weights_have_left(tmp_path):
     with pytest.raises(ConfigError, match=r"^--kv-cache-memory-bytes: .* does not fit into memory: .* 102400$"):
         allocate_pool(1 << 20, 4096, CPU, machine=machine)
     assert resident_bytes() - before < MIB
+
+
+@pytest.mark.parametrize("part", ["launch", "draw"])
+def test_a_step_that_finds_no_memory_says_what_to_lower(monkeypatch, part):
+    """On a GPU, whose allocator raises this."""
+    config = parse(raw_config("M*"))
+    model = build_tiny(config, random_weights(config, 0), False, backend="reference")
+    layout = config.layout(16, 4)
+
+    def refuse(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has ...")
+
+    monkeypatch.setattr(Model if part == "launch" else Runner, "forward" if part == "launch" else "_sample", refuse)
+    runner = Runner(model, layout, num_profile_pages(layout, 20), SLOTS, exact=False)
+    with pytest.raises(EngineDead, match=r"^step 0 of 1 sequences .*\(CUDA out of memory\).*--gpu-memory-utilization"):
+        runner.run(profile_plans(layout, 20, None)[0])

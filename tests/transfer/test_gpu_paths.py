@@ -37,3 +37,13 @@ def test_without_an_adapter_nothing_is_promised(tmp_path):
     line = describe_gpu_paths(0, {"UCX_TLS": "tcp,cuda_copy"}, tmp_path / "modules", tmp_path / "none")
     assert "by way of host memory, because there is no RDMA adapter" in line and "GPUDirect" not in line
     assert "UCX_TLS=tcp,cuda_copy." in line
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_memory_that_cuda_ipc_does_not_share(tmp_path, name):
+    """torch maps such segments itself, and a handle of CUDA IPC is for what cudaMalloc gave."""
+    paths = tmp_path / "modules", tmp_path / "none"
+    plain = describe_gpu_paths(0, {name: "max_split_size_mb:64, expandable_segments:False"}, *paths)
+    assert "on this host: CUDA IPC where UCX can use it" in plain
+    line = describe_gpu_paths(0, {name: "max_split_size_mb:64, expandable_segments: True"}, *paths)
+    assert "on this host: by way of host memory, because CUDA IPC shares no expandable segments" in line

@@ -7,14 +7,15 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
 
-import numpy as np
 import torch
 from rich.console import Console
 from rich.progress import Progress
 
 from cairn.cache.layout import CacheLayout
+from cairn.cache.placement import placement_for
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
+from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
@@ -25,8 +26,7 @@ from cairn.models.registry import OpenModel
 from cairn.runner.decode_graphs import Graphs
 from cairn.runner.runner import Runner
 from cairn.runner.vision import VisionEncoder, open_vision
-from cairn.step import Admit, PrefillRow, Samples, StepPlan
-from cairn.types import Clock, Pages, SamplingParams
+from cairn.types import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -76,10 +76,23 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
     from cairn.kernels.cuda.device import INTERPRETED, device
 
     if not INTERPRETED:
-        torch.cuda.set_device(rank)
+        _begin_on_gpu(rank)
     place = device()
     logger.info("--device cuda: %s", torch.cuda.get_device_name(place) if place.type == "cuda" else "interpreted")
     return Device(_kernels(config, opened, rank, place), place, _STEPS_IN_FLIGHT)
+
+
+def _begin_on_gpu(number: int) -> None:
+    """Make it the current one of this thread, and have CUDA begin there. Raises ConfigError where it refuses."""
+    try:
+        torch.cuda.set_device(number)
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"--device cuda: GPU {number} takes no work ({reason}): see nvidia-smi for who has its memory, or "
+            "has it in exclusive mode, or choose another one with CUDA_VISIBLE_DEVICES"
+        ) from error
 
 
 def _refuse_libraries(config: EngineConfig) -> None:
@@ -270,24 +283,23 @@ def _step_bytes(
     meanwhile: Callable[[], object],
     capture: DecodeCapture | None,
 ) -> tuple[int, int]:
-    """The most that a prefill step of --max-num-batched-tokens takes besides the pool, or that encoding the largest
-    image takes, which is over before the step's layers begin; and what graphs will take."""
-    num_tokens = config.max_num_batched_tokens
-    pages: Pages = np.arange(layout.pages_for(num_tokens), dtype=np.int32)
-    plan = StepPlan(
-        0,
-        admits=(Admit(0, tuple(pages for _ in layout.groups), SamplingParams(temperature=1.0, top_p=0.9, seed=0)),),
-        prefills=(PrefillRow(0, 0, np.zeros(num_tokens, np.int64), 0),),
-        samples=Samples(np.zeros(1, np.int32), np.array([num_tokens], np.int32), np.zeros(1, np.bool_)),
-    )
-    runner = Runner(model, layout, len(pages), 1, exact=model.exact)
+    """The most that a prefill step of --max-num-batched-tokens takes besides the pool, with the checkpoints that are
+    taken in it, or that encoding the largest image takes, which is over before the step's layers begin; and what graphs
+    will take. A small step of all kinds follows, and compiles what the first requests would wait for."""
+    num_tokens, exact = config.max_num_batched_tokens, model.exact
+    keeps = config.enable_prefix_caching and config.mamba_cache_mode != "none"
+    placement = placement_for(config.mamba_cache_mode, config.block_size, exact) if keeps else None
+    plans = profile_plans(layout, num_tokens, placement)
+    runner = Runner(model, layout, num_profile_pages(layout, num_tokens), SLOTS, exact)
     memory.start_peak()
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
-    runner.launch(plan)
-    runner.draw(0, {})
-    meanwhile()
-    runner.collect(0)
+    for plan in plans:
+        runner.launch(plan)
+        runner.draw(plan.step, {})
+    meanwhile()  # all of it is out: a rank that waited here before its last step would be waited for
+    for plan in plans:
+        runner.collect(plan.step)
     step_bytes = memory.peak_growth()
     return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory)
 
@@ -297,8 +309,8 @@ def explain_out_of_memory(device: Device) -> Iterator[None]:
     """Raises ConfigError where a GPU's memory does not suffice for what is loaded or allocated inside."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        if not device.is_gpu:
+    except RuntimeError as error:  # of torch's allocator, or of CUDA or Triton themselves
+        if not device.is_gpu or "out of memory" not in str(error):
             raise
         reason = str(error).partition(". ")[0]
         raise ConfigError(

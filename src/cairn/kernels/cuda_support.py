@@ -7,6 +7,8 @@ from cairn.errors import ConfigError
 MIN_CAPABILITY = (8, 0)
 """Products of bfloat16 on tensor cores, and copies into shared memory that do not wait: from Ampere on."""
 
+MIN_TRITON = (3, 6)
+
 MAX_HEAD_DIM = 256
 """What a program of attention can keep of its queries and sums."""
 
@@ -24,6 +26,12 @@ def check_device(dtype: torch.dtype, head_dim: int, rank: int = 0, num_ranks: in
             f"the CUDA backend needs Triton, which cannot be imported ({error}): install torch for CUDA, which brings "
             "it, or 'triton>=3.6,<4' beside the torch that is installed"
         ) from error
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    if version < MIN_TRITON:
+        raise ConfigError(
+            f"the CUDA backend needs Triton {_dotted(MIN_TRITON)} or newer, not {triton.__version__}: install a newer "
+            "torch for CUDA, which brings it (2.11 does)"
+        )
     check_model(dtype, head_dim)
     if triton.knobs.runtime.interpret:
         return

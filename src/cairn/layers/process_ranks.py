@@ -150,6 +150,8 @@ def _meet(joined: ProcessRank, device: torch.device, seconds: float) -> None:
 
     def exchange() -> None:
         try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread begins with the first GPU
             joined.broadcast(torch.zeros(1, device=device)).cpu()  # returns when all have come
         except Exception as error:
             errors.append(error)

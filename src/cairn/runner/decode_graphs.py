@@ -11,7 +11,8 @@ read on the device, from tensors that stay where they are:
 
 and nothing is chosen by lengths: see `HostBatch.captured`. A batch of fewer rows has padding behind them: decodes of
 length 0 in the slot that is no request's, which read and write no pages. What a graph ends with is the final hidden
-state in each row's slot; logits and the draw are of the plan's samples, not of its rows, and come after it.
+state in each row's slot; logits and the draw are of the plan's samples, not of its rows, and come after it. So do
+snapshots: a decode has one token, and the state behind it is what its slot has when the pass is over.
 """
 
 from bisect import bisect_left
@@ -100,11 +101,11 @@ class DecodeGraphs:
             captured(size)
 
     def size_for(self, plan: StepPlan) -> int | None:
-        """The size that the plan's rows are padded to; None where they are not replayed: prefill, snapshots, and more
-        rows than the largest size. None, too, from a request with more stop tokens than there was room for on: the
-        tensor is another one then."""
+        """The size that the plan's rows are padded to; None where they are not replayed: prefill, and more rows than
+        the largest size. None, too, from a request with more stop tokens than there was room for on: the tensor is
+        another one then."""
         num_rows = len(plan.decodes)
-        if not self._sizes or plan.prefills or plan.snapshots or not 0 < num_rows <= self._sizes[-1]:
+        if not self._sizes or plan.prefills or not 0 < num_rows <= self._sizes[-1]:
             return None
         room = self._stop_tokens.shape[1]
         if self._slot_tensors.stop_tokens is not self._stop_tokens or any(

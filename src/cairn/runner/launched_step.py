@@ -23,7 +23,8 @@ class StepInputs:
 
     `batch`: the plan's rows, unless they go through a CUDA graph: then `graph` has its size and what it is given.
     `copies`: target and source pages. `restores`, `saves`: slots and checkpoint files.
-    `snapshots`: rows of hidden states and files, by row and position. `sampled_slots`: of the plan's samples.
+    `snapshots`: rows of hidden states and files, by row and position; behind a graph slots and files, as of `saves`.
+    `sampled_slots`: of the plan's samples.
     `prompt_logprobs`: for each prefill row that wants them the slot, the position of the first target, the row's first
     token in the batch, and the computation.
     """
@@ -53,6 +54,9 @@ class StepInputs:
         size = graphs.size_for(plan)
         if size is not None:
             self.graph = size, self.staging.add(graphs.pack(plan, inputs, size))
+            if plan.snapshots:
+                slots = plan.decodes.slots[[snapshot.row for snapshot in plan.snapshots]]
+                self.snapshots = self.staging.add(slots.astype(np.int64)), self._files(plan.snapshots)
         elif plan.num_rows:
             self.batch = self._eager_rows(plan, inputs, kernels)
 

@@ -7,13 +7,15 @@ live   per slot: hidden [hidden], conv [layer, columns, channels], state [layer,
 import ctypes
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 
 import torch
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
-from cairn.errors import ConfigError
+from cairn.errors import ConfigError, EngineDead
 from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
 from cairn.machine import Machine
 from cairn.types import Clock, SystemClock
@@ -64,6 +66,19 @@ def populate(pool: Tensor, clock: Clock | None = None) -> None:
             logger.info("the pool's memory comes as it is first written to: it cannot be had before: %s", reason)
             return
     logger.info("a pool of %d bytes was set aside in %.1f s", num_bytes, clock.now() - started)
+
+
+@contextmanager
+def explain_step_memory(step: int, num_seqs: int) -> Iterator[None]:
+    """Raises EngineDead where a GPU has no memory left for a step, of which some is carried out then."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". ")[0]
+        raise EngineDead(
+            f"step {step} of {num_seqs} sequences finds no memory on the GPU ({reason}): some is left by "
+            "--gpu-memory-utilization: lower it, --max-num-batched-tokens or --max-num-seqs, or see what else runs"
+        ) from error
 
 
 def paged_layers(pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> tuple[PagedLayer, ...]:

@@ -17,7 +17,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels.contract import ExactKernels
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
-from cairn.kernels.staging import Staging, StepBuffers
+from cairn.kernels.staging import StagedArray, Staging, StepBuffers
 from cairn.layers.linear import Linear
 from cairn.layers.memory import PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
@@ -28,7 +28,7 @@ from cairn.runner.decode_graphs import DecodeGraphs, Graphs
 from cairn.runner.input_batch import InputBatch
 from cairn.runner.launched_step import LaunchedStep, StepInputs
 from cairn.runner.logprobs import SampledLogprobs
-from cairn.runner.memory import LiveStates, allocate_pool, paged_layers, populate
+from cairn.runner.memory import LiveStates, allocate_pool, explain_step_memory, paged_layers, populate
 from cairn.runner.vision import MultimodalInputs, VisionEncoder, multimodal_inputs
 from cairn.step import StepPlan, StepResult, TokenMasks
 
@@ -138,7 +138,7 @@ class Runner(StepRunner):
         """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be drawn;
         they need not be collected."""
         assert not self._launched or self._launched[-1].is_drawn, f"step {plan.step} before the last one was drawn"
-        with torch.inference_mode():
+        with torch.inference_mode(), explain_step_memory(plan.step, plan.num_rows):
             self._input_batch.update(plan)
             # A set that no step uses any more: there are as many as steps were out at once.
             buffers = self._buffers.pop() if self._buffers else StepBuffers(self._model.spec.device)
@@ -163,7 +163,7 @@ class Runner(StepRunner):
         have to be collected."""
         launched = self._launched[-1]
         assert launched.plan.step == step and not launched.is_drawn, f"step {step} is not to be drawn now"
-        with torch.inference_mode():
+        with torch.inference_mode(), explain_step_memory(step, launched.plan.num_rows):
             tokens = None if launched.logits is None else self._sample(launched, launched.logits, masks)
             launched.read_back(tokens)
 
@@ -223,10 +223,13 @@ class Runner(StepRunner):
             for number, layer in enumerate(self._live.recurrent):
                 layer.conv[slots], layer.state[slots] = self._files.read_layer(files, number)
         if plan.saves:
-            slots, files = (each.tensor for each in inputs.saves)
-            self._files.write_hidden(files, self._live.hidden[slots])
-            for number, layer in enumerate(self._live.recurrent):
-                self._files.write_layer(files, number, layer.conv[slots], layer.state[slots])
+            self._save(*inputs.saves)
+
+    def _save(self, slots: StagedArray, files: StagedArray) -> None:
+        """What lies in the slots now."""
+        self._files.write_hidden(files.tensor, self._live.hidden[slots.tensor])
+        for number, layer in enumerate(self._live.recurrent):
+            self._files.write_layer(files.tensor, number, layer.conv[slots.tensor], layer.state[slots.tensor])
 
     def _multimodal_inputs(self, plan: StepPlan) -> list[MultimodalInputs | None]:
         """Of each row, decode rows first."""
@@ -247,6 +250,8 @@ class Runner(StepRunner):
         if inputs.graph is not None:
             size, packed = inputs.graph
             self._graphs.replay(size, packed.tensor)
+            if step.plan.snapshots:
+                self._save(*inputs.snapshots)
             return
         assert inputs.batch is not None
         batch = inputs.batch.batch(self._slot_tensors)

@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 _MODULES, _ADAPTERS = Path("/proc/modules"), Path("/sys/class/infiniband")
+_ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables that say how torch takes memory of the GPU."""
+
 _PEER_MODULES = ("nvidia_peermem", "nv_peer_mem")
 
 
@@ -19,11 +22,14 @@ def describe_gpu_paths(
 ) -> str:
     """`modules`: what the kernel has loaded, as /proc/modules lists it. `adapters`: a folder with an entry for every
     RDMA adapter."""
-    tls = environment.get("UCX_TLS")
+    tls, on_host = environment.get("UCX_TLS"), "CUDA IPC where UCX can use it, else by way of host memory"
+    allocator = ",".join(environment.get(name, "") for name in _ALLOCATORS)
+    if "expandable_segments:true" in allocator.replace(" ", "").lower():
+        on_host = f"by way of host memory, because CUDA IPC shares no expandable segments ({_ALLOCATORS[0]})"
     allowed = "UCX_TLS is not set: UCX may use all it has" if tls is None else f"UCX_TLS={tls}"
     return (
-        f"pages lie in the memory of GPU {device}, registered with NIXL. {allowed}. To servers on this host: CUDA IPC "
-        f"where UCX can use it, else by way of host memory. To other hosts: {_rdma(modules, adapters)}. "
+        f"pages lie in the memory of GPU {device}, registered with NIXL. {allowed}. "
+        f"To servers on this host: {on_host}. To other hosts: {_rdma(modules, adapters)}. "
         "UCX_PROTO_INFO=y prints what it takes"
     )
 

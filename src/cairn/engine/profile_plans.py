@@ -1,0 +1,82 @@
+"""The steps that a server carries out before it serves: they show what the largest one takes of a GPU's memory, and
+have kernels compiled that requests would wait for otherwise.
+
+What is computed is nobody's: both sequences have the same pages, and all checkpoints go to one file.
+"""
+
+import numpy as np
+
+from cairn.cache.layout import CacheLayout
+from cairn.cache.placement import PlacementPolicy, PromptFacts
+from cairn.step import (
+    GRID,
+    SAMPLED,
+    Admit,
+    DecodeRows,
+    PageCopy,
+    PrefillRow,
+    Restore,
+    Samples,
+    Save,
+    Snapshot,
+    StepPlan,
+)
+from cairn.types import Pages, SamplingParams
+
+SLOTS = 2
+"""That the plans name."""
+
+_BEHIND = GRID, 2 * GRID + 6
+"""Tokens of the second step's prompt: behind a hit, and to an end off the grid."""
+
+_DRAWN, _GREEDY = SamplingParams(temperature=1.0, top_p=0.9, seed=0), SamplingParams(temperature=0.0)
+
+
+def num_profile_pages(layout: CacheLayout, num_tokens: int) -> int:
+    """That the plans name."""
+    return max(layout.pages_for(max(num_tokens + 1, _BEHIND[1])), layout.pages_per_checkpoint, 2)
+
+
+def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPolicy | None) -> tuple[StepPlan, StepPlan]:
+    """A prompt of `num_tokens` tokens, with as many checkpoints as a step ever takes of it; and behind it a step of all
+    kinds: a decode, a prompt behind a hit, a checkpoint between grid points, a save, a copy, and a greedy draw.
+    `placement`: where checkpoints are kept; None without a cache."""
+    tables = tuple(
+        np.arange(group.pages_for(max(num_tokens + 1, _BEHIND[1])), dtype=np.int32) for group in layout.groups
+    )
+    file = np.arange(layout.pages_per_checkpoint, dtype=np.int32)
+    largest = StepPlan(
+        0,
+        admits=(Admit(0, tables, _DRAWN),),
+        prefills=(PrefillRow(0, 0, np.zeros(num_tokens, np.int64), 0),),
+        snapshots=_snapshots(placement, 0, 0, num_tokens, file),
+        samples=_samples((0, num_tokens)),
+    )
+    begin, end = _BEHIND
+    position, first = np.array([num_tokens], np.int32), np.zeros(1, np.int32)
+    mixed = StepPlan(
+        1,
+        admits=(Admit(1, tables, _GREEDY),),
+        copies=(PageCopy(0, 1),),
+        restores=() if placement is None else (Restore(1, file),),
+        saves=() if placement is None else (Save(0, file),),
+        decodes=DecodeRows(first, position, np.array([SAMPLED], np.int64), first),
+        prefills=(PrefillRow(1, begin, np.zeros(end - begin, np.int64), begin),),
+        snapshots=_snapshots(placement, 1, begin, end, file),
+        samples=_samples((1, end)),
+    )
+    return largest, mixed
+
+
+def _snapshots(placement: PlacementPolicy | None, row: int, start: int, end: int, file: Pages) -> tuple[Snapshot, ...]:
+    """Where an idle pool has room for all that the policy would keep."""
+    if placement is None:
+        return ()
+    facts = PromptFacts(end, hit=start, matched=start, seen=start, idle_files=end)
+    return tuple(Snapshot(row, point.position, file) for point in placement.in_prefill(facts, start, end))
+
+
+def _samples(*columns: tuple[int, int]) -> Samples:
+    """(slot, position) of each."""
+    slots, positions = np.array(columns, np.int32).T.copy()
+    return Samples(slots, positions, np.zeros(len(slots), np.bool_))

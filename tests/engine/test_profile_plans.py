@@ -1,0 +1,37 @@
+"""The steps before the first one can be carried out, and are as large as any."""
+
+import pytest
+import torch
+
+from cairn.cache.placement import placement_for
+from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans
+from cairn.models.registry import open_model
+from cairn.runner.plan_check import CheckedRunner, PlanLimits
+from cairn.runner.runner import Runner
+
+
+@pytest.mark.parametrize("mode", ["auto", "all", "align", None])
+@pytest.mark.parametrize("num_tokens", [1, 200])
+def test_they_can_be_carried_out(tiny_model, mode, num_tokens):
+    opened = open_model(tiny_model)
+    model, layout = opened.build(exact=False, backend="reference"), opened.layout(16)
+    num_pages = num_profile_pages(layout, num_tokens)
+    limits = PlanLimits(layout, num_pages, SLOTS, model.vocab_size, aligned=True)
+    runner = Runner(model, layout, num_pages, SLOTS, exact=False)
+    checked = CheckedRunner(runner, limits)
+    for plan in profile_plans(layout, num_tokens, None if mode is None else placement_for(mode, 16, False)):
+        checked.launch(plan)
+        checked.draw(plan.step, {})
+    assert [len(checked.collect(step).sampled) for step in range(2)] == [1, 1]
+    assert torch.isfinite(runner._live.hidden[:SLOTS]).all()
+
+
+@pytest.mark.parametrize(("mode", "stride"), [("auto", 64), ("all", 16), ("align", 192)])
+def test_the_largest_step_keeps_what_a_step_may_keep(tiny_model, mode, stride):
+    layout = open_model(tiny_model).layout(16)
+    largest, mixed = profile_plans(layout, 200, placement_for(mode, 16, False))
+    positions = [snapshot.position for snapshot in largest.snapshots]
+    assert positions == [*range(stride, 201, stride), *([200] if mode == "auto" else [])]
+    assert [snapshot.row for snapshot in mixed.snapshots] == [1] * len(mixed.snapshots)
+    # a state between two grid points is another kernel's
+    assert (134 in {snapshot.position for snapshot in mixed.snapshots}) == (mode == "auto")
