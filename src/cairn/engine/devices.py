@@ -1,7 +1,7 @@
 """What a server computes on: the CPU, or an NVIDIA GPU through the CUDA kernels."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,7 +16,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
-from cairn.errors import ConfigError
+from cairn.errors import ConfigError, EngineDead
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cuda_support import check_device
 from cairn.layers.model import Model
@@ -189,37 +189,71 @@ def graph_sizes(config: EngineConfig, max_num_seqs: int) -> tuple[int, ...]:
     return tuple(fitting)
 
 
+Meet = Callable[[str], object]
+"""Called by a rank when it has launched, or done, what all ranks do together; the text says what. Where it waits for
+the others, it raises what one of them has been refused with, or EngineDead."""
+
+
+def meet_nobody(_: str) -> None:
+    """The `Meet` of the only rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeCapture:
     """Decode steps as CUDA graphs: what makes graphs in a pool of memory of their own, `sizes` in rows, ascending, and
-    the tokens of the longest sequence."""
+    the tokens of the longest sequence. All ranks capture at the same time."""
 
     make_graphs: Callable[[], Graphs]
     sizes: tuple[int, ...]
     max_model_len: int
 
-    def run(self, runner: Runner, clock: Clock, memory: DeviceMemory | None = None) -> None:
-        """Capture all sizes. Logged, with what they take of `memory`."""
+    def run(self, runner: Runner, clock: Clock, memory: DeviceMemory | None = None, meet: Meet = meet_nobody) -> None:
+        """Capture all sizes. Logged, with what they take of `memory`. Raises ConfigError where one cannot be."""
         started, taken = clock.now(), None if memory is None else _taken(memory)
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
             task = progress.add_task("CUDA graphs", total=len(self.sizes))
-            runner.capture_graphs(
-                self.make_graphs(), self.sizes, self.max_model_len, lambda size: progress.advance(task)
-            )
+            self._capture(runner, self.sizes, meet, lambda size: progress.advance(task))
         told = f"{len(self.sizes)} sizes of decode steps, {self.sizes[0]} to {self.sizes[-1]} rows"
         grown = "" if memory is None or taken is None else f", {_taken(memory) - taken} bytes"
         logger.info("CUDA graphs of %s: %.1f s%s", told, clock.now() - started, grown)
 
-    def estimate_bytes(self, runner: Runner, memory: DeviceMemory) -> int:
+    def estimate_bytes(self, runner: Runner, memory: DeviceMemory, meet: Meet = meet_nobody) -> int:
         """What all sizes will take. They are captured when pool and states are there, whose addresses they hold, and
         the pool's size wants to know before. So the largest, in whose memory the others find room, and the next one,
         which stands for each of the rest, are captured over the memory of another runner."""
         taken = [_taken(memory)]
-        sizes = self.sizes[-2:]
-        runner.capture_graphs(self.make_graphs(), sizes, self.max_model_len, lambda size: taken.append(_taken(memory)))
+        self._capture(runner, self.sizes[-2:], meet, lambda size: taken.append(_taken(memory)))
         first, *rest = (max(0, after - before) for before, after in pairwise(taken))
         return first + sum(rest) * (len(self.sizes) - 1)
+
+    def _capture(self, runner: Runner, sizes: Sequence[int], meet: Meet, captured: Callable[[int], object]) -> None:
+        """The ranks meet twice a size. Whoever is missing, because it was refused something or has ended, is missed
+        there and not by a device: with the passes that are not recorded out everywhere each of them ends, and with
+        everybody done with a size all can begin the next one."""
+
+        def finish(size: int) -> None:
+            meet(f"done with the CUDA graph of {size} rows")
+            captured(size)
+
+        try:
+            runner.capture_graphs(
+                self.make_graphs(),
+                sizes,
+                self.max_model_len,
+                finish,
+                lambda size: meet(f"ready to capture a CUDA graph of {size} rows"),
+            )
+        except RuntimeError as error:
+            # To end a recording that has failed is an error of its own.
+            first = error.__context__ if isinstance(error.__context__, RuntimeError | EngineDead) else error
+            reason = str(first).partition("\n")[0]
+            raise ConfigError(
+                f"--device cuda: decode steps of {sizes[0]} to {sizes[-1]} rows cannot be captured as CUDA graphs "
+                f"({reason}): start with --enforce-eager, or lower --max-cudagraph-capture-size"
+            ) from error
+        except EngineDead as error:
+            raise EngineDead(f"while CUDA graphs were captured (none with --enforce-eager): {error}") from error
 
 
 def _taken(memory: DeviceMemory) -> int:
@@ -233,14 +267,14 @@ def measure_room(
     layout: CacheLayout,
     memory: DeviceMemory,
     vision: VisionEncoder | None = None,
-    meanwhile: Callable[[], object] = lambda: None,
+    meet: Meet = meet_nobody,
     capture: DecodeCapture | None = None,
 ) -> int:
     """Bytes that --gpu-memory-utilization leaves for pool and running states beside what is loaded, model and `vision`,
     other processes, encoded images that are kept, CUDA graphs, and the largest step, which is carried out once to see
-    what it takes, as the largest image is encoded: by all ranks at the same time. `meanwhile` is called while it is
-    out. Logged. Raises ConfigError where nothing is left."""
-    step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, meanwhile, capture)
+    what it takes, as the largest image is encoded: by all ranks at the same time. They `meet` while it is out, and
+    as they do where graphs are captured. Logged. Raises ConfigError where nothing is left."""
+    step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, meet, capture)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
     logits_bytes = model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU)
@@ -267,7 +301,7 @@ def _step_bytes(
     layout: CacheLayout,
     memory: DeviceMemory,
     vision: VisionEncoder | None,
-    meanwhile: Callable[[], object],
+    meet: Meet,
     capture: DecodeCapture | None,
 ) -> tuple[int, int]:
     """The most that a prefill step of --max-num-batched-tokens takes besides the pool, or that encoding the largest
@@ -286,10 +320,10 @@ def _step_bytes(
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
     runner.launch(plan)
     runner.draw(0, {})
-    meanwhile()
+    meet("in the largest step")
     runner.collect(0)
     step_bytes = memory.peak_growth()
-    return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory)
+    return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory, meet)
 
 
 @contextmanager
