@@ -402,7 +402,8 @@ def test_a_rank_that_cannot_capture_ends_the_start_of_all(tiny_model, monkeypatc
     with load_ranks(msgspec.structs.replace(config_of(tiny_model, exact=False), graphs=graphs)) as loaded:
         pids = [each.child.process.pid for each in loaded._followers]
         with pytest.raises(
-            ConfigError, match=r"of 1 to 3 rows cannot be captured .*\(no graphs today\): start with --enforce-eager"
+            ConfigError,
+            match=r"of 1 to 3 rows cannot be captured .* on rank 1 \(no graphs today\): start with --enforce-eager",
         ):
             loaded.allocate(RankSizes(NUM_PAGES, NUM_SLOTS))
     assert met == ["(1, 2, 3)"] and not any(map(psutil.pid_exists, pids))

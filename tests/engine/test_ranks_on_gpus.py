@@ -8,7 +8,7 @@ import torch
 
 from cairn.engine.build import build_core
 from cairn.engine.child_process import load_function
-from cairn.engine.contract import EngineConfig
+from cairn.engine.contract import EngineConfig, KvTransferConfig
 from cairn.engine.devices import Device
 from cairn.engine.ranks import runner as ranks_runner
 from cairn.engine.ranks import worker
@@ -175,7 +175,7 @@ def test_ranks_that_do_not_do_the_same_end_the_start():
 
 
 @pytest.mark.parametrize("exact", [False, True])
-def test_ranks_are_told_by_name_what_records_decode_steps(tiny_model, monkeypatch, exact):
+def test_ranks_are_told_by_name_what_records_decode_steps_and_moves_pages(tiny_model, monkeypatch, exact):
     told: list[RankConfig] = []
 
     def refuse(config, _device):
@@ -184,9 +184,11 @@ def test_ranks_are_told_by_name_what_records_decode_steps(tiny_model, monkeypatc
 
     monkeypatch.setattr("cairn.engine.build.choose_device", lambda *_: Device("cuda", torch.device("cuda", 0), 2))
     monkeypatch.setattr("cairn.engine.build.load_ranks", refuse)
-    engine = EngineConfig(model=str(tiny_model), device="cuda", tensor_parallel_size=2, exact=exact, max_model_len=77)
+    settings = {"device": "cuda", "tensor_parallel_size": 2, "max_model_len": 77, "kv_transfer": KvTransferConfig()}
     with pytest.raises(ConfigError, match="no GPUs today"):
-        build_core(engine)
+        build_core(EngineConfig(model=str(tiny_model), exact=exact, **settings))
+    # before anybody knows how many pages there will be
+    assert [service.factory for service in told[0].services] == ["cairn.engine.ranks.transfer:serve_rank"]
     assert told[0].graphs == (None if exact else RankGraphs("cairn.runner.decode_graphs:CudaGraphs", 77))
     if not exact:
         assert load_function(told[0].graphs.factory, "graphs") is CudaGraphs

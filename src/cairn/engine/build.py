@@ -36,7 +36,7 @@ from cairn.engine.ranks.wire import RankConfig, RankGraphs, RankService, RankSiz
 from cairn.engine.request_log.log import open_log
 from cairn.engine.sizing import LEAST_TOKENS, MOST_SEQS_ON_GPU, MemorySizes, choose_memory_sizes, least_pages
 from cairn.engine.text.tokenizer import ModelTokenizer
-from cairn.engine.transfers.device_pool import DevicePool
+from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
 from cairn.machine import Machine
@@ -53,7 +53,6 @@ from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.digest import layout_hash
 from cairn.transfer.geometry import ModelUnits, geometry_of
-from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 
@@ -105,7 +104,7 @@ def build_core(
     num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     transfer = None
     if config.kv_transfer is not None:
-        pool = HostPool(ranks.own.pool.numpy()) if device.backend is None else DevicePool.of(ranks.own.pool)
+        pool = open_pool(ranks.own.pool, on_host=device.backend is None)
         memory = RankMemory(pool, num_pages, layout, _model_units(opened), tp_size=config.tensor_parallel_size)
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, memory, clock, make_link)
     image_keys = _image_keys(ranks.own, opened, tokenizer)
@@ -211,8 +210,8 @@ def _build_ranks(
             capture.run(runner, clock, memory)
         return _Ranks(runner, runner), info
     services: tuple[RankService, ...] = ()
-    if config.kv_transfer is not None and info is not None:
-        services = (rank_service(config.kv_transfer.host, info.cache.num_pages, _model_units(opened)),)
+    if config.kv_transfer is not None:
+        services = (rank_service(config.kv_transfer.host, _model_units(opened)),)
     graphs = None
     if make_graphs is not None and _records_decodes(config):
         # By name: the other ranks are processes of their own.

@@ -59,17 +59,10 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
         if config.device == "auto" and torch.cuda.is_available():
             logger.info("--device cpu: unless asked; --device cuda computes on %s", torch.cuda.get_device_name())
         return Device()
-    refused = [
-        (config.quantization == "int8", "--quantization int8", "there are no int8 products on GPUs"),
-        (
-            config.kv_transfer is not None and config.tensor_parallel_size > 1,
-            "--kv-transfer-config with --tensor-parallel-size",
-            "ranks on GPUs do not read their shares",
-        ),
-    ]
-    for is_asked, flag, reason in refused:
-        if is_asked:
-            raise ConfigError(f"{flag}: not with --device cuda yet: {reason}; leave out one of them")
+    if config.quantization == "int8":
+        raise ConfigError(
+            "--quantization int8: not with --device cuda yet: there are no int8 products on GPUs; leave out one of them"
+        )
     spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
     head_dim = 0 if spec.attention is None else spec.attention.head_dim
     check_device(opened.dtype, head_dim, rank, config.tensor_parallel_size)
@@ -211,7 +204,8 @@ class DecodeCapture:
         """Capture all sizes. Logged, with what they take of `memory`. Raises ConfigError where one cannot be."""
         started, taken = clock.now(), None if memory is None else _taken(memory)
         console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        shows = console.is_terminal and runner.rank == 0
+        with Progress(console=console, transient=True, disable=not shows) as progress:
             task = progress.add_task("CUDA graphs", total=len(self.sizes))
             self._capture(runner, self.sizes, meet, lambda size: progress.advance(task))
         told = f"{len(self.sizes)} sizes of decode steps, {self.sizes[0]} to {self.sizes[-1]} rows"
@@ -249,8 +243,8 @@ class DecodeCapture:
             first = error.__context__ if isinstance(error.__context__, RuntimeError | EngineDead) else error
             reason = str(first).partition("\n")[0]
             raise ConfigError(
-                f"--device cuda: decode steps of {sizes[0]} to {sizes[-1]} rows cannot be captured as CUDA graphs "
-                f"({reason}): start with --enforce-eager, or lower --max-cudagraph-capture-size"
+                f"--device cuda: decode steps of {sizes[0]} to {sizes[-1]} rows cannot be captured as CUDA graphs on "
+                f"rank {runner.rank} ({reason}): start with --enforce-eager, or lower --max-cudagraph-capture-size"
             ) from error
         except EngineDead as error:
             raise EngineDead(f"while CUDA graphs were captured (none with --enforce-eager): {error}") from error

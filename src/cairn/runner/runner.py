@@ -183,6 +183,11 @@ class Runner(StepRunner):
         return result
 
     @property
+    def rank(self) -> int:
+        """Which of the ranks this is."""
+        return self._model.communicator.rank
+
+    @property
     def is_complete(self) -> bool:
         """Whether `collect` of the oldest launched step would return at once."""
         return self._launched[0].is_complete

@@ -53,7 +53,8 @@ _POLL_SECONDS = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a service finds itself. `folder`: a directory for sockets that only this user can enter.
+    """Where a service finds itself. `folder`: a directory for sockets that only this user can enter. `num_pages`: the
+    scheduler's, behind which the pool has those that RankConfig adds.
 
     `runner.pool` is written by the rank's own thread while it carries out a plan; a service in a thread of its own
     may touch only pages that no plan names at that time.
@@ -63,6 +64,8 @@ class RankPlace:
     tp_size: int
     folder: Path
     runner: "Runner"
+    num_pages: int
+    computes_on_host: bool
 
 
 ServiceFactory = Callable[[RankPlace, bytes], AbstractContextManager[object]]
@@ -208,8 +211,10 @@ def _serve(parent: ParentLink) -> int:
                 send(RankLoaded())
                 if rank.device.is_gpu:
                     send(RankRoom(rank.measure_room(reached)))
-                runner = rank.allocate(frames_of_sizes().decode(receive_frame()), None, reached)
-                place = RankPlace(config.rank, config.tp_size, Path(config.rendezvous).parent, runner)
+                sizes = frames_of_sizes().decode(receive_frame())
+                runner = rank.allocate(sizes, None, reached)
+                folder, on_host = Path(config.rendezvous).parent, rank.device.backend is None
+                place = RankPlace(config.rank, config.tp_size, folder, runner, sizes.num_pages, on_host)
                 for service in config.services:
                     make: ServiceFactory = load_function(service.factory, "the rank's service")
                     services.enter_context(make(place, service.settings))
