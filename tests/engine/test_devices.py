@@ -1,6 +1,7 @@
 """Which device the engine takes, and what a GPU has left for the pool. Nothing here has a GPU."""
 
 import sys
+import threading
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -282,6 +283,27 @@ def test_what_cannot_be_captured_says_how_to_do_without(error, wanted, text):
 
     with pytest.raises(wanted, match=text):
         DecodeCapture(lambda: None, (2, 4), 64).run(SimpleNamespace(rank=1, capture_graphs=refuse), ManualClock())
+
+
+def test_a_rank_that_waits_for_others_in_a_recording_ends(monkeypatch, caplog):
+    ended, codes = threading.Event(), []
+
+    def end(code):
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr(devices, "_CAPTURE_SECONDS", 0.05)
+    monkeypatch.setattr(devices.os, "_exit", end)
+
+    def wait_in_the_second(_graphs, sizes, _max_model_len, captured, warmed):
+        for size, seconds in zip(sizes, (0.0, 30.0), strict=True):
+            warmed(size)
+            ended.wait(seconds)
+            captured(size)
+
+    runner = SimpleNamespace(rank=1, capture_graphs=wait_in_the_second)
+    DecodeCapture(lambda: None, (2, 4), 64).run(runner, ManualClock())
+    assert codes == [1] and "rank 1 has not captured the CUDA graph of 4 rows within 0.05 s" in caplog.text
 
 
 def test_a_recording_that_fails_says_why():

@@ -1,6 +1,8 @@
 """What a server computes on: the CPU, or an NVIDIA GPU through the CUDA kernels."""
 
 import logging
+import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +33,9 @@ from cairn.types import Clock, Pages, SamplingParams
 logger = logging.getLogger(__name__)
 
 _STEPS_IN_FLIGHT = 2
+
+_CAPTURE_SECONDS = 300.0
+"""For the recording of one graph, in which nothing is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,20 +229,24 @@ class DecodeCapture:
     def _capture(self, runner: Runner, sizes: Sequence[int], meet: Meet, captured: Callable[[int], object]) -> None:
         """The ranks meet twice a size. Whoever is missing, because it was refused something or has ended, is missed
         there and not by a device: with the passes that are not recorded out everywhere each of them ends, and with
-        everybody done with a size all can begin the next one."""
+        everybody done with a size all can begin the next one. In between there are waits that cannot be left: for the
+        device, and NCCL's own, which in a recording agrees with the other ranks on buffers. They end with the
+        process."""
+        timers: list[threading.Timer] = []
+
+        def begin(size: int) -> None:
+            meet(f"ready to capture a CUDA graph of {size} rows")
+            timers.append(threading.Timer(_CAPTURE_SECONDS, _end_process, (size, runner.rank)))
+            timers[-1].daemon = True
+            timers[-1].start()
 
         def finish(size: int) -> None:
+            timers[-1].cancel()
             meet(f"done with the CUDA graph of {size} rows")
             captured(size)
 
         try:
-            runner.capture_graphs(
-                self.make_graphs(),
-                sizes,
-                self.max_model_len,
-                finish,
-                lambda size: meet(f"ready to capture a CUDA graph of {size} rows"),
-            )
+            runner.capture_graphs(self.make_graphs(), sizes, self.max_model_len, finish, begin)
         except RuntimeError as error:
             # To end a recording that has failed is an error of its own.
             first = error.__context__ if isinstance(error.__context__, RuntimeError | EngineDead) else error
@@ -248,6 +257,20 @@ class DecodeCapture:
             ) from error
         except EngineDead as error:
             raise EngineDead(f"while CUDA graphs were captured (none with --enforce-eager): {error}") from error
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+
+def _end_process(size: int, rank: int) -> None:
+    logger.error(
+        "rank %d has not captured the CUDA graph of %d rows within %g s, and ends: another rank may have ended; "
+        "--enforce-eager starts without graphs",
+        rank,
+        size,
+        _CAPTURE_SECONDS,
+    )
+    os._exit(1)
 
 
 def _taken(memory: DeviceMemory) -> int:
