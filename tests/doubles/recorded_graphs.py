@@ -1,16 +1,24 @@
 """CUDA graphs without CUDA: launches are recorded, with their tensors and numbers, and made again from the record. The
 code that made them is not run again, so whatever it took from the host at its first run stays what it was.
 
+A collective of gloo's is a launch like others: each rank that replays makes it again and waits in it for the others, on
+the host, as NCCL's kernels in a graph do on the device.
+
 As a GPU would, a replay uses the memory that was there at the recording. Of what was there before, it must still be
 there; what was allocated meanwhile is filled with rubbish before and after every replay, as if another graph had used
 it. What would wait for a number, and what copies from the host, is refused.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as tree
@@ -18,7 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from doubles.counted_device import SHAPED_BY_NUMBERS, HostRead
 
-__all__ = ["GraphMemoryGone", "RecordedGraphs"]
+__all__ = ["GRAPHS_LOG", "GraphMemoryGone", "LoggedGraphs", "RecordedGraphs"]
+
+GRAPHS_LOG = "GRAPHS_LOG"
+"""The variable with the folder of `LoggedGraphs`."""
 
 _READ = (
     torch.ops.aten._local_scalar_dense.default,
@@ -128,7 +139,7 @@ class RecordedGraphs:
 
     def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         graph = _Graph()
-        with graph, _recorded_kernels(graph):
+        with graph, _recorded_kernels(graph), _recorded_collectives(graph):
             run()
         self.num_captured += 1
 
@@ -139,10 +150,47 @@ class RecordedGraphs:
         return replay
 
 
+class LoggedGraphs(RecordedGraphs):
+    """Of several ranks, each a process: what this one captures and replays is a line each in a file of its own."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        replay = super().capture(run)
+        number = self.num_captured
+        self._log(f"captured {number}")
+
+        def logged() -> None:
+            replay()
+            self._log(f"replayed {number}")
+
+        return logged
+
+    def _log(self, line: str) -> None:
+        with (Path(os.environ[GRAPHS_LOG]) / str(os.getpid())).open("a") as file:
+            file.write(f"{line}\n")
+
+
+@contextmanager
+def _recorded_collectives(graph: _Graph) -> Iterator[None]:
+    """Those of gloo, which torch's dispatch does not see."""
+
+    def recorded(begin: Callable[..., dist.Work]) -> Callable[..., None]:
+        def wait(*arguments: Any) -> None:
+            begin(*arguments).wait()
+
+        def launch(*arguments: Any) -> None:
+            graph.launch_kernel(wait, arguments, {})
+
+        return launch
+
+    with ExitStack() as patches:
+        for name in ("allreduce", "_allgather_base", "broadcast"):
+            collective = recorded(getattr(dist.ProcessGroupGloo, name))
+            patches.enter_context(patch.object(dist.ProcessGroupGloo, name, collective))
+        yield
+
+
 def _recorded_kernels(graph: _Graph) -> Any:
     """Launches of Triton's kernels, which torch does not see, are recorded, too."""
-    from unittest.mock import patch
-
     from triton.runtime.interpreter import InterpretedFunction
 
     launch = InterpretedFunction.run

@@ -1,5 +1,7 @@
-"""A service beside a rank, as another process's test needs it: it tells what lies in the rank's pages."""
+"""What the ranks' processes import for a test: a service that tells what lies in a rank's pages, and graphs that only
+rank 0 has."""
 
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,6 +9,15 @@ from contextlib import contextmanager
 import zmq
 
 from cairn.engine.ranks.worker import RankPlace
+
+OWNER_OF_GRAPHS = "OWNER_OF_GRAPHS"
+"""The variable with the process id of the only rank that has graphs."""
+
+
+def make_graphs_on_rank_zero() -> None:
+    """Raises RuntimeError in any other process, as a recording that fails does."""
+    if os.environ[OWNER_OF_GRAPHS] != str(os.getpid()):
+        raise RuntimeError("no graphs today\nCUDA kernel errors might be ...")
 
 
 @contextmanager

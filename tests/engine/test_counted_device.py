@@ -18,6 +18,7 @@ from cairn.kernels import staging
 from cairn.layers.process_ranks import ProcessRank
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.registry import open_model
+from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.runner import Runner
 from cairn.scheduler.request import Spec
 from cairn.types import RequestId, SamplingParams
@@ -234,6 +235,46 @@ def test_ranks_on_devices_never_touch_the_host_in_a_step(made_model):
     assert names[0] == names[1] and set(names[0]) == {"allreduce", "allgather", "broadcast"}
     for engine in (found, wanted):
         engine.runner.close()
+
+
+class LaunchedAnew:
+    """No graph: the same code is run again."""
+
+    def capture(self, run):
+        return run
+
+
+def test_a_step_that_ranks_replay_is_one_copy_in_and_one_out(made_model, monkeypatch):
+    """By all of them or by none, with the same number of rows. The CPU's kernels take their lengths from the host, as
+    no graph's do, so of the pass only its sums are made."""
+    replayed: list[list[int]] = [[], []]
+
+    def make_sums(graphs, size, *_):
+        communicator = graphs._model.communicator
+        replayed[communicator.rank].append(size)
+        graphs._hidden.copy_(communicator.all_reduce(graphs._hidden.clone()) * 0.5)
+
+    loaded = SeveralRanks(open_model(made_model("qwen3_5")), host=False)
+    monkeypatch.setattr(DecodeGraphs, "_run", make_sums)
+    engine = MixedOnRanks(loaded, 2)
+    kernels = loaded.ranks[0].kernels
+    build_metadata = kernels.build_metadata
+    with monkeypatch.context() as patches:
+        patches.setattr(kernels, "build_metadata", lambda host, staging: None)
+        engine.runner._on_all(lambda runner: runner.capture_graphs(LaunchedAnew(), (2, 4), 1000, lambda size: None))
+    assert kernels.build_metadata is build_metadata and replayed == [[4, 2]] * 2
+    calls = [len(group.calls) for group in loaded.groups]
+    engine._copies.take()
+    for name, fields in PLAIN.items():
+        engine.add(name, TEXT[:70], **fields)
+    engine.run_all()
+    assert replayed[0] == replayed[1] and set(replayed[0][2:]) == {2, 4} and len(replayed[0]) > 8
+    assert len(replayed[0]) - 2 < engine.runner.forward_passes, "prefill is replayed"
+    assert all(ins == 2 * plans and outs <= 2 * 2 for plans, ins, outs in engine.copies)
+    assert sum(outs for *_, outs in engine.copies) <= 2 * engine.runner.steps
+    names = [[name for name, *_ in group.calls[start:]] for group, start in zip(loaded.groups, calls, strict=True)]
+    assert names[0] == names[1]
+    engine.runner.close()
 
 
 def test_the_device_refuses_what_would_wait_for_it():

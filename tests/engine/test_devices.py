@@ -1,17 +1,19 @@
 """Which device the engine takes, and what a GPU has left for the pool. Nothing here has a GPU."""
 
 import sys
+import threading
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
 from cairn.engine import devices
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
-from cairn.engine.contract.config import KvTransferConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.devices import (
     DecodeCapture,
@@ -22,7 +24,7 @@ from cairn.engine.devices import (
     measure_room,
 )
 from cairn.engine.sizing import choose_memory_sizes, least_pages
-from cairn.errors import ConfigError
+from cairn.errors import ConfigError, EngineDead
 from cairn.kernels import cpu, staging
 from cairn.kernels.staging import Readback
 from cairn.layers.model import Model
@@ -31,6 +33,7 @@ from cairn.models.registry import open_model
 from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.runner import Runner
 from cairn.runner.vision import open_vision
+from cairn.step import DecodeRows, StepPlan
 from cairn.types import ManualClock
 from engine.test_sizing import GIB, LAYOUT
 from models.test_served_int8 import parts_of
@@ -66,16 +69,9 @@ def test_the_cpu_unless_asked(tiny_model, device):
     assert choose_device(config, open_model(tiny_model)) == Device()
 
 
-@pytest.mark.parametrize(
-    ("settings", "flag"),
-    [
-        ({"quantization": "int8"}, "--quantization int8"),
-        ({"tensor_parallel_size": 2, "kv_transfer": KvTransferConfig()}, "--kv-transfer-config with --tensor-parallel"),
-    ],
-)
-def test_what_does_not_go_together_with_a_gpu(tiny_model, settings, flag):
-    with pytest.raises(ConfigError, match=f"^{flag}.*: not with --device cuda"):
-        build_core(EngineConfig(model=str(tiny_model), device="cuda", **settings))
+def test_what_does_not_go_together_with_a_gpu(tiny_model):
+    with pytest.raises(ConfigError, match=r"^--quantization int8: not with --device cuda"):
+        build_core(EngineConfig(model=str(tiny_model), device="cuda", quantization="int8"))
 
 
 def test_exact_has_kernels_of_its_own(tiny_model, monkeypatch):
@@ -114,12 +110,12 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=7)
     when = []
 
-    def meanwhile():
-        memory.calls.append("meanwhile")
+    def meet(place):
+        memory.calls.append(place)
         when.append(len(ran))
 
-    assert measure_room(config, model, layout, memory, None, meanwhile) == 1000 - 20 - 7
-    assert memory.calls == ["start", "meanwhile", "peak", "free"]
+    assert measure_room(config, model, layout, memory, None, meet) == 1000 - 20 - 7
+    assert memory.calls == ["start", "in the largest step", "peak", "free"]
     # the largest, and one of a decode and of the 70 tokens behind a hit; both are out when other ranks are waited for
     assert ran == [100, 71] and when == [2]
     with pytest.raises(
@@ -246,6 +242,97 @@ def test_what_graphs_take_is_logged(tiny_model, caplog):
     with caplog.at_level("INFO"):
         DecodeCapture(lambda: CountedGraphs(memory, 500, 30), (2, 4), 64).run(runner, ManualClock(), memory)
     assert "CUDA graphs of 2 sizes of decode steps, 2 to 4 rows: 0.0 s, 530 bytes" in caplog.text
+
+
+@pytest.mark.usefixtures("nothing_is_captured")
+def test_ranks_meet_before_and_after_every_graph(tiny_model):
+    """Before: a recording begins with a wait for the device, which waits for whoever is missing."""
+    opened = open_model(tiny_model)
+    runner = Runner(opened.build(exact=False), opened.layout(16), 20, 4, exact=False)
+    log: list[str] = []
+
+    class Graphs:
+        def capture(self, run):
+            log.append("capture")
+            return run
+
+    DecodeCapture(Graphs, (2, 4), 64).run(runner, ManualClock(), meet=log.append)
+    assert log == [
+        what
+        for size in (4, 2)
+        for what in (
+            f"ready to capture a CUDA graph of {size} rows",
+            "capture",
+            f"done with the CUDA graph of {size} rows",
+        )
+    ]
+    slots = np.zeros(1, np.int32)
+    plan = StepPlan(1, decodes=DecodeRows(slots, slots, np.zeros(1, np.int64), slots))
+    assert runner._graphs.size_for(plan) == 2
+    runner.close()
+    assert runner._graphs.size_for(plan) is None
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted", "text"),
+    [
+        (
+            RuntimeError("CUDA error: no\nFor debugging"),
+            ConfigError,
+            r"of 2 to 4 rows .* \(CUDA error: no\): start with",
+        ),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried"), ConfigError, r"\(CUDA out of memory\. Tried\)"),
+        (EngineDead("rank 1 has ended"), EngineDead, r"^while CUDA graphs .*--enforce-eager\): rank 1 has ended"),
+        (ConfigError("rank 1 has refused"), ConfigError, "^rank 1 has refused$"),
+    ],
+)
+def test_what_cannot_be_captured_says_how_to_do_without(error, wanted, text):
+    def refuse(*_):
+        raise error
+
+    with pytest.raises(wanted, match=text):
+        DecodeCapture(lambda: None, (2, 4), 64).run(SimpleNamespace(rank=1, capture_graphs=refuse), ManualClock())
+
+
+def test_a_rank_that_waits_for_others_in_a_recording_ends(monkeypatch, caplog):
+    ended, codes = threading.Event(), []
+
+    def end(code):
+        codes.append(code)
+        ended.set()
+
+    monkeypatch.setattr(devices, "_CAPTURE_SECONDS", 0.05)
+    monkeypatch.setattr(devices.os, "_exit", end)
+
+    def wait_in_the_second(_graphs, sizes, _max_model_len, captured, warmed):
+        for size, seconds in zip(sizes, (0.0, 30.0), strict=True):
+            warmed(size)
+            ended.wait(seconds)
+            captured(size)
+
+    runner = SimpleNamespace(rank=1, capture_graphs=wait_in_the_second)
+    DecodeCapture(lambda: None, (2, 4), 64).run(runner, ManualClock())
+    assert codes == [1] and "rank 1 has not captured the CUDA graph of 4 rows within 0.05 s" in caplog.text
+
+
+def test_a_recording_that_fails_says_why():
+    """Not that it could not be ended, which comes after that."""
+
+    @contextmanager
+    def recording():
+        try:
+            yield
+        finally:
+            raise RuntimeError("the recording is invalid")
+
+    class Graphs:
+        def capture(self, run):
+            with recording():
+                raise RuntimeError("a synchronization")
+
+    runner = SimpleNamespace(rank=3, capture_graphs=lambda graphs, *_: graphs.capture(None))
+    with pytest.raises(ConfigError, match=r"on rank 3 \(a synchronization\): start with --enforce-eager"):
+        DecodeCapture(Graphs, (2, 4), 64).run(runner, ManualClock())
 
 
 @pytest.mark.parametrize(

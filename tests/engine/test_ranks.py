@@ -9,7 +9,9 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import numpy as np
 import psutil
 import pytest
@@ -23,6 +25,7 @@ from cairn.engine.contract import EngineConfig
 from cairn.engine.ranks.runner import RankDeadlines, RankedRunner, load_ranks
 from cairn.engine.ranks.wire import (
     RankConfig,
+    RankGraphs,
     RankService,
     RankSizes,
     follower_plan,
@@ -33,9 +36,13 @@ from cairn.engine.ranks.wire import (
 )
 from cairn.engine.ranks.worker import follow
 from cairn.errors import ConfigError, EngineDead, ModelError
+from cairn.kernels import cpu
 from cairn.kernels.sampling.metadata import SamplingMetadata
+from cairn.kernels.staging import Staging
 from cairn.models.registry import open_model
+from cairn.runner.batch_builder import MOST_STOP_TOKENS
 from cairn.runner.contract import StepRunner
+from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.step import (
@@ -57,6 +64,7 @@ from cairn.types import SamplingParams
 from doubles.hand_plans import PlanWriter, SampleOnly, WholeRow
 from doubles.rank_threads import RankThreads
 from doubles.thread_ranks import thread_ranks
+from engine.rank_service import OWNER_OF_GRAPHS
 from kernels.int8_products import NEEDS_INT8
 from tiers import more
 
@@ -173,8 +181,43 @@ def test_numbers_out_of_range_are_refused(plan):
         through(plan)
 
 
+@pytest.mark.parametrize("num_stop_tokens", [0, MOST_STOP_TOKENS, MOST_STOP_TOKENS + 1])
+def test_all_ranks_replay_a_step_or_none(tiny_model, monkeypatch, num_stop_tokens):
+    """Each by itself, by the plan as it was told of it and by those before."""
+    monkeypatch.setattr(cpu, "build_metadata", lambda host, staging: None)
+    monkeypatch.setattr(DecodeGraphs, "_run", lambda *arguments: None)
+    opened = open_model(tiny_model)
+    runners = [Runner(opened.build(exact=False), opened.layout(16), NUM_PAGES, NUM_SLOTS, False) for _ in range(2)]
+    for runner in runners:
+        runner.capture_graphs(SimpleNamespace(capture=lambda run: run), (1, 2), 1000, lambda size: None)
+    two = DecodeRows(pages(0, 1), pages(5, 9), np.array([SAMPLED, 77]), pages(0, 0))
+    stops = Admit(1, (TABLE,), DRAWN, 4, PROMPT, tuple(range(num_stop_tokens)), 2, (IMAGE,))
+    plans = [
+        StepPlan(1, decodes=two),
+        StepPlan(2, decodes=two, admits=(stops,)),
+        StepPlan(3, decodes=two),
+        StepPlan(4, decodes=two, snapshots=(Snapshot(0, 6, pages(1)),)),
+        StepPlan(5, decodes=two, prefills=FULL_PLAN.prefills),
+        StepPlan(6, prefills=FULL_PLAN.prefills),
+        StepPlan(7, decodes=DecodeRows(*(np.resize(each, 3) for each in dataclasses.astuple(two)))),
+    ]
+    found = []
+    for plan in plans:
+        told = (plan, through(follower_plan(plan)))
+        found.append([runner._graphs.size_for(each) for runner, each in zip(runners, told, strict=True)])
+        for runner, each in zip(runners, told, strict=True):
+            staging = Staging()
+            write = runner._slot_tensors.stage_updates(each, staging)
+            staging.send(torch.device("cpu"))
+            with torch.inference_mode():
+                write()
+    replayed = 2 if num_stop_tokens <= MOST_STOP_TOKENS else None
+    assert found == [[size] * 2 for size in (2, replayed, replayed, replayed, None, None, None)]
+
+
 def test_a_configuration_comes_through_whole():
-    config = RankConfig(engine=EngineConfig(model="m", dtype="bfloat16", tensor_parallel_size=3), extra_pages=7, rank=2)
+    engine = EngineConfig(model="m", dtype="bfloat16", tensor_parallel_size=3)
+    config = RankConfig(engine=engine, extra_pages=7, rank=2, graphs=RankGraphs("a.b:c", 4096))
     assert frames_of_config().decode(frames_of_config().encode(config)) == config
 
 
@@ -341,6 +384,29 @@ def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch
             asking.send(str(page).encode())
             assert asking.recv() == wanted.numpy().tobytes(), page
     threads.close()
+
+
+def test_a_rank_that_cannot_capture_ends_the_start_of_all(tiny_model, monkeypatch):
+    """Rank 0 hears of it before it waits for its device, which would wait for that rank."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv(OWNER_OF_GRAPHS, str(os.getpid()))
+    met: list[str] = []
+
+    def capture(_graphs, _made, sizes, _max_model_len, captured, warmed):
+        met.append(f"{sizes}")
+        warmed(3)
+        met.append("the device is waited for")
+
+    monkeypatch.setattr(DecodeGraphs, "capture", capture)
+    graphs = RankGraphs("engine.rank_service:make_graphs_on_rank_zero", 64)
+    with load_ranks(msgspec.structs.replace(config_of(tiny_model, exact=False), graphs=graphs)) as loaded:
+        pids = [each.child.process.pid for each in loaded._followers]
+        with pytest.raises(
+            ConfigError,
+            match=r"of 1 to 3 rows cannot be captured .* on rank 1 \(no graphs today\): start with --enforce-eager",
+        ):
+            loaded.allocate(RankSizes(NUM_PAGES, NUM_SLOTS))
+    assert met == ["(1, 2, 3)"] and not any(map(psutil.pid_exists, pids))
 
 
 def test_ranks_are_told_what_the_engine_was_told(tiny_model, monkeypatch):

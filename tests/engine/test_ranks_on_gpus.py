@@ -7,13 +7,16 @@ import pytest
 import torch
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig
+from cairn.engine.child_process import load_function
+from cairn.engine.contract import EngineConfig, KvTransferConfig
 from cairn.engine.devices import Device
 from cairn.engine.ranks import runner as ranks_runner
 from cairn.engine.ranks import worker
-from cairn.engine.ranks.runner import RankDeadlines, RankedRunner
+from cairn.engine.ranks.runner import Followers, RankDeadlines, RankedRunner
 from cairn.engine.ranks.wire import (
     RankConfig,
+    RankGraphs,
+    RankReached,
     RankRoom,
     RankSizes,
     StepDone,
@@ -25,6 +28,7 @@ from cairn.engine.ranks.wire import (
 from cairn.engine.ranks.worker import LoadedRank
 from cairn.errors import ConfigError, EngineDead
 from cairn.models.registry import open_model
+from cairn.runner.decode_graphs import CudaGraphs
 from cairn.step import StepPlan
 from engine.test_ranks import Recorder
 
@@ -67,13 +71,15 @@ class PretendedRank:
     def __init__(self, config: RankConfig) -> None:
         self.sizes: RankSizes | None = None
 
-    def measure_room(self) -> int:
+    def measure_room(self, meet) -> int:
         if self.refusal is not None:
             raise self.refusal
+        meet("in the step")
         return 700
 
-    def allocate(self, sizes: RankSizes) -> Recorder:
-        assert sizes == RankSizes(9, 2)
+    def allocate(self, sizes: RankSizes, observe, meet) -> Recorder:
+        assert sizes == RankSizes(9, 2) and observe is None
+        meet("done with a graph")
         return Recorder(0)
 
 
@@ -82,7 +88,8 @@ def test_a_rank_says_what_room_its_gpu_has_before_it_allocates(monkeypatch):
     sizes, plan = frames_of_sizes().encode(RankSizes(9, 2)), frames_of_plans().encode(StepPlan(5))
     line = Line(RankConfig(engine=EngineConfig(model="m", tensor_parallel_size=2)), sizes, plan)
     assert worker._serve(line) == 1
-    assert line.said == ["RankStarted", "RankLoaded", "RankRoom 700", "RankReady", "StepDone 5", "Fatal no more"]
+    reached = ["RankReached in the step", "RankRoom 700", "RankReached done with a graph"]
+    assert line.said == ["RankStarted", "RankLoaded", *reached, "RankReady", "StepDone 5", "Fatal no more"]
 
 
 def test_a_rank_without_room_refuses(monkeypatch):
@@ -100,6 +107,9 @@ class PretendedFollowers:
 
     def __init__(self, log: list[str], *answers) -> None:
         self.log, self.answers, self.killed = log, list(answers), False
+
+    meet = Followers.meet
+    _deadlines = DEADLINES
 
     def receive(self, wanted, seconds, what):
         self.log.append(f"{wanted.__name__} within {seconds:g}")
@@ -123,9 +133,9 @@ class Own:
     def __init__(self, log: list[str], room: int) -> None:
         self.log, self.room = log, room
 
-    def measure_room(self, meanwhile) -> int:
+    def measure_room(self, meet) -> int:
         self.log.append("launch")
-        meanwhile()
+        meet("in the step")
         self.log.append("collect")
         return self.room
 
@@ -151,10 +161,37 @@ def test_a_rank_joins_with_its_gpu_on_loopback(tiny_model, monkeypatch, exact):
 @pytest.mark.parametrize(("own", "others", "least"), [(500, [700, 600], 500), (900, [700, 800], 700)])
 def test_the_least_room_of_all_ranks_is_taken(own, others, least):
     log: list[str] = []
-    followers = PretendedFollowers(log, [RankRoom(each) for each in others])
+    in_the_step = [RankReached("in the step")] * 2
+    followers = PretendedFollowers(log, in_the_step, [RankRoom(each) for each in others])
     assert ranks_runner._least_room(Own(log, own), followers, DEADLINES) == least
     # whoever is lost in the largest step is missed while rank 0's is out, not by its device
-    assert log == ["launch", "RankRoom within 60", "collect"]
+    assert log == ["launch", "RankReached within 60", "collect", "RankRoom within 60"]
+
+
+def test_ranks_that_do_not_do_the_same_end_the_start():
+    followers = PretendedFollowers([], [RankReached("done with 4"), RankReached("done with 2")])
+    with pytest.raises(EngineDead, match="a rank is done with 2 while rank 0 is done with 4"):
+        followers.meet("done with 4")
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_ranks_are_told_by_name_what_records_decode_steps_and_moves_pages(tiny_model, monkeypatch, exact):
+    told: list[RankConfig] = []
+
+    def refuse(config, _device):
+        told.append(config)
+        raise ConfigError("no GPUs today")
+
+    monkeypatch.setattr("cairn.engine.build.choose_device", lambda *_: Device("cuda", torch.device("cuda", 0), 2))
+    monkeypatch.setattr("cairn.engine.build.load_ranks", refuse)
+    settings = {"device": "cuda", "tensor_parallel_size": 2, "max_model_len": 77, "kv_transfer": KvTransferConfig()}
+    with pytest.raises(ConfigError, match="no GPUs today"):
+        build_core(EngineConfig(model=str(tiny_model), exact=exact, **settings))
+    # before anybody knows how many pages there will be
+    assert [service.factory for service in told[0].services] == ["cairn.engine.ranks.transfer:serve_rank"]
+    assert told[0].graphs == (None if exact else RankGraphs("cairn.runner.decode_graphs:CudaGraphs", 77))
+    if not exact:
+        assert load_function(told[0].graphs.factory, "graphs") is CudaGraphs
 
 
 def ranked_recorder(*answers) -> tuple[RankedRunner, list[str], PretendedFollowers]:

@@ -1,5 +1,6 @@
 """The whole engine on the CUDA backend gives the tokens of the CPU's: interpreted, or on a GPU."""
 
+import os
 import sys
 from itertools import count, cycle
 from pathlib import Path
@@ -146,14 +147,20 @@ def test_cuda_gives_the_same_after_a_preemption(folder):
 
 @pytest.mark.skipif(not INTERPRETED and torch.cuda.device_count() < 2, reason="each rank has a GPU of its own")
 @pytest.mark.parametrize("folder", ["lfm2"], indirect=True)
-def test_cuda_on_two_ranks_gives_the_tokens_of_one(folder):
-    """Cold, a hit in mid-block, and two at once of which one is preempted; over gloo where it is interpreted."""
+def test_cuda_on_two_ranks_gives_the_tokens_of_one(folder, tmp_path, monkeypatch):
+    """Cold, a hit in mid-block, and two at once of which one is preempted; over gloo where it is interpreted. There
+    decode steps are records of launches, of each rank its own, padded to two rows, and what is prefill is not."""
     from cairn.models.registry import open_model
+    from doubles.recorded_graphs import GRAPHS_LOG, LoggedGraphs
 
-    answers = {}
+    monkeypatch.setenv(GRAPHS_LOG, str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    answers, settings = {}, {"cudagraph_capture_sizes": [2], "max_model_len": 128}
+    make_graphs = LoggedGraphs if INTERPRETED else None
     for device, ranks in (("cpu", 1), ("cuda", 2)):
         pool = 7 * open_model(folder, "float32").layout(16, ranks).page_bytes  # both prompts fit, and not both answers
-        engine = Engine(folder, device, tensor_parallel_size=ranks, kv_cache_memory_bytes=pool)
+        asked = {"tensor_parallel_size": ranks, "kv_cache_memory_bytes": pool} | settings
+        engine = Engine(folder, device, make_graphs=make_graphs if device == "cuda" else None, **asked)
         assert engine.max_in_flight == ranks
         cold = engine.ask(TEXT[:20], max_tokens=2)
         hit = engine.ask(np.append(TEXT[:20], [5, 6, 7]), max_tokens=2)
@@ -161,8 +168,13 @@ def test_cuda_on_two_ranks_gives_the_tokens_of_one(folder):
         both = engine.ask(TEXT[100:147], TEXT[200:247], max_tokens=5)[0]
         assert engine.core.stats().num_preemptions > 0
         answers[device] = cold, hit, both
+        passes = engine.core._runner.forward_passes
         engine.core.close()
     assert answers["cuda"] == answers["cpu"]
+    if INTERPRETED:
+        lines, others = (path.read_text().splitlines() for path in tmp_path.iterdir())
+        assert lines == others, "a step was replayed by one rank alone"
+        assert lines == ["captured 1"] + ["replayed 1"] * (len(lines) - 1) and 5 < len(lines) - 1 < passes
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="a GPU's memory is all of it")

@@ -1,4 +1,5 @@
-"""Prefill and decode in two processes on one GPU, over NIXL: the tokens of one server, at equal and unequal blocks."""
+"""Prefill and decode in two processes on one GPU, over NIXL: the tokens of one server, at equal and unequal blocks; and
+where there are two GPUs, with two ranks on either side."""
 
 import os
 
@@ -36,7 +37,18 @@ def folder(tmp_path_factory):
     return made
 
 
-@pytest.fixture(params=[(16, 16), (64, 16), (16, 64)], ids=str)
+TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="each rank has a GPU of its own")
+SIZES = [
+    ((1, 16), (1, 16)),
+    ((1, 64), (1, 16)),
+    ((1, 16), (1, 64)),
+    pytest.param(((2, 16), (2, 16)), marks=TWO_GPUS),
+    pytest.param(((1, 64), (2, 16)), marks=TWO_GPUS),
+]
+"""Ranks and blocks of either."""
+
+
+@pytest.fixture(params=SIZES, ids=str)
 def servers(request, nursery, folder):
     environ = {name: os.environ[name] for name in ("TRITON_CACHE_DIR",) if name in os.environ}
     made = [
@@ -48,6 +60,7 @@ def servers(request, nursery, folder):
                 device=DEVICE,
                 dtype="float32",
                 block_size=block,
+                tensor_parallel_size=ranks,
                 kv_cache_memory_bytes=64 << 20,
                 max_num_seqs=4,
                 gpu_memory_utilization=0.5,
@@ -55,7 +68,7 @@ def servers(request, nursery, folder):
             ),
             environ,
         )
-        for name, block in zip("pd", request.param, strict=True)
+        for name, (ranks, block) in zip("pd", request.param, strict=True)
     ]
     try:
         for server in made:
@@ -92,5 +105,6 @@ def test_cuda_hands_over_between_processes(servers):
     assert num_fetched_back > 0
     for server in servers:
         assert server.stats().transfers.num_failed == 0, server.tail()
-    if DEVICE == "cuda":
-        assert "pages lie in the memory of GPU 0" in p.log.read_text()
+        if DEVICE == "cuda":
+            ranks = server.info.tensor_parallel_size
+            assert all(f"pages lie in the memory of GPU {rank}," in server.log.read_text() for rank in range(ranks))

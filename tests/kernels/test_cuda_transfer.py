@@ -1,6 +1,8 @@
 """The engine on the CUDA backend as P and as D: the tokens of one server, from pages of equal and unequal sizes."""
 
 import json
+import os
+import sys
 import time
 from types import ModuleType
 
@@ -80,6 +82,34 @@ def test_cuda_hands_over_and_fetches_the_next_turn_back(servers, alone):
     again, ended = finish(p, p.submit(turn, ANSWER, {"do_remote_decode": True} | hint), d)
     assert again == alone(turn) and ended.cache.received_tokens == len(tokens) - 1
     assert p.core.stats().transfers.num_failed == d.core.stats().transfers.num_failed == 0
+
+
+def test_ranks_read_and_offer_their_shares(folder, alone, monkeypatch):
+    """D is two processes, each with pages and a link of its own, and lays out what P has in blocks of another size;
+    then P reads the next turn from both."""
+    pytest.importorskip("nixl", reason="the ranks' processes have no other link")
+    from cairn.engine.transfers.kv_transfer import nixl_link
+    from pd.real_servers import RealServer, finish, hand_over, settle
+
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    settings = {"exact": False, "dtype": "float32", "kv_cache_memory_bytes": 16 << 20, "max_num_seqs": 3}
+    settings["transfer"] = {"lease_seconds": 60.0}
+    p = RealServer(folder, nixl_link, "p", device="cpu", block_size=64, **settings)
+    d = RealServer(folder, nixl_link, "d", device="cuda", block_size=16, tensor_parallel_size=2, **settings)
+    try:
+        prompt = TEXT[:70]
+        tokens, last, _ = hand_over(p, d, prompt, ANSWER)
+        assert tokens == alone(prompt) and last.cache.received_tokens == len(prompt)
+        assert last.cache.computed_tokens == 0
+        settle(p, d)
+        turn = prompt + tokens + TEXT[200:210]
+        hint = {"do_remote_decode": True} | json.loads(last.kv_transfer_params)
+        again, ended = finish(p, p.submit(turn, ANSWER, hint), d)
+        assert again == alone(turn) and ended.cache.received_tokens == len(tokens) - 1
+        assert p.core.stats().transfers.num_failed == d.core.stats().transfers.num_failed == 0
+    finally:
+        p.close()
+        d.close()
 
 
 @pytest.mark.parametrize("servers", [(("cuda", 32), ("cuda", 16))], indirect=True, ids=str)

@@ -62,6 +62,35 @@ def test_without_a_fence_it_is_not(sizes):
         fenced(reader)
 
 
+RANKS = {"equal": ((2, 16), (2, 16)), "heads": ((1, 16), (2, 16)), "blocks": ((1, 64), (2, 16))}
+
+
+def fenced_on_all_ranks(reader: Reader) -> None:
+    """Each rank has a device of its own; a read is over when its bytes are seen on all of them."""
+    reader.worker.start(reader.order())
+    assert reader.drive() is DONE
+    reader.arrived()
+    for rank in reader.d.ranks:
+        assert rank.pool.stream.num_waiting == 0 and rank.pool.stream.done[-1] == "event"
+
+
+@pytest.mark.parametrize("sizes", RANKS)
+@pytest.mark.parametrize("slow", [0, 1])
+def test_what_has_arrived_is_seen_on_every_rank_when_the_read_is_done(sizes, slow):
+    reader = Reader(*RANKS[sizes], alone=False, pool=FakeDevicePool)
+    reader.d.ranks[slow].pool.stream.PATIENCE = 50
+    fenced_on_all_ranks(reader)
+
+
+@pytest.mark.parametrize("sizes", RANKS)
+@pytest.mark.parametrize("careless", [0, 1])
+def test_a_rank_without_a_fence_is_found(sizes, careless):
+    reader = Reader(*RANKS[sizes], alone=False, pool=FakeDevicePool)
+    reader.d.ranks[careless].worker._new_fence = HostPool(np.zeros((1, 1), np.uint8)).fence
+    with pytest.raises(AssertionError):
+        fenced_on_all_ranks(reader)
+
+
 @pytest.mark.parametrize("sizes", SIZES)
 def test_a_fence_that_is_made_before_the_last_byte_is_none(sizes):
     reader = on_device(sizes, descriptors_per_poll=1)
@@ -126,9 +155,9 @@ def test_pages_of_a_read_that_is_given_up_are_nobodys_while_the_device_may_write
     assert (rank.memory == CANARY).all()
 
 
-@pytest.mark.parametrize(("p", "d"), [("host", "device"), ("device", "host")])
-@pytest.mark.parametrize("sizes", [((1, 16), (1, 16)), ((1, 64), (2, 16))], ids=str)
-def test_a_whole_transfer_between_a_gpu_and_a_cpu(sizes, p, d):
+@pytest.mark.parametrize(("p", "d"), [("host", "device"), ("device", "host"), ("device", "device")])
+@pytest.mark.parametrize("sizes", [((1, 16), (1, 16)), ((1, 64), (2, 16)), ((2, 64), (2, 16))], ids=str)
+def test_a_whole_transfer_between_gpus_and_cpus(sizes, p, d):
     kinds = {"host": HostPool, "device": FakeDevicePool}
     world = World(*sizes, kv_heads=2, sides={"num_pages": 96}, pools=(kinds[p], kinds[d]))
     content, prompt, count, k = world.content(300), keys(300), world.p.pages_of(300), world.p.pages_per_file

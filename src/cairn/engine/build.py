@@ -32,11 +32,11 @@ from cairn.engine.grammars.vocabulary import grammar_tokenizer
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.ranks.runner import load_ranks
 from cairn.engine.ranks.transfer import RankSockets, rank_service
-from cairn.engine.ranks.wire import RankConfig, RankService, RankSizes
+from cairn.engine.ranks.wire import RankConfig, RankGraphs, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
 from cairn.engine.sizing import LEAST_TOKENS, MOST_SEQS_ON_GPU, MemorySizes, choose_memory_sizes, least_pages
 from cairn.engine.text.tokenizer import ModelTokenizer
-from cairn.engine.transfers.device_pool import DevicePool
+from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
 from cairn.machine import Machine
@@ -53,7 +53,6 @@ from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.digest import layout_hash
 from cairn.transfer.geometry import ModelUnits, geometry_of
-from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 
@@ -79,7 +78,7 @@ def build_core(
     `observe` is called with each sampled row's logits. `make_link`: what moves bytes between servers. `machine`: whose
     memory is divided where the configuration leaves sizes open. `open_folder`: how the checkpoint's folder becomes an
     `OpenModel`, which benchmarks have make its weights up. `make_graphs`: what records decode steps; CUDA on a GPU, and
-    nothing elsewhere, unless given.
+    nothing elsewhere, unless given. With several ranks it has to be a name that each of them can import.
     """
     clock = clock or SystemClock()
     opened = open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(config))
@@ -105,7 +104,7 @@ def build_core(
     num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     transfer = None
     if config.kv_transfer is not None:
-        pool = HostPool(ranks.own.pool.numpy()) if device.backend is None else DevicePool.of(ranks.own.pool)
+        pool = open_pool(ranks.own.pool, on_host=device.backend is None)
         memory = RankMemory(pool, num_pages, layout, _model_units(opened), tp_size=config.tensor_parallel_size)
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, memory, clock, make_link)
     image_keys = _image_keys(ranks.own, opened, tokenizer)
@@ -211,9 +210,13 @@ def _build_ranks(
             capture.run(runner, clock, memory)
         return _Ranks(runner, runner), info
     services: tuple[RankService, ...] = ()
-    if config.kv_transfer is not None and info is not None:
-        services = (rank_service(config.kv_transfer.host, info.cache.num_pages, _model_units(opened)),)
-    ranks = RankConfig(engine=config, extra_pages=extra, step_seconds=_STEP_SECONDS, services=services)
+    if config.kv_transfer is not None:
+        services = (rank_service(config.kv_transfer.host, _model_units(opened)),)
+    graphs = None
+    if make_graphs is not None and _records_decodes(config):
+        # By name: the other ranks are processes of their own.
+        graphs = RankGraphs(f"{make_graphs.__module__}:{make_graphs.__qualname__}", _max_model_len(config, opened))
+    ranks = RankConfig(engine=config, extra_pages=extra, step_seconds=_STEP_SECONDS, services=services, graphs=graphs)
     with load_ranks(ranks, device) as loaded:
         info = info or size_up(loaded.room)
         ranked = loaded.allocate(RankSizes(info.cache.num_pages, info.max_num_seqs), observe)
@@ -240,15 +243,16 @@ def _build_transfer(
 def _decode_capture(
     config: EngineConfig, opened: OpenModel, make_graphs: Callable[[], Graphs] | None, max_num_seqs: int
 ) -> DecodeCapture | None:
-    """None where decode steps are launched kernel by kernel: also by flashinfer, which plans each step on the host, and
-    with --exact, whose bits have not been compared with those of graphs. Raises ConfigError for sizes that no batch
-    has."""
-    if config.attention_backend == "flashinfer" or config.exact:
-        make_graphs = None
-    sizes = graph_sizes(config, max_num_seqs) if make_graphs is not None else ()
-    if make_graphs is None or not sizes:
+    """None where decode steps are launched kernel by kernel. Raises ConfigError for sizes that no batch has."""
+    if make_graphs is None or not _records_decodes(config) or not (sizes := graph_sizes(config, max_num_seqs)):
         return None
     return DecodeCapture(make_graphs, sizes, _max_model_len(config, opened))
+
+
+def _records_decodes(config: EngineConfig) -> bool:
+    """Not with flashinfer, which plans each step on the host, and with --exact, whose bits have not been compared with
+    those of graphs."""
+    return config.attention_backend != "flashinfer" and not config.exact
 
 
 def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> SchedulerConfig:

@@ -1,7 +1,9 @@
 """What a server computes on: the CPU, or an NVIDIA GPU through the CUDA kernels."""
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,7 +19,7 @@ from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
-from cairn.errors import ConfigError
+from cairn.errors import ConfigError, EngineDead
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cuda_support import check_device
 from cairn.layers.model import Model
@@ -31,6 +33,9 @@ from cairn.types import Clock
 logger = logging.getLogger(__name__)
 
 _STEPS_IN_FLIGHT = 2
+
+_CAPTURE_SECONDS = 300.0
+"""For the recording of one graph, in which nothing is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +64,10 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
         if config.device == "auto" and torch.cuda.is_available():
             logger.info("--device cpu: unless asked; --device cuda computes on %s", torch.cuda.get_device_name())
         return Device()
-    refused = [
-        (config.quantization == "int8", "--quantization int8", "there are no int8 products on GPUs"),
-        (
-            config.kv_transfer is not None and config.tensor_parallel_size > 1,
-            "--kv-transfer-config with --tensor-parallel-size",
-            "ranks on GPUs do not read their shares",
-        ),
-    ]
-    for is_asked, flag, reason in refused:
-        if is_asked:
-            raise ConfigError(f"{flag}: not with --device cuda yet: {reason}; leave out one of them")
+    if config.quantization == "int8":
+        raise ConfigError(
+            "--quantization int8: not with --device cuda yet: there are no int8 products on GPUs; leave out one of them"
+        )
     spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
     head_dim = 0 if spec.attention is None else spec.attention.head_dim
     check_device(opened.dtype, head_dim, rank, config.tensor_parallel_size)
@@ -202,37 +200,90 @@ def graph_sizes(config: EngineConfig, max_num_seqs: int) -> tuple[int, ...]:
     return tuple(fitting)
 
 
+Meet = Callable[[str], object]
+"""Called by a rank when it has launched, or done, what all ranks do together; the text says what. Where it waits for
+the others, it raises what one of them has been refused with, or EngineDead."""
+
+
+def meet_nobody(_: str) -> None:
+    """The `Meet` of the only rank."""
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeCapture:
     """Decode steps as CUDA graphs: what makes graphs in a pool of memory of their own, `sizes` in rows, ascending, and
-    the tokens of the longest sequence."""
+    the tokens of the longest sequence. All ranks capture at the same time."""
 
     make_graphs: Callable[[], Graphs]
     sizes: tuple[int, ...]
     max_model_len: int
 
-    def run(self, runner: Runner, clock: Clock, memory: DeviceMemory | None = None) -> None:
-        """Capture all sizes. Logged, with what they take of `memory`."""
+    def run(self, runner: Runner, clock: Clock, memory: DeviceMemory | None = None, meet: Meet = meet_nobody) -> None:
+        """Capture all sizes. Logged, with what they take of `memory`. Raises ConfigError where one cannot be."""
         started, taken = clock.now(), None if memory is None else _taken(memory)
         console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+        shows = console.is_terminal and runner.rank == 0
+        with Progress(console=console, transient=True, disable=not shows) as progress:
             task = progress.add_task("CUDA graphs", total=len(self.sizes))
-            runner.capture_graphs(
-                self.make_graphs(), self.sizes, self.max_model_len, lambda size: progress.advance(task)
-            )
+            self._capture(runner, self.sizes, meet, lambda size: progress.advance(task))
         told = f"{len(self.sizes)} sizes of decode steps, {self.sizes[0]} to {self.sizes[-1]} rows"
         grown = "" if memory is None or taken is None else f", {_taken(memory) - taken} bytes"
         logger.info("CUDA graphs of %s: %.1f s%s", told, clock.now() - started, grown)
 
-    def estimate_bytes(self, runner: Runner, memory: DeviceMemory) -> int:
+    def estimate_bytes(self, runner: Runner, memory: DeviceMemory, meet: Meet = meet_nobody) -> int:
         """What all sizes will take. They are captured when pool and states are there, whose addresses they hold, and
         the pool's size wants to know before. So the largest, in whose memory the others find room, and the next one,
         which stands for each of the rest, are captured over the memory of another runner."""
         taken = [_taken(memory)]
-        sizes = self.sizes[-2:]
-        runner.capture_graphs(self.make_graphs(), sizes, self.max_model_len, lambda size: taken.append(_taken(memory)))
+        self._capture(runner, self.sizes[-2:], meet, lambda size: taken.append(_taken(memory)))
         first, *rest = (max(0, after - before) for before, after in pairwise(taken))
         return first + sum(rest) * (len(self.sizes) - 1)
+
+    def _capture(self, runner: Runner, sizes: Sequence[int], meet: Meet, captured: Callable[[int], object]) -> None:
+        """The ranks meet twice a size. Whoever is missing, because it was refused something or has ended, is missed
+        there and not by a device: with the passes that are not recorded out everywhere each of them ends, and with
+        everybody done with a size all can begin the next one. In between there are waits that cannot be left: for the
+        device, and NCCL's own, which in a recording agrees with the other ranks on buffers. They end with the
+        process."""
+        timers: list[threading.Timer] = []
+
+        def begin(size: int) -> None:
+            meet(f"ready to capture a CUDA graph of {size} rows")
+            timers.append(threading.Timer(_CAPTURE_SECONDS, _end_process, (size, runner.rank)))
+            timers[-1].daemon = True
+            timers[-1].start()
+
+        def finish(size: int) -> None:
+            timers[-1].cancel()
+            meet(f"done with the CUDA graph of {size} rows")
+            captured(size)
+
+        try:
+            runner.capture_graphs(self.make_graphs(), sizes, self.max_model_len, finish, begin)
+        except RuntimeError as error:
+            # To end a recording that has failed is an error of its own.
+            first = error.__context__ if isinstance(error.__context__, RuntimeError | EngineDead) else error
+            reason = str(first).partition("\n")[0]
+            raise ConfigError(
+                f"--device cuda: decode steps of {sizes[0]} to {sizes[-1]} rows cannot be captured as CUDA graphs on "
+                f"rank {runner.rank} ({reason}): start with --enforce-eager, or lower --max-cudagraph-capture-size"
+            ) from error
+        except EngineDead as error:
+            raise EngineDead(f"while CUDA graphs were captured (none with --enforce-eager): {error}") from error
+        finally:
+            for timer in timers:
+                timer.cancel()
+
+
+def _end_process(size: int, rank: int) -> None:
+    logger.error(
+        "rank %d has not captured the CUDA graph of %d rows within %g s, and ends: another rank may have ended; "
+        "--enforce-eager starts without graphs",
+        rank,
+        size,
+        _CAPTURE_SECONDS,
+    )
+    os._exit(1)
 
 
 def _taken(memory: DeviceMemory) -> int:
@@ -246,14 +297,14 @@ def measure_room(
     layout: CacheLayout,
     memory: DeviceMemory,
     vision: VisionEncoder | None = None,
-    meanwhile: Callable[[], object] = lambda: None,
+    meet: Meet = meet_nobody,
     capture: DecodeCapture | None = None,
 ) -> int:
     """Bytes that --gpu-memory-utilization leaves for pool and running states beside what is loaded, model and `vision`,
     other processes, encoded images that are kept, CUDA graphs, and the largest step, which is carried out once to see
-    what it takes, as the largest image is encoded: by all ranks at the same time. `meanwhile` is called while it is
-    out. Logged. Raises ConfigError where nothing is left."""
-    step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, meanwhile, capture)
+    what it takes, as the largest image is encoded: by all ranks at the same time. They `meet` while it is out, and
+    as they do where graphs are captured. Logged. Raises ConfigError where nothing is left."""
+    step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, meet, capture)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
     logits_bytes = model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU)
@@ -280,7 +331,7 @@ def _step_bytes(
     layout: CacheLayout,
     memory: DeviceMemory,
     vision: VisionEncoder | None,
-    meanwhile: Callable[[], object],
+    meet: Meet,
     capture: DecodeCapture | None,
 ) -> tuple[int, int]:
     """The most that a prefill step of --max-num-batched-tokens takes besides the pool, with the checkpoints that are
@@ -297,11 +348,11 @@ def _step_bytes(
     for plan in plans:
         runner.launch(plan)
         runner.draw(plan.step, {})
-    meanwhile()  # all of it is out: a rank that waited here before its last step would be waited for
+    meet("in the largest step")  # all of it is out: a rank that waited here before its last step would be waited for
     for plan in plans:
         runner.collect(plan.step)
     step_bytes = memory.peak_growth()
-    return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory)
+    return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory, meet)
 
 
 @contextmanager

@@ -13,6 +13,10 @@ and nothing is chosen by lengths: see `HostBatch.captured`. A batch of fewer row
 length 0 in the slot that is no request's, which read and write no pages. What a graph ends with is the final hidden
 state in each row's slot; logits and the draw are of the plan's samples, not of its rows, and come after it. So do
 snapshots: a decode has one token, and the state behind it is what its slot has when the pass is over.
+
+With several ranks the sums among them are in the graph. NCCL wants a graph recorded by all of them together and
+replayed by all or none: each records the same sizes in the same order, and whether a step is replayed, and padded to
+which size, follows from its plan and from plans before it, which are the same for all (`size_for`).
 """
 
 from bisect import bisect_left
@@ -78,10 +82,16 @@ class DecodeGraphs:
         self._constants: list[object] = []
 
     def capture(
-        self, graphs: Graphs, sizes: Sequence[int], max_model_len: int, captured: Callable[[int], None]
+        self,
+        graphs: Graphs,
+        sizes: Sequence[int],
+        max_model_len: int,
+        captured: Callable[[int], object],
+        warmed: Callable[[int], object] = lambda size: None,
     ) -> None:
         """Record a pass for each of the sizes, the largest first: the others find room in its memory. `max_model_len`:
-        tokens of the longest sequence. `captured` is called with each size.
+        tokens of the longest sequence. `captured` is called with each size, `warmed` before that, while the pass that
+        is not recorded is out: recording begins with a wait for the device, and so for the other ranks.
         """
         device = self._model.spec.device
         self._rows = torch.zeros(_FIELDS * _pitch(max(sizes)), dtype=torch.int32, device=device)
@@ -96,9 +106,14 @@ class DecodeGraphs:
             self._view(size).copy_(padding.tensor)
             run = partial(self._run, size, host, cu_seqlens.tensor, metadata)
             run()  # compiles kernels, and makes what libraries want to have made before they are recorded
+            warmed(size)
             self._replays[size] = graphs.capture(run)
             self._constants.append((cu_seqlens, metadata))  # a graph does not keep what it reads
             captured(size)
+
+    def release(self) -> None:
+        """Forget all graphs: NCCL does not end while there is one with operations of its own."""
+        self._sizes, self._replays, self._constants = [], {}, []
 
     def size_for(self, plan: StepPlan) -> int | None:
         """The size that the plan's rows are padded to; None where they are not replayed: prefill, and more rows than

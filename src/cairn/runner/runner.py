@@ -117,12 +117,17 @@ class Runner(StepRunner):
         )
 
     def capture_graphs(
-        self, graphs: Graphs, sizes: Sequence[int], max_model_len: int, captured: Callable[[int], None]
+        self,
+        graphs: Graphs,
+        sizes: Sequence[int],
+        max_model_len: int,
+        captured: Callable[[int], object],
+        warmed: Callable[[int], object] = lambda size: None,
     ) -> None:
         """From now on decode steps of up to max(sizes) rows are replayed; see `DecodeGraphs`. To be called before the
-        first plan, and after `get_ready`. `captured` is called with each size."""
+        first plan, and after `get_ready`, by all ranks at the same time."""
         with torch.inference_mode():
-            self._graphs.capture(graphs, sizes, max_model_len, captured)
+            self._graphs.capture(graphs, sizes, max_model_len, captured, warmed)
 
     def get_ready(self) -> None:
         """Compile the kernels; in exact mode also check that rows are independent with this rank's
@@ -178,6 +183,11 @@ class Runner(StepRunner):
         return result
 
     @property
+    def rank(self) -> int:
+        """Which of the ranks this is."""
+        return self._model.communicator.rank
+
+    @property
     def is_complete(self) -> bool:
         """Whether `collect` of the oldest launched step would return at once."""
         return self._launched[0].is_complete
@@ -188,7 +198,8 @@ class Runner(StepRunner):
         return None if self.vision is None else self.vision.counters
 
     def close(self) -> None:
-        """There is nothing to shut down."""
+        """Give the graphs back. There is nothing to shut down."""
+        self._graphs.release()
 
     def _stage_sampling(self, step: LaunchedStep) -> None:
         samples, staging = step.plan.samples, step.inputs.staging

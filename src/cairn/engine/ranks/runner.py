@@ -5,9 +5,12 @@
     |<------------------------ RankStarted-|
     |========= the ranks find each other, and each loads its share =====|
     |<------------------------- RankLoaded-|  or BuildRefused
-    |========= on GPUs: the largest step, once =========================|
+    |========= on GPUs: the largest step, and two graphs ===============|
+    |<------------------------ RankReached-|  while each of these is out: who is missing is missed here
     |<--------------------------- RankRoom-|
     |-- RankSizes ------------------------>|  of the rank that has least room
+    |========= on GPUs: graph after graph is captured ==================|
+    |<------------------------ RankReached-|  before and after each of them
     |<-------------------------- RankReady-|
     |-- plan ----------------------------->|  on GPUs while the step before it is out
     |========= the step: partial sums are put together ================|
@@ -32,6 +35,7 @@ from cairn.engine.child_process import FINAL_FRAME_SECONDS, ChildProcess
 from cairn.engine.ranks.wire import (
     RankConfig,
     RankLoaded,
+    RankReached,
     RankReady,
     RankRoom,
     RankSizes,
@@ -144,6 +148,12 @@ class Followers:
             messages.append(each.receive(wanted, left, what))
         return messages
 
+    def meet(self, what: str) -> None:
+        """Waits until each has reached `what`. Raises as `Follower.receive` does."""
+        for reached in self.receive(RankReached, self._deadlines.ready, what):
+            if reached.what != what:
+                raise EngineDead(f"a rank is {reached.what} while rank 0 is {what}")
+
     def send_sizes(self, sizes: RankSizes) -> None:
         frame = frames_of_sizes().encode(sizes)
         for follower in self._all:
@@ -232,6 +242,7 @@ class RankedRunner(StepRunner):
         if self._dead is None:
             self._dead = "the ranks have been stopped"
             self._followers.close(kill=False)
+        self.own.close()
 
 
 class LoadedRanks:
@@ -255,7 +266,7 @@ class LoadedRanks:
         """A runner with memory of these sizes on every rank. Raises ConfigError, ModelError and EngineDead, as
         `load_ranks` does."""
         self._followers.send_sizes(sizes)
-        own = self._own.allocate(sizes, observe)
+        own = self._own.allocate(sizes, observe, self._followers.meet)
         self._followers.receive(RankReady, self._deadlines.ready, "built")
         self._runner = RankedRunner(own, self._followers, self._config.step_seconds)
         return self._runner
@@ -297,7 +308,6 @@ def load_ranks(
 
 
 def _least_room(own: LoadedRank, followers: Followers, deadlines: RankDeadlines) -> int:
-    rooms: list[RankRoom] = []
-    # While rank 0's step is out: a rank that has ended in it is missed here, not by rank 0's GPU.
-    room = own.measure_room(lambda: rooms.extend(followers.receive(RankRoom, deadlines.ready, "measured")))
+    room = own.measure_room(followers.meet)
+    rooms = followers.receive(RankRoom, deadlines.ready, "measured")
     return min(room, *(each.num_bytes for each in rooms))

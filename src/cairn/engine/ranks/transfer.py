@@ -17,7 +17,6 @@ from cairn.engine.ranks.wire import RankService
 from cairn.engine.ranks.worker import RankPlace
 from cairn.engine.transfers.kv_transfer import MakeLink, RankMemory, nixl_link, rank_worker
 from cairn.transfer.geometry import ModelUnits
-from cairn.transfer.memory import HostPool
 from cairn.transfer.ranks import RankServant
 from cairn.transfer.wire import MAX_FRAME_BYTES
 
@@ -31,10 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 class _Settings(msgspec.Struct, frozen=True):
-    """Settings of another rank: the side channel's host, the number of the scheduler's pages, the model's units."""
+    """Settings of another rank: the side channel's host, the model's units."""
 
     host: str
-    num_pages: int
     units: ModelUnits
 
 
@@ -77,21 +75,21 @@ class RankSockets:
         self._context.destroy(linger=0)
 
 
-def rank_service(host: str, num_pages: int, units: ModelUnits) -> RankService:
+def rank_service(host: str, units: ModelUnits) -> RankService:
     """The entry of `RankConfig.services` that has the other ranks serve transfers."""
-    settings = msgspec.msgpack.encode(_Settings(host, num_pages, units))
+    settings = msgspec.msgpack.encode(_Settings(host, units))
     return RankService("cairn.engine.ranks.transfer:serve_rank", settings)
 
 
 @contextmanager
 def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_link) -> Iterator[None]:
-    """Carries out reads of this rank's share from a thread of its own, as long as the context is open."""
+    """Carries out reads of this rank's share from a thread of its own, as long as the context is open. Raises
+    ConfigError where the link cannot reach the rank's memory."""
     own = msgspec.msgpack.decode(settings, type=_Settings)
-    from cairn.engine.transfers.device_pool import DevicePool  # needs torch, which this rank's process has
+    from cairn.engine.transfers.device_pool import open_pool  # needs torch, which this rank's process has
 
-    tensor = place.runner.pool
-    pool = HostPool(tensor.numpy()) if tensor.device.type == "cpu" else DevicePool.of(tensor)
-    memory = RankMemory(pool, own.num_pages, place.runner.layout, own.units, place.rank, place.tp_size)
+    pool = open_pool(place.runner.pool, place.computes_on_host)
+    memory = RankMemory(pool, place.num_pages, place.runner.layout, own.units, place.rank, place.tp_size)
     link = make_link(own.host)
     worker = rank_worker(link, memory)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

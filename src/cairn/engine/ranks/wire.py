@@ -2,7 +2,7 @@
 
     rank 0 -> rank r   RankConfig (the first frame), RankSizes, then StepPlan after StepPlan
     rank r -> rank 0   RankStarted, RankLoaded, on a GPU RankRoom, RankReady, then one StepDone for each plan;
-                       BuildRefused or Fatal is the last word
+                       RankReached in between; BuildRefused or Fatal is the last word
 
 Tensors do not travel here: the ranks put their partial sums together among themselves (`layers.process_ranks`).
 """
@@ -37,13 +37,25 @@ class RankService(msgspec.Struct, frozen=True):
     settings: _Bytes = b""
 
 
+class RankGraphs(msgspec.Struct, frozen=True):
+    """Decode steps as CUDA graphs, on every rank.
+
+    `factory`: "package.module:name" of what makes a `runner.decode_graphs.Graphs`. `max_model_len`: tokens of the
+    longest sequence.
+    """
+
+    factory: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    max_model_len: _Positive
+
+
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that one rank needs to load its share; `rank` and `rendezvous`, the file by which the ranks find each
     other, are filled in by who starts them.
 
     `engine`: what the whole engine is built of. `extra_pages`: behind the pool, for what comes from other servers.
     `join_seconds`: how long the ranks may take to find each other once all of them run. `step_seconds`: how long one
-    may keep the others waiting within a step. `services` are started on every rank but 0.
+    may keep the others waiting within a step. `services` are started on every rank but 0. `graphs`: None where decode
+    steps are launched kernel by kernel.
     """
 
     engine: EngineConfig
@@ -53,6 +65,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank: _Number = 0
     rendezvous: _Text = ""
     services: Annotated[tuple[RankService, ...], msgspec.Meta(max_length=16)] = ()
+    graphs: RankGraphs | None = None
 
     @property
     def tp_size(self) -> int:
@@ -74,6 +87,12 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The rank has joined the others and has its weights."""
 
 
+class RankReached(msgspec.Struct, frozen=True, tag="reached"):
+    """The rank has launched, or done, what all ranks do together; `what` is the same on all of them."""
+
+    what: _Text
+
+
 class RankRoom(msgspec.Struct, frozen=True, tag="room"):
     """The bytes that the rank's GPU has for its pool and its running states."""
 
@@ -90,7 +109,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="done"):
     step: _Step
 
 
-ToRankZero: TypeAlias = RankStarted | RankLoaded | RankRoom | RankReady | BuildRefused | StepDone | Fatal
+ToRankZero: TypeAlias = RankStarted | RankLoaded | RankReached | RankRoom | RankReady | BuildRefused | StepDone | Fatal
 
 
 def frames_of_config() -> Frames[RankConfig]:

@@ -22,6 +22,7 @@ from cairn.engine.child_process import ParentLink, load_function, run_child
 from cairn.engine.ranks.wire import (
     RankConfig,
     RankLoaded,
+    RankReached,
     RankReady,
     RankRoom,
     RankSizes,
@@ -33,13 +34,15 @@ from cairn.engine.ranks.wire import (
     frames_of_sizes,
     frames_to_rank_zero,
 )
+from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.engine.wire import BuildRefused, Fatal
 from cairn.errors import ConfigError, EngineDead
 from cairn.runner.contract import StepRunner
 from cairn.step import StepPlan
+from cairn.types import SystemClock
 
 if TYPE_CHECKING:
-    from cairn.engine.devices import Device
+    from cairn.engine.devices import DecodeCapture, Device, Meet
     from cairn.runner.runner import Observe, Runner
 
 logger = logging.getLogger(__name__)
@@ -50,7 +53,8 @@ _POLL_SECONDS = 50e-6
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where a service finds itself. `folder`: a directory for sockets that only this user can enter.
+    """Where a service finds itself. `folder`: a directory for sockets that only this user can enter. `num_pages`: the
+    scheduler's, behind which the pool has those that RankConfig adds.
 
     `runner.pool` is written by the rank's own thread while it carries out a plan; a service in a thread of its own
     may touch only pages that no plan names at that time.
@@ -60,6 +64,8 @@ class RankPlace:
     tp_size: int
     folder: Path
     runner: "Runner"
+    num_pages: int
+    computes_on_host: bool
 
 
 ServiceFactory = Callable[[RankPlace, bytes], AbstractContextManager[object]]
@@ -106,17 +112,19 @@ class LoadedRank:
             )
             self._vision = open_encoder(engine, self._opened, self.device, config.rank)
 
-    def measure_room(self, meanwhile: Callable[[], object] = lambda: None) -> int:
+    def measure_room(self, meet: "Meet") -> int:
         """See `devices.measure_room`; all ranks do it at the same time."""
         from cairn.engine.devices import CudaMemory, explain_out_of_memory, measure_room
 
-        memory = CudaMemory(self.device.place)
+        engine, memory = self._config.engine, CudaMemory(self.device.place)
+        capture = self._decode_capture(engine.max_num_seqs or MOST_SEQS_ON_GPU)
         with explain_out_of_memory(self.device):
-            return measure_room(self._config.engine, self._model, self._layout, memory, self._vision, meanwhile)
+            return measure_room(engine, self._model, self._layout, memory, self._vision, meet, capture)
 
-    def allocate(self, sizes: RankSizes, observe: "Observe | None" = None) -> "Runner":
-        """A runner with memory of these sizes, the same on all ranks. Raises ConfigError or ModelError."""
-        from cairn.engine.devices import explain_out_of_memory
+    def allocate(self, sizes: RankSizes, observe: "Observe | None", meet: "Meet") -> "Runner":
+        """A runner with memory of these sizes and with graphs, the same on all ranks. Raises ConfigError or ModelError,
+        and EngineDead when another rank is lost meanwhile."""
+        from cairn.engine.devices import CudaMemory, explain_out_of_memory
         from cairn.runner.runner import Runner
 
         with explain_out_of_memory(self.device):
@@ -131,7 +139,20 @@ class LoadedRank:
                 vision=self._vision,
             )
             runner.get_ready()
+        capture = self._decode_capture(sizes.num_slots)
+        if capture is not None:
+            memory = CudaMemory(self.device.place) if self.device.is_gpu else None
+            capture.run(runner, SystemClock(), memory, meet)
         return runner
+
+    def _decode_capture(self, max_num_seqs: int) -> "DecodeCapture | None":
+        """None where decode steps are launched kernel by kernel. Raises ConfigError for sizes that no batch has."""
+        from cairn.engine.devices import DecodeCapture, graph_sizes
+
+        graphs = self._config.graphs
+        if graphs is None or not (sizes := graph_sizes(self._config.engine, max_num_seqs)):
+            return None
+        return DecodeCapture(load_function(graphs.factory, "what makes graphs"), sizes, graphs.max_model_len)
 
 
 def follow(
@@ -166,6 +187,9 @@ def _serve(parent: ParentLink) -> int:
     def send(message: ToRankZero) -> None:
         parent.send(outgoing.encode(message))
 
+    def reached(what: str) -> None:
+        send(RankReached(what))
+
     def receive_frame() -> bytes:
         """Waits as long as rank 0 lives: an idle engine has no plan, and needs no clock for it."""
         while (frame := parent.receive(None)) is None:
@@ -186,9 +210,11 @@ def _serve(parent: ParentLink) -> int:
                 rank = LoadedRank(config)
                 send(RankLoaded())
                 if rank.device.is_gpu:
-                    send(RankRoom(rank.measure_room()))
-                runner = rank.allocate(frames_of_sizes().decode(receive_frame()))
-                place = RankPlace(config.rank, config.tp_size, Path(config.rendezvous).parent, runner)
+                    send(RankRoom(rank.measure_room(reached)))
+                sizes = frames_of_sizes().decode(receive_frame())
+                runner = rank.allocate(sizes, None, reached)
+                folder, on_host = Path(config.rendezvous).parent, rank.device.backend is None
+                place = RankPlace(config.rank, config.tp_size, folder, runner, sizes.num_pages, on_host)
                 for service in config.services:
                     make: ServiceFactory = load_function(service.factory, "the rank's service")
                     services.enter_context(make(place, service.settings))

@@ -18,7 +18,7 @@ from torch import Tensor
 from cairn.kernels.staging import Staging
 from cairn.transfer.geometry import Pairing, TokenCopies
 from cairn.transfer.links.contract import Region
-from cairn.transfer.memory import Fence
+from cairn.transfer.memory import Fence, HostPool, PoolMemory
 
 _WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -68,6 +68,12 @@ class NoStream:
 
     def record(self) -> Fence:
         return lambda: True
+
+
+def open_pool(pool: Tensor, on_host: bool) -> PoolMemory:
+    """One rank's pool. `on_host`: whether that is where the rank computes. To be called by the thread that launches
+    steps, before the first one."""
+    return HostPool(pool.numpy()) if on_host else DevicePool.of(pool)
 
 
 class DevicePool:
