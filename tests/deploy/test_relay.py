@@ -200,7 +200,7 @@ def test_what_goes_on_from_a_stored_response_goes_to_its_replica():
         ):
             client = Client(Call("b", [AnswerHead(200, JSON, b"ok", True)]), path=path, body=body)
             client._relay, client._scope["method"] = made._relay, method
-            client._relay._send_to_replica = client._send_to_replica
+            client._relay._send_to_replica = client.send_to_replica
             later.append((await client.ask()).requests[0][1].owner)
         return made.requests[0][1].owner, later
 

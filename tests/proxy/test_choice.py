@@ -35,7 +35,7 @@ def serve(servers, request):
     """The server that answers this request, which is over then."""
     upstream = servers.choose(request)
     with servers.count_open(upstream, request):
-        servers.record_prefilled(upstream, request)
+        servers.rule.record_prefilled(request, upstream.url)
     return upstream
 
 
@@ -136,7 +136,7 @@ def test_growing_conversations_find_what_they_have_said():
             request = chat(*contents)
             upstream = servers.choose(request)
             with servers.count_open(upstream, request) as cached:
-                servers.record_prefilled(upstream, request)
+                servers.rule.record_prefilled(request, upstream.url)
             if turn:
                 num_moved += where[number] is not upstream
                 num_cached += cached
@@ -181,7 +181,7 @@ def test_a_server_that_is_gone_has_nothing_cached_when_it_comes_back():
     first = serve(servers, request)
     second = next(each for each in servers.upstreams.values() if each is not first)
     with servers.count_open(second, request):
-        servers.forget_cache(first)
+        servers.rule.remove(first.url)
         with servers.count_open(first, request) as cached:
             assert cached == 0
     assert servers.rule.index.matched_by(second.url, request.block_hashes) > 0

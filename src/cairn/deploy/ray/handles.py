@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from cairn.deploy.ray.exchange import AnswerHead, RelayedRequest
 from cairn.deploy.ray.replica_calls import Destination, ReplicaFailed
 from cairn.deploy.ray.start_failures import StartFailures
-from cairn.errors import Overloaded
+from cairn.proxy.server_pool import NoUpstream
 from cairn.routing.rule import RoutedRequest
 
 _MAX_GRPC_BYTES = 2 << 20
@@ -83,16 +83,16 @@ class HandleCall:
             self._routed.set_result((name, prefilled))
 
     async def wait_replica(self) -> str:
-        """Raises ReplicaFailed, and Overloaded when there is none that may be waited for."""
+        """Raises ReplicaFailed, and NoUpstream when there is none that may be waited for."""
         try:
             await asyncio.wait((self._routed, self._first), return_when=asyncio.FIRST_COMPLETED)
             if not self._routed.done() and (error := self._first.exception()) is not None:
                 raise error
         except DeploymentUnavailableError as error:
             reason = await self.find_failure() or "`serve status` and Ray's log say why"
-            raise Overloaded(f"no replica could be started: {reason}") from error
+            raise NoUpstream(f"no replica could be started: {reason}") from error
         except BackPressureError as error:
-            raise Overloaded("too many requests wait for a replica: try again later") from error
+            raise NoUpstream("too many requests wait for a replica: try again later") from error
         except _FAILURES as error:
             raise ReplicaFailed(_in_one_line(error)) from error
         return (await self._routed)[0]
