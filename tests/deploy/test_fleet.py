@@ -61,7 +61,7 @@ def test_the_prompt_stays_where_it_was_until_that_replica_is_gone():
     assert {fleet.rank(PROMPT, names, (), None)[0] for names in (list("abc"), list("cba"))} == {first}
     others = [name for name in "abc" if name != first]
     fleet.update({name: report() for name in others})
-    assert fleet.rule.index.matched_blocks(PROMPT.block_hashes) == {}
+    assert fleet.rule.index.matched_masks(PROMPT.block_hashes) == []
     assert fleet.rank(PROMPT, others, (), None)[0] in others
 
 

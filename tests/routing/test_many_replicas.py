@@ -204,7 +204,9 @@ class ManyReplicas(RuleBasedStateMachine):
         self.index.audit()
         synced = {name: replica for name, replica in self.replicas.items() if replica.synced}
         for path in ALL_PATHS:
-            matched = self.index.matched_blocks(hashes(path))
+            matched = {}
+            for num_blocks, mask in self.index.matched_masks(hashes(path)):
+                matched |= {one: num_blocks for one in self.index.replicas if mask >> self.index.number(one) & 1}
             assert matched.keys() <= self.replicas.keys()
             for name, replica in synced.items():
                 has = [found in replica.blocks for found in hashes(path)]

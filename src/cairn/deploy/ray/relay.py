@@ -10,16 +10,17 @@ a stored response   its replica comes first; where that is not known, or gone, a
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cairn.deploy.ray.exchange import RelayedRequest
 from cairn.deploy.ray.replica_calls import REQUEST_ID, RelayLimits, ReplicaPool, SendToReplica
-from cairn.errors import InvalidBody, InvalidRequest, Overloaded, RequestError
+from cairn.errors import InvalidRequest, Overloaded, RequestError
 from cairn.http.error_responses import RESPONSES_PATH, ClientDisconnected, error_response, make_error
 from cairn.proxy.forward import ClientRequest, RequestForwarder, parse_request
 from cairn.proxy.prefixes import HintCache
-from cairn.proxy.protocol import HANDOVER_PATHS, parse_body, stored_response_of
+from cairn.proxy.protocol import HANDOVER_PATHS
 from cairn.proxy.relay import ClientResponse, Relay
 from cairn.proxy.response_owners import ResponseOwners
 from cairn.proxy.server_pool import NoUpstream, UpstreamError
@@ -131,27 +132,20 @@ class RequestRelay:
             raise Overloaded(f"no replica could answer: try again later; the last one: {error}") from error
 
     def _client_request(self, request: RelayedRequest) -> ClientRequest:
-        """Read only as far as it is forwarded otherwise than as it is: a replica says what is wrong with it."""
-        if self._prefill is not None and request.method == "POST" and request.path in HANDOVER_PATHS:
+        """Its body is read where a part of it is to go elsewhere; a replica says what is wrong with it."""
+        path, hands_over = request.path, self._prefill is not None
+        if path.startswith(f"{RESPONSES_PATH}/"):
+            return ClientRequest(path, request.body, stored=path.split("/")[3])
+        reads = hands_over or path == RESPONSES_PATH
+        if request.method == "POST" and path in HANDOVER_PATHS and reads:
             with suppress(InvalidRequest):
-                return parse_request(request.path, request.body)
-        return ClientRequest(request.path, request.body, stored=_stored_response(request))
+                read = parse_request(path, request.body)
+                return read if hands_over else replace(read, body=None, digests=None)
+        return ClientRequest(path, request.body)
 
 
 async def _read_nothing(path: str, content: bytes) -> RoutedRequest:
     return RoutedRequest()
-
-
-def _stored_response(request: RelayedRequest) -> str:
-    """The id of the stored response that a request is about, or goes on from; empty for none."""
-    if request.path.startswith(f"{RESPONSES_PATH}/"):
-        return request.path.removeprefix(f"{RESPONSES_PATH}/").partition("/")[0]
-    if request.path != RESPONSES_PATH:
-        return ""
-    try:
-        return stored_response_of(parse_body(request.body))
-    except InvalidBody:
-        return ""
 
 
 async def _live(receive: Receive, send: Send) -> None:
