@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from cairn.deploy.ray import relay
 from cairn.deploy.ray.exchange import AnswerHead
 from cairn.deploy.ray.replica_calls import RelayLimits, ReplicaFailed
 from cairn.proxy.prefixes import HintCache
@@ -79,6 +80,13 @@ def test_without_a_prefill_replica_the_others_do_it_alone(prefill, num_asked):
     """As many are asked as there are, and three at most."""
     client, prefilled, decoded = ask(prefill, [Call("d", [OK])])
     assert (client.status, decoded, len(prefilled)) == (200, [BODY], num_asked)
+
+
+def test_a_prefill_replica_that_is_not_there_is_not_waited_for_as_long_as_the_others(monkeypatch):
+    monkeypatch.setattr(relay, "_MAX_PREFILL_SECONDS", 0.01)
+    call = Call(None, [])
+    client, _, decoded = ask([call], [Call("d", [OK])], limits=RelayLimits(3, 1 << 20, 3600.0))
+    assert (client.status, decoded, call.cancelled) == (200, [BODY], True)
 
 
 def test_a_bad_request_is_the_clients_to_see():

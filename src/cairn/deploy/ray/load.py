@@ -7,7 +7,6 @@ import msgspec
 from cairn.engine.contract import EngineStats, KvEventsConfig
 from cairn.routing.rule import ReplicaLoad
 
-
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
 _Endpoint = Annotated[str, msgspec.Meta(max_length=256)]
 

@@ -28,8 +28,10 @@ from cairn.routing.rule import RoutedRequest
 
 _HAS_BODY = ("POST", "PUT", "PATCH")
 _RETRIED = (429, 503)
-_MOST_ASKED = 64
-"""Of those that may have a stored response."""
+_MAX_OWNERS_ASKED = 64
+"""Of the replicas that may have a stored response."""
+_MAX_PREFILL_SECONDS = 5.0
+"""For a prefill replica to take a prompt: one that is there does so at once, and others can compute it."""
 
 
 ReadPrompt = Callable[[str, bytes], Awaitable[RoutedRequest]]
@@ -114,13 +116,16 @@ class RequestRelay:
         stored, seconds = bool(forwarded.stored), self._limits.replica_seconds
         prompt = RoutedRequest() if stored else await self._read_prompt(request.path, request.body)
         retried = (*_RETRIED, 404) if stored else _RETRIED
+        prefill = None
+        if self._prefill is not None:
+            prefill = ReplicaPool(self._prefill, request, prompt, min(seconds, _MAX_PREFILL_SECONDS))
         forwarder = RequestForwarder(
             forwarded,
             ReplicaPool(self._send_to_replica, request, prompt, seconds, retried),
-            None if self._prefill is None else ReplicaPool(self._prefill, request, prompt, seconds),
+            prefill,
             self._hints,
             self._owners,
-            _MOST_ASKED if stored else self._limits.max_attempts,
+            _MAX_OWNERS_ASKED if stored else self._limits.max_attempts,
         )
         try:
             return await forwarder.run(client)
