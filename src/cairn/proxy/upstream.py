@@ -182,11 +182,15 @@ class UpstreamPool:
 
     @property
     def num_up(self) -> int:
-        return sum(upstream.up for upstream in self.upstreams.values())
+        return len(self.untried())
 
-    def choose(self, request: RoutedRequest, tried: Collection[Upstream] = ()) -> Upstream | None:
+    def untried(self, tried: Collection[str] = ()) -> dict[str, Upstream]:
+        """The servers that are up, but for those `tried`, by their URLs."""
+        return {url: each for url, each in self.upstreams.items() if each.up and url not in tried}
+
+    def choose(self, request: RoutedRequest, tried: Collection[str] = ()) -> Upstream | None:
         """The server for a request; None when all that are up have been `tried`."""
-        untried = {url: each for url, each in self.upstreams.items() if each.up and each not in tried}
+        untried = self.untried(tried)
         loads = {url: ReplicaLoad(num_running=upstream.num_open) for url, upstream in untried.items()}
         order = self.rule.rank(request, loads, self._clock.now(), limit=1)
         return untried[order[0]] if order else None
@@ -209,11 +213,6 @@ class UpstreamPool:
         if self.upstreams[url].up:
             self.upstreams[url].up = False
             logger.warning("%s server %s is down: %s", self.name, url, error)
-
-    def least_loaded(self, tried: Collection[Upstream] = ()) -> Upstream | None:
-        """The server with the fewest open requests; None when all that are up have been `tried`."""
-        untried = [upstream for upstream in self.upstreams.values() if upstream.up and upstream not in tried]
-        return min(untried, key=lambda upstream: upstream.num_open, default=None)
 
 
 class HealthChecker:

@@ -54,7 +54,7 @@ class UpstreamCalls:
             raise
 
     def has_untried(self, tried: Sequence[str]) -> bool:
-        return self.pool.least_loaded(self._upstreams(tried)) is not None
+        return bool(self.pool.untried(tried))
 
     def should_retry(self, status: int) -> bool:
         return status == 429 or status >= 500 or (status == 404 and self.retries_404)
@@ -90,10 +90,4 @@ class UpstreamCalls:
         return has_others or self.pool is self.service.prefill
 
     def _choose(self, tried: Sequence[str], first: str | None) -> Upstream | None:
-        preferred = self.pool.upstreams.get(first or "")
-        if preferred is not None and preferred.up and first not in tried:
-            return preferred
-        return self.pool.choose(self.prompt, self._upstreams(tried))
-
-    def _upstreams(self, urls: Sequence[str]) -> list[Upstream]:
-        return [self.pool.upstreams[url] for url in urls]
+        return self.pool.untried(tried).get(first or "") or self.pool.choose(self.prompt, tried)

@@ -5,7 +5,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cairn.deploy.ray.exchange import AnswerHead, RelayedRequest
@@ -45,10 +45,10 @@ class ReplicaCall(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where a request should go. `request`: what is known of its prompt; `tried`: names of replicas that come last;
-    `owner`: of the one that comes first."""
+    """Where a request should go. `request`: what is known of its prompt; `tried`: names of replicas that are passed
+    over if there are others; `owner`: of the one that comes first if it is there."""
 
-    request: RoutedRequest
+    request: RoutedRequest = field(default_factory=RoutedRequest)
     tried: Sequence[str] = ()
     owner: str | None = None
 
