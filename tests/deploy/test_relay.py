@@ -134,6 +134,15 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_event(path, ending):
     assert client.sent[-1]["more_body"] is False
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_replica_that_is_silent_is_waited_for_as_long_as_an_answer_may_take(begun):
+    items = [AnswerHead(200, STREAM, b"data: 1\n\n", False)] if begun else []
+    call = Call("a", [*items, asyncio.Event()])
+    client = ask(call, limits=RelayLimits(3, 1 << 20, 0.01, answer_seconds=0.05))
+    assert client.status == (200 if begun else 504) and call.closed and len(client.requests) == 1
+    assert b"the answer was not there within 0.05 s" in client.body
+
+
 def test_a_client_that_goes_ends_the_call():
     async def run():
         call = Call("a", [AnswerHead(200, STREAM, b"data: 1\n\n", False), asyncio.Event()])

@@ -264,7 +264,7 @@ def _connect(socket: "zmq.Socket[bytes]", endpoint: str, name: str) -> None:
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"{name}: cannot connect to {endpoint!r}: {error}") from error
+        raise ConfigError(f"{name}: cannot connect to {endpoint!r}: {error}; it looks like tcp://host:port") from error
 
 
 def _take(socket: "zmq.Socket[bytes]") -> list[bytes] | None:

@@ -39,7 +39,12 @@ class Ingress:
     def __init__(self, args: Mapping[str, Any], replicas: DeploymentHandle, prefill: DeploymentHandle | None) -> None:
         settings = load_ray_settings(args)
         start_log(settings.log_level)
-        limits = RelayLimits(settings.max_attempts, int(settings.max_body_bytes), settings.replica_timeout)
+        limits = RelayLimits(
+            settings.max_attempts,
+            int(settings.max_body_bytes),
+            settings.replica_timeout,
+            answer_seconds=settings.request_timeout,
+        )
         pool = None if prefill is None else HandleReplicas(prefill)
         relay = RequestRelay(HandleReplicas(replicas), limits, self._read_prompt, pool, find_guard(settings))
         metrics = ReplicaMetrics(replicas) if prefill is None else ReplicaMetrics(replicas, prefill)

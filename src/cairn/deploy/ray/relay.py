@@ -127,8 +127,13 @@ class RequestRelay:
             self._owners,
             _MAX_OWNERS_ASKED if stored else self._limits.max_attempts,
         )
+        answer_seconds = self._limits.answer_seconds
         try:
-            return await forwarder.run(client)
+            # A replica's own time is over first, unless it is silent.
+            async with asyncio.timeout(answer_seconds + seconds):
+                return await forwarder.run(client)
+        except TimeoutError:
+            raise make_error(f"the answer was not there within {answer_seconds:g} s", 504) from None
         except NoUpstream as error:
             raise Overloaded(str(error)) from error
         except UpstreamError as error:

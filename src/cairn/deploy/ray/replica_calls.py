@@ -58,12 +58,14 @@ SendToReplica = Callable[[RelayedRequest, Destination], ReplicaCall]
 
 @dataclass(frozen=True, slots=True)
 class RelayLimits:
-    """`replica_seconds`: for a replica to take a request. `body_seconds`: for a client to send a body."""
+    """`replica_seconds`: for a replica to take a request. `body_seconds`: for a client to send a body.
+    `answer_seconds`: for all of an answer."""
 
     max_attempts: int
     max_body_bytes: int
     replica_seconds: float
     body_seconds: float = 60.0
+    answer_seconds: float = 3600.0
 
 
 @dataclass(frozen=True, slots=True)
