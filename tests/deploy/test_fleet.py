@@ -1,6 +1,9 @@
 """Replicas as a router knows them, without Ray: subscribers are doubles."""
 
 import asyncio
+import math
+
+import pytest
 
 from cairn.deploy.ray.fleet import Fleet
 from cairn.deploy.ray.load import make_report, parse_report
@@ -47,8 +50,19 @@ def test_a_report_comes_through_plain_values():
     assert found.load().num_running == 3
 
 
-def test_what_is_no_report_is_an_empty_one():
-    assert parse_report({"num_running": "many"}) == parse_report({})
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"num_running": "many"},
+        {"num_waiting": -1},
+        {"pending_tokens": 1 << 60},
+        {"free_share": math.nan},
+        {"free_share": 1.5},
+        {"topic": "x" * 300},
+    ],
+)
+def test_what_is_no_report_is_an_empty_one(wrong):
+    assert parse_report(report(5000, num_running=3) | wrong) == parse_report({})
 
 
 def test_the_prompt_stays_where_it_was_until_that_replica_is_gone():
@@ -61,7 +75,7 @@ def test_the_prompt_stays_where_it_was_until_that_replica_is_gone():
     assert {fleet.rank(PROMPT, names, (), None)[0] for names in (list("abc"), list("cba"))} == {first}
     others = [name for name in "abc" if name != first]
     fleet.update({name: report() for name in others})
-    assert fleet.rule.index.matched_blocks(PROMPT.block_hashes) == {}
+    assert fleet.rule.index.matched_masks(PROMPT.block_hashes) == []
     assert fleet.rank(PROMPT, others, (), None)[0] in others
 
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.responses import PlainTextResponse
 
-from cairn.deploy.ray.fleet_metrics import FleetMetrics, ReplicaNames, gather_told, merge_expositions
+from cairn.deploy.ray.fleet_metrics import FleetMetrics, ReplicaNames, gather_expositions, merge_expositions
 
 
 def exposition(number: int) -> str:
@@ -94,7 +94,7 @@ def test_one_that_tells_nothing_is_down_and_costs_the_others_nothing():
         asked.append(1)
         second = tells("b", 2) if len(asked) == 1 else frozen()
         third = tells("c", 1) if len(asked) == 1 else fails()
-        return names.complete(await gather_told([tells("a", 1), second, third], 0.05), 3)
+        return names.add_missing(await gather_expositions([tells("a", 1), second, third], 0.05), 3)
 
     async def up():
         async with httpx.AsyncClient(
@@ -116,10 +116,10 @@ def test_one_that_tells_nothing_is_down_and_costs_the_others_nothing():
 
 def test_one_that_is_gone_is_forgotten_and_one_that_never_told_is_unknown():
     names = ReplicaNames()
-    assert names.complete({"a": "", "b": ""}, 3) == {"a": "", "b": ""}
-    assert names.complete({"a": ""}, 2) == {"a": "", "b": None}
-    assert names.complete({"a": ""}, 1) == {"a": ""}
-    assert names.complete({}, 1) == {"a": None}
+    assert names.add_missing({"a": "", "b": ""}, 3) == {"a": "", "b": ""}
+    assert names.add_missing({"a": ""}, 2) == {"a": "", "b": None}
+    assert names.add_missing({"a": ""}, 1) == {"a": ""}
+    assert names.add_missing({}, 1) == {"a": None}
 
 
 @pytest.mark.parametrize("line", ["vllm:x 1.0", 'vllm:x{a="1"} 1.0', "vllm:x{} 1.0"])

@@ -5,15 +5,17 @@ import json
 
 import pytest
 
+from cairn.deploy.ray import relay
 from cairn.deploy.ray.exchange import AnswerHead
-from cairn.deploy.ray.prefill import PrefillPool
-from cairn.deploy.ray.replica_calls import RelayLimits
+from cairn.deploy.ray.replica_calls import RelayLimits, ReplicaFailed
+from cairn.proxy.prefixes import HintCache
 from cairn.types import ManualClock
 from doubles.replica_calls import DEATH, JSON, Call, Client
 
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "e", "remote_block_ids": [1], "remote_host": "h"}
 HANDED = AnswerHead(200, JSON, json.dumps({"kv_transfer_params": PARAMS}).encode(), True)
 REFUSED = AnswerHead(400, JSON, b'{"error": {"message": "no", "param": "kv_transfer_params"}}', True)
+JUNK = AnswerHead(200, JSON, b'{"kv_transfer_params": "junk"}', True)
 OK = AnswerHead(200, JSON, b"ok", True)
 LIMITS = RelayLimits(3, 1 << 20, 0.05)
 BODY = {"prompt": "hello", "max_tokens": 9}
@@ -24,8 +26,8 @@ def ask(prefill, decode, body=BODY, path="/v1/completions", limits=LIMITS):
 
     async def run():
         prefiller = Client(*prefill)
-        client = Client(*decode, body=json.dumps(body).encode(), path=path, limits=limits)
-        client._relay._prefill = PrefillPool(prefiller._send_to_replica, limits)
+        prefill_calls = prefiller.send_to_replica
+        client = Client(*decode, body=json.dumps(body).encode(), path=path, limits=limits, prefill=prefill_calls)
         await client.ask()
         bodies = [[json.loads(request.body) for request, _ in one.requests] for one in (prefiller, client)]
         return client, *bodies
@@ -63,10 +65,28 @@ def test_another_prefill_replica_is_tried(prefill):
     assert decoded == [BODY | {"kv_transfer_params": PARAMS}]
 
 
-@pytest.mark.parametrize("prefill", [[Call(None, [])], [Call(name, [DEATH]) for name in "pqr"], [Call("p", [REFUSED])]])
-def test_without_a_prefill_replica_the_others_do_it_alone(prefill):
-    client, _, decoded = ask(prefill, [Call("d", [OK])])
-    assert (client.status, decoded) == (200, [BODY])
+@pytest.mark.parametrize(
+    ("prefill", "num_asked"),
+    [
+        ([Call(None, [])], 1),
+        ([Call(name, [DEATH]) for name in "pqr"], 3),
+        ([Call(name, [REFUSED]) for name in "pqr"], 3),
+        ([Call("p", [REFUSED]), Call("p", [REFUSED])], 2),
+        ([Call("p", [JUNK])], 1),
+    ],
+    ids=["none", "dead", "refuse", "the only one", "junk"],
+)
+def test_without_a_prefill_replica_the_others_do_it_alone(prefill, num_asked):
+    """As many are asked as there are, and three at most."""
+    client, prefilled, decoded = ask(prefill, [Call("d", [OK])])
+    assert (client.status, decoded, len(prefilled)) == (200, [BODY], num_asked)
+
+
+def test_a_prefill_replica_that_is_not_there_is_not_waited_for_as_long_as_the_others(monkeypatch):
+    monkeypatch.setattr(relay, "_MAX_PREFILL_SECONDS", 0.01)
+    call = Call(None, [])
+    client, _, decoded = ask([call], [Call("d", [OK])], limits=RelayLimits(3, 1 << 20, 3600.0))
+    assert (client.status, decoded, call.cancelled) == (200, [BODY], True)
 
 
 def test_a_bad_request_is_the_clients_to_see():
@@ -90,9 +110,22 @@ def test_a_refused_handover_is_left_out_for_the_same_replica():
 
 def test_what_was_handed_over_is_used_once_unless_the_replica_was_full():
     full = AnswerHead(429, JSON, b"full", True)
-    handed = BODY | {"kv_transfer_params": PARAMS}
-    assert ask([Call("p", [HANDED])], [Call("d", [DEATH]), Call("e", [OK])])[2] == [handed, BODY]
-    assert ask([Call("p", [HANDED])], [Call("d", [full]), Call("e", [OK])])[2] == [handed, handed]
+    again = AnswerHead(200, JSON, json.dumps({"kv_transfer_params": PARAMS | {"remote_host": "i"}}).encode(), True)
+    first, second = (BODY | {"kv_transfer_params": PARAMS | {"remote_host": host}} for host in "hi")
+    prefill = [Call("p", [HANDED]), Call("p", [again])]
+    assert ask(prefill, [Call("d", [DEATH]), Call("e", [OK])])[2] == [first, second]
+    assert ask(prefill, [Call("d", [full]), Call("e", [OK])])[2] == [first, first]
+    # no prefill replica takes it the second time
+    gone = [Call("p", [HANDED]), Call(None, [])]
+    assert ask(gone, [Call("d", [DEATH]), Call("e", [OK])])[2] == [first, BODY]
+    # the call never came to a replica, so nobody can have fetched anything
+    lost = Call("d", [OK])
+    lost.wait_replica = failing
+    assert ask(prefill, [lost, Call("e", [OK])])[2] == [first, first]
+
+
+async def failing():
+    raise ReplicaFailed("it cannot be reached")
 
 
 @pytest.mark.parametrize(
@@ -122,10 +155,9 @@ def ask_twice(prefill, decode, clock, seconds=0.0):
 
     async def run():
         prefiller = Client(*prefill)
-        pool = PrefillPool(prefiller._send_to_replica, LIMITS, clock)
+        shared = {"prefill": prefiller.send_to_replica, "hints": HintCache(clock=clock)}
         for calls, body in zip(decode, (TURN, NEXT), strict=True):
-            client = Client(*calls, body=json.dumps(body).encode(), path="/v1/completions", limits=LIMITS)
-            client._relay._prefill = pool
+            client = Client(*calls, body=json.dumps(body).encode(), path="/v1/completions", limits=LIMITS, **shared)
             await client.ask()
             assert client.status == 200
             clock.advance(seconds)
@@ -150,7 +182,7 @@ def test_without_a_hint_or_when_it_is_old_the_next_turn_says_nothing():
     calls = [Call("p", [HANDED]), Call("p", [HANDED])]
     _, (_, second) = ask_twice(calls, [[Call("d", [OK])], [Call("d", [OK])]], ManualClock())
     assert "cairn_decode_hint" not in second
-    _, (_, second) = ask_twice(calls, [[Call("d", [HINTED])], [Call("d", [OK])]], ManualClock(), 500.0)
+    _, (_, second) = ask_twice(calls, [[Call("d", [HINTED])], [Call("d", [OK])]], ManualClock(), 1801.0)
     assert "cairn_decode_hint" not in second
 
 

@@ -134,6 +134,15 @@ def test_a_stream_whose_replica_dies_ends_with_an_error_event(path, ending):
     assert client.sent[-1]["more_body"] is False
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_replica_that_is_silent_is_waited_for_as_long_as_an_answer_may_take(begun):
+    items = [AnswerHead(200, STREAM, b"data: 1\n\n", False)] if begun else []
+    call = Call("a", [*items, asyncio.Event()])
+    client = ask(call, limits=RelayLimits(3, 1 << 20, 0.01, answer_seconds=0.05))
+    assert client.status == (200 if begun else 504) and call.closed and len(client.requests) == 1
+    assert b"the answer was not there within 0.05 s" in client.body
+
+
 def test_a_client_that_goes_ends_the_call():
     async def run():
         call = Call("a", [AnswerHead(200, STREAM, b"data: 1\n\n", False), asyncio.Event()])
@@ -200,7 +209,7 @@ def test_what_goes_on_from_a_stored_response_goes_to_its_replica():
         ):
             client = Client(Call("b", [AnswerHead(200, JSON, b"ok", True)]), path=path, body=body)
             client._relay, client._scope["method"] = made._relay, method
-            client._relay._send_to_replica = client._send_to_replica
+            client._relay._send_to_replica = client.send_to_replica
             later.append((await client.ask()).requests[0][1].owner)
         return made.requests[0][1].owner, later
 

@@ -61,7 +61,7 @@ class Client:
         self.calls, self.sent, self.requests = list(calls), [], []
         self.gone = asyncio.Event()
         self._unread = [{"type": "http.request", "body": body, "more_body": False}]
-        self._relay = RequestRelay(self._send_to_replica, limits or RelayLimits(3, 1 << 20, 5.0), **options)
+        self._relay = RequestRelay(self.send_to_replica, limits or RelayLimits(3, 1 << 20, 5.0), **options)
         self._scope = {
             "type": "http",
             "method": method,
@@ -70,7 +70,7 @@ class Client:
             "client": ("10.0.0.9", 5),
         }
 
-    def _send_to_replica(self, request, destination):
+    def send_to_replica(self, request, destination):
         self.requests.append((request, replace(destination, tried=tuple(destination.tried))))
         return self.calls[len(self.requests) - 1]
 

@@ -24,7 +24,8 @@ WITH_FEW_FILES = (
 LACKING = """
 import asyncio, resource, sys
 from cairn.proxy.options import ProxyOptions
-from cairn.proxy.upstream import UpstreamError, UpstreamClient
+from cairn.proxy.server_pool import UpstreamError
+from cairn.proxy.upstream import UpstreamClient
 
 async def ask(client):
     try:

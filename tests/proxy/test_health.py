@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from cairn.proxy.options import ProxyOptions
-from cairn.proxy.upstream import HealthChecker, UpstreamError, UpstreamPool, UpstreamResponse
+from cairn.proxy.server_pool import UpstreamError, UpstreamResponse
+from cairn.proxy.upstream import HealthChecker, UpstreamPool
 from cairn.types import ManualClock
 
 SLOW = UpstreamError("no answer within 5 s", kind="timeout")

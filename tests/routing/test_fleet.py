@@ -151,7 +151,7 @@ def test_what_is_announced_is_what_requests_ask_for():
     index = router._index
     for request, arrival, number in zip(asked, trace.requests, outcome.replica.tolist(), strict=True):
         assert len(request.block_hashes) == len(arrival.path)
-        assert index.matched_blocks(request.block_hashes)[f"replica-{number}"] == len(arrival.path)
+        assert index.matched_by(f"replica-{number}", request.block_hashes) == len(arrival.path)
 
 
 # -- the modelled server -----------------------------------------------------------------------------------------------

@@ -23,12 +23,20 @@ def index_of(max_blocks=1000, **prompts):
     return index
 
 
+def matched(index, prompt, resolution=1):
+    """How many leading blocks each replica has, as the rule asks for them; those that have none are left out."""
+    found = {}
+    for num_blocks, mask in index.matched_masks(prompt, resolution):
+        found |= {name: num_blocks for name in index.replicas if mask >> index.number(name) & 1}
+    return found
+
+
 def test_each_replica_has_its_leading_blocks():
     index = index_of(a=20, b=3, c=1, d=0, e=3)
-    assert index.matched_blocks(PROMPT) == {"a": 20, "b": 3, "c": 1, "e": 3}
-    assert index.matched_blocks(PROMPT[:2]) == {"a": 2, "b": 2, "c": 1, "e": 2}
-    assert index.matched_blocks([]) == index.matched_blocks([7]) == {}
-    assert index.matched_blocks([*PROMPT[:4], 1, 2, 3]) == {"a": 4, "b": 3, "c": 1, "e": 3}
+    assert matched(index, PROMPT) == {"a": 20, "b": 3, "c": 1, "e": 3}
+    assert matched(index, PROMPT[:2]) == {"a": 2, "b": 2, "c": 1, "e": 2}
+    assert matched(index, []) == matched(index, [7]) == {}
+    assert matched(index, [*PROMPT[:4], 1, 2, 3]) == {"a": 4, "b": 3, "c": 1, "e": 3}
     assert [index.matched_by(name, PROMPT) for name in "abcdx"] == [20, 3, 1, 0, 0]
 
 
@@ -36,16 +44,14 @@ def test_each_replica_has_its_leading_blocks():
 def test_every_depth_is_found(num_blocks):
     index = index_of(a=num_blocks, b=20 - num_blocks)
     assert index.matched_by("a", PROMPT) == num_blocks
-    assert index.matched_blocks(PROMPT).get("b", 0) == 20 - num_blocks
+    assert matched(index, PROMPT).get("b", 0) == 20 - num_blocks
 
 
 @pytest.mark.parametrize("resolution", [2, 5, 40])
 def test_a_coarse_look_misses_fewer_blocks_than_its_resolution(resolution):
     for num_blocks in range(21):
         index = index_of(a=num_blocks, b=7)
-        found = dict.fromkeys("ab", 0)
-        for matched, mask in index.matched_masks(PROMPT, resolution):
-            found |= {name: matched for name in index.replicas if mask >> index.number(name) & 1}
+        found = dict.fromkeys("ab", 0) | matched(index, PROMPT, resolution)
         assert num_blocks - resolution < found["a"] <= num_blocks and 7 - resolution < found["b"] <= 7
 
 
@@ -53,11 +59,11 @@ def test_removed_blocks_are_gone_for_that_replica_alone():
     index = index_of(a=5, b=5)
     index.apply("a", BlockRemoved((104, 103)))
     index.apply("c", BlockRemoved((100, 999)))
-    assert index.matched_blocks(PROMPT) == {"a": 3, "b": 5}
+    assert matched(index, PROMPT) == {"a": 3, "b": 5}
     index.apply("b", BlockRemoved(tuple(PROMPT[4::-1])))
     index.apply("a", BlockRemoved((102, 101, 100)))
     index.audit()
-    assert index.matched_blocks(PROMPT) == {} and index.num_blocks == 0
+    assert matched(index, PROMPT) == {} and index.num_blocks == 0
 
 
 def test_a_cleared_replica_starts_anew_and_a_removed_one_is_forgotten():
@@ -66,11 +72,11 @@ def test_a_cleared_replica_starts_anew_and_a_removed_one_is_forgotten():
     index.remove("b")
     index.remove("nobody")
     index.clear("nobody")
-    assert index.matched_blocks(PROMPT) == {"c": 5} and set(index.replicas) == {"a", "c"}
+    assert matched(index, PROMPT) == {"c": 5} and set(index.replicas) == {"a", "c"}
     index.apply("a", stored(100))
     index.apply("b", stored(100, 101))
     index.audit()
-    assert index.matched_blocks(PROMPT) == {"a": 1, "b": 2, "c": 5}
+    assert matched(index, PROMPT) == {"a": 1, "b": 2, "c": 5}
 
 
 def test_numbers_of_dead_replicas_are_given_again():
@@ -78,7 +84,7 @@ def test_numbers_of_dead_replicas_are_given_again():
     for _ in range(1000):
         index.apply("b", stored(*PROMPT[:7]))
         index.clear("b")
-        assert index.matched_blocks(PROMPT) == {"a": 5}
+        assert matched(index, PROMPT) == {"a": 5}
     index.audit()
     assert max(map(index.number, "ab")) < 100
 
@@ -86,13 +92,13 @@ def test_numbers_of_dead_replicas_are_given_again():
 def test_a_routed_prompt_is_expected_until_it_is_old():
     index = index_of(a=2)
     index.add_routed("b", PROMPT[:6], 1000.0)
-    assert index.matched_blocks(PROMPT) == {"a": 2, "b": 6}
+    assert matched(index, PROMPT) == {"a": 2, "b": 6}
     index.add_routed("c", PROMPT[:1], 1059.0)
     assert index.matched_by("b", PROMPT) == 6
     index.add_routed("c", PROMPT[:1], 1119.0)
     assert index.matched_by("b", PROMPT) == 6, "it is not old yet"
     index.add_routed("c", PROMPT[:1], 1180.0)
-    assert index.matched_blocks(PROMPT) == {"a": 2, "c": 1}
+    assert matched(index, PROMPT) == {"a": 2, "c": 1}
     index.audit()
 
 
@@ -102,7 +108,7 @@ def test_a_routed_prompt_that_is_announced_or_routed_again_stays():
     index.apply("a", stored(*PROMPT[:4]))
     for now in range(0, 1000, 50):
         index.add_routed("b", PROMPT[:5], float(now))
-    assert index.matched_blocks(PROMPT) == {"a": 4, "b": 5}
+    assert matched(index, PROMPT) == {"a": 4, "b": 5}
 
 
 def test_what_is_removed_is_no_longer_expected_either():
@@ -110,7 +116,7 @@ def test_what_is_removed_is_no_longer_expected_either():
     index.add_routed("a", PROMPT[:6], 0.0)
     index.add_routed("a", PROMPT[:6], 61.0)
     index.apply("a", BlockRemoved((105, 104)))
-    assert index.matched_blocks(PROMPT) == {"a": 4}
+    assert matched(index, PROMPT) == {"a": 4}
 
 
 def test_the_index_is_bounded_and_drops_what_nobody_uses():
@@ -170,9 +176,7 @@ def test_a_full_index_knows_each_replica_up_to_the_last_sampled_block_it_has(sam
         index.add_routed(name, prompt[: depth // 2], 0.0)
         index.audit()
     assert index.sample_every == sample_every
-    found = dict.fromkeys(depths, 0)
-    for matched, mask in index.matched_masks(prompt, resolution):
-        found |= {name: matched for name in index.replicas if mask >> index.number(name) & 1}
+    found = dict.fromkeys(depths, 0) | matched(index, prompt, resolution)
     looked_at = [*range(resolution - 1, 199, resolution), 199]
     seen = {max((one for one in sampled if one <= place), default=-1) for place in looked_at}
     for name, depth in depths.items():

@@ -93,7 +93,7 @@ class Replica:
 
     def restart(self):
         """Another process with an empty cache."""
-        self.blocks, self._number, self._before = set(), 0, self.subscriber.num_batches
+        self.blocks, self._number, self._before = set(), 0, self.subscriber.sequence.num_batches
         self._sent = deque(maxlen=self._kept)
         self._events.messages.clear()
         self._tell(zmq.EVENT_DISCONNECTED)
@@ -114,12 +114,12 @@ class Replica:
 
     @property
     def synced(self):
-        return self.subscriber._next == self._number
+        return self.subscriber.sequence.next_number == self._number
 
     @property
     def complete(self):
         """Every batch has been received at last, the replayed ones included."""
-        return self.subscriber.num_batches - self._before == self._number
+        return self.subscriber.sequence.num_batches - self._before == self._number
 
     def _answer(self, socket, frames):
         if self.answers:
@@ -204,7 +204,9 @@ class ManyReplicas(RuleBasedStateMachine):
         self.index.audit()
         synced = {name: replica for name, replica in self.replicas.items() if replica.synced}
         for path in ALL_PATHS:
-            matched = self.index.matched_blocks(hashes(path))
+            matched = {}
+            for num_blocks, mask in self.index.matched_masks(hashes(path)):
+                matched |= {one: num_blocks for one in self.index.replicas if mask >> self.index.number(one) & 1}
             assert matched.keys() <= self.replicas.keys()
             for name, replica in synced.items():
                 has = [found in replica.blocks for found in hashes(path)]

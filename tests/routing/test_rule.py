@@ -197,7 +197,7 @@ def test_a_removed_replica_is_forgotten_and_may_join_again():
     rule.remove(NAMES[1])
     rule.remove("nobody")
     assert NAMES[1] not in rule.rank(request, idle(NAMES[2:]), 0.0)
-    assert rule.index.matched_blocks(request.block_hashes) == {}
+    assert rule.index.matched_masks(request.block_hashes) == []
     assert set(rule.rank(request, idle(), 0.0)) == set(NAMES)
 
 

@@ -101,10 +101,10 @@ class Wire:
             """A subscription may go through after the handshake: then only the next batch shows that one is missing."""
             self.publish(BlockRemoved((5000,)))
             deadline = time.monotonic() + 0.2
-            while self.subscriber._next != self.publisher._number and time.monotonic() < deadline:
+            while self.subscriber.sequence.next_number != self.publisher._number and time.monotonic() < deadline:
                 self.subscriber.receive()
                 time.sleep(0.005)
-            return self.subscriber._next == self.publisher._number
+            return self.subscriber.sequence.next_number == self.publisher._number
 
         until(heard)
 
@@ -136,14 +136,14 @@ def test_events_reach_the_index_in_order(wire):
     subscriber = wire.subscribe()
     wire.until(lambda: subscriber.connected)
     # without replays, what was published before the subscription went through is not seen
-    until(lambda: wire.publish(AllBlocksCleared()) or (subscriber.receive() and subscriber.num_batches))
+    until(lambda: wire.publish(AllBlocksCleared()) or (subscriber.receive() and subscriber.sequence.num_batches))
     wire.publish(stored(0, 3), stored(3, 9), BlockRemoved((8, 7)), stored(7, 8), BlockRemoved((7,)))
     number = wire.publisher._number
-    wire.until(lambda: subscriber._next == number)
+    wire.until(lambda: subscriber.sequence.next_number == number)
     assert wire.index.matched_by("a", BLOCKS) == 7
     wire.publish(AllBlocksCleared())
     wire.until_matched(0)
-    assert subscriber.error is None and subscriber.num_malformed == 0 and subscriber.num_resets == 1
+    assert subscriber.error is None and subscriber.num_malformed == 0 and subscriber.sequence.num_resets == 1
 
 
 def test_what_was_published_before_is_replayed(wire):
@@ -155,7 +155,7 @@ def test_what_was_published_before_is_replayed(wire):
     wire.until_synced()
     wire.publish(stored(9, 12))
     wire.until_matched(12)
-    assert subscriber.num_resets == 1 and subscriber.error is None
+    assert subscriber.sequence.num_resets == 1 and subscriber.error is None
 
 
 def test_lost_batches_are_asked_for(wire):
@@ -168,8 +168,8 @@ def test_lost_batches_are_asked_for(wire):
     wire.publish(stored(8, 10))
     wire.until_matched(10)
     number = wire.publisher._number
-    assert subscriber._next == number and subscriber.num_batches == number
-    assert subscriber.num_resets == 1 and subscriber.error is None
+    assert subscriber.sequence.next_number == number and subscriber.sequence.num_batches == number
+    assert subscriber.sequence.num_resets == 1 and subscriber.error is None
 
 
 def test_the_last_batch_may_be_lost_too(wire):
@@ -189,16 +189,16 @@ def test_what_cannot_be_replayed_is_lost_and_the_replica_starts_anew(wire):
     wire.start()
     subscriber = wire.subscribe()
     wire.until(lambda: subscriber.connected)
-    until(lambda: wire.publish(stored(0, 5)) or (subscriber.receive() and subscriber.num_batches))
+    until(lambda: wire.publish(stored(0, 5)) or (subscriber.receive() and subscriber.sequence.num_batches))
     number = wire.publisher._number
-    wire.until(lambda: subscriber._next == number)
-    num_resets = subscriber.num_resets
+    wire.until(lambda: subscriber.sequence.next_number == number)
+    num_resets = subscriber.sequence.num_resets
     assert wire.index.matched_by("a", BLOCKS) == 5
     wire.lose(BlockRemoved((4,)), BlockRemoved((3,)), stored(500, 501))
     wire.publish(stored(0, 2), stored(2, 3))
-    wire.until(lambda: subscriber._next == number + 5)
+    wire.until(lambda: subscriber.sequence.next_number == number + 5)
     assert wire.index.matched_by("a", BLOCKS) == 3
-    assert subscriber.num_resets == num_resets + 1
+    assert subscriber.sequence.num_resets == num_resets + 1
 
 
 @pytest.mark.parametrize("wire", [{}, {"replay": None}], indirect=True)
@@ -206,7 +206,7 @@ def test_a_publisher_that_comes_back_is_another_one(wire):
     wire.start()
     subscriber = wire.subscribe()
     wire.until(lambda: subscriber.connected)
-    until(lambda: wire.publish(stored(0, 5)) or (subscriber.receive() and subscriber.num_batches))
+    until(lambda: wire.publish(stored(0, 5)) or (subscriber.receive() and subscriber.sequence.num_batches))
     wire.index.apply("b", stored(0, 2))
     wire.stop()
     wire.until(lambda: not subscriber.connected)
@@ -293,7 +293,7 @@ def _check_malformed(wire, frames):
     wire.addresses[1] = None
     subscriber = wire.subscribe()
     until(lambda: sender.send_multipart([b"kv" + frames[0], *frames[1:]]) or subscriber.receive())
-    assert subscriber.num_malformed >= 1 and subscriber.num_batches == 0
+    assert subscriber.num_malformed >= 1 and subscriber.sequence.num_batches == 0
     good = msgspec.msgpack.encode([1.0, [{"type": "BlockStored", "block_hashes": [0, 1]}]])
     sender.send_multipart([b"kv", (1).to_bytes(8, "big"), good])
     wire.until_matched(2)

@@ -5,7 +5,7 @@ import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 from urllib.parse import quote
 
 from fastapi import Depends, FastAPI, Request
@@ -25,21 +25,24 @@ from cairn.http.web_server import (
     wait_first,
     wait_until_started,
 )
-from cairn.proxy.forward import GeneratePath, RequestForwarder
+from cairn.proxy.forward import ClientRequest, RequestForwarder, parse_request
 from cairn.proxy.options import ProxyOptions
+from cairn.proxy.prefixes import routed_request
+from cairn.proxy.protocol import HANDOVER_PATHS
 from cairn.proxy.relay import ClientResponse, Relay
+from cairn.proxy.server_pool import Headers, NoUpstream, UpstreamError
 from cairn.proxy.service import ProxyService
-from cairn.proxy.upstream import Headers, Upstream, UpstreamError
+from cairn.proxy.upstream_calls import UpstreamCalls
+from cairn.routing.rule import RoutedRequest
 from cairn.types import Clock
 
 __all__ = ["ProxyServer", "create_app"]
 
 _OPEN_PATHS = frozenset({"/health", "/healthcheck", "/metrics", "/ping", "/version"})
-_GENERATE_PATHS: tuple[GeneratePath, ...] = get_args(GeneratePath)
+_GENERATE_PATHS = (*HANDOVER_PATHS, "/v1/messages/count_tokens")
 _GATED_PATHS = frozenset((*_GENERATE_PATHS, "/v1/models"))
 _STORED_PATH = "/v1/responses/{response_id}"
 _FORWARDED = (b"authorization", b"x-api-key", b"traceparent", b"tracestate")
-_MAX_MODELS_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -56,28 +59,71 @@ def _service(request: Request) -> ProxyService:
 Service = Annotated[ProxyService, Depends(_service)]
 
 
-def generate(path: GeneratePath) -> Callable[[Request, Service], Coroutine[Any, Any, Response]]:
+def generate(path: str) -> Callable[[Request, Service], Coroutine[Any, Any, Response]]:
     """The endpoint that forwards requests to this path."""
 
     async def endpoint(request: Request, service: Service) -> Response:
-        return _relay(request, service, await request.body(), path)
+        content, headers, arrival = await request.body(), _upstream_headers(request), service.clock.now()
+
+        async def answer(client: ClientResponse) -> int:
+            forwarder = _create_forwarder(service, path, content, headers, arrival)
+            try:
+                async with service.gate.time_limit():
+                    return await forwarder.run(client)
+            except NoUpstream:
+                raise make_error("no decode server is up: try again later", 503) from None
+            except UpstreamError as error:
+                if client.started:
+                    raise make_error(f"the decode server failed in mid-answer: {error}", 502) from error
+                raise make_error(f"no decode server could answer; the last one: {error}", 502) from error
+            finally:
+                service.metrics.record_forwarded(forwarder)
+
+        def on_end(end: int | RequestError | ClientDisconnected, started: bool) -> None:
+            service.metrics.requests.labels(_outcome(end, started)).inc()
+            if isinstance(end, int) and end < 400:
+                service.metrics.request_seconds.observe(service.clock.now() - arrival)
+
+        return Relay(answer, on_end)
 
     return endpoint
 
 
-def _relay(request: Request, service: ProxyService, content: bytes, path: GeneratePath) -> Response:
-    arrival = service.clock.now()
+def _create_forwarder(
+    service: ProxyService, path: str, content: bytes, headers: Headers, arrival: float
+) -> RequestForwarder:
+    """Raises InvalidRequest."""
+    request, options = parse_request(path, content), service.options
+    # Counting computes nothing that could be cached or handed over.
+    counts = path not in HANDOVER_PATHS
+    prompt = RoutedRequest() if counts else routed_request(request.body or {}, request.digests)
+    prefill = UpstreamCalls(service, service.prefill, "POST", path, headers, prompt, options.prefill_timeout)
+    return RequestForwarder(
+        request,
+        UpstreamCalls(service, service.decode, "POST", path, headers, prompt),
+        prefill if service.prefill.upstreams and not counts else None,
+        service.hints,
+        service.response_owners,
+        options.max_attempts,
+        lambda: service.metrics.first_byte_seconds.observe(service.clock.now() - arrival),
+    )
+
+
+def _ask_decode(request: Request, service: ProxyService, path: str, stored: str = "") -> Response:
+    """The answer of a decode server, the least loaded first; or of the one that has `stored` this response, else of the
+    first that knows it."""
+    pool, seconds, headers = service.decode, service.options.health_timeout, _upstream_headers(request)
+    calls = UpstreamCalls(service, pool, request.method, path, headers, RoutedRequest(), seconds, bool(stored))
+    asked, num_servers = ClientRequest(path, b"", stored=stored), len(pool.upstreams)
 
     async def answer(client: ClientResponse) -> int:
-        async with service.gate.time_limit():
-            return await RequestForwarder(service, path, content, _upstream_headers(request)).run(client)
+        forwarder = RequestForwarder(asked, calls, None, service.hints, service.response_owners, num_servers)
+        try:
+            return await forwarder.run(client)
+        except (NoUpstream, UpstreamError) as error:
+            raise make_error("no decode server can say: try again later", 503) from error
 
-    def on_end(end: int | RequestError | ClientDisconnected, started: bool) -> None:
-        service.metrics.requests.labels(_outcome(end, started)).inc()
-        if isinstance(end, int) and end < 400:
-            service.metrics.request_seconds.observe(service.clock.now() - arrival)
-
-    return Relay(answer, on_end)
+    return Relay(answer, lambda end, started: None)
 
 
 def _outcome(end: int | RequestError | ClientDisconnected, started: bool) -> str:
@@ -101,48 +147,15 @@ def _upstream_headers(request: Request) -> Headers:
 
 
 async def models(request: Request, service: Service) -> Response:
-    """The answer of one of the decode servers, the least loaded first."""
-    tried: list[Upstream] = []
-    while (upstream := service.decode.least_loaded(tried)) is not None:
-        tried.append(upstream)
-        url, seconds = f"{upstream.url}/v1/models", service.options.health_timeout
-        try:
-            reply = await service.client.fetch("GET", url, b"", _upstream_headers(request), seconds, _MAX_MODELS_BYTES)
-        except UpstreamError as error:
-            service.report_failure(service.decode, upstream, error)
-            continue
-        if reply.status < 500:
-            headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in reply.headers}
-            return Response(reply.content, reply.status, headers)
-    raise make_error("no decode server can say: try again later", 503)
+    return _ask_decode(request, service, "/v1/models")
 
 
 async def stored_response(request: Request, service: Service, response_id: str) -> Response:
-    """The answer of the decode server that has the response: of the one that made it, or of the first that knows it."""
-    owner, last = service.response_owners.find(response_id), None
-    upstreams = sorted(service.decode.upstreams.values(), key=lambda upstream: upstream.url != owner)
     ending = request.scope["path"].rpartition("/")[2]
     path = f"/v1/responses/{quote(response_id, safe='')}"
     path += f"/{ending}" if ending in ("cancel", "input_items") and ending != response_id else ""
-    query, options = request.scope["query_string"].decode("latin-1"), service.options
-    for upstream in upstreams:
-        if not upstream.up:
-            continue
-        url = f"{upstream.url}{path}" + (f"?{query}" if query else "")
-        try:
-            reply = await service.client.fetch(
-                request.method, url, b"", _upstream_headers(request), options.health_timeout, options.max_body_bytes
-            )
-        except UpstreamError as error:
-            service.report_failure(service.decode, upstream, error)
-            continue
-        last = reply
-        if reply.status != 404:
-            break
-    if last is None:
-        raise make_error("no decode server can say: try again later", 503)
-    headers = {key.decode("latin-1"): value.decode("latin-1") for key, value in last.headers}
-    return Response(last.content, last.status, headers)
+    query = request.scope["query_string"].decode("latin-1")
+    return _ask_decode(request, service, path + (f"?{query}" if query else ""), response_id)
 
 
 async def health(service: Service) -> Response:

@@ -4,25 +4,24 @@ prefill   429, 5xx, time-out, broken connection, down: the next prefill server; 
           what it hands over is nothing that a server would take: the decode server alone
           4xx about `kv_transfer_params`: once more without the second-turn hint; the next prefill server
           other 4xx: the client gets it as it is
-decode    429, 5xx, time-out, broken connection before the first byte: the next decode server. What was handed over is
-          good for one use, so the prompt is prefilled again, unless the server was not reached, or is full (429)
+decode    a status that the pool retries (429; over HTTP 5xx, else 503), time-out, broken connection before the first
+          byte: the next decode server. What was handed over is good for one use, so the prompt is prefilled again,
+          unless the server was not reached, or is full (429)
           down before the first byte: the same, if there is a next decode server; if not, this one is waited for
           4xx about `kv_transfer_params`, 413: the same server once more, without what was handed over
           after the first byte: no second try, ever; a stream ends with an error event
 """
 
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack
-from dataclasses import replace
-from functools import partial
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from cairn.http.error_responses import make_error
-from cairn.proxy.prefixes import is_batch, prefix_digests, routed_request
+from cairn.http.error_responses import RESPONSES_PATH
+from cairn.proxy.prefixes import HintCache, PrefixDigests, is_batch, prefix_digests
 from cairn.proxy.protocol import (
     BadReference,
+    Body,
     bool_field,
     decode_body,
     handover_of,
@@ -32,237 +31,203 @@ from cairn.proxy.protocol import (
     stored_response_of,
 )
 from cairn.proxy.relay import ClientResponse
-from cairn.proxy.service import ProxyService
-from cairn.proxy.stream_inspector import AnswerRecorder, AnswerSummary, StreamInspector
-from cairn.proxy.upstream import Headers, Upstream, UpstreamError, UpstreamResponse, read_all
-from cairn.routing.rule import RoutedRequest
-
-GeneratePath = Literal[
-    "/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses"
-]
+from cairn.proxy.response_owners import ResponseOwners
+from cairn.proxy.server_pool import NoUpstream, ServerPool, UpstreamError, UpstreamResponse
+from cairn.proxy.stream_inspector import AnswerSummary, StreamInspector
 
 _FULL = 429
 _TOO_LARGE = 413
 _REFERENCE_REFUSALS = (400, _TOO_LARGE, 422)
+_MAX_READ_BYTES = 16 << 20
+"""Of an answer that is read whole: a prefill server's, or a refusal."""
 
 
-class _ClientError(Exception):
-    """A prefill server's 4xx that is the client's to see."""
+@dataclass(frozen=True, slots=True)
+class ClientRequest:
+    """A client's request. `body`: None where the `content` goes to the decode servers as it is, and to no others.
+    `digests`: of its prompt, None for none; `stored`: the id of the response that it is about, empty for none.
+    `decode_only`: why its prompt is not handed over, empty where it may be."""
 
-    def __init__(self, response: UpstreamResponse) -> None:
-        super().__init__()
-        self.response = response
+    path: str
+    content: bytes
+    body: Body | None = None
+    digests: PrefixDigests | None = None
+    stored: str = ""
+    decode_only: str = ""
+
+    def decode_content(self, handover: msgspec.Raw | None) -> bytes:
+        """What a decode server gets."""
+        return self.content if self.body is None else decode_body(self.body, handover)
 
 
+def parse_request(path: str, content: bytes) -> ClientRequest:
+    """A request that generates. Raises InvalidRequest."""
+    body = parse_body(content)
+    bool_field(body, "stream")
+    stored = stored_response_of(body) if path == RESPONSES_PATH else ""
+    # A conversation that goes on from a stored response is cached where that is stored.
+    decode_only = "stored_response" if stored else ""
+    if path == "/v1/completions" and is_batch(body):
+        decode_only = "batch"
+    return ClientRequest(path, content, body, prefix_digests(body), stored, decode_only)
+
+
+@dataclass(slots=True)
 class RequestForwarder:
-    """Answers one request. Used once."""
+    """Answers one request. Used once. `prefill`: None where prompts are not handed over; `hints`, `owners`: what all
+    requests remember of answers; `on_first_byte` is called when a server's answer is about to go out.
 
-    def __init__(self, service: ProxyService, path: GeneratePath, content: bytes, headers: Headers) -> None:
-        """`content`: the request's body; `headers`: what the servers get. Raises InvalidRequest."""
-        self.body = parse_body(content)
-        bool_field(self.body, "stream")
-        self._service = service
-        self._path = path
-        self._headers = headers
-        self._digests = prefix_digests(self.body)
-        # Counting computes nothing that could be cached or handed over.
-        counts = path == "/v1/messages/count_tokens"
-        self._request = RoutedRequest() if counts else routed_request(self.body, self._digests)
-        self._is_batch = path == "/v1/completions" and is_batch(self.body)
-        self._arrival = service.clock.now()
-        self._decode_only = counts
-        self._stored = stored_response_of(self.body) if path == "/v1/responses" else ""
-        self._handover: msgspec.Raw | None = None
-        self._prefill_upstream: Upstream | None = None
-        self._tried: list[Upstream] = []
-        self._last_refusal: UpstreamResponse | None = None
-        self._last_failure = ""
+    `decode_only`: why nothing was handed over, empty where it was. `num_hints_sent`, `num_hints_stored`: second-turn
+    hints.
+    """
+
+    request: ClientRequest
+    decode: ServerPool
+    prefill: ServerPool | None
+    hints: HintCache
+    owners: ResponseOwners
+    max_attempts: int
+    on_first_byte: Callable[[], None] = lambda: None
+    decode_only: str = field(default="", init=False)
+    num_hints_sent: int = field(default=0, init=False)
+    num_hints_stored: int = field(default=0, init=False)
+    _handover: msgspec.Raw | None = field(default=None, init=False)
+    _prefill_server: str = field(default="", init=False)
+    _decode_server: str | None = field(default=None, init=False)
+    _refusal: UpstreamResponse | None = field(default=None, init=False)
 
     async def run(self, client: ClientResponse) -> int:
-        """Answer the client; returns the status of the answer when its last byte is out. Raises RequestError."""
-        tried = self._tried
-        try:
-            while self._can_retry_decode():
-                await self._prefill()
-                # Only now: while the prompt was computed, the loads have changed.
-                upstream = self._choose_decode()
-                if upstream is None:
+        """Answer the client; returns the status of the answer when its last byte is out.
+
+        Raises UpstreamError when the last try has failed, or a server after its first byte, and NoUpstream when no
+        server could be tried.
+        """
+        tried: list[str] = []
+        failure: UpstreamError | NoUpstream = NoUpstream("no server is up")
+        self._decode_server = self.owners.find(self.request.stored) if self.request.stored else None
+        while len(tried) < self.max_attempts and self.decode.has_untried(tried):
+            if not await self._prefill_prompt():
+                break
+            try:
+                # Only now is a server chosen: while the prompt was computed, the loads have changed.
+                status = await self._try_decode(tried, client)
+            except UpstreamError as error:
+                if client.started:
+                    raise
+                failure = error
+                if error.sent:
+                    self._handover = None
+                if error.server and error.server in tried:
                     break
-                if tried:
-                    self._service.metrics.retries.labels("decode").inc()
-                tried.append(upstream)
-                status = await self._decode(upstream, client)
+                tried.append(error.server)
+            except NoUpstream as error:
+                failure = failure if tried else error
+                break
+            else:
                 if status is not None:
                     return status
-        except _ClientError as error:
-            return await client.send_whole(error.response.status, error.response.headers, error.response.content)
-        if (refusal := self._last_refusal) is not None:
-            return await client.send_whole(refusal.status, refusal.headers, refusal.content)
-        if tried:
-            raise make_error(f"no decode server could answer; the last one: {self._last_failure}", 502)
-        raise make_error("no decode server is up: try again later", 503)
+        if self._refusal is None:
+            raise failure
+        return await client.send_whole(self._refusal.status, self._refusal.headers, self._refusal.content)
 
-    def _choose_decode(self) -> Upstream | None:
-        """The server that has the response which this one goes on from, or the next one that the prompt prefers."""
-        decode = self._service.decode
-        owner = decode.upstreams.get(self._service.response_owners.find(self._stored) or "")
-        if owner is not None and owner.up and owner not in self._tried:
-            return owner
-        return decode.choose(self._request, self._tried)
-
-    def _can_retry_decode(self) -> bool:
-        """Whether there is a decode server that may be tried, or tried next."""
-        max_attempts = self._service.options.max_attempts
-        return len(self._tried) < max_attempts and self._service.decode.least_loaded(self._tried) is not None
-
-    async def _prefill(self) -> None:
-        """Set `_handover`, or `_decode_only` if there will be none."""
-        if self._handover is not None or self._decode_only or not self._service.prefill.upstreams:
-            return
-        if self._is_batch or self._stored:
-            # The conversation is where its last answer was stored.
-            self._set_decode_only("batch" if self._is_batch else "stored_response")
-            return
-        pool, tried = self._service.prefill, list[Upstream]()
-        while len(tried) < self._service.options.max_attempts:
-            upstream = pool.choose(self._request, tried)
-            if upstream is None:
-                break
-            if tried:
-                self._service.metrics.retries.labels("prefill").inc()
-            tried.append(upstream)
+    async def _prefill_prompt(self) -> bool:
+        """Set `_handover`, or `decode_only` if there will be none; False where the client is to get a prefill server's
+        `_refusal`."""
+        request, pool = self.request, self.prefill
+        if self._handover is not None or self.decode_only or pool is None or request.body is None:
+            return True
+        self.decode_only = request.decode_only
+        digests = [] if request.digests is None else request.digests.digests
+        tried, first, hint = list[str](), None, self.hints.find(digests)
+        while not self.decode_only and len(tried) < self.max_attempts:
+            content = prefill_body(request.path, request.body, hint)
+            self.num_hints_sent += hint is not None
             try:
-                response = await self._call_prefill(upstream)
-                self._handover, self._prefill_upstream = handover_of(response.content), upstream
+                async with pool.send(content, tried, first) as response:
+                    if response.server in tried:
+                        break
+                    response = await response.read(_MAX_READ_BYTES)
+                    is_own = refuses_params(response.status, response.content)
+                    if is_own and hint is not None:
+                        self.hints.remove(hint, digests)
+                        first, hint = response.server, None
+                        continue
+                    if 400 <= response.status < 500 and response.status != _FULL and not is_own:
+                        self._refusal = response
+                        return False
+                    if response.status != 200:
+                        raise UpstreamError(f"it answers with {response.status}", kind="status")
+                    self._take_handover(response)
+                    return True
             except UpstreamError as error:
-                self._service.report_failure(pool, upstream, error)
-                continue
-            except BadReference as error:
-                self._drop_handover(upstream, str(error))
-                return
-            except ValueError as error:
-                self._service.report_failure(pool, upstream, UpstreamError(f"cannot be read: {error}", kind="answer"))
-                continue
-            if self._handover is None:
-                self._set_decode_only("not_offered")
-            return
-        self._set_decode_only("prefill_failed" if tried else "prefill_down")
+                tried.append(error.server)
+            except NoUpstream:
+                break
+        self.decode_only = self.decode_only or ("prefill_failed" if tried else "prefill_down")
+        return True
 
-    async def _call_prefill(self, upstream: Upstream) -> UpstreamResponse:
-        """A 200 from a prefill server. Raises UpstreamError or, for 4xx, _ClientError."""
-        service, digests = self._service, self._digests.digests if self._digests is not None else []
-        hint = service.hints.find(digests)
-        started = service.clock.now()
-        # It may always be aborted: a decode server can do it alone.
-        with service.count_open(service.prefill, upstream, self._request):
-            async with upstream.abort_if_down(lambda: True):
-                response = await self._post_prefill(upstream, hint)
-                if hint is not None and refuses_params(response.status, response.content):
-                    service.hints.remove(hint, digests)
-                    response = await self._post_prefill(upstream, None)
-        is_own = refuses_params(response.status, response.content)
-        if 400 <= response.status < 500 and response.status != _FULL and not is_own:
-            raise _ClientError(response)
-        if response.status != 200:
-            raise UpstreamError(f"it answers with {response.status}", kind="status")
-        service.metrics.prefill_seconds.observe(service.clock.now() - started)
-        return response
-
-    async def _post_prefill(self, upstream: Upstream, hint: msgspec.Raw | None) -> UpstreamResponse:
-        options, url = self._service.options, upstream.url + self._path
-        if hint is not None:
-            self._service.metrics.hints_sent.inc()
-        body = prefill_body(self._path, self.body, hint)
-        return await self._service.client.fetch(
-            "POST", url, body, self._headers, options.prefill_timeout, options.max_body_bytes
-        )
-
-    async def _decode(self, upstream: Upstream, client: ClientResponse) -> int | None:
-        """The status of the answer that the client has got, or None to try another server. Raises RequestError when the
-        client has got a part of an answer."""
+    def _take_handover(self, response: UpstreamResponse) -> None:
+        """Raises UpstreamError for an answer that cannot be read at all."""
+        self._prefill_server = response.server
         try:
-            with self._service.count_open(self._service.decode, upstream, self._request):
-                status = await self._call_decode(upstream, client)
-                # None only once: without a reference there is none to be refused.
-                return await self._call_decode(upstream, client) if status is None else status
-        except UpstreamError as error:
-            self._last_failure = str(error)
-            self._service.report_failure(self._service.decode, upstream, error)
-            if client.started:
-                raise make_error(f"the decode server failed in mid-answer: {error}", 502) from error
-            if error.sent:
-                self._handover = None
-            return None
+            self._handover = handover_of(response.content)
+        except BadReference as error:
+            self._drop_handover(str(error))
+        except ValueError as error:
+            raise UpstreamError(f"cannot be read: {error}", kind="answer") from None
+        else:
+            self.decode_only = "not_offered" if self._handover is None else ""
 
-    async def _call_decode(self, upstream: Upstream, client: ClientResponse) -> int | None:
-        """The status of the answer that the client has got, or None when the server has refused the reference, which is
-        dropped then. Raises UpstreamError."""
-        service, url = self._service, upstream.url + self._path
-        max_bytes, content = service.options.max_body_bytes, decode_body(self.body, self._handover)
-        async with AsyncExitStack() as stack:
-            # Nothing goes out before the server has something to say: until then another one can take over.
-            async with upstream.abort_if_down(self._can_retry_decode):
-                response, chunks = await stack.enter_async_context(
-                    service.client.stream(url, content, self._headers, service.options.stall_timeout)
-                )
-                if response.status >= 500 or response.status == _FULL:
-                    # Kept in case nobody can do better. A full server has turned the request away and fetched nothing.
-                    self._last_refusal = replace(response, content=await read_all(chunks, max_bytes))
-                    sent = response.status != _FULL
-                    raise UpstreamError(f"it answers with {response.status}", kind="status", sent=sent)
-                if 300 <= response.status < 400:
-                    # A redirect is never passed on: it is not for the client.
-                    raise UpstreamError(f"it answers with {response.status}", kind="status")
-                first: bytes | None
-                if self._handover is not None and response.status in _REFERENCE_REFUSALS:
-                    first = await read_all(chunks, max_bytes)
-                    if response.status == _TOO_LARGE or refuses_params(response.status, first):
-                        self._drop_handover(self._prefill_upstream, f"refused with {response.status} by {upstream.url}")
-                        return None
-                else:
-                    first = await anext(chunks, None)
-            await self._pass_through(upstream, response, first, chunks, client)
+    async def _try_decode(self, tried: Sequence[str], client: ClientResponse) -> int | None:
+        """The status of the answer that the client has got, or None when the server has refused what was handed over,
+        which is dropped then. Raises UpstreamError and NoUpstream."""
+        content = self.request.decode_content(self._handover)
+        async with self.decode.send(content, tried, self._decode_server) as response:
+            if self.decode.should_retry(response.status):
+                # Kept in case nobody can do better. A full server has turned the request away and fetched nothing.
+                self._refusal = await response.read(_MAX_READ_BYTES)
+                sent = response.status != _FULL
+                raise UpstreamError(f"it answers with {response.status}", kind="status", sent=sent)
+            if self._handover is not None and response.status in _REFERENCE_REFUSALS:
+                response = await response.read(_MAX_READ_BYTES)
+                if response.status == _TOO_LARGE or refuses_params(response.status, response.content):
+                    self._drop_handover(f"refused with {response.status} by {response.server}")
+                    self._decode_server = response.server
+                    return None
+            await self._pass_through(response, client)
             return response.status
 
-    async def _pass_through(
-        self,
-        upstream: Upstream,
-        response: UpstreamResponse,
-        first: bytes | None,
-        chunks: AsyncGenerator[bytes, None],
-        client: ClientResponse,
-    ) -> None:
-        service, length = self._service, response.header(b"content-length")
-        stream = response.header(b"content-type").startswith(b"text/event-stream")
-        inspector = StreamInspector(stream, int(length) if length.isdigit() else None)
-        recorder = AnswerRecorder(inspector, partial(self._record_answer, upstream))
-        service.decode.record_prefilled(upstream, self._request)
-        service.metrics.first_byte_seconds.observe(service.clock.now() - self._arrival)
-        unbuffered = [(b"x-accel-buffering", b"no")] if stream else []
-        await client.start(response.status, [*response.headers, *unbuffered])
-        chunk = first
-        while chunk is not None:
-            recorder.feed(chunk)
+    async def _pass_through(self, response: UpstreamResponse, client: ClientResponse) -> None:
+        inspector = self._inspector(response)
+        self.on_first_byte()
+        await client.start(response.status, response.headers)
+        async for chunk in response.chunks():
+            if inspector is not None:
+                inspector.feed(chunk)
             await client.write(chunk)
-            chunk = await anext(chunks, None)
-        recorder.finish()
+        if inspector is not None:
+            inspector.finish()
         await client.end()
 
-    def _record_answer(self, upstream: Upstream, answer: AnswerSummary) -> None:
-        """Remember where the pages of this conversation are, and its answer if that is stored."""
-        if answer.response_id is not None:
-            self._service.response_owners.store(answer.response_id, upstream.url)
-        if self._service.hints.store_answer(self._digests, answer):
-            self._service.metrics.hints_stored.inc()
+    def _inspector(self, response: UpstreamResponse) -> StreamInspector | None:
+        """Remembers where the pages of this conversation are, and its answer if that is stored. None for an answer that
+        is nothing to remember."""
+        digests = self.request.digests
 
-    def _drop_handover(self, upstream: Upstream | None, reason: str) -> None:
-        """Forget what this prefill server has handed over, for good: the decode server computes the prompt."""
-        self._handover = None
-        if upstream is not None:
+        def record(answer: AnswerSummary) -> None:
+            if answer.response_id is not None:
+                self.owners.store(answer.response_id, response.server)
+            self.num_hints_stored += self.hints.store_answer(digests, answer)
+
+        if response.status != 200 or (digests is None and self.request.path != RESPONSES_PATH):
+            return None
+        length = response.header(b"content-length")
+        num_bytes = int(length) if length.isdigit() else None if response.rest else len(response.content)
+        return StreamInspector(response.header(b"content-type").startswith(b"text/event-stream"), num_bytes, record)
+
+    def _drop_handover(self, reason: str) -> None:
+        """Forget what the prefill server has handed over, for good: the decode server computes the prompt."""
+        self._handover, self.decode_only = None, "bad_reference"
+        if self.prefill is not None:
             error = UpstreamError(f"bad reference: {reason}", kind="reference")
-            self._service.report_failure(self._service.prefill, upstream, error)
-        self._set_decode_only("bad_reference")
-
-    def _set_decode_only(self, reason: str) -> None:
-        self._decode_only = True
-        self._service.metrics.decode_only.labels(reason).inc()
+            self.prefill.report_failure(self._prefill_server, error)

@@ -9,6 +9,13 @@ from cairn.setting_types import ApiKeys, Bytes, ListText, split_commas
 
 __all__ = ["ProxyOptions"]
 
+MAX_HINTS = 1 << 16
+"""Conversations whose last answer may be cached in a fleet: with a state of some 60 MB each these are 4 TB of decode
+servers' pools. A hint takes half a kilobyte here."""
+HINT_SECONDS = 1800.0
+"""No lease bounds a hint: a prefill server's ends after seconds, but a hint leads to a decode server's cache, which
+keeps an answer until it is evicted. Few turns come later; a hint that outlives its answer costs one refused claim."""
+
 _MAX_SERVERS = 1024
 
 
@@ -76,5 +83,5 @@ class ProxyOptions(BaseModel):
     running_tokens: float = Field(
         64.0, description="what an open request makes a server less attractive by, in tokens of prefill", ge=0, le=1e6
     )
-    max_hints: int = Field(65536, description="most second-turn hints that are remembered", ge=1, le=1 << 24)
-    hint_timeout: float = Field(1800.0, description="seconds a second-turn hint is remembered", gt=0, le=86400)
+    max_hints: int = Field(MAX_HINTS, description="most second-turn hints that are remembered", ge=1, le=1 << 24)
+    hint_timeout: float = Field(HINT_SECONDS, description="seconds a second-turn hint is remembered", gt=0, le=86400)

@@ -8,10 +8,11 @@ from typing import Any
 
 import msgspec
 
+from cairn.proxy.options import HINT_SECONDS, MAX_HINTS
 from cairn.proxy.protocol import Body, text_field
 from cairn.proxy.stream_inspector import AnswerSummary
 from cairn.routing.rule import RoutedRequest, session_name
-from cairn.types import Clock
+from cairn.types import Clock, SystemClock
 
 _UNITS_PER_DIGEST = 64
 _BYTES_PER_TOKEN = 4
@@ -132,12 +133,12 @@ def routed_request(body: Body, digests: PrefixDigests | None) -> RoutedRequest:
 
 class HintCache:
     """Second-turn hints, keyed by the digest at which prompt and answer ended. Bounded in number and age; the least
-    recently used goes first. A hint may be out of date: a prefill server then refuses it."""
+    recently used goes first. A hint may be out of date: then the prefill server's claim is refused, and it computes."""
 
-    def __init__(self, max_hints: int, seconds: float, clock: Clock) -> None:
+    def __init__(self, max_hints: int = MAX_HINTS, seconds: float = HINT_SECONDS, clock: Clock | None = None) -> None:
         self._max_hints = max_hints
         self._seconds = seconds
-        self._clock = clock
+        self._clock = clock or SystemClock()
         self._hints: OrderedDict[bytes, tuple[float, msgspec.Raw]] = OrderedDict()
 
     def __len__(self) -> int:

@@ -23,6 +23,8 @@ from pydantic import TypeAdapter, ValidationError
 from cairn.errors import InvalidBody, InvalidRequest
 
 DECODE_HINT = "cairn_decode_hint"
+HANDOVER_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
+"""What is asked for there has a prompt that a prefill server can compute."""
 
 Body = dict[str, msgspec.Raw]
 """A JSON object with its values as they were written."""

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope, Send
 from cairn.errors import RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.http.error_responses import ClientDisconnected, encode_error_events, error_response
-from cairn.proxy.upstream import Headers
+from cairn.proxy.server_pool import Headers
 
 _ERROR_SECONDS = 10.0
 

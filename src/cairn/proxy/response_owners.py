@@ -1,23 +1,25 @@
-"""Which decode server has stored which response of /v1/responses."""
+"""Which server has stored which response of /v1/responses."""
 
 from collections import OrderedDict
 
+_MAX_RESPONSES = 1 << 16
+
 
 class ResponseOwners:
-    """URLs of servers by the ids of responses. Bounded; the least recently used go first."""
+    """Names of servers by the ids of responses. Bounded; the least recently used go first."""
 
-    def __init__(self, max_responses: int) -> None:
+    def __init__(self, max_responses: int = _MAX_RESPONSES) -> None:
         self._max_responses = max_responses
-        self._urls: OrderedDict[str, str] = OrderedDict()
+        self._servers: OrderedDict[str, str] = OrderedDict()
 
-    def store(self, response_id: str, url: str) -> None:
-        self._urls[response_id] = url
-        self._urls.move_to_end(response_id)
-        while len(self._urls) > self._max_responses:
-            self._urls.popitem(last=False)
+    def store(self, response_id: str, server: str) -> None:
+        self._servers[response_id] = server
+        self._servers.move_to_end(response_id)
+        while len(self._servers) > self._max_responses:
+            self._servers.popitem(last=False)
 
     def find(self, response_id: str) -> str | None:
         """None where nothing is known of it."""
-        if response_id in self._urls:
-            self._urls.move_to_end(response_id)
-        return self._urls.get(response_id)
+        if response_id in self._servers:
+            self._servers.move_to_end(response_id)
+        return self._servers.get(response_id)

@@ -1,9 +1,8 @@
 """The state that all requests of one proxy share: pools, hints, metrics (`cairn_proxy:`) and the time limit."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -11,22 +10,17 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from cairn.errors import Overloaded
 from cairn.http.error_responses import make_error
 from cairn.http.middleware import Gate, random_id
+from cairn.proxy.forward import RequestForwarder
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.prefixes import HintCache
 from cairn.proxy.response_owners import ResponseOwners
-from cairn.proxy.upstream import HealthChecker, Upstream, UpstreamClient, UpstreamError, UpstreamPool
-from cairn.routing.rule import RoutedRequest
+from cairn.proxy.upstream import HealthChecker, UpstreamClient, UpstreamPool
 from cairn.types import Clock, SystemClock
 
 _SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0),
     *(2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
 )
-
-_MAX_RESPONSES = 1 << 16
-"""Stored responses whose server is remembered."""
-
-logger = logging.getLogger(__name__)
 
 
 class ProxyMetrics:
@@ -64,6 +58,13 @@ class ProxyMetrics:
             for url, upstream in pool.upstreams.items():
                 up.labels(pool.name, url).set_function(partial(getattr, upstream, "up"))
                 num_open.labels(pool.name, url).set_function(partial(getattr, upstream, "num_open"))
+
+    def record_forwarded(self, forwarder: RequestForwarder) -> None:
+        """Count what has become of a request."""
+        if forwarder.decode_only:
+            self.decode_only.labels(forwarder.decode_only).inc()
+        self.hints_sent.inc(forwarder.num_hints_sent)
+        self.hints_stored.inc(forwarder.num_hints_stored)
 
     def exposition(self) -> bytes:
         """Everything in Prometheus' text format."""
@@ -129,7 +130,7 @@ class ProxyService:
         self.decode = UpstreamPool("decode", options.decode, self.clock, options.running_tokens)
         self.pools = (self.prefill, self.decode)
         self.hints = HintCache(options.max_hints, options.hint_timeout, self.clock)
-        self.response_owners = ResponseOwners(_MAX_RESPONSES)
+        self.response_owners = ResponseOwners()
         self.metrics = ProxyMetrics(self.pools, self.hints)
         on_reject = self.metrics.requests.labels("turned_away").inc
         self.gate = TimedGate(options.max_open, options.request_timeout, on_reject)
@@ -139,21 +140,3 @@ class ProxyService:
     @property
     def healthy(self) -> bool:
         return self.decode.num_up > 0 and not self.gate.closed
-
-    @contextmanager
-    def count_open(self, pool: UpstreamPool, upstream: Upstream, request: RoutedRequest) -> Iterator[None]:
-        """Counts a request as open at a server while inside, and its tokens."""
-        with pool.count_open(upstream, request) as cached:
-            self.metrics.routed_tokens.labels(pool.name).inc(request.num_tokens)
-            self.metrics.cached_tokens.labels(pool.name).inc(cached)
-            yield
-
-    def report_failure(self, pool: UpstreamPool, upstream: Upstream, error: UpstreamError) -> None:
-        """Count a failed call. A server that cannot be reached is down until its next health check succeeds."""
-        self.metrics.failures.labels(pool.name, upstream.url, error.kind).inc()
-        logger.debug("%s server %s: %s", pool.name, upstream.url, error)
-        if error.kind == "unreached":
-            pool.forget_cache(upstream)
-        if error.kind == "unreached" and upstream.up:
-            upstream.up = False
-            logger.warning("%s server %s is down: %s", pool.name, upstream.url, error)

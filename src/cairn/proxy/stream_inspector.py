@@ -73,11 +73,18 @@ _LAST_EVENTS = frozenset(("message_stop", "response.completed", "response.incomp
 class StreamInspector:
     """Fed with an answer's bytes in pieces of any size. `done`: nothing more is expected.
 
-    It never fails: the summary of an answer that it cannot read has less in it.
+    `record` is called once with the summary: when the answer is done, or else at its end. It never fails: the summary
+    of an answer that it cannot read has less in it.
     """
 
-    def __init__(self, stream: bool, content_length: int | None = None) -> None:
+    def __init__(
+        self,
+        stream: bool,
+        content_length: int | None = None,
+        record: Callable[[AnswerSummary], None] | None = None,
+    ) -> None:
         self.done = False
+        self._record = record
         self._stream = stream
         self._missing = content_length
         self._pending = b""
@@ -89,7 +96,8 @@ class StreamInspector:
         self._response_id: str | None = None
 
     def feed(self, data: bytes) -> None:
-        """Buffers at most one line of a stream, or the whole of an unstreamed answer, within bounds."""
+        """Buffers at most one line of a stream, or the whole of an unstreamed answer, within bounds. To be called
+        before the data goes out: the client's next turn may be quicker than the end of this answer."""
         if self._missing is not None:
             self._missing -= len(data)
             self.done = self.done or self._missing <= 0
@@ -103,6 +111,14 @@ class StreamInspector:
                     self._read_chunk(line[5:].strip())
         if len(self._pending) > _MAX_PENDING_BYTES:
             self._pending, self._readable = b"", False
+        if self.done:
+            self.finish()
+
+    def finish(self) -> None:
+        """There is no more data."""
+        record, self._record = self._record, None
+        if record is not None:
+            record(self.summarize())
 
     def summarize(self) -> AnswerSummary:
         """The summary of the bytes so far; call it once, at the end."""
@@ -166,27 +182,6 @@ class StreamInspector:
             self._token_ids = None if text else self._token_ids
         elif self._token_ids is not None and all(abs(token) <= _MAX_INT64 for token in choice.token_ids):
             self._token_ids += choice.token_ids
-
-
-class AnswerRecorder:
-    """Reads an answer as it passes, and calls `record` once: when its text is complete, or else at its end."""
-
-    def __init__(self, inspector: StreamInspector, record: Callable[[AnswerSummary], None]) -> None:
-        self._inspector = inspector
-        self._record: Callable[[AnswerSummary], None] | None = record
-
-    def feed(self, data: bytes) -> None:
-        """To be called before the data goes out: the client's next turn may be quicker than the end of this answer."""
-        if self._record is not None:
-            self._inspector.feed(data)
-            if self._inspector.done:
-                self.finish()
-
-    def finish(self) -> None:
-        """There is no more data."""
-        if self._record is not None:
-            self._record(self._inspector.summarize())
-            self._record = None
 
 
 def _blocks_of(chunk: _Chunk) -> tuple[_Block, ...]:

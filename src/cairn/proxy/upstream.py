@@ -8,18 +8,16 @@ import errno
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
 from types import TracebackType
 
 import httpx
 
 from cairn.http.cookies import no_cookies
 from cairn.proxy.options import ProxyOptions
+from cairn.proxy.server_pool import Headers, UpstreamError, UpstreamResponse
 from cairn.routing.index import PrefixIndex
 from cairn.routing.rule import ReplicaLoad, RoutedRequest, RoutingOptions, RoutingRule
 from cairn.types import Clock
-
-Headers = Sequence[tuple[bytes, bytes]]
 
 _POOL_SECONDS = 5.0
 _WRITE_SECONDS = 60.0
@@ -38,27 +36,6 @@ _PASSED_HEADERS = frozenset(
 )
 
 logger = logging.getLogger(__name__)
-
-
-class UpstreamError(Exception):
-    """A server gave no usable response. `kind`: the metrics' label; `sent`: the server may have begun the request."""
-
-    def __init__(self, message: str, *, kind: str, sent: bool = True) -> None:
-        super().__init__(message)
-        self.kind = kind
-        self.sent = sent
-
-
-@dataclass(frozen=True, slots=True)
-class UpstreamResponse:
-    """A server's response, with only those headers that are passed on to the client."""
-
-    status: int
-    headers: Headers
-    content: bytes = b""
-
-    def header(self, name: bytes) -> bytes:
-        return next((value for key, value in self.headers if key == name), b"")
 
 
 class UpstreamClient:
@@ -90,8 +67,8 @@ class UpstreamClient:
     @asynccontextmanager
     async def stream(
         self, url: str, content: bytes, headers: Headers, silence_seconds: float, method: str = "POST"
-    ) -> AsyncIterator[tuple[UpstreamResponse, AsyncGenerator[bytes, None]]]:
-        """A response without its content, which comes in chunks as the server sends them, undecoded.
+    ) -> AsyncIterator[UpstreamResponse]:
+        """A response without its content: the rest comes in chunks as the server sends them, undecoded.
 
         Raises UpstreamError; so does iterating over the chunks.
         """
@@ -114,7 +91,7 @@ class UpstreamClient:
             lower = ((key.lower(), value) for key, value in response.headers.raw)
             passed = [(key, value) for key, value in lower if key in _PASSED_HEADERS]
             async with aclosing(_chunks(response)) as chunks:
-                yield UpstreamResponse(response.status_code, passed), chunks
+                yield UpstreamResponse(response.status_code, passed, rest=chunks)
         finally:
             await response.aclose()
 
@@ -123,25 +100,10 @@ class UpstreamClient:
     ) -> UpstreamResponse:
         """A response with all of its content, within `seconds`. Raises UpstreamError."""
         try:
-            async with (
-                asyncio.timeout(seconds),
-                self.stream(url, content, headers, seconds, method) as (response, chunks),
-            ):
-                return replace(response, content=await read_all(chunks, max_bytes))
+            async with asyncio.timeout(seconds), self.stream(url, content, headers, seconds, method) as response:
+                return await response.read(max_bytes)
         except TimeoutError:
             raise UpstreamError(f"no answer within {seconds:g} s", kind="timeout") from None
-
-
-async def read_all(chunks: AsyncGenerator[bytes, None], max_bytes: int) -> bytes:
-    """All remaining chunks. Raises UpstreamError if they have more than `max_bytes`."""
-    parts, size = [], 0
-    async with aclosing(chunks):
-        async for part in chunks:
-            parts.append(part)
-            size += len(part)
-            if size > max_bytes:
-                raise UpstreamError(f"its answer has more than {max_bytes} bytes", kind="answer")
-    return b"".join(parts)
 
 
 async def _chunks(response: httpx.Response) -> AsyncGenerator[bytes, None]:
@@ -220,11 +182,15 @@ class UpstreamPool:
 
     @property
     def num_up(self) -> int:
-        return sum(upstream.up for upstream in self.upstreams.values())
+        return len(self.untried())
 
-    def choose(self, request: RoutedRequest, tried: Collection[Upstream] = ()) -> Upstream | None:
+    def untried(self, tried: Collection[str] = ()) -> dict[str, Upstream]:
+        """The servers that are up, but for those `tried`, by their URLs."""
+        return {url: each for url, each in self.upstreams.items() if each.up and url not in tried}
+
+    def choose(self, request: RoutedRequest, tried: Collection[str] = ()) -> Upstream | None:
         """The server for a request; None when all that are up have been `tried`."""
-        untried = {url: each for url, each in self.upstreams.items() if each.up and each not in tried}
+        untried = self.untried(tried)
         loads = {url: ReplicaLoad(num_running=upstream.num_open) for url, upstream in untried.items()}
         order = self.rule.rank(request, loads, self._clock.now(), limit=1)
         return untried[order[0]] if order else None
@@ -241,18 +207,12 @@ class UpstreamPool:
             upstream.num_open -= 1
             self.rule.record_finished(request, upstream.url)
 
-    def record_prefilled(self, upstream: Upstream, request: RoutedRequest) -> None:
-        """The server has computed the prompt: it has begun to answer."""
-        self.rule.record_prefilled(request, upstream.url)
-
-    def forget_cache(self, upstream: Upstream) -> None:
+    def mark_gone(self, url: str, error: UpstreamError) -> None:
         """Nobody listens there: the process is gone, and what it had cached."""
-        self.rule.remove(upstream.url)
-
-    def least_loaded(self, tried: Collection[Upstream] = ()) -> Upstream | None:
-        """The server with the fewest open requests; None when all that are up have been `tried`."""
-        untried = [upstream for upstream in self.upstreams.values() if upstream.up and upstream not in tried]
-        return min(untried, key=lambda upstream: upstream.num_open, default=None)
+        self.rule.remove(url)
+        if self.upstreams[url].up:
+            self.upstreams[url].up = False
+            logger.warning("%s server %s is down: %s", self.name, url, error)
 
 
 class HealthChecker:
@@ -311,7 +271,7 @@ class HealthChecker:
                 return upstream in self._slow
             reason, slow, silent = str(error), error.kind == "timeout", True
             if error.kind == "unreached":
-                pool.forget_cache(upstream)
+                pool.rule.remove(upstream.url)
         up = not reason or (slow and upstream.up and upstream not in self._slow)
         if up != upstream.up:
             level = logging.INFO if up else logging.WARNING

@@ -138,12 +138,6 @@ class PrefixIndex:
         """The replica's bit in a mask; None if nothing is known of it. May change when a replica is cleared."""
         return self._numbers.get(replica)
 
-    def matched_blocks(self, block_hashes: Sequence[int]) -> dict[str, int]:
-        """How many leading blocks each replica has, for those that have one at least."""
-        matches = self.matched_masks(block_hashes)
-        matched = {name: [blocks for blocks, mask in matches if mask >> bit & 1] for name, bit in self._numbers.items()}
-        return {name: max(blocks) for name, blocks in matched.items() if blocks}
-
     def matched_masks(self, block_hashes: Sequence[int], resolution: int = 1) -> list[tuple[int, int]]:
         """How many leading blocks are matched, and the mask of the replicas that have so many at least; the fewest
         blocks first. Looks at every `resolution`-th block, or the last one before it that is kept: of what a replica
@@ -152,7 +146,7 @@ class PrefixIndex:
         Where events were lost, a replica may have a block and not those before it: then it may count as having them.
         """
         tables, alive, num_blocks = self._tables(), self._alive, len(block_hashes)
-        if not tables or not num_blocks:
+        if not tables or not alive or not num_blocks:
             return []
         find, others, unsampled = tables[0], tables[1:], self.sample_every - 1
         matches: list[tuple[int, int]] = []

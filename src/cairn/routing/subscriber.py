@@ -8,21 +8,19 @@ disconnected          the index keeps what it has until the publisher is back, w
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any
 
-import msgspec
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from cairn.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from cairn.errors import ConfigError
+from cairn.routing.event_sequence import EventSequence, MalformedBatch, parse_frames
 from cairn.routing.index import PrefixIndex
 from cairn.types import Clock, SystemClock
 
 _END_OF_REPLAY = -1
 _MAX_BATCH_BYTES = 64 << 20
 _MAX_QUEUED_BATCHES = 10_000
+"""As many as a publisher keeps for replays unless told otherwise."""
 _MOST_BATCHES_AT_ONCE = 64
 _MAX_SOCKETS = 65_536
 """Of a process: ZMQ allows for 1,023, which are those of 340 replicas."""
@@ -31,45 +29,6 @@ _RUN_SECONDS = 0.5
 """How often `run` looks after deadlines where nothing comes."""
 
 logger = logging.getLogger(__name__)
-
-
-class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored"):
-    block_hashes: list[int]
-    parent_block_hash: int | None = None
-
-
-class _RemovedMap(msgspec.Struct, tag_field="type", tag="BlockRemoved"):
-    block_hashes: list[int]
-
-
-class _ClearedMap(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
-    pass
-
-
-class _StoredArray(_StoredMap, array_like=True, tag_field="type", tag="BlockStored"):
-    pass
-
-
-class _RemovedArray(_RemovedMap, array_like=True, tag_field="type", tag="BlockRemoved"):
-    pass
-
-
-class _ClearedArray(_ClearedMap, array_like=True, tag_field="type", tag="AllBlocksCleared"):
-    pass
-
-
-class _MapBatch(msgspec.Struct, array_like=True):
-    time: float
-    events: list[_StoredMap | _RemovedMap | _ClearedMap]
-
-
-class _ArrayBatch(msgspec.Struct, array_like=True):
-    time: float
-    events: list[_StoredArray | _RemovedArray | _ClearedArray]
-
-
-class _Malformed(Exception):
-    """A batch or an answer that is not as a publisher sends it."""
 
 
 class KvEventSubscriber:
@@ -97,12 +56,8 @@ class KvEventSubscriber:
     ) -> None:
         """Connects, without waiting. Raises ConfigError for an address that is none."""
         self.error: str | None = None
-        self.num_batches = 0
         self.num_malformed = 0
-        self.num_resets = 0
-        """How often the replica had to start anew in the index, the first time included."""
-        self._replica = replica
-        self._index = index
+        self.sequence = EventSequence(replica, index, numbered=replay_endpoint is not None)
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._clock = clock or SystemClock()
@@ -112,14 +67,12 @@ class KvEventSubscriber:
             context = zmq.Context.instance()
             context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._context = context
-        self._decode_map = msgspec.msgpack.Decoder(_MapBatch).decode
-        self._decode_array = msgspec.msgpack.Decoder(_ArrayBatch).decode
         self._connected = False
-        self._next: int | None = None
-        self._held: tuple[int, bytes] | None = None
+        self._early: tuple[int, bytes] | None = None
+        """A batch before which others are missing, until these are replayed."""
         self._deadline: float | None = self._clock.now() + silence_seconds
         """For the connection or, once it is there, for the replay that is under way."""
-        self._heard = self._clock.now()
+        self._last_batch = self._clock.now()
         self._replay: zmq.Socket[bytes] | None = None
         self._events = self._socket(zmq.SUB)
         self._events.setsockopt(zmq.SUBSCRIBE, topic.encode())
@@ -155,14 +108,14 @@ class KvEventSubscriber:
             if frames is None:
                 break
             num_batches += 1
-            self._heard = now
+            self._last_batch = now
             try:
-                number, batch = _batch_frames(frames)
+                number, batch = parse_frames(frames)
                 if source is self._replay:
                     self._on_replayed(number, batch, now)
                 else:
                     self._on_batch(number, batch, now)
-            except _Malformed as error:
+            except MalformedBatch as error:
                 self._leave_out(error)
         self._check_deadlines(now)
         return num_batches
@@ -213,8 +166,8 @@ class KvEventSubscriber:
             connected = parse_monitor_message(frames)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
             if connected:
                 # perhaps another process, whose numbers start again
-                self._connected, self.error, self._held = True, None, None
-                self._reset(0)
+                self._connected, self.error, self._early = True, None, None
+                self.sequence.reset(0)
                 self._ask_replay(now)
             elif self._connected:
                 self._connected = False
@@ -229,14 +182,14 @@ class KvEventSubscriber:
             else:
                 self._end_replay()
                 self._fail(f"{self._replay_endpoint}: no answer within {self._silence_seconds:g} s")
-                self._apply_held()
-        elif self._connected and self._replay is None and now - self._heard >= self._check_seconds:
-            self._heard = now
+                self._apply_early()
+        elif self._connected and self._replay is None and now - self._last_batch >= self._check_seconds:
+            self._last_batch = now
             self._ask_replay(now)
 
     def _fail(self, error: str) -> None:
         if error != self.error:
-            logger.warning("KV events of %s: %s", self._replica, error)
+            logger.warning("KV events of %s: %s", self.sequence.replica, error)
         self.error = error
 
     # -- batches -------------------------------------------------------------------------------------------------
@@ -244,82 +197,55 @@ class KvEventSubscriber:
     def _on_batch(self, number: int, batch: bytes, now: float) -> None:
         """A batch as it was published."""
         if number < 0:
-            raise _Malformed(f"number {number}")
-        if self._next is None or number == self._next:
-            self._apply(number, batch)
-        elif number > self._next:
-            self._held = number, batch
+            raise MalformedBatch(f"number {number}")
+        if self.sequence.is_ahead(number):
+            self._early = number, batch
             if self._replay_endpoint is None:
-                self._apply_held()
+                self._apply_early()
             else:
                 self._ask_replay(now)
-        # lower: it was replayed before
+        elif not self.sequence.is_old(number):  # else it was replayed before
+            self.sequence.apply(number, batch)
 
     def _on_replayed(self, number: int, batch: bytes, now: float) -> None:
         if number == _END_OF_REPLAY:
             self._end_replay()
             self.error = None
-            self._apply_held()
+            self._apply_early()
             return
         self._deadline = now + self._silence_seconds
-        if self._next is not None and number < self._next:
-            raise _Malformed(f"number {number} where {self._next} is the next")
-        if self._next is not None and number > self._next:
-            self._lose(number)
-        self._apply(number, batch)
+        if self.sequence.is_old(number):
+            raise MalformedBatch(f"number {number} where {self.sequence.next_number} is the next")
+        if self.sequence.is_ahead(number):
+            self.sequence.skip_to(number)
+        self.sequence.apply(number, batch)
 
-    def _apply_held(self) -> None:
-        """The batch before which others were missing, which may have been replayed itself."""
-        held, self._held = self._held, None
-        if held is None or (self._next is not None and held[0] < self._next):
+    def _apply_early(self) -> None:
+        """What is still missing before it is lost; it may have been replayed itself."""
+        early, self._early = self._early, None
+        if early is None or self.sequence.is_old(early[0]):
             return
-        if held[0] != self._next:
-            self._lose(held[0])
+        if self.sequence.is_ahead(early[0]):
+            self.sequence.skip_to(early[0])
         try:
-            self._apply(*held)
-        except _Malformed as error:
+            self.sequence.apply(*early)
+        except MalformedBatch as error:
             self._leave_out(error)
 
-    def _leave_out(self, error: _Malformed) -> None:
+    def _leave_out(self, error: MalformedBatch) -> None:
         self.num_malformed += 1
-        logger.warning("KV events of %s: a batch that cannot be read is left out: %s", self._replica, error)
-
-    def _apply(self, number: int, batch: bytes) -> None:
-        self._next = number + 1
-        for event in self._events_of(batch):
-            self._index.apply(self._replica, event)
-        self.num_batches += 1
-
-    def _events_of(self, batch: bytes) -> list[Event]:
-        decode: Callable[[bytes], Any]
-        for decode in (self._decode_map, self._decode_array):
-            try:
-                return [_event(event) for event in decode(batch).events]
-            except (msgspec.DecodeError, RecursionError) as error:
-                failure = error
-        raise _Malformed(str(failure))
-
-    def _lose(self, number: int) -> None:
-        """All batches between the last and this one are lost for good."""
-        if self._next:
-            logger.warning("KV events of %s: batches %d to %d are lost", self._replica, self._next, number - 1)
-            self._reset(number)
-
-    def _reset(self, number: int) -> None:
-        self._index.clear(self._replica)
-        self.num_resets += 1
-        self._next = number if self._replay_endpoint is not None else None
+        logger.warning("KV events of %s: a batch that cannot be read is left out: %s", self.sequence.replica, error)
 
     # -- replays -------------------------------------------------------------------------------------------------
 
     def _ask_replay(self, now: float) -> None:
         """Until it is answered, what is published waits in its socket."""
         self._end_replay()
-        if self._replay_endpoint is None or self._next is None:
+        if self._replay_endpoint is None or self.sequence.next_number is None:
             return
         self._replay = self._socket(zmq.DEALER)
         _connect(self._replay, self._replay_endpoint, "replay_endpoint")
-        self._replay.send_multipart([b"", self._next.to_bytes(8, "big")], zmq.NOBLOCK)
+        self._replay.send_multipart([b"", self.sequence.next_number.to_bytes(8, "big")], zmq.NOBLOCK)
         self._deadline = now + self._silence_seconds
 
     def _end_replay(self) -> None:
@@ -338,7 +264,7 @@ def _connect(socket: "zmq.Socket[bytes]", endpoint: str, name: str) -> None:
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:
-        raise ConfigError(f"{name}: cannot connect to {endpoint!r}: {error}") from error
+        raise ConfigError(f"{name}: cannot connect to {endpoint!r}: {error}; it looks like tcp://host:port") from error
 
 
 def _take(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
@@ -346,21 +272,3 @@ def _take(socket: "zmq.Socket[bytes]") -> list[bytes] | None:
         return socket.recv_multipart(zmq.NOBLOCK)
     except zmq.Again:
         return None
-
-
-def _batch_frames(frames: list[bytes]) -> tuple[int, bytes]:
-    """Number and batch, behind a frame with the topic, or an empty one."""
-    if len(frames) != 3 or len(frames[1]) != 8:
-        raise _Malformed(f"{len(frames)} frames of {[len(frame) for frame in frames[:4]]} bytes")
-    return int.from_bytes(frames[1], "big", signed=True), frames[2]
-
-
-def _event(event: _StoredMap | _RemovedMap | _ClearedMap) -> Event:
-    # the index asks for no tokens
-    match event:
-        case _StoredMap():
-            return BlockStored(tuple(event.block_hashes), event.parent_block_hash, (), 0, "")
-        case _RemovedMap():
-            return BlockRemoved(tuple(event.block_hashes))
-        case _:
-            return AllBlocksCleared()

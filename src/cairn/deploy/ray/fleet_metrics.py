@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 AskReplicas: TypeAlias = Callable[[], Awaitable[Mapping[str, str | None]]]
-"""By the name of a replica, what it tells in Prometheus' text format; None for one that has failed, or is late."""
+"""By the name of a replica, its exposition in Prometheus' text format; None for one that has failed, or is late."""
 
 _LABEL = "replica"
 _PATH = "/metrics"
@@ -20,9 +20,9 @@ _UP_HEAD = (f"# HELP {_UP} 1 when a replica has told its metrics in time, else 0
 logger = logging.getLogger(__name__)
 
 
-async def gather_told(asked: Sequence[Coroutine[None, None, tuple[str, str]]], seconds: float) -> dict[str, str]:
-    """What those have told that were quick enough, by the name that each says of itself."""
-    tasks = [asyncio.ensure_future(one) for one in asked]
+async def gather_expositions(calls: Sequence[Coroutine[None, None, tuple[str, str]]], seconds: float) -> dict[str, str]:
+    """What comes within `seconds`. Each call returns a replica's name and its exposition, which are keys and values."""
+    tasks = [asyncio.ensure_future(call) for call in calls]
     try:
         done, late = await asyncio.wait(tasks, timeout=seconds) if tasks else (set(), set())
     finally:
@@ -37,21 +37,21 @@ async def gather_told(asked: Sequence[Coroutine[None, None, tuple[str, str]]], s
 
 
 class ReplicaNames:
-    """Remembers the names of a pool's replicas, which nobody else tells: those who say nothing are among them."""
+    """Remembers the names of a pool's replicas: only an answer says which replica it is from."""
 
     def __init__(self) -> None:
         self._names: tuple[str, ...] = ()
 
-    def complete(self, told: Mapping[str, str], num_asked: int) -> dict[str, str | None]:
-        """What was told, and None for those who were asked, too. One that has never told anything stays unknown."""
-        silent = [name for name in self._names if name not in told][: max(0, num_asked - len(told))]
-        self._names = (*told, *silent)
-        return {**told, **dict.fromkeys(silent)}
+    def add_missing(self, expositions: Mapping[str, str], num_asked: int) -> dict[str, str | None]:
+        """With None for replicas that were asked and have not answered. One that has never answered stays unknown."""
+        missing = [name for name in self._names if name not in expositions][: max(0, num_asked - len(expositions))]
+        self._names = (*expositions, *missing)
+        return {**expositions, **dict.fromkeys(missing)}
 
 
 def merge_expositions(by_replica: Mapping[str, str | None]) -> str:
-    """One exposition of several: a metric's samples together, as the format wants them, labelled by replica. Who has
-    told is `cairn:replica_up`."""
+    """One exposition of several: a metric's samples together, as the format wants them, labelled by replica;
+    `cairn:replica_up` says which have one."""
     heads: dict[str, list[str]] = {_UP: list(_UP_HEAD)} if by_replica else {}
     samples = {_UP: [_labelled(f"{_UP} {float(text is not None)}", replica) for replica, text in by_replica.items()]}
     for replica, exposition in by_replica.items():

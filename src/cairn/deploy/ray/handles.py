@@ -16,8 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from cairn.deploy.ray.exchange import AnswerHead, RelayedRequest
 from cairn.deploy.ray.replica_calls import Destination, ReplicaFailed
 from cairn.deploy.ray.start_failures import StartFailures
-from cairn.errors import Overloaded
-from cairn.routing.rule import RoutedRequest
+from cairn.proxy.server_pool import NoUpstream
 
 _MAX_GRPC_BYTES = 2 << 20
 """gRPC, which costs half as much, takes messages of 4 MiB."""
@@ -33,14 +32,11 @@ def _ignore(name: str, prefilled: Callable[[], None]) -> None:
 class RoutingHint:
     """What the router gets to know of a request. It stays in the ingress' process: the replica gets an empty one.
 
-    `tried`: names of replicas that are passed over if there are others; `owner`: the one that comes first if it is
-    there. `on_routed` is called, from any thread, with the name of the replica that has taken the request, and with
-    what is to be called when its first token has come.
+    `on_routed` is called, from any thread, with the name of the replica that has taken the request, and with what is to
+    be called when its first token has come.
     """
 
-    request: RoutedRequest = field(default_factory=RoutedRequest)
-    tried: tuple[str, ...] = ()
-    owner: str | None = None
+    destination: Destination = field(default_factory=Destination)
     on_routed: Callable[[str, Callable[[], None]], None] = _ignore
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -74,8 +70,7 @@ class HandleCall:
         def on_routed(name: str, prefilled: Callable[[], None]) -> None:
             loop.call_soon_threadsafe(self._set_routed, name, prefilled)
 
-        hint = RoutingHint(destination.request, tuple(destination.tried), destination.owner, on_routed)
-        self._items = handle.remote(request, hint)
+        self._items = handle.remote(request, RoutingHint(destination, on_routed))
         self._first = asyncio.ensure_future(self._items.__anext__())
 
     def _set_routed(self, name: str, prefilled: Callable[[], None]) -> None:
@@ -83,16 +78,16 @@ class HandleCall:
             self._routed.set_result((name, prefilled))
 
     async def wait_replica(self) -> str:
-        """Raises ReplicaFailed, and Overloaded when there is none that may be waited for."""
+        """Raises ReplicaFailed, and NoUpstream when there is none that may be waited for."""
         try:
             await asyncio.wait((self._routed, self._first), return_when=asyncio.FIRST_COMPLETED)
             if not self._routed.done() and (error := self._first.exception()) is not None:
                 raise error
         except DeploymentUnavailableError as error:
             reason = await self.find_failure() or "`serve status` and Ray's log say why"
-            raise Overloaded(f"no replica could be started: {reason}") from error
+            raise NoUpstream(f"no replica could be started: {reason}") from error
         except BackPressureError as error:
-            raise Overloaded("too many requests wait for a replica: try again later") from error
+            raise NoUpstream("too many requests wait for a replica: try again later") from error
         except _FAILURES as error:
             raise ReplicaFailed(_in_one_line(error)) from error
         return (await self._routed)[0]

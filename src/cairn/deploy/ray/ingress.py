@@ -11,7 +11,6 @@ from starlette.types import ASGIApp
 from cairn.cli.run import start_log
 from cairn.deploy.ray.fleet_metrics import FleetMetrics
 from cairn.deploy.ray.handles import HandleReplicas
-from cairn.deploy.ray.prefill import PrefillPool
 from cairn.deploy.ray.prompts import PromptReader, create_prompt_reader
 from cairn.deploy.ray.relay import RequestRelay
 from cairn.deploy.ray.replica_calls import RelayLimits
@@ -40,8 +39,13 @@ class Ingress:
     def __init__(self, args: Mapping[str, Any], replicas: DeploymentHandle, prefill: DeploymentHandle | None) -> None:
         settings = load_ray_settings(args)
         start_log(settings.log_level)
-        limits = RelayLimits(settings.max_attempts, int(settings.max_body_bytes), settings.replica_timeout)
-        pool = None if prefill is None else PrefillPool(HandleReplicas(prefill), limits)
+        limits = RelayLimits(
+            settings.max_attempts,
+            int(settings.max_body_bytes),
+            settings.replica_timeout,
+            answer_seconds=settings.request_timeout,
+        )
+        pool = None if prefill is None else HandleReplicas(prefill)
         relay = RequestRelay(HandleReplicas(replicas), limits, self._read_prompt, pool, find_guard(settings))
         metrics = ReplicaMetrics(replicas) if prefill is None else ReplicaMetrics(replicas, prefill)
         self._app = RoutePrefix(FleetMetrics(relay, metrics))

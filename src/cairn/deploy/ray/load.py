@@ -1,23 +1,26 @@
 """What a replica tells routers of itself, about once a second: plain values, as Ray passes them on."""
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from cairn.engine.contract import EngineStats, KvEventsConfig
 from cairn.routing.rule import ReplicaLoad
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Endpoint = Annotated[str, msgspec.Meta(max_length=256)]
+
 
 class ReplicaReport(msgspec.Struct, frozen=True, kw_only=True):
     """`events_endpoint`, `replay_endpoint`: of its KV events, None where it publishes none."""
 
-    num_running: int = 0
-    num_waiting: int = 0
-    pending_tokens: int = 0
-    free_share: float = 0.0
-    events_endpoint: str | None = None
-    replay_endpoint: str | None = None
-    topic: str = ""
+    num_running: _Count = 0
+    num_waiting: _Count = 0
+    pending_tokens: _Count = 0
+    free_share: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    events_endpoint: _Endpoint | None = None
+    replay_endpoint: _Endpoint | None = None
+    topic: _Endpoint = ""
 
     def load(self, own_tokens: int = 0) -> ReplicaLoad:
         """`own_tokens`: pending ones that the rule counts itself, which knows sooner when they are over."""

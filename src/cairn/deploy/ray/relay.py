@@ -1,37 +1,37 @@
 """The ingress: takes a client's request, has a replica answer it, and passes the answer on as it comes.
 
-before the first byte   a replica that dies, or that answers 429 or 503: another one, `max_attempts` in all; the last
-                        refusal goes to the client when nobody can do better
-after the first byte    no second try, ever; a stream ends with an error event
-prefill replicas        compute the prompt first, if there are any (`prefill.py`); what they hand over is for one use
-no replica              503 with Retry-After after `replica_timeout`
-a stored response       its replica comes first; where that is not known, or gone, all are asked until one knows it
+What is tried when a replica fails is the proxy's, in `cairn.proxy.forward`. A replica that answers 429 or 503 is
+followed by another one, `max_attempts` in all; prefill replicas, if there are any, compute the prompt first.
+
+no replica          503 with Retry-After after `replica_timeout`
+a stored response   its replica comes first; where that is not known, or gone, all are asked until one knows it
 """
 
 import asyncio
-import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cairn.deploy.ray.exchange import AnswerHead, RelayedRequest
-from cairn.deploy.ray.prefill import Prefilled, PrefillPool, PrefillRefusal
-from cairn.deploy.ray.replica_calls import Destination, RelayLimits, ReplicaFailed, SendToReplica, wait_replica
-from cairn.errors import InvalidBody, Overloaded, RequestError
+from cairn.deploy.ray.exchange import RelayedRequest
+from cairn.deploy.ray.replica_calls import REQUEST_ID, RelayLimits, ReplicaPool, SendToReplica
+from cairn.errors import InvalidRequest, Overloaded, RequestError
 from cairn.http.error_responses import RESPONSES_PATH, ClientDisconnected, error_response, make_error
-from cairn.proxy.protocol import parse_body, refuses_params, stored_response_of
+from cairn.proxy.forward import ClientRequest, RequestForwarder, parse_request
+from cairn.proxy.prefixes import HintCache
+from cairn.proxy.protocol import HANDOVER_PATHS
 from cairn.proxy.relay import ClientResponse, Relay
 from cairn.proxy.response_owners import ResponseOwners
-from cairn.proxy.stream_inspector import AnswerRecorder, AnswerSummary, StreamInspector
+from cairn.proxy.server_pool import NoUpstream, UpstreamError
 from cairn.routing.rule import RoutedRequest
 
-_REQUEST_ID = b"x-request-id"
 _HAS_BODY = ("POST", "PUT", "PATCH")
-_MAX_RESPONSES = 1 << 16
-_MOST_ASKED = 64
-
-logger = logging.getLogger(__name__)
+_RETRIED = (429, 503)
+_MAX_OWNERS_ASKED = 64
+"""Of the replicas that may have a stored response."""
+_MAX_PREFILL_SECONDS = 5.0
+"""For a prefill replica to take a prompt: one that is there does so at once, and others can compute it."""
 
 
 ReadPrompt = Callable[[str, bytes], Awaitable[RoutedRequest]]
@@ -46,23 +46,26 @@ class RequestRelay:
         send_to_replica: SendToReplica,
         limits: RelayLimits,
         read_prompt: ReadPrompt | None = None,
-        prefill: PrefillPool | None = None,
+        prefill: SendToReplica | None = None,
         guard: Callable[[ASGIApp], ASGIApp] | None = None,
+        hints: HintCache | None = None,
     ) -> None:
-        """`read_prompt`: None where requests are routed by load alone. `prefill`: computes prompts for the others.
-        `guard`: what stands before all this, and refuses strangers."""
+        """`read_prompt`: None where requests are routed by load alone. `prefill`: to those that compute prompts for the
+        others. `guard`: what stands before all this, and refuses strangers. `hints`: where the prefill replicas find
+        the pages of conversations' last answers."""
         self._guarded: ASGIApp = self._relay if guard is None else guard(self._relay)
         self._prefill = prefill
         self._send_to_replica = send_to_replica
         self._limits = limits
         self._read_prompt = read_prompt or _read_nothing
-        self._owners = ResponseOwners(_MAX_RESPONSES)
+        self._hints = HintCache() if hints is None else hints
+        self._owners = ResponseOwners()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await _live(receive, send)
         elif scope["type"] == "http":
-            ids = [value.decode("latin-1") for name, value in scope["headers"] if name == _REQUEST_ID]
+            ids = [value.decode("latin-1") for name, value in scope["headers"] if name == REQUEST_ID]
             scope["cairn.request_id"] = ids[0] if ids else None
             await self._guarded(scope, receive, send)
 
@@ -76,7 +79,7 @@ class RequestRelay:
             return
 
         async def answer(client: ClientResponse) -> int:
-            return await self._answer(request, client, scope["cairn.request_id"] is not None)
+            return await self._answer(request, client)
 
         await Relay(answer, lambda end, started: None)(scope, receive, send)
 
@@ -108,122 +111,51 @@ class RequestRelay:
             body=bytes(body[: self._limits.max_body_bytes + 1]),
         )
 
-    async def _answer(self, request: RelayedRequest, client: ClientResponse, has_id: bool) -> int:
-        stored = _stored_response(request)
+    async def _answer(self, request: RelayedRequest, client: ClientResponse) -> int:
+        forwarded = self._client_request(request)
+        stored, seconds = bool(forwarded.stored), self._limits.replica_seconds
         prompt = RoutedRequest() if stored else await self._read_prompt(request.path, request.body)
-        prefilled = Prefilled(request)
-        if self._prefill is not None and not stored:
-            try:
-                prefilled = await self._prefill.hand_over(request, prompt)
-            except PrefillRefusal as error:
-                return await client.send_whole(error.head.status, _own_headers(error.head, has_id), error.head.body)
-        handed = prefilled.handed
-        tried: list[str] = []
-        refusal: AnswerHead | None = None
-        failure, owner = "", self._owners.find(stored) if stored else None
-        max_attempts = _MOST_ASKED if stored else self._limits.max_attempts
-        while len(tried) < max_attempts:
-            call = self._send_to_replica(handed or prefilled.plain, Destination(prompt, tuple(tried), owner))
-            try:
-                name = await wait_replica(call, self._limits.replica_seconds)
-            except ReplicaFailed as error:
-                tried.append("")
-                failure = str(error)
-                continue
-            was_handed, handed = handed, None
-            has_others = name not in tried and len(tried) + 1 < max_attempts
-            tried.append(name)
-            try:
-                async with aclosing(call.answer()) as chunks:
-                    head = await anext(chunks)
-                    assert isinstance(head, AnswerHead)
-                    if was_handed is not None and _refuses_handover(head):
-                        logger.warning("replica %s has refused what was handed over: %d", name, head.status)
-                        owner = tried.pop()
-                        continue
-                    if head.status == 429:
-                        handed = was_handed  # a full replica has fetched nothing
-                    is_refusal = head.status in (429, 503) or (bool(stored) and head.status == 404)
-                    if is_refusal and head.complete and has_others:
-                        refusal = head
-                        continue
-                    recorder = self._recorder(prefilled, head, name)
-                    await _pass_through(head, chunks, client, has_id, recorder)
-                    return head.status
-            except (ReplicaFailed, StopAsyncIteration) as error:
-                failure = str(error)
-                logger.warning("replica %s has failed: %s", name, failure)
-                if client.started:
-                    raise make_error("the replica failed in mid-answer", 502) from error
-        if refusal is not None:
-            return await client.send_whole(refusal.status, _own_headers(refusal, has_id), refusal.body)
-        raise Overloaded(f"no replica could answer: try again later; the last one: {failure}")
+        retried = (*_RETRIED, 404) if stored else _RETRIED
+        prefill = None
+        if self._prefill is not None:
+            prefill = ReplicaPool(self._prefill, request, prompt, min(seconds, _MAX_PREFILL_SECONDS))
+        forwarder = RequestForwarder(
+            forwarded,
+            ReplicaPool(self._send_to_replica, request, prompt, seconds, retried),
+            prefill,
+            self._hints,
+            self._owners,
+            _MAX_OWNERS_ASKED if stored else self._limits.max_attempts,
+        )
+        answer_seconds = self._limits.answer_seconds
+        try:
+            # A replica's own time is over first, unless it is silent.
+            async with asyncio.timeout(answer_seconds + seconds):
+                return await forwarder.run(client)
+        except TimeoutError:
+            raise make_error(f"the answer was not there within {answer_seconds:g} s", 504) from None
+        except NoUpstream as error:
+            raise Overloaded(str(error)) from error
+        except UpstreamError as error:
+            if client.started:
+                raise make_error("the replica failed in mid-answer", 502) from error
+            raise Overloaded(f"no replica could answer: try again later; the last one: {error}") from error
 
-    def _recorder(self, prefilled: Prefilled, head: AnswerHead, name: str) -> AnswerRecorder | None:
-        """Remembers which replica has a response that may be stored, and where the pages of an answer are whose prompt
-        was handed over."""
-        digests, is_response = prefilled.digests, prefilled.plain.path == RESPONSES_PATH
-        if head.status != 200 or not (is_response or digests is not None):
-            return None
-
-        def record(answer: AnswerSummary) -> None:
-            if answer.response_id is not None:
-                self._owners.store(answer.response_id, name)
-            if self._prefill is not None:
-                self._prefill.record_answer(digests, answer)
-
-        kind = next((value for key, value in head.headers if key == b"content-type"), b"")
-        return AnswerRecorder(StreamInspector(kind.startswith(b"text/event-stream")), record)
-
-
-async def _pass_through(
-    head: AnswerHead,
-    chunks: AsyncGenerator[AnswerHead | bytes, None],
-    client: ClientResponse,
-    has_id: bool,
-    recorder: AnswerRecorder | None,
-) -> None:
-    if recorder is not None:
-        recorder.feed(head.body)
-        if head.complete:
-            recorder.finish()
-    await client.start(head.status, _own_headers(head, has_id))
-    if head.body:
-        await client.write(head.body)
-    if not head.complete:
-        async for chunk in chunks:
-            assert isinstance(chunk, bytes)
-            if recorder is not None:
-                recorder.feed(chunk)
-            await client.write(chunk)
-        if recorder is not None:
-            recorder.finish()
-    await client.end()
+    def _client_request(self, request: RelayedRequest) -> ClientRequest:
+        """Its body is read where a part of it is to go elsewhere; a replica says what is wrong with it."""
+        path, hands_over = request.path, self._prefill is not None
+        if path.startswith(f"{RESPONSES_PATH}/"):
+            return ClientRequest(path, request.body, stored=path.split("/")[3])
+        reads = hands_over or path == RESPONSES_PATH
+        if request.method == "POST" and path in HANDOVER_PATHS and reads:
+            with suppress(InvalidRequest):
+                read = parse_request(path, request.body)
+                return read if hands_over else replace(read, body=None, digests=None)
+        return ClientRequest(path, request.body)
 
 
 async def _read_nothing(path: str, content: bytes) -> RoutedRequest:
     return RoutedRequest()
-
-
-def _refuses_handover(head: AnswerHead) -> bool:
-    return head.complete and (head.status == 413 or refuses_params(head.status, head.body))
-
-
-def _stored_response(request: RelayedRequest) -> str:
-    """The id of the stored response that a request is about, or goes on from; empty for none."""
-    if request.path.startswith(f"{RESPONSES_PATH}/"):
-        return request.path.removeprefix(f"{RESPONSES_PATH}/").partition("/")[0]
-    if request.path != RESPONSES_PATH:
-        return ""
-    try:
-        return stored_response_of(parse_body(request.body))
-    except InvalidBody:
-        return ""
-
-
-def _own_headers(head: AnswerHead, has_id: bool) -> list[tuple[bytes, bytes]]:
-    """Without the request's id where Ray's proxy has named the request: it adds the header once more."""
-    return [(name, value) for name, value in head.headers if not (has_id and name.lower() == _REQUEST_ID)]
 
 
 async def _live(receive: Receive, send: Send) -> None:

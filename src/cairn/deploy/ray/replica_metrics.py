@@ -5,10 +5,10 @@ import asyncio
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from cairn.deploy.ray.fleet_metrics import ReplicaNames, gather_told
+from cairn.deploy.ray.fleet_metrics import ReplicaNames, gather_expositions
 
 _REACH_SECONDS = 2.0
-_TELL_SECONDS = 6.0
+_ANSWER_SECONDS = 6.0
 """More than a server gives its engine: a long step is no failure. Both together are less than Prometheus waits."""
 
 
@@ -19,16 +19,16 @@ class ReplicaMetrics:
         self._pools = [(handle, ReplicaNames()) for handle in handles]
 
     async def __call__(self) -> dict[str, str | None]:
-        """By its name, what each replica tells; None for one that has failed, or has not answered in time."""
-        told = await asyncio.gather(*(_ask_all(handle, names) for handle, names in self._pools))
-        return {name: text for one in told for name, text in one.items()}
+        """Each replica's exposition by its name; None for one that has failed, or has not answered in time."""
+        pools = await asyncio.gather(*(_ask_all(handle, names) for handle, names in self._pools))
+        return {name: text for pool in pools for name, text in pool.items()}
 
 
 async def _ask_all(handle: DeploymentHandle, names: ReplicaNames) -> dict[str, str | None]:
     try:
         # Ray's public way to the results waits for all of them, and has none when one is late
-        asked = await asyncio.wait_for(handle.broadcast("get_metrics")._fetch_replica_results_async(), _REACH_SECONDS)
+        results = await asyncio.wait_for(handle.broadcast("get_metrics")._fetch_replica_results_async(), _REACH_SECONDS)
     except (DeploymentUnavailableError, TimeoutError):
         return {}
-    told = await gather_told([one.get_async() for one in asked], _TELL_SECONDS)
-    return names.complete(told, len(asked))
+    expositions = await gather_expositions([result.get_async() for result in results], _ANSWER_SECONDS)
+    return names.add_missing(expositions, len(results))

@@ -26,15 +26,15 @@ class PrefixRouter(RequestRouter):
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
         """One list a replica, best first."""
-        hint = _hint_of(pending_request)
+        wanted = _hint_of(pending_request).destination
         names = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        return [[names[name]] for name in self._fleet.rank(hint.request, list(names), hint.tried, hint.owner)]
+        return [[names[name]] for name in self._fleet.rank(wanted.request, list(names), wanted.tried, wanted.owner)]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
         """A replica has taken the request."""
         hint, name = _hint_of(pending_request), replica_id.unique_id
         request_id = pending_request.metadata.internal_request_id
-        self._fleet.record_routed(request_id, hint.request, name)
+        self._fleet.record_routed(request_id, hint.destination.request, name)
         loop = self._event_loop
         hint.on_routed(name, lambda: loop.call_soon_threadsafe(self._fleet.record_prefilled, request_id, name))
 
