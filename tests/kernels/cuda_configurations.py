@@ -188,9 +188,12 @@ def fp8_form(blocked: bool) -> dict[str, object]:
     return {"FP8": "native" if module.limits().has_fp8 else "bytes", "BLOCKED": blocked}
 
 
-def experts(module: Any) -> Iterator[Configuration]:
+def expert_order(module: Any) -> Iterator[Configuration]:
     kernel, tile = module._sort_kernel, {"ROWS": module._SORT_ROWS, "COLUMNS": module._SORT_COLUMNS}
     yield kernel, signature(kernel, ""), tile, {"num_warps": 4}
+
+
+def experts(module: Any) -> Iterator[Configuration]:
     for dtype, model in DTYPES:
         for num_experts, top_k, width, inner_width, gated in ((256, 8, 2048, 512, True), (128, 6, 2688, 1856, False)):
             token = {"TOP_K": top_k, "CHOSEN": power_of_2(top_k), "COLUMNS": module._sum_columns(width)}
@@ -282,8 +285,8 @@ def exact_products(module: Any) -> Iterator[Configuration]:
 
 
 MODULES = (
-    *(attention, conv, draw, elementwise, exact_products, experts, flashinfer_attention, fp8, gdn, logprobs),
-    *(norms, processors, routers, ssd, write_kv),
+    *(attention, conv, draw, elementwise, exact_products, expert_order, experts, flashinfer_attention, fp8, gdn),
+    *(logprobs, norms, processors, routers, ssd, write_kv),
 )
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
     {each.__name__: each for each in MODULES}
