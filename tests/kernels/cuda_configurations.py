@@ -78,6 +78,22 @@ def write_kv(module: Any) -> Iterator[Configuration]:
         yield module._write_kv_kernel, types, dict(module._constants(dim, page_size)), options
 
 
+def checkpoint_files(module: Any) -> Iterator[Configuration]:
+    """Of files and pages that begin at multiples of 16 bytes, and of 8 ones."""
+    numbers = ("files", "entries", "targets", "target_tokens", "sources", "source_tokens")
+    words = dict.fromkeys((*numbers, "pool", "first", "second", "third", "target", "source"), "*i64")
+    types = {**words, "tile_tensors": "*i32", "pieces": "*i32"}
+    files, rows, options = module._files_kernel, module._rows_kernel, {"num_warps": module._NUM_WARPS}
+    for alignment in (16, 8):
+        aligned = {"ALIGNED": alignment == 16}
+        for store, chosen in ((True, True), (True, False), (False, True)):
+            variant = {"STORE": store, "CHOSEN": chosen, **aligned, **module._tile(1 << 20, alignment)}
+            yield files, signature(files, "", **types), variant, options
+        for tokens, row_bytes in ((False, 98_304), (True, 512), (True, 256), (True, 128)):
+            tile = module._rows_tile(row_bytes + alignment % 16)
+            yield rows, signature(rows, "", **types), {"TOKENS": tokens, **aligned, **tile}, options
+
+
 def conv(module: Any) -> Iterator[Configuration]:
     for _, model in DTYPES:
         for width in (3, 4):
@@ -285,8 +301,8 @@ def exact_products(module: Any) -> Iterator[Configuration]:
 
 
 MODULES = (
-    *(attention, conv, draw, elementwise, exact_products, expert_order, experts, flashinfer_attention, fp8, gdn),
-    *(logprobs, norms, processors, routers, ssd, write_kv),
+    *(attention, checkpoint_files, conv, draw, elementwise, exact_products, expert_order, experts),
+    *(flashinfer_attention, fp8, gdn, logprobs, norms, processors, routers, ssd, write_kv),
 )
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
     {each.__name__: each for each in MODULES}

@@ -101,7 +101,7 @@ class Runner(StepRunner):
         self._observe = observe
         self._paged = paged_layers(self.pool, model.spec, layout)
         self._live = LiveStates(model.spec, num_slots)
-        self._files = CheckpointFiles(self.pool, model.spec, layout)
+        self._files = CheckpointFiles(self.pool, model.spec, layout, self._live, model.kernels)
         # A table has no more pages than the pool: its pages are distinct.
         self._slot_tensors = SlotTensors(len(layout.groups), num_slots, num_pages, model.spec.device)
         self._input_batch = InputBatch()
@@ -214,19 +214,14 @@ class Runner(StepRunner):
     def _move_states(self, step: LaunchedStep) -> None:
         """The plan's page copies, restores and saves."""
         plan, inputs = step.plan, step.inputs
-        if plan.copies:
-            targets, sources = inputs.copies
-            self.pool[targets.tensor] = self.pool[sources.tensor]
+        for targets, sources in inputs.copies:
+            self._model.kernels.copy_pages(self.pool, targets.tensor, sources.tensor)
         if plan.restores:
-            slots, files = (each.tensor for each in inputs.restores)
-            self._live.hidden[slots] = self._files.read_hidden(files)
-            for number, layer in enumerate(self._live.recurrent):
-                layer.conv[slots], layer.state[slots] = self._files.read_layer(files, number)
+            slots, files = inputs.restores
+            self._files.restore(files.tensor, slots.tensor)
         if plan.saves:
-            slots, files = (each.tensor for each in inputs.saves)
-            self._files.write_hidden(files, self._live.hidden[slots])
-            for number, layer in enumerate(self._live.recurrent):
-                self._files.write_layer(files, number, layer.conv[slots], layer.state[slots])
+            slots, files = inputs.saves
+            self._files.save(files.tensor, slots.tensor)
 
     def _multimodal_inputs(self, plan: StepPlan) -> list[MultimodalInputs | None]:
         """Of each row, decode rows first."""
@@ -254,7 +249,7 @@ class Runner(StepRunner):
         hidden = self._model.forward(batch, _StepMemory(self._paged, self._live.recurrent, self._files, files))
         self._live.hidden[batch.state_slots] = hidden[batch.cu_seqlens[1:] - 1]
         if step.plan.snapshots:
-            self._files.write_hidden(files, hidden[rows])
+            self._files.write_hidden(files, hidden, rows)
         # All ranks take part: each has a share of the logits.
         for slot, position, first, prompt_logprobs in inputs.prompt_logprobs:
             for logprobs in prompt_logprobs.compute(hidden[first:], self._model.logits):
