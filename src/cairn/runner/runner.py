@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
-from cairn.kernels.contract import ExactKernels
+from cairn.kernels.contract import ExactKernels, Kernels
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging, StepBuffers
 from cairn.layers.linear import Linear
@@ -176,6 +176,11 @@ class Runner(StepRunner):
         self._input_batch.append(result.sampled)
         self.steps += 1
         return result
+
+    @property
+    def kernels(self) -> Kernels:
+        """What the model is computed with."""
+        return self._model.kernels
 
     @property
     def is_complete(self) -> bool:

@@ -90,7 +90,7 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
     from cairn.engine.transfers.device_pool import DevicePool  # needs torch, which this rank's process has
 
     tensor = place.runner.pool
-    pool = HostPool(tensor.numpy()) if tensor.device.type == "cpu" else DevicePool.of(tensor)
+    pool = HostPool(tensor.numpy()) if tensor.device.type == "cpu" else DevicePool.of(tensor, place.runner.kernels)
     memory = RankMemory(pool, own.num_pages, place.runner.layout, own.units, place.rank, place.tp_size)
     link = make_link(own.host)
     worker = rank_worker(link, memory)
