@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cairn.kernels import exact
 from cairn.kernels.contract import Kernels
 from cairn.kernels.staging import Staging
 from cairn.transfer.geometry import Pairing, TokenCopies
@@ -82,7 +83,8 @@ class DevicePool:
     def of(cls, pool: Tensor, kernels: Kernels) -> "DevicePool":
         """To be called by the thread that launches steps, before the first one."""
         if pool.device.type != "cuda":
-            return cls(pool, NoStream(), kernels)
+            # Triton's interpreter is for one thread at a time, and steps have it.
+            return cls(pool, NoStream(), exact)
         torch.cuda.synchronize(pool.device)  # it is being filled with zeros, and peers may write to it from now on
         return cls(pool, CudaStream(pool.device), kernels)
 
