@@ -16,11 +16,13 @@ sum; and the products, at the speed of one of 8,192 x 8,192 x 8,192 in bfloat16;
 import argparse
 import importlib.util
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -28,11 +30,14 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
-from cairn.kernels import cuda, reference
+from cairn.kernels import checkpoint_files, cuda, reference
 from cairn.kernels.batch import CHUNK, Batch, HostBatch
 from cairn.kernels.contract import Kernels
 from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from cairn.kernels.staging import Staging
+from cairn.layers.memory import AttentionSpec, ConvPart, MemorySpec, RecurrentSpec
+from cairn.runner.checkpoint import LayerBytes, live_spans
+from cairn.runner.memory import LiveStates
 
 PAGE_SIZE = 64
 SNAPSHOT_EVERY = 1024
@@ -55,12 +60,29 @@ class Model:
     experts_per_token: int
     expert_inner: int
     gated_experts: bool
-    conv_channels: int
+    conv_parts: tuple[int, ...]
+    """Channels, of which each unit of the states has its share."""
+    recurrent_layers: int
+    attention_layers: int
+    state_units: int
     conv_width: int = 4
     gdn: tuple[int, int, int, int] | None = None
     """q/k heads, value heads, state size, head dim."""
     ssd: tuple[int, int, int, int] | None = None
     """heads, head dim, groups, state size."""
+
+    @property
+    def conv_channels(self) -> int:
+        return sum(self.conv_parts)
+
+    @property
+    def memory(self) -> MemorySpec:
+        """What a sequence has in its slot and its pages."""
+        state = (self.ssd[0], self.ssd[1], self.ssd[3]) if self.ssd is not None else (self.gdn or ())[1:]
+        parts = tuple(ConvPart(channels) for channels in self.conv_parts)
+        recurrent = RecurrentSpec(self.recurrent_layers, self.conv_width - 1, parts, state, self.state_units)
+        attention = AttentionSpec(self.attention_layers, self.kv_heads, self.head_dim)
+        return MemorySpec(BF16, DEVICE, self.hidden, recurrent, attention)
 
 
 MODELS = {
@@ -73,7 +95,10 @@ MODELS = {
         experts_per_token=6,
         expert_inner=1856,
         gated_experts=False,
-        conv_channels=6144,
+        conv_parts=(4096, 1024, 1024),
+        recurrent_layers=23,
+        attention_layers=6,
+        state_units=8,
         ssd=(64, 64, 8, 128),
     ),
     "qwen3.5-35b-a3b": Model(
@@ -85,7 +110,10 @@ MODELS = {
         experts_per_token=8,
         expert_inner=512,
         gated_experts=True,
-        conv_channels=8192,
+        conv_parts=(2048, 2048, 4096),
+        recurrent_layers=30,
+        attention_layers=10,
+        state_units=16,
         gdn=(16, 32, 128, 128),
     ),
 }
@@ -192,6 +220,8 @@ class Case:
 
     def call(self, kernels: Kernels, operands: dict[str, Any]) -> Call:
         function = getattr(kernels, self.operation)
+        if "spans" in operands:
+            operands = {**operands, "spans": kernels.pack_file_spans(*operands["spans"], operands["pool"])}
         if self.takes_batch:
             batch = self.load.batch(kernels)
             return lambda: function(**operands, batch=batch)
@@ -465,6 +495,87 @@ def row_cases(name: str, model: Model, load: Load) -> Iterator[Case]:
     )
 
 
+def by_index(case: Case) -> Case:
+    """Beside it torch's index operations, one gather and one scatter for each kind of bytes."""
+    return replace(case, peers={"torch by index": lambda given: case.call(cast(Kernels, checkpoint_files), given)})
+
+
+def files_case(name: str, model: Model, operation: str, load: Load, *, layer: bool) -> Case:
+    """Checkpoint files of as many sequences as `load` has: of slots with all layers, or one layer's snapshots."""
+    spec, count = model.memory, len(load.sequences)
+    assert spec.recurrent is not None and spec.attention is not None
+    page_bytes = math.prod((model.kv_heads, model.attention_layers, 2, PAGE_SIZE, model.head_dim)) * BF16.itemsize
+    sizes, hidden = LayerBytes(spec.recurrent, BF16), model.hidden * BF16.itemsize
+    file_pages = -(-(hidden + spec.recurrent.num_layers * sizes.unit * sizes.spec.units) // page_bytes)
+
+    def operands(seed: int) -> dict[str, Any]:
+        order = np.random.default_rng(seed).permutation(count * file_pages)
+        entries = torch.from_numpy(np.random.default_rng(seed).permutation(count)).to(DEVICE)
+        tensors: Sequence[Tensor]
+        if layer:
+            conv = torch.empty(count, sizes.spec.columns, model.conv_channels, dtype=BF16, device=DEVICE)
+            tensors = conv, torch.empty(count, *sizes.spec.state, device=DEVICE)
+            spans, distances = list(sizes.spans(0, hidden)), sizes.entry_bytes
+        else:
+            live = LiveStates(replace(spec, device=torch.device("meta")), count)
+            spans = live_spans(spec, live)
+            tensors = [
+                torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=DEVICE) for part in live.tensors
+            ]
+            distances = [part.stride(0) * part.itemsize for part in tensors]
+        return {
+            "pool": torch.empty(count * file_pages, page_bytes, dtype=torch.uint8, device=DEVICE),
+            "files": torch.from_numpy(order.reshape(count, file_pages)).to(DEVICE),
+            "tensors": tensors,
+            "entries": None if layer else entries,
+            "spans": (spans, distances),
+        }
+
+    moved = sum(sizes.entry_bytes) if layer else hidden + spec.recurrent.num_layers * sum(sizes.entry_bytes)
+    load = replace(load, name=f"{load.name}, {'a layer' if layer else 'all layers'}")
+    return by_index(Case(operation, name, load, operands, 2 * moved * count, takes_batch=False))
+
+
+def copy_cases(name: str, model: Model) -> Iterator[Case]:
+    """Pages copied on write, and those of a server with blocks of 16 tokens laid out in one's own."""
+    runs, row_bytes = model.kv_heads * model.attention_layers * 2, model.head_dim * BF16.itemsize
+
+    def pool(num_pages: int, tokens: int) -> Tensor:
+        return torch.empty(num_pages, runs, tokens, row_bytes, dtype=torch.uint8, device=DEVICE)
+
+    def pages(seed: int, count: int) -> dict[str, Any]:
+        targets, sources = torch.from_numpy(np.random.default_rng(seed).permutation(2 * count)).to(DEVICE).chunk(2)
+        return {"pool": pool(2 * count, PAGE_SIZE).flatten(1), "targets": targets, "sources": sources}
+
+    for count in (1, 32):
+        moved = 2 * count * runs * PAGE_SIZE * row_bytes
+        load = replace(decode(count, 1), name=f"{count} pages")
+        yield by_index(Case("copy_pages", name, load, partial(pages, count=count), moved, takes_batch=False))
+
+    def tokens(seed: int, count: int) -> dict[str, Any]:
+        order = np.random.default_rng(seed).permutation(count // PAGE_SIZE)
+        token = np.arange(count)
+        places = order[token // PAGE_SIZE], token % PAGE_SIZE, token // 16, token % 16
+        index = [torch.from_numpy(place).to(DEVICE) for place in places]
+        both = {"target": pool(count // PAGE_SIZE, PAGE_SIZE), "source": pool(count // 16, 16)}
+        return {**both, **dict(zip(("pages", "page_tokens", "slots", "slot_tokens"), index, strict=True))}
+
+    load = replace(prefill(8192), name="8192 tokens of blocks of 16")
+    moved = 2 * 8192 * runs * row_bytes
+    yield by_index(Case("copy_tokens", name, load, partial(tokens, count=8192), moved, takes_batch=False))
+
+
+def moving_cases(name: str, model: Model) -> Iterator[Case]:
+    """States and pages from one place to another."""
+    for operation in ("load_states", "store_states"):
+        for load in (MIXED, *(replace(decode(count, 1), name=f"{count} files") for count in (1, 8))):
+            yield files_case(name, model, operation, load, layer=False)
+    for count in (8, 128):
+        load = replace(decode(count, 1), name=f"{count} snapshots")
+        yield files_case(name, model, "store_states", load, layer=True)
+    yield from copy_cases(name, model)
+
+
 def cases(names: Sequence[str]) -> Iterator[Case]:
     """All of them, the checks first."""
     lengths = (2048, 8192, 32768, 131072)
@@ -493,6 +604,7 @@ def cases(names: Sequence[str]) -> Iterator[Case]:
             yield fp8_linear_case(name, model, load)
             yield router_case(name, model, load)
             yield from row_cases(name, model, load)
+        yield from moving_cases(name, model)
 
 
 # -- error ------------------------------------------------------------------------------------------------------------
@@ -510,8 +622,27 @@ def in_float64(value: Any) -> Any:
     return value.to(torch.float64, copy=True) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
+def moved_wrongly(case: Case) -> float:
+    """The share of bytes that are others than the reference's, of pool and states."""
+    ends = []
+    for kernels in (cast(Kernels, cuda), cast(Kernels, reference)):
+        given = case.operands(0)
+        memory = [
+            torch.empty(0, dtype=torch.uint8, device=DEVICE).set_(each.untyped_storage())
+            for each in (given["pool"], *given["tensors"])
+        ]
+        generator = torch.Generator(DEVICE).manual_seed(0)
+        for each in memory:
+            each.random_(generator=generator)
+        case.call(kernels, given)()
+        ends.append(torch.cat(memory))
+    return (ends[0] != ends[1]).float().mean().item()
+
+
 def error(case: Case) -> float:
     """The largest one of the results and of what is written in place."""
+    if "states" in case.operation:
+        return moved_wrongly(case)
     given = case.operands(0)
     exact = {name: in_float64(value) for name, value in case.operands(0).items()}
     torch.set_default_device(DEVICE)
@@ -643,7 +774,7 @@ def main() -> None:
     for case in cases(chosen.models):
         if chosen.only and case.operation not in chosen.only:
             continue
-        if case.load is MIXED:
+        if case.load.sequences is MIXED.sequences:
             errors[f"{case.model} {case.label}"] = error(case)
             print(f"{case.label:17} error {errors[f'{case.model} {case.label}']:.1e} {case.model}", flush=True)
             continue

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cairn.engine.transfers.device_pool import CudaStream, DevicePool, NoStream
+from cairn.kernels import exact
 from cairn.kernels.staging import Readback, StepBuffers, make_event
 from cairn.transfer.geometry import pair, staging_copies, staging_pages
 from cairn.transfer.memory import HostPool
@@ -64,7 +65,7 @@ def test_a_device_lays_out_what_the_host_does(blocks, tp):
         pool = torch.from_numpy(before.copy()).to(place)
         transferred.take()
         with torch.inference_mode():
-            DevicePool(pool, NoStream()).lay_out(pairing, copies, first_page)
+            DevicePool(pool, NoStream(), exact).lay_out(pairing, copies, first_page)
         assert transferred.take() == (int(place is device and len(copies) > 0), 0)
         assert np.array_equal(pool.cpu().numpy(), expected), span
 
@@ -77,14 +78,14 @@ def test_words_are_no_wider_than_a_row(row_bytes, monkeypatch):
     expected = before.copy()
     HostPool(expected).lay_out(pairing, copies, first_page)
     pool = torch.from_numpy(before)
-    DevicePool.of(pool).lay_out(pairing, copies, first_page)
+    DevicePool.of(pool, exact).lay_out(pairing, copies, first_page)
     assert np.array_equal(pool.numpy(), expected) and not np.array_equal(expected, case((64, 16), (3, 131))[2])
 
 
 def test_copies_go_into_the_stream_and_the_event_behind_them():
     pairing, copies, before, first_page = case((64, 16), (0, 64))
     stream = Recorded()
-    pool = DevicePool(torch.from_numpy(before), stream)
+    pool = DevicePool(torch.from_numpy(before), stream, exact)
     pool.enter_thread()
     pool.lay_out(pairing, copies, first_page)
     assert pool.fence()()

@@ -78,6 +78,28 @@ def write_kv(module: Any) -> Iterator[Configuration]:
         yield module._write_kv_kernel, types, dict(module._constants(dim, page_size)), options
 
 
+def checkpoint_files(module: Any) -> Iterator[Configuration]:
+    """Of files, pages and rows that begin at multiples of 16 bytes; of fewer, which no usual model has, some. A layer
+    whose states are convolution windows alone may have spans as short as a tile's rows are then."""
+    files, rows, options = module._files_kernel, module._rows_kernel, {"num_warps": module._NUM_WARPS}
+    numbers = dict.fromkeys(("files", "entries", "targets", "target_tokens", "sources", "source_tokens"), "*i64")
+    tables = {"tile_tensors": "*i32", "pieces": "*i32"}
+    ways = ((False, True), (True, True), (True, False))
+    copies = ((True, 128), (True, 256), (True, 512), (False, 98_304))
+    for alignment, word in ((16, "*i64"), (8, "*i64"), (4, "*i32"), (2, "*i16"), (1, "*u8")):
+        words = dict.fromkeys(("pool", "first", "second", "third", "target", "source"), word)
+        types, aligned = {**numbers, **tables, **words}, {"ALIGNED": alignment == 16}
+        for store, chosen in ways if alignment == 16 else ways[:1]:
+            variant = {"STORE": store, "CHOSEN": chosen, **aligned, **module._tile(1 << 20, alignment)}
+            yield files, signature(files, "", **types), variant, options
+        for span_bytes in (128, 256) if alignment == 16 else ():
+            variant = {"STORE": True, "CHOSEN": False, **aligned, **module._tile(span_bytes, alignment)}
+            yield files, signature(files, "", **types), variant, options
+        for tokens, row_bytes in copies if alignment == 16 else copies[:1]:
+            tile = module._rows_tile(row_bytes + alignment % 16)
+            yield rows, signature(rows, "", **types), {"TOKENS": tokens, **aligned, **tile}, options
+
+
 def conv(module: Any) -> Iterator[Configuration]:
     for _, model in DTYPES:
         for width in (3, 4):
@@ -188,9 +210,12 @@ def fp8_form(blocked: bool) -> dict[str, object]:
     return {"FP8": "native" if module.limits().has_fp8 else "bytes", "BLOCKED": blocked}
 
 
-def experts(module: Any) -> Iterator[Configuration]:
+def expert_order(module: Any) -> Iterator[Configuration]:
     kernel, tile = module._sort_kernel, {"ROWS": module._SORT_ROWS, "COLUMNS": module._SORT_COLUMNS}
     yield kernel, signature(kernel, ""), tile, {"num_warps": 4}
+
+
+def experts(module: Any) -> Iterator[Configuration]:
     for dtype, model in DTYPES:
         for num_experts, top_k, width, inner_width, gated in ((256, 8, 2048, 512, True), (128, 6, 2688, 1856, False)):
             token = {"TOP_K": top_k, "CHOSEN": power_of_2(top_k), "COLUMNS": module._sum_columns(width)}
@@ -282,8 +307,8 @@ def exact_products(module: Any) -> Iterator[Configuration]:
 
 
 MODULES = (
-    *(attention, conv, draw, elementwise, exact_products, experts, flashinfer_attention, fp8, gdn, logprobs),
-    *(norms, processors, routers, ssd, write_kv),
+    *(attention, checkpoint_files, conv, draw, elementwise, exact_products, expert_order, experts),
+    *(flashinfer_attention, fp8, gdn, logprobs, norms, processors, routers, ssd, write_kv),
 )
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
     {each.__name__: each for each in MODULES}

@@ -125,6 +125,16 @@ def test_a_variant_compiles_and_fits(capability: int, variant: Variant) -> None:
     assert not variant.is_exact or not re.search(r"mma|tcgen05|tf32|\batom\.|\bred\.", compiled.asm["ptx"])
 
 
+@pytest.mark.parametrize("capability", GPUS)
+def test_copies_of_states_and_pages_move_16_bytes_a_thread(capability: int) -> None:
+    """Where all begins at multiples of 16 bytes, which a lost hint would halve, and no result would show."""
+    for variant in variants("checkpoint_files", GPUS[capability]):
+        if ("ALIGNED", True) in variant.constants:
+            ptx = variant.compiled(capability).asm["ptx"]
+            for instruction in ("ld", "st"):
+                assert re.search(rf"\b{instruction}\.global[.\w]*\.v2\.b64", ptx), variant.sort_key
+
+
 def test_every_kernel_has_variants() -> None:
     """A kernel that is launched but not named by `cuda_configurations` would be compiled nowhere."""
     for name in CONFIGURATIONS:

@@ -11,8 +11,10 @@ from types import ModuleType
 import pytest
 import torch
 
+from cairn.kernels.contract import Kernels
 from kernels.backends import BACKENDS, DEVICES, name_of
 from kernels.comparison import check_against_reference
+from kernels.file_copies import CASES, LONG, SMALL, FileCopy, TokenCopy
 from kernels.fixed_calls import MIXED, fp8_experts_call, fp8_linear_call, paged_call, small_call
 from kernels.kernel_calls import Call
 from kernels.random_batches import RandomBatch, SequenceRows
@@ -51,6 +53,14 @@ CALLS: Mapping[str, Callable[[], tuple[Call, ...]]] = {
 }
 """What a function is held to."""
 
+COPIES: Mapping[str, Callable[[Kernels], None]] = {
+    "store_states": lambda kernels: FileCopy(SMALL, 256, (3, 0, 2)).check(kernels, "store_states"),
+    "load_states": lambda kernels: FileCopy(SMALL, 256, (3, 0, 2)).check(kernels, "load_states"),
+    "states longer than a tile's row": lambda kernels: FileCopy(*CASES[LONG], (3, 0, 2)).check(kernels, "load_states"),
+    "copy_tokens": lambda kernels: TokenCopy(512, 23).check(kernels),
+}
+"""The same of those that move bytes."""
+
 
 @dataclass(frozen=True)
 class Mutant:
@@ -62,6 +72,8 @@ class Mutant:
     replacement: str
     found_by: tuple[str, ...]
 
+
+FILES, MOVES = "checkpoint_files", ("store_states", "load_states")
 
 MUTANTS = (
     *(
@@ -256,6 +268,35 @@ MUTANTS = (
         "scales_of(scales, first, width, BLOCKED)",
         ("fp8 experts", "fp8 experts of few tokens"),
     ),
+    Mutant("the state of the neighbour's slot", FILES, "tl.load(entries + file)", "tl.load(entries + file) + 1", MOVES),
+    Mutant("all files are the first one", FILES, "file.to(tl.int64) * file_pages + ", "", MOVES),
+    Mutant("all of a file is in its first page", FILES, "yield page, in_page", "yield 0, in_page", MOVES),
+    Mutant("spans begin where their page does", FILES, "yield page, in_page + done", "yield page, done", MOVES),
+    Mutant("a word behind a span goes with it", FILES, "[None, :] < length[", "[None, :] <= length[", MOVES),
+    Mutant("a span's last word stays behind", FILES, "[None, :] < length[", "[None, :] + 1 < length[", MOVES),
+    Mutant("a tensor's last tile is dropped", FILES, "[tensor] * own_tiles", "[tensor] * (own_tiles - 1)", MOVES),
+    Mutant(
+        "each row of a tile has a span's first bytes",
+        FILES,
+        "in_entry + done, min",
+        "in_entry, min",
+        ("states longer than a tile's row",),
+    ),
+    Mutant(
+        "the last tokens are not copied",
+        FILES,
+        'triton.cdiv(len(targets), tile["ROWS"])',
+        'len(targets) // tile["ROWS"]',
+        ("copy_tokens",),
+    ),
+    Mutant("all runs come from the first", FILES, "+ run * source_run_words", "", ("copy_tokens",)),
+    Mutant(
+        "tokens come from their block's first place",
+        FILES,
+        "origin += tl.load(source_tokens + copy, mask=there, other=0) * row_words",
+        "origin += 0",
+        ("copy_tokens",),
+    ),
     Mutant(
         "keys before kv_write_from are written",
         "write_kv",
@@ -312,6 +353,14 @@ def build_backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[
     return build
 
 
+def check_function(backend: ModuleType, function: str) -> None:
+    if function in COPIES:
+        COPIES[function](backend)
+        return
+    for call in CALLS[function]():
+        check_against_reference(backend, call, F32)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.module}: {mutant.name}, {mutant.found_by}")
 def test_a_mutant_is_found(mutant: Mutant, build_backend: Callable[[str, Callable[[str], str]], ModuleType]) -> None:
     def changed(source: str) -> str:
@@ -321,11 +370,11 @@ def test_a_mutant_is_found(mutant: Mutant, build_backend: Callable[[str, Callabl
     backend = build_backend(mutant.module, changed)
     for function in mutant.found_by or (mutant.module,):
         with pytest.raises(AssertionError, match="Tensor-likes are not"):
-            for call in CALLS[function]():
-                check_against_reference(backend, call, F32)
+            check_function(backend, function)
 
 
 OWN_CALLS = {
+    FILES: tuple(COPIES),
     "metadata": ("ssd", "gdn", "conv", "attention", "write_kv"),
     **{name: tuple(call for call in CALLS if call.startswith("fp8")) for name in ("fp8", "experts")},
 }
@@ -338,5 +387,4 @@ def test_the_source_as_it_is_passes(
 ) -> None:
     backend = build_backend(name, lambda source: source)
     for function in OWN_CALLS.get(name, (name,)):
-        for call in CALLS[function]():
-            check_against_reference(backend, call, F32)
+        check_function(backend, function)

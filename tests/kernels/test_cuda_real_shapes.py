@@ -23,6 +23,7 @@ from benchmarks.gpu_kernels import (
     conv_case,
     error,
     experts_case,
+    files_case,
     fp8_experts_case,
     fp8_linear_case,
     gdn_case,
@@ -41,6 +42,8 @@ MAX_ERRORS = {
     "conv": 3.5e-3,
     "attention": 4e-3,
     "write_kv": 0.0,
+    "load_states": 0.0,
+    "store_states": 0.0,
     "linear": 4e-3,
     "experts": 6e-3,
     "gated_experts": 6e-3,
@@ -71,6 +74,8 @@ def cases_of(name: str, load: Load) -> Iterator[Case]:
     ):
         yield make(name, model, load)
     yield from row_cases(name, model, load)
+    for operation in ("load_states", "store_states"):
+        yield files_case(name, model, operation, load, layer=False)
 
 
 def scan_case(name: str, load: Load) -> Case:

@@ -190,7 +190,7 @@ def test_products_of_several_tiles(tokens: int, gated: bool, dtype: torch.dtype)
 def test_pairs_are_sorted_by_counting_as_by_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     call = experts_call(random_choice(90, 9, 3), 9, (40, 24), True, dtype)
     (counted,) = call.run(CUDA)
-    monkeypatch.setattr(sys.modules["cairn.kernels.cuda.experts"], "_COUNTED_PAIRS", 0)
+    monkeypatch.setattr(sys.modules["cairn.kernels.cuda.expert_order"], "_COUNTED_PAIRS", 0)
     check_against_reference(CUDA, call, dtype)
     assert same_bits(call.run(CUDA)[0], counted)
 

@@ -5,6 +5,9 @@ import pytest
 import torch
 
 from cairn.runner.checkpoint import CheckpointFiles
+from cairn.runner.launched_step import independent_copies
+from cairn.runner.memory import LiveStates
+from cairn.step import PageCopy
 from runner.harness import tiny
 
 CASES = [
@@ -23,7 +26,8 @@ def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype
     recurrent = spec.recurrent
     assert recurrent is not None
     pool = torch.zeros(400, layout.page_bytes, dtype=torch.uint8)
-    files = CheckpointFiles(pool, spec, layout)
+    live, kernels = LiveStates(spec, 4), driver.model.kernels
+    files = CheckpointFiles(pool, spec, layout, live, kernels)
     pages = np.random.default_rng(0).permutation(400)[: layout.pages_per_checkpoint].astype(np.int32)
     hidden = torch.randn(spec.hidden_size).to(dtype)
     conv = torch.randn(recurrent.num_layers, recurrent.columns, recurrent.channels).to(dtype)
@@ -31,7 +35,8 @@ def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype
     # Among other files, which are written in one go and of which nothing may come into this one.
     spare = np.setdiff1d(np.arange(400), pages)[: 2 * layout.pages_per_checkpoint].reshape(2, -1)
     three = torch.from_numpy(np.stack([spare[0], pages, spare[1]]).astype(np.int64))
-    files.write_hidden(three, torch.stack([hidden * 2, hidden, hidden * 3]))
+    rows = torch.stack([hidden * 3, hidden * 2, hidden * 5, hidden])
+    files.write_hidden(three, rows, torch.tensor([1, 3, 0]))
     for layer in range(recurrent.num_layers):
         files.write_layer(
             three, layer, *(torch.stack([part[layer] + 1, part[layer], -part[layer]]) for part in (conv, state))
@@ -56,11 +61,17 @@ def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype
     others = np.setdiff1d(np.arange(400), three)
     assert not pool[others.tolist()].any()
 
-    assert torch.equal(files.read_hidden(three), torch.stack([hidden * 2, hidden, hidden * 3]))
-    for layer in range(recurrent.num_layers):
-        again = files.read_layer(three[[1, 0]], layer)
-        for found, part in zip(again, (conv, state), strict=True):
-            assert torch.equal(found, torch.stack([part[layer], part[layer] + 1]))
+    files.restore(three[[1, 0]], torch.tensor([3, 1]))
+    assert torch.equal(live.hidden[[3, 1]], torch.stack([hidden, hidden * 2]))
+    for layer, own in enumerate(live.recurrent):
+        for found, part in zip((own.conv, own.state), (conv, state), strict=True):
+            assert torch.equal(found[[3, 1]], torch.stack([part[layer], part[layer] + 1]))
+    assert not any(part[[0, 2, 4]].any() for part in live.tensors)
+
+    again = torch.zeros_like(pool)
+    CheckpointFiles(again, spec, layout, live, kernels).save(three[[2, 1]], torch.tensor([2, 3]))
+    assert torch.equal(again[pages.tolist()], pool[pages.tolist()])
+    assert again.count_nonzero() == again[pages.tolist()].count_nonzero(), "slot 2 has zeros"
 
 
 def test_no_file_at_all_is_no_work() -> None:
@@ -68,11 +79,24 @@ def test_no_file_at_all_is_no_work() -> None:
     spec = driver.model.spec
     assert spec.recurrent is not None
     pool = torch.zeros(8, driver.layout.page_bytes, dtype=torch.uint8)
-    files, none = (
-        CheckpointFiles(pool, spec, driver.layout),
-        torch.zeros(0, driver.layout.pages_per_checkpoint, dtype=torch.int64),
-    )
-    files.write_hidden(none, torch.zeros(0, spec.hidden_size))
+    live = LiveStates(spec, 2)
+    files = CheckpointFiles(pool, spec, driver.layout, live, driver.model.kernels)
+    none, no_slots = torch.zeros(0, driver.layout.pages_per_checkpoint, dtype=torch.int64), torch.zeros(0).long()
+    files.write_hidden(none, torch.zeros(3, spec.hidden_size), no_slots)
     conv = torch.zeros(0, spec.recurrent.columns, spec.recurrent.channels)
     files.write_layer(none, 0, conv, torch.zeros(0, *spec.recurrent.state))
+    files.save(none, no_slots)
+    files.restore(none, no_slots)
     assert not pool.any()
+
+
+def test_copies_are_as_few_groups_as_their_order_allows() -> None:
+    def groups(*pairs: tuple[int, int]) -> list[list[tuple[int, int]]]:
+        found = independent_copies([PageCopy(*pair) for pair in pairs])
+        return [list(zip(sources, targets, strict=True)) for targets, sources in found]
+
+    assert groups() == []
+    assert groups((1, 2), (1, 3), (4, 5)) == [[(1, 2), (1, 3), (4, 5)]]
+    assert groups((1, 2), (2, 3), (4, 1)) == [[(1, 2)], [(2, 3), (4, 1)]], "what is copied on"
+    assert groups((1, 2), (4, 1)) == [[(1, 2)], [(4, 1)]], "a source that is written"
+    assert groups((1, 2), (3, 2)) == [[(1, 2)], [(3, 2)]], "a target twice"

@@ -91,8 +91,8 @@ def build_core(
 
     def size_up(room: int | None) -> EngineInfo:
         if room is not None:
-            # what other servers' pages are read into, and once more while it is laid out
-            room -= 2 * _extra_pages(config, opened, layout) * layout.page_bytes
+            # what other servers' pages are read into
+            room -= _extra_pages(config, opened, layout) * layout.page_bytes
             sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
         else:
             available = (machine or Machine()).available_memory()
@@ -104,7 +104,8 @@ def build_core(
     num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
     transfer = None
     if config.kv_transfer is not None:
-        pool = open_pool(ranks.own.pool, on_host=device.backend is None)
+        own = ranks.own
+        pool = open_pool(own.pool, own.kernels, on_host=device.backend is None)
         memory = RankMemory(pool, num_pages, layout, _model_units(opened), tp_size=config.tensor_parallel_size)
         transfer = _build_transfer(config, config.kv_transfer, opened, ranks, memory, clock, make_link)
     image_keys = _image_keys(ranks.own, opened, tokenizer)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
+from cairn.kernels.checkpoint_files import FileSpan
 from cairn.kernels.fp8 import WeightRows
 from cairn.kernels.sampling.logprobs import LogprobTensors
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
@@ -28,6 +29,9 @@ from cairn.types import SamplingParams
 
 Weight = Any
 """What `Kernels.pack` made of a weight: a backend's own."""
+
+FileSpans = Any
+"""What `Kernels.pack_file_spans` made of spans: a backend's own."""
 
 
 class TokenCounts(Protocol):
@@ -77,6 +81,13 @@ class Kernels(Protocol):
 
         Raises ConfigError that names --quantization where this backend or this machine has no such products.
         """
+        ...
+
+    def pack_file_spans(self, spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor) -> FileSpans:
+        """Where the states of some tensors lie in checkpoint files, in the form that this backend copies with. At least
+        one span; no byte is in two, neither of a file nor of an entry. `entry_bytes`: from one entry of each tensor to
+        the next. `pool`: uint8 [pages, page_bytes], contiguous; of the ones that are copied with, page_bytes and device
+        are the same."""
         ...
 
     def warm_up(self, dtype: torch.dtype | None = None) -> int:
@@ -280,6 +291,39 @@ class Kernels(Protocol):
         """Causal attention over the pages, scaled by D^-0.5: q [T, Hq, D] -> [T, Hq, D]. A token at position p sees
         positions 0..p of its sequence; a key head serves Hq / Hk consecutive query heads. What lies in a page behind
         the sequence's end may read as NaN and must not count."""
+        ...
+
+    # -- bytes ----------------------------------------------------------------------------------------------------
+
+    def store_states(
+        self, pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FileSpans
+    ) -> None:
+        """States into checkpoint files: the bytes of `spans` of entry `entries[i]` of each tensor go to file i, whose
+        pages `files[i]` are; nothing else is written.
+
+        pool as for `pack_file_spans`; files int64 [n, pages of a file], no page in two of them, n may be 0; tensors
+        [entry, ...], whose entries may be apart; entries int64 [n], or None for 0, 1, ... n - 1.
+        """
+        ...
+
+    def load_states(
+        self, pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FileSpans
+    ) -> None:
+        """The reverse of `store_states`: from files, of which two may be the same, to entries, which are all
+        different."""
+        ...
+
+    def copy_pages(self, pool: Tensor, targets: Tensor, sources: Tensor) -> None:
+        """Whole pages of pool [pages, page_bytes], uint8 and contiguous. targets and sources int64 [n], n at least 1:
+        targets are all different, and none of them is a source."""
+        ...
+
+    def copy_tokens(
+        self, target: Tensor, pages: Tensor, page_tokens: Tensor, source: Tensor, slots: Tensor, slot_tokens: Tensor
+    ) -> None:
+        """target[pages[i], :, page_tokens[i]] = source[slots[i], :, slot_tokens[i]] of every i: target [page, run,
+        token, row] and source [slot, run, token, row], both uint8 and contiguous, which may be parts of one pool; the
+        others int64 [n], n at least 1. Places that are written are all different, and none of them is read."""
         ...
 
 

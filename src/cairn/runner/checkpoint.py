@@ -4,97 +4,88 @@
     header  [hidden | shared convolution channels [layer][column][channel]]
     unit    [layer][conv [column][own channels] | state [own heads][...]]
 
-One layer of all files that a step names is moved at a time, by one gather or scatter for each kind of bytes.
+A running state of all layers is moved by one call, and so are one layer's snapshots of a pass.
 """
 
-from collections.abc import Sequence
-from math import gcd
+from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
+from cairn.kernels.checkpoint_files import FileSpan
+from cairn.kernels.contract import FileSpans, Kernels
 from cairn.layers.memory import MemorySpec, RecurrentSpec
-
-_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.uint8))
-
-
-class _FileRanges:
-    """Some byte ranges of every file, as rows of equal length in the pool."""
-
-    def __init__(self, pool: Tensor, ranges: Sequence[tuple[int, int]]) -> None:
-        """`ranges`: (file offset, length), which follow each other in a buffer."""
-        page_bytes = pool.shape[1]
-        row_bytes = gcd(page_bytes, *(number for each in ranges for number in each))
-        self._word = next(dtype for size, dtype in _WORDS if row_bytes % size == 0)
-        self._rows = pool.view(self._word).view(-1, row_bytes // self._word.itemsize)
-        # on the device from the start: steps only gather and scatter
-        starts = [torch.arange(at, at + length, row_bytes, device=pool.device) for at, length in ranges]
-        numbers = torch.cat(starts) // row_bytes
-        self._rows_per_page = page_bytes // row_bytes
-        self._page, self._offset = numbers // self._rows_per_page, numbers % self._rows_per_page
-
-    def write(self, files: Tensor, values: Tensor) -> None:
-        """files int64 [n, pages], values [n, ...] of any dtype, contiguous, with as many bytes each as the ranges."""
-        rows = values.view(len(files), -1).view(self._word).view(-1, self._rows.shape[1])
-        self._rows.index_copy_(0, self._index(files), rows)
-
-    def read(self, files: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The reverse: [n, *shape] of `dtype`."""
-        rows = self._rows.index_select(0, self._index(files))
-        return rows.view(len(files), -1).view(dtype).view(len(files), *shape)
-
-    def _index(self, files: Tensor) -> Tensor:
-        return (files[:, self._page] * self._rows_per_page + self._offset).flatten()
+from cairn.runner.memory import LiveStates
 
 
 class CheckpointFiles:
     """Reads and writes checkpoint files in a pool of pages, uint8 [num_pages, page_bytes]. `files` are the page lists
-    of n files, int64 [n, pages_per_checkpoint]; n may be 0.
+    of n files, int64 [n, pages_per_checkpoint]; n may be 0. `slots`: int64 [n].
 
     Raises ValueError when the layout's sizes are not those of the model.
     """
 
-    def __init__(self, pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> None:
-        self._spec = spec
-        header, state = spec.hidden_size * spec.dtype.itemsize, 0
-        self._hidden = _FileRanges(pool, [(0, header)])
-        self._layers: list[_Layer] = []
-        if spec.recurrent is not None:
-            sizes = _LayerBytes(spec.recurrent, spec.dtype)
-            shared = header
-            header += spec.recurrent.num_layers * sizes.shared
-            state = spec.recurrent.num_layers * sizes.unit * spec.recurrent.units
-            for layer in range(spec.recurrent.num_layers):
-                self._layers.append(_Layer(pool, sizes, layer, shared + layer * sizes.shared, header))
+    def __init__(self, pool: Tensor, spec: MemorySpec, layout: CacheLayout, live: LiveStates, kernels: Kernels) -> None:
+        self._pool, self._kernels = pool, kernels
+        self._live = live.tensors
+        hidden = spec.hidden_size * spec.dtype.itemsize
+        sizes = None if spec.recurrent is None else LayerBytes(spec.recurrent, spec.dtype)
+        header, state = hidden, 0
+        if sizes is not None:
+            header += sizes.spec.num_layers * sizes.shared
+            state = sizes.spec.num_layers * sizes.unit * sizes.spec.units
         if (header, state) != (layout.header_bytes, layout.state_bytes):
             raise ValueError(
                 f"layout has header_bytes {layout.header_bytes} and state_bytes {layout.state_bytes}, "
                 f"the model's checkpoints take {header} and {state}"
             )
+        self._hidden = kernels.pack_file_spans([FileSpan(0, 0, 0, hidden)], [hidden], pool)
+        self._layers = list[FileSpans]()
+        if sizes is not None:
+            for layer in range(sizes.spec.num_layers):
+                spans = list(sizes.spans(layer, hidden))
+                self._layers.append(kernels.pack_file_spans(spans, sizes.entry_bytes, pool))
+        entry_bytes = [part.stride(0) * part.itemsize for part in self._live]
+        self._whole = kernels.pack_file_spans(live_spans(spec, live), entry_bytes, pool)
 
-    def write_hidden(self, files: Tensor, hidden: Tensor) -> None:
-        """hidden [n, hidden]."""
-        if len(files):
-            self._hidden.write(files, hidden.contiguous())
+    def restore(self, files: Tensor, slots: Tensor) -> None:
+        """From files to slots, which are all different."""
+        self._kernels.load_states(self._pool, files, self._live, slots, self._whole)
 
-    def read_hidden(self, files: Tensor) -> Tensor:
-        """[n, hidden]."""
-        return self._hidden.read(files, [self._spec.hidden_size], self._spec.dtype)
+    def save(self, files: Tensor, slots: Tensor) -> None:
+        """From slots to files."""
+        self._kernels.store_states(self._pool, files, self._live, slots, self._whole)
+
+    def write_hidden(self, files: Tensor, hidden: Tensor, rows: Tensor) -> None:
+        """Rows int64 [n] of hidden [tokens, hidden]."""
+        self._kernels.store_states(self._pool, files, (hidden,), rows, self._hidden)
 
     def write_layer(self, files: Tensor, layer: int, conv: Tensor, state: Tensor) -> None:
         """conv [n, columns, channels], state [n, heads, ...] of recurrent layer `layer`."""
-        if len(files):
-            self._layers[layer].write(files, conv, state)
-
-    def read_layer(self, files: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """The reverse of `write_layer`."""
-        return self._layers[layer].read(files)
+        states = [part for part in (conv, state) if part.shape[1:].numel()]
+        self._kernels.store_states(self._pool, files, states, None, self._layers[layer])
 
 
-class _LayerBytes:
+def live_spans(spec: MemorySpec, live: LiveStates) -> list[FileSpan]:
+    """Where a slot's `LiveStates.tensors` lie in a file."""
+    hidden = spec.hidden_size * spec.dtype.itemsize
+    spans = [FileSpan(0, 0, 0, hidden)]
+    if spec.recurrent is not None:
+        sizes = LayerBytes(spec.recurrent, spec.dtype)
+        layer_bytes = [part.stride(1) * part.itemsize for part in live.tensors[1:]]
+        for layer in range(spec.recurrent.num_layers):
+            for span in sizes.spans(layer, hidden):
+                offset = span.offset + layer * layer_bytes[span.tensor]
+                spans.append(replace(span, tensor=span.tensor + 1, offset=offset))
+    return spans
+
+
+class LayerBytes:
     """Sizes of one layer's state in a file. `shared`: the channels that all units have together; `unit`: a unit's
-    convolution channels (`conv`) and state.
+    convolution channels (`conv`) and state. `entry_bytes`: of a layer's convolution inputs and state, contiguous, less
+    what has no bytes.
 
     Raises ValueError where channels or heads do not divide among the units.
     """
@@ -105,60 +96,39 @@ class _LayerBytes:
                 raise ValueError(f"{part.channels} convolution channels do not divide among {spec.units} units")
         if spec.state[0] % spec.units:
             raise ValueError(f"{spec.state[0]} heads do not divide among {spec.units} units")
-        self.spec, self.dtype = spec, dtype
-        self.own_channels = sum(part.channels for part in spec.parts if not part.shared) // spec.units
-        self.shared_channels = sum(part.channels for part in spec.parts if part.shared)
+        self.spec, self._number = spec, dtype.itemsize
         column = dtype.itemsize * spec.columns
-        self.shared, self.conv = column * self.shared_channels, column * self.own_channels
-        self.unit = self.conv + torch.Size(spec.state).numel() // spec.units * torch.float32.itemsize
+        self.shared = column * sum(part.channels for part in spec.parts if part.shared)
+        self.conv = column * sum(part.channels for part in spec.parts if not part.shared) // spec.units
+        self._state = torch.Size(spec.state).numel() // spec.units * torch.float32.itemsize
+        self.unit = self.conv + self._state
+        self.entry_bytes = [size for size in (column * spec.channels, self._state * spec.units) if size]
 
+    def spans(self, layer: int, header: int) -> Iterator[FileSpan]:
+        """Of recurrent layer `layer`: convolution inputs [columns, channels] and state, which are tensors 0 and 1, or 0
+        alone where there is one of them. `header`: bytes of a file before the first layer's shared channels."""
+        spec = self.spec
+        if self.shared:
+            yield from self._channels(header + layer * self.shared, None)
+        units = header + spec.num_layers * self.shared
+        for unit in range(spec.units):
+            at = units + (unit * spec.num_layers + layer) * self.unit
+            if self.conv:
+                yield from self._channels(at, unit)
+            if self._state:
+                yield FileSpan(len(self.entry_bytes) - 1, unit * self._state, at + self.conv, self._state)
 
-class _Layer:
-    """One recurrent layer's places in every file: shared channels from `shared` on, units from `units` on."""
-
-    def __init__(self, pool: Tensor, sizes: _LayerBytes, layer: int, shared: int, units: int) -> None:
-        self._sizes, spec = sizes, sizes.spec
-        starts = [units + (unit * spec.num_layers + layer) * sizes.unit for unit in range(spec.units)]
-        self._shared = _FileRanges(pool, [(shared, sizes.shared)]) if sizes.shared else None
-        self._conv = _FileRanges(pool, [(start, sizes.conv) for start in starts]) if sizes.conv else None
-        length = sizes.unit - sizes.conv
-        self._state = _FileRanges(pool, [(start + sizes.conv, length) for start in starts]) if length else None
-
-    def write(self, files: Tensor, conv: Tensor, state: Tensor) -> None:
-        shared, own = self._split(conv)
-        if self._shared is not None:
-            self._shared.write(files, torch.cat(shared, dim=-1))
-        if self._conv is not None:
-            self._conv.write(files, torch.cat(own, dim=-1))
-        if self._state is not None:
-            self._state.write(files, state.contiguous())
-
-    def read(self, files: Tensor) -> tuple[Tensor, Tensor]:
-        sizes, spec = self._sizes, self._sizes.spec
-        conv = torch.empty(len(files), spec.columns, spec.channels, dtype=sizes.dtype, device=files.device)
-        shared, own = self._split(conv)
-        if self._shared is not None:
-            _copy_to(shared, self._shared.read(files, [spec.columns, sizes.shared_channels], sizes.dtype))
-        if self._conv is not None:
-            _copy_to(own, self._conv.read(files, [spec.units, spec.columns, sizes.own_channels], sizes.dtype))
-        if self._state is None:
-            return conv, torch.empty(len(files), *spec.state, dtype=torch.float32, device=files.device)
-        return conv, self._state.read(files, spec.state, torch.float32)
-
-    def _split(self, conv: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """Views of conv [n, columns, channels]: its shared parts, and its other parts by unit."""
-        parts = self._sizes.spec.parts
-        views = list(zip(torch.split(conv, [part.channels for part in parts], dim=-1), parts, strict=True))
-        shared = [view for view, part in views if part.shared]
-        return shared, [self._by_unit(view) for view, part in views if not part.shared]
-
-    def _by_unit(self, part: Tensor) -> Tensor:
-        """A view: [n, columns, channels] -> [n, units, columns, channels of one]."""
-        units = self._sizes.spec.units
-        return part.view(*part.shape[:2], units, part.shape[2] // units).transpose(1, 2)
-
-
-def _copy_to(parts: list[Tensor], values: Tensor) -> None:
-    """Copy the channels of `values` to `parts`, one after the other."""
-    for part, own in zip(parts, torch.split(values, [part.shape[-1] for part in parts], dim=-1), strict=True):
-        part.copy_(own)
+    def _channels(self, file_offset: int, unit: int | None) -> Iterator[FileSpan]:
+        """A unit's own channels, or those that are shared, column by column."""
+        first = 0
+        ranges = list[tuple[int, int]]()
+        for part in self.spec.parts:
+            if part.shared == (unit is None):
+                own = part.channels if unit is None else part.channels // self.spec.units
+                ranges.append((first + own * (unit or 0), own))
+            first += part.channels
+        for column in range(self.spec.columns):
+            for channel, count in ranges:
+                num_bytes = count * self._number
+                yield FileSpan(0, (column * first + channel) * self._number, file_offset, num_bytes)
+                file_offset += num_bytes

@@ -13,7 +13,7 @@ from cairn.runner.batch_builder import BatchBuilder
 from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
 from cairn.runner.vision import MultimodalInputs
-from cairn.step import Logprobs, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
+from cairn.step import Logprobs, PageCopy, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
 
 _EMPTY = StagedArray(np.zeros(0, np.int64), 0), StagedArray(np.zeros(0, np.int64), 0)
 
@@ -22,7 +22,8 @@ class StepInputs:
     """The arrays of a plan, to be read once `staging` has been sent.
 
     `batch`: the plan's rows, unless they go through a CUDA graph: then `graph` has its size and what it is given.
-    `copies`: target and source pages. `restores`, `saves`: slots and checkpoint files.
+    `copies`: target and source pages, in groups that are made one after the other. `restores`, `saves`: slots and
+    checkpoint files.
     `snapshots`: rows of hidden states and files, by row and position; behind a graph slots and files, as of `saves`.
     `sampled_slots`: of the plan's samples.
     `prompt_logprobs`: for each prefill row that wants them the slot, the position of the first target, the row's first
@@ -39,13 +40,11 @@ class StepInputs:
     ) -> None:
         """`inputs`: of each row, decode rows first; None for a row of text alone."""
         self.buffers, self.staging = buffers, Staging(buffers)
-        self.copies = self.snapshots = _EMPTY
-        if plan.copies:
-            sources: dict[int, int] = {}  # copies are made one after the other in the plan, all at once on the device
-            for copy in plan.copies:
-                sources[copy.target] = sources.get(copy.source, copy.source)
-            pairs = np.array(list(sources.items()), np.int64).T.copy()
-            self.copies = self.staging.add(pairs[0]), self.staging.add(pairs[1])
+        self.snapshots = _EMPTY
+        self.copies = [
+            (self.staging.add(np.array(targets, np.int64)), self.staging.add(np.array(sources, np.int64)))
+            for targets, sources in independent_copies(plan.copies)
+        ]
         self.restores, self.saves = self._slots_and_files(plan.restores), self._slots_and_files(plan.saves)
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         self.batch: BatchBuilder | None = None
@@ -81,6 +80,22 @@ class StepInputs:
 
     def _files(self, records: Sequence[Restore | Save | Snapshot]) -> StagedArray:
         return self.staging.add(np.array([record.pages for record in records], np.int64))
+
+
+def independent_copies(copies: Sequence[PageCopy]) -> list[tuple[list[int], list[int]]]:
+    """Target and source pages of copies that are made one after the other, as few groups of them as can be that may be
+    made in any order: no page that one writes is another one's."""
+    groups = list[tuple[list[int], list[int]]]()
+    written, touched = set[int](), set[int]()
+    for copy in copies:
+        if not groups or copy.target in touched or copy.source in written:
+            groups.append(([], []))
+            written, touched = set(), set()
+        groups[-1][0].append(copy.target)
+        groups[-1][1].append(copy.source)
+        written.add(copy.target)
+        touched |= {copy.target, copy.source}
+    return groups
 
 
 @dataclass(slots=True, eq=False)

@@ -110,14 +110,17 @@ def _aligned(shape: tuple[int, ...], lead: int, dtype: torch.dtype, device: torc
 
 class LiveStates:
     """The running state of every slot, and one more for rows that belong to nobody. `recurrent` has a view a layer,
-    [slots + 1, ...]."""
+    [slots + 1, ...]. `tensors`: hidden states, convolution inputs and states of all layers, [slots + 1, ...] each, less
+    those that the model does not have."""
 
     def __init__(self, spec: MemorySpec, num_slots: int) -> None:
         self.hidden = _aligned((num_slots + 1, spec.hidden_size), 1, spec.dtype, spec.device)
         self.recurrent: tuple[RecurrentLayer, ...] = ()
+        self.tensors: tuple[Tensor, ...] = (self.hidden,)
         if spec.recurrent is not None:
             layers = spec.recurrent.num_layers
             conv_shape = (num_slots + 1, layers, spec.recurrent.columns, spec.recurrent.channels)
             conv = _aligned(conv_shape, 2, spec.dtype, spec.device)
             state = _aligned((num_slots + 1, layers, *spec.recurrent.state), 2, torch.float32, spec.device)
             self.recurrent = tuple(RecurrentLayer(conv[:, layer], state[:, layer]) for layer in range(layers))
+            self.tensors += tuple(part for part in (conv, state) if part.numel())

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
-from cairn.kernels.contract import ExactKernels
+from cairn.kernels.contract import ExactKernels, Kernels
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
-from cairn.kernels.staging import StagedArray, Staging, StepBuffers
+from cairn.kernels.staging import Staging, StepBuffers
 from cairn.layers.linear import Linear
 from cairn.layers.memory import PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
@@ -101,7 +101,7 @@ class Runner(StepRunner):
         self._observe = observe
         self._paged = paged_layers(self.pool, model.spec, layout)
         self._live = LiveStates(model.spec, num_slots)
-        self._files = CheckpointFiles(self.pool, model.spec, layout)
+        self._files = CheckpointFiles(self.pool, model.spec, layout, self._live, model.kernels)
         # A table has no more pages than the pool: its pages are distinct.
         self._slot_tensors = SlotTensors(len(layout.groups), num_slots, num_pages, model.spec.device)
         self._input_batch = InputBatch()
@@ -188,6 +188,11 @@ class Runner(StepRunner):
         return self._model.communicator.rank
 
     @property
+    def kernels(self) -> Kernels:
+        """What the model is computed with."""
+        return self._model.kernels
+
+    @property
     def is_complete(self) -> bool:
         """Whether `collect` of the oldest launched step would return at once."""
         return self._launched[0].is_complete
@@ -225,22 +230,14 @@ class Runner(StepRunner):
     def _move_states(self, step: LaunchedStep) -> None:
         """The plan's page copies, restores and saves."""
         plan, inputs = step.plan, step.inputs
-        if plan.copies:
-            targets, sources = inputs.copies
-            self.pool[targets.tensor] = self.pool[sources.tensor]
+        for targets, sources in inputs.copies:
+            self._model.kernels.copy_pages(self.pool, targets.tensor, sources.tensor)
         if plan.restores:
-            slots, files = (each.tensor for each in inputs.restores)
-            self._live.hidden[slots] = self._files.read_hidden(files)
-            for number, layer in enumerate(self._live.recurrent):
-                layer.conv[slots], layer.state[slots] = self._files.read_layer(files, number)
+            slots, files = inputs.restores
+            self._files.restore(files.tensor, slots.tensor)
         if plan.saves:
-            self._save(*inputs.saves)
-
-    def _save(self, slots: StagedArray, files: StagedArray) -> None:
-        """What lies in the slots now."""
-        self._files.write_hidden(files.tensor, self._live.hidden[slots.tensor])
-        for number, layer in enumerate(self._live.recurrent):
-            self._files.write_layer(files.tensor, number, layer.conv[slots.tensor], layer.state[slots.tensor])
+            slots, files = inputs.saves
+            self._files.save(files.tensor, slots.tensor)
 
     def _multimodal_inputs(self, plan: StepPlan) -> list[MultimodalInputs | None]:
         """Of each row, decode rows first."""
@@ -262,7 +259,8 @@ class Runner(StepRunner):
             size, packed = inputs.graph
             self._graphs.replay(size, packed.tensor)
             if step.plan.snapshots:
-                self._save(*inputs.snapshots)
+                slots, files = (each.tensor for each in inputs.snapshots)
+                self._files.save(files, slots)
             return
         assert inputs.batch is not None
         batch = inputs.batch.batch(self._slot_tensors)
@@ -270,7 +268,7 @@ class Runner(StepRunner):
         hidden = self._model.forward(batch, _StepMemory(self._paged, self._live.recurrent, self._files, files))
         self._live.hidden[batch.state_slots] = hidden[batch.cu_seqlens[1:] - 1]
         if step.plan.snapshots:
-            self._files.write_hidden(files, hidden[rows])
+            self._files.write_hidden(files, hidden, rows)
         # All ranks take part: each has a share of the logits.
         for slot, position, first, prompt_logprobs in inputs.prompt_logprobs:
             for logprobs in prompt_logprobs.compute(hidden[first:], self._model.logits):

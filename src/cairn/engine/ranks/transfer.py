@@ -88,7 +88,7 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
     own = msgspec.msgpack.decode(settings, type=_Settings)
     from cairn.engine.transfers.device_pool import open_pool  # needs torch, which this rank's process has
 
-    pool = open_pool(place.runner.pool, place.computes_on_host)
+    pool = open_pool(place.runner.pool, place.runner.kernels, on_host=place.computes_on_host)
     memory = RankMemory(pool, place.num_pages, place.runner.layout, own.units, place.rank, place.tp_size)
     link = make_link(own.host)
     worker = rank_worker(link, memory)

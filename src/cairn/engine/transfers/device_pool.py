@@ -1,7 +1,7 @@
 """The pool in a GPU's memory, as transfers see it. Imports torch: for the engine's worker alone.
 
     link       peers' bytes -> staging or pages      network adapter, CUDA IPC or UCX's own copies
-    stream     staging -> pages, then an event       one gather and one scatter, beside the steps
+    stream     staging -> pages, then an event       one kernel, beside the steps
     steps      read the pages                        launched when the host has seen the event
 
 Steps are not made to wait on the device: no step names a page that is fetched before the host has seen the event. What
@@ -15,12 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cairn.kernels import exact
+from cairn.kernels.contract import Kernels
 from cairn.kernels.staging import Staging
 from cairn.transfer.geometry import Pairing, TokenCopies
 from cairn.transfer.links.contract import Region
 from cairn.transfer.memory import Fence, HostPool, PoolMemory
-
-_WORDS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 class TransferStream(Protocol):
@@ -70,27 +70,29 @@ class NoStream:
         return lambda: True
 
 
-def open_pool(pool: Tensor, on_host: bool) -> PoolMemory:
-    """One rank's pool. `on_host`: whether that is where the rank computes. To be called by the thread that launches
-    steps, before the first one."""
-    return HostPool(pool.numpy()) if on_host else DevicePool.of(pool)
+def open_pool(pool: Tensor, kernels: Kernels, *, on_host: bool) -> PoolMemory:
+    """One rank's pool. `kernels`: those of the rank's device. `on_host`: whether that is where the rank computes. To be
+    called by the thread that launches steps, before the first one."""
+    return HostPool(pool.numpy()) if on_host else DevicePool.of(pool, kernels)
 
 
 class DevicePool:
-    """A `PoolMemory` of any device. `pool`: uint8 [rows, page_bytes], contiguous. Everything but `region` is for the
-    thread that drives the link."""
+    """A `PoolMemory` of any device. `pool`: uint8 [rows, page_bytes], contiguous. `kernels`: those of the device.
+    Everything but `region` is for the thread that drives the link."""
 
-    def __init__(self, pool: Tensor, stream: TransferStream) -> None:
+    def __init__(self, pool: Tensor, stream: TransferStream, kernels: Kernels) -> None:
         self._pool = pool
         self._stream = stream
+        self._kernels = kernels
 
     @classmethod
-    def of(cls, pool: Tensor) -> "DevicePool":
+    def of(cls, pool: Tensor, kernels: Kernels) -> "DevicePool":
         """To be called by the thread that launches steps, before the first one."""
         if pool.device.type != "cuda":
-            return cls(pool, NoStream())
+            # Triton's interpreter is for one thread at a time, and steps have it.
+            return cls(pool, NoStream(), exact)
         torch.cuda.synchronize(pool.device)  # it is being filled with zeros, and peers may write to it from now on
-        return cls(pool, CudaStream(pool.device))
+        return cls(pool, CudaStream(pool.device), kernels)
 
     @property
     def region(self) -> Region:
@@ -102,20 +104,18 @@ class DevicePool:
         self._stream.enter_thread()
 
     def lay_out(self, pairing: Pairing, copies: TokenCopies, first_page: int) -> None:
-        """Token by token, in words as wide as a row allows; no number goes back to the host."""
+        """Token by token, in one launch without memory on the way; no number goes back to the host."""
         if not len(copies):
             return
-        word = next(word for word in _WORDS if pairing.row_bytes % word.itemsize == 0)
-        shape = (pairing.local.page_units, pairing.runs, -1, pairing.row_bytes // word.itemsize)
+        runs = (pairing.local.page_units * pairing.runs, -1, pairing.row_bytes)
         with self._stream.use():
             staging = Staging()
             arrays = [staging.add(each) for each in copies.by_token()]
             staging.send(self._pool.device)
             slot, slot_token, page, page_token = (each.tensor for each in arrays)
             staged = self._pool[first_page:].view(-1)[: copies.num_slots * pairing.slot_bytes]
-            slots = staged.view(word).view(copies.num_slots, *shape)
-            pages = self._pool.view(word).view(len(self._pool), *shape)
-            pages[page, :, :, page_token] = slots[slot, :, :, slot_token]
+            slots, pages = staged.view(copies.num_slots, *runs), self._pool.view(len(self._pool), *runs)
+            self._kernels.copy_tokens(pages, page, page_token, slots, slot, slot_token)
 
     def fence(self) -> Fence:
         return self._stream.record()

@@ -1,5 +1,6 @@
 """The CPU backend: packed oneDNN products, and loops that numba compiles, over torch's own threads."""
 
+from cairn.kernels.checkpoint_files import copy_pages, copy_tokens, load_states, pack_file_spans, store_states
 from cairn.kernels.cpu.attention import attention, write_kv
 from cairn.kernels.cpu.conv import conv
 from cairn.kernels.cpu.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
@@ -22,6 +23,8 @@ __all__ = [
     "attention",
     "build_metadata",
     "conv",
+    "copy_pages",
+    "copy_tokens",
     "embed",
     "experts",
     "gated_experts",
@@ -29,8 +32,10 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "load_states",
     "logprobs",
     "pack",
+    "pack_file_spans",
     "pack_fp8",
     "pack_int8",
     "rms_norm",
@@ -44,6 +49,7 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "store_states",
     "token_counts",
     "warm_up",
     "write_kv",

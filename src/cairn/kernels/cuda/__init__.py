@@ -1,6 +1,7 @@
 """The CUDA backend: Triton kernels, and cuBLAS's products."""
 
 from cairn.kernels.cuda.attention import attention
+from cairn.kernels.cuda.checkpoint_files import copy_pages, copy_tokens, load_states, pack_file_spans, store_states
 from cairn.kernels.cuda.conv import conv
 from cairn.kernels.cuda.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cuda.experts import experts, gated_experts
@@ -22,6 +23,8 @@ __all__ = [
     "attention",
     "build_metadata",
     "conv",
+    "copy_pages",
+    "copy_tokens",
     "embed",
     "experts",
     "gated_experts",
@@ -29,8 +32,10 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "load_states",
     "logprobs",
     "pack",
+    "pack_file_spans",
     "pack_fp8",
     "pack_int8",
     "rms_norm",
@@ -44,6 +49,7 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "store_states",
     "token_counts",
     "warm_up",
     "write_kv",

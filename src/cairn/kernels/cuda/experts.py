@@ -1,10 +1,10 @@
 """Experts as products of groups of rows (the idea of MegaBlocks, arXiv 2211.15841, section 5), without padding.
 
-A `pair` is a token with one of its experts. Pairs are brought into the order of the experts; an expert's pairs make up
-blocks of rows, the last of which has rows to spare. Three launches then: the first product with its activation, the
-second product, and the sum of each token's terms. Nobody on the host knows how many blocks there are: as many programs
-are started as there might be, and those too many end at once. A term is, as every product with a weight, rounded to the
-model's dtype. Weights may be in FP8, as `fp8` reads them.
+A `pair` is a token with one of its experts. Pairs are brought into the order of the experts (see `expert_order`); an
+expert's pairs make up blocks of rows, the last of which has rows to spare. Three launches then: the first product with
+its activation, the second product, and the sum of each token's terms. Nobody on the host knows how many blocks there
+are: as many programs are started as there might be, and those too many end at once. A term is, as every product with a
+weight, rounded to the model's dtype. Weights may be in FP8, as `fp8` reads them.
 
 With few tokens the bound is the reading of the weights, and most experts have but one row: there each pair is a product
 of a matrix and a vector, and two launches do. Where a token's bits must not depend on the other tokens all go the first
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import kernel, power_of_2, takes_tensor_cores
+from cairn.kernels.cuda.expert_order import block_of_pairs, sort_pairs
 from cairn.kernels.cuda.fp8 import (
     add_product,
     block_scales,
@@ -37,48 +38,7 @@ _FEW_TOKENS = 4
 _FIXED_ROWS = 16
 """Of a block where a token's bits must not depend on the other tokens."""
 
-_COUNTED_PAIRS = 8192
-"""Up to so many are sorted by counting for each how many come before it."""
-
-_SORT_ROWS, _SORT_COLUMNS = 32, 512
-
 _BLOCK = tl.constexpr(BLOCK)
-
-
-@kernel
-def _sort_kernel(topk_ids, order, starts, num_pairs, num_experts, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Pair i goes to the place that is the number of pairs that come before it; `starts` [experts + 1]: the number of
-    pairs with a lower expert, as of pairs that follow the last one and come before all others of their expert."""
-    item = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_pair = item < num_pairs
-    own = tl.load(topk_ids + item, mask=is_pair, other=0).to(tl.int32)
-    own = tl.where(is_pair, own, item - num_pairs)
-    turn = tl.where(is_pair, item, 0)
-    before = tl.zeros((ROWS,), dtype=tl.int32)
-    for first in range(0, num_pairs, COLUMNS):
-        other = first + tl.arange(0, COLUMNS)
-        # Padding comes behind all.
-        experts = tl.load(topk_ids + other, mask=other < num_pairs, other=2147483647).to(tl.int32)
-        lower = experts[None, :] < own[:, None]
-        earlier = (experts[None, :] == own[:, None]) & (other[None, :] < turn[:, None])
-        before += tl.sum((lower | earlier).to(tl.int32), axis=1)
-    tl.store(order + before, item, mask=is_pair)
-    tl.store(starts + (item - num_pairs), before, mask=(item >= num_pairs) & (item <= num_pairs + num_experts))
-
-
-@triton.jit
-def _block_of(starts, num_experts, block, ROWS: tl.constexpr, EXPERTS: tl.constexpr):
-    """The expert of a block of rows, `num_experts` if there is no such block; its first pair; the end of its expert's
-    pairs."""
-    expert = tl.arange(0, EXPERTS)
-    first = tl.load(starts + expert, mask=expert < num_experts, other=0)
-    end = tl.load(starts + expert + 1, mask=expert < num_experts, other=0)
-    blocks = (end - first + (ROWS - 1)) // ROWS
-    last_blocks = tl.cumsum(blocks, axis=0)
-    own = tl.sum(((last_blocks <= block) & (expert < num_experts)).to(tl.int32), axis=0)
-    mine = expert == own
-    first_pair = tl.sum(tl.where(mine, first + (block - (last_blocks - blocks)) * ROWS, 0), axis=0)
-    return own, first_pair, tl.sum(tl.where(mine, end, 0), axis=0)
 
 
 @triton.jit
@@ -107,7 +67,7 @@ def _up_kernel(
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """inner [pairs in the order of experts, inner_width]."""
-    expert, first, end = _block_of(starts, num_experts, tl.program_id(1), ROWS, EXPERTS)
+    expert, first, end = block_of_pairs(starts, num_experts, tl.program_id(1), ROWS, EXPERTS)
     if expert >= num_experts:
         return
     pair = first + tl.arange(0, ROWS)
@@ -149,7 +109,7 @@ def _down_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """terms [pairs in the order of tokens, width]."""
-    expert, first, end = _block_of(starts, num_experts, tl.program_id(1), ROWS, EXPERTS)
+    expert, first, end = block_of_pairs(starts, num_experts, tl.program_id(1), ROWS, EXPERTS)
     if expert >= num_experts:
         return
     pair = first + tl.arange(0, ROWS)
@@ -356,7 +316,7 @@ def _run_many_tokens(
     """Products of blocks of `rows` rows that go to the same expert."""
     (tokens, width), top_k = x.shape, topk_ids.shape[1]
     num_experts, inner_width, pairs = down.shape[0], down.shape[2], tokens * top_k
-    order, starts = _sorted(topk_ids, num_experts)
+    order, starts = sort_pairs(topk_ids, num_experts)
     blocks = min(pairs, pairs // rows + min(num_experts, pairs))
     common = {"TENSOR_CORES": takes_tensor_cores(x), "EXPERTS": power_of_2(num_experts)}
 
@@ -402,21 +362,6 @@ def _operands(weight: WeightRows, no_scales: Tensor) -> tuple[tuple[Tensor, Tens
         numbers.stride(0),
         numbers.stride(1),
     )
-
-
-def _sorted(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their experts, and for each expert and behind the last one the first of its places."""
-    pairs = topk_ids.numel()
-    if pairs > _COUNTED_PAIRS:
-        by_expert, order = torch.sort(topk_ids.flatten(), stable=True)
-        bounds = torch.arange(num_experts + 1, device=topk_ids.device)
-        return order.int(), torch.searchsorted(by_expert, bounds, out_int32=True)
-    order = torch.empty(pairs, dtype=torch.int32, device=topk_ids.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
-    _sort_kernel[(triton.cdiv(pairs + num_experts + 1, _SORT_ROWS),)](
-        topk_ids, order, starts, pairs, num_experts, ROWS=_SORT_ROWS, COLUMNS=_SORT_COLUMNS, num_warps=4
-    )
-    return order, starts
 
 
 def _block_rows(pairs: int, num_experts: int, dtype: torch.dtype) -> int:

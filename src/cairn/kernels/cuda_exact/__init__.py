@@ -5,7 +5,8 @@ All of them but the products are `cairn.kernels.cuda`'s. What makes them fit, on
 - every kernel: what it is compiled for (tile, warps, alignment of operands) depends on the model and the GPU alone, so
   that all batches run the same code; `operands` sees to it for operands by row, and numbers that differ from step to
   step are not specialized (`cuda.device.VARYING`). There are no atomics, and no tuning by measurement.
-- `embed`, `write_kv`: numbers are moved. `rope`, `silu_mul`, `sigmoid_mul`, `squared_relu`: number by number.
+- `embed`, `write_kv`, copies of states, pages and tokens: numbers are moved. `rope`, `silu_mul`, `sigmoid_mul`,
+  `squared_relu`: number by number.
 - norms: a row is summed up within one program, in a tile that its width gives. Routers: a program a row.
 - `conv`: taps of a channel are added oldest first. Whether they come out of the state or out of rows makes no
   difference: a program that has rows of both adds a zero for the ones that a row does not have there.
@@ -30,7 +31,21 @@ from dataclasses import replace
 
 from cairn.kernels import cuda
 from cairn.kernels.batch import HostBatch
-from cairn.kernels.cuda import embed, logprobs, pack, pack_int8, sampler, sampling_bytes, token_counts, warm_up
+from cairn.kernels.cuda import (
+    copy_pages,
+    copy_tokens,
+    embed,
+    load_states,
+    logprobs,
+    pack,
+    pack_file_spans,
+    pack_int8,
+    sampler,
+    sampling_bytes,
+    store_states,
+    token_counts,
+    warm_up,
+)
 from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda_exact.operands import with_rows_laid_out
 from cairn.kernels.cuda_exact.products import find_dependent_height as find_dependent_height
@@ -67,6 +82,8 @@ __all__ = [
     "attention",
     "build_metadata",
     "conv",
+    "copy_pages",
+    "copy_tokens",
     "embed",
     "experts",
     "gated_experts",
@@ -74,8 +91,10 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "load_states",
     "logprobs",
     "pack",
+    "pack_file_spans",
     "pack_fp8",
     "pack_int8",
     "rms_norm",
@@ -89,6 +108,7 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "store_states",
     "token_counts",
     "warm_up",
     "write_kv",

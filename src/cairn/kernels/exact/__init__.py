@@ -4,6 +4,7 @@ That holds for float32 and float64 where this machine's BLAS lets it (`products.
 products are free, and nothing is promised.
 """
 
+from cairn.kernels.checkpoint_files import copy_pages, copy_tokens, load_states, pack_file_spans, store_states
 from cairn.kernels.exact.attention import attention, write_kv
 from cairn.kernels.exact.conv import conv
 from cairn.kernels.exact.elementwise import (
@@ -32,6 +33,8 @@ __all__ = [
     "attention",
     "build_metadata",
     "conv",
+    "copy_pages",
+    "copy_tokens",
     "embed",
     "experts",
     "gated_experts",
@@ -39,8 +42,10 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "load_states",
     "logprobs",
     "pack",
+    "pack_file_spans",
     "pack_fp8",
     "pack_int8",
     "rms_norm",
@@ -54,6 +59,7 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "store_states",
     "token_counts",
     "warm_up",
     "write_kv",

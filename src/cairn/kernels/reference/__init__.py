@@ -4,6 +4,7 @@ Where the contract says float32, a float64 model has float64.
 """
 
 from cairn.kernels.reference.attention import attention, write_kv
+from cairn.kernels.reference.checkpoint_files import copy_pages, copy_tokens, load_states, pack_file_spans, store_states
 from cairn.kernels.reference.elementwise import (
     add_rms_norm,
     gated_rms_norm,
@@ -27,6 +28,8 @@ __all__ = [
     "attention",
     "build_metadata",
     "conv",
+    "copy_pages",
+    "copy_tokens",
     "embed",
     "experts",
     "gated_experts",
@@ -34,8 +37,10 @@ __all__ = [
     "gdn",
     "linear",
     "lm_head",
+    "load_states",
     "logprobs",
     "pack",
+    "pack_file_spans",
     "pack_fp8",
     "pack_int8",
     "rms_norm",
@@ -49,6 +54,7 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "store_states",
     "token_counts",
     "warm_up",
     "write_kv",

@@ -1,0 +1,162 @@
+"""Where the states of running sequences lie in checkpoint files, and copies between the two by torch's index
+operations, which are those of the backends that compute on the host."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from math import gcd
+
+import torch
+from torch import Tensor
+
+_GROUP_BYTES = 4 << 20
+"""Of a file that are copied at once: so much memory for each file is taken on the way."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileSpan:
+    """`num_bytes` bytes that follow one another in a checkpoint file, from `file_offset` on, and in an entry of tensor
+    number `tensor` of those that are copied, from `offset` on."""
+
+    tensor: int
+    offset: int
+    file_offset: int
+    num_bytes: int
+
+    def pieces(self, page_bytes: int) -> "Iterator[tuple[int, int, FileSpan]]":
+        """The same, cut where a page ends: a file's page, the offset in it, and what lies there."""
+        done = 0
+        while done < self.num_bytes:
+            page, begin = divmod(self.file_offset + done, page_bytes)
+            length = min(page_bytes - begin, self.num_bytes - done)
+            yield page, begin, FileSpan(self.tensor, self.offset + done, self.file_offset + done, length)
+            done += length
+
+
+def common_alignment(spans: Sequence[FileSpan], entry_bytes: Sequence[int], page_bytes: int) -> int:
+    """The largest number of bytes that divides whatever the spans begin at or consist of, pages and entries."""
+    places = (number for span in spans for number in (span.offset, span.file_offset, span.num_bytes))
+    return gcd(page_bytes, *(entry_bytes[span.tensor] for span in spans), *places)
+
+
+def word_of(alignment: int) -> torch.dtype:
+    """Whole numbers of at most so many bytes, and as many as can be."""
+    words = (torch.int64, torch.int32, torch.int16, torch.uint8)
+    return next(word for word in words if alignment % word.itemsize == 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowGroup:
+    """Some spans of one tensor as rows of equal length. `pages`, `rows_in_page`, `rows_in_entry`: int64, of each row.
+    `rows_per_entry`: from an entry to the next. `end`: of the last row in an entry. `is_whole`: whether entries are
+    nothing but the rows in their order."""
+
+    tensor: int
+    row_bytes: int
+    pages: Tensor
+    rows_in_page: Tensor
+    rows_in_entry: Tensor
+    rows_per_entry: int
+    end: int
+    is_whole: bool
+
+    @staticmethod
+    def of(spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor) -> "RowGroup":
+        row_bytes = common_alignment(spans, entry_bytes, pool.shape[1])
+        rows_per_page, rows_per_entry = pool.shape[1] // row_bytes, entry_bytes[spans[0].tensor] // row_bytes
+
+        def rows_from(offset: int, span: FileSpan) -> Tensor:
+            first = offset // row_bytes
+            return torch.arange(first, first + span.num_bytes // row_bytes, device=pool.device)
+
+        in_file = torch.cat([rows_from(span.file_offset, span) for span in spans])
+        in_entry = torch.cat([rows_from(span.offset, span) for span in spans])
+        end = max(span.offset + span.num_bytes for span in spans) // row_bytes
+        follow = all(one.offset + one.num_bytes == two.offset for one, two in pairwise(spans))
+        is_whole = follow and spans[0].offset == 0 and end == rows_per_entry
+        pages, rows_in_page = in_file // rows_per_page, in_file % rows_per_page
+        return RowGroup(
+            spans[0].tensor, row_bytes, pages, rows_in_page, in_entry, rows_per_entry, end, is_whole=is_whole
+        )
+
+    def in_pool(self, pool: Tensor, files: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of the pool, and which of them are the files'."""
+        rows = pool.view(word_of(self.row_bytes)).view(-1, self._row_words)
+        index = files[:, self.pages] * (pool.shape[1] // self.row_bytes) + self.rows_in_page
+        return rows, index.flatten()
+
+    def in_tensor(self, tensor: Tensor, entries: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:
+        """Rows of the tensor, and which of them are the entries': None for all of them, in their order."""
+        stride = tensor.stride(0) * tensor.itemsize
+        # Of one entry torch has no stride to hold to.
+        assert len(tensor) == 1 or stride == self.rows_per_entry * self.row_bytes, "entries lie as they were said to"
+        num_rows = (len(tensor) - 1) * self.rows_per_entry + self.end
+        # Whatever lies between entries is a part of the rows' memory.
+        flat = tensor.as_strided((num_rows * self.row_bytes // tensor.itemsize,), (1,))
+        rows = flat.view(word_of(self.row_bytes)).view(num_rows, self._row_words)
+        if entries is None:
+            if self.is_whole and len(tensor) == count:
+                return rows, None
+            entries = torch.arange(count, device=tensor.device)
+        return rows, (entries[:, None] * self.rows_per_entry + self.rows_in_entry).flatten()
+
+    @property
+    def _row_words(self) -> int:
+        return self.row_bytes // word_of(self.row_bytes).itemsize
+
+
+RowGroups = tuple[RowGroup, ...]
+"""What `pack_file_spans` makes here."""
+
+
+def pack_file_spans(spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor) -> RowGroups:
+    """See `Kernels.pack_file_spans`."""
+    groups: list[list[FileSpan]] = []
+    for _, own in groupby(sorted(spans, key=lambda span: (span.tensor, span.file_offset)), lambda span: span.tensor):
+        size = _GROUP_BYTES
+        for span in own:
+            if size + span.num_bytes > _GROUP_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(span)
+            size += span.num_bytes
+    return tuple(RowGroup.of(group, entry_bytes, pool) for group in groups)
+
+
+def store_states(
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: RowGroups
+) -> None:
+    """See `Kernels.store_states`."""
+    if not len(files):
+        return
+    for group in spans:
+        values, chosen = group.in_tensor(tensors[group.tensor], entries, len(files))
+        rows, index = group.in_pool(pool, files)
+        rows.index_copy_(0, index, values if chosen is None else values.index_select(0, chosen))
+
+
+def load_states(
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: RowGroups
+) -> None:
+    """See `Kernels.load_states`."""
+    if not len(files):
+        return
+    for group in spans:
+        rows, index = group.in_pool(pool, files)
+        target, chosen = group.in_tensor(tensors[group.tensor], entries, len(files))
+        if chosen is None:
+            torch.index_select(rows, 0, index, out=target)
+        else:
+            target.index_copy_(0, chosen, rows.index_select(0, index))
+
+
+def copy_pages(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
+    """See `Kernels.copy_pages`."""
+    pool[targets] = pool[sources]
+
+
+def copy_tokens(
+    target: Tensor, pages: Tensor, page_tokens: Tensor, source: Tensor, slots: Tensor, slot_tokens: Tensor
+) -> None:
+    """See `Kernels.copy_tokens`."""
+    target[pages, :, page_tokens] = source[slots, :, slot_tokens]

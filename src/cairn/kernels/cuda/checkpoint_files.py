@@ -1,0 +1,248 @@
+"""States to and from checkpoint files, and pages and tokens from one place of the pool to another: bytes are moved, so
+the bound is the memory, in one launch for all layers, files and kinds of states that a call names.
+
+Bytes go in words of up to eight, two of which a thread takes at once where everything begins at multiples of 16 bytes.
+Where a file's bytes lie is in a table: a span is cut where a page ends and into pieces no longer than a tile's row, and
+a tile is some pieces of one tensor. All sizes of the two kernels are plain arguments that are not specialized, so that
+one variant does for hidden states, a layer's snapshots and all layers of a slot.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from cairn.kernels.checkpoint_files import FileSpan, common_alignment, word_of
+from cairn.kernels.cuda.device import power_of_2
+
+_ROW_BYTES = 512
+"""Of a tile's row at most: convolution channels of a unit are some hundred bytes, and a row has one piece."""
+
+_TILE_BYTES = 8192
+"""64 bytes a thread under way at once. Chosen without a measurement."""
+
+_NUM_WARPS = 4
+
+_MAX_TENSORS = 3
+
+_SIZES = (
+    "num_tiles", "file_pages", "page_words", "first_words", "second_words", "third_words",
+    "num_copies", "row_words", "target_words", "target_run_words", "source_words", "source_run_words",
+)  # fmt: skip
+
+_sized = triton.jit(do_not_specialize=list(_SIZES))
+
+
+@_sized
+def _files_kernel(
+    pool, files, entries, first, second, third, tile_tensors, pieces,
+    num_tiles, file_pages, page_words, first_words, second_words, third_words,
+    STORE: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """A tile of one file. `pieces` int32 [4, tiles * ROWS]: of each its page in the file, and in words the place in the
+    page, the place in the entry and the length, 0 for none. `first_words`, ...: from an entry of a tensor to the next.
+    """
+    file = tl.program_id(0) // num_tiles
+    tile = tl.program_id(0) % num_tiles
+    if CHOSEN:
+        entry = tl.load(entries + file)
+    else:
+        entry = file.to(tl.int64)
+    which = tl.load(tile_tensors + tile)
+    tensor = first
+    entry_words = first_words
+    if which == 1:
+        tensor = second
+        entry_words = second_words
+    if which == 2:
+        tensor = third
+        entry_words = third_words
+
+    piece = pieces + tile * ROWS + tl.arange(0, ROWS)
+    num_pieces = num_tiles * ROWS
+    page = tl.load(files + file.to(tl.int64) * file_pages + tl.load(piece))
+    in_pool = page * page_words + tl.load(piece + num_pieces)
+    in_entry = entry * entry_words + tl.load(piece + 2 * num_pieces)
+    length = tl.load(piece + 3 * num_pieces)
+    if ALIGNED:
+        in_pool = tl.multiple_of(in_pool, 2)
+        in_entry = tl.multiple_of(in_entry, 2)
+        length = tl.multiple_of(length, 2)
+    column = tl.arange(0, COLUMNS)
+    mask = column[None, :] < length[:, None]
+    paged = pool + (in_pool[:, None] + column[None, :])
+    own = tensor + (in_entry[:, None] + column[None, :])
+    if STORE:
+        tl.store(paged, tl.load(own, mask=mask, other=0), mask=mask)
+    else:
+        tl.store(own, tl.load(paged, mask=mask, other=0), mask=mask)
+
+
+@_sized
+def _rows_kernel(
+    target, source, targets, target_tokens, sources, source_tokens,
+    num_copies, row_words, target_words, target_run_words, source_words, source_run_words,
+    TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Some rows of one run. `target_words`, `target_run_words`: from a page, and from a run of it, to the next."""
+    copy = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    there = copy < num_copies
+    run = tl.program_id(1).to(tl.int64)
+    to = tl.load(targets + copy, mask=there, other=0) * target_words + run * target_run_words
+    origin = tl.load(sources + copy, mask=there, other=0) * source_words + run * source_run_words
+    if TOKENS:
+        to += tl.load(target_tokens + copy, mask=there, other=0) * row_words
+        origin += tl.load(source_tokens + copy, mask=there, other=0) * row_words
+    column = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    in_row = column < row_words
+    if ALIGNED:
+        to = tl.multiple_of(to, 2)
+        origin = tl.multiple_of(origin, 2)
+        # Of an argument, a hint is lost.
+        in_row = column // 2 < row_words // 2
+    mask = there[:, None] & in_row[None, :]
+    row = tl.load(source + (origin[:, None] + column[None, :]), mask=mask, other=0)
+    tl.store(target + (to[:, None] + column[None, :]), row, mask=mask)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilePieces:
+    """What `pack_file_spans` makes here. `alignment`: the bytes that everything begins at a multiple of. `tile_tensors`
+    int32 [tiles] and `pieces` int32 [4, tiles * rows]: see `_files_kernel`. `entry_bytes`: of each tensor."""
+
+    alignment: int
+    entry_bytes: tuple[int, ...]
+    tile: dict[str, int]
+    tile_tensors: Tensor
+    pieces: Tensor
+
+
+def pack_file_spans(spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor) -> FilePieces:
+    """See `Kernels.pack_file_spans`."""
+    assert len(entry_bytes) <= _MAX_TENSORS, f"{len(entry_bytes)} tensors, {_MAX_TENSORS} are taken"
+    alignment = common_alignment(spans, entry_bytes, pool.shape[1])
+    size = word_of(alignment).itemsize
+    tile = _tile(max(span.num_bytes for span in spans), alignment)
+    tables, tile_tensors = [], list[int]()
+    for tensor in range(len(entry_bytes)):
+        own = [span for span in spans if span.tensor == tensor]
+        found = [piece for span in own for piece in _pieces(span, pool.shape[1], size, tile["COLUMNS"])]
+        own_tiles = triton.cdiv(len(found), tile["ROWS"])
+        table = np.zeros((own_tiles * tile["ROWS"], 4), np.int32)
+        table[: len(found)] = np.array(found, np.int32).reshape(-1, 4)
+        tables.append(table)
+        tile_tensors += [tensor] * own_tiles
+    pieces = torch.from_numpy(np.ascontiguousarray(np.concatenate(tables).T)).to(pool.device)
+    numbers = torch.tensor(tile_tensors, dtype=torch.int32).to(pool.device)
+    return FilePieces(alignment, tuple(entry_bytes), tile, numbers, pieces)
+
+
+def _pieces(span: FileSpan, page_bytes: int, size: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+    """A span as `_files_kernel` takes it, in words of `size` bytes."""
+    for page, begin, part in span.pieces(page_bytes):
+        num_words, in_page, in_entry = part.num_bytes // size, begin // size, part.offset // size
+        for done in range(0, num_words, columns):
+            yield page, in_page + done, in_entry + done, min(columns, num_words - done)
+
+
+def store_states(
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FilePieces
+) -> None:
+    """See `Kernels.store_states`."""
+    _copy(pool, files, tensors, entries, spans, store=True)
+
+
+def load_states(
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FilePieces
+) -> None:
+    """See `Kernels.load_states`."""
+    _copy(pool, files, tensors, entries, spans, store=False)
+
+
+def _copy(
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FilePieces, *, store: bool
+) -> None:
+    if not len(files):
+        return
+    word, num_tiles = word_of(spans.alignment), len(spans.tile_tensors)
+    for tensor, distance in zip(tensors, spans.entry_bytes, strict=True):
+        # Of one entry torch has no stride to hold to.
+        assert len(tensor) == 1 or tensor.stride(0) * tensor.itemsize == distance, "entries lie as they were said to"
+    words = [_first_word(tensor, word) for tensor in tensors]
+    distances = [distance // word.itemsize for distance in spans.entry_bytes]
+    missing = _MAX_TENSORS - len(tensors)
+    _files_kernel[(num_tiles * len(files),)](
+        *(pool.view(word), files, files if entries is None else entries, *words, *words[:1] * missing),
+        *(spans.tile_tensors, spans.pieces),
+        *(num_tiles, files.stride(0), pool.shape[1] // word.itemsize, *distances, *distances[:1] * missing),
+        STORE=store,
+        CHOSEN=entries is not None,
+        ALIGNED=spans.alignment % 16 == 0,
+        **spans.tile,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def _first_word(tensor: Tensor, word: torch.dtype) -> Tensor:
+    """Where a kernel begins to count the words of a tensor, whatever lies between its entries."""
+    return tensor.as_strided((max(1, word.itemsize // tensor.itemsize),), (1,)).view(word)
+
+
+def copy_pages(pool: Tensor, targets: Tensor, sources: Tensor) -> None:
+    """See `Kernels.copy_pages`."""
+    pages = pool.view(len(pool), 1, 1, pool.shape[1])
+    _copy_rows(pages, targets, None, pages, sources, None)
+
+
+def copy_tokens(
+    target: Tensor, pages: Tensor, page_tokens: Tensor, source: Tensor, slots: Tensor, slot_tokens: Tensor
+) -> None:
+    """See `Kernels.copy_tokens`."""
+    _copy_rows(target, pages, page_tokens, source, slots, slot_tokens)
+
+
+def _copy_rows(
+    target: Tensor,
+    targets: Tensor,
+    target_tokens: Tensor | None,
+    source: Tensor,
+    sources: Tensor,
+    source_tokens: Tensor | None,
+) -> None:
+    """None: there is one token a run."""
+    row_bytes = target.shape[3]
+    word = word_of(row_bytes)
+    target, source = target.view(word), source.view(word)
+    tile = _rows_tile(row_bytes)
+    grid = (
+        triton.cdiv(len(targets), tile["ROWS"]),
+        target.shape[1],
+        triton.cdiv(target.shape[3], tile["COLUMNS"]),
+    )
+    _rows_kernel[grid](
+        *(target, source, targets, targets if target_tokens is None else target_tokens),
+        *(sources, sources if source_tokens is None else source_tokens),
+        *(len(targets), target.shape[3], *target.stride()[:2], *source.stride()[:2]),
+        TOKENS=target_tokens is not None,
+        ALIGNED=row_bytes % 16 == 0,
+        **tile,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def _tile(span_bytes: int, alignment: int) -> dict[str, int]:
+    """Of files whose longest span has so many bytes."""
+    size = word_of(alignment).itemsize
+    columns = power_of_2(min(span_bytes, _ROW_BYTES) // size)
+    return {"ROWS": _TILE_BYTES // (columns * size), "COLUMNS": columns}
+
+
+def _rows_tile(row_bytes: int) -> dict[str, int]:
+    """Of pages, or of tokens' rows."""
+    size = word_of(row_bytes).itemsize
+    columns = min(power_of_2(row_bytes // size), _TILE_BYTES // size)
+    return {"ROWS": _TILE_BYTES // (columns * size), "COLUMNS": columns}

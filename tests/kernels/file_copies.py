@@ -1,0 +1,151 @@
+"""Copies between states and checkpoint files: what is in both, in several layouts, and how a backend is held to the
+reference, byte by byte."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cairn.kernels import reference
+from cairn.kernels.checkpoint_files import FileSpan
+from cairn.kernels.contract import Kernels
+from kernels.backends import DEVICES
+from kernels.kernel_calls import CPU, moved_to, whole_memory
+
+BF16, F32 = torch.bfloat16, torch.float32
+
+
+def any_bytes(seed: int, *shape: int) -> Tensor:
+    """NaN and infinity among the numbers that they make, in every dtype."""
+    return torch.randint(256, shape, generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+
+
+@dataclass(frozen=True)
+class States:
+    """Hidden states, convolution windows and states of some heads, in slots: sizes of an entry, in numbers of `dtype`
+    but for `state`, which are float32. `padding`: bytes from an entry's end to the next one."""
+
+    dtype: torch.dtype
+    hidden: int
+    columns: int
+    channels: tuple[int, ...]
+    state: int
+    units: int
+    layers: int
+    padding: int = 0
+
+    def tensors(self, num_entries: int) -> list[Tensor]:
+        sizes = [self.hidden * self.dtype.itemsize]
+        if self.layers:
+            sizes += [self.layers * self._conv_bytes, self.layers * self.state * 4]
+        kept = [size for size in sizes if size]
+        return [
+            any_bytes(number, num_entries + 1, size + self.padding)[:-1, :size].view(F32 if number == 2 else self.dtype)
+            for number, size in enumerate(kept)
+        ]
+
+    @property
+    def entry_bytes(self) -> list[int]:
+        return [each.stride(0) * each.itemsize for each in self.tensors(1)]
+
+    @property
+    def _conv_bytes(self) -> int:
+        return self.columns * sum(self.channels) * self.dtype.itemsize
+
+    def spans(self) -> list[FileSpan]:
+        """Hidden states first, then by unit and layer its share of each part of the channels, and its heads."""
+        spans = [FileSpan(0, 0, 0, self.hidden * self.dtype.itemsize)]
+        at = spans[0].num_bytes
+
+        def add(tensor: int, offset: int, num_bytes: int) -> None:
+            nonlocal at
+            if num_bytes:
+                spans.append(FileSpan(tensor, offset, at, num_bytes))
+                at += num_bytes
+
+        size, row = self.dtype.itemsize, sum(self.channels) * self.dtype.itemsize
+        for unit in range(self.units):
+            for layer in range(self.layers):
+                for column in range(self.columns):
+                    first = layer * self._conv_bytes + column * row
+                    for channels in self.channels:
+                        own = channels // self.units * size
+                        add(1, first + unit * own, own)
+                        first += channels * size
+                share = self.state // self.units * 4
+                add(2, layer * self.state * 4 + unit * share, share)
+        return spans
+
+
+SMALL = States(BF16, hidden=40, columns=3, channels=(16, 8, 8), state=64, units=2, layers=2)
+LONG = "a span over three pages, rows longer than a tile's"
+CASES = {
+    "bfloat16": (SMALL, 256),
+    "float32": (States(F32, 24, 3, (12, 8), 40, 4, 1), 128),
+    LONG: (States(F32, 16, 2, (8,), 600, 1, 2), 1024),
+    "one tensor": (States(BF16, 200, 0, (), 0, 1, 0), 176),
+    "windows alone": (States(BF16, 8, 2, (24,), 0, 1, 2), 64),
+    "words of 8 bytes": (States(BF16, 12, 3, (8, 8), 6, 2, 1), 72),
+    "words of 4 bytes": (States(BF16, 10, 3, (6, 4), 3, 1, 2), 52),
+    "words of 2 bytes": (States(BF16, 7, 3, (3, 5), 3, 1, 1), 26),
+    "bytes": (States(torch.uint8, 5, 1, (3,), 2, 1, 1), 9),
+    "entries apart": (States(BF16, 40, 3, (16, 8, 8), 64, 2, 2, padding=48), 256),
+}
+
+
+@dataclass(frozen=True)
+class FileCopy:
+    """`entries`: of each file, None for all in their order. `files`: which of six, None for the first ones."""
+
+    states: States
+    page_bytes: int
+    entries: tuple[int, ...] | None
+    num_entries: int = 5
+    files: tuple[int, ...] | None = None
+
+    def run(self, kernels: Kernels, name: str) -> list[Tensor]:
+        """The pool and the tensors with all that they are parts of, after the copy: there is memory behind each."""
+        device, spans = DEVICES.get(kernels, CPU), self.states.spans()
+        end = max(span.file_offset + span.num_bytes for span in spans)
+        file_pages = -(-end // self.page_bytes)
+        count = self.num_entries if self.entries is None else len(self.entries)
+        pages = torch.randperm(6 * file_pages + 3, generator=torch.Generator().manual_seed(count))
+        lists = pages[: 6 * file_pages].view(6, file_pages)[list(self.files or range(count))]
+        pool = any_bytes(9, len(pages) + 1, self.page_bytes).to(device)[:-1]
+        tensors = [moved_to(device, each) for each in self.states.tensors(self.num_entries)]
+        entries = None if self.entries is None else torch.tensor(self.entries, dtype=torch.int64, device=device)
+        packed = kernels.pack_file_spans(spans, self.states.entry_bytes, pool)
+        getattr(kernels, name)(pool, lists.to(device).contiguous(), tensors, entries, packed)
+        return [whole_memory(each).view(torch.uint8).to(CPU) for each in (pool, *tensors)]
+
+    def check(self, kernels: Kernels, name: str) -> None:
+        """`store_states` or `load_states`."""
+        wanted = self.run(reference, name)
+        for found, truth in zip(self.run(kernels, name), wanted, strict=True):
+            torch.testing.assert_close(found, truth, rtol=0, atol=0)
+        before = replace(self, entries=(), files=None).run(reference, name)
+        moved = any(not torch.equal(one, other) for one, other in zip(wanted, before, strict=True))
+        assert moved == (self.entries != ())
+
+
+@dataclass(frozen=True)
+class TokenCopy:
+    """`count` tokens from blocks of 6 into pages of 4, three runs each, all in one pool."""
+
+    row_bytes: int
+    count: int
+
+    def check(self, kernels: Kernels) -> None:
+        before, wanted = any_bytes(4, 14, 12 * self.row_bytes), self._run(reference)
+        torch.testing.assert_close(self._run(kernels), wanted, rtol=0, atol=0)
+        assert not torch.equal(wanted, before)
+
+    def _run(self, kernels: Kernels) -> Tensor:
+        device, generator, first = DEVICES.get(kernels, CPU), torch.Generator().manual_seed(5), 9
+        places = torch.randperm(first * 4, generator=generator)[: self.count]
+        origins = torch.randperm(3 * 6, generator=generator).repeat(2)[: self.count]
+        index = [each.to(device) for each in (places // 4, places % 4, origins // 6, origins % 6)]
+        pool = any_bytes(4, 14, 12 * self.row_bytes).to(device)
+        staged = pool[first:].view(-1)[: 3 * 18 * self.row_bytes].view(3, 3, 6, self.row_bytes)
+        kernels.copy_tokens(pool.view(14, 3, 4, self.row_bytes), *index[:2], staged, *index[2:])
+        return pool.to(CPU)
