@@ -23,8 +23,9 @@ GPUS: Mapping[int, Limits] = {
     80: Limits(108, 166_912, has_fp8=False),
     90: Limits(132, 232_448),
     100: Limits(148, 232_448),
+    89: Limits(142, 101_376),
 }
-"""By compute capability: an A100's, an H100's and a B200's multiprocessors and shared memory."""
+"""By compute capability: an A100's, an H100's, a B200's and an L40S's multiprocessors and shared memory."""
 
 TENSOR_CORES = ("attention", "exact_products", "experts", "fp8", "gdn", "ssd")
 """Modules that are compiled for all of them: tensor cores are others in each, and so is what has to lie in shared
@@ -32,6 +33,9 @@ memory. The others' kernels are loads, stores and sums, and are compiled for one
 
 EVERYTHING = 90
 """The capability for which all is compiled; for the other ones pages are of 64 tokens only."""
+
+SMALLEST = 89
+"""The least shared memory of all that the backend takes; 8.6 and 12.0 have as much."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,19 @@ class Variant:
         """Whether others say the same: other pages, other dtypes."""
         wide_fp8 = ("weight", "*u8") in self.signature and ("x", "*fp32") in self.signature
         return ("PAGE_SIZE", 16) in self.constants or wide_fp8
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it would take more shared memory than the smallest GPUs have if it did not ask how much there is."""
+        constants = dict(self.constants)
+        if constants.get("PRECISION") == "bf16":
+            wide = 128 if "PER_KEY" in constants else 256
+            return "STAGES" in constants and constants["S"] == wide
+        return (
+            self.kernel.fn.__name__ == "_prefill_kernel"
+            and constants.get("DIM") == 256
+            and ("q", "*bf16") in self.signature
+        )
 
     @property
     def sort_key(self) -> str:
@@ -101,6 +118,8 @@ def every_variant() -> Iterator[Any]:
     for capability, gpu in GPUS.items():
         for name in CONFIGURATIONS if capability == EVERYTHING else TENSOR_CORES:
             for number, variant in enumerate(variants(name, gpu)):
+                if capability == SMALLEST and not variant.is_large:
+                    continue
                 if capability == EVERYTHING or not variant.is_for_one_capability:
                     label = f"{capability}-{name}{variant.kernel.fn.__name__}-{number}"
                     marks = [TOO_LARGE] if is_known_to_be_too_large(capability, label, variant) else []

@@ -162,6 +162,31 @@ def test_which_products_are_of_two_in_fp8(
     assert bool(calls) is is_taken
 
 
+def test_containers_that_allow_tf32_do_not_get_it() -> None:
+    """As TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 of NVIDIA's images leaves it: routers would choose other experts."""
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert torch.backends.cuda.matmul.allow_tf32
+        CUDA.warm_up(BF16)
+        assert not torch.backends.cuda.matmul.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_torch_takes_a_product_of_two_in_fp8_on_a_gpu(biased: bool) -> None:
+    """torch asks tensors without numbers what it asks a GPU's: layouts, scales and multiples of 16. Of a row that is a
+    part of a wider one, and of weights that were cut out of one matrix."""
+    x = torch.empty(256, 96, dtype=BF16, device="meta")[:, 16:80]
+    numbers, scales = torch.empty(96, 64, dtype=torch.uint8, device="meta"), torch.empty(96, 1, device="meta")
+    weight = Fp8Weight(numbers[16:64], scales[16:64], BF16)
+    bias = torch.empty(48, dtype=BF16, device="meta") if biased else None
+    product = module("fp8")._scaled_product(x, weight, bias)
+    assert (product.shape, product.dtype) == ((256, 48), BF16)
+    with pytest.raises(RuntimeError, match="scal"):
+        module("fp8")._scaled_product(x, Fp8Weight(weight.numbers, scales[::2], BF16), bias)
+
+
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_of_two_in_fp8(biased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch multiplies, on the CPU where there is no GPU: rows of all sizes, each rounded to 4 bits by itself."""

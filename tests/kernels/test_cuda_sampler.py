@@ -29,7 +29,7 @@ pytestmark = [
 ]
 if INTERPRETED or ON_GPU:
     from cairn.errors import ConfigError
-    from cairn.kernels.cuda import draw, processors, sampling
+    from cairn.kernels.cuda import device, draw, processors, sampling
 
     logprobs = import_module("cairn.kernels.cuda.logprobs")  # the package has a function of that name
 
@@ -325,3 +325,28 @@ def test_log_probabilities_are_those_of_torch(vocab_size: int, num_top: int, num
     if num_top < 99:
         whole = CUDA.logprobs(logits[rows], tokens, num_top, listed)
         assert all(map(torch.equal, found, whole))
+
+
+def test_masks_and_lists_go_through_the_same_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number that is 1, or no multiple of 16, for the first time is compiled for while requests wait."""
+    numbers: dict[str, set[tuple[int, ...]]] = {"_copy_kernel": set(), "_edit_kernel": set()}
+
+    class Recorder:
+        def __init__(self, name: str) -> None:
+            self._kernel, self._name = getattr(processors, name), name
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(*operands: Any, **more: Any) -> None:
+                fixed = [name not in device.VARYING for name in self._kernel.arg_names]
+                found = [each for each, known in zip(operands, fixed, strict=False) if known and isinstance(each, int)]
+                numbers[self._name].add(tuple(found))
+                self._kernel[grid](*operands, **more)
+
+            return launch
+
+    for name in numbers:
+        monkeypatch.setattr(processors, name, Recorder(name))
+    mask, biased = np.full(4, -1, np.int32), SamplingParams(0.0, logit_bias=((3, 1.0),))
+    for sample in (SamplingMetadata(biased, 5), SamplingMetadata(biased, 5, mask), SamplingMetadata(biased, 5, mask)):
+        Step(torch.zeros(1, 128), [sample]).tokens(CUDA)
+    assert {name: len(found) for name, found in numbers.items()} == {"_copy_kernel": 1, "_edit_kernel": 1}

@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant("the temperature is left out", "scaled = (x - best) / temperature", "scaled = x - best", "top_k"),
     Mutant("min_p is left out", "(scaled >= tl.load(least_logs + row)) & ", "", "min_p"),
     Mutant("one token more than top_k", "ranks == k - 1", "ranks == k", "best"),
-    Mutant("top_p is left out of the best", "tl.where(is_held, weights, 0)", "weights", "best"),
+    Mutant("top_p is left out of the best", "tl.where(is_kept, weights, 0)", "weights", "best"),
     Mutant("the best tokens are the worst", "descending=True", "descending=False", "best"),
     Mutant(
         "the first blocks have the best tokens",

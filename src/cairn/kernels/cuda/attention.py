@@ -266,22 +266,34 @@ def _shapes(heads: int, kv_heads: int, dim: int, page_size: int) -> dict[str, An
 def _prefill_tile(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page_size: int) -> Tile:
     shapes = _shapes(heads, kv_heads, dim, page_size)
     group_block = power_of_2(shapes["GROUP"])
-    low = dtype == torch.bfloat16
-    # Exact products are made without tensor cores, their operands lie in registers: little fits.
-    rows = _TILE_ROWS[dim > 128] if low else 32 if dim <= 128 else 16
-    # Two stages of 64 keys and values, and the queries.
-    narrow = dim > 128 and 2 * (2 * 64 * 2 + rows) * dim + 4096 > limits().shared_memory
+    if dtype == torch.bfloat16:
+        rows, block, options = _tensor_core_tile(shapes["DIM_BLOCK"])
+    else:
+        # Exact products are made without tensor cores, their operands lie in registers: little fits, and least of all
+        # where a block's keys lie in several pages.
+        rows, block, options = 32 if dim <= 128 else 16, 16 if page_size % 32 else 32, {"num_warps": 8, "num_stages": 1}
     constants = {
         "KV_HEADS": kv_heads,
         "GROUP_BLOCK": group_block,
         "TOKENS": min(CHUNK, max(1, rows // group_block)),
         "CHUNK_TOKENS": CHUNK,
-        "BLOCK": 32 if narrow or not low else 64,
+        "BLOCK": block,
         **shapes,
     }
-    if not low:
-        return constants, {"num_warps": 8, "num_stages": 1}
-    return constants, {"num_warps": 4 if dim <= 128 else 8, "num_stages": 3 if narrow or dim <= 128 else 2}
+    return constants, options
+
+
+def _tensor_core_tile(width: int) -> tuple[int, int, dict[str, int]]:
+    """Rows of a prefill tile, keys of a block, and how it is launched, for heads padded to `width` numbers: as much as
+    shared memory has room for. A100s have 163 KiB of it, GPUs of capability 8.6, 8.9 and 12.0 have 99."""
+    if width <= 128:
+        return _TILE_ROWS[0], 64, {"num_warps": 4, "num_stages": 3}
+    rows, room = _TILE_ROWS[1], limits().shared_memory
+    if 2 * (2 * 64 * 2 + rows) * width + 4096 <= room:
+        return rows, 64, {"num_warps": 8, "num_stages": 2}
+    if 2 * (3 * 32 * 2 + rows) * width <= room:
+        return rows, 32, {"num_warps": 8, "num_stages": 3}
+    return rows // 2, 32, {"num_warps": 8, "num_stages": 2}
 
 
 def _decode_tile(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page_size: int, split: bool) -> Tile:

@@ -2,9 +2,9 @@
 `cairn.kernels.sampling.inverse_cdf`), all rows of a step in the same launches, in tiles of the vocabulary.
 
 Nothing is sorted but the best 128 tokens of a row. A token's weight is a whole number of units, exp((x - best) /
-temperature) in 2^-44, so sums are exact in 64 bits and no order of adding them makes another. The k-th largest logit
-is found by counting its bits' digits, the last weight that top_p keeps by adding up weights by theirs, 10 bits at a
-time (a radix select, with weights); which of equal weights are kept, the lowest ids, is counted in the tiles' order.
+temperature) in 2^-44, so sums are exact in 64 bits and do not depend on their order. A radix select finds the k-th
+largest logit, 8 bits at a time; one that adds up weights, 10 bits at a time, finds the last weight that top_p keeps. Of
+equal weights the tokens with the lowest ids are kept.
 
     _summarize_kernel  penalties; the best logit of each tile, and of each block of 128 tokens
     _weigh_kernel      the tiles' weights, after min_p
@@ -305,19 +305,19 @@ def _best_kernel(
             there = tiles < tl.cdiv(vocab, TILE)
             total = tl.sum(tl.load(tile_weights + row * TILES + tiles, mask=there, other=0), axis=0)
         last_unit = tl.where(top_p < 1, _last_unit(top_p, total), total)
-        is_held = tl.cumsum(weights, axis=0) - weights <= last_unit
+        is_kept = tl.cumsum(weights, axis=0) - weights <= last_unit
         if kind == NUCLEUS:
             # Which of equal tokens are the first is not known where some of them are not here.
-            num_held = tl.sum(is_held.to(tl.int32), axis=0)
-            end = tl.sum(tl.where(ranks == num_held - 1, values, 0.0), axis=0)
+            num_kept = tl.sum(is_kept.to(tl.int32), axis=0)
+            end = tl.sum(tl.where(ranks == num_kept - 1, values, 0.0), axis=0)
             bottom = tl.sum(tl.where(ranks == BEST - 1, values, 0.0), axis=0)
             weight = tl.sum(tl.where(ranks == BEST - 1, weights, 0), axis=0)
             unknown = (num_best == BEST) & (end <= bottom) & (weight > 0)
         else:
             unknown = tl.sum(keep.to(tl.int32), axis=0) >= tl.where(kind == FROM_FEW, FEW, BEST)
-        held = tl.where(is_held, weights, 0)
-        at = _unit_at(uniform, tl.sum(held, axis=0))
-        rank = tl.sum((tl.cumsum(held, axis=0) <= at).to(tl.int32), axis=0)
+        kept = tl.where(is_kept, weights, 0)
+        at = _unit_at(uniform, tl.sum(kept, axis=0))
+        rank = tl.sum((tl.cumsum(kept, axis=0) <= at).to(tl.int32), axis=0)
         drawn = 0x7FFFFFFF - (tl.sum(tl.where(ranks == rank, found, 0), axis=0) & 0x7FFFFFFF).to(tl.int32)
         token = tl.where(unknown, -1, drawn)
     tl.store(thresholds + row, threshold)
@@ -334,7 +334,7 @@ def _histogram_kernel(
     vocab, stride,
     LEVEL: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Adds the weights of a tile by digit LEVEL of their keys, of those whose digits before are the wanted ones'."""
+    """Adds a tile's weights to the histogram of digit LEVEL, without keys that differ from the wanted one before it."""
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     top_p = tl.load(top_ps + row)
     if (tl.load(tokens + row) < 0) & (top_p < 1):

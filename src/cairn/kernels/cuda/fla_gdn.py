@@ -39,7 +39,7 @@ class DeltaRuleShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SubBatch:
     """Some sequences of a batch, in its order. `host`: their lengths, as those of a batch of their own. On the device,
     int64: `rows` of the whole batch, `seqs` its sequences, `snapshots` its snapshots; int32: `cu_seqlens`."""
 
@@ -50,7 +50,7 @@ class Part:
     cu_seqlens: StagedArray
 
     @staticmethod
-    def of(host: HostBatch, seqs: IntArray, staging: Staging) -> "Part":
+    def of(host: HostBatch, seqs: IntArray, staging: Staging) -> "SubBatch":
         counts = np.diff(host.cu_seqlens)[seqs]
         cu_seqlens = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         rows = np.arange(cu_seqlens[-1]) + np.repeat(host.cu_seqlens[seqs] - cu_seqlens[:-1], counts)
@@ -66,19 +66,19 @@ class Part:
             snapshot_offsets=host.snapshot_offsets[snapshots],
         )
         on_device = [staging.add(array.astype(np.int64)) for array in (rows, seqs, snapshots)]
-        return Part(own, on_device[0], on_device[1], on_device[2], staging.add(cu_seqlens))
+        return SubBatch(own, on_device[0], on_device[1], on_device[2], staging.add(cu_seqlens))
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaRulePlan:
-    """Which sequences of a step go where. `theirs`: those of fla, with `chunk_indices` int64 [chunks, 2], the sequence
-    and the number within it of each chunk, and `snapshot_seqs` int64, the sequence of each snapshot. `ours`: all
-    others, with the metadata of their batch; None where there are none."""
+    """Which sequences of a step go where. `fla_batch`: those of fla, with `chunk_indices` int64 [chunks, 2], the
+    sequence and the number within it of each chunk, and `snapshot_seqs` int64, the sequence of each snapshot.
+    `own_batch`: all others, with the metadata of their batch; None where there are none."""
 
-    theirs: Part
+    fla_batch: SubBatch
     chunk_indices: StagedArray
     snapshot_seqs: StagedArray
-    ours: Part | None
+    own_batch: SubBatch | None
     metadata: CudaMetadata | None
 
 
@@ -103,18 +103,18 @@ class FlaDeltaRule:
         fitting = fitting_sequences(host)
         if not len(fitting):
             return None
-        theirs = Part.of(host, fitting, staging)
-        num_chunks = -(-np.diff(theirs.host.cu_seqlens) // CHUNK)
+        fla_batch = SubBatch.of(host, fitting, staging)
+        num_chunks = -(-np.diff(fla_batch.host.cu_seqlens) // CHUNK)
         chunk_seqs = np.repeat(np.arange(len(fitting)), num_chunks)
         within = np.arange(len(chunk_seqs)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
         others = np.setdiff1d(np.arange(host.num_seqs), fitting)
-        ours = Part.of(host, others, staging) if len(others) else None
+        own_batch = SubBatch.of(host, others, staging) if len(others) else None
         return DeltaRulePlan(
-            theirs,
+            fla_batch,
             staging.add(np.stack([chunk_seqs, within], axis=1).astype(np.int64)),
-            staging.add(theirs.host.snapshot_rows.astype(np.int64)),
-            ours,
-            None if ours is None else build_metadata(ours.host, staging),
+            staging.add(fla_batch.host.snapshot_rows.astype(np.int64)),
+            own_batch,
+            None if own_batch is None else build_metadata(own_batch.host, staging),
         )
 
     def scan(
@@ -124,15 +124,15 @@ class FlaDeltaRule:
         """See `Kernels.gdn`."""
         y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         snapshots = torch.empty((batch.host.num_snapshots, *states.shape[1:]), dtype=states.dtype, device=states.device)
-        if plan.ours is not None:
-            part = plan.ours
+        if plan.own_batch is not None:
+            part = plan.own_batch
             rows = partial(torch.index_select, dim=0, index=part.rows.tensor)
             own = _batch_of(part, batch, plan.metadata)
             out, kept = gdn(rows(q), rows(k), rows(v), rows(beta), rows(dt), a, dt_bias, states, own)
             y.index_copy_(0, part.rows.tensor, out)
             snapshots.index_copy_(0, part.snapshots.tensor, kept)
 
-        part = plan.theirs
+        part = plan.fla_batch
         rows = partial(torch.index_select, dim=0, index=part.rows.tensor)
         slots = batch.state_slots[part.seqs.tensor].long()
         begun = (batch.seq_starts[part.seqs.tensor] > 0)[:, None, None, None]
@@ -154,7 +154,7 @@ class FlaDeltaRule:
         return y, snapshots
 
 
-def _batch_of(part: Part, batch: Batch, metadata: CudaMetadata | None) -> Batch:
+def _batch_of(part: SubBatch, batch: Batch, metadata: CudaMetadata | None) -> Batch:
     """As much of a batch of a part's sequences as the delta rule reads."""
     seqs = part.seqs.tensor
     return replace(

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cuda.device import kernel, power_of_2
+from cairn.kernels.cuda.device import kernel, limits, power_of_2
 from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda.scalars import (
     LEAST_DECAY,
@@ -33,10 +33,15 @@ from cairn.kernels.cuda.scalars import (
     product,
     sigmoid,
     softplus,
+    stages_that_fit,
     wide_product,
 )
 
 EPS = tl.constexpr(1e-6)
+
+_EXACT_STATE_WARPS, _EXACT_OUTPUT_WARPS = 8, 32
+"""Where products are made without tensor cores. Operands of a whole product are taken into registers there: with fewer
+warps nearly all of a thread's are spilled, 4 KB, as `cuobjdump --dump-resource-usage` says. No times were measured."""
 
 
 @triton.jit
@@ -359,18 +364,28 @@ def _chunks_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
 def _states_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
     """Narrow, because nothing but heads and parts of them are at work at a time."""
     low = precision == "bf16"
-    tile = {"BS": power_of_2(size, 16), "BP": min(32 if low else 16, power_of_2(dim, 16)), "PRECISION": precision}
-    return {**tile, "STAGES": 4 if low else 1, "num_warps": 4}
+    tile: dict[str, Any] = {"BS": power_of_2(size, 16), "BP": min(32 if low else 16, power_of_2(dim, 16))}
+    # W and K of a chunk, and the part's U.
+    chunk_bytes = 2 * 64 * (2 * tile["BS"] + tile["BP"])
+    stages = stages_that_fit(4, chunk_bytes, 16_384, limits().shared_memory) if low else 1
+    return {
+        **tile,
+        "PRECISION": precision,
+        "STAGES": stages,
+        "num_warps": _EXACT_STATE_WARPS if precision == "ieee" else 4,
+    }
 
 
 def _snapshots_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
     """As the states': a snapshot at a prompt's end is the state there, bit for bit if `precision` is "ieee"."""
     most = 16 if precision == "ieee" else 32
     tile = {"BS": power_of_2(size, 16), "BP": min(most, power_of_2(dim, 16)), "PRECISION": precision}
-    return {**tile, "num_warps": 4}
+    return {**tile, "num_warps": _EXACT_STATE_WARPS if precision == "ieee" else 4}
 
 
 def _outputs_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
     low = precision == "bf16"
     tile = {"BS": power_of_2(size, 16), "BP": min(128 if low else 32, power_of_2(dim, 16)), "PRECISION": precision}
-    return {**tile, "num_warps": 4, "maxnreg": 168} if low else {**tile, "num_warps": NUM_WARPS[precision]}
+    if low:
+        return {**tile, "num_warps": 4, "maxnreg": 168}
+    return {**tile, "num_warps": _EXACT_OUTPUT_WARPS if precision == "ieee" else NUM_WARPS[precision]}

@@ -1,6 +1,6 @@
 """Products with weights [out, in], by cuBLAS through torch; weights stay as they are. Those in FP8: see `fp8`.
 
-float32 products are exact ones: torch uses TF32 for them only where somebody asks it to.
+float32 products, which routers have in every dtype, are exact ones: `warm_up` sees to it that torch does not use TF32.
 """
 
 import torch
@@ -28,6 +28,8 @@ def pack_int8(weight: Tensor) -> Tensor:
 
 def warm_up(dtype: torch.dtype | None = None) -> int:
     """See `Kernels.warm_up`. Kernels are compiled when they are first launched, and Triton keeps them on disk."""
+    # NVIDIA's containers have TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1: 11 bits of each float32 operand.
+    torch.set_float32_matmul_precision("highest")
     return 0
 
 

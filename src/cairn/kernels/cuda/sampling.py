@@ -253,7 +253,8 @@ class _Step:
 
     def edit(self, edits: _Edits) -> None:
         """Masks and lists of tokens, into `processed`."""
-        rows, mask_stride = edits.rows.tensor, edits.masks.tensor.shape[1]
+        # Of a vocabulary alone: kernels would be compiled anew for the one word where there is no mask.
+        rows, mask_stride = edits.rows.tensor, int(triton.cdiv(self._logits.shape[1], 32))
         operands = (self._logits, self.processed, rows, edits.masks.tensor, edits.mask_numbers.tensor)
         sizes = (self._logits.shape[1], self._logits.stride(0), mask_stride)
         warps, starts = draws.num_warps(self._tile["TILE"]), edits.starts.tensor

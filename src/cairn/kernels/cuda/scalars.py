@@ -83,3 +83,9 @@ def precision_of(dtype: torch.dtype, exact: bool) -> Precision:
     if dtype == torch.bfloat16:
         return "bf16"
     return "ieee" if exact else "tf32x3"
+
+
+def stages_that_fit(most: int, stage_bytes: int, other_bytes: int, room: int) -> int:
+    """For how many iterations of a loop loads may be under way at once, 1 to `most`, in `room` bytes of shared memory:
+    an iteration loads `stage_bytes`, and all else takes `other_bytes`."""
+    return min(most, max(1, (room - other_bytes) // stage_bytes))

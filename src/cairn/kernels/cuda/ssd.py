@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cuda.device import kernel, power_of_2
+from cairn.kernels.cuda.device import kernel, limits, power_of_2
 from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda.scalars import (
     LEAST_DECAY,
@@ -29,6 +29,7 @@ from cairn.kernels.cuda.scalars import (
     precision_of,
     product,
     softplus,
+    stages_that_fit,
 )
 
 
@@ -292,8 +293,10 @@ def _steps_tile(heads: int) -> dict[str, Any]:
 def _states_tile(dim: int, size: int, precision: Precision) -> dict[str, Any]:
     """Narrow, because nothing but heads and parts of them are at work at a time."""
     low = precision == "bf16"
-    tile = {"BP": min(32 if low else 16, power_of_2(dim, 16)), "BS": power_of_2(size, 16), "PRECISION": precision}
-    return {**tile, "STAGES": 4 if low else 1, "num_warps": 8 if low else 4}
+    tile: dict[str, Any] = {"BP": min(32 if low else 16, power_of_2(dim, 16)), "BS": power_of_2(size, 16)}
+    chunk_bytes = 2 * 64 * (tile["BS"] + tile["BP"])
+    stages = stages_that_fit(4, chunk_bytes, 16_384, limits().shared_memory) if low else 1
+    return {**tile, "PRECISION": precision, "STAGES": stages, "num_warps": 8 if low else 4}
 
 
 def _snapshots_tile(dim: int, size: int, precision: Precision) -> dict[str, Any]:
@@ -305,5 +308,8 @@ def _snapshots_tile(dim: int, size: int, precision: Precision) -> dict[str, Any]
 
 def _outputs_tile(dim: int, size: int, per_group: int, precision: Precision) -> dict[str, Any]:
     """Heads of a group one after the other: b and c are read, and multiplied with each other, once for all."""
-    tile = {"HEADS": min(8, per_group), "BP": power_of_2(dim, 16), "BS": power_of_2(size, 16), "PRECISION": precision}
-    return {**tile, "STAGES": 3 if precision == "bf16" else 1, "num_warps": NUM_WARPS[precision]}
+    tile: dict[str, Any] = {"HEADS": min(8, per_group), "BP": power_of_2(dim, 16), "BS": power_of_2(size, 16)}
+    # A head's x and state; b of all of them.
+    head_bytes, shared_bytes = 2 * tile["BP"] * (64 + tile["BS"]), 2 * 64 * tile["BS"] + 2048
+    stages = stages_that_fit(3, head_bytes, shared_bytes, limits().shared_memory) if precision == "bf16" else 1
+    return {**tile, "PRECISION": precision, "STAGES": stages, "num_warps": NUM_WARPS[precision]}

@@ -1,4 +1,4 @@
-"""What is told of a row whose token is drawn, and of a sequence whose tokens are counted. Numpy alone, no torch."""
+"""Sampling metadata of a row, and the token history of a sequence with penalties. Numpy alone, no torch."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
