@@ -82,7 +82,9 @@ TORCH = ("torch", "safetensors.torch")
 TORCH_ROOMS = ("kernels", "layers", "models", "runner", "check")
 TORCH_MODULES = (
     "cairn.engine.build",
+    "cairn.engine.decode_capture",
     "cairn.engine.devices",
+    "cairn.engine.gpu_memory",
     "cairn.engine.transfers.device_pool",
     "cairn.engine.worker",
 )

@@ -13,14 +13,8 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.config import KvTransferConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
-from cairn.engine.devices import (
-    DecodeCapture,
-    Device,
-    choose_device,
-    explain_out_of_memory,
-    graph_sizes,
-    measure_room,
-)
+from cairn.engine.decode_capture import DecodeCapture, graph_sizes
+from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_room
 from cairn.engine.sizing import choose_memory_sizes, least_pages
 from cairn.errors import ConfigError
 from cairn.kernels import cpu, staging

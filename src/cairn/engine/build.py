@@ -13,20 +13,19 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, KvTransferConfig
+from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo
 from cairn.engine.core import Core
+from cairn.engine.decode_capture import DecodeCapture, graph_sizes
 from cairn.engine.devices import (
-    CudaMemory,
-    DecodeCapture,
     Device,
     choose_device,
     explain_out_of_memory,
-    graph_sizes,
     keeps_fp8,
     measure_room,
     open_encoder,
 )
 from cairn.engine.event_publisher import EventPublisher
+from cairn.engine.gpu_memory import CudaMemory
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
 from cairn.engine.multimodal_keys import ImageKeys
@@ -90,38 +89,24 @@ def build_core(
         make_graphs = CudaGraphs
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
 
-    def size_up(room: int | None) -> EngineInfo:
-        if room is not None:
-            # what other servers' pages are read into, and once more while it is laid out
-            room -= 2 * _extra_pages(config, opened, layout) * layout.page_bytes
-            sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
-        else:
-            available = (machine or Machine()).available_memory()
-            sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), available)
-        return _plain_info(config, opened, layout, placement, sizes)
-
+    size_up = partial(_size_up, config, opened, layout, placement, machine or Machine())
     with explain_out_of_memory(device):
         ranks, info = _build_ranks(config, opened, layout, size_up, observe, device, make_graphs, clock)
-    num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
-    transfer = None
-    if config.kv_transfer is not None:
-        pool = HostPool(ranks.own.pool.numpy()) if device.backend is None else DevicePool.of(ranks.own.pool)
-        memory = RankMemory(pool, num_pages, layout, _model_units(opened), tp_size=config.tensor_parallel_size)
-        transfer = _build_transfer(config, config.kv_transfer, opened, ranks, memory, clock, make_link)
+    vocab_size, eos_token_ids = info.vocab_size, opened.config.eos_token_ids
+    transfer = _build_transfer(config, opened, ranks, info.cache.num_pages, device, clock, make_link)
     image_keys = _image_keys(ranks.own, opened, tokenizer)
     side_channel = None if transfer is None else f"{transfer.host}:{transfer.side_port}"
     info = msgspec.structs.replace(info, reads_images=image_keys is not None, side_channel=side_channel)
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
-    cache = PrefixCache(layout, num_pages, policy, events, clock)
+    cache = PrefixCache(layout, info.cache.num_pages, policy, events, clock)
     request_log = open_log(config, info, layout, opened.config.forward_sizes(), clock)
     transfers = None if transfer is None else transfer.transfers
-    scheduler = Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log)
     return Core(
         info,
-        scheduler,
-        _checked(config, ranks, num_pages, vocab_size) if config.check_plans else ranks.runner,
+        Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log),
+        _checked(config, ranks, info.cache.num_pages, vocab_size) if config.check_plans else ranks.runner,
         tokenizer,
         eos_token_ids,
         config.seed,
@@ -132,6 +117,25 @@ def build_core(
         request_log=request_log,
         grammars=GrammarCompiler(partial(grammar_tokenizer, tokenizer, vocab_size, eos_token_ids), vocab_size, clock),
     )
+
+
+def _size_up(
+    config: EngineConfig,
+    opened: OpenModel,
+    layout: CacheLayout,
+    placement: PlacementPolicy | None,
+    machine: Machine,
+    room: int | None,
+) -> EngineInfo:
+    """`room`: bytes that a GPU has left beside the weights; None for the machine's memory."""
+    if room is not None:
+        # what other servers' pages are read into, and once more while it is laid out
+        room -= 2 * _extra_pages(config, opened, layout) * layout.page_bytes
+        sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
+    else:
+        fixed = _fixed_bytes(config, opened, layout)
+        sizes = choose_memory_sizes(config, layout, fixed, machine.available_memory())
+    return _plain_info(config, opened, layout, placement, sizes)
 
 
 def _plain_info(
@@ -222,16 +226,22 @@ def _build_ranks(
 
 def _build_transfer(
     config: EngineConfig,
-    asked: KvTransferConfig,
     opened: OpenModel,
     ranks: _Ranks,
-    memory: RankMemory,
+    num_pages: int,
+    device: Device,
     clock: Clock,
     make_link: MakeLink,
-) -> KvTransfer:
+) -> KvTransfer | None:
+    """None for a server that neither gives nor takes pages."""
+    if config.kv_transfer is None:
+        return None
+    pool = HostPool(ranks.own.pool.numpy()) if device.backend is None else DevicePool.of(ranks.own.pool)
+    tp_size = config.tensor_parallel_size
+    memory = RankMemory(pool, num_pages, ranks.own.layout, _model_units(opened), tp_size=tp_size)
     content = layout_hash(opened.transfer_facts() | {"exact": config.exact})
     channels = () if ranks.sockets is None else ranks.sockets.channels
-    transfer = build_transfer(asked, memory, content, clock, make_link=make_link, ranks=channels)
+    transfer = build_transfer(config.kv_transfer, memory, content, clock, make_link=make_link, ranks=channels)
     if ranks.sockets is not None:
         transfer.resources.callback(ranks.sockets.close)
     return transfer

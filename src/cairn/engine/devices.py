@@ -4,17 +4,15 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
+from cairn.engine.decode_capture import DecodeCapture
+from cairn.engine.gpu_memory import DeviceMemory
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
@@ -22,11 +20,10 @@ from cairn.kernels.cuda_support import check_device
 from cairn.layers.model import Model
 from cairn.models.decoder_builder import Backend
 from cairn.models.registry import OpenModel
-from cairn.runner.decode_graphs import Graphs
 from cairn.runner.runner import Runner
 from cairn.runner.vision import VisionEncoder, open_vision
 from cairn.step import Admit, PrefillRow, Samples, StepPlan
-from cairn.types import Clock, Pages, SamplingParams
+from cairn.types import Pages, SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -131,100 +128,6 @@ def open_encoder(config: EngineConfig, opened: OpenModel, device: Device, rank: 
     if config.language_model_only:
         return None
     return open_vision(opened.folder, opened.dtype, int(config.mm_encoder_cache_bytes), rank, device.place)
-
-
-class DeviceMemory(Protocol):
-    """The memory of one GPU, in bytes."""
-
-    def free_and_total(self) -> tuple[int, int]:
-        """What nobody has taken, and all there is."""
-        ...
-
-    def start_peak(self) -> None:
-        """Forget the peak so far."""
-        ...
-
-    def peak_growth(self) -> int:
-        """The most that this process had allocated since `start_peak`, beyond what it had then."""
-        ...
-
-
-class CudaMemory:
-    """As CUDA's driver and torch's allocator tell it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start = 0
-
-    def free_and_total(self) -> tuple[int, int]:
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return int(free), int(total)
-
-    def start_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._start = int(torch.cuda.memory_allocated(self._device))
-
-    def peak_growth(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self._device)) - self._start
-
-
-def graph_sizes(config: EngineConfig, max_num_seqs: int) -> tuple[int, ...]:
-    """Rows of the decode steps that become CUDA graphs, ascending: as asked, or those of vLLM and the largest batch.
-
-    Raises ConfigError for sizes that no batch has.
-    """
-    asked, most = config.cudagraph_capture_sizes, min(config.max_cudagraph_capture_size, max_num_seqs)
-    if config.enforce_eager or not most:
-        return ()
-    if asked is None:
-        sizes = {1, 2, 4, *range(8, 256, 8), *range(256, most, 16)}
-        return (*sorted(size for size in sizes if size < most), most)
-    fitting = sorted({size for size in asked if size <= most})
-    if not fitting:
-        raise ConfigError(
-            f"--cudagraph-capture-sizes: all are above {most} rows, which is what --max-num-seqs and "
-            "--max-cudagraph-capture-size allow: name smaller ones, or --enforce-eager"
-        )
-    return tuple(fitting)
-
-
-@dataclass(frozen=True, slots=True)
-class DecodeCapture:
-    """Decode steps as CUDA graphs: what makes graphs in a pool of memory of their own, `sizes` in rows, ascending, and
-    the tokens of the longest sequence."""
-
-    make_graphs: Callable[[], Graphs]
-    sizes: tuple[int, ...]
-    max_model_len: int
-
-    def run(self, runner: Runner, clock: Clock, memory: DeviceMemory | None = None) -> None:
-        """Capture all sizes. Logged, with what they take of `memory`."""
-        started, taken = clock.now(), None if memory is None else _taken(memory)
-        console = Console(stderr=True)
-        with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-            task = progress.add_task("CUDA graphs", total=len(self.sizes))
-            runner.capture_graphs(
-                self.make_graphs(), self.sizes, self.max_model_len, lambda size: progress.advance(task)
-            )
-        told = f"{len(self.sizes)} sizes of decode steps, {self.sizes[0]} to {self.sizes[-1]} rows"
-        grown = "" if memory is None or taken is None else f", {_taken(memory) - taken} bytes"
-        logger.info("CUDA graphs of %s: %.1f s%s", told, clock.now() - started, grown)
-
-    def estimate_bytes(self, runner: Runner, memory: DeviceMemory) -> int:
-        """What all sizes will take. They are captured when pool and states are there, whose addresses they hold, and
-        the pool's size wants to know before. So the largest, in whose memory the others find room, and the next one,
-        which stands for each of the rest, are captured over the memory of another runner."""
-        taken = [_taken(memory)]
-        sizes = self.sizes[-2:]
-        runner.capture_graphs(self.make_graphs(), sizes, self.max_model_len, lambda size: taken.append(_taken(memory)))
-        first, *rest = (max(0, after - before) for before, after in pairwise(taken))
-        return first + sum(rest) * (len(self.sizes) - 1)
-
-
-def _taken(memory: DeviceMemory) -> int:
-    free, total = memory.free_and_total()
-    return total - free
 
 
 def measure_room(

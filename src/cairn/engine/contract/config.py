@@ -68,10 +68,12 @@ class RequestLogConfig(BaseModel):
     max_bytes: int = 256 << 20
 
 
-class EngineOptions(BaseModel):
-    """The settings of `cairn serve` that the engine is built with. Sizes in bytes and tokens."""
-
+class _Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class WeightOptions(_Options):
+    """What of the checkpoint is loaded, and in which form."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
     quantization: Literal["int8", "fp8", "modelopt"] | None = Field(
@@ -79,6 +81,17 @@ class EngineOptions(BaseModel):
         description="weights of matrix products in int8, activations per token: faster, less memory, less precise; fp8 "
         "and modelopt say what the checkpoint is stored in, and change nothing",
     )
+    tokenizer: str | None = Field(
+        None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1
+    )
+    language_model_only: bool = Field(
+        False, description="leave the checkpoint's vision model unloaded: images are refused"
+    )
+
+
+class DeviceOptions(_Options):
+    """What computes, and how it is used."""
+
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="what computes: cuda is an NVIDIA GPU, auto is the CPU"
     )
@@ -106,11 +119,20 @@ class EngineOptions(BaseModel):
         ge=0,
         le=65536,
     )
-    tokenizer: str | None = Field(
-        None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1
+    tensor_parallel_size: int = Field(
+        1,
+        description="processes that the model's heads are divided among; must divide them; on GPUs one process each",
+        ge=1,
+        le=1024,
     )
-    seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
-    block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)
+    exact: bool = Field(
+        False, description="answers are bit for bit the same with and without the cache, alone and batched; slower"
+    )
+
+
+class SchedulingOptions(_Options):
+    """How much is computed at once, and for how many."""
+
     max_model_len: CountOrAuto = Field(
         None,
         description="longest prompt and answer together: 8192, 8k, 8K; the model's own limit unless given, or auto",
@@ -122,6 +144,16 @@ class EngineOptions(BaseModel):
         None, description="most requests computed at once; 64 unless given, fewer where memory is short", ge=1, le=65536
     )
     max_waiting: int = Field(1024, description="most requests waiting; more are answered with 429", ge=1, le=_MAX_COUNT)
+    seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
+    check_plans: bool = Field(
+        False, description="for finding bugs: look at every step's plan before it is carried out; slower"
+    )
+
+
+class CacheOptions(_Options):
+    """What is kept for later requests, and where."""
+
+    block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)
     kv_cache_memory_bytes: Bytes | None = Field(
         None,
         description="size of the cache's pool, on each rank: 1GiB, 512MiB, 1e9; unless given 40 percent of the memory "
@@ -133,24 +165,14 @@ class EngineOptions(BaseModel):
         "auto", description="where state checkpoints are kept"
     )
     eviction: Literal["lru", "value"] = Field("value", description="what is dropped when the pool is full")
-    exact: bool = Field(
-        False, description="answers are bit for bit the same with and without the cache, alone and batched; slower"
-    )
-    check_plans: bool = Field(
-        False, description="for finding bugs: look at every step's plan before it is carried out; slower"
-    )
-    tensor_parallel_size: int = Field(
-        1,
-        description="processes that the model's heads are divided among; must divide them; on GPUs one process each",
-        ge=1,
-        le=1024,
-    )
-    language_model_only: bool = Field(
-        False, description="leave the checkpoint's vision model unloaded: images are refused"
-    )
     mm_encoder_cache_bytes: BytesOrZero = Field(
         ByteSize(256 << 20), description="most bytes of encoded images that are kept", validate_default=False
     )
+
+
+class EngineOptions(CacheOptions, SchedulingOptions, DeviceOptions, WeightOptions):
+    """The settings of `cairn serve` that the engine is built with; `--help` has those of the last parent first. Sizes
+    in bytes and tokens."""
 
 
 class EngineConfig(EngineOptions):

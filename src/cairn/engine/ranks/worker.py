@@ -108,7 +108,8 @@ class LoadedRank:
 
     def measure_room(self, meanwhile: Callable[[], object] = lambda: None) -> int:
         """See `devices.measure_room`; all ranks do it at the same time."""
-        from cairn.engine.devices import CudaMemory, explain_out_of_memory, measure_room
+        from cairn.engine.devices import explain_out_of_memory, measure_room
+        from cairn.engine.gpu_memory import CudaMemory
 
         memory = CudaMemory(self.device.place)
         with explain_out_of_memory(self.device):
