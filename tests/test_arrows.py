@@ -64,7 +64,7 @@ ARROWS = MappingProxyType(
         "engine": tuple(
             f"cairn.{room}" for room in ("cache", "transfer", "kernels", "layers", "models", "scheduler", "runner")
         ),
-        "check": ("cairn.engine", "cairn.models"),
+        "check": ("cairn.engine", "cairn.models", "cairn.cache.layout"),
         "http": (),
         "server": ("cairn.engine.contract", "cairn.http"),
         "routing": ("cairn.cache.events",),

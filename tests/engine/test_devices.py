@@ -1,6 +1,8 @@
 """Which device the engine takes, and what a GPU has left for the pool. Nothing here has a GPU."""
 
+import gc
 import sys
+import weakref
 from dataclasses import replace
 from importlib.util import find_spec
 from types import ModuleType, SimpleNamespace
@@ -8,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
+from cairn.check.report import CheckSettings, check
 from cairn.engine import devices
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
@@ -15,15 +18,16 @@ from cairn.engine.contract.config import KvTransferConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.decode_capture import DecodeCapture, graph_sizes
 from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_room
+from cairn.engine.gpu_memory import CudaMemory, count_slot, guess_process_bytes, report_free
 from cairn.engine.sizing import choose_memory_sizes, least_pages
 from cairn.errors import ConfigError
 from cairn.kernels import cpu, staging
+from cairn.kernels.cuda_support import sampling_bytes
 from cairn.kernels.staging import Readback
 from cairn.layers.model import Model
-from cairn.models.check import CheckSettings, check
 from cairn.models.registry import open_model
 from cairn.runner.decode_graphs import DecodeGraphs
-from cairn.runner.runner import Runner
+from cairn.runner.runner import Runner, slot_bytes
 from cairn.runner.vision import open_vision
 from cairn.types import ManualClock
 from engine.test_sizing import GIB, LAYOUT
@@ -33,6 +37,8 @@ OPEN = EngineConfig(model="m", kv_cache_memory_bytes=None, max_num_seqs=None, de
 
 
 GPU = Device("cuda", torch.device("cuda"))
+
+SLOT = LAYOUT.checkpoint_bytes
 
 
 class FakeMemory:
@@ -52,6 +58,12 @@ class FakeMemory:
     def peak_growth(self):
         self.calls.append("peak")
         return self.step
+
+
+def profiled(model, layout, num_tokens) -> int:
+    """What the profile run's own pages and slots take, which are counted elsewhere."""
+    num_pages = layout.pages_for(num_tokens) + layout.pages_per_checkpoint
+    return num_pages * layout.page_bytes + 2 * slot_bytes(model.spec, layout, num_pages)
 
 
 @pytest.mark.parametrize("device", ["auto", "cpu"])
@@ -100,18 +112,78 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     forward = Model.forward
 
     def counted(model, batch, memory):
-        ran.append(batch.host.num_rows)
+        ran.append((batch.host.num_rows, batch.host.snapshot_offsets.tolist()))
         return forward(model, batch, memory)
 
     monkeypatch.setattr(Model, "forward", counted)
-    logits = 2 * model.vocab_size * 8
-    memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=7)
-    assert measure_room(config, model, layout, memory, None, lambda: memory.calls.append("meanwhile")) == 1000 - 20 - 7
-    assert ran == [100] and memory.calls == ["start", "meanwhile", "peak", "free"]
+    logits, own = 2 * model.vocab_size * 8, profiled(model, layout, 100)
+    memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=own + 7)
+    found = measure_room(config, model, layout, memory, None, lambda: memory.calls.append("meanwhile"))
+    assert (found.num_bytes, found.step_bytes) == (1000 - 20 - 7, 7)
+    # with the snapshots that such a prompt may have
+    assert ran == [(100, [64, 100])] and memory.calls == ["start", "meanwhile", "peak", "free"]
     with pytest.raises(
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
     ):
-        measure_room(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=7))
+        measure_room(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=own + 7))
+
+
+def test_what_the_profile_run_took_is_free_again_when_it_is_asked_what_is(tiny_model):
+    """Without waiting for a collection of cycles, which graphs and runners could be in."""
+    opened = open_model(tiny_model)
+    model, layout = opened.build(exact=False), opened.layout(16)
+    pools: list[weakref.ref] = []
+    init, gone = Runner.__init__, []
+
+    def remembered(runner, *arguments, **named):
+        init(runner, *arguments, **named)
+        pools.append(weakref.ref(runner.pool))
+
+    memory = FakeMemory(taken=20, total=10**9, step=7)
+    memory.free_and_total = lambda: gone.append(pools[0]() is None) or (10**9 - 20, 10**9)
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Runner, "__init__", remembered)
+            measure_room(OPEN.model_copy(update={"max_num_batched_tokens": 64}), model, layout, memory)
+    finally:
+        gc.enable()
+    assert gone == [True]
+
+
+@pytest.fixture
+def gpu_statistics(monkeypatch):
+    """torch's numbers of a GPU that is not there."""
+    numbers = {"memory_allocated": 100, "memory_reserved": 200, "max_memory_allocated": 0, "max_memory_reserved": 0}
+    for name in numbers:
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: numbers[name])
+    asked: list[str] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: asked.append("reset"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append("info") or (30, 90))
+    return numbers, asked
+
+
+def test_a_peak_is_what_the_allocator_has_taken_of_the_driver(gpu_statistics):
+    numbers, asked = gpu_statistics
+    memory = CudaMemory(torch.device("cuda", 0))
+    memory.start_peak()
+    assert asked == ["empty", "reset"]
+    numbers |= {"max_memory_allocated": 150, "max_memory_reserved": 290}
+    assert memory.peak_growth() == 90
+    # what fits into pieces that were there before
+    numbers["max_memory_reserved"] = 200
+    assert memory.peak_growth() == 50
+    assert memory.free_and_total() == (30, 90) and asked[-2:] == ["empty", "info"]
+
+
+@pytest.mark.parametrize(("free", "level"), [(700, "INFO"), (699, "WARNING")])
+def test_what_is_left_in_the_end_is_told(caplog, free, level):
+    caplog.set_level("INFO")
+    report_free(FakeMemory(taken=1000 - free, total=1000, step=0), 700)
+    assert [record.levelname for record in caplog.records] == [level]
+    assert f"{free} of the GPU's 1000 bytes are free" in caplog.text
+    assert ("lower --gpu-memory-utilization" in caplog.text) == (level == "WARNING")
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -145,8 +217,8 @@ def test_check_counts_what_the_engine_does(tiny_vl_model):
     in the largest step."""
     opened = open_model(tiny_vl_model, "float32")
     model, layout = opened.build(exact=False, backend="reference"), opened.layout(16)
-    on_gpu = {"sampling_bytes": lambda num_rows, vocab_size, num_slots: 4 * (num_rows + num_slots) * vocab_size}
-    model = replace(model, kernels=SimpleNamespace(**vars(model.kernels) | on_gpu))
+    model = replace(model, kernels=SimpleNamespace(**vars(model.kernels) | {"sampling_bytes": sampling_bytes}))
+    process = guess_process_bytes(1)
     vision = open_vision(tiny_vl_model, opened.dtype, 3 << 20)
     weights = sum(tensor.nbytes for tensor in parts_of(replace(model, rotary=None), torch.Tensor))
     weights += sum(tensor.nbytes for tensor in vision._tower._module.state_dict().values())
@@ -155,21 +227,25 @@ def test_check_counts_what_the_engine_does(tiny_vl_model):
     for num_seqs, max_model_len in ((4, 20), (1, 3)):
         limits = {"max_num_seqs": num_seqs, "max_model_len": max_model_len}
         config = OPEN.model_copy(update={"max_num_batched_tokens": 64, "gpu_memory_utilization": 0.5} | limits)
-        memory = FakeMemory(weights, 2 << 30, 54321)
-        room = measure_room(config, model, layout, memory, vision)
-        sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
+        layers = 54321
+        memory = FakeMemory(weights + process, 4 << 30, profiled(model, layout, 64) + layers)
+        room = measure_room(config, model, layout, memory, vision).num_bytes
+        slot = count_slot(model.spec, layout, room // layout.page_bytes, max_model_len, on_gpu=True)
+        sizes = choose_memory_sizes(config, layout, slot, 0, room, on_gpu=True)
         counted = CheckSettings(
             dtype="float32",
-            gpu_memory_bytes=2 << 30,
+            gpu_memory_bytes=4 << 30,
             gpu_memory_utilization=0.5,
             mm_encoder_cache_bytes=3 << 20,
             **limits,
         )
         report = check(tiny_vl_model, counted)
         assert report.weight_bytes == weights
-        assert report.pool_bytes - 54321 == sizes.kv_cache_memory_bytes
+        assert report.sizes.slot_bytes == slot and report.sizes.max_num_seqs == sizes.max_num_seqs == num_seqs
+        assert report.pool_bytes - layers + report.sizes.gpu.graph_bytes == sizes.kv_cache_memory_bytes
     assert lengths == [80, 12]  # four patches a token
-    with_none = measure_room(config, model, layout, FakeMemory(weights, 2 << 30, 54321))
+    memory = FakeMemory(weights + process, 4 << 30, profiled(model, layout, 64) + layers)
+    with_none = measure_room(config, model, layout, memory).num_bytes
     assert with_none - room == 3 << 20 and len(lengths) == 2
 
 
@@ -214,12 +290,13 @@ def test_graphs_are_estimated_from_the_two_largest_and_left_out_of_the_pool(tiny
     model, layout = opened.build(exact=False), opened.layout(16)
     config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "max_num_seqs": 16})
     memory = FakeMemory(taken=20, total=10**9, step=7)
-    plain = measure_room(config, model, layout, FakeMemory(taken=20, total=10**9, step=7))
+    plain = measure_room(config, model, layout, FakeMemory(taken=20, total=10**9, step=7)).num_bytes
     sizes = graph_sizes(config, 16)
     assert sizes == (1, 2, 4, 8, 16)
     capture = DecodeCapture(lambda: CountedGraphs(memory, 5000, 30), sizes, 4096)
     # Of this double's graphs nothing is given back; on a GPU it is.
-    assert measure_room(config, model, layout, memory, capture=capture) == plain - 5030 - (5000 + 4 * 30)
+    found = measure_room(config, model, layout, memory, capture=capture).num_bytes
+    assert found == plain - 5030 - (5000 + 4 * 30)
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
@@ -269,16 +346,31 @@ def test_too_little_memory_is_said_and_not_on_the_cpu():
 
 
 def test_all_that_a_gpu_has_left_is_pool_and_states():
-    found = choose_memory_sizes(OPEN, LAYOUT, 0, 40 * GIB, on_gpu=True)
-    states = found.max_num_seqs * LAYOUT.checkpoint_bytes
+    found = choose_memory_sizes(OPEN, LAYOUT, SLOT, 0, 40 * GIB, on_gpu=True)
+    states = (found.max_num_seqs + 1) * SLOT
     assert found.max_num_seqs == 256
     assert 0.85 * 40 * GIB < found.kv_cache_memory_bytes + states <= 40 * GIB
     few = OPEN.model_copy(update={"max_num_seqs": 4})
-    found = choose_memory_sizes(few, LAYOUT, 0, 40 * GIB, on_gpu=True)
-    assert found.kv_cache_memory_bytes == 40 * GIB - 4 * LAYOUT.checkpoint_bytes
+    found = choose_memory_sizes(few, LAYOUT, SLOT, 0, 40 * GIB, on_gpu=True)
+    assert found.kv_cache_memory_bytes == 40 * GIB - 5 * SLOT
+    least = least_pages(LAYOUT) * LAYOUT.page_bytes + 5 * SLOT
+    assert choose_memory_sizes(few, LAYOUT, SLOT, 0, least, on_gpu=True).max_num_seqs == 4
     with pytest.raises(ConfigError, match="does not fit into memory"):
-        too_small = least_pages(LAYOUT) * LAYOUT.page_bytes - 1
-        choose_memory_sizes(few, LAYOUT, 0, too_small, on_gpu=True)
+        choose_memory_sizes(few, LAYOUT, SLOT, 0, least - 1, on_gpu=True)
+
+
+@pytest.mark.parametrize("room", [2 * (1 << 20) + 2**18, 30 << 20, 100 << 20, 1 << 30, 60 * GIB])
+@pytest.mark.parametrize("slot", [1, 100_000, 1 << 20])
+def test_pool_and_slots_never_take_more_than_there_is(room, slot):
+    """Also where the room is for few requests, of which there is at least one."""
+    least = least_pages(LAYOUT) * LAYOUT.page_bytes + 2 * slot
+    if room < least:
+        with pytest.raises(ConfigError):
+            choose_memory_sizes(OPEN, LAYOUT, slot, 0, room, on_gpu=True)
+        room = least
+    found = choose_memory_sizes(OPEN, LAYOUT, slot, 0, room, on_gpu=True)
+    assert found.max_num_seqs >= 1
+    assert found.kv_cache_memory_bytes + (found.max_num_seqs + 1) * slot <= room
 
 
 class Event:

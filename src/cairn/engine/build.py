@@ -18,6 +18,7 @@ from cairn.engine.core import Core
 from cairn.engine.decode_capture import DecodeCapture, graph_sizes
 from cairn.engine.devices import (
     Device,
+    MeasuredRoom,
     choose_device,
     explain_out_of_memory,
     keeps_fp8,
@@ -25,7 +26,7 @@ from cairn.engine.devices import (
     open_encoder,
 )
 from cairn.engine.event_publisher import EventPublisher
-from cairn.engine.gpu_memory import CudaMemory
+from cairn.engine.gpu_memory import CudaMemory, count_slot, report_free
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
 from cairn.engine.multimodal_keys import ImageKeys
@@ -33,7 +34,14 @@ from cairn.engine.ranks.runner import load_ranks
 from cairn.engine.ranks.transfer import RankSockets, rank_service
 from cairn.engine.ranks.wire import RankConfig, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
-from cairn.engine.sizing import LEAST_TOKENS, MOST_SEQS_ON_GPU, MemorySizes, choose_memory_sizes, least_pages
+from cairn.engine.sizing import (
+    LEAST_TOKENS,
+    MOST_SEQS_ON_GPU,
+    MemorySizes,
+    choose_max_model_len,
+    choose_memory_sizes,
+    least_pages,
+)
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.device_pool import DevicePool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
@@ -128,13 +136,17 @@ def _size_up(
     room: int | None,
 ) -> EngineInfo:
     """`room`: bytes that a GPU has left beside the weights; None for the machine's memory."""
+    longest = _max_model_len(config, opened)
+    spec = opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
     if room is not None:
         # what other servers' pages are read into, and once more while it is laid out
         room -= 2 * _extra_pages(config, opened, layout) * layout.page_bytes
-        sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
+        slot = count_slot(spec, layout, max(0, room) // layout.page_bytes, longest, on_gpu=True)
+        sizes = choose_memory_sizes(config, layout, slot, 0, room, on_gpu=True)
     else:
-        fixed = _fixed_bytes(config, opened, layout)
-        sizes = choose_memory_sizes(config, layout, fixed, machine.available_memory())
+        fixed, available = _fixed_bytes(config, opened, layout), machine.available_memory()
+        slot = count_slot(spec, layout, (available or 0) // layout.page_bytes, longest)
+        sizes = choose_memory_sizes(config, layout, slot, fixed, available)
     return _plain_info(config, opened, layout, placement, sizes)
 
 
@@ -203,16 +215,20 @@ def _build_ranks(
         model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
         vision = open_encoder(config, opened, device)
         memory = CudaMemory(device.place) if device.is_gpu else None
+        room: MeasuredRoom | None = None
         if info is None:
             assert memory is not None
             capture = _decode_capture(config, opened, make_graphs, config.max_num_seqs or MOST_SEQS_ON_GPU)
-            info = size_up(measure_room(config, model, layout, memory, vision, capture=capture))
-        num_pages, slots = info.cache.num_pages, info.max_num_seqs
-        runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra_pages=extra, vision=vision)
+            room = measure_room(config, model, layout, memory, vision, capture=capture)
+            info = size_up(room.num_bytes)
+        num_pages, slots, longest = info.cache.num_pages, info.max_num_seqs, info.max_model_len
+        runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra, vision, longest)
         runner.get_ready()
         capture = _decode_capture(config, opened, make_graphs, slots)
         if capture is not None:
             capture.run(runner, clock, memory)
+        if memory is not None and room is not None:
+            report_free(memory, room.step_bytes)
         return _Ranks(runner, runner), info
     services: tuple[RankService, ...] = ()
     if config.kv_transfer is not None and info is not None:
@@ -325,7 +341,4 @@ def _num_pages(pool_bytes: int, layout: CacheLayout) -> int:
 
 
 def _max_model_len(config: EngineConfig, opened: OpenModel) -> int:
-    longest = opened.config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {longest}: lower it")
-    return config.max_model_len or longest
+    return choose_max_model_len(config.max_model_len, opened.config.max_position_embeddings)

@@ -12,7 +12,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.decode_capture import DecodeCapture
-from cairn.engine.gpu_memory import DeviceMemory
+from cairn.engine.gpu_memory import STEPS_IN_FLIGHT, DeviceMemory
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
@@ -20,14 +20,12 @@ from cairn.kernels.cuda_support import check_device
 from cairn.layers.model import Model
 from cairn.models.decoder_builder import Backend
 from cairn.models.registry import OpenModel
-from cairn.runner.runner import Runner
+from cairn.runner.runner import Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
-from cairn.step import Admit, PrefillRow, Samples, StepPlan
+from cairn.step import GRID, Admit, PrefillRow, Samples, Snapshot, StepPlan
 from cairn.types import Pages, SamplingParams
 
 logger = logging.getLogger(__name__)
-
-_STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +74,7 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
         torch.cuda.set_device(rank)
     place = device()
     logger.info("--device cuda: %s", torch.cuda.get_device_name(place) if place.type == "cuda" else "interpreted")
-    return Device(_kernels(config, opened, rank, place), place, _STEPS_IN_FLIGHT)
+    return Device(_kernels(config, opened, rank, place), place, STEPS_IN_FLIGHT)
 
 
 def _refuse_libraries(config: EngineConfig) -> None:
@@ -107,7 +105,7 @@ def _kernels(config: EngineConfig, opened: OpenModel, rank: int, place: torch.de
         heads = spec.attention.num_kv_heads, spec.attention.head_dim
         num_heads = opened.config.num_attention_heads // config.tensor_parallel_size
         shape = AttentionShape(num_heads, *heads, config.block_size, opened.dtype)
-        attention = load_flashinfer(shape, place, _STEPS_IN_FLIGHT)
+        attention = load_flashinfer(shape, place, STEPS_IN_FLIGHT)
     if wants_fla:
         if spec.recurrent is None or "gated delta net" not in opened.config.layer_counts():
             raise ConfigError("--gdn-prefill-backend fla: the model has no gated delta rule: leave it out")
@@ -130,6 +128,14 @@ def open_encoder(config: EngineConfig, opened: OpenModel, device: Device, rank: 
     return open_vision(opened.folder, opened.dtype, int(config.mm_encoder_cache_bytes), rank, device.place)
 
 
+@dataclass(frozen=True, slots=True)
+class MeasuredRoom:
+    """`num_bytes`: for pool and slots. `step_bytes`: what has to be free when all is allocated."""
+
+    num_bytes: int
+    step_bytes: int
+
+
 def measure_room(
     config: EngineConfig,
     model: Model,
@@ -138,11 +144,11 @@ def measure_room(
     vision: VisionEncoder | None = None,
     meanwhile: Callable[[], object] = lambda: None,
     capture: DecodeCapture | None = None,
-) -> int:
-    """Bytes that --gpu-memory-utilization leaves for pool and running states beside what is loaded, model and `vision`,
-    other processes, encoded images that are kept, CUDA graphs, and the largest step, which is carried out once to see
-    what it takes, as the largest image is encoded: by all ranks at the same time. `meanwhile` is called while it is
-    out. Logged. Raises ConfigError where nothing is left."""
+) -> MeasuredRoom:
+    """What --gpu-memory-utilization leaves for pool and slots beside what is loaded, model and `vision`, other
+    processes, encoded images that are kept, CUDA graphs, and the largest step, which is carried out once to see what it
+    takes, as the largest image is encoded: by all ranks at the same time. `meanwhile` is called while it is out.
+    Logged. Raises ConfigError where nothing is left."""
     step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, meanwhile, capture)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
@@ -161,7 +167,7 @@ def measure_room(
             f"{told}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, or free the GPU"
         )
     logger.info("%s: %d are left", told, left)
-    return left
+    return MeasuredRoom(left, step_bytes + image_bytes)
 
 
 def _step_bytes(
@@ -173,25 +179,32 @@ def _step_bytes(
     meanwhile: Callable[[], object],
     capture: DecodeCapture | None,
 ) -> tuple[int, int]:
-    """The most that a prefill step of --max-num-batched-tokens takes besides the pool, or that encoding the largest
-    image takes, which is over before the step's layers begin; and what graphs will take."""
+    """The most that a prefill step of --max-num-batched-tokens takes besides pool and slots, with all that a runner
+    keeps besides them, or that encoding the largest image takes, which is over before the step's layers begin; and what
+    graphs will take."""
     num_tokens = config.max_num_batched_tokens
     pages: Pages = np.arange(layout.pages_for(num_tokens), dtype=np.int32)
+    # One after the other into the same file, which nobody reads.
+    file: Pages = np.arange(len(pages), len(pages) + layout.pages_per_checkpoint, dtype=np.int32)
+    positions = sorted({*range(GRID, num_tokens, GRID), num_tokens})
     plan = StepPlan(
         0,
         admits=(Admit(0, tuple(pages for _ in layout.groups), SamplingParams(temperature=1.0, top_p=0.9, seed=0)),),
         prefills=(PrefillRow(0, 0, np.zeros(num_tokens, np.int64), 0),),
+        snapshots=tuple(Snapshot(0, position, file) for position in positions),
         samples=Samples(np.zeros(1, np.int32), np.array([num_tokens], np.int32), np.zeros(1, np.bool_)),
     )
-    runner = Runner(model, layout, len(pages), 1, exact=model.exact)
+    num_pages, num_slots = len(pages) + len(file), 1
     memory.start_peak()
+    runner = Runner(model, layout, num_pages, num_slots, exact=model.exact)
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
     runner.launch(plan)
     runner.draw(0, {})
     meanwhile()
     runner.collect(0)
-    step_bytes = memory.peak_growth()
+    counted_elsewhere = runner.pool.nbytes + (num_slots + 1) * slot_bytes(model.spec, layout, num_pages)
+    step_bytes = max(0, memory.peak_growth() - counted_elsewhere)
     return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory)
 
 

@@ -106,3 +106,8 @@ class LiveStates:
             conv = _aligned(conv_shape, 2, spec.dtype, spec.device)
             state = _aligned((num_slots + 1, layers, *spec.recurrent.state), 2, torch.float32, spec.device)
             self.recurrent = tuple(RecurrentLayer(conv[:, layer], state[:, layer]) for layer in range(layers))
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What holds the views: one a kind of state."""
+        return [self.hidden, *(kind for layer in self.recurrent[:1] for kind in (layer.conv, layer.state))]

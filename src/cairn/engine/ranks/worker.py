@@ -113,23 +113,27 @@ class LoadedRank:
 
         memory = CudaMemory(self.device.place)
         with explain_out_of_memory(self.device):
-            return measure_room(self._config.engine, self._model, self._layout, memory, self._vision, meanwhile)
+            room = measure_room(self._config.engine, self._model, self._layout, memory, self._vision, meanwhile)
+        return room.num_bytes
 
     def allocate(self, sizes: RankSizes, observe: "Observe | None" = None) -> "Runner":
         """A runner with memory of these sizes, the same on all ranks. Raises ConfigError or ModelError."""
         from cairn.engine.devices import explain_out_of_memory
+        from cairn.engine.sizing import choose_max_model_len
         from cairn.runner.runner import Runner
 
+        engine, model_limit = self._config.engine, self._opened.config.max_position_embeddings
         with explain_out_of_memory(self.device):
             runner = Runner(
                 self._model,
                 self._layout,
                 sizes.num_pages,
                 sizes.num_slots,
-                self._config.engine.exact,
+                engine.exact,
                 observe=observe,
                 extra_pages=self._config.extra_pages,
                 vision=self._vision,
+                max_model_len=choose_max_model_len(engine.max_model_len, model_limit),
             )
             runner.get_ready()
         return runner
