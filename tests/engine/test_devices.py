@@ -1,6 +1,7 @@
 """Which device the engine takes, and what a GPU has left for the pool. Nothing here has a GPU."""
 
 import gc
+import re
 import sys
 import weakref
 from dataclasses import replace
@@ -17,7 +18,7 @@ from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.config import KvTransferConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.decode_capture import DecodeCapture, graph_sizes
-from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_room
+from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_room, open_for_device
 from cairn.engine.gpu_memory import CudaMemory, count_slot, guess_process_bytes, report_free
 from cairn.engine.sizing import choose_memory_sizes, least_pages
 from cairn.errors import ConfigError
@@ -25,6 +26,7 @@ from cairn.kernels import cpu, staging
 from cairn.kernels.cuda_support import sampling_bytes
 from cairn.kernels.staging import Readback
 from cairn.layers.model import Model
+from cairn.machine import Machine
 from cairn.models.registry import open_model
 from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.runner import Runner, slot_bytes
@@ -66,10 +68,160 @@ def profiled(model, layout, num_tokens) -> int:
     return num_pages * layout.page_bytes + 2 * slot_bytes(model.spec, layout, num_pages)
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_the_cpu_unless_asked(tiny_model, device):
-    config = EngineConfig(model=str(tiny_model), device=device)
-    assert choose_device(config, open_model(tiny_model)) == Device()
+@pytest.fixture
+def gpus(monkeypatch):
+    """Three H100 of 80 GB, and all that is needed to compute on them; the name of the one that has been chosen."""
+    current: list[int] = []
+    triton, package, module = ModuleType("triton"), ModuleType("cuda"), ModuleType("device")
+    triton.__dict__["knobs"] = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
+    module.__dict__.update(INTERPRETED=False, device=lambda: torch.device("cuda", current[-1]))
+    for name, fake in {"triton": triton, "cairn.kernels.cuda": package, "cairn.kernels.cuda.device": module}.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for name, answer in {
+        "is_available": lambda: True,
+        "device_count": lambda: 3,
+        "get_device_capability": lambda _: (9, 0),
+        "get_device_name": lambda _: "NVIDIA H100",
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=80 << 30),
+        "set_device": current.append,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return current
+
+
+class Opener:
+    """`open_model` that writes down whether FP8 was to stay; changes what it opens, if asked to."""
+
+    def __init__(self, **changes) -> None:
+        self.kept: list[bool] = []
+        self._changes = changes
+
+    def __call__(self, folder, dtype, quantization, keeps_fp8):
+        self.kept.append(keeps_fp8)
+        opened = open_model(folder, dtype, quantization, keeps_fp8)
+        return replace(opened, config=replace(opened.config, **self._changes)) if self._changes else opened
+
+
+def machine(folder, num_gpus=0) -> Machine:
+    """One whose driver lists so many GPUs."""
+    for number in range(num_gpus):
+        (folder / f"proc/driver/nvidia/gpus/0000:0{number}:00.0").mkdir(parents=True, exist_ok=True)
+    return Machine(folder)
+
+
+@pytest.mark.parametrize(("settings", "keeps"), [({}, True), ({"exact": True}, False)])
+@pytest.mark.usefixtures("gpus")
+def test_auto_is_a_gpu_that_can_be_used(tiny_model, tmp_path, caplog, settings, keeps):
+    caplog.set_level("INFO")
+    opener, asked = Opener(), EngineConfig(model=str(tiny_model), **settings)
+    config, _ = open_for_device(asked, opener, machine(tmp_path))
+    assert config == asked.model_copy(update={"device": "cuda"}) and opener.kept == [keeps]
+    line = "--device cuda: auto, and there is an NVIDIA GPU that can be used: NVIDIA H100"
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("INFO", line)]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "num_gpus", "level"), [(None, 0, "INFO"), ("", 1, "INFO"), ("-1", 1, "INFO"), ("0", 1, "WARNING")]
+)
+def test_auto_without_a_gpu_is_the_cpu(tiny_model, tmp_path, monkeypatch, caplog, hidden, num_gpus, level):
+    """Which is no news, but where the driver has one that torch does not see."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    caplog.set_level("INFO")
+    opener, asked = Opener(), EngineConfig(model=str(tiny_model))
+    config, opened = open_for_device(asked, opener, machine(tmp_path, num_gpus))
+    assert config.device == "cpu" and opener.kept[-1] is False and choose_device(config, opened) == Device()
+    assert [one.levelname for one in caplog.records] == [level]
+    told = (
+        "no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it" if level == "INFO" else "an NVIDIA GPU that cannot be used: "
+    )
+    assert caplog.messages[0].startswith(f"--device cpu: auto, and there is {told}")
+
+
+def fails():
+    raise RuntimeError("CUDA driver initialization failed\nCompile with TORCH_USE_CUDA_DSA")
+
+
+INTERPRETED = ModuleType("triton")
+INTERPRETED.__dict__["knobs"] = SimpleNamespace(runtime=SimpleNamespace(interpret=True))
+
+UNUSABLE = {
+    "no-triton": ([("modules", "triton", None)], {}, {}, "needs Triton"),
+    "interpreted": ([("modules", "triton", INTERPRETED)], {}, {}, "TRITON_INTERPRET"),
+    "no-cuda": ([("version", "cuda", None)], {}, {}, "built without CUDA"),
+    "old": ([("cuda", "get_device_capability", lambda _: (7, 5))], {}, {}, r"compute capability 7\.5"),
+    "one-old": ([("cuda", "get_device_capability", lambda n: (9 - n, 0))], {"tensor_parallel_size": 3}, {}, "ity 7.0"),
+    "few": ([], {"tensor_parallel_size": 4}, {}, "--tensor-parallel-size 4: .* torch sees 3"),
+    "broken": ([("cuda", "device_count", fails)], {}, {}, "CUDA fails: CUDA driver initialization failed$"),
+    "vocabulary": ([], {}, {"vocab_size": 1 << 20}, "draws from at most 524287 tokens"),
+    "small": (
+        [("cuda", "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 20))],
+        {"gpu_memory_utilization": 0.5},
+        {},
+        r"^--device cpu: .* \d+ bytes of weights do not fit into the 524288 that --gpu-memory-utilization gives$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+@pytest.mark.usefixtures("gpus")
+def test_auto_is_the_cpu_where_a_gpu_cannot_be_used_and_says_why(tiny_model, tmp_path, monkeypatch, caplog, case):
+    changes, settings, fields, reason = UNUSABLE[case]
+    for where, name, value in changes:
+        if where == "modules":
+            monkeypatch.setitem(sys.modules, name, value)
+        else:
+            monkeypatch.setattr(getattr(torch, where), name, value)
+    caplog.set_level("INFO")
+    opener = Opener(**fields)
+    config, opened = open_for_device(EngineConfig(model=str(tiny_model), **settings), opener, machine(tmp_path))
+    assert config.device == "cpu" and opener.kept == [True, False] and not opened.stays_in_fp8
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert re.search(reason, caplog.messages[0])
+
+
+def test_a_device_that_is_asked_for_is_taken(tiny_model, tmp_path, gpus, caplog):
+    caplog.set_level("INFO")
+    for device in ("cpu", "cuda"):
+        opener, asked = Opener(), EngineConfig(model=str(tiny_model), device=device)
+        assert open_for_device(asked, opener, machine(tmp_path, 1))[0] == asked
+        assert opener.kept == [device == "cuda"] and not caplog.records
+
+
+@pytest.mark.usefixtures("gpus")
+def test_all_ranks_compute_on_what_auto_is(tiny_model, monkeypatch):
+    told = []
+
+    def load_ranks(config, device):
+        told.append((config.engine.device, device.place))
+        raise ConfigError("no GPUs today")
+
+    monkeypatch.setattr("cairn.engine.build.load_ranks", load_ranks)
+    with pytest.raises(ConfigError, match="no GPUs today"):
+        build_core(EngineConfig(model=str(tiny_model), tensor_parallel_size=2))
+    assert told == [("cuda", torch.device("cuda", 0))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"quantization": "int8"}, "--quantization int8"),
+        ({"tensor_parallel_size": 2, "kv_transfer": KvTransferConfig()}, "--kv-transfer-config with --tensor-parallel"),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_a_flag_never_moves_the_server_to_another_device(tiny_model, settings, flag):
+    """It is refused by name, with both ways out."""
+    with pytest.raises(ConfigError, match=f"^{flag}.*: not with --device cuda .*leave it out, or .*--device cpu$"):
+        build_core(EngineConfig(model=str(tiny_model), **settings))
+
+
+def test_what_nobody_has_decided_is_the_cpu(tiny_model):
+    for device in ("auto", "cpu"):
+        assert choose_device(EngineConfig(model=str(tiny_model), device=device), open_model(tiny_model)) == Device()
 
 
 @pytest.mark.parametrize(
@@ -158,6 +310,7 @@ def gpu_statistics(monkeypatch):
     for name in numbers:
         monkeypatch.setattr(torch.cuda, name, lambda device, name=name: numbers[name])
     asked: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: asked.append("collect"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty"))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: asked.append("reset"))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append("info") or (30, 90))
@@ -168,13 +321,13 @@ def test_a_peak_is_what_the_allocator_has_taken_of_the_driver(gpu_statistics):
     numbers, asked = gpu_statistics
     memory = CudaMemory(torch.device("cuda", 0))
     memory.start_peak()
-    assert asked == ["empty", "reset"]
+    assert asked == ["collect", "empty", "reset"]
     numbers |= {"max_memory_allocated": 150, "max_memory_reserved": 290}
     assert memory.peak_growth() == 90
     # what fits into pieces that were there before
     numbers["max_memory_reserved"] = 200
     assert memory.peak_growth() == 50
-    assert memory.free_and_total() == (30, 90) and asked[-2:] == ["empty", "info"]
+    assert memory.free_and_total() == (30, 90) and asked[-3:] == ["collect", "empty", "info"]
 
 
 @pytest.mark.parametrize(("free", "level"), [(700, "INFO"), (699, "WARNING")])
@@ -187,26 +340,11 @@ def test_what_is_left_in_the_end_is_told(caplog, free, level):
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_each_rank_computes_on_the_gpu_of_its_number(tiny_model, monkeypatch, rank):
+def test_each_rank_computes_on_the_gpu_of_its_number(tiny_model, gpus, rank):
     """Kernels are launched on the current one."""
-    current: list[int] = []
-    triton, package, module = ModuleType("triton"), ModuleType("cuda"), ModuleType("device")
-    triton.__dict__["knobs"] = SimpleNamespace(runtime=SimpleNamespace(interpret=False))
-    module.__dict__.update(INTERPRETED=False, device=lambda: torch.device("cuda", current[-1]))
-    for name, fake in {"triton": triton, "cairn.kernels.cuda": package, "cairn.kernels.cuda.device": module}.items():
-        monkeypatch.setitem(sys.modules, name, fake)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    for name, answer in {
-        "is_available": lambda: True,
-        "device_count": lambda: 3,
-        "get_device_capability": lambda _: (9, 0),
-        "get_device_name": lambda _: "NVIDIA H100",
-        "set_device": current.append,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
     config = EngineConfig(model=str(tiny_model), device="cuda", tensor_parallel_size=3)
     found = choose_device(config, open_model(tiny_model), rank)
-    assert (found.place, found.max_in_flight, current) == (torch.device("cuda", rank), 2, [rank])
+    assert (found.place, found.max_in_flight, gpus) == (torch.device("cuda", rank), 2, [rank])
     with pytest.raises(ConfigError, match=r"^--tensor-parallel-size 4: .* torch sees 3"):
         choose_device(config.model_copy(update={"tensor_parallel_size": 4}), open_model(tiny_model))
 

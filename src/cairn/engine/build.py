@@ -19,11 +19,12 @@ from cairn.engine.decode_capture import DecodeCapture, graph_sizes
 from cairn.engine.devices import (
     Device,
     MeasuredRoom,
+    OpenFolder,
     choose_device,
     explain_out_of_memory,
-    keeps_fp8,
     measure_room,
     open_encoder,
+    open_for_device,
 )
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.gpu_memory import CudaMemory, count_slot, report_free
@@ -47,10 +48,8 @@ from cairn.engine.transfers.device_pool import DevicePool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
 from cairn.machine import Machine
-from cairn.models.decoder_config import AskedQuantization
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes
 from cairn.models.registry import OpenModel, open_model
-from cairn.models.weights.loader import DType
 from cairn.runner.contract import StepRunner
 from cairn.runner.decode_graphs import CudaGraphs, Graphs
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
@@ -65,8 +64,6 @@ from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 
 __all__ = ["build_core"]
-
-OpenFolder = Callable[[Path, DType, AskedQuantization | None, bool], OpenModel]
 
 _STEP_SECONDS = 300.0
 """How long a rank may keep the others waiting within a step."""
@@ -89,7 +86,8 @@ def build_core(
     nothing elsewhere, unless given.
     """
     clock = clock or SystemClock()
-    opened = open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(config))
+    machine = machine or Machine()
+    config, opened = open_for_device(config, open_folder, machine)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     device = choose_device(config, opened)
@@ -97,7 +95,7 @@ def build_core(
         make_graphs = CudaGraphs
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
 
-    size_up = partial(_size_up, config, opened, layout, placement, machine or Machine())
+    size_up = partial(_size_up, config, opened, layout, placement, machine)
     with explain_out_of_memory(device):
         ranks, info = _build_ranks(config, opened, layout, size_up, observe, device, make_graphs, clock)
     vocab_size, eos_token_ids = info.vocab_size, opened.config.eos_token_ids

@@ -1,9 +1,11 @@
 """What a server computes on: the CPU, or an NVIDIA GPU through the CUDA kernels."""
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -16,10 +18,13 @@ from cairn.engine.gpu_memory import STEPS_IN_FLIGHT, DeviceMemory
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
-from cairn.kernels.cuda_support import check_device
+from cairn.kernels.cuda_support import check_device, check_vocabulary, is_interpreted
 from cairn.layers.model import Model
+from cairn.machine import Machine
 from cairn.models.decoder_builder import Backend
+from cairn.models.decoder_config import AskedQuantization
 from cairn.models.registry import OpenModel
+from cairn.models.weights.loader import DType
 from cairn.runner.runner import Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
 from cairn.step import GRID, Admit, PrefillRow, Samples, Snapshot, StepPlan
@@ -43,16 +48,87 @@ class Device:
         return self.place.type == "cuda"
 
 
+OpenFolder = Callable[[Path, DType, AskedQuantization | None, bool], OpenModel]
+"""As `open_model`."""
+
+
+def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Machine) -> tuple[EngineConfig, OpenModel]:
+    """The settings with --device auto decided, and the checkpoint as it is served there.
+
+    `auto` is the GPU where this machine has one that can compute this model, and else the CPU: machine and model alone
+    decide, and no other flag but --tensor-parallel-size, which says how many GPUs there have to be, and
+    --gpu-memory-utilization. One line of the log says which and why, a warning where a GPU is left unused. Raises what
+    `open_folder` does.
+    """
+
+    def opened_on(device: str) -> tuple[EngineConfig, OpenModel]:
+        found = config.model_copy(update={"device": device})
+        return found, open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(found))
+
+    if config.device != "auto":
+        return opened_on(config.device)
+    if not _sees_gpu(machine):
+        logger.info("--device cpu: auto, and there is no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it")
+        return opened_on("cpu")
+    on_gpu, opened = opened_on("cuda")
+    reason = why_not_gpu(on_gpu, opened)
+    if reason is not None:
+        logger.warning("--device cpu: auto, and there is an NVIDIA GPU that cannot be used: %s", reason)
+        return opened_on("cpu")
+    logger.info("--device cuda: auto, and there is an NVIDIA GPU that can be used: %s", torch.cuda.get_device_name(0))
+    return on_gpu, opened
+
+
+def why_not_gpu(config: EngineConfig, opened: OpenModel) -> str | None:
+    """Why the model cannot be served on this machine's GPUs, by what is installed, GPUs, kernels and memory; None where
+    it can. What only a start on the GPU finds out, as others that fill it, is not in it. Raises ModelError for weights
+    that cannot be read."""
+    num_ranks = config.tensor_parallel_size
+    try:
+        for rank in range(num_ranks):
+            _check_gpu(config, opened, rank)
+        if is_interpreted():
+            return "TRITON_INTERPRET has its kernels interpreted"
+        usable = int(config.gpu_memory_utilization * _least_memory(num_ranks))
+        num_bytes = opened.weight_bytes(opened.stored_tensors(), num_ranks)
+    except ConfigError as error:
+        return str(error)
+    except RuntimeError as error:  # the driver's or CUDA's, whose other lines are for developers
+        return f"CUDA fails: {str(error).partition(chr(10))[0]}"
+    if num_bytes >= usable:
+        share = "" if num_ranks == 1 else f" of each of {num_ranks} ranks"
+        return f"{num_bytes} bytes of weights{share} do not fit into the {usable} that --gpu-memory-utilization gives"
+    return None
+
+
+def _sees_gpu(machine: Machine) -> bool:
+    """Whether torch sees a GPU, or NVIDIA's driver does and nobody hides it: a user would want to know what is missing
+    then."""
+    if torch.cuda.is_available():
+        return True
+    return machine.has_nvidia_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+
+
+def _least_memory(num_ranks: int) -> int:
+    return min(int(torch.cuda.get_device_properties(rank).total_memory) for rank in range(num_ranks))
+
+
+def _check_gpu(config: EngineConfig, opened: OpenModel, rank: int) -> None:
+    """Raises ConfigError for what the machine lacks, and for models that the kernels do not take."""
+    spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
+    head_dim = 0 if spec.attention is None else spec.attention.head_dim
+    check_device(opened.dtype, head_dim, rank, config.tensor_parallel_size)
+    check_vocabulary(opened.config.vocab_size)
+
+
 def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Device:
-    """As --device says; `auto` is the CPU, because this engine has not been run on a GPU yet. Of several ranks each has
-    the GPU of its number, which becomes the calling thread's current one. Logged.
+    """As --device says; `open_for_device` has decided what `auto` is, which without it is the CPU. Of several ranks
+    each has the GPU of its number, which becomes the calling thread's current one. Logged.
 
     Raises ConfigError that names the flag which a GPU does not go together with, or what the machine lacks.
     """
     if config.device != "cuda":
         _refuse_libraries(config)
-        if config.device == "auto" and torch.cuda.is_available():
-            logger.info("--device cpu: unless asked; --device cuda computes on %s", torch.cuda.get_device_name())
         return Device()
     refused = [
         (config.quantization == "int8", "--quantization int8", "there are no int8 products on GPUs"),
@@ -64,16 +140,18 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
     ]
     for is_asked, flag, reason in refused:
         if is_asked:
-            raise ConfigError(f"{flag}: not with --device cuda yet: {reason}; leave out one of them")
-    spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
-    head_dim = 0 if spec.attention is None else spec.attention.head_dim
-    check_device(opened.dtype, head_dim, rank, config.tensor_parallel_size)
+            raise ConfigError(
+                f"{flag}: not with --device cuda yet, which auto is where there is a GPU: {reason}; leave it out, or "
+                "serve with --device cpu"
+            )
+    _check_gpu(config, opened, rank)
     from cairn.kernels.cuda.device import INTERPRETED, device
 
     if not INTERPRETED:
         torch.cuda.set_device(rank)
     place = device()
-    logger.info("--device cuda: %s", torch.cuda.get_device_name(place) if place.type == "cuda" else "interpreted")
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "the CPU, with kernels interpreted"
+    logger.info("rank %d of %d computes on %s", rank, config.tensor_parallel_size, name)
     return Device(_kernels(config, opened, rank, place), place, STEPS_IN_FLIGHT)
 
 
@@ -164,7 +242,8 @@ def measure_room(
         told += f", encoded images {image_bytes}"
     if left <= 0:
         raise ConfigError(
-            f"{told}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, or free the GPU"
+            f"{told}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, free the GPU, or serve "
+            "with --device cpu"
         )
     logger.info("%s: %d are left", told, left)
     return MeasuredRoom(left, step_bytes + image_bytes)
@@ -219,5 +298,6 @@ def explain_out_of_memory(device: Device) -> Iterator[None]:
         reason = str(error).partition(". ")[0]
         raise ConfigError(
             f"--device cuda: the GPU's memory does not suffice ({reason}): free it, lower --max-num-batched-tokens, "
-            "--max-num-seqs or --kv-cache-memory-bytes, or take a larger one; `cairn check MODEL --gpu NAME` counts"
+            "--max-num-seqs or --kv-cache-memory-bytes, or take a larger one, or serve with --device cpu; `cairn check "
+            "MODEL --gpu NAME` counts"
         ) from error

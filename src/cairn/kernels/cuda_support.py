@@ -62,6 +62,13 @@ def check_device(dtype: torch.dtype, head_dim: int, rank: int = 0, num_ranks: in
         )
 
 
+def is_interpreted() -> bool:
+    """Whether TRITON_INTERPRET=1 has the kernels run on the CPU, for tests. Raises ImportError without Triton."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
 def check_model(dtype: torch.dtype, head_dim: int) -> None:
     """Raises ConfigError if the kernels take no model of `dtype` whose attention heads have `head_dim` numbers."""
     if dtype not in DTYPES:

@@ -93,29 +93,30 @@ class DeviceOptions(_Options):
     """What computes, and how it is used."""
 
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="what computes: cuda is an NVIDIA GPU, auto is the CPU"
+        "auto",
+        description="what computes: cuda is an NVIDIA GPU, auto is that where one can be used, and the CPU elsewhere",
     )
     gpu_memory_utilization: float = Field(
-        0.9, description="with --device cuda: share of the GPU's memory that this server takes", gt=0, le=1
+        0.9, description="on a GPU: share of the GPU's memory that this server takes", gt=0, le=1
     )
     attention_backend: AttentionBackend = Field(
-        "auto", description="with --device cuda: whose attention; auto is triton, cairn's own; flashinfer if installed"
+        "auto", description="on a GPU: whose attention; auto is triton, cairn's own; flashinfer if installed"
     )
     gdn_prefill_backend: GdnPrefillBackend = Field(
         "auto",
-        description="with --device cuda: whose gated delta rule computes prompts; auto is triton, cairn's own; fla, if "
+        description="on a GPU: whose gated delta rule computes prompts; auto is triton, cairn's own; fla, if "
         "installed, where it can",
     )
     enforce_eager: bool = Field(
-        False, description="with --device cuda: launch decode steps kernel by kernel, without CUDA graphs"
+        False, description="on a GPU: launch decode steps kernel by kernel, without CUDA graphs"
     )
     cudagraph_capture_sizes: GraphSizes = Field(
         None,
-        description="with --device cuda: rows of decode steps that become CUDA graphs: 1 2 4 8; vLLM's unless given",
+        description="on a GPU: rows of decode steps that become CUDA graphs: 1 2 4 8; vLLM's unless given",
     )
     max_cudagraph_capture_size: int = Field(
         512,
-        description="with --device cuda: rows of the largest CUDA graph, never more than --max-num-seqs; 0 for none",
+        description="on a GPU: rows of the largest CUDA graph, never more than --max-num-seqs; 0 for none",
         ge=0,
         le=65536,
     )
