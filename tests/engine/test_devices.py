@@ -34,6 +34,7 @@ from cairn.runner.vision import open_vision
 from cairn.types import ManualClock
 from engine.test_sizing import GIB, LAYOUT
 from models.test_served_int8 import parts_of
+from runner.harness import tiny
 
 OPEN = EngineConfig(model="m", kv_cache_memory_bytes=None, max_num_seqs=None, device="cuda")
 
@@ -542,3 +543,12 @@ def test_the_host_waits_for_the_copy_and_not_forever(monkeypatch):
 def test_other_kernels_are_a_gpus(tiny_model, settings, said):
     with pytest.raises(ConfigError, match=f"^{said}"):
         choose_device(EngineConfig(model=str(tiny_model), **settings), open_model(tiny_model))
+
+
+def test_a_model_without_attention_has_its_largest_step_measured():
+    """Its sequences have no pages, and its checkpoints have."""
+    driver = tiny("M-", exact=False)
+    assert driver.layout.pages_for(100) == 0
+    config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "max_num_seqs": 2})
+    memory = FakeMemory(taken=20, total=10**9, step=profiled(driver.model, driver.layout, 100) + 7)
+    assert measure_room(config, driver.model, driver.layout, memory).step_bytes == 7
