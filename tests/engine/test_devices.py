@@ -157,6 +157,12 @@ UNUSABLE = {
     "one-old": ([("cuda", "get_device_capability", lambda n: (9 - n, 0))], {"tensor_parallel_size": 3}, {}, "ity 7.0"),
     "few": ([], {"tensor_parallel_size": 4}, {}, "--tensor-parallel-size 4: .* torch sees 3"),
     "broken": ([("cuda", "device_count", fails)], {}, {}, "CUDA fails: CUDA driver initialization failed$"),
+    "one-small": (
+        [("cuda", "get_device_properties", lambda number: SimpleNamespace(total_memory=80 << (30 - 15 * number)))],
+        {"tensor_parallel_size": 2},
+        {},
+        r"\d+ bytes of weights of each of 2 ranks do not fit into the 2359296 ",
+    ),
     "vocabulary": ([], {}, {"vocab_size": 1 << 20}, "draws from at most 524287 tokens"),
     "small": (
         [("cuda", "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 20))],
