@@ -39,11 +39,11 @@ DEMO_MODEL := demo/model
 TORCH := $(shell grep '^torch==' constraints.txt)
 # Clients disagree about the versions of what they need: an environment for each of these lists.
 CLIENTS := build/clients
-RUN_CLIENTS = cd tests/clients && $(ONE_THREAD) CAIRN=$(CURDIR)/$(BIN)/cairn CAIRN_MODEL=$(CURDIR)/$(MODEL)
+RUN_CLIENTS = cd tests/clients && $(ONE_THREAD) $(ON_CPU) CAIRN=$(CURDIR)/$(BIN)/cairn CAIRN_MODEL=$(CURDIR)/$(MODEL)
 # Ray, in an environment of its own that sees what the other one has.
 RAY := build/ray
 RAY_INSTALLED := $(RAY)/.installed
-RUN_RAY := $(ONE_THREAD) $(OFFLINE) RAY_USAGE_STATS_ENABLED=0 $(CURDIR)/$(RAY)/bin/python
+RUN_RAY = $(ONE_THREAD) $(OFFLINE) $(ON_CPU) RAY_USAGE_STATS_ENABLED=0 $(CURDIR)/$(RAY)/bin/python
 # Beside the environment, not in it: torch and transformers are others where Triton can be imported.
 TRITON_FOLDER := build/triton
 TRITON := $(TRITON_FOLDER)/.installed
@@ -54,7 +54,9 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 OFFLINE := HF_HUB_OFFLINE=1 HF_HUB_DISABLE_TELEMETRY=1
 # Some machines forbid it, and then each of a run's hundreds of processes would compile the same modules anew.
 KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
-RUN := $(ONE_THREAD) $(OFFLINE) $(KEEP_COMPILED) $(BIN)/python
+# Where there is a GPU --device auto would take it: these are lanes of the CPU.
+ON_CPU := CUDA_VISIBLE_DEVICES=
+RUN := $(ONE_THREAD) $(OFFLINE) $(KEEP_COMPILED) $(ON_CPU) $(BIN)/python
 
 .PHONY: test test-more test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm clean
 
@@ -79,7 +81,7 @@ test-ray: $(MODEL)/config.json $(NIXL) $(RAY_INSTALLED)
 
 test-vllm: build/scripted-model/config.json build/scripted-vision-model/config.json $(CLIENTS)/vllm/.installed
 	@test -d "$(VLLM)" || { echo "Name the folder of vLLM's unpacked source package: make test-vllm VLLM=..." >&2; exit 1; }
-	@$(CLIENTS)/vllm/bin/python tests/clients/vllm_tests/run.py "$(VLLM)" $(TEST_ARGS)
+	@$(ON_CPU) $(CLIENTS)/vllm/bin/python tests/clients/vllm_tests/run.py "$(VLLM)" $(TEST_ARGS)
 
 # "cuda" is in the names of the backend's files and of its parameter: what other backends are asked is asked elsewhere.
 test-kernels: $(TRITON)
@@ -110,7 +112,7 @@ test-gpu-engine:
 
 # Torch comes as it does for .venv. Not part of make test: it installs everything once more.
 check-docker: $(MODEL)/config.json
-	@PYTHONPATH=. $(BIN)/python -m deploy.docker.build_steps --model $(MODEL) --build-arg "TORCH_INSTALL_ARGS=$(TORCH_INSTALL_ARGS)"
+	@$(ON_CPU) PYTHONPATH=. $(BIN)/python -m deploy.docker.build_steps --model $(MODEL) --build-arg "TORCH_INSTALL_ARGS=$(TORCH_INSTALL_ARGS)"
 
 gpu-wheels: $(INSTALLED)
 	@$(BIN)/python deploy/gpu_wheels.py build/gpu-wheels
@@ -169,7 +171,7 @@ benchmarks: $(NIXL)
 # SIZES="tiny small", ROUNDS, THREADS and PEERS_ARGS (e.g. --quick) are optional.
 bench-vllm: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.peer_vllm build/peers/vllm
-	@$(OFFLINE) $(BIN)/python -m benchmarks.peers --servers cairn vllm --sizes $(or $(SIZES),tiny small) \
+	@$(OFFLINE) $(ON_CPU) $(BIN)/python -m benchmarks.peers --servers cairn vllm --sizes $(or $(SIZES),tiny small) \
 		--rounds $(or $(ROUNDS),3) --threads $(or $(THREADS),2) $(PEERS_ARGS)
 
 clean:

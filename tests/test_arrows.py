@@ -64,7 +64,7 @@ ARROWS = MappingProxyType(
         "engine": tuple(
             f"cairn.{room}" for room in ("cache", "transfer", "kernels", "layers", "models", "scheduler", "runner")
         ),
-        "check": ("cairn.engine", "cairn.models"),
+        "check": ("cairn.engine", "cairn.models", "cairn.cache.layout"),
         "http": (),
         "server": ("cairn.engine.contract", "cairn.http"),
         "routing": ("cairn.cache.events",),
@@ -82,7 +82,9 @@ TORCH = ("torch", "safetensors.torch")
 TORCH_ROOMS = ("kernels", "layers", "models", "runner", "check")
 TORCH_MODULES = (
     "cairn.engine.build",
+    "cairn.engine.decode_capture",
     "cairn.engine.devices",
+    "cairn.engine.gpu_memory",
     "cairn.engine.transfers.device_pool",
     "cairn.engine.worker",
 )

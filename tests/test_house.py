@@ -19,7 +19,7 @@ SHAPELESS = re.compile(r"(\w+_)?(utils?|common|helpers?|misc|managers?)|base(_\w
 MOST_FIELDS = 15
 NAMED_ELSEWHERE = frozenset(
     (
-        *("ServeSettings", "EngineOptions", "ServerOptions", "ProxyOptions", "SamplingFields", "_LogLine"),
+        *("ServeSettings", "ServerOptions", "ProxyOptions", "SamplingFields", "_LogLine"),
         *("ResponsesRequest", "ResponsesResponse", "ResponsesEvent"),
         *("NemotronHConfig", "Qwen35Config", "FalconH1Config"),
     )

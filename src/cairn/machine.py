@@ -46,6 +46,10 @@ class Machine:
                 left.append(limit - _used(folder, "memory.usage_in_bytes", "total_"))
         return max(0, min(left))
 
+    def has_nvidia_gpu(self) -> bool:
+        """Whether NVIDIA's driver lists one, also where this process may not use it."""
+        return any((self._root / "proc/driver/nvidia/gpus").glob("*"))
+
     def _cgroup_folders(self, controller: str) -> Iterator[Path]:
         """The folders of this process's control group and of all above it; `controller` "": those of version 2.
 

@@ -42,7 +42,7 @@ from bench.scripted import DONE, Answer, Server, answer_at, run, token, usage, v
 from cairn.bench.client import RequestRecord
 from cairn.bench.work import Conversation, TokenizerSpeller, Vocabulary
 from cairn.bench.work import Turn as Request
-from cairn.models.check import check
+from cairn.check.report import check
 from cairn.models.families import family_of, qwen3_5
 from cairn.models.random_weights.recipe import CheckpointOptions
 

@@ -1,7 +1,10 @@
 """Which device the engine takes, and what a GPU has left for the pool. Nothing here has a GPU."""
 
+import gc
+import re
 import sys
 import threading
+import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
@@ -11,37 +14,38 @@ import numpy as np
 import pytest
 import torch
 
-from cairn.engine import devices
+from cairn.check.report import CheckSettings, check
+from cairn.engine import decode_capture, devices
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
-from cairn.engine.devices import (
-    DecodeCapture,
-    Device,
-    choose_device,
-    explain_out_of_memory,
-    graph_sizes,
-    measure_room,
-)
+from cairn.engine.decode_capture import DecodeCapture, graph_sizes
+from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_room, open_for_device
+from cairn.engine.gpu_memory import CudaMemory, count_slot, guess_process_bytes, report_free
+from cairn.engine.profile_plans import SLOTS, num_profile_pages
 from cairn.engine.sizing import choose_memory_sizes, least_pages
 from cairn.errors import ConfigError, EngineDead
 from cairn.kernels import cpu, staging
+from cairn.kernels.cuda_support import sampling_bytes
 from cairn.kernels.staging import Readback
 from cairn.layers.model import Model
-from cairn.models.check import CheckSettings, check
+from cairn.machine import Machine
 from cairn.models.registry import open_model
 from cairn.runner.decode_graphs import DecodeGraphs
-from cairn.runner.runner import Runner
+from cairn.runner.runner import Runner, slot_bytes
 from cairn.runner.vision import open_vision
 from cairn.step import DecodeRows, StepPlan
 from cairn.types import ManualClock
 from engine.test_sizing import GIB, LAYOUT
 from models.test_served_int8 import parts_of
+from runner.harness import tiny
 
 OPEN = EngineConfig(model="m", kv_cache_memory_bytes=None, max_num_seqs=None, device="cuda")
 
 
 GPU = Device("cuda", torch.device("cuda"))
+
+SLOT = LAYOUT.checkpoint_bytes
 
 
 class FakeMemory:
@@ -63,10 +67,172 @@ class FakeMemory:
         return self.step
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_the_cpu_unless_asked(tiny_model, device):
-    config = EngineConfig(model=str(tiny_model), device=device)
-    assert choose_device(config, open_model(tiny_model)) == Device()
+def profiled(model, layout, num_tokens) -> int:
+    """What the profile run's own pages and slots take, which are counted elsewhere."""
+    num_pages = num_profile_pages(layout, num_tokens)
+    return num_pages * layout.page_bytes + (SLOTS + 1) * slot_bytes(model.spec, layout, num_pages)
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """Three H100 of 80 GB, and all that is needed to compute on them; the name of the one that has been chosen."""
+    current: list[int] = []
+    triton, package, module = ModuleType("triton"), ModuleType("cuda"), ModuleType("device")
+    triton.__dict__.update(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)), __version__="3.6.0")
+    module.__dict__.update(INTERPRETED=False, device=lambda: torch.device("cuda", current[-1]))
+    for name, fake in {"triton": triton, "cairn.kernels.cuda": package, "cairn.kernels.cuda.device": module}.items():
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    for name, answer in {
+        "is_available": lambda: True,
+        "device_count": lambda: 3,
+        "get_device_capability": lambda _: (9, 0),
+        "get_device_name": lambda _: "NVIDIA H100",
+        "get_device_properties": lambda _: SimpleNamespace(total_memory=80 << 30),
+        "set_device": current.append,
+        "synchronize": lambda: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, answer)
+    return current
+
+
+class Opener:
+    """`open_model` that writes down whether FP8 was to stay; changes what it opens, if asked to."""
+
+    def __init__(self, **changes) -> None:
+        self.kept: list[bool] = []
+        self._changes = changes
+
+    def __call__(self, folder, dtype, quantization, keeps_fp8):
+        self.kept.append(keeps_fp8)
+        opened = open_model(folder, dtype, quantization, keeps_fp8)
+        return replace(opened, config=replace(opened.config, **self._changes)) if self._changes else opened
+
+
+def machine(folder, num_gpus=0) -> Machine:
+    """One whose driver lists so many GPUs."""
+    for number in range(num_gpus):
+        (folder / f"proc/driver/nvidia/gpus/0000:0{number}:00.0").mkdir(parents=True, exist_ok=True)
+    return Machine(folder)
+
+
+@pytest.mark.parametrize(("settings", "keeps"), [({}, True), ({"exact": True}, False)])
+@pytest.mark.usefixtures("gpus")
+def test_auto_is_a_gpu_that_can_be_used(tiny_model, tmp_path, caplog, settings, keeps):
+    caplog.set_level("INFO")
+    opener, asked = Opener(), EngineConfig(model=str(tiny_model), **settings)
+    config, _ = open_for_device(asked, opener, machine(tmp_path))
+    assert config == asked.model_copy(update={"device": "cuda"}) and opener.kept == [keeps]
+    line = "--device cuda: auto, and there is an NVIDIA GPU that can be used: NVIDIA H100"
+    assert [(one.levelname, one.getMessage()) for one in caplog.records] == [("INFO", line)]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "num_gpus", "level"), [(None, 0, "INFO"), ("", 1, "INFO"), ("-1", 1, "INFO"), ("0", 1, "WARNING")]
+)
+def test_auto_without_a_gpu_is_the_cpu(tiny_model, tmp_path, monkeypatch, caplog, hidden, num_gpus, level):
+    """Which is no news, but where the driver has one that torch does not see."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    caplog.set_level("INFO")
+    opener, asked = Opener(), EngineConfig(model=str(tiny_model))
+    config, opened = open_for_device(asked, opener, machine(tmp_path, num_gpus))
+    assert config.device == "cpu" and opener.kept[-1] is False and choose_device(config, opened) == Device()
+    assert [one.levelname for one in caplog.records] == [level]
+    told = (
+        "no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it" if level == "INFO" else "an NVIDIA GPU that cannot be used: "
+    )
+    assert caplog.messages[0].startswith(f"--device cpu: auto, and there is {told}")
+
+
+def fails():
+    raise RuntimeError("CUDA driver initialization failed\nCompile with TORCH_USE_CUDA_DSA")
+
+
+INTERPRETED = ModuleType("triton")
+INTERPRETED.__dict__.update(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=True)), __version__="3.6.0")
+
+UNUSABLE = {
+    "no-triton": ([("modules", "triton", None)], {}, {}, "needs Triton"),
+    "interpreted": ([("modules", "triton", INTERPRETED)], {}, {}, "TRITON_INTERPRET"),
+    "no-cuda": ([("version", "cuda", None)], {}, {}, "built without CUDA"),
+    "old": ([("cuda", "get_device_capability", lambda _: (7, 5))], {}, {}, r"compute capability 7\.5"),
+    "one-old": ([("cuda", "get_device_capability", lambda n: (9 - n, 0))], {"tensor_parallel_size": 3}, {}, "ity 7.0"),
+    "few": ([], {"tensor_parallel_size": 4}, {}, "--tensor-parallel-size 4: .* torch sees 3"),
+    "broken": ([("cuda", "device_count", fails)], {}, {}, "CUDA fails: CUDA driver initialization failed$"),
+    "one-small": (
+        [("cuda", "get_device_properties", lambda number: SimpleNamespace(total_memory=80 << (30 - 15 * number)))],
+        {"tensor_parallel_size": 2},
+        {},
+        r"\d+ bytes of weights of each of 2 ranks do not fit into the 2359296 ",
+    ),
+    "vocabulary": ([], {}, {"vocab_size": 1 << 20}, "draws from at most 524287 tokens"),
+    "small": (
+        [("cuda", "get_device_properties", lambda _: SimpleNamespace(total_memory=1 << 20))],
+        {"gpu_memory_utilization": 0.5},
+        {},
+        r"^--device cpu: .* \d+ bytes of weights do not fit into the 524288 that --gpu-memory-utilization gives$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+@pytest.mark.usefixtures("gpus")
+def test_auto_is_the_cpu_where_a_gpu_cannot_be_used_and_says_why(tiny_model, tmp_path, monkeypatch, caplog, case):
+    changes, settings, fields, reason = UNUSABLE[case]
+    for where, name, value in changes:
+        if where == "modules":
+            monkeypatch.setitem(sys.modules, name, value)
+        else:
+            monkeypatch.setattr(getattr(torch, where), name, value)
+    caplog.set_level("INFO")
+    opener = Opener(**fields)
+    config, opened = open_for_device(EngineConfig(model=str(tiny_model), **settings), opener, machine(tmp_path))
+    assert config.device == "cpu" and opener.kept == [True, False] and not opened.stays_in_fp8
+    assert [one.levelname for one in caplog.records] == ["WARNING"]
+    assert re.search(reason, caplog.messages[0])
+
+
+def test_a_device_that_is_asked_for_is_taken(tiny_model, tmp_path, gpus, caplog):
+    caplog.set_level("INFO")
+    for device in ("cpu", "cuda"):
+        opener, asked = Opener(), EngineConfig(model=str(tiny_model), device=device)
+        assert open_for_device(asked, opener, machine(tmp_path, 1))[0] == asked
+        assert opener.kept == [device == "cuda"] and not caplog.records
+
+
+@pytest.mark.usefixtures("gpus")
+def test_all_ranks_compute_on_what_auto_is(tiny_model, monkeypatch):
+    told = []
+
+    def load_ranks(config, device):
+        told.append((config.engine.device, device.place))
+        raise ConfigError("no GPUs today")
+
+    monkeypatch.setattr("cairn.engine.build.load_ranks", load_ranks)
+    with pytest.raises(ConfigError, match="no GPUs today"):
+        build_core(EngineConfig(model=str(tiny_model), tensor_parallel_size=2))
+    assert told == [("cuda", torch.device("cuda", 0))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"quantization": "int8"}, "--quantization int8"),
+    ],
+)
+@pytest.mark.usefixtures("gpus")
+def test_a_flag_never_moves_the_server_to_another_device(tiny_model, settings, flag):
+    """It is refused by name, with both ways out."""
+    with pytest.raises(ConfigError, match=f"^{flag}.*: not with --device cuda .*leave it out, or .*--device cpu$"):
+        build_core(EngineConfig(model=str(tiny_model), **settings))
+
+
+def test_what_nobody_has_decided_is_the_cpu(tiny_model):
+    for device in ("auto", "cpu"):
+        assert choose_device(EngineConfig(model=str(tiny_model), device=device), open_model(tiny_model)) == Device()
 
 
 def test_what_does_not_go_together_with_a_gpu(tiny_model):
@@ -102,50 +268,96 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     forward = Model.forward
 
     def counted(model, batch, memory):
-        ran.append(batch.host.num_rows)
+        ran.append((batch.host.num_rows, batch.host.snapshot_offsets.tolist()))
         return forward(model, batch, memory)
 
     monkeypatch.setattr(Model, "forward", counted)
-    logits = 2 * model.vocab_size * 8
-    memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=7)
+    logits, own = 2 * model.vocab_size * 8, profiled(model, layout, 100)
+    memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=own + 7)
     when = []
 
     def meet(place):
         memory.calls.append(place)
         when.append(len(ran))
 
-    assert measure_room(config, model, layout, memory, None, meet) == 1000 - 20 - 7
+    found = measure_room(config, model, layout, memory, None, meet)
+    assert (found.num_bytes, found.step_bytes) == (1000 - 20 - 7, 7)
     assert memory.calls == ["start", "in the largest step", "peak", "free"]
-    # the largest, and one of a decode and of the 70 tokens behind a hit; both are out when other ranks are waited for
-    assert ran == [100, 71] and when == [2]
+    # the largest with the snapshots that such a prompt may have, and one of a decode and of the 70 tokens behind a hit,
+    # which ends off the grid; both are out when other ranks are waited for
+    assert [num_rows for num_rows, _ in ran] == [100, 71] and when == [2]
+    assert ran[0][1] == [64, 100]
     with pytest.raises(
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
     ):
-        measure_room(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=7))
+        measure_room(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=own + 7))
+
+
+def test_what_the_profile_run_took_is_free_again_when_it_is_asked_what_is(tiny_model):
+    """Without waiting for a collection of cycles, which graphs and runners could be in."""
+    opened = open_model(tiny_model)
+    model, layout = opened.build(exact=False), opened.layout(16)
+    pools: list[weakref.ref] = []
+    init, gone = Runner.__init__, []
+
+    def remembered(runner, *arguments, **named):
+        init(runner, *arguments, **named)
+        pools.append(weakref.ref(runner.pool))
+
+    memory = FakeMemory(taken=20, total=10**9, step=7)
+    memory.free_and_total = lambda: gone.append(pools[0]() is None) or (10**9 - 20, 10**9)
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Runner, "__init__", remembered)
+            measure_room(OPEN.model_copy(update={"max_num_batched_tokens": 64}), model, layout, memory)
+    finally:
+        gc.enable()
+    assert gone == [True]
+
+
+@pytest.fixture
+def gpu_statistics(monkeypatch):
+    """torch's numbers of a GPU that is not there."""
+    numbers = {"memory_allocated": 100, "memory_reserved": 200, "max_memory_allocated": 0, "max_memory_reserved": 0}
+    for name in numbers:
+        monkeypatch.setattr(torch.cuda, name, lambda device, name=name: numbers[name])
+    asked: list[str] = []
+    monkeypatch.setattr(gc, "collect", lambda: asked.append("collect"))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: asked.append("empty"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: asked.append("reset"))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append("info") or (30, 90))
+    return numbers, asked
+
+
+def test_a_peak_is_what_the_allocator_has_taken_of_the_driver(gpu_statistics):
+    numbers, asked = gpu_statistics
+    memory = CudaMemory(torch.device("cuda", 0))
+    memory.start_peak()
+    assert asked == ["collect", "empty", "reset"]
+    numbers |= {"max_memory_allocated": 150, "max_memory_reserved": 290}
+    assert memory.peak_growth() == 90
+    # what fits into pieces that were there before
+    numbers["max_memory_reserved"] = 200
+    assert memory.peak_growth() == 50
+    assert memory.free_and_total() == (30, 90) and asked[-3:] == ["collect", "empty", "info"]
+
+
+@pytest.mark.parametrize(("free", "level"), [(700, "INFO"), (699, "WARNING")])
+def test_what_is_left_in_the_end_is_told(caplog, free, level):
+    caplog.set_level("INFO")
+    report_free(FakeMemory(taken=1000 - free, total=1000, step=0), 700)
+    assert [record.levelname for record in caplog.records] == [level]
+    assert f"{free} of the GPU's 1000 bytes are free" in caplog.text
+    assert ("lower --gpu-memory-utilization" in caplog.text) == (level == "WARNING")
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_each_rank_computes_on_the_gpu_of_its_number(tiny_model, monkeypatch, rank):
+def test_each_rank_computes_on_the_gpu_of_its_number(tiny_model, gpus, rank):
     """Kernels are launched on the current one."""
-    current: list[int] = []
-    triton, package, module = ModuleType("triton"), ModuleType("cuda"), ModuleType("device")
-    triton.__dict__.update(knobs=SimpleNamespace(runtime=SimpleNamespace(interpret=False)), __version__="3.6.0")
-    module.__dict__.update(INTERPRETED=False, device=lambda: torch.device("cuda", current[-1]))
-    for name, fake in {"triton": triton, "cairn.kernels.cuda": package, "cairn.kernels.cuda.device": module}.items():
-        monkeypatch.setitem(sys.modules, name, fake)
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    for name, answer in {
-        "is_available": lambda: True,
-        "device_count": lambda: 3,
-        "get_device_capability": lambda _: (9, 0),
-        "get_device_name": lambda _: "NVIDIA H100",
-        "set_device": current.append,
-        "synchronize": lambda: None,
-    }.items():
-        monkeypatch.setattr(torch.cuda, name, answer)
     config = EngineConfig(model=str(tiny_model), device="cuda", tensor_parallel_size=3)
     found = choose_device(config, open_model(tiny_model), rank)
-    assert (found.place, found.max_in_flight, current) == (torch.device("cuda", rank), 2, [rank])
+    assert (found.place, found.max_in_flight, gpus) == (torch.device("cuda", rank), 2, [rank])
     with pytest.raises(ConfigError, match=r"^--tensor-parallel-size 4: .* torch sees 3"):
         choose_device(config.model_copy(update={"tensor_parallel_size": 4}), open_model(tiny_model))
 
@@ -156,8 +368,8 @@ def test_check_counts_what_the_engine_does(tiny_vl_model):
     in the largest step."""
     opened = open_model(tiny_vl_model, "float32")
     model, layout = opened.build(exact=False, backend="reference"), opened.layout(16)
-    on_gpu = {"sampling_bytes": lambda num_rows, vocab_size, num_slots: 4 * (num_rows + num_slots) * vocab_size}
-    model = replace(model, kernels=SimpleNamespace(**vars(model.kernels) | on_gpu))
+    model = replace(model, kernels=SimpleNamespace(**vars(model.kernels) | {"sampling_bytes": sampling_bytes}))
+    process = guess_process_bytes(1)
     vision = open_vision(tiny_vl_model, opened.dtype, 3 << 20)
     weights = sum(tensor.nbytes for tensor in parts_of(replace(model, rotary=None), torch.Tensor))
     weights += sum(tensor.nbytes for tensor in vision._tower._module.state_dict().values())
@@ -166,21 +378,25 @@ def test_check_counts_what_the_engine_does(tiny_vl_model):
     for num_seqs, max_model_len in ((4, 20), (1, 3)):
         limits = {"max_num_seqs": num_seqs, "max_model_len": max_model_len}
         config = OPEN.model_copy(update={"max_num_batched_tokens": 64, "gpu_memory_utilization": 0.5} | limits)
-        memory = FakeMemory(weights, 2 << 30, 54321)
-        room = measure_room(config, model, layout, memory, vision)
-        sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
+        layers = 54321
+        memory = FakeMemory(weights + process, 4 << 30, profiled(model, layout, 64) + layers)
+        room = measure_room(config, model, layout, memory, vision).num_bytes
+        slot = count_slot(model.spec, layout, room // layout.page_bytes, max_model_len, on_gpu=True)
+        sizes = choose_memory_sizes(config, layout, slot, 0, room, on_gpu=True)
         counted = CheckSettings(
             dtype="float32",
-            gpu_memory_bytes=2 << 30,
+            gpu_memory_bytes=4 << 30,
             gpu_memory_utilization=0.5,
             mm_encoder_cache_bytes=3 << 20,
             **limits,
         )
         report = check(tiny_vl_model, counted)
         assert report.weight_bytes == weights
-        assert report.pool_bytes - 54321 == sizes.kv_cache_memory_bytes
+        assert report.sizes.slot_bytes == slot and report.sizes.max_num_seqs == sizes.max_num_seqs == num_seqs
+        assert report.pool_bytes - layers + report.sizes.gpu.graph_bytes == sizes.kv_cache_memory_bytes
     assert lengths == [80, 12]  # four patches a token
-    with_none = measure_room(config, model, layout, FakeMemory(weights, 2 << 30, 54321))
+    memory = FakeMemory(weights + process, 4 << 30, profiled(model, layout, 64) + layers)
+    with_none = measure_room(config, model, layout, memory).num_bytes
     assert with_none - room == 3 << 20 and len(lengths) == 2
 
 
@@ -225,12 +441,13 @@ def test_graphs_are_estimated_from_the_two_largest_and_left_out_of_the_pool(tiny
     model, layout = opened.build(exact=False), opened.layout(16)
     config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "max_num_seqs": 16})
     memory = FakeMemory(taken=20, total=10**9, step=7)
-    plain = measure_room(config, model, layout, FakeMemory(taken=20, total=10**9, step=7))
+    plain = measure_room(config, model, layout, FakeMemory(taken=20, total=10**9, step=7)).num_bytes
     sizes = graph_sizes(config, 16)
     assert sizes == (1, 2, 4, 8, 16)
     capture = DecodeCapture(lambda: CountedGraphs(memory, 5000, 30), sizes, 4096)
     # Of this double's graphs nothing is given back; on a GPU it is.
-    assert measure_room(config, model, layout, memory, capture=capture) == plain - 5030 - (5000 + 4 * 30)
+    found = measure_room(config, model, layout, memory, capture=capture).num_bytes
+    assert found == plain - 5030 - (5000 + 4 * 30)
 
 
 @pytest.mark.usefixtures("nothing_is_captured")
@@ -301,7 +518,7 @@ def test_a_rank_that_waits_for_others_in_a_recording_ends(monkeypatch, caplog):
         codes.append(code)
         ended.set()
 
-    monkeypatch.setattr(devices, "_CAPTURE_SECONDS", 0.05)
+    monkeypatch.setattr(decode_capture, "_CAPTURE_SECONDS", 0.05)
     monkeypatch.setattr(devices.os, "_exit", end)
 
     def wait_in_the_second(_graphs, sizes, _max_model_len, captured, warmed):
@@ -389,16 +606,31 @@ def test_a_gpu_that_refuses_is_named(monkeypatch):
 
 
 def test_all_that_a_gpu_has_left_is_pool_and_states():
-    found = choose_memory_sizes(OPEN, LAYOUT, 0, 40 * GIB, on_gpu=True)
-    states = found.max_num_seqs * LAYOUT.checkpoint_bytes
+    found = choose_memory_sizes(OPEN, LAYOUT, SLOT, 0, 40 * GIB, on_gpu=True)
+    states = (found.max_num_seqs + 1) * SLOT
     assert found.max_num_seqs == 256
     assert 0.85 * 40 * GIB < found.kv_cache_memory_bytes + states <= 40 * GIB
     few = OPEN.model_copy(update={"max_num_seqs": 4})
-    found = choose_memory_sizes(few, LAYOUT, 0, 40 * GIB, on_gpu=True)
-    assert found.kv_cache_memory_bytes == 40 * GIB - 4 * LAYOUT.checkpoint_bytes
+    found = choose_memory_sizes(few, LAYOUT, SLOT, 0, 40 * GIB, on_gpu=True)
+    assert found.kv_cache_memory_bytes == 40 * GIB - 5 * SLOT
+    least = least_pages(LAYOUT) * LAYOUT.page_bytes + 5 * SLOT
+    assert choose_memory_sizes(few, LAYOUT, SLOT, 0, least, on_gpu=True).max_num_seqs == 4
     with pytest.raises(ConfigError, match="does not fit into memory"):
-        too_small = least_pages(LAYOUT) * LAYOUT.page_bytes - 1
-        choose_memory_sizes(few, LAYOUT, 0, too_small, on_gpu=True)
+        choose_memory_sizes(few, LAYOUT, SLOT, 0, least - 1, on_gpu=True)
+
+
+@pytest.mark.parametrize("room", [2 * (1 << 20) + 2**18, 30 << 20, 100 << 20, 1 << 30, 60 * GIB])
+@pytest.mark.parametrize("slot", [1, 100_000, 1 << 20])
+def test_pool_and_slots_never_take_more_than_there_is(room, slot):
+    """Also where the room is for few requests, of which there is at least one."""
+    least = least_pages(LAYOUT) * LAYOUT.page_bytes + 2 * slot
+    if room < least:
+        with pytest.raises(ConfigError):
+            choose_memory_sizes(OPEN, LAYOUT, slot, 0, room, on_gpu=True)
+        room = least
+    found = choose_memory_sizes(OPEN, LAYOUT, slot, 0, room, on_gpu=True)
+    assert found.max_num_seqs >= 1
+    assert found.kv_cache_memory_bytes + (found.max_num_seqs + 1) * slot <= room
 
 
 class Event:
@@ -432,3 +664,12 @@ def test_the_host_waits_for_the_copy_and_not_forever(monkeypatch):
 def test_other_kernels_are_a_gpus(tiny_model, settings, said):
     with pytest.raises(ConfigError, match=f"^{said}"):
         choose_device(EngineConfig(model=str(tiny_model), **settings), open_model(tiny_model))
+
+
+def test_a_model_without_attention_has_its_largest_step_measured():
+    """Its sequences have no pages, and its checkpoints have."""
+    driver = tiny("M-", exact=False)
+    assert driver.layout.pages_for(100) == 0
+    config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "max_num_seqs": 2})
+    memory = FakeMemory(taken=20, total=10**9, step=profiled(driver.model, driver.layout, 100) + 7)
+    assert measure_room(config, driver.model, driver.layout, memory).step_bytes == 7

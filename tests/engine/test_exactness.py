@@ -20,6 +20,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
+from cairn.engine.devices import Device
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.errors import ConfigError
 from cairn.kernels.sampling.metadata import SamplingMetadata
@@ -412,6 +413,26 @@ def test_plans_are_checked_where_that_is_asked_for(tiny_model):
     core._scheduler.plan = lambda: replace(plan(), admits=(), step=1)
     with pytest.raises(ValueError, match="step 1 does not follow step"):
         core.step()
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_the_longest_sequence_finds_room_in_its_block_table(tiny_model, monkeypatch, in_flight):
+    """Which is no wider: 16 pages of 2 tokens; and the answer is that of a server with wider ones."""
+    monkeypatch.setattr("cairn.engine.build.choose_device", lambda *_: Device(max_in_flight=in_flight))
+    prompt, answers = np.arange(20, 40).astype("<i8").tobytes(), []
+    for longest in (32, 64):
+        sizes = {"max_model_len": longest, "block_size": 2, "kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 3}
+        core = build_core(EngineConfig(model=str(tiny_model), **sizes))
+        assert core._runner._slot_tensors.block_tables[0].shape == (4, longest // 2)
+        tokens: dict[str, list[int]] = {name: [] for name in "abc"}
+        for name in tokens:
+            core.submit(generate_request(request_id=name, prompt=prompt, max_tokens=12, ignore_eos=True))
+        while core.has_work:
+            for output in core.step():
+                tokens[output.request_id] += output.token_ids
+        assert {len(each) for each in tokens.values()} == {12}
+        answers.append(tokens)
+    assert answers[0] == answers[1]
 
 
 # more than there are addresses, so that no machine promises it

@@ -10,6 +10,7 @@ from cairn.engine.build import build_core
 from cairn.engine.child_process import load_function
 from cairn.engine.contract import EngineConfig, KvTransferConfig
 from cairn.engine.devices import Device
+from cairn.engine.gpu_memory import count_slot
 from cairn.engine.ranks import runner as ranks_runner
 from cairn.engine.ranks import worker
 from cairn.engine.ranks.runner import Followers, RankDeadlines, RankedRunner
@@ -244,5 +245,10 @@ def test_the_pool_of_gpus_is_that_of_the_one_with_least_room(tiny_model, monkeyp
     settings = {"device": "cuda", "kv_cache_memory_bytes": None, "max_num_seqs": 4, "tensor_parallel_size": 2}
     with pytest.raises(ConfigError, match="no GPUs today"):
         build_core(EngineConfig(model=str(tiny_model), **settings))
-    layout = open_model(tiny_model).layout(16, 2)
-    assert told == [RankSizes((Loaded.room - 4 * layout.checkpoint_bytes) // layout.page_bytes, 4)]
+    opened = open_model(tiny_model)
+    layout, config = opened.layout(16, 2), opened.config
+    spec = config.cache_spec(0, 2).memory_spec(opened.dtype, torch.device("cpu"))
+    longest = config.max_position_embeddings
+    slot = count_slot(spec, layout, Loaded.room // layout.page_bytes, longest, on_gpu=True)
+    assert slot > layout.checkpoint_bytes
+    assert told == [RankSizes((Loaded.room - 5 * slot) // layout.page_bytes, 4)]

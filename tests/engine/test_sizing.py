@@ -40,7 +40,7 @@ class FakeMachine:
 
 
 def sizes(config=OPEN, available=10 * GIB, weights=0, layout=LAYOUT):
-    found = choose_memory_sizes(config, layout, weights, available)
+    found = choose_memory_sizes(config, layout, STATE, weights, available)
     return found.kv_cache_memory_bytes, found.max_num_seqs
 
 
@@ -84,9 +84,10 @@ def test_threads_wait_asleep_unless_the_environment_says_otherwise():
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_pool_is_two_fifths_of_what_the_weights_and_one_running_state_leave():
+def test_the_pool_is_two_fifths_of_what_the_weights_and_two_slots_leave():
+    """Of one request, and of rows that are nobody's."""
     pool, num_seqs = sizes(weights=2 * GIB)
-    assert (pool, num_seqs) == (int(0.4 * (8 * GIB - STATE)), 64)
+    assert (pool, num_seqs) == (int(0.4 * (8 * GIB - 2 * STATE)), 64)
 
 
 def test_the_pool_has_a_bound():
@@ -95,30 +96,30 @@ def test_the_pool_has_a_bound():
 
 def test_running_states_that_are_asked_for_go_first():
     config = OPEN.model_copy(update={"max_num_seqs": 2048})
-    assert sizes(config) == (int(0.4 * (10 * GIB - 2048 * STATE)), 2048)
+    assert sizes(config) == (int(0.4 * (10 * GIB - 2049 * STATE)), 2048)
 
 
 def test_ranks_share_the_budget():
     ranked = OPEN.model_copy(update={"tensor_parallel_size": 4})
     assert sizes(ranked, available=100 * GIB) == (2 * GIB, 64)
-    assert sizes(ranked, weights=2 * GIB) == (int(0.4 * (8 * GIB - 4 * STATE)) // 4, 64)
+    assert sizes(ranked, weights=2 * GIB) == (int(0.4 * (8 * GIB - 4 * 2 * STATE)) // 4, 64)
 
 
 def test_the_pool_is_at_least_the_smallest_that_serves():
-    pool, num_seqs = sizes(available=STATE + LEAST)
+    pool, num_seqs = sizes(available=2 * STATE + LEAST)
     assert (pool, num_seqs) == (LEAST, 1)
     with pytest.raises(ConfigError, match=r"smallest pool, 1\.125 MiB .* does not fit into memory .*free some"):
-        sizes(available=STATE + LEAST - 1)
+        sizes(available=2 * STATE + LEAST - 1)
 
 
 @pytest.mark.parametrize(
     ("asked", "num_ranks", "most"),
     [
-        (1, 1, 9 * GIB - 8 * STATE),
-        (9 * GIB - 8 * STATE, 1, 9 * GIB - 8 * STATE),
-        (9 * GIB - 8 * STATE + 1, 1, 9 * GIB - 8 * STATE),
-        ((9 * GIB - 16 * STATE) // 2, 2, (9 * GIB - 16 * STATE) // 2),
-        (5 * GIB, 2, (9 * GIB - 16 * STATE) // 2),
+        (1, 1, 9 * GIB - 9 * STATE),
+        (9 * GIB - 9 * STATE, 1, 9 * GIB - 9 * STATE),
+        (9 * GIB - 9 * STATE + 1, 1, 9 * GIB - 9 * STATE),
+        ((9 * GIB - 18 * STATE) // 2, 2, (9 * GIB - 18 * STATE) // 2),
+        (5 * GIB, 2, (9 * GIB - 18 * STATE) // 2),
     ],
 )
 def test_a_pool_that_is_asked_for_is_taken_or_refused(asked, num_ranks, most):
@@ -142,14 +143,14 @@ def test_weights_that_leave_nothing_are_refused():
     ("config", "available", "num_seqs"),
     [
         (OPEN, 10 * GIB, 64),
-        # a tenth of the memory has this many states
-        (OPEN, 401 * STATE, 40),
+        # a tenth of the memory has this many states, and one more
+        (OPEN, 412 * STATE, 40),
         (OPEN.model_copy(update={"max_num_batched_tokens": 100}), 10 * GIB, 36),
         (OPEN.model_copy(update={"max_num_batched_tokens": 10}), 10 * GIB, 1),
         # 32 pages for a checkpoint and 1,024 tokens of each
         (OPEN.model_copy(update={"kv_cache_memory_bytes": 5 * 32 * PAGE}), 10 * GIB, 5),
         (OPEN.model_copy(update={"kv_cache_memory_bytes": LEAST}), 10 * GIB, 1),
-        (OPEN.model_copy(update={"tensor_parallel_size": 2}), 402 * STATE, 20),
+        (OPEN.model_copy(update={"tensor_parallel_size": 2}), 424 * STATE, 20),
     ],
 )
 def test_requests_computed_at_once(config, available, num_seqs):

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cairn.errors import ModelError
-from cairn.models.check import GPU_MEMORY, CheckSettings, check, render
+from cairn.check.report import GPU_MEMORY, CheckReport, CheckSettings, check, render
+from cairn.engine.contract import EngineConfig
+from cairn.engine.gpu_memory import guess_graph_bytes, guess_process_bytes
+from cairn.engine.sizing import choose_memory_sizes
+from cairn.errors import ConfigError, ModelError
 from models.published import NANO
 from runner.harness import parse, tensors
 
@@ -58,8 +61,12 @@ def published_headers() -> Headers:
 
 
 def rendered(folder: Path, settings: CheckSettings | None = None) -> str:
+    return shown(check(folder, settings))
+
+
+def shown(report: CheckReport) -> str:
     output = StringIO()
-    Console(file=output, width=160).print(render(check(folder, settings)))
+    Console(file=output, width=160).print(render(report))
     return output.getvalue()
 
 
@@ -102,7 +109,7 @@ def test_what_is_printed(tmp_path: Path) -> None:
         "58.82 GiB in bfloat16",
         "6,144 bytes per token",
         "49,087,744 bytes = 500 pages, as much as 8,000 tokens",
-        "2.93 GiB for 64 sequences",
+        "2.97 GiB for 64 sequences, with their block tables",
         "262,144 tokens and a checkpoint: 16,884 pages, 1.55 GiB",
         "1.00 GiB = 10,922 pages: too small for that; raise --kv-cache-memory-bytes or lower --max-model-len",
         "a repeated prompt of 1 token, or 64 tokens shared with another prompt",
@@ -190,20 +197,61 @@ def test_unreadable_folder(tmp_path: Path) -> None:
 
 def test_what_a_gpu_has_left_is_the_pool(tmp_path):
     write_checkpoint(tmp_path, NANO, published_headers(), 1)
-    fits = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["h100"], max_model_len=8192))
+    asked = CheckSettings(gpu_memory_bytes=GPU_MEMORY["h100"], max_model_len=8192, max_num_seqs=64)
+    fits = check(tmp_path, asked)
     assert fits.ok and fits.fits_gpu
-    usable = int(0.9 * (81559 << 20))
-    logits = 64 * NANO["vocab_size"] * 12
-    assert fits.pool_bytes == usable - fits.weight_bytes - 64 * fits.layout.checkpoint_bytes - logits
+    gpu, usable = fits.sizes.gpu, int(0.9 * (81559 << 20))
+    # 64 slots and one more, each with a state and a block table of 512 pages, which goes through the steps' copies, too
+    entries = 4 + 12 * 4  # a page in the table; index and page in two buffers of up to twice their size
+    assert 0 < fits.sizes.slot_bytes - fits.layout.checkpoint_bytes - entries * 512 < 5000
+    assert fits.state_bytes == 65 * fits.sizes.slot_bytes
+    # logits, what is made of them, and tokens' counts, each of four bytes; masks and histograms are little
+    assert 12 < gpu.logits_bytes / 64 / NANO["vocab_size"] < 12.6
+    # 52 layers in graphs of 1, 2, 4, 8, 16, ... 64 rows
+    assert gpu.graph_bytes == guess_graph_bytes(52, 11) and gpu.process_bytes == guess_process_bytes(1)
+    assert fits.pool_bytes == usable - fits.weight_bytes - fits.state_bytes - gpu.taken_bytes
+    assert gpu.taken_bytes == gpu.graph_bytes + gpu.process_bytes + gpu.logits_bytes
     assert fits.num_pages == fits.pool_bytes // fits.layout.page_bytes > fits.pages_for_longest
-    assert "90% of 79.65 GiB" in rendered(tmp_path, fits.settings)
+    text = shown(fits)
+    assert "90% of 79.65 GiB" in text and "of CUDA graphs and some 768.00 MiB of CUDA itself" in text
     small = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["l4"]))
     assert not small.ok and not small.accounting.problems and small.num_pages == 0
-    shown = rendered(tmp_path, small.settings)
-    assert "too little for" in shown and "every one accounted for" in shown and "a larger GPU" in shown
+    text = shown(small)
+    assert "too little for" in text and "every one accounted for" in text and "a larger GPU" in text
     # all that there is, and not one page less
     exact = CheckSettings(gpu_memory_utilization=1.0, max_num_seqs=1, max_model_len=64)
-    needed = fits.weight_bytes + fits.layout.checkpoint_bytes + NANO["vocab_size"] * 12
-    needed += (fits.layout.pages_for(64) + fits.layout.pages_per_checkpoint) * fits.layout.page_bytes
+    roomy = check(tmp_path, replace(exact, gpu_memory_bytes=80 << 30))
+    needed = roomy.weight_bytes + roomy.state_bytes + roomy.sizes.gpu.taken_bytes
+    needed += (fits.layout.pages_for(64) + fits.layout.pages_per_checkpoint + 1) * fits.layout.page_bytes
     assert check(tmp_path, replace(exact, gpu_memory_bytes=needed)).ok
     assert not check(tmp_path, replace(exact, gpu_memory_bytes=needed - 1)).ok
+
+
+def test_requests_at_once_are_those_that_the_server_takes_on_a_gpu(tmp_path):
+    write_checkpoint(tmp_path, NANO, published_headers(), 1)
+    report = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["h200"]))
+    sizes = report.sizes
+    room = sizes.gpu.usable_bytes - sizes.gpu.taken_bytes - report.weight_bytes
+    config = EngineConfig(model="m", kv_cache_memory_bytes=None, max_num_seqs=None, device="cuda")
+    found = choose_memory_sizes(config, report.layout, sizes.slot_bytes, 0, room, on_gpu=True)
+    assert (sizes.max_num_seqs, sizes.pool_bytes) == (found.max_num_seqs, found.kv_cache_memory_bytes)
+    assert 64 < found.max_num_seqs < 256  # a tenth of the room has no more states
+    # the block tables of the longest sequences are small beside their states, however large the pool is
+    assert sizes.slot_bytes < 1.02 * report.layout.checkpoint_bytes
+    assert check(tmp_path).sizes.max_num_seqs == 64
+
+
+def test_ranks_have_a_share_each(tmp_path):
+    write_checkpoint(tmp_path, NANO, published_headers(), 1)
+    one, two = (
+        check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["h100"], max_num_seqs=64, tensor_parallel_size=size))
+        for size in (1, 2)
+    )
+    # all but norms, routers and convolution channels that ranks share
+    assert 0.5 < two.weight_bytes / one.weight_bytes < 0.51
+    assert 0.5 < two.sizes.slot_bytes / one.sizes.slot_bytes < 0.52
+    assert two.layout.page_bytes == one.layout.page_bytes // 2
+    assert two.sizes.gpu.process_bytes > one.sizes.gpu.process_bytes
+    assert "2; what follows is on each of them" in shown(two)
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 3"):
+        check(tmp_path, CheckSettings(tensor_parallel_size=3))

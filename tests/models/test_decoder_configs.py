@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import Lfm2Config
 
+from cairn.check.report import check
 from cairn.errors import ConfigError, ModelError
-from cairn.models.check import check
 from cairn.models.families import FAMILIES
 from cairn.models.registry import open_model
 from cairn.transfer.geometry import ModelUnits, geometry_of, pair

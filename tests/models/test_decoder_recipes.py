@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from cairn.models.check import check
+from cairn.check.report import check
 from cairn.models.families import family_of
 from cairn.models.random_weights.make_model import RECIPES, make_model
 from cairn.models.random_weights.recipe import CheckpointOptions

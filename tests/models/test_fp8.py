@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cairn.check.report import CheckSettings, check
 from cairn.errors import ConfigError, ModelError
 from cairn.kernels import reference
 from cairn.kernels.fp8 import Fp8Weight
 from cairn.layers.communicator import SINGLE_RANK
-from cairn.models.check import CheckSettings, check
 from cairn.models.decoder_config import AskedQuantization
 from cairn.models.rank_weights import RankWeights
 from cairn.models.registry import open_model

@@ -14,8 +14,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
+from cairn.check.report import check
 from cairn.errors import ConfigError, ModelError
-from cairn.models.check import check
 from cairn.models.random_weights import make_model as make_model_module
 from cairn.models.random_weights import make_tokenizer
 from cairn.models.random_weights.make_model import RECIPES, make_model

@@ -10,8 +10,8 @@ import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cairn.check.report import check
 from cairn.errors import ConfigError, ModelError
-from cairn.models.check import check
 from cairn.models.decoder_builder import Execution
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.models.check import check
+from cairn.check.report import check
 from cairn.models.registry import open_model
 from models.published_qwen3_5 import QWEN35, QWEN35_FP8, Headers, fp8_headers, qwen35_headers, shallow
 from models.test_check import rendered, write_checkpoint

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cairn.models.check import check
+from cairn.check.report import check
 from cairn.models.families import family_of
 from cairn.models.families.qwen3_5 import IMAGE_TOKENS
 from cairn.models.random_weights.make_model import RECIPES, VOCAB_SIZE, make_model

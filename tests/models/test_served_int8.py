@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from cairn.check.report import CheckSettings, check
 from cairn.errors import ConfigError
 from cairn.kernels import cpu
 from cairn.kernels.cpu.int8 import Int8Weight
 from cairn.kernels.cpu.products import PackedWeight
 from cairn.layers.communicator import SINGLE_RANK, Communicator
-from cairn.models.check import CheckSettings, check
 from cairn.models.decoder_config import ServedQuantization
 from cairn.models.random_weights.make_model import MADE_FAMILIES
 from cairn.models.registry import OpenModel, open_model

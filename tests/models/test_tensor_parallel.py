@@ -1,6 +1,7 @@
 """A model cut among ranks: the same logits, the shares that the transfer expects, and sizes that are refused."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +11,21 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from cairn.check.report import CheckSettings, check
 from cairn.errors import ConfigError
 from cairn.layers.communicator import SINGLE_RANK
-from cairn.models.check import check
 from cairn.models.decoder_builder import Execution
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import WeightReader
+from cairn.runner.runner import slot_bytes
 from cairn.step import Snapshot
 from doubles.thread_ranks import thread_ranks
 from models.logits_bar import LENGTH, Truth, steps
 from models.nemotron_h_truth import logits_of, published
 from models.published import NANO
 from models.rank_shares import Model, Remembered, close, every_pair_of_sizes_is_taken, every_share_is_found
+from models.test_served_int8 import parts_of
 from runner.harness import (
     Driver,
     build_tiny,
@@ -201,6 +204,20 @@ def test_one_rank_is_what_it_was(tiny_model: Path) -> None:
     model = opened.build(exact=True)
     assert model.communicator is SINGLE_RANK
     assert sum(linear.weight.numel() for linear in model.linears) > 3e6
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_ranks_weights_are_counted(tiny_model: Path, size: int) -> None:
+    """Of the first one, which has most: what a GPU of each must have room for."""
+    report = check(tiny_model, CheckSettings(tensor_parallel_size=size))
+    opened, taken = open_model(tiny_model), []
+    for communicator in thread_ranks(size) if size > 1 else [SINGLE_RANK]:
+        model = opened.build(exact=False, communicator=communicator, backend="reference")
+        taken.append(sum(tensor.nbytes for tensor in parts_of(replace(model, rotary=None), Tensor)))
+    assert report.weight_bytes == taken[0] == max(taken)
+    assert report.layout == opened.layout(16, size)
+    spec = opened.config.cache_spec(0, size).memory_spec(opened.dtype, torch.device("cpu"))
+    assert report.sizes.slot_bytes == slot_bytes(spec, report.layout, report.num_pages, report.max_model_len)
 
 
 # -- sizes that cannot be ----------------------------------------------------------------------------------------------

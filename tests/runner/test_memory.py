@@ -1,7 +1,9 @@
-"""The pool of pages: there when it has been made, or refused."""
+"""The pool of pages: there when it has been made, or refused. Slots: what they are counted as, how wide tables are."""
 
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,9 +12,13 @@ from cairn.errors import ConfigError, EngineDead
 from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.runner import memory
+from cairn.runner.batch_builder import MOST_STOP_TOKENS
+from cairn.runner.input_batch import block_table_updates
 from cairn.runner.memory import ALIGNMENT, allocate_pool, populate
-from cairn.runner.runner import Runner
-from runner.harness import build_tiny, parse, random_weights, raw_config
+from cairn.runner.runner import Runner, slot_bytes
+from cairn.step import Admit, StepPlan, TableUpdate
+from cairn.types import SamplingParams
+from runner.harness import build_tiny, parse, random_weights, raw_config, tiny
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -69,3 +75,52 @@ def test_a_step_that_finds_no_memory_says_what_to_lower(monkeypatch, part):
     runner = Runner(model, layout, num_profile_pages(layout, 20), SLOTS, exact=False)
     with pytest.raises(EngineDead, match=r"^step 0 of 1 sequences .*\(CUDA out of memory\).*--gpu-memory-utilization"):
         runner.run(profile_plans(layout, 20, None)[0])
+
+
+# -- slots -----------------------------------------------------------------------------------------------------------
+
+
+def storages_of(part) -> dict[int, int]:
+    """Bytes by address of all that an object's fields hold in tensors, or in lists and records of them."""
+    if isinstance(part, torch.Tensor):
+        storage = part.untyped_storage()
+        return {storage.data_ptr(): storage.nbytes()}
+    if is_dataclass(part):
+        part = [getattr(part, each.name) for each in fields(part)]
+    found: dict[int, int] = {}
+    for each in part if isinstance(part, list | tuple) else vars(part).values() if hasattr(part, "__dict__") else ():
+        found |= storages_of(each)
+    return found
+
+
+@pytest.mark.parametrize("pattern", ["M*", "*-", "M-"])
+def test_a_slot_is_counted_as_it_is_allocated(pattern):
+    driver = tiny(pattern, exact=False)
+    runner = Runner(driver.model, driver.layout, 300, 6, exact=False, max_model_len=1000)
+    runner._slot_tensors.reserve_stop_tokens(MOST_STOP_TOKENS)
+    allocated = sum((storages_of(runner._live) | storages_of(runner._slot_tensors)).values())
+    assert allocated == 7 * slot_bytes(driver.model.spec, driver.layout, 300, 1000)
+
+
+def test_block_tables_are_as_wide_as_the_longest_sequence_or_the_pool():
+    driver = tiny("M*", exact=False)
+    assert [group.tokens_per_page for group in driver.layout.groups] == [16]
+    for num_pages, max_model_len, width in ((300, 512, 32), (300, 513, 48), (20, 10_000, 32), (300, None, 304)):
+        runner = Runner(driver.model, driver.layout, num_pages, 4, exact=False, max_model_len=max_model_len)
+        assert [table.shape for table in runner._slot_tensors.block_tables] == [(5, width)]
+    none = tiny("M-", exact=False)
+    assert Runner(none.model, none.layout, 9, 4, exact=False, max_model_len=512)._slot_tensors.block_tables == []
+
+
+def test_pages_beyond_a_slots_own_are_refused():
+    """They would be written into the next one's."""
+    pages = np.arange(5, dtype=np.int32)
+    admit = Admit(1, (pages[:4],), SamplingParams())
+    index, values = block_table_updates(StepPlan(1, admits=(admit,)), 1, 4)[0]
+    assert index.tolist() == [4, 5, 6, 7] and values.tolist() == [0, 1, 2, 3]
+    for plan in (
+        StepPlan(1, admits=(replace(admit, tables=(pages,)),)),
+        StepPlan(1, table_updates=(TableUpdate(1, 0, 3, pages[:2]),)),
+    ):
+        with pytest.raises(ValueError, match=r"^slot 1: 5 pages, and its block table has room for 4$"):
+            block_table_updates(plan, 1, 4)

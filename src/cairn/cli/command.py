@@ -138,7 +138,15 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
         "--kv-cache-memory-bytes", type=_size, default="1GiB", help="the pool to count with; default: %(default)s"
     )
     check.add_argument("--max-model-len", type=_count, help="longest prompt and answer; default: the model's")
-    check.add_argument("--max-num-seqs", type=_count, default=64, help="requests at once; default: %(default)s")
+    check.add_argument(
+        "--max-num-seqs", type=_count, help="requests at once; default: 64, and with --gpu what the server would take"
+    )
+    check.add_argument(
+        "--tensor-parallel-size",
+        type=_count,
+        default=1,
+        help="ranks that the model is divided among: what is said is of each; default: %(default)s",
+    )
     check.add_argument(
         "--gpu",
         dest="gpu_memory_bytes",
@@ -194,7 +202,7 @@ def _size(text: str) -> int:
 
 
 def _gpu_memory(text: str) -> int:
-    from cairn.models.check import GPU_MEMORY
+    from cairn.check.report import GPU_MEMORY
 
     known = GPU_MEMORY.get(text.lower().replace(" ", "-"))
     if known is not None:
@@ -238,7 +246,7 @@ def _find_tokenizer(parsed: argparse.Namespace) -> Path | None:
 def _check(parsed: argparse.Namespace, core: str, load_tokenizer: "LoadTokenizer") -> int:
     from rich.console import Console
 
-    from cairn.models.check import CheckSettings, check, render
+    from cairn.check.report import CheckSettings, check, render
     from cairn.models.weights.hub import find_checkpoint, find_headers
 
     if parsed.output is not None and not parsed.generate:

@@ -16,6 +16,7 @@ from cairn.errors import ConfigError, ModelError
 from cairn.setting_types import SERVED_DTYPES
 
 if TYPE_CHECKING:
+    from cairn.check.report import CheckReport
     from cairn.engine.client import CoreClient
     from cairn.engine.contract import (
         EngineConfig,
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
         TemplateValue,
         TextTokenizer,
     )
-    from cairn.models.check import CheckReport
     from cairn.proxy.app import ProxyServer
     from cairn.server.options import ImageOptions, ServerLimits
     from cairn.server.run import HttpServer
@@ -152,6 +152,7 @@ def run_generation_check(report: "CheckReport", output: Path | None, core: str, 
         "max_model_len": min(report.max_model_len, 2 * (MAX_TEXT_TOKENS + MAX_TOKENS)),
         "max_num_seqs": 1,
         "language_model_only": True,
+        "device": "cpu",
     }
     config = EngineConfig(**sizes)
     transport = ProcessTransport(config, core=core, threads=choose_cpu_threads(None, 1, os.environ))

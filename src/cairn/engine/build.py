@@ -13,20 +13,21 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo, KvTransferConfig
+from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo
 from cairn.engine.core import Core
+from cairn.engine.decode_capture import DecodeCapture, graph_sizes
 from cairn.engine.devices import (
-    CudaMemory,
-    DecodeCapture,
     Device,
+    MeasuredRoom,
+    OpenFolder,
     choose_device,
     explain_out_of_memory,
-    graph_sizes,
-    keeps_fp8,
     measure_room,
     open_encoder,
+    open_for_device,
 )
 from cairn.engine.event_publisher import EventPublisher
+from cairn.engine.gpu_memory import CudaMemory, count_slot, report_free
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
 from cairn.engine.multimodal_keys import ImageKeys
@@ -34,16 +35,21 @@ from cairn.engine.ranks.runner import load_ranks
 from cairn.engine.ranks.transfer import RankSockets, rank_service
 from cairn.engine.ranks.wire import RankConfig, RankGraphs, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
-from cairn.engine.sizing import LEAST_TOKENS, MOST_SEQS_ON_GPU, MemorySizes, choose_memory_sizes, least_pages
+from cairn.engine.sizing import (
+    LEAST_TOKENS,
+    MOST_SEQS_ON_GPU,
+    MemorySizes,
+    choose_max_model_len,
+    choose_memory_sizes,
+    least_pages,
+)
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
 from cairn.machine import Machine
-from cairn.models.decoder_config import AskedQuantization
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes
 from cairn.models.registry import OpenModel, open_model
-from cairn.models.weights.loader import DType
 from cairn.runner.contract import StepRunner
 from cairn.runner.decode_graphs import CudaGraphs, Graphs
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
@@ -57,8 +63,6 @@ from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 
 __all__ = ["build_core"]
-
-OpenFolder = Callable[[Path, DType, AskedQuantization | None, bool], OpenModel]
 
 _STEP_SECONDS = 300.0
 """How long a rank may keep the others waiting within a step."""
@@ -81,7 +85,8 @@ def build_core(
     nothing elsewhere, unless given. With several ranks it has to be a name that each of them can import.
     """
     clock = clock or SystemClock()
-    opened = open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(config))
+    machine = machine or Machine()
+    config, opened = open_for_device(config, open_folder, machine)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
     placement = _placement(config)
     device = choose_device(config, opened)
@@ -89,39 +94,24 @@ def build_core(
         make_graphs = CudaGraphs
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
 
-    def size_up(room: int | None) -> EngineInfo:
-        if room is not None:
-            # what other servers' pages are read into
-            room -= _extra_pages(config, opened, layout) * layout.page_bytes
-            sizes = choose_memory_sizes(config, layout, 0, room, on_gpu=True)
-        else:
-            available = (machine or Machine()).available_memory()
-            sizes = choose_memory_sizes(config, layout, _fixed_bytes(config, opened, layout), available)
-        return _plain_info(config, opened, layout, placement, sizes)
-
+    size_up = partial(_size_up, config, opened, layout, placement, machine)
     with explain_out_of_memory(device):
         ranks, info = _build_ranks(config, opened, layout, size_up, observe, device, make_graphs, clock)
-    num_pages, vocab_size, eos_token_ids = info.cache.num_pages, info.vocab_size, opened.config.eos_token_ids
-    transfer = None
-    if config.kv_transfer is not None:
-        own = ranks.own
-        pool = open_pool(own.pool, own.kernels, on_host=device.backend is None)
-        memory = RankMemory(pool, num_pages, layout, _model_units(opened), tp_size=config.tensor_parallel_size)
-        transfer = _build_transfer(config, config.kv_transfer, opened, ranks, memory, clock, make_link)
+    vocab_size, eos_token_ids = info.vocab_size, opened.config.eos_token_ids
+    transfer = _build_transfer(config, opened, ranks, info.cache.num_pages, device, clock, make_link)
     image_keys = _image_keys(ranks.own, opened, tokenizer)
     side_channel = None if transfer is None else f"{transfer.host}:{transfer.side_port}"
     info = msgspec.structs.replace(info, reads_images=image_keys is not None, side_channel=side_channel)
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
-    cache = PrefixCache(layout, num_pages, policy, events, clock)
+    cache = PrefixCache(layout, info.cache.num_pages, policy, events, clock)
     request_log = open_log(config, info, layout, opened.config.forward_sizes(), clock)
     transfers = None if transfer is None else transfer.transfers
-    scheduler = Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log)
     return Core(
         info,
-        scheduler,
-        _checked(config, ranks, num_pages, vocab_size) if config.check_plans else ranks.runner,
+        Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log),
+        _checked(config, ranks, info.cache.num_pages, vocab_size) if config.check_plans else ranks.runner,
         tokenizer,
         eos_token_ids,
         config.seed,
@@ -132,6 +122,29 @@ def build_core(
         request_log=request_log,
         grammars=GrammarCompiler(partial(grammar_tokenizer, tokenizer, vocab_size, eos_token_ids), vocab_size, clock),
     )
+
+
+def _size_up(
+    config: EngineConfig,
+    opened: OpenModel,
+    layout: CacheLayout,
+    placement: PlacementPolicy | None,
+    machine: Machine,
+    room: int | None,
+) -> EngineInfo:
+    """`room`: bytes that a GPU has left beside the weights; None for the machine's memory."""
+    longest = _max_model_len(config, opened)
+    spec = opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
+    if room is not None:
+        # what other servers' pages are read into, and once more while it is laid out
+        room -= 2 * _extra_pages(config, opened, layout) * layout.page_bytes
+        slot = count_slot(spec, layout, max(0, room) // layout.page_bytes, longest, on_gpu=True)
+        sizes = choose_memory_sizes(config, layout, slot, 0, room, on_gpu=True)
+    else:
+        fixed, available = _fixed_bytes(config, opened, layout), machine.available_memory()
+        slot = count_slot(spec, layout, (available or 0) // layout.page_bytes, longest)
+        sizes = choose_memory_sizes(config, layout, slot, fixed, available)
+    return _plain_info(config, opened, layout, placement, sizes)
 
 
 def _plain_info(
@@ -199,16 +212,20 @@ def _build_ranks(
         model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
         vision = open_encoder(config, opened, device)
         memory = CudaMemory(device.place) if device.is_gpu else None
+        room: MeasuredRoom | None = None
         if info is None:
             assert memory is not None
             capture = _decode_capture(config, opened, make_graphs, config.max_num_seqs or MOST_SEQS_ON_GPU)
-            info = size_up(measure_room(config, model, layout, memory, vision, capture=capture))
-        num_pages, slots = info.cache.num_pages, info.max_num_seqs
-        runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra_pages=extra, vision=vision)
+            room = measure_room(config, model, layout, memory, vision, capture=capture)
+            info = size_up(room.num_bytes)
+        num_pages, slots, longest = info.cache.num_pages, info.max_num_seqs, info.max_model_len
+        runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra, vision, longest)
         runner.get_ready()
         capture = _decode_capture(config, opened, make_graphs, slots)
         if capture is not None:
             capture.run(runner, clock, memory)
+        if memory is not None and room is not None:
+            report_free(memory, room.step_bytes)
         return _Ranks(runner, runner), info
     services: tuple[RankService, ...] = ()
     if config.kv_transfer is not None:
@@ -226,16 +243,22 @@ def _build_ranks(
 
 def _build_transfer(
     config: EngineConfig,
-    asked: KvTransferConfig,
     opened: OpenModel,
     ranks: _Ranks,
-    memory: RankMemory,
+    num_pages: int,
+    device: Device,
     clock: Clock,
     make_link: MakeLink,
-) -> KvTransfer:
+) -> KvTransfer | None:
+    """None for a server that neither gives nor takes pages."""
+    if config.kv_transfer is None:
+        return None
+    pool = open_pool(ranks.own.pool, ranks.own.kernels, on_host=device.backend is None)
+    tp_size = config.tensor_parallel_size
+    memory = RankMemory(pool, num_pages, ranks.own.layout, _model_units(opened), tp_size=tp_size)
     content = layout_hash(opened.transfer_facts() | {"exact": config.exact})
     channels = () if ranks.sockets is None else ranks.sockets.channels
-    transfer = build_transfer(asked, memory, content, clock, make_link=make_link, ranks=channels)
+    transfer = build_transfer(config.kv_transfer, memory, content, clock, make_link=make_link, ranks=channels)
     if ranks.sockets is not None:
         transfer.resources.callback(ranks.sockets.close)
     return transfer
@@ -320,7 +343,4 @@ def _num_pages(pool_bytes: int, layout: CacheLayout) -> int:
 
 
 def _max_model_len(config: EngineConfig, opened: OpenModel) -> int:
-    longest = opened.config.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > longest:
-        raise ConfigError(f"--max-model-len {config.max_model_len} is more than the model's {longest}: lower it")
-    return config.max_model_len or longest
+    return choose_max_model_len(config.max_model_len, opened.config.max_position_embeddings)

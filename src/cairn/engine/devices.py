@@ -2,40 +2,34 @@
 
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Protocol
+from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import Progress
 
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
+from cairn.engine.decode_capture import DecodeCapture, Meet, meet_nobody
+from cairn.engine.gpu_memory import STEPS_IN_FLIGHT, DeviceMemory
 from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans
 from cairn.engine.sizing import MOST_SEQS_ON_GPU
-from cairn.errors import ConfigError, EngineDead
+from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
-from cairn.kernels.cuda_support import check_device
+from cairn.kernels.cuda_support import check_device, check_vocabulary, is_interpreted
 from cairn.layers.model import Model
+from cairn.machine import Machine
 from cairn.models.decoder_builder import Backend
+from cairn.models.decoder_config import AskedQuantization
 from cairn.models.registry import OpenModel
-from cairn.runner.decode_graphs import Graphs
-from cairn.runner.runner import Runner
+from cairn.models.weights.loader import DType
+from cairn.runner.runner import Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
-from cairn.types import Clock
 
 logger = logging.getLogger(__name__)
-
-_STEPS_IN_FLIGHT = 2
-
-_CAPTURE_SECONDS = 300.0
-"""For the recording of one graph, in which nothing is computed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,31 +47,102 @@ class Device:
         return self.place.type == "cuda"
 
 
+OpenFolder = Callable[[Path, DType, AskedQuantization | None, bool], OpenModel]
+"""As `open_model`."""
+
+
+def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Machine) -> tuple[EngineConfig, OpenModel]:
+    """The settings with --device auto decided, and the checkpoint as it is served there.
+
+    `auto` is the GPU where this machine has one that can compute this model, and else the CPU: machine and model alone
+    decide, and no other flag but --tensor-parallel-size, which says how many GPUs there have to be, and
+    --gpu-memory-utilization. One line of the log says which and why, a warning where a GPU is left unused. Raises what
+    `open_folder` does.
+    """
+
+    def opened_on(device: str) -> tuple[EngineConfig, OpenModel]:
+        found = config.model_copy(update={"device": device})
+        return found, open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(found))
+
+    if config.device != "auto":
+        return opened_on(config.device)
+    if not _sees_gpu(machine):
+        logger.info("--device cpu: auto, and there is no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it")
+        return opened_on("cpu")
+    on_gpu, opened = opened_on("cuda")
+    reason = why_not_gpu(on_gpu, opened)
+    if reason is not None:
+        logger.warning("--device cpu: auto, and there is an NVIDIA GPU that cannot be used: %s", reason)
+        return opened_on("cpu")
+    logger.info("--device cuda: auto, and there is an NVIDIA GPU that can be used: %s", torch.cuda.get_device_name(0))
+    return on_gpu, opened
+
+
+def why_not_gpu(config: EngineConfig, opened: OpenModel) -> str | None:
+    """Why the model cannot be served on this machine's GPUs, by what is installed, GPUs, kernels and memory; None where
+    it can. What only a start on the GPU finds out, as others that fill it, is not in it. Raises ModelError for weights
+    that cannot be read."""
+    num_ranks = config.tensor_parallel_size
+    try:
+        for rank in range(num_ranks):
+            _check_gpu(config, opened, rank)
+        if is_interpreted():
+            return "TRITON_INTERPRET has its kernels interpreted"
+        usable = int(config.gpu_memory_utilization * _least_memory(num_ranks))
+        num_bytes = opened.weight_bytes(opened.stored_tensors(), num_ranks)
+    except ConfigError as error:
+        return str(error)
+    except RuntimeError as error:  # the driver's or CUDA's, whose other lines are for developers
+        return f"CUDA fails: {str(error).partition(chr(10))[0]}"
+    if num_bytes >= usable:
+        share = "" if num_ranks == 1 else f" of each of {num_ranks} ranks"
+        return f"{num_bytes} bytes of weights{share} do not fit into the {usable} that --gpu-memory-utilization gives"
+    return None
+
+
+def _sees_gpu(machine: Machine) -> bool:
+    """Whether torch sees a GPU, or NVIDIA's driver does and nobody hides it: a user would want to know what is missing
+    then."""
+    if torch.cuda.is_available():
+        return True
+    return machine.has_nvidia_gpu() and os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1")
+
+
+def _least_memory(num_ranks: int) -> int:
+    return min(int(torch.cuda.get_device_properties(rank).total_memory) for rank in range(num_ranks))
+
+
+def _check_gpu(config: EngineConfig, opened: OpenModel, rank: int) -> None:
+    """Raises ConfigError for what the machine lacks, and for models that the kernels do not take."""
+    spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
+    head_dim = 0 if spec.attention is None else spec.attention.head_dim
+    check_device(opened.dtype, head_dim, rank, config.tensor_parallel_size)
+    check_vocabulary(opened.config.vocab_size)
+
+
 def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Device:
-    """As --device says; `auto` is the CPU, because this engine has not been run on a GPU yet. Of several ranks each has
-    the GPU of its number, which becomes the calling thread's current one. Logged.
+    """As --device says; `open_for_device` has decided what `auto` is, which without it is the CPU. Of several ranks
+    each has the GPU of its number, which becomes the calling thread's current one. Logged.
 
     Raises ConfigError that names the flag which a GPU does not go together with, or what the machine lacks.
     """
     if config.device != "cuda":
         _refuse_libraries(config)
-        if config.device == "auto" and torch.cuda.is_available():
-            logger.info("--device cpu: unless asked; --device cuda computes on %s", torch.cuda.get_device_name())
         return Device()
     if config.quantization == "int8":
         raise ConfigError(
-            "--quantization int8: not with --device cuda yet: there are no int8 products on GPUs; leave out one of them"
+            "--quantization int8: not with --device cuda yet, which auto is where there is a GPU: there are no int8 "
+            "products on GPUs; leave it out, or serve with --device cpu"
         )
-    spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
-    head_dim = 0 if spec.attention is None else spec.attention.head_dim
-    check_device(opened.dtype, head_dim, rank, config.tensor_parallel_size)
+    _check_gpu(config, opened, rank)
     from cairn.kernels.cuda.device import INTERPRETED, device
 
     if not INTERPRETED:
         _begin_on_gpu(rank)
     place = device()
-    logger.info("--device cuda: %s", torch.cuda.get_device_name(place) if place.type == "cuda" else "interpreted")
-    return Device(_kernels(config, opened, rank, place), place, _STEPS_IN_FLIGHT)
+    name = torch.cuda.get_device_name(place) if place.type == "cuda" else "the CPU, with kernels interpreted"
+    logger.info("rank %d of %d computes on %s", rank, config.tensor_parallel_size, name)
+    return Device(_kernels(config, opened, rank, place), place, STEPS_IN_FLIGHT)
 
 
 def _begin_on_gpu(number: int) -> None:
@@ -121,7 +186,7 @@ def _kernels(config: EngineConfig, opened: OpenModel, rank: int, place: torch.de
         heads = spec.attention.num_kv_heads, spec.attention.head_dim
         num_heads = opened.config.num_attention_heads // config.tensor_parallel_size
         shape = AttentionShape(num_heads, *heads, config.block_size, opened.dtype)
-        attention = load_flashinfer(shape, place, _STEPS_IN_FLIGHT)
+        attention = load_flashinfer(shape, place, STEPS_IN_FLIGHT)
     if wants_fla:
         if spec.recurrent is None or "gated delta net" not in opened.config.layer_counts():
             raise ConfigError("--gdn-prefill-backend fla: the model has no gated delta rule: leave it out")
@@ -144,151 +209,12 @@ def open_encoder(config: EngineConfig, opened: OpenModel, device: Device, rank: 
     return open_vision(opened.folder, opened.dtype, int(config.mm_encoder_cache_bytes), rank, device.place)
 
 
-class DeviceMemory(Protocol):
-    """The memory of one GPU, in bytes."""
-
-    def free_and_total(self) -> tuple[int, int]:
-        """What nobody has taken, and all there is."""
-        ...
-
-    def start_peak(self) -> None:
-        """Forget the peak so far."""
-        ...
-
-    def peak_growth(self) -> int:
-        """The most that this process had allocated since `start_peak`, beyond what it had then."""
-        ...
-
-
-class CudaMemory:
-    """As CUDA's driver and torch's allocator tell it."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._start = 0
-
-    def free_and_total(self) -> tuple[int, int]:
-        torch.cuda.empty_cache()
-        free, total = torch.cuda.mem_get_info(self._device)
-        return int(free), int(total)
-
-    def start_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._start = int(torch.cuda.memory_allocated(self._device))
-
-    def peak_growth(self) -> int:
-        return int(torch.cuda.max_memory_allocated(self._device)) - self._start
-
-
-def graph_sizes(config: EngineConfig, max_num_seqs: int) -> tuple[int, ...]:
-    """Rows of the decode steps that become CUDA graphs, ascending: as asked, or those of vLLM and the largest batch.
-
-    Raises ConfigError for sizes that no batch has.
-    """
-    asked, most = config.cudagraph_capture_sizes, min(config.max_cudagraph_capture_size, max_num_seqs)
-    if config.enforce_eager or not most:
-        return ()
-    if asked is None:
-        sizes = {1, 2, 4, *range(8, 256, 8), *range(256, most, 16)}
-        return (*sorted(size for size in sizes if size < most), most)
-    fitting = sorted({size for size in asked if size <= most})
-    if not fitting:
-        raise ConfigError(
-            f"--cudagraph-capture-sizes: all are above {most} rows, which is what --max-num-seqs and "
-            "--max-cudagraph-capture-size allow: name smaller ones, or --enforce-eager"
-        )
-    return tuple(fitting)
-
-
-Meet = Callable[[str], object]
-"""Called by a rank when it has launched, or done, what all ranks do together; the text says what. Where it waits for
-the others, it raises what one of them has been refused with, or EngineDead."""
-
-
-def meet_nobody(_: str) -> None:
-    """The `Meet` of the only rank."""
-
-
 @dataclass(frozen=True, slots=True)
-class DecodeCapture:
-    """Decode steps as CUDA graphs: what makes graphs in a pool of memory of their own, `sizes` in rows, ascending, and
-    the tokens of the longest sequence. All ranks capture at the same time."""
+class MeasuredRoom:
+    """`num_bytes`: for pool and slots. `step_bytes`: what has to be free when all is allocated."""
 
-    make_graphs: Callable[[], Graphs]
-    sizes: tuple[int, ...]
-    max_model_len: int
-
-    def run(self, runner: Runner, clock: Clock, memory: DeviceMemory | None = None, meet: Meet = meet_nobody) -> None:
-        """Capture all sizes. Logged, with what they take of `memory`. Raises ConfigError where one cannot be."""
-        started, taken = clock.now(), None if memory is None else _taken(memory)
-        console = Console(stderr=True)
-        shows = console.is_terminal and runner.rank == 0
-        with Progress(console=console, transient=True, disable=not shows) as progress:
-            task = progress.add_task("CUDA graphs", total=len(self.sizes))
-            self._capture(runner, self.sizes, meet, lambda size: progress.advance(task))
-        told = f"{len(self.sizes)} sizes of decode steps, {self.sizes[0]} to {self.sizes[-1]} rows"
-        grown = "" if memory is None or taken is None else f", {_taken(memory) - taken} bytes"
-        logger.info("CUDA graphs of %s: %.1f s%s", told, clock.now() - started, grown)
-
-    def estimate_bytes(self, runner: Runner, memory: DeviceMemory, meet: Meet = meet_nobody) -> int:
-        """What all sizes will take. They are captured when pool and states are there, whose addresses they hold, and
-        the pool's size wants to know before. So the largest, in whose memory the others find room, and the next one,
-        which stands for each of the rest, are captured over the memory of another runner."""
-        taken = [_taken(memory)]
-        self._capture(runner, self.sizes[-2:], meet, lambda size: taken.append(_taken(memory)))
-        first, *rest = (max(0, after - before) for before, after in pairwise(taken))
-        return first + sum(rest) * (len(self.sizes) - 1)
-
-    def _capture(self, runner: Runner, sizes: Sequence[int], meet: Meet, captured: Callable[[int], object]) -> None:
-        """The ranks meet twice a size. Whoever is missing, because it was refused something or has ended, is missed
-        there and not by a device: with the passes that are not recorded out everywhere each of them ends, and with
-        everybody done with a size all can begin the next one. In between there are waits that cannot be left: for the
-        device, and NCCL's own, which in a recording agrees with the other ranks on buffers. They end with the
-        process."""
-        timers: list[threading.Timer] = []
-
-        def begin(size: int) -> None:
-            meet(f"ready to capture a CUDA graph of {size} rows")
-            timers.append(threading.Timer(_CAPTURE_SECONDS, _end_process, (size, runner.rank)))
-            timers[-1].daemon = True
-            timers[-1].start()
-
-        def finish(size: int) -> None:
-            timers[-1].cancel()
-            meet(f"done with the CUDA graph of {size} rows")
-            captured(size)
-
-        try:
-            runner.capture_graphs(self.make_graphs(), sizes, self.max_model_len, finish, begin)
-        except RuntimeError as error:
-            # To end a recording that has failed is an error of its own.
-            first = error.__context__ if isinstance(error.__context__, RuntimeError | EngineDead) else error
-            reason = str(first).partition("\n")[0]
-            raise ConfigError(
-                f"--device cuda: decode steps of {sizes[0]} to {sizes[-1]} rows cannot be captured as CUDA graphs on "
-                f"rank {runner.rank} ({reason}): start with --enforce-eager, or lower --max-cudagraph-capture-size"
-            ) from error
-        except EngineDead as error:
-            raise EngineDead(f"while CUDA graphs were captured (none with --enforce-eager): {error}") from error
-        finally:
-            for timer in timers:
-                timer.cancel()
-
-
-def _end_process(size: int, rank: int) -> None:
-    logger.error(
-        "rank %d has not captured the CUDA graph of %d rows within %g s, and ends: another rank may have ended; "
-        "--enforce-eager starts without graphs",
-        rank,
-        size,
-        _CAPTURE_SECONDS,
-    )
-    os._exit(1)
-
-
-def _taken(memory: DeviceMemory) -> int:
-    free, total = memory.free_and_total()
-    return total - free
+    num_bytes: int
+    step_bytes: int
 
 
 def measure_room(
@@ -299,11 +225,11 @@ def measure_room(
     vision: VisionEncoder | None = None,
     meet: Meet = meet_nobody,
     capture: DecodeCapture | None = None,
-) -> int:
-    """Bytes that --gpu-memory-utilization leaves for pool and running states beside what is loaded, model and `vision`,
-    other processes, encoded images that are kept, CUDA graphs, and the largest step, which is carried out once to see
-    what it takes, as the largest image is encoded: by all ranks at the same time. They `meet` while it is out, and
-    as they do where graphs are captured. Logged. Raises ConfigError where nothing is left."""
+) -> MeasuredRoom:
+    """What --gpu-memory-utilization leaves for pool and slots beside what is loaded, model and `vision`, other
+    processes, encoded images that are kept, CUDA graphs, and the largest step, which is carried out once to see what it
+    takes, as the largest image is encoded: by all ranks at the same time. They `meet` while it is out, and as they do
+    where graphs are captured. Logged. Raises ConfigError where nothing is left."""
     step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, meet, capture)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
@@ -319,10 +245,11 @@ def measure_room(
         told += f", encoded images {image_bytes}"
     if left <= 0:
         raise ConfigError(
-            f"{told}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, or free the GPU"
+            f"{told}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, free the GPU, or serve "
+            "with --device cpu"
         )
     logger.info("%s: %d are left", told, left)
-    return left
+    return MeasuredRoom(left, step_bytes + image_bytes)
 
 
 def _step_bytes(
@@ -334,15 +261,16 @@ def _step_bytes(
     meet: Meet,
     capture: DecodeCapture | None,
 ) -> tuple[int, int]:
-    """The most that a prefill step of --max-num-batched-tokens takes besides the pool, with the checkpoints that are
-    taken in it, or that encoding the largest image takes, which is over before the step's layers begin; and what graphs
-    will take. A small step of all kinds follows, and compiles what the first requests would wait for."""
+    """The most that a prefill step of --max-num-batched-tokens takes besides pool and slots, with the checkpoints that
+    are taken in it and all that a runner keeps, or that encoding the largest image takes, which is over before the
+    step's layers begin; and what graphs will take. A small step of all kinds follows, and compiles what the first
+    requests would wait for."""
     num_tokens, exact = config.max_num_batched_tokens, model.exact
     keeps = config.enable_prefix_caching and config.mamba_cache_mode != "none"
     placement = placement_for(config.mamba_cache_mode, config.block_size, exact) if keeps else None
-    plans = profile_plans(layout, num_tokens, placement)
-    runner = Runner(model, layout, num_profile_pages(layout, num_tokens), SLOTS, exact)
+    plans, num_pages = profile_plans(layout, num_tokens, placement), num_profile_pages(layout, num_tokens)
     memory.start_peak()
+    runner = Runner(model, layout, num_pages, SLOTS, exact)
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
     for plan in plans:
@@ -351,7 +279,8 @@ def _step_bytes(
     meet("in the largest step")  # all of it is out: a rank that waited here before its last step would be waited for
     for plan in plans:
         runner.collect(plan.step)
-    step_bytes = memory.peak_growth()
+    counted_elsewhere = runner.pool.nbytes + (SLOTS + 1) * slot_bytes(model.spec, layout, num_pages)
+    step_bytes = max(0, memory.peak_growth() - counted_elsewhere)
     return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory, meet)
 
 
@@ -366,5 +295,6 @@ def explain_out_of_memory(device: Device) -> Iterator[None]:
         reason = str(error).partition(". ")[0]
         raise ConfigError(
             f"--device cuda: the GPU's memory does not suffice ({reason}): free it, lower --max-num-batched-tokens, "
-            "--max-num-seqs or --kv-cache-memory-bytes, or take a larger one; `cairn check MODEL --gpu NAME` counts"
+            "--max-num-seqs or --kv-cache-memory-bytes, or take a larger one, or serve with --device cpu; `cairn check "
+            "MODEL --gpu NAME` counts"
         ) from error

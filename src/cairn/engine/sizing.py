@@ -100,35 +100,44 @@ def least_pages(layout: CacheLayout) -> int:
     return layout.pages_per_checkpoint + layout.pages_for(LEAST_TOKENS) + len(layout.groups)
 
 
+def choose_max_model_len(asked: int | None, model_limit: int) -> int:
+    """Tokens of the longest sequence. Raises ConfigError for more than the model takes."""
+    if asked is not None and asked > model_limit:
+        raise ConfigError(f"--max-model-len {asked} is more than the model's {model_limit}: lower it")
+    return asked or model_limit
+
+
 def choose_memory_sizes(
     config: EngineConfig,
     layout: CacheLayout,
+    slot_bytes: int,
     fixed_bytes: int,
     available: int | None,
     on_gpu: bool = False,
 ) -> MemorySizes:
     """What `config` says, or what fits the `available` bytes of memory; None where nothing tells how many. Logged.
 
-    `layout`: of one rank. `fixed_bytes`: the weights, and all else that all ranks together will have besides pool and
+    `layout`: of one rank. `slot_bytes`: what a running request takes on one rank besides pages; one more is there for
+    rows that are nobody's. `fixed_bytes`: the weights, and all else that all ranks together will have besides pool and
     running states. `on_gpu`: the memory is one rank's alone, that of the GPU which has least, and all of it is taken.
 
     Raises ConfigError where what was asked for, or the least that can serve, does not fit.
     """
     defaults = _GPU if on_gpu else _HOST
     num_ranks = 1 if on_gpu else config.tensor_parallel_size
-    slot_bytes = layout.checkpoint_bytes * num_ranks
-    states = slot_bytes * (config.max_num_seqs or 1)
+    slot_bytes *= num_ranks
+    states = slot_bytes * (1 + (config.max_num_seqs or 1))
     if available is None:
         room, told = None, "nothing here tells how much memory is available"
     else:
         room = available - fixed_bytes - states
         told = f"{_size(available)} available, {_size(fixed_bytes)} of weights, {_size(states)} of running states"
     if on_gpu and room is not None and config.max_num_seqs is None:
-        room = int((1 - _STATES_SHARE) * (room + states))
+        room = min(room, int((1 - _STATES_SHARE) * (room + states)))
     pool = _pool_bytes(config, layout, room, told, defaults, num_ranks)
     num_seqs = config.max_num_seqs
     if num_seqs is None:
-        most_states = None if room is None else int(_STATES_SHARE * room) // max(1, slot_bytes)
+        most_states = None if room is None else int(_STATES_SHARE * room) // max(1, slot_bytes) - 1
         num_seqs = _num_seqs(config, layout, pool, most_states, defaults)
     else:
         logger.info("--max-num-seqs %d: as asked", num_seqs)

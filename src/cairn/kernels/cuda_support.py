@@ -1,4 +1,5 @@
-"""Requirements of the CUDA backend on the GPU and the model. Importable without a GPU and without Triton."""
+"""Requirements of the CUDA backend on the GPU and the model, and the memory that its sampler takes. Importable without
+a GPU and without Triton."""
 
 import torch
 
@@ -13,6 +14,18 @@ MAX_HEAD_DIM = 256
 """What a program of attention can keep of its queries and sums."""
 
 DTYPES = (torch.bfloat16, torch.float32)
+
+MAX_VOCAB = 2**19 - 1
+"""So many weights of drawing add up to a number of 64 bits."""
+
+DRAW_BLOCK, DRAW_BEST, DRAW_BINS, DRAW_LEVELS = 128, 128, 1024, 3
+"""Of drawing: tokens of a block, the best ones that are looked at first, and the bins and levels of histograms."""
+
+_SCORED_ROWS = 64
+"""Prompt tokens whose logits are there at the same time."""
+
+_ALIGNED = 1 << 20
+"""What memory is cut in, some dozen pieces."""
 
 
 def check_device(dtype: torch.dtype, head_dim: int, rank: int = 0, num_ranks: int = 1) -> None:
@@ -57,6 +70,13 @@ def check_device(dtype: torch.dtype, head_dim: int, rank: int = 0, num_ranks: in
         )
 
 
+def is_interpreted() -> bool:
+    """Whether TRITON_INTERPRET=1 has the kernels run on the CPU, for tests. Raises ImportError without Triton."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
 def check_model(dtype: torch.dtype, head_dim: int) -> None:
     """Raises ConfigError if the kernels take no model of `dtype` whose attention heads have `head_dim` numbers."""
     if dtype not in DTYPES:
@@ -69,6 +89,35 @@ def check_model(dtype: torch.dtype, head_dim: int) -> None:
             f"the CUDA backend's attention takes heads of at most {MAX_HEAD_DIM} numbers, and the model's have "
             f"{head_dim} (head_dim in its config.json): serve it with the CPU's kernels"
         )
+
+
+def check_vocabulary(vocab_size: int) -> None:
+    """Raises ConfigError if the kernels do not draw from so many tokens."""
+    if vocab_size > MAX_VOCAB:
+        raise ConfigError(
+            f"the CUDA backend draws from at most {MAX_VOCAB} tokens, and the model has {vocab_size} "
+            "(vocab_size in its config.json): serve it with --device cpu"
+        )
+
+
+def draw_tiles(vocab_size: int) -> tuple[int, int]:
+    """Tokens of a program of drawing, and places for the tiles of a vocabulary: both powers of 2."""
+    tile = min(4096, max(1024, _power_of_2(-(-vocab_size // 64))))
+    return tile, _power_of_2(-(-vocab_size // tile))
+
+
+def sampling_bytes(num_rows: int, vocab_size: int, num_slots: int) -> int:
+    """See `Kernels.sampling_bytes`: all rows changed, under masks of their own; or, in the pass before, the logits of
+    prompt tokens whose log-probabilities are asked for."""
+    tile, tiles = draw_tiles(vocab_size)
+    blocks, words = tiles * tile // DRAW_BLOCK, -(-vocab_size // 32)
+    of_row = 4 * (vocab_size + words + blocks) + 20 * tiles + 12 * DRAW_BEST + 8 * DRAW_LEVELS * DRAW_BINS + 128
+    drawing, scoring = num_rows * of_row, _SCORED_ROWS * 4 * (vocab_size + blocks)
+    return max(drawing, scoring) + 4 * num_slots * vocab_size + _ALIGNED
+
+
+def _power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -120,8 +120,15 @@ class Model:
         return logits if self.logit_scale == 1.0 else logits * self.logit_scale
 
     def logits_room(self, num_seqs: int) -> int:
-        """Bytes that drawing a token for each of so many sequences takes: logits as float32, and what the sampler keeps
-        and makes of them, or the ranks' columns while they are gathered, of which each rank has at most half."""
-        logits_bytes = 4 * num_seqs * self.vocab_size
-        gathered = logits_bytes + logits_bytes // 2 if self.communicator.size > 1 else 0
-        return logits_bytes + max(gathered, self.kernels.sampling_bytes(num_seqs, self.vocab_size, num_seqs))
+        """See `logits_room`."""
+        sampling_bytes = self.kernels.sampling_bytes(num_seqs, self.vocab_size, num_seqs)
+        return logits_room(num_seqs, self.vocab_size, self.communicator.size, sampling_bytes)
+
+
+def logits_room(num_seqs: int, vocab_size: int, num_ranks: int, sampling_bytes: int) -> int:
+    """Bytes that drawing a token for each of so many sequences takes: logits as float32, and what the sampler keeps and
+    makes of them, `sampling_bytes`, or the ranks' columns while they are gathered, of which each rank has at most
+    half."""
+    logits_bytes = 4 * num_seqs * vocab_size
+    gathered = logits_bytes + logits_bytes // 2 if num_ranks > 1 else 0
+    return logits_bytes + max(gathered, sampling_bytes)

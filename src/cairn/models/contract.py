@@ -79,15 +79,17 @@ class Family:
         dtype: "torch.dtype",
         quantization: ServedQuantization | None = None,
         load_fp8: Fp8Loader | None = None,
+        num_ranks: int = 1,
     ) -> int:
-        """Bytes of all weights as they are served on one rank: a tied embedding is there twice, as rows and as a
-        packed output. `load_fp8`: gives matrices that stay in FP8, on the meta device."""
+        """Bytes of all weights as they are served on rank 0 of `num_ranks`, which has no fewer than any other: a tied
+        embedding is there twice, as rows and as a packed output. `load_fp8`: gives matrices that stay in FP8, on the
+        meta device. Raises ConfigError where the model cannot be sharded among so many."""
         from cairn.models.decoder_builder import trace_build
 
         def dtype_of(name: str) -> "torch.dtype":
             return self.served_dtype(name, dtype)
 
-        return trace_build(self.compose, config, stored, dtype_of, quantization, load_fp8)[1]
+        return trace_build(self.compose, config, stored, dtype_of, quantization, load_fp8, num_ranks)[1]
 
     def served_dtype(self, name: str, dtype: "torch.dtype") -> "torch.dtype":
         """The dtype of a tensor, where that of the model is `dtype`."""

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels, Weight
-from cairn.layers.communicator import SINGLE_RANK, Communicator
+from cairn.layers.communicator import SINGLE_RANK, Communicator, SingleRank
 from cairn.layers.feed_forward import (
     MixtureOfExperts,
     SharedExpert,
@@ -181,8 +181,9 @@ def trace_build(
     dtype_of: Callable[[str], torch.dtype] = lambda name: torch.float32,
     quantization: ServedQuantization | None = None,
     load_fp8: Fp8Loader | None = None,
+    num_ranks: int = 1,
 ) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Build a model of tensors without memory, on the meta device.
+    """Build the first of `num_ranks` ranks of a model, of tensors without memory, on the meta device.
 
     Returns every tensor that it is built of, by its published name and with its shape in the checkpoint, in the order
     in which they are drawn; and the bytes that its weights take when a tensor is loaded as `dtype_of` its name, or by
@@ -198,6 +199,7 @@ def trace_build(
     execution = Execution(
         False,
         torch.float32,
+        _FirstRank(num_ranks),
         backend="reference",
         stored=stored,
         device=meta,
@@ -218,6 +220,17 @@ def trace_rank(
     meta = replace(execution, backend="reference", device=torch.device("meta"))
     with _ShapesAlone():
         compose(config, DecoderBuilder(config, load, meta))
+
+
+@dataclass(frozen=True, slots=True)
+class _FirstRank(SingleRank):
+    """Of a model that is composed and never executed."""
+
+    num_ranks: int
+
+    @property
+    def size(self) -> int:
+        return self.num_ranks
 
 
 class _ShapesAlone(TorchFunctionMode):

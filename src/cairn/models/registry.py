@@ -58,11 +58,11 @@ class OpenModel:
         """Every tensor that the config calls for, with its shape, in the form in which these are stored."""
         return self.family.tensors(self.config, stored)
 
-    def weight_bytes(self, stored: Mapping[str, TensorHeader]) -> int:
-        """Bytes of all weights as they are served, in the form in which these tensors are stored; see
-        `Family.weight_bytes`."""
+    def weight_bytes(self, stored: Mapping[str, TensorHeader], num_ranks: int = 1) -> int:
+        """Bytes of all weights as they are served on the first of `num_ranks` ranks, in the form in which these tensors
+        are stored; see `Family.weight_bytes`."""
         load_fp8 = describe_fp8(stored, self.quantization, self.dtype) if self.stays_in_fp8 else None
-        return self.family.weight_bytes(self.config, stored, self.dtype, self.served_quantization, load_fp8)
+        return self.family.weight_bytes(self.config, stored, self.dtype, self.served_quantization, load_fp8, num_ranks)
 
     def transfer_facts(self) -> dict[str, str | int]:
         """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, quantization

@@ -20,22 +20,33 @@ _MIN_STOP_TOKENS = 8
 MOST_STOP_TOKENS = 128
 """Columns that do for a request's and the model's; then the tensor need not move."""
 
+_ENTRIES = 16
+"""Rows of a block table have room for a multiple of so many pages, 64 bytes: kernels are compiled for how operands are
+aligned."""
+
 
 class SlotTensors:
     """Block tables, last tokens and stop tokens of all slots, on the device; the last row is no request's.
 
-    `block_tables`: int32 [num_slots + 1, max_pages] per attention group. `last_tokens`: int64 [num_slots + 1], the
-    newest sampled token. Nothing is cleared: entries behind the pages of a sequence may be an earlier request's.
+    `block_tables`: int32 [num_slots + 1, max_pages or a few more] per attention group. `last_tokens`: int64
+    [num_slots + 1], the newest sampled token. Nothing is cleared: entries behind the pages of a sequence may be an
+    earlier request's.
     `stop_tokens`: int64 [num_slots + 1, columns], -1 behind a slot's; another tensor after a request with more of them.
     """
 
     def __init__(self, num_groups: int, num_slots: int, max_pages: int, device: torch.device) -> None:
+        max_pages = -(-max_pages // _ENTRIES) * _ENTRIES
         shape = (num_slots + 1, max_pages)
         self.block_tables = [torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(num_groups)]
         self.last_tokens = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         self._max_pages = max_pages
         self.stop_tokens = torch.full((num_slots + 1, _MIN_STOP_TOKENS), -1, dtype=torch.int64, device=device)
         self._stopped = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them."""
+        return [*self.block_tables, self.last_tokens, self.stop_tokens, self._stopped]
 
     def stage_updates(self, plan: StepPlan, staging: Staging) -> Callable[[], None]:
         """Stage the plan's admits and table updates. Returns what writes them, to be called after `staging.send`."""

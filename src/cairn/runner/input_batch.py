@@ -10,6 +10,9 @@ from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.keys import KeyBuffer
 from cairn.step import SAMPLED, Admit, SampledToken, StepPlan, TokenMasks
 
+TABLE_ENTRY_BYTES = 8 + 4
+"""What an entry of `block_table_updates` takes of a step's copy to the device: an index and a page."""
+
 
 @dataclass(slots=True, eq=False)
 class _SlotState:
@@ -84,16 +87,19 @@ def block_table_updates(
     plan: StepPlan, num_groups: int, max_pages: int
 ) -> list[tuple[NDArray[np.int64], NDArray[np.int32]]]:
     """What a plan's admits and table updates write into the block tables: per attention group the indices into a
-    flattened table of `max_pages` columns, each once, and the pages to write there, both of shape [n]."""
+    flattened table of `max_pages` columns, each once, and the pages to write there, both of shape [n].
+    Raises ValueError for a sequence of more pages: they would be the next slot's."""
     updates: list[tuple[NDArray[np.int64], NDArray[np.int32]]] = []
     for group in range(num_groups):
         indices, pages = [np.zeros(0, np.int64)], [np.zeros(0, np.int32)]
         for admit in plan.admits:
             table = admit.tables[group]
+            _check_width(admit.slot, len(table), max_pages)
             indices.append(admit.slot * max_pages + np.arange(len(table)))
             pages.append(table)
         for update in plan.table_updates:
             if update.group == group:
+                _check_width(update.slot, update.first + len(update.pages), max_pages)
                 indices.append(update.slot * max_pages + update.first + np.arange(len(update.pages)))
                 pages.append(update.pages)
         index, values = np.concatenate(indices), np.concatenate(pages)
@@ -103,3 +109,8 @@ def block_table_updates(
             values = values[::-1][last]
         updates.append((index, values))
     return updates
+
+
+def _check_width(slot: int, num_pages: int, max_pages: int) -> None:
+    if num_pages > max_pages:
+        raise ValueError(f"slot {slot}: {num_pages} pages, and its block table has room for {max_pages}")

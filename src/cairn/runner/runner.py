@@ -7,6 +7,7 @@ Where the model is cut among ranks, each has a runner of its own, and all of the
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
@@ -19,9 +20,9 @@ from cairn.kernels.contract import ExactKernels, Kernels
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging, StepBuffers
 from cairn.layers.linear import Linear
-from cairn.layers.memory import PagedLayer, RecurrentLayer
+from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
-from cairn.runner.batch_builder import SlotTensors
+from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.contract import EncoderCounters, StepRunner
 from cairn.runner.decode_graphs import DecodeGraphs, Graphs
@@ -80,8 +81,10 @@ class Runner(StepRunner):
         observe: Observe | None = None,
         extra_pages: int = 0,
         vision: VisionEncoder | None = None,
+        max_model_len: int | None = None,
     ) -> None:
-        """`vision`: None for a model, or a server, without images. `observe`: on rank 0 alone.
+        """`vision`: None for a model, or a server, without images. `observe`: on rank 0 alone. `max_model_len`: tokens
+        of the longest sequence; None for as many as find room in the pages.
 
         Raises ValueError where layout, model and `exact` do not fit together, ConfigError where the pages do not fit
         into memory.
@@ -102,8 +105,8 @@ class Runner(StepRunner):
         self._paged = paged_layers(self.pool, model.spec, layout)
         self._live = LiveStates(model.spec, num_slots)
         self._files = CheckpointFiles(self.pool, model.spec, layout, self._live, model.kernels)
-        # A table has no more pages than the pool: its pages are distinct.
-        self._slot_tensors = SlotTensors(len(layout.groups), num_slots, num_pages, model.spec.device)
+        table_pages = pages_of_table(layout, num_pages, max_model_len)
+        self._slot_tensors = SlotTensors(len(layout.groups), num_slots, table_pages, model.spec.device)
         self._input_batch = InputBatch()
         self._counts = model.kernels.token_counts(num_slots, model.vocab_size, model.spec.device)
         self._launched: deque[LaunchedStep] = deque()
@@ -290,6 +293,23 @@ class Runner(StepRunner):
         tokens = self._model.communicator.broadcast(tokens)
         self._slot_tensors.last_tokens[step.inputs.sampled_slots.tensor] = tokens
         return tokens
+
+
+def pages_of_table(layout: CacheLayout, num_pages: int, max_model_len: int | None = None) -> int:
+    """The most pages that a sequence has in one group: no more than there are, as they are distinct, and no more than
+    the longest sequence needs."""
+    if max_model_len is None:
+        return num_pages
+    return min(num_pages, max((group.pages_for(max_model_len) for group in layout.groups), default=0))
+
+
+def slot_bytes(spec: MemorySpec, layout: CacheLayout, num_pages: int, max_model_len: int | None = None) -> int:
+    """Bytes of one slot's states, block tables and tokens, of which a `Runner` has those of `num_slots` + 1."""
+    nowhere = torch.device("meta")
+    slot = SlotTensors(len(layout.groups), 0, pages_of_table(layout, num_pages, max_model_len), nowhere)
+    slot.reserve_stop_tokens(MOST_STOP_TOKENS)
+    tensors = (*LiveStates(replace(spec, device=nowhere), 0).tensors, *slot.tensors)
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
 def check_row_independence(linears: Iterable[Linear], seed: int = 0) -> int:

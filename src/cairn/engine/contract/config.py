@@ -68,10 +68,12 @@ class RequestLogConfig(BaseModel):
     max_bytes: int = 256 << 20
 
 
-class EngineOptions(BaseModel):
-    """The settings of `cairn serve` that the engine is built with. Sizes in bytes and tokens."""
-
+class _Options(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class WeightOptions(_Options):
+    """What of the checkpoint is loaded, and in which form."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
     quantization: Literal["int8", "fp8", "modelopt"] | None = Field(
@@ -79,38 +81,59 @@ class EngineOptions(BaseModel):
         description="weights of matrix products in int8, activations per token: faster, less memory, less precise; fp8 "
         "and modelopt say what the checkpoint is stored in, and change nothing",
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="what computes: cuda is an NVIDIA GPU, auto is the CPU"
-    )
-    gpu_memory_utilization: float = Field(
-        0.9, description="with --device cuda: share of the GPU's memory that this server takes", gt=0, le=1
-    )
-    attention_backend: AttentionBackend = Field(
-        "auto", description="with --device cuda: whose attention; auto is triton, cairn's own; flashinfer if installed"
-    )
-    gdn_prefill_backend: GdnPrefillBackend = Field(
-        "auto",
-        description="with --device cuda: whose gated delta rule computes prompts; auto is triton, cairn's own; fla, if "
-        "installed, where it can",
-    )
-    enforce_eager: bool = Field(
-        False, description="with --device cuda: launch decode steps kernel by kernel, without CUDA graphs"
-    )
-    cudagraph_capture_sizes: GraphSizes = Field(
-        None,
-        description="with --device cuda: rows of decode steps that become CUDA graphs: 1 2 4 8; vLLM's unless given",
-    )
-    max_cudagraph_capture_size: int = Field(
-        512,
-        description="with --device cuda: rows of the largest CUDA graph, never more than --max-num-seqs; 0 for none",
-        ge=0,
-        le=65536,
-    )
     tokenizer: str | None = Field(
         None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1
     )
-    seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
-    block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)
+    language_model_only: bool = Field(
+        False, description="leave the checkpoint's vision model unloaded: images are refused"
+    )
+
+
+class DeviceOptions(_Options):
+    """What computes, and how it is used."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto",
+        description="what computes: cuda is an NVIDIA GPU, auto is that where one can be used, and the CPU elsewhere",
+    )
+    gpu_memory_utilization: float = Field(
+        0.9, description="on a GPU: share of the GPU's memory that this server takes", gt=0, le=1
+    )
+    attention_backend: AttentionBackend = Field(
+        "auto", description="on a GPU: whose attention; auto is triton, cairn's own; flashinfer if installed"
+    )
+    gdn_prefill_backend: GdnPrefillBackend = Field(
+        "auto",
+        description="on a GPU: whose gated delta rule computes prompts; auto is triton, cairn's own; fla, if "
+        "installed, where it can",
+    )
+    enforce_eager: bool = Field(
+        False, description="on a GPU: launch decode steps kernel by kernel, without CUDA graphs"
+    )
+    cudagraph_capture_sizes: GraphSizes = Field(
+        None,
+        description="on a GPU: rows of decode steps that become CUDA graphs: 1 2 4 8; vLLM's unless given",
+    )
+    max_cudagraph_capture_size: int = Field(
+        512,
+        description="on a GPU: rows of the largest CUDA graph, never more than --max-num-seqs; 0 for none",
+        ge=0,
+        le=65536,
+    )
+    tensor_parallel_size: int = Field(
+        1,
+        description="processes that the model's heads are divided among; must divide them; on GPUs one process each",
+        ge=1,
+        le=1024,
+    )
+    exact: bool = Field(
+        False, description="answers are bit for bit the same with and without the cache, alone and batched; slower"
+    )
+
+
+class SchedulingOptions(_Options):
+    """How much is computed at once, and for how many."""
+
     max_model_len: CountOrAuto = Field(
         None,
         description="longest prompt and answer together: 8192, 8k, 8K; the model's own limit unless given, or auto",
@@ -122,6 +145,16 @@ class EngineOptions(BaseModel):
         None, description="most requests computed at once; 64 unless given, fewer where memory is short", ge=1, le=65536
     )
     max_waiting: int = Field(1024, description="most requests waiting; more are answered with 429", ge=1, le=_MAX_COUNT)
+    seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
+    check_plans: bool = Field(
+        False, description="for finding bugs: look at every step's plan before it is carried out; slower"
+    )
+
+
+class CacheOptions(_Options):
+    """What is kept for later requests, and where."""
+
+    block_size: int = Field(16, description="tokens per page of keys and values", ge=1, le=4096)
     kv_cache_memory_bytes: Bytes | None = Field(
         None,
         description="size of the cache's pool, on each rank: 1GiB, 512MiB, 1e9; unless given 40 percent of the memory "
@@ -133,24 +166,14 @@ class EngineOptions(BaseModel):
         "auto", description="where state checkpoints are kept"
     )
     eviction: Literal["lru", "value"] = Field("value", description="what is dropped when the pool is full")
-    exact: bool = Field(
-        False, description="answers are bit for bit the same with and without the cache, alone and batched; slower"
-    )
-    check_plans: bool = Field(
-        False, description="for finding bugs: look at every step's plan before it is carried out; slower"
-    )
-    tensor_parallel_size: int = Field(
-        1,
-        description="processes that the model's heads are divided among; must divide them; on GPUs one process each",
-        ge=1,
-        le=1024,
-    )
-    language_model_only: bool = Field(
-        False, description="leave the checkpoint's vision model unloaded: images are refused"
-    )
     mm_encoder_cache_bytes: BytesOrZero = Field(
         ByteSize(256 << 20), description="most bytes of encoded images that are kept", validate_default=False
     )
+
+
+class EngineOptions(CacheOptions, SchedulingOptions, DeviceOptions, WeightOptions):
+    """The settings of `cairn serve` that the engine is built with; `--help` has those of the last parent first. Sizes
+    in bytes and tokens."""
 
 
 class EngineConfig(EngineOptions):

@@ -42,7 +42,8 @@ from cairn.step import StepPlan
 from cairn.types import SystemClock
 
 if TYPE_CHECKING:
-    from cairn.engine.devices import DecodeCapture, Device, Meet
+    from cairn.engine.decode_capture import DecodeCapture, Meet
+    from cairn.engine.devices import Device
     from cairn.runner.runner import Observe, Runner
 
 logger = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class LoadedRank:
         from cairn.models.registry import open_model
 
         engine = config.engine
-        self._config = config
+        self._config, self._step_bytes = config, 0
         self._opened = open_model(Path(engine.model), engine.dtype, engine.quantization, keeps_fp8(engine))
         self._layout = self._opened.layout(engine.block_size, config.tp_size)
         self.device = device or choose_device(engine, self._opened, config.rank)
@@ -114,40 +115,50 @@ class LoadedRank:
 
     def measure_room(self, meet: "Meet") -> int:
         """See `devices.measure_room`; all ranks do it at the same time."""
-        from cairn.engine.devices import CudaMemory, explain_out_of_memory, measure_room
+        from cairn.engine.devices import explain_out_of_memory, measure_room
+        from cairn.engine.gpu_memory import CudaMemory
 
         engine, memory = self._config.engine, CudaMemory(self.device.place)
         capture = self._decode_capture(engine.max_num_seqs or MOST_SEQS_ON_GPU)
         with explain_out_of_memory(self.device):
-            return measure_room(engine, self._model, self._layout, memory, self._vision, meet, capture)
+            room = measure_room(engine, self._model, self._layout, memory, self._vision, meet, capture)
+        self._step_bytes = room.step_bytes
+        return room.num_bytes
 
     def allocate(self, sizes: RankSizes, observe: "Observe | None", meet: "Meet") -> "Runner":
         """A runner with memory of these sizes and with graphs, the same on all ranks. Raises ConfigError or ModelError,
         and EngineDead when another rank is lost meanwhile."""
-        from cairn.engine.devices import CudaMemory, explain_out_of_memory
+        from cairn.engine.devices import explain_out_of_memory
+        from cairn.engine.gpu_memory import CudaMemory, report_free
+        from cairn.engine.sizing import choose_max_model_len
         from cairn.runner.runner import Runner
 
+        engine, model_limit = self._config.engine, self._opened.config.max_position_embeddings
         with explain_out_of_memory(self.device):
             runner = Runner(
                 self._model,
                 self._layout,
                 sizes.num_pages,
                 sizes.num_slots,
-                self._config.engine.exact,
+                engine.exact,
                 observe=observe,
                 extra_pages=self._config.extra_pages,
                 vision=self._vision,
+                max_model_len=choose_max_model_len(engine.max_model_len, model_limit),
             )
             runner.get_ready()
-        capture = self._decode_capture(sizes.num_slots)
+        capture, memory = self._decode_capture(sizes.num_slots), None
+        if self.device.is_gpu:
+            memory = CudaMemory(self.device.place)
         if capture is not None:
-            memory = CudaMemory(self.device.place) if self.device.is_gpu else None
             capture.run(runner, SystemClock(), memory, meet)
+        if memory is not None:
+            report_free(memory, self._step_bytes)
         return runner
 
     def _decode_capture(self, max_num_seqs: int) -> "DecodeCapture | None":
         """None where decode steps are launched kernel by kernel. Raises ConfigError for sizes that no batch has."""
-        from cairn.engine.devices import DecodeCapture, graph_sizes
+        from cairn.engine.decode_capture import DecodeCapture, graph_sizes
 
         graphs = self._config.graphs
         if graphs is None or not (sizes := graph_sizes(self._config.engine, max_num_seqs)):

@@ -14,9 +14,9 @@ from cairn.kernels.cuda.products import embed, linear, lm_head, pack, pack_int8,
 from cairn.kernels.cuda.routers import sigmoid_router, softmax_router
 from cairn.kernels.cuda.sampling import CudaSampler as sampler
 from cairn.kernels.cuda.sampling import CudaTokenCounts as token_counts
-from cairn.kernels.cuda.sampling import sampling_bytes
 from cairn.kernels.cuda.ssd import ssd
 from cairn.kernels.cuda.write_kv import write_kv
+from cairn.kernels.cuda_support import sampling_bytes
 
 __all__ = [
     "add_rms_norm",

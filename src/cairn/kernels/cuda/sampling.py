@@ -11,9 +11,9 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.errors import ConfigError
 from cairn.kernels.cuda import draw as draws
 from cairn.kernels.cuda import processors
+from cairn.kernels.cuda_support import DRAW_BEST, DRAW_BINS, DRAW_BLOCK, DRAW_LEVELS, check_vocabulary
 from cairn.kernels.sampling.inverse_cdf import LEAST_SHARE, MOST_TEMPERATURE, uniform
 from cairn.kernels.sampling.logits_processors import MIN_PENALTY, mask_words
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
@@ -22,8 +22,6 @@ from cairn.kernels.staging import StagedArray, Staging
 from cairn.types import SamplingParams
 
 MAX_LAUNCHES = 10
-_BEST, _BLOCK, _BINS = (int(each.value) for each in (draws.BEST, draws.BLOCK, draws.BINS))
-_LEVELS = 3
 
 
 class CudaTokenCounts:
@@ -31,11 +29,7 @@ class CudaTokenCounts:
     sampler does not take."""
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device | None = None) -> None:
-        if vocab_size > draws.MAX_VOCAB:
-            raise ConfigError(
-                f"the CUDA backend draws from at most {draws.MAX_VOCAB} tokens, and the model has {vocab_size} "
-                "(vocab_size in its config.json): serve it with --device cpu"
-            )
+        check_vocabulary(vocab_size)
         self.times = torch.empty(num_slots, vocab_size, dtype=torch.int32, device=device)
 
     def admit(self, histories: Sequence[TokenHistory], staging: Staging) -> Callable[[], None]:
@@ -151,7 +145,7 @@ class CudaSampler:
                 *(tensors.chosen, tensors.candidates, *state),
                 CHOSEN=draws.num_chosen(self._vocab_size),
             )
-            for level in range(_LEVELS if self._has_top_p else 0):
+            for level in range(DRAW_LEVELS if self._has_top_p else 0):
                 launch(draws._histogram_kernel, *rows, *scales, top_ps, maxima, *state, LEVEL=level)
             launch(draws._filter_kernel, *rows, *scales, top_ps, maxima, *state, weights, tensors.tile_equals)
         one_a_row(
@@ -223,7 +217,7 @@ class _Step:
         self._logits = logits
         num_rows, vocab_size = logits.shape
         self._tile = draws.tile_sizes(vocab_size)
-        tiles, blocks = self._tile["TILES"], self._tile["TILES"] * self._tile["TILE"] // _BLOCK
+        tiles, blocks = self._tile["TILES"], self._tile["TILES"] * self._tile["TILE"] // DRAW_BLOCK
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -234,10 +228,10 @@ class _Step:
         self.block_maxima = empty(torch.float32, num_rows, blocks)
         self.tile_weights = empty(torch.int64, num_rows, tiles)
         self.tile_equals = empty(torch.int32, num_rows, tiles)
-        self.chosen = empty(torch.int32, num_rows, _BEST)
-        self.candidates = empty(torch.int64, num_rows, _BEST)
+        self.chosen = empty(torch.int32, num_rows, DRAW_BEST)
+        self.candidates = empty(torch.int64, num_rows, DRAW_BEST)
         self.tokens = empty(torch.int64, num_rows)
-        histograms = empty(torch.int64, num_rows, _LEVELS, _BINS)
+        histograms = empty(torch.int64, num_rows, DRAW_LEVELS, DRAW_BINS)
         self.state = empty(torch.float32, num_rows), histograms, self.tokens
 
     def launch(self, kernel: Any, *operands: object, **constants: int | bool) -> None:
@@ -277,21 +271,3 @@ class _Step:
         sizes = (self._logits.shape[1], self._logits.stride(0))
         # A product and a sum are rounded one after the other, as on the CPU.
         kernel[grid](*operands, *sizes, **self._tile, **constants, num_warps=warps, enable_fp_fusion=False)
-
-
-def sampling_bytes(num_rows: int, vocab_size: int, num_slots: int) -> int:
-    """See `Kernels.sampling_bytes`: all rows changed, under masks of their own; or, in the pass before, the logits of
-    prompt tokens whose log-probabilities are asked for."""
-    tiles = draws.tile_sizes(vocab_size)
-    blocks = tiles["TILES"] * tiles["TILE"] // _BLOCK
-    words = -(-vocab_size // 32)
-    of_row = 4 * (vocab_size + words + blocks) + 20 * tiles["TILES"] + 12 * _BEST + 8 * _LEVELS * _BINS + 128
-    drawing, scoring = num_rows * of_row, _SCORED_ROWS * 4 * (vocab_size + blocks)
-    return max(drawing, scoring) + 4 * num_slots * vocab_size + _ALIGNED
-
-
-_SCORED_ROWS = 64
-"""Prompt tokens whose logits are there at the same time."""
-
-_ALIGNED = 1 << 20
-"""What memory is cut in, some dozen pieces."""

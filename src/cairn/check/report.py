@@ -7,22 +7,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+import torch
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from cairn.cache.layout import CacheLayout
+from cairn.engine.contract import EngineConfig
+from cairn.engine.decode_capture import graph_sizes
+from cairn.engine.gpu_memory import count_logits, count_slot, guess_graph_bytes, guess_process_bytes
+from cairn.engine.sizing import MOST_SEQS_ON_GPU, choose_memory_sizes, least_pages
+from cairn.errors import ConfigError
 from cairn.models.decoder_config import AskedQuantization
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
-from cairn.models.registry import open_model
+from cairn.models.registry import OpenModel, open_model
 from cairn.models.weights.loader import Accounting, DType, account
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
 MAX_PROBLEMS_SHOWN = 20
 
-_DRAWING_BYTES = 12
-"""For each sequence and token of the vocabulary, on a GPU: the logit, what drawing makes of it, and the token's count;
-masks and the like are some percent more."""
+_NUM_SEQS = 64
+"""Unless asked for others."""
 
 GPU_MEMORY: Mapping[str, int] = MappingProxyType(
     {
@@ -45,26 +50,55 @@ GPU_MEMORY: Mapping[str, int] = MappingProxyType(
 class CheckSettings:
     """What the model would be served with. `min_cacheable_tokens` and `min_shared_tokens` are the placement policy's:
     the shortest prompt, and the shortest beginning shared by two prompts, that can be hit. `gpu_memory_bytes`: of the
-    GPU that is to serve it, of which `gpu_memory_utilization` may be used; then the pool is what is left of that.
-    `mm_encoder_cache_bytes`: of encoded images, where the model reads any."""
+    GPU that is to serve it, or of the GPU of each of `tensor_parallel_size` ranks, of which `gpu_memory_utilization`
+    may be used; then the pool is what is left of that. `max_num_seqs`: None for 64, and on a GPU for what the server
+    would take. `mm_encoder_cache_bytes`: of encoded images, where the model reads any."""
 
     dtype: DType = "auto"
     quantization: AskedQuantization | None = None
     block_size: int = 16
     kv_cache_memory_bytes: int = 1 << 30
     max_model_len: int | None = None
-    max_num_seqs: int = 64
+    max_num_seqs: int | None = None
     min_cacheable_tokens: int = 1
     min_shared_tokens: int = 64
     gpu_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     mm_encoder_cache_bytes: int = 256 << 20
+    tensor_parallel_size: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuBytes:
+    """What a GPU of which `usable_bytes` may be used has to hold beside weights, running requests and the pool: the
+    memory that CUDA and its graphs take, both guesses, logits with what is drawn from them, and encoded images. What a
+    step's layers take is not in it: a server finds that out by a step."""
+
+    usable_bytes: int
+    process_bytes: int
+    graph_bytes: int
+    logits_bytes: int
+    image_bytes: int
+
+    @property
+    def taken_bytes(self) -> int:
+        return self.process_bytes + self.graph_bytes + self.logits_bytes + self.image_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ServedSizes:
+    """Of one rank, in bytes. `slot_bytes`: what each running request, and one slot more, takes besides pages. `gpu`:
+    None where none is counted with."""
+
+    max_num_seqs: int
+    slot_bytes: int
+    pool_bytes: int
+    gpu: GpuBytes | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The report. Sizes in bytes, on one rank; `weight_bytes` as they are served, with the vision tower's.
-    `step_bytes`: of what a GPU has to have room for besides: logits, and encoded images that are kept."""
+    """The report. Sizes in bytes, on one rank; `weight_bytes` as they are served, with the vision tower's."""
 
     folder: Path
     model_type: str
@@ -76,7 +110,7 @@ class CheckReport:
     stored_dtypes: dict[str, int]
     parameters: int
     weight_bytes: int
-    step_bytes: int
+    sizes: ServedSizes
     dtype: str
     max_model_len: int
     layout: CacheLayout
@@ -88,22 +122,19 @@ class CheckReport:
 
     @property
     def state_bytes(self) -> int:
-        """The running states of `max_num_seqs` sequences."""
-        return self.settings.max_num_seqs * self.layout.checkpoint_bytes
+        """The running states of `max_num_seqs` sequences, their block tables, and one slot of nobody's."""
+        return (self.sizes.max_num_seqs + 1) * self.sizes.slot_bytes
 
     @property
     def pool_bytes(self) -> int:
-        """The pool that the settings give; at most 0 where a GPU has no room for one."""
-        settings = self.settings
-        if settings.gpu_memory_bytes is None:
-            return settings.kv_cache_memory_bytes
-        usable = int(settings.gpu_memory_utilization * settings.gpu_memory_bytes)
-        return usable - self.weight_bytes - self.state_bytes - self.step_bytes
+        """At most 0 where a GPU has no room for a pool."""
+        return self.sizes.pool_bytes
 
     @property
     def fits_gpu(self) -> bool:
-        """Whether a sequence of `max_model_len` tokens has room in what the GPU has left. True without a GPU."""
-        return self.settings.gpu_memory_bytes is None or self.pages_for_longest <= self.num_pages
+        """Whether a sequence of `max_model_len` tokens has room in what the GPU has left, and the server takes so small
+        a pool. True without a GPU."""
+        return self.sizes.gpu is None or max(self.pages_for_longest, least_pages(self.layout)) <= self.num_pages
 
     @property
     def checkpoint_tokens(self) -> float:
@@ -136,12 +167,16 @@ def check(
     settings = replace(settings, quantization=model.served_quantization)
     if headers is None:
         headers = read_headers(folder)
-    expected, weight_bytes = model.tensors(headers), model.weight_bytes(headers)
-    vision, step_bytes = read_vision(folder), settings.max_num_seqs * model.config.vocab_size * _DRAWING_BYTES
+    expected, weight_bytes = model.tensors(headers), model.weight_bytes(headers, settings.tensor_parallel_size)
+    vision = read_vision(folder)
     if vision is not None:
         expected |= tensors(vision)
         weight_bytes += tower_bytes(vision, model.dtype)
-        step_bytes += settings.mm_encoder_cache_bytes
+    gpu = None
+    if settings.gpu_memory_bytes is not None:
+        images = 0 if vision is None else settings.mm_encoder_cache_bytes
+        gpu = _gpu_bytes(model, settings, settings.gpu_memory_bytes, images)
+    sizes = _served_sizes(model, settings, gpu, weight_bytes)
     # Where there is a vision model, nothing else may go by its name: the server accounts for all of it.
     ignored = tuple(prefix for prefix in model.family.ignored_tensors if not (vision and prefix == PREFIX))
     return CheckReport(
@@ -155,11 +190,48 @@ def check(
         stored_dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
         parameters=sum(map(math.prod, expected.values())),
         weight_bytes=weight_bytes,
-        step_bytes=step_bytes,
+        sizes=sizes,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=settings.max_model_len or model.config.max_position_embeddings,
-        layout=model.layout(settings.block_size),
+        layout=model.layout(settings.block_size, settings.tensor_parallel_size),
     )
+
+
+def _gpu_bytes(model: OpenModel, settings: CheckSettings, memory_bytes: int, image_bytes: int) -> GpuBytes:
+    num_ranks, vocab_size = settings.tensor_parallel_size, model.config.vocab_size
+    most_seqs = settings.max_num_seqs or MOST_SEQS_ON_GPU
+    num_sizes = len(graph_sizes(_config(model), most_seqs))
+    return GpuBytes(
+        usable_bytes=int(settings.gpu_memory_utilization * memory_bytes),
+        process_bytes=guess_process_bytes(num_ranks),
+        graph_bytes=guess_graph_bytes(sum(model.config.layer_counts().values()), num_sizes),
+        logits_bytes=count_logits(most_seqs, vocab_size, num_ranks),
+        image_bytes=image_bytes,
+    )
+
+
+def _served_sizes(model: OpenModel, settings: CheckSettings, gpu: GpuBytes | None, weight_bytes: int) -> ServedSizes:
+    """As the server chooses them."""
+    num_ranks, asked = settings.tensor_parallel_size, settings.max_num_seqs
+    layout = model.layout(settings.block_size, num_ranks)
+    spec = model.config.cache_spec(0, num_ranks).memory_spec(model.dtype, torch.device("cpu"))
+    longest = settings.max_model_len or model.config.max_position_embeddings
+    if gpu is None:
+        pool_bytes = settings.kv_cache_memory_bytes
+        slot_bytes = count_slot(spec, layout, pool_bytes // layout.page_bytes, longest)
+        return ServedSizes(asked or _NUM_SEQS, slot_bytes, pool_bytes, None)
+    room = gpu.usable_bytes - gpu.taken_bytes - weight_bytes
+    slot_bytes = count_slot(spec, layout, max(0, room) // layout.page_bytes, longest, on_gpu=True)
+    config = _config(model, kv_cache_memory_bytes=None, max_num_seqs=asked)
+    try:
+        found = choose_memory_sizes(config, layout, slot_bytes, 0, room, on_gpu=True)
+    except ConfigError:  # too little for the smallest pool: the report says how little
+        return ServedSizes(asked or 1, slot_bytes, room - ((asked or 1) + 1) * slot_bytes, gpu)
+    return ServedSizes(found.max_num_seqs, slot_bytes, found.kv_cache_memory_bytes, gpu)
+
+
+def _config(model: OpenModel, **settings: int | None) -> EngineConfig:
+    return EngineConfig.model_validate({"model": str(model.folder)} | settings)
 
 
 def render(report: CheckReport) -> RenderableType:
@@ -198,13 +270,14 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         ("model", f"{report.model_type}, {sum(report.layers.values())} layers: {layers}"),
         ("tensors", _tensor_row(report)),
         ("parameters", f"{report.parameters:,} ({report.parameters / 1e9:.2f} B)"),
+        *_rank_rows(report),
         ("weights", f"{_size(report.weight_bytes)} in {_served_in(report)}"),
         ("keys and values", f"{layout.bytes_per_token:,.0f} bytes per token"),
         ("page", f"{layout.block_size} tokens, {layout.page_bytes:,} bytes"),
         ("checkpoint", f"{layout.checkpoint_bytes:,} bytes = {layout.pages_per_checkpoint:,} pages{worth}"),
         (
             "running states",
-            f"{_size(report.state_bytes)} for {settings.max_num_seqs} sequences",
+            f"{_size(report.state_bytes)} for {_count(report.sizes.max_num_seqs, 'sequence')}, with their block tables",
         ),
         (
             "longest sequence",
@@ -221,15 +294,20 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
     ]
 
 
+def _rank_rows(report: CheckReport) -> list[tuple[str, str]]:
+    num_ranks = report.settings.tensor_parallel_size
+    return [("ranks", f"{num_ranks}; what follows is on each of them")] if num_ranks > 1 else []
+
+
 def _gpu_rows(report: CheckReport) -> list[tuple[str, str]]:
-    settings = report.settings
-    if settings.gpu_memory_bytes is None:
+    settings, gpu, left = report.settings, report.sizes.gpu, report.pool_bytes
+    if gpu is None or settings.gpu_memory_bytes is None:
         return []
-    share, left = settings.gpu_memory_utilization, report.pool_bytes
-    usable = f"{share:.0%} of {_size(settings.gpu_memory_bytes)}"
+    usable = f"{settings.gpu_memory_utilization:.0%} of {_size(settings.gpu_memory_bytes)}"
     taken = (
-        f"{_size(report.weight_bytes)} of weights, {_size(report.state_bytes)} of running states and "
-        f"{_size(report.step_bytes)} of logits and encoded images"
+        f"{_size(report.weight_bytes)} of weights, {_size(report.state_bytes)} of running states, "
+        f"{_size(gpu.logits_bytes + gpu.image_bytes)} of logits and encoded images, some {_size(gpu.graph_bytes)} of "
+        f"CUDA graphs and some {_size(gpu.process_bytes)} of CUDA itself"
     )
     if left <= 0:
         return [("GPU", f"{usable}: {_size(-left)} too little for {taken}")]
