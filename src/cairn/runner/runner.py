@@ -18,7 +18,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels.contract import ExactKernels, Kernels
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
-from cairn.kernels.staging import Staging, StepBuffers
+from cairn.kernels.staging import StagedArray, Staging, StepBuffers
 from cairn.layers.linear import Linear
 from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
@@ -239,8 +239,11 @@ class Runner(StepRunner):
             slots, files = inputs.restores
             self._files.restore(files.tensor, slots.tensor)
         if plan.saves:
-            slots, files = inputs.saves
-            self._files.save(files.tensor, slots.tensor)
+            self._save(*inputs.saves)
+
+    def _save(self, slots: StagedArray, files: StagedArray) -> None:
+        """What lies in the slots now."""
+        self._files.save(files.tensor, slots.tensor)
 
     def _multimodal_inputs(self, plan: StepPlan) -> list[MultimodalInputs | None]:
         """Of each row, decode rows first."""
@@ -262,8 +265,7 @@ class Runner(StepRunner):
             size, packed = inputs.graph
             self._graphs.replay(size, packed.tensor)
             if step.plan.snapshots:
-                slots, files = (each.tensor for each in inputs.snapshots)
-                self._files.save(files, slots)
+                self._save(*inputs.snapshots)
             return
         assert inputs.batch is not None
         batch = inputs.batch.batch(self._slot_tensors)
