@@ -59,9 +59,20 @@ def test_a_prompt_waits_for_what_is_cached_longer_than_to_compute_it_would_take(
     """For others would wait, too: a prefill that is done again makes the fleet slower, and more of them would move."""
     rule, request = RoutingRule(), prompt(("a", 1000))
     has(rule, NAMES[3], request)
-    for pending, stays in ((8 * 16_000, True), (10 * 16_000, False)):
+    for pending, stays in ((3 * 16_000, True), (5 * 16_000, False)):
         replicas = idle() | {NAMES[3]: ReplicaLoad(pending_tokens=pending)}
         assert (rule.rank(request, replicas, 0.0)[0] == NAMES[3]) == stays
+
+
+def test_a_replica_that_has_more_to_do_than_was_expected_gets_nothing_new():
+    """Though by what was routed there it has computed least: prompts that waited may have lost what was cached."""
+    rule = RoutingRule()
+    for number, name in enumerate(NAMES[:3]):
+        routed = prompt((f"before {number}", 4000))
+        rule.record_routed(routed, name, 0.0)
+        rule.record_prefilled(routed, name)
+    replicas = idle() | {name: ReplicaLoad(pending_tokens=80_000) for name in NAMES[3:]}
+    assert rule.rank(prompt(("new", 4000)), replicas, 1.0)[0] in NAMES[:3]
 
 
 def test_a_hot_prefix_is_copied_when_its_replica_is_the_bottleneck():

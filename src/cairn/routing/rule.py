@@ -48,8 +48,8 @@ class RoutingOptions:
     `session_cost`: what it costs to move a session, beyond the tokens that are computed again.
     `crowd_slack`, `crowd_factor`: a replica with more requests open than the first and the second times the mean is
     crowded; what only such replicas have is copied without that price.
-    `balance_cost`: what each token costs that a replica would have computed, with this prompt, beyond `balance_slack`
-    times the mean, both with a half-life of `balance_seconds`.
+    `balance_cost`: what each token costs that a replica would have computed, with this prompt and what waits there,
+    beyond `balance_slack` times the mean; what is computed counts with a half-life of `balance_seconds`.
     `near_tie_tokens`, `near_tie_share`: costs that differ by no more than so many tokens, or than this share of what
     the best replica would compute, are the same; of those the one with the shortest wait is taken, and then the one
     that has computed least, in steps of `balance_step` times the mean.
@@ -62,7 +62,7 @@ class RoutingOptions:
     session_cost: float = 256.0
     crowd_slack: float = 16.0
     crowd_factor: float = 1.5
-    balance_cost: float = 1.0
+    balance_cost: float = 2.0
     balance_slack: float = 1.05
     balance_seconds: float = 60.0
     near_tie_tokens: float = 64.0
@@ -173,7 +173,8 @@ class RoutingRule:
         options, rows = self.options, self._rows
         matched = rows.matched_tokens(request, self.index, options.near_tie_tokens / 2)
         wait = rows.reported + rows.pending
-        computed = rows.computed / self._scale(now)
+        # what waits is of the next minute, and may be more than was expected when it was routed
+        computed = rows.computed / self._scale(now) + wait
         lacking = request.num_tokens - matched
         mean = computed.mean()
         excess = np.maximum(computed + lacking - options.balance_slack * mean, 0.0) * options.balance_cost
