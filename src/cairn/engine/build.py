@@ -136,8 +136,8 @@ def _size_up(
     longest = _max_model_len(config, opened)
     spec = opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
     if room is not None:
-        # what other servers' pages are read into, and once more while it is laid out
-        room -= 2 * _extra_pages(config, opened, layout) * layout.page_bytes
+        # what other servers' pages are read into
+        room -= _extra_pages(config, opened, layout) * layout.page_bytes
         slot = count_slot(spec, layout, max(0, room) // layout.page_bytes, longest, on_gpu=True)
         sizes = choose_memory_sizes(config, layout, slot, 0, room, on_gpu=True)
     else:
