@@ -11,7 +11,7 @@ import torch
 from cairn.cache.events import BlockEvents
 from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
-from cairn.cache.placement import PlacementPolicy, placement_for
+from cairn.cache.placement import PlacementPolicy
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo
 from cairn.engine.core import Core
@@ -25,6 +25,7 @@ from cairn.engine.devices import (
     measure_room,
     open_encoder,
     open_for_device,
+    placement_of,
 )
 from cairn.engine.event_publisher import EventPublisher
 from cairn.engine.gpu_memory import CudaMemory, count_slot, report_free
@@ -88,7 +89,7 @@ def build_core(
     machine = machine or Machine()
     config, opened = open_for_device(config, open_folder, machine)
     layout = opened.layout(config.block_size, config.tensor_parallel_size)
-    placement = _placement(config)
+    placement = placement_of(config)
     device = choose_device(config, opened)
     if make_graphs is None and device.is_gpu:
         make_graphs = CudaGraphs
@@ -306,12 +307,6 @@ def _image_keys(runner: Runner, opened: OpenModel, tokenizer: ModelTokenizer) ->
     """None where the model, or this server of it, reads no images."""
     token = tokenizer.image_token
     return None if runner.vision is None or token is None else ImageKeys(token, tower_identity(opened.folder))
-
-
-def _placement(config: EngineConfig) -> PlacementPolicy | None:
-    if not config.enable_prefix_caching or config.mamba_cache_mode == "none":
-        return None
-    return placement_for(config.mamba_cache_mode, config.block_size, config.exact)
 
 
 def _extra_pages(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -> int:

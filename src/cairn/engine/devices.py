@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cairn.cache.layout import CacheLayout
-from cairn.cache.placement import placement_for
+from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.decode_capture import DecodeCapture, Meet, meet_nobody
@@ -202,6 +202,13 @@ def keeps_fp8(config: EngineConfig) -> bool:
     return config.device == "cuda" and not config.exact
 
 
+def placement_of(config: EngineConfig) -> PlacementPolicy | None:
+    """Where checkpoints are kept; None without a cache."""
+    if not config.enable_prefix_caching or config.mamba_cache_mode == "none":
+        return None
+    return placement_for(config.mamba_cache_mode, config.block_size, config.exact)
+
+
 def open_encoder(config: EngineConfig, opened: OpenModel, device: Device, rank: int = 0) -> VisionEncoder | None:
     """The vision encoder of one rank; None where the model, or this server, reads no images. Raises ModelError."""
     if config.language_model_only:
@@ -265,12 +272,10 @@ def _step_bytes(
     are taken in it and all that a runner keeps, or that encoding the largest image takes, which is over before the
     step's layers begin; and what graphs will take. A small step of all kinds follows, and compiles what the first
     requests would wait for."""
-    num_tokens, exact = config.max_num_batched_tokens, model.exact
-    keeps = config.enable_prefix_caching and config.mamba_cache_mode != "none"
-    placement = placement_for(config.mamba_cache_mode, config.block_size, exact) if keeps else None
-    plans, num_pages = profile_plans(layout, num_tokens, placement), num_profile_pages(layout, num_tokens)
+    num_tokens = config.max_num_batched_tokens
+    plans, num_pages = profile_plans(layout, num_tokens, placement_of(config)), num_profile_pages(layout, num_tokens)
     memory.start_peak()
-    runner = Runner(model, layout, num_pages, SLOTS, exact)
+    runner = Runner(model, layout, num_pages, SLOTS, model.exact)
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
     for plan in plans:

@@ -34,16 +34,14 @@ _DRAWN, _GREEDY = SamplingParams(temperature=1.0, top_p=0.9, seed=0), SamplingPa
 
 def num_profile_pages(layout: CacheLayout, num_tokens: int) -> int:
     """That the plans name."""
-    return max(layout.pages_for(max(num_tokens + 1, _BEHIND[1])), layout.pages_per_checkpoint, 2)
+    return max(layout.pages_for(_longest(num_tokens)), layout.pages_per_checkpoint, 2)
 
 
 def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPolicy | None) -> tuple[StepPlan, StepPlan]:
     """A prompt of `num_tokens` tokens, with as many checkpoints as a step ever takes of it; and behind it a step of all
     kinds: a decode, a prompt behind a hit, a checkpoint between grid points, a save, a copy, and a greedy draw.
     `placement`: where checkpoints are kept; None without a cache."""
-    tables = tuple(
-        np.arange(group.pages_for(max(num_tokens + 1, _BEHIND[1])), dtype=np.int32) for group in layout.groups
-    )
+    tables = tuple(np.arange(group.pages_for(_longest(num_tokens)), dtype=np.int32) for group in layout.groups)
     file = np.arange(layout.pages_per_checkpoint, dtype=np.int32)
     largest = StepPlan(
         0,
@@ -66,6 +64,11 @@ def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPoli
         samples=_samples((1, end)),
     )
     return largest, mixed
+
+
+def _longest(num_tokens: int) -> int:
+    """Tokens of the longer sequence: the first one decodes a token behind its prompt."""
+    return max(num_tokens + 1, _BEHIND[1])
 
 
 def _snapshots(placement: PlacementPolicy | None, row: int, start: int, end: int, file: Pages) -> tuple[Snapshot, ...]:

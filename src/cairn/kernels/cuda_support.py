@@ -102,8 +102,8 @@ def check_vocabulary(vocab_size: int) -> None:
 
 def draw_tiles(vocab_size: int) -> tuple[int, int]:
     """Tokens of a program of drawing, and places for the tiles of a vocabulary: both powers of 2."""
-    tile = min(4096, max(1024, _power_of_2(-(-vocab_size // 64))))
-    return tile, _power_of_2(-(-vocab_size // tile))
+    tile = min(4096, max(1024, power_of_2(-(-vocab_size // 64))))
+    return tile, power_of_2(-(-vocab_size // tile))
 
 
 def sampling_bytes(num_rows: int, vocab_size: int, num_slots: int) -> int:
@@ -116,8 +116,9 @@ def sampling_bytes(num_rows: int, vocab_size: int, num_slots: int) -> int:
     return max(drawing, scoring) + 4 * num_slots * vocab_size + _ALIGNED
 
 
-def _power_of_2(n: int) -> int:
-    return 1 << max(0, n - 1).bit_length()
+def power_of_2(n: int, least: int = 1) -> int:
+    """The smallest power of 2 that is at least n and `least`: what the extent of a block has to be."""
+    return max(least, 1 << max(0, n - 1).bit_length())
 
 
 def _dotted(capability: tuple[int, int]) -> str:

@@ -7,6 +7,8 @@ import torch
 import triton
 from torch import Tensor
 
+from cairn.kernels.cuda_support import power_of_2 as power_of_2
+
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether TRITON_INTERPRET=1 was set before triton was imported: kernels run on the CPU then, one program at a time."""
 
@@ -48,11 +50,6 @@ requests wait. The tables of a step's copy to the device begin at multiples of 6
 
 kernel = triton.jit(do_not_specialize=list(VARYING))
 """Decorator of what is launched."""
-
-
-def power_of_2(n: int, least: int = 1) -> int:
-    """The smallest power of 2 that is at least n and `least`: what the extent of a block has to be."""
-    return max(least, int(triton.next_power_of_2(n)))
 
 
 def takes_tensor_cores(x: Tensor) -> bool:
