@@ -15,20 +15,19 @@ from cairn.cache.placement import PlacementPolicy
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo
 from cairn.engine.core import Core
-from cairn.engine.decode_capture import DecodeCapture, graph_sizes
+from cairn.engine.decode_capture import plan_capture, records_decodes
 from cairn.engine.devices import (
     Device,
-    MeasuredRoom,
+    LoadedModel,
     OpenFolder,
     choose_device,
     explain_out_of_memory,
-    measure_room,
     open_encoder,
     open_for_device,
     placement_of,
 )
 from cairn.engine.event_publisher import EventPublisher
-from cairn.engine.gpu_memory import CudaMemory, count_slot, report_free
+from cairn.engine.gpu_memory import count_slot
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
 from cairn.engine.multimodal_keys import ImageKeys
@@ -38,7 +37,6 @@ from cairn.engine.ranks.wire import RankConfig, RankGraphs, RankService, RankSiz
 from cairn.engine.request_log.log import open_log
 from cairn.engine.sizing import (
     LEAST_TOKENS,
-    MOST_SEQS_ON_GPU,
     MemorySizes,
     choose_max_model_len,
     choose_memory_sizes,
@@ -211,28 +209,16 @@ def _build_ranks(
     info = None if device.is_gpu else size_up(None)
     if tp_size == 1:
         model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
-        vision = open_encoder(config, opened, device)
-        memory = CudaMemory(device.place) if device.is_gpu else None
-        room: MeasuredRoom | None = None
-        if info is None:
-            assert memory is not None
-            capture = _decode_capture(config, opened, make_graphs, config.max_num_seqs or MOST_SEQS_ON_GPU)
-            room = measure_room(config, model, layout, memory, vision, capture=capture)
-            info = size_up(room.num_bytes)
-        num_pages, slots, longest = info.cache.num_pages, info.max_num_seqs, info.max_model_len
-        runner = Runner(model, layout, num_pages, slots, config.exact, observe, extra, vision, longest)
-        runner.get_ready()
-        capture = _decode_capture(config, opened, make_graphs, slots)
-        if capture is not None:
-            capture.run(runner, clock, memory)
-        if memory is not None and room is not None:
-            report_free(memory, room.step_bytes)
+        capture_for = partial(plan_capture, config, make_graphs, _max_model_len(config, opened))
+        own = LoadedModel(config, opened, device, model, open_encoder(config, opened, device), capture_for)
+        info = info or size_up(own.measure_room())
+        runner = own.allocate(info.cache.num_pages, info.max_num_seqs, extra, observe, clock)
         return _Ranks(runner, runner), info
     services: tuple[RankService, ...] = ()
     if config.kv_transfer is not None:
         services = (rank_service(config.kv_transfer.host, _model_units(opened)),)
     graphs = None
-    if make_graphs is not None and _records_decodes(config):
+    if make_graphs is not None and records_decodes(config):
         # By name: the other ranks are processes of their own.
         graphs = RankGraphs(f"{make_graphs.__module__}:{make_graphs.__qualname__}", _max_model_len(config, opened))
     ranks = RankConfig(engine=config, extra_pages=extra, step_seconds=_STEP_SECONDS, services=services, graphs=graphs)
@@ -263,21 +249,6 @@ def _build_transfer(
     if ranks.sockets is not None:
         transfer.resources.callback(ranks.sockets.close)
     return transfer
-
-
-def _decode_capture(
-    config: EngineConfig, opened: OpenModel, make_graphs: Callable[[], Graphs] | None, max_num_seqs: int
-) -> DecodeCapture | None:
-    """None where decode steps are launched kernel by kernel. Raises ConfigError for sizes that no batch has."""
-    if make_graphs is None or not _records_decodes(config) or not (sizes := graph_sizes(config, max_num_seqs)):
-        return None
-    return DecodeCapture(make_graphs, sizes, _max_model_len(config, opened))
-
-
-def _records_decodes(config: EngineConfig) -> bool:
-    """Not with flashinfer, which plans each step on the host, and with --exact, whose bits have not been compared with
-    those of graphs."""
-    return config.attention_backend != "flashinfer" and not config.exact
 
 
 def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> SchedulerConfig:

@@ -43,6 +43,12 @@ def graph_sizes(config: EngineConfig, max_num_seqs: int) -> tuple[int, ...]:
     return tuple(fitting)
 
 
+def records_decodes(config: EngineConfig) -> bool:
+    """Not with flashinfer, which plans each step on the host, and with --exact, whose bits have not been compared with
+    those of graphs."""
+    return config.attention_backend != "flashinfer" and not config.exact
+
+
 Meet = Callable[[str], object]
 """Called by a rank when it has launched, or done, what all ranks do together; the text says what. Where it waits for
 the others, it raises what one of them has been refused with, or EngineDead."""
@@ -116,6 +122,15 @@ class DecodeCapture:
         finally:
             for timer in timers:
                 timer.cancel()
+
+
+def plan_capture(
+    config: EngineConfig, make_graphs: Callable[[], Graphs] | None, max_model_len: int, max_num_seqs: int
+) -> DecodeCapture | None:
+    """None where decode steps are launched kernel by kernel. Raises ConfigError for sizes that no batch has."""
+    if make_graphs is None or not records_decodes(config) or not (sizes := graph_sizes(config, max_num_seqs)):
+        return None
+    return DecodeCapture(make_graphs, sizes, max_model_len)
 
 
 def _end_process(size: int, rank: int) -> None:

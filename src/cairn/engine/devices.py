@@ -14,9 +14,9 @@ from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.decode_capture import DecodeCapture, Meet, meet_nobody
-from cairn.engine.gpu_memory import STEPS_IN_FLIGHT, DeviceMemory
+from cairn.engine.gpu_memory import STEPS_IN_FLIGHT, CudaMemory, DeviceMemory, report_free
 from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans
-from cairn.engine.sizing import MOST_SEQS_ON_GPU
+from cairn.engine.sizing import MOST_SEQS_ON_GPU, choose_max_model_len
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cuda_support import check_device, check_vocabulary, is_interpreted
@@ -26,8 +26,9 @@ from cairn.models.decoder_builder import Backend
 from cairn.models.decoder_config import AskedQuantization
 from cairn.models.registry import OpenModel
 from cairn.models.weights.loader import DType
-from cairn.runner.runner import Runner, slot_bytes
+from cairn.runner.runner import Observe, Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
+from cairn.types import Clock
 
 logger = logging.getLogger(__name__)
 
@@ -303,3 +304,66 @@ def explain_out_of_memory(device: Device) -> Iterator[None]:
             "--max-num-seqs or --kv-cache-memory-bytes, or take a larger one, or serve with --device cpu; `cairn check "
             "MODEL --gpu NAME` counts"
         ) from error
+
+
+class LoadedModel:
+    """A model with its weights on a device, one rank's share of it, and without memory. `vision`: see `open_encoder`.
+    `capture_for`: what to capture where so many sequences run at once; see `plan_capture`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        opened: OpenModel,
+        device: Device,
+        model: Model,
+        vision: VisionEncoder | None,
+        capture_for: Callable[[int], DecodeCapture | None],
+    ) -> None:
+        self._config, self._device, self._model, self._vision = config, device, model, vision
+        self._layout = opened.layout(config.block_size, config.tensor_parallel_size)
+        self._model_limit = opened.config.max_position_embeddings
+        self._capture_for = capture_for
+        self._memory = CudaMemory(device.place) if device.is_gpu else None
+        self._step_bytes = 0
+
+    def measure_room(self, meet: Meet = meet_nobody) -> int:
+        """Bytes that the GPU has for pool and slots; see the function of this name. Raises ConfigError."""
+        assert self._memory is not None, "the CPU's memory is divided before anything is loaded"
+        capture = self._capture_for(self._config.max_num_seqs or MOST_SEQS_ON_GPU)
+        with explain_out_of_memory(self._device):
+            room = measure_room(self._config, self._model, self._layout, self._memory, self._vision, meet, capture)
+        self._step_bytes = room.step_bytes
+        return room.num_bytes
+
+    def allocate(
+        self,
+        num_pages: int,
+        num_slots: int,
+        extra_pages: int,
+        observe: Observe | None,
+        clock: Clock,
+        meet: Meet = meet_nobody,
+    ) -> Runner:
+        """A runner with memory of these sizes and with graphs. `extra_pages`: behind the pool, for what comes from
+        other servers. Raises ConfigError, and EngineDead when another rank is lost meanwhile."""
+        config = self._config
+        longest = choose_max_model_len(config.max_model_len, self._model_limit)
+        with explain_out_of_memory(self._device):
+            runner = Runner(
+                self._model,
+                self._layout,
+                num_pages,
+                num_slots,
+                config.exact,
+                observe,
+                extra_pages,
+                self._vision,
+                longest,
+            )
+            runner.get_ready()
+        capture = self._capture_for(num_slots)
+        if capture is not None:
+            capture.run(runner, clock, self._memory, meet)
+        if self._memory is not None:
+            report_free(self._memory, self._step_bytes)
+        return runner

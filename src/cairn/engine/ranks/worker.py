@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,6 @@ from cairn.engine.ranks.wire import (
     frames_of_sizes,
     frames_to_rank_zero,
 )
-from cairn.engine.sizing import MOST_SEQS_ON_GPU
 from cairn.engine.wire import BuildRefused, Fatal
 from cairn.errors import ConfigError, EngineDead
 from cairn.runner.contract import StepRunner
@@ -42,7 +42,7 @@ from cairn.step import StepPlan
 from cairn.types import SystemClock
 
 if TYPE_CHECKING:
-    from cairn.engine.decode_capture import DecodeCapture, Meet
+    from cairn.engine.decode_capture import Meet
     from cairn.engine.devices import Device
     from cairn.runner.runner import Observe, Runner
 
@@ -83,15 +83,15 @@ class LoadedRank:
         Raises ConfigError or ModelError, and EngineDead when not all ranks join in time.
         """
         # Here and not above: rank 0's module is imported where nothing of torch is wanted.
-        from cairn.engine.devices import choose_device, explain_out_of_memory, keeps_fp8, open_encoder
+        from cairn.engine.decode_capture import plan_capture
+        from cairn.engine.devices import LoadedModel, choose_device, explain_out_of_memory, keeps_fp8, open_encoder
         from cairn.layers.process_ranks import join_ranks
         from cairn.models.registry import open_model
 
         engine = config.engine
-        self._config, self._step_bytes = config, 0
-        self._opened = open_model(Path(engine.model), engine.dtype, engine.quantization, keeps_fp8(engine))
-        self._layout = self._opened.layout(engine.block_size, config.tp_size)
-        self.device = device or choose_device(engine, self._opened, config.rank)
+        self._config = config
+        opened = open_model(Path(engine.model), engine.dtype, engine.quantization, keeps_fp8(engine))
+        self.device = device or choose_device(engine, opened, config.rank)
         if self.device.is_gpu:
             # Ranks are of this machine: nobody else needs to reach the port at which NCCL's find each other.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -105,65 +105,28 @@ class LoadedRank:
             exact=engine.exact,
         )
         with explain_out_of_memory(self.device):
-            self._model = self._opened.build(
+            model = opened.build(
                 exact=engine.exact,
                 communicator=communicator,
                 backend=self.device.backend,
                 device=self.device.place,
             )
-            self._vision = open_encoder(engine, self._opened, self.device, config.rank)
+            vision = open_encoder(engine, opened, self.device, config.rank)
+        capture_for = partial(plan_capture, engine, None, 0)
+        if (graphs := config.graphs) is not None:
+            make_graphs = load_function(graphs.factory, "what makes graphs")
+            capture_for = partial(plan_capture, engine, make_graphs, graphs.max_model_len)
+        self._loaded = LoadedModel(engine, opened, self.device, model, vision, capture_for)
 
     def measure_room(self, meet: "Meet") -> int:
-        """See `devices.measure_room`; all ranks do it at the same time."""
-        from cairn.engine.devices import explain_out_of_memory, measure_room
-        from cairn.engine.gpu_memory import CudaMemory
-
-        engine, memory = self._config.engine, CudaMemory(self.device.place)
-        capture = self._decode_capture(engine.max_num_seqs or MOST_SEQS_ON_GPU)
-        with explain_out_of_memory(self.device):
-            room = measure_room(engine, self._model, self._layout, memory, self._vision, meet, capture)
-        self._step_bytes = room.step_bytes
-        return room.num_bytes
+        """See `devices.LoadedModel`; all ranks do it at the same time."""
+        return self._loaded.measure_room(meet)
 
     def allocate(self, sizes: RankSizes, observe: "Observe | None", meet: "Meet") -> "Runner":
         """A runner with memory of these sizes and with graphs, the same on all ranks. Raises ConfigError or ModelError,
         and EngineDead when another rank is lost meanwhile."""
-        from cairn.engine.devices import explain_out_of_memory
-        from cairn.engine.gpu_memory import CudaMemory, report_free
-        from cairn.engine.sizing import choose_max_model_len
-        from cairn.runner.runner import Runner
-
-        engine, model_limit = self._config.engine, self._opened.config.max_position_embeddings
-        with explain_out_of_memory(self.device):
-            runner = Runner(
-                self._model,
-                self._layout,
-                sizes.num_pages,
-                sizes.num_slots,
-                engine.exact,
-                observe=observe,
-                extra_pages=self._config.extra_pages,
-                vision=self._vision,
-                max_model_len=choose_max_model_len(engine.max_model_len, model_limit),
-            )
-            runner.get_ready()
-        capture, memory = self._decode_capture(sizes.num_slots), None
-        if self.device.is_gpu:
-            memory = CudaMemory(self.device.place)
-        if capture is not None:
-            capture.run(runner, SystemClock(), memory, meet)
-        if memory is not None:
-            report_free(memory, self._step_bytes)
-        return runner
-
-    def _decode_capture(self, max_num_seqs: int) -> "DecodeCapture | None":
-        """None where decode steps are launched kernel by kernel. Raises ConfigError for sizes that no batch has."""
-        from cairn.engine.decode_capture import DecodeCapture, graph_sizes
-
-        graphs = self._config.graphs
-        if graphs is None or not (sizes := graph_sizes(self._config.engine, max_num_seqs)):
-            return None
-        return DecodeCapture(load_function(graphs.factory, "what makes graphs"), sizes, graphs.max_model_len)
+        extra = self._config.extra_pages
+        return self._loaded.allocate(sizes.num_pages, sizes.num_slots, extra, observe, SystemClock(), meet)
 
 
 def follow(
