@@ -119,7 +119,7 @@ def ssd(module: Any) -> Iterator[Configuration]:
     others = {"states": "*fp32", "snapshots": "*fp32", "limit_low": "fp32", "limit_high": "fp32"}
     for precision, model in SCANS:
         models = ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64))
-        for heads, per_group, dim, size in models[: 1 if precision == "ieee" else None]:
+        for heads, per_group, dim, size in models[:: 2 if precision == "ieee" else 1]:
             shape: dict[str, object] = {"H": heads, "PER_GROUP": per_group, "P": dim, "S": size}
             for kernel, sizes, tile in (
                 (module._steps_kernel, {"H": heads}, module._steps_tile(heads)),

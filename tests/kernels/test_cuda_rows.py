@@ -187,6 +187,27 @@ def test_products_of_several_tiles(tokens: int, gated: bool, dtype: torch.dtype)
 
 
 @DTYPES
+def test_more_rows_than_a_launch_has_programs_for_are_several_launches(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call = experts_call(random_choice(90, 9, 3), 9, (40, 24), True, dtype)
+    module = sys.modules["cairn.kernels.cuda.experts"]
+    (whole,) = call.run(CUDA)
+    launched: list[int] = []
+    run = module._run_many_tokens
+
+    def counted(x: Tensor, *others: Any, gated: bool) -> None:
+        launched.append(len(x))
+        run(x, *others, gated=gated)
+
+    monkeypatch.setattr(module, "_run_many_tokens", counted)
+    # Two blocks of 32 pairs beside one of each expert.
+    monkeypatch.setattr(module, "_MOST_BLOCKS", 9 + 2)
+    assert same_bits(call.run(CUDA)[0], whole)
+    assert launched == [21, 21, 21, 21, 6]
+
+
+@DTYPES
 def test_pairs_are_sorted_by_counting_as_by_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     call = experts_call(random_choice(90, 9, 3), 9, (40, 24), True, dtype)
     (counted,) = call.run(CUDA)

@@ -37,6 +37,7 @@ def test_models_shapes(kernels: Kernels, model: torch.dtype) -> None:
         conv_call(MIXED, (8, 257), model),
         ssd_call(MIXED, (2, 3, 64, 128), model),
         ssd_call(MIXED, (1, 10, 80, 16), model),
+        ssd_call(MIXED, (1, 2, 16, 200), model),
         gdn_call(MIXED, (2, 1, 128, 128), model),
         gdn_call(MIXED, (1, 3, 80, 64), model),
     ]

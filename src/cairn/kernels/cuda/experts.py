@@ -38,6 +38,9 @@ _FEW_TOKENS = 4
 _FIXED_ROWS = 16
 """Of a block where a token's bits must not depend on the other tokens."""
 
+_MOST_BLOCKS = 65_535
+"""Of rows in a launch: of programs, CUDA takes no more along a grid's second axis."""
+
 _BLOCK = tl.constexpr(BLOCK)
 
 
@@ -271,8 +274,11 @@ def _experts(
     if tokens <= _FEW_TOKENS and not metadata.exact:
         _run_few_tokens(x, topk_ids, topk_weights, up, down, out, gated=gated)
     else:
-        rows = _FIXED_ROWS if metadata.exact else _block_rows(topk_ids.numel(), down.shape[0], x.dtype)
-        _run_many_tokens(x, topk_ids, topk_weights, up, down, out, rows, gated=gated)
+        num_experts, top_k = down.shape[0], topk_ids.shape[1]
+        rows = _FIXED_ROWS if metadata.exact else _block_rows(topk_ids.numel(), num_experts, x.dtype)
+        most = (_MOST_BLOCKS - num_experts) * rows // top_k
+        for part in (slice(first, first + most) for first in range(0, tokens, most)):
+            _run_many_tokens(x[part], topk_ids[part], topk_weights[part], up, down, out[part], rows, gated=gated)
     return out
 
 

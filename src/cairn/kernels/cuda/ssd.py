@@ -163,7 +163,7 @@ def _outputs_kernel(
     H: tl.constexpr, PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, HEADS: tl.constexpr,
     BP: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """What a chunk reads of its states, for some heads that share b and c."""
+    """What a chunk reads of its states, for some heads that share b and c; BS of the S numbers of a state at a time."""
     parts: tl.constexpr = (PER_GROUP + HEADS - 1) // HEADS
     groups: tl.constexpr = H // PER_GROUP
     part, group = tl.program_id(0) % parts, tl.program_id(0) // parts % groups
@@ -173,22 +173,31 @@ def _outputs_kernel(
     rows = first_row.to(tl.int64) + token
 
     dim, size = tl.arange(0, BP), tl.arange(0, BS)
-    size_mask = valid[:, None] & (size < S)[None, :]
-    writes = tl.load(b + rows[:, None] * b_stride + group * S + size[None, :], mask=size_mask, other=0.0)
-    reads = tl.load(c + rows[:, None] * c_stride + group * S + size[None, :], mask=size_mask, other=0.0)
-    scores = product(reads, tl.trans(writes), tl.zeros((64, 64), tl.float32), PRECISION)
+    scores = tl.zeros((64, 64), tl.float32)
+    for begin in tl.static_range(0, S, BS):
+        size_mask = valid[:, None] & (begin + size < S)[None, :]
+        writes = tl.load(b + rows[:, None] * b_stride + group * S + begin + size[None, :], mask=size_mask, other=0.0)
+        reads = tl.load(c + rows[:, None] * c_stride + group * S + begin + size[None, :], mask=size_mask, other=0.0)
+        scores = product(reads, tl.trans(writes), scores, PRECISION)
     scores = tl.where(token[:, None] >= token[None, :], scores, 0.0)
     mask = valid[:, None] & (dim < P)[None, :]
-    state_mask = (size < S)[:, None] & (dim < P)[None, :]
     first = group * PER_GROUP + part * HEADS
     for head in tl.range(first, tl.minimum(first + HEADS, (group + 1) * PER_GROUP), num_stages=STAGES):
         per_row = head * num_rows
         step = tl.load(steps + per_row + rows, mask=valid, other=0.0)
         total = tl.load(totals + per_row + rows, mask=valid, other=0.0)
         inputs = tl.load(x + rows[:, None] * x_stride + head * P + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-        at = chunk.to(tl.int64) * (H * S * P) + head * (S * P) + size[:, None] * P + dim[None, :]
-        state = tl.load(chunk_states + at, mask=state_mask, other=0.0)
-        out = product(reads, state, tl.zeros((64, BP), tl.float32), PRECISION) * tl.exp(total)[:, None]
+        out = tl.zeros((64, BP), tl.float32)
+        for begin in tl.static_range(0, S, BS):
+            if BS < S:
+                size_mask = valid[:, None] & (begin + size < S)[None, :]
+                reads = tl.load(
+                    c + rows[:, None] * c_stride + group * S + begin + size[None, :], mask=size_mask, other=0.0
+                )
+            at = chunk.to(tl.int64) * (H * S * P) + head * (S * P) + (begin + size)[:, None] * P + dim[None, :]
+            state_mask = (begin + size < S)[:, None] & (dim < P)[None, :]
+            out = product(reads, tl.load(chunk_states + at, mask=state_mask, other=0.0), out, PRECISION)
+        out *= tl.exp(total)[:, None]
         relative_decay = tl.exp(tl.minimum(total[:, None] - total[None, :], 0.0)) * step[None, :]
         out = product(scores * relative_decay, inputs, out, PRECISION)
         out += tl.load(d + head) * inputs
@@ -309,6 +318,9 @@ def _snapshots_tile(dim: int, size: int, precision: Precision) -> dict[str, Any]
 def _outputs_tile(dim: int, size: int, per_group: int, precision: Precision) -> dict[str, Any]:
     """Heads of a group one after the other: b and c are read, and multiplied with each other, once for all."""
     tile: dict[str, Any] = {"HEADS": min(8, per_group), "BP": power_of_2(dim, 16), "BS": power_of_2(size, 16)}
+    if precision != "bf16":
+        # 256 numbers of float32 a state are more than the shared memory of most GPUs.
+        tile["BS"] = min(128, tile["BS"])
     # A head's x and state; b of all of them.
     head_bytes, shared_bytes = 2 * tile["BP"] * (64 + tile["BS"]), 2 * 64 * tile["BS"] + 2048
     stages = stages_that_fit(3, head_bytes, shared_bytes, limits().shared_memory) if precision == "bf16" else 1
