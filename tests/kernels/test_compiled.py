@@ -5,7 +5,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -230,6 +230,39 @@ def test_results_do_not_depend_on_the_number_of_threads(team: Team, name: str, d
 
     check()
     assert team.asked or name in ("embed", "linear", "lm_head")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("norm", ["rms_norm", "add_rms_norm", "gated_rms_norm", "rms_norm_then_gate"])
+def test_results_do_not_depend_on_where_they_lie(
+    norm: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LLVM has another loop for memory that might overlap, which a result close behind the weights might."""
+    generator = torch.Generator().manual_seed(0)
+    memory = torch.zeros(80_000, dtype=torch.uint8)
+    weight_dtype = torch.float32 if norm == "rms_norm_then_gate" else dtype
+
+    def found(x: Tensor, gate: Tensor, weight: Tensor, gap: int) -> Tensor:
+        """With the result `gap` bytes behind the weights."""
+        memory.zero_()
+        placed = memory[: weight.nbytes].view(weight.dtype).copy_(weight)
+        out = memory[weight.nbytes + gap :][: gate.nbytes].view(gate.dtype).view(gate.shape)
+        call: Mapping[str, Callable[[], Tensor]] = {
+            "rms_norm": lambda: cpu.rms_norm(gate, placed, 1e-5),
+            "add_rms_norm": lambda: cpu.add_rms_norm(x.to(dtype, copy=True), gate, placed, 1e-5),
+            "gated_rms_norm": lambda: cpu.gated_rms_norm(x, gate, placed, 1, 1e-5),
+            "rms_norm_then_gate": lambda: cpu.rms_norm_then_gate(x[:, None], gate, placed, 1e-5),
+        }
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_like", lambda _, **options: out)
+            return call[norm]().clone()
+
+    for width in (*range(1, 41), 64, 100):
+        x, gate = torch.randn((2, 2, width), generator=generator)
+        operands = (x, gate.to(dtype), torch.randn(width, generator=generator).to(weight_dtype))
+        far = found(*operands, gap=40_000)
+        for gap in (0, 4, 64, 160):
+            assert same_bits(found(*operands, gap=gap), far)
 
 
 def run_with(call: Any, limit: int) -> tuple[Tensor, ...]:

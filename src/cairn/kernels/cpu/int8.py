@@ -31,7 +31,7 @@ from cairn.kernels.cpu.panels import (
     partition_rows,
     product_type,
 )
-from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load, store
+from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load, product, store
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.cpu.vectors import LANES, aligned, pointer_to
 
@@ -203,10 +203,10 @@ def _multiply_int8(begin: int, end: int, p: Any, scales: Any, channel_scales: An
             scale = scales[first + i]
             if p.has_bias:
                 for j in range(columns):
-                    store(target, j, np.float32(source[j] - zero[j]) * factors[j] * scale + load(bias, j))
+                    store(target, j, product(np.float32(source[j] - zero[j]), factors[j], scale) + load(bias, j))
             else:
                 for j in range(columns):
-                    store(target, j, np.float32(source[j] - zero[j]) * factors[j] * scale)
+                    store(target, j, product(np.float32(source[j] - zero[j]), factors[j], scale))
     buffer[0] = 0
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, FLOAT, INT, jit, kernel, row_args
-from cairn.kernels.cpu.scalars import ONE, advance, load, silu, store
+from cairn.kernels.cpu.scalars import ONE, advance, load, product, silu, store
 
 _DTYPES: Mapping[tuple[torch.dtype, torch.dtype], tuple[Any, Any]] = {
     (torch.float32, torch.float32): (F32, F32),
@@ -35,7 +35,7 @@ def _rms_norm(
         source, target = advance(x, i // heads * row + i % heads * head), advance(out, i * width)
         scale = _inverse_rms(source, width, eps)
         for j in range(width):
-            store(target, j, load(source, j) * scale * load(weight, j))
+            store(target, j, product(load(source, j), scale, load(weight, j)))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -59,7 +59,7 @@ def _add_rms_norm(
             store(total, j, load(total, j) + load(added, j))
         scale = _inverse_rms(total, width, eps)
         for j in range(width):
-            store(target, j, load(total, j) * scale * load(weight, j))
+            store(target, j, product(load(total, j), scale, load(weight, j)))
 
 
 def add_rms_norm(residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,7 +89,7 @@ def _gated_rms_norm(
             total += value * value
         scale = ONE / np.sqrt(total / np.float32(part) + eps)
         for j in range(part):
-            store(target, j, gated[j] * scale * load(weights, j))
+            store(target, j, product(gated[j], scale, load(weights, j)))
 
 
 def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, groups: int, eps: float) -> Tensor:
@@ -112,7 +112,7 @@ def _rms_norm_then_gate(
         gates, target = advance(gate, i // heads * gate_row + i % heads * dim), advance(out, i * dim)
         scale = _inverse_rms(source, dim, eps)
         for j in range(dim):
-            store(target, j, source[j] * scale * weight[j] * silu(load(gates, j)))
+            store(target, j, product(source[j], scale, weight[j]) * silu(load(gates, j)))
 
 
 def rms_norm_then_gate(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:

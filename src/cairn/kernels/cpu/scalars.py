@@ -127,6 +127,13 @@ def _power_of_two(exponent: Any) -> Any:
     return float_of(np.uint32(np.int32(exponent) + np.int32(127)) << np.uint32(23))
 
 
+@exact_jit
+def product(a: Any, b: Any, c: Any) -> Any:
+    """a * b * c, from left to right. Free to choose, LLVM may order a loop's vector code and its scalar code
+    differently, and which of them runs may depend on where the memory happens to lie."""
+    return a * b * c
+
+
 @jit
 def sigmoid(x: Any) -> Any:
     """1 / (1 + e^-x)."""
