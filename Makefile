@@ -88,7 +88,7 @@ test-vllm: build/scripted-model/config.json build/scripted-vision-model/config.j
 test-kernels: $(TRITON)
 	@$(WITH_TRITON) TRITON_INTERPRET=1 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal -k cuda tests/kernels $(TEST_ARGS)
 	@$(WITH_TRITON) $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal tests/kernels/test_cuda_compiles.py \
-	  tests/kernels/test_cuda_launches.py $(TEST_ARGS)
+	  tests/kernels/test_cuda_launches.py tests/kernels/test_cuda_first_use.py $(TEST_ARGS)
 
 # Tests that have passed are not run again before one of these files changes.
 GPU_SOURCES = $(sort $(wildcard src/cairn/kernels/*.py src/cairn/kernels/*/*.py tests/kernels/*.py benchmarks/gpu_kernels.py \

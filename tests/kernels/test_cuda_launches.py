@@ -43,7 +43,7 @@ from kernels.random_batches import RandomBatch, SequenceRows
 BF16, F32 = torch.bfloat16, torch.float32
 
 every_backend = pytest.mark.parametrize(
-    ("kernels", "dtype"), [(cuda, BF16), (cuda, F32), (cuda_exact, F32)], ids=["bfloat16", "float32", "exact"]
+    ("kernels", "dtype"), [(cuda, BF16), (cuda_exact, F32)], ids=["bfloat16", "exact"]
 )
 
 DECODES = tuple(SequenceRows(slot, 600 * slot, 1, snapshots=(1,)) for slot in range(8))
@@ -251,7 +251,7 @@ def draw(params: Sequence[SamplingParams], vocab_size: int, mask: np.ndarray | N
     sampler.draw(numbers(len(params), vocab_size), range(len(params)), samples, counts)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 4096])
+@pytest.mark.parametrize("vocab_size", [1, 97])
 def test_draws_are_launched(vocab_size: int) -> None:
     """Each way alone, and all of them at once, under a mask and without: few variants, whatever is asked for."""
     mask = np.full(-(-vocab_size // 32), -1, np.int32)
@@ -268,7 +268,7 @@ def test_draws_are_launched(vocab_size: int) -> None:
     assert variants_of(launches) == several | dict.fromkeys(once, 1)
 
 
-@pytest.mark.parametrize("vocab_size", [1, 4096])
+@pytest.mark.parametrize("vocab_size", [1, 97])
 def test_log_probabilities_are_launched(vocab_size: int) -> None:
     """None but the token's own, the best, and listed ones, for one row and for some of many: of one variant each."""
     with launches_recorded() as launches:
