@@ -5,7 +5,8 @@
 #   make test-clients published clients (openai, anthropic, litellm, langchain-openai, instructor) against a server
 #   make test-ray servers on Ray Serve, on a Ray that is started for it, in an environment that has Ray besides
 #   make test-vllm VLLM=folder vLLM's own server tests, from its unpacked source package: see tests/clients/vllm_tests
-#   make test-kernels the CUDA kernels without a GPU: interpreted, and compiled for three generations; some minutes
+#   make test-kernels the CUDA kernels without a GPU: interpreted, compiled for three generations, and launched up to the
+#                launch itself; some minutes
 #   make test-gpu the CUDA kernels on this machine's NVIDIA GPU; started again, it goes on where it stopped
 #   make test-gpu-engine the engine on this GPU, likewise: logits, preemption, images, load
 #   make check-docker the steps of the CPU image and the services of the compose file, without Docker
@@ -86,7 +87,8 @@ test-vllm: build/scripted-model/config.json build/scripted-vision-model/config.j
 # "cuda" is in the names of the backend's files and of its parameter: what other backends are asked is asked elsewhere.
 test-kernels: $(TRITON)
 	@$(WITH_TRITON) TRITON_INTERPRET=1 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal -k cuda tests/kernels $(TEST_ARGS)
-	@$(WITH_TRITON) $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal tests/kernels/test_cuda_compiles.py $(TEST_ARGS)
+	@$(WITH_TRITON) $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal tests/kernels/test_cuda_compiles.py \
+	  tests/kernels/test_cuda_launches.py tests/kernels/test_cuda_first_use.py $(TEST_ARGS)
 
 # Tests that have passed are not run again before one of these files changes.
 GPU_SOURCES = $(sort $(wildcard src/cairn/kernels/*.py src/cairn/kernels/*/*.py tests/kernels/*.py benchmarks/gpu_kernels.py \

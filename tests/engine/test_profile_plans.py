@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from cairn.cache.placement import placement_for
-from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans
+from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans, warm_up_plans
 from cairn.models.registry import open_model
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
@@ -19,10 +19,14 @@ def test_they_can_be_carried_out(tiny_model, mode, num_tokens):
     limits = PlanLimits(layout, num_pages, SLOTS, model.vocab_size, aligned=True)
     runner = Runner(model, layout, num_pages, SLOTS, exact=False)
     checked = CheckedRunner(runner, limits)
-    for plan in profile_plans(layout, num_tokens, None if mode is None else placement_for(mode, 16, False)):
+    placement = None if mode is None else placement_for(mode, 16, False)
+    plans = [(plan, {}) for plan in profile_plans(layout, num_tokens, placement)]
+    plans += warm_up_plans(layout, num_tokens, placement, model.vocab_size)
+    for plan, masks in plans:
         checked.launch(plan)
-        checked.draw(plan.step, {})
-    assert [len(checked.collect(step).sampled) for step in range(2)] == [1, 1]
+        checked.draw(plan.step, masks)
+    assert [plan.step for plan, _ in plans] == [*range(len(plans))]
+    assert [len(checked.collect(plan.step).sampled) for plan, _ in plans] == [1, 1, *[0] * (len(plans) - 3), 1]
     assert torch.isfinite(runner._live.hidden[:SLOTS]).all()
 
 

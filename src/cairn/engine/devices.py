@@ -2,9 +2,10 @@
 
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +16,7 @@ from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.decode_capture import DecodeCapture, Meet, meet_nobody
 from cairn.engine.gpu_memory import STEPS_IN_FLIGHT, CudaMemory, DeviceMemory, report_free
-from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans
+from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans, warm_up_plans
 from cairn.engine.sizing import MOST_SEQS_ON_GPU, choose_max_model_len
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
@@ -28,6 +29,7 @@ from cairn.models.registry import OpenModel
 from cairn.models.weights.loader import DType
 from cairn.runner.runner import Observe, Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
+from cairn.step import StepPlan, TokenMasks
 from cairn.types import Clock
 
 logger = logging.getLogger(__name__)
@@ -271,23 +273,30 @@ def _step_bytes(
 ) -> tuple[int, int]:
     """The most that a prefill step of --max-num-batched-tokens takes besides pool and slots, with the checkpoints that
     are taken in it and all that a runner keeps, or that encoding the largest image takes, which is over before the
-    step's layers begin; and what graphs will take. A small step of all kinds follows, and compiles what the first
-    requests would wait for."""
-    num_tokens = config.max_num_batched_tokens
-    plans, num_pages = profile_plans(layout, num_tokens, placement_of(config)), num_profile_pages(layout, num_tokens)
+    step's layers begin; and what graphs will take. Small steps of all kinds follow, and compile what requests would
+    wait for."""
+    num_tokens, placement = config.max_num_batched_tokens, placement_of(config)
+    plans, num_pages = profile_plans(layout, num_tokens, placement), num_profile_pages(layout, num_tokens)
     memory.start_peak()
     runner = Runner(model, layout, num_pages, SLOTS, model.exact)
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
-    for plan in plans:
-        runner.launch(plan)
-        runner.draw(plan.step, {})
-    meet("in the largest step")  # all of it is out: a rank that waited here before its last step would be waited for
-    for plan in plans:
-        runner.collect(plan.step)
+    _carry_out(runner, [(plan, {}) for plan in plans], partial(meet, "in the largest step"))
     counted_elsewhere = runner.pool.nbytes + (SLOTS + 1) * slot_bytes(model.spec, layout, num_pages)
     step_bytes = max(0, memory.peak_growth() - counted_elsewhere)
+    warm_up = warm_up_plans(layout, num_tokens, placement, model.vocab_size)
+    _carry_out(runner, [*warm_up], partial(meet, "in the small steps"))
     return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory, meet)
+
+
+def _carry_out(runner: Runner, plans: Sequence[tuple[StepPlan, TokenMasks]], meet: Callable[[], object]) -> None:
+    """The ranks meet when all of it is out: one that waited before its last step would be waited for."""
+    for plan, masks in plans:
+        runner.launch(plan)
+        runner.draw(plan.step, masks)
+    meet()
+    for plan, _ in plans:
+        runner.collect(plan.step)
 
 
 @contextmanager

@@ -1,8 +1,10 @@
 """The steps that a server carries out before it serves: they show what the largest one takes of a GPU's memory, and
-have kernels compiled that requests would wait for otherwise.
+have all kernels compiled that requests would wait for otherwise.
 
 What is computed is nobody's: both sequences have the same pages, and all checkpoints go to one file.
 """
+
+from collections.abc import Iterator
 
 import numpy as np
 
@@ -20,6 +22,7 @@ from cairn.step import (
     Save,
     Snapshot,
     StepPlan,
+    TokenMasks,
 )
 from cairn.types import Pages, SamplingParams
 
@@ -29,7 +32,12 @@ SLOTS = 2
 _BEHIND = GRID, 2 * GRID + 6
 """Tokens of the second step's prompt: behind a hit, and to an end off the grid."""
 
+_LONG = 17 * 128
+"""Tokens before a decode whose attention is in many parts. Of those the CUDA kernels put 16 together with one variant,
+and more with another."""
+
 _DRAWN, _GREEDY = SamplingParams(temperature=1.0, top_p=0.9, seed=0), SamplingParams(temperature=0.0)
+_EVERYTHING = SamplingParams(frequency_penalty=1.0, logit_bias=((0, 1.0),), seed=0)
 
 
 def num_profile_pages(layout: CacheLayout, num_tokens: int) -> int:
@@ -66,9 +74,41 @@ def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPoli
     return largest, mixed
 
 
+def warm_up_plans(
+    layout: CacheLayout, num_tokens: int, placement: PlacementPolicy | None, vocab_size: int
+) -> Iterator[tuple[StepPlan, TokenMasks]]:
+    """Behind `profile_plans`, small steps for what else kernels are compiled for: prompts of each power of 2 below
+    `num_tokens`, as tiles are as large as there are rows; a decode alone, whose one row lies otherwise than several do,
+    and whose attention is in one part or in many; and a draw with all that may be asked of one."""
+    tables = tuple(np.arange(group.pages_for(_longest(num_tokens)), dtype=np.int32) for group in layout.groups)
+    file = np.arange(layout.pages_per_checkpoint, dtype=np.int32)
+    step, count = 2, 1
+    while count < num_tokens:
+        yield (
+            StepPlan(
+                step,
+                admits=(Admit(0, tables, _GREEDY),),
+                prefills=(PrefillRow(0, 0, np.zeros(count, np.int64), 0),),
+                snapshots=_snapshots(placement, 0, 0, count, file),
+            ),
+            {},
+        )
+        step, count = step + 1, 2 * count
+    first = np.zeros(1, np.int32)
+    yield StepPlan(step, decodes=DecodeRows(first, first + _LONG, first.astype(np.int64), first)), {}
+    asked = Admit(0, tables, _EVERYTHING, num_prompt_tokens=1, history=np.zeros(1, np.int64), logprobs=1)
+    alone = StepPlan(
+        step + 1,
+        admits=(asked,),
+        decodes=DecodeRows(first, first, first.astype(np.int64), first),
+        samples=_samples((0, 1)),
+    )
+    yield alone, {0: np.full(-(-vocab_size // 32), -1, np.int32)}
+
+
 def _longest(num_tokens: int) -> int:
-    """Tokens of the longer sequence: the first one decodes a token behind its prompt."""
-    return max(num_tokens + 1, _BEHIND[1])
+    """Tokens of the longest sequence: the first one decodes a token behind its prompt."""
+    return max(num_tokens + 1, _BEHIND[1], _LONG + 1)
 
 
 def _snapshots(placement: PlacementPolicy | None, row: int, start: int, end: int, file: Pages) -> tuple[Snapshot, ...]:

@@ -98,6 +98,7 @@ class Runner(StepRunner):
         self.forward_passes = self.steps = 0
         self.layout = layout
         self.num_slots = num_slots
+        self._extra_pages = extra_pages
         self.vision = vision
         self.pool = allocate_pool(num_pages + extra_pages, layout.page_bytes, model.spec.device)
         self._model = model
@@ -139,8 +140,19 @@ class Runner(StepRunner):
             # Nothing waits for it: memory that is used before comes by page faults.
             threading.Thread(target=populate, args=(self.pool,), name="populate", daemon=True).start()
         self._model.kernels.warm_up(self._model.spec.dtype)
+        if self._extra_pages:
+            self._copy_no_tokens()
         if self._model.exact:
             check_row_independence(self._model.linears)
+
+    def _copy_no_tokens(self) -> None:
+        """As a transfer between pages of unequal sizes copies its tokens, from the pages behind the pool's: the first
+        one would wait for the compiler, and steps for it."""
+        for layer in self._paged[:1]:
+            tokens, dim = layer.keys.shape[2:]
+            pages = self.pool.view(len(self.pool), -1, tokens, dim * layer.keys.itemsize)
+            none = torch.zeros(0, dtype=torch.int64, device=self.pool.device)
+            self._model.kernels.copy_tokens(pages, none, none, pages[-self._extra_pages :], none, none)
 
     def launch(self, plan: StepPlan) -> None:
         """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be drawn;

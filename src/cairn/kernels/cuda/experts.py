@@ -81,7 +81,7 @@ def _up_kernel(
     b_pointers = weight + expert.to(tl.int64) * expert_stride
     b_pointers += column.to(tl.int64)[None, :] * weight_stride + depth[:, None]
     # The rows of `up` lie behind those of `gate`.
-    half = inner_width.to(tl.int64) * weight_stride
+    half = tl.cast(inner_width, tl.int64) * weight_stride
     is_column = column < inner_width
     gate_scales, up_scales = _up_scales(scales, expert, column, inner_width, width, GATED, BLOCKED)
     gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
@@ -172,7 +172,7 @@ def _up_gemv_kernel(
     expert = tl.load(topk_ids + pair)
     token = x + (pair // top_k).to(tl.int64) * x_stride
     rows = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + depth[None, :]
-    half = inner_width.to(tl.int64) * weight_stride
+    half = tl.cast(inner_width, tl.int64) * weight_stride
     is_column = column < inner_width
     gate_scales, up_scales = _up_scales(scales, expert, column, inner_width, width, GATED, BLOCKED)
     PARTS: tl.constexpr = DEPTH // _BLOCK if BLOCKED else DEPTH
