@@ -290,13 +290,16 @@ def _step_bytes(
 
 
 def _carry_out(runner: Runner, plans: Sequence[tuple[StepPlan, TokenMasks]], meet: Callable[[], object]) -> None:
-    """The ranks meet when all of it is out: one that waited before its last step would be waited for."""
-    for plan, masks in plans:
-        runner.launch(plan)
-        runner.draw(plan.step, masks)
-    meet()
-    for plan, _ in plans:
-        runner.collect(plan.step)
+    """With as many steps in flight as a server has. The ranks meet before each wait for the device, where one that
+    could not go on would be waited for."""
+    for first in range(0, len(plans), STEPS_IN_FLIGHT):
+        in_flight = plans[first : first + STEPS_IN_FLIGHT]
+        for plan, masks in in_flight:
+            runner.launch(plan)
+            runner.draw(plan.step, masks)
+        meet()
+        for plan, _ in in_flight:
+            runner.collect(plan.step)
 
 
 @contextmanager

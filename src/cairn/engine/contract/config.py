@@ -142,7 +142,7 @@ class SchedulingOptions(_Options):
     )
     max_num_batched_tokens: Count = Field(2048, description="most tokens computed in one step", ge=1, le=_MAX_COUNT)
     max_num_seqs: int | None = Field(
-        None, description="most requests computed at once; 64 unless given, fewer where memory is short", ge=1, le=65536
+        None, description="most requests computed at once; 64 unless given, fewer where memory is short", ge=1, le=65535
     )
     max_waiting: int = Field(1024, description="most requests waiting; more are answered with 429", ge=1, le=_MAX_COUNT)
     seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
