@@ -8,6 +8,7 @@ from cairn.engine.contract import KvTransferConfig
 from cairn.proxy.app import create_app
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
+from tiers import first_of
 
 TAKES_PART = KvTransferConfig(port=0)
 
@@ -50,8 +51,7 @@ def read_stream(path, text):
     return events, "".join(delta if isinstance(delta, str) else delta["text"] for delta in deltas)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize(("path", "stream"), first_of(zip(APIS, (False, True), strict=True), APIS, (False, True)))
 def test_prompts_are_handed_over_and_the_second_turn_is_known(serve, run_app, path, stream):
     make_body, text_of = APIS[path]
     prefill, decode = (serve(kv_transfer=TAKES_PART) for _ in range(2))
