@@ -231,10 +231,11 @@ def test_prompts_in_chunks(loaded, budget):
     assert_same(engine.ask(TEXT[:333]), loaded.alone(TEXT[:333]))
 
 
-def test_a_chat_that_grows(loaded):
+@pytest.mark.parametrize("turns", [3, more(5)])
+def test_a_chat_that_grows(loaded, turns):
     engine = Engine(loaded)
     prompt = TEXT[:90]
-    for turn in range(5):
+    for turn in range(turns):
         expected = loaded.alone(prompt, 12)
         assert_same(engine.ask(prompt, 12), expected)
         answer = tuple(int(logits.argmax()) for logits in expected)

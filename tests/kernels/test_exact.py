@@ -16,7 +16,7 @@ from cairn.kernels.contract import ExactKernels
 from cairn.kernels.exact import products
 from kernels.backends import EXACT, INTERPRETED, exact_backend
 from kernels.comparison import FEW as SOME
-from kernels.comparison import same_bits
+from kernels.comparison import NUM_EXAMPLES, same_bits
 from kernels.kernel_calls import OPERATIONS, Call, calls, part_of_sequence
 from kernels.random_batches import NUM_SLOTS, RandomBatch, SequenceRows
 from tiers import more
@@ -75,11 +75,17 @@ WEIGHTS = ("weight", "up", "down", "gate_up")
 
 @exact_backend
 @pytest.mark.parametrize("name", COMPUTED)
-@FEW
-@given(data=st.data())
-def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(
-    kernels: ExactKernels, name: str, data: st.DataObject
-) -> None:
+@pytest.mark.parametrize("max_examples", NUM_EXAMPLES if EXACT is exact else [FEW.max_examples])
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(kernels: ExactKernels, name: str, max_examples: int) -> None:
+    @settings(FEW, max_examples=max_examples)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        check_alone(kernels, name, data)
+
+    check()
+
+
+def check_alone(kernels: ExactKernels, name: str, data: st.DataObject) -> None:
     call = data.draw(calls(name, F32, BATCH))
     # What this machine's BLAS does not keep apart, as a width of 7, is refused at start.
     generator = torch.Generator().manual_seed(0)
