@@ -1,6 +1,6 @@
 # A fresh machine needs Python 3.11 or newer, make and a package registry, then one of
 #
-#   make test    lint, types and the tests that every change needs, in some six minutes
+#   make test    lint, types and the tests that every change needs, in some five minutes
 #   make test-more the rest: whole matrices, more rounds of faults, servers of their own
 #   make test-clients published clients (openai, anthropic, litellm, langchain-openai, instructor) against a server
 #   make test-ray servers on Ray Serve, on a Ray that is started for it, in an environment that has Ray besides

@@ -80,9 +80,11 @@ def _imports(module: Source, node: ast.AST, eager: bool) -> Iterator[Import]:
             for child in node.orelse:
                 yield from _imports(module, child, eager)
         case _:
-            eager = eager and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            eager = eager and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             for child in ast.iter_child_nodes(node):
-                yield from _imports(module, child, eager)
+                # No expression has an import in it, and most of a tree is expressions.
+                if not isinstance(child, ast.expr):
+                    yield from _imports(module, child, eager)
 
 
 def _base(module: Source, node: ast.ImportFrom) -> str:

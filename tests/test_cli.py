@@ -105,6 +105,7 @@ def test_what_fits_the_machine_is_chosen_logged_and_shown(serving):
     ]
 
 
+@pytest.mark.more
 def test_the_environment_says_how_threads_wait(serving):
     server = serving("echo", "--cpu-threads", "1", variables={"GOMP_SPINCOUNT": "77"})
     variables = server.core().environ()
@@ -156,6 +157,7 @@ def test_serving_and_draining(serving):
     assert "bytes per token" in server.log and "the smallest prefix that can be hit" in server.log
 
 
+@pytest.mark.more
 def test_a_server_that_takes_part_in_transfers_says_where(serving):
     config = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
     server = serving("echo", "--kv-transfer-config", config, "--tensor-parallel-size", "2", "--block-size", "128")
@@ -284,7 +286,7 @@ def test_making_and_checking_a_model(tmp_path, capsys):
     assert str(tmp_path / "missing") in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["serve", "--help"]])
+@pytest.mark.parametrize("arguments", [["serve", "--help"], *map(more, (["--help"], ["--version"]))])
 def test_help_needs_no_heavy_imports(arguments):
     script = (
         f"import sys; from cairn.cli import main; assert main({arguments!r}) == 0; "

@@ -1,10 +1,11 @@
 """Which parts of a matrix `make test` runs, and which `make test-more` runs besides."""
 
 from collections.abc import Iterable
+from itertools import product
 
 import pytest
 
-__all__ = ["first", "more"]
+__all__ = ["first", "first_of", "more"]
 
 
 def more(*values):
@@ -18,3 +19,10 @@ def first(count: int, cases: Iterable) -> list:
         case if index < count else more(*(case if isinstance(case, tuple) else (case,)))
         for index, case in enumerate(cases)
     ]
+
+
+def first_of(cases: Iterable[tuple], *factors: Iterable) -> list:
+    """The product of the factors: these cases of it first, all others for `make test-more` alone."""
+    cases, whole = list(cases), list(product(*factors))
+    assert set(cases) <= set(whole), "a case that is in no product"
+    return [*cases, *(more(*case) for case in whole if case not in cases)]

@@ -29,6 +29,7 @@ def run(tmp_path, models):
     return run
 
 
+@pytest.mark.more
 def test_the_engine_part_and_where_it_goes_on(run, tmp_path, monkeypatch):
     words = ("--models", "tiny-qwen", "--parts", "engine")
     plot = tmp_path / "gpu.svg"

@@ -159,7 +159,14 @@ class EventsMachine(CacheMachine):
 
 
 TestEventsMachine = EventsMachine.TestCase
-TestEventsMachine.settings = settings(max_examples=70, stateful_step_count=50, derandomize=True, **COMMON)
+TestEventsMachine.settings = settings(max_examples=30, stateful_step_count=50, derandomize=True, **COMMON)
+
+
+@pytest.mark.more
+def test_more_steps() -> None:
+    run_state_machine_as_test(
+        EventsMachine, settings=settings(max_examples=70, stateful_step_count=50, derandomize=True, **COMMON)
+    )
 
 
 @pytest.mark.long

@@ -6,7 +6,14 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from simulation import Request, Simulation
 
 from cairn.cache.checkpoint import Kind
@@ -209,13 +216,18 @@ class CacheMachine(RuleBasedStateMachine):
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=120, stateful_step_count=50, derandomize=True, **COMMON)
+TestCacheMachine.settings = settings(max_examples=50, stateful_step_count=50, derandomize=True, **COMMON)
+
+
+@pytest.mark.more
+def test_more_steps() -> None:
+    run_state_machine_as_test(
+        CacheMachine, settings=settings(max_examples=120, stateful_step_count=50, derandomize=True, **COMMON)
+    )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_many_more_steps() -> None:
-    from hypothesis.stateful import run_state_machine_as_test
-
     examples = int(os.environ.get("CAIRN_LONG_EXAMPLES", "5000"))
     run_state_machine_as_test(CacheMachine, settings=settings(max_examples=examples, stateful_step_count=80, **COMMON))

@@ -97,7 +97,9 @@ class SimulatedRunner(StepRunner):
         self._layout = layout
         self._vocab_size = vocab_size
         self._numerics = numerics
-        self._tokens: dict[tuple[int, int], int] = {}
+        # by page, the tag of each of its tokens, None where none was written; and the sum of all, once asked for
+        self._tags: dict[int, list[int | None]] = {}
+        self._sums: dict[int, int] = {}
         self._files: dict[int, State] = {}
         self._slots: dict[int, State] = {}
         self._drawn: dict[int, int] = {}  # by slot, the token drawn last
@@ -163,19 +165,21 @@ class SimulatedRunner(StepRunner):
 
     def _row(self, row: _Row, files: dict[int, Pages]) -> list[int]:
         """The hidden states after each of the row's tokens."""
-        hidden = []
-        places = self._places(row)
+        hidden, size = [], self._layout.block_size
+        pages = self._pages(row)
         state, _ = FRESH if row.start == 0 else self._slots[row.slot]
-        context = sum(self._read(*place) for place in places[: row.start])
+        context = 0 if pages is None else self._read_first(pages, row.start)
         for position, token in enumerate(row.tokens, row.start):
             if self._numerics and not row.decode and (position % GRID == 0 or position == row.start):
                 # a tile begins: off the grid its sums are grouped otherwise
                 state = hash((state, position % GRID))
             kind = DECODE if self._numerics and row.decode else PREFILL
             state = hash((state, token, kind))
-            if places and position >= row.kv_write_from:
-                self._write(*places[position], hash((state, token)))
-            context += self._read(*places[position]) if places else 0
+            if pages is not None:
+                page, offset = pages[position // size], position % size
+                if position >= row.kv_write_from:
+                    self._write(page, offset, hash((state, token)))
+                context += self._read(page, offset)
             live = (state, hash((state, context)))
             hidden.append(live[1])
             if position + 1 in files:
@@ -184,11 +188,9 @@ class SimulatedRunner(StepRunner):
             self._slots[row.slot] = live
         return hidden
 
-    def _places(self, row: _Row) -> list[tuple[int, int]]:
-        """Page and place in it of each token up to the row's end; none without attention."""
-        size = self._layout.block_size
-        pages = next((pages.tolist() for pages in self.tables.pages_of(row.slot, row.end)), None)
-        return [] if pages is None else [(pages[position // size], position % size) for position in range(row.end)]
+    def _pages(self, row: _Row) -> list[int] | None:
+        """The pages of the tokens up to the row's end; None without attention."""
+        return next((pages.tolist() for pages in self.tables.pages_of(row.slot, row.end)), None)
 
     def _draw(self, slot: int, sample: SamplingMetadata) -> SampledToken:
         _, hidden = self._slots[slot]
@@ -222,20 +224,36 @@ class SimulatedRunner(StepRunner):
     # -- memory --------------------------------------------------------------------------------------------------
 
     def _read(self, page: int, offset: int) -> int:
-        if (page, offset) not in self._tokens:
+        tags = self._tags.get(page)
+        if tags is None or (tag := tags[offset]) is None:
             raise LookupError(f"token {offset} of page {page} was never written")
-        return self._tokens[page, offset]
+        return tag
+
+    def _read_first(self, pages: Sequence[int], count: int) -> int:
+        """The sum of the tags of the first `count` tokens in `pages`. A context is read in each step: whole pages are
+        summed up once."""
+        whole, rest = divmod(count, self._layout.block_size)
+        found = sum(self._read(pages[whole], offset) for offset in range(rest))
+        for page in pages[:whole]:
+            if page not in self._sums:
+                self._sums[page] = sum(self._read(page, offset) for offset in range(self._layout.block_size))
+            found += self._sums[page]
+        return found
 
     def _write(self, page: int, offset: int, tag: int) -> None:
         self._files.pop(page, None)
-        self._tokens[page, offset] = tag
+        self._sums.pop(page, None)
+        self._tags.setdefault(page, [None] * self._layout.block_size)[offset] = tag
+
+    def _forget(self, page: int) -> None:
+        self._tags.pop(page, None)
+        self._sums.pop(page, None)
 
     def _copy(self, source: int, target: int) -> None:
         self._files.pop(target, None)
-        for index in range(self._layout.block_size):
-            self._tokens.pop((target, index), None)
-            if (source, index) in self._tokens:
-                self._tokens[(target, index)] = self._tokens[(source, index)]
+        self._forget(target)
+        if source in self._tags:
+            self._tags[target] = self._tags[source].copy()
 
     def _read_file(self, pages: Pages) -> State:
         found = {self._files.get(page) for page in pages.tolist()}
@@ -249,8 +267,7 @@ class SimulatedRunner(StepRunner):
         if len(pages) != self._layout.pages_per_checkpoint:
             raise LookupError(f"a file of {len(pages)} pages")
         for page in pages.tolist():
-            for index in range(self._layout.block_size):
-                self._tokens.pop((page, index), None)
+            self._forget(page)
             self._files[page] = state
 
 

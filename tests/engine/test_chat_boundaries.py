@@ -26,6 +26,7 @@ from cairn.engine.text.chat_template import MAX_RENDERINGS, place_boundaries
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.types import Boundary
+from tiers import more
 
 SYSTEM = {"role": "system", "content": "You answer briefly."}
 FORMS = [(name, results) for name in TEMPLATES for results in (1, 3) if (name, results) != ("alternates", 3)]
@@ -56,8 +57,10 @@ def common(one: Any, other: Any) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
-@pytest.mark.parametrize(("name", "results"), FORMS)
-@pytest.mark.parametrize("thinking", [None, False])
+@pytest.mark.parametrize(
+    ("name", "results", "thinking"),
+    [*((*form, None) for form in FORMS), (*FORMS[0], False), *(more(*form, False) for form in FORMS[1:])],
+)
 def test_every_message_of_an_agent_has_its_end(
     tokenizers: dict[str, ModelTokenizer], name: str, results: int, thinking: bool | None
 ) -> None:

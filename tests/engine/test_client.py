@@ -20,6 +20,7 @@ from doubles.byte_tokenizer import ByteTokenizer, load_byte_tokenizer
 from doubles.echo_core import build_echo_core
 from doubles.engine_requests import generate_request
 from doubles.local_engine import LocalEngine
+from tiers import more
 
 ECHO_CORE = "doubles.echo_core:build_echo_core"
 
@@ -55,7 +56,7 @@ async def until(condition):
         await asyncio.sleep(0.01)
 
 
-class EngineClientContract:
+class Engines:
     """`make(model, **config)` gives an engine around a EchoCore that is not started yet."""
 
     def make(self, model="echo", deadlines=None, **config):
@@ -70,20 +71,9 @@ class EngineClientContract:
         finally:
             await engine.stop(0)
 
-    def test_the_cache_is_emptied_only_when_nothing_is_held(self):
-        async def scenario():
-            async with self.started(model="echo:pause_after=1") as engine:
-                stream = await first_output(engine, request("a long prompt"))
-                assert await engine.reset_cache() == 1
-                await stream.aclose()
 
-                async def let_go():
-                    return await engine.reset_cache() == 0
-
-                await until(let_go)
-                return await collect(engine, request("a long prompt", "again", max_tokens=1))
-
-        assert run(scenario())[-1].cache.cached_tokens == 0
+class EngineClientContract:
+    """What every engine has to hold."""
 
     def test_an_answer_comes_in_pieces_and_ends_with_a_reason(self):
         async def scenario():
@@ -122,6 +112,98 @@ class EngineClientContract:
 
         run(scenario())
 
+    def test_a_refusal_names_the_field_and_the_engine_lives(self):
+        async def scenario():
+            async with self.started(max_model_len=4) as engine:
+                with pytest.raises(InvalidRequest) as caught:
+                    await collect(engine, request("too long"))
+                assert caught.value.param == "prompt"
+                assert engine.dead is None
+                assert len(await collect(engine, request("ok"))) > 0
+
+        run(scenario())
+
+    @pytest.mark.parametrize(
+        ("model", "text"),
+        [
+            ("echo:fail_at_step=3", "RuntimeError: the echoing core's step"),
+            ("echo:bad_audit=true", "AuditError: the echoing core"),
+        ],
+    )
+    def test_the_cores_end_reaches_every_open_request(self, model, text):
+        async def scenario():
+            async with self.started(model + ",pause_after=1") as engine:
+                if "step" in model:
+                    readers = [collect(engine, request(request_id=str(i))) for i in range(3)]
+                    results = await asyncio.gather(*readers, return_exceptions=True)
+                    assert [type(result) for result in results] == [EngineDead] * 3
+                    assert all(text in str(result) for result in results)
+                assert text in await engine.wait_dead()
+                assert text in engine.dead
+                for later in (collect(engine, request()), engine.stats()):
+                    with pytest.raises(EngineDead, match=text):
+                        await later
+
+        run(scenario())
+
+    def test_a_model_that_cannot_be_served(self):
+        engine = self.make("echo:refuse=true")
+        with pytest.raises(ModelError, match="told to refuse"):
+            run(engine.start())
+
+    def test_a_crash_while_building(self):
+        engine = self.make("echo:crash=true")
+        with pytest.raises(EngineDead, match="could not be built: RuntimeError: the echoing core's build"):
+            run(engine.start())
+
+    def test_a_build_that_takes_too_long(self):
+        engine = self.make("echo:build_seconds=0.6", deadlines=EngineDeadlines(start=0.2))
+        with pytest.raises(EngineDead, match=r"not built within 0\.2 s"):
+            run(engine.start())
+
+    def test_stopping_lets_open_requests_finish_and_takes_no_new_ones(self):
+        async def scenario():
+            async with self.started() as engine:
+                reader = asyncio.create_task(collect(engine, request("a long answer" * 20)))
+                await asyncio.sleep(0)
+                stopping = asyncio.create_task(engine.stop(10))
+                await asyncio.sleep(0)
+                with pytest.raises(Overloaded, match="shutting down"):
+                    await collect(engine, request(request_id="new"))
+                await stopping
+                assert (await reader)[-1].finish_reason == "stop"
+                assert "stopped" in engine.dead
+
+        run(scenario())
+
+    def test_a_core_that_falls_silent_is_given_up(self):
+        async def scenario():
+            model = "echo:stall_at_step=2,stall_seconds=1"
+            async with self.started(model, deadlines=EngineDeadlines(silence=0.3, stats=0.1)) as engine:
+                with pytest.raises(EngineDead, match="said nothing"):
+                    await collect(engine, request())
+
+        run(scenario())
+
+
+class OnThisSide:
+    """What it has to hold besides, by what is on this side of the way to the core, or behind it: the same for all."""
+
+    def test_the_cache_is_emptied_only_when_nothing_is_held(self):
+        async def scenario():
+            async with self.started(model="echo:pause_after=1") as engine:
+                stream = await first_output(engine, request("a long prompt"))
+                assert await engine.reset_cache() == 1
+                await stream.aclose()
+
+                async def let_go():
+                    return await engine.reset_cache() == 0
+
+                await until(let_go)
+                return await collect(engine, request("a long prompt", "again", max_tokens=1))
+
+        assert run(scenario())[-1].cache.cached_tokens == 0
+
     def test_cancelling_the_reader_aborts_in_the_core(self):
         async def scenario():
             async with self.started("echo:pause_after=2") as engine:
@@ -132,17 +214,6 @@ class EngineClientContract:
 
         async def running(engine, count):
             return (await engine.stats()).num_running == count
-
-        run(scenario())
-
-    def test_a_refusal_names_the_field_and_the_engine_lives(self):
-        async def scenario():
-            async with self.started(max_model_len=4) as engine:
-                with pytest.raises(InvalidRequest) as caught:
-                    await collect(engine, request("too long"))
-                assert caught.value.param == "prompt"
-                assert engine.dead is None
-                assert len(await collect(engine, request("ok"))) > 0
 
         run(scenario())
 
@@ -218,59 +289,6 @@ class EngineClientContract:
 
         run(scenario())
 
-    @pytest.mark.parametrize(
-        ("model", "text"),
-        [
-            ("echo:fail_at_step=3", "RuntimeError: the echoing core's step"),
-            ("echo:bad_audit=true", "AuditError: the echoing core"),
-        ],
-    )
-    def test_the_cores_end_reaches_every_open_request(self, model, text):
-        async def scenario():
-            async with self.started(model + ",pause_after=1") as engine:
-                if "step" in model:
-                    readers = [collect(engine, request(request_id=str(i))) for i in range(3)]
-                    results = await asyncio.gather(*readers, return_exceptions=True)
-                    assert [type(result) for result in results] == [EngineDead] * 3
-                    assert all(text in str(result) for result in results)
-                assert text in await engine.wait_dead()
-                assert text in engine.dead
-                for later in (collect(engine, request()), engine.stats()):
-                    with pytest.raises(EngineDead, match=text):
-                        await later
-
-        run(scenario())
-
-    def test_a_model_that_cannot_be_served(self):
-        engine = self.make("echo:refuse=true")
-        with pytest.raises(ModelError, match="told to refuse"):
-            run(engine.start())
-
-    def test_a_crash_while_building(self):
-        engine = self.make("echo:crash=true")
-        with pytest.raises(EngineDead, match="could not be built: RuntimeError: the echoing core's build"):
-            run(engine.start())
-
-    def test_a_build_that_takes_too_long(self):
-        engine = self.make("echo:build_seconds=0.6", deadlines=EngineDeadlines(start=0.2))
-        with pytest.raises(EngineDead, match=r"not built within 0\.2 s"):
-            run(engine.start())
-
-    def test_stopping_lets_open_requests_finish_and_takes_no_new_ones(self):
-        async def scenario():
-            async with self.started() as engine:
-                reader = asyncio.create_task(collect(engine, request("a long answer" * 20)))
-                await asyncio.sleep(0)
-                stopping = asyncio.create_task(engine.stop(10))
-                await asyncio.sleep(0)
-                with pytest.raises(Overloaded, match="shutting down"):
-                    await collect(engine, request(request_id="new"))
-                await stopping
-                assert (await reader)[-1].finish_reason == "stop"
-                assert "stopped" in engine.dead
-
-        run(scenario())
-
     def test_stopping_does_not_wait_longer_than_told(self):
         async def scenario():
             async with self.started("echo:pause_after=1") as engine:
@@ -278,15 +296,6 @@ class EngineClientContract:
                 await engine.stop(0.05)
                 with pytest.raises(EngineDead, match="stopped"):
                     await anext(stream)
-
-        run(scenario())
-
-    def test_a_core_that_falls_silent_is_given_up(self):
-        async def scenario():
-            model = "echo:stall_at_step=2,stall_seconds=1"
-            async with self.started(model, deadlines=EngineDeadlines(silence=0.3, stats=0.1)) as engine:
-                with pytest.raises(EngineDead, match="said nothing"):
-                    await collect(engine, request())
 
         run(scenario())
 
@@ -304,16 +313,23 @@ class EngineClientContract:
         run(scenario())
 
 
-class TestLocalEngine(EngineClientContract):
+class TestLocalEngine(Engines, EngineClientContract, OnThisSide):
     def make(self, model="echo", deadlines=None, **config):
         return LocalEngine(EngineConfig(model=model, **config), build_echo_core, ByteTokenizer(), deadlines=deadlines)
 
 
-class TestProcessEngine(EngineClientContract):
+class InProcesses(Engines):
     def make(self, model="echo", deadlines=None, core=ECHO_CORE, **config):
         transport = ProcessTransport(EngineConfig(model=model, **config), core=core)
         return CoreClient(transport, lambda: load_byte_tokenizer(model), deadlines)
 
+
+@pytest.mark.more
+class TestProcessEngineOnThisSide(InProcesses, OnThisSide):
+    """Each starts a process."""
+
+
+class TestProcessEngine(InProcesses, EngineClientContract):
     def test_a_killed_core_says_by_what(self):
         async def scenario():
             async with self.started("echo:die_at_step=2") as engine:
@@ -332,7 +348,9 @@ class TestProcessEngine(EngineClientContract):
 
         run(scenario())
 
-    @pytest.mark.parametrize("core", ["cairn.engine.nowhere:build", "doubles.echo_core:nothing", "nonsense"])
+    @pytest.mark.parametrize(
+        "core", ["doubles.echo_core:nothing", *map(more, ("cairn.engine.nowhere:build", "nonsense"))]
+    )
     def test_a_core_that_cannot_be_imported(self, core):
         with pytest.raises(ConfigError, match="cannot be imported"):
             run(self.make(core=core).start())
@@ -395,7 +413,7 @@ class TestProcessEngine(EngineClientContract):
         assert list(tmp_path.iterdir()) == []
 
 
-del EngineClientContract
+del EngineClientContract, OnThisSide
 
 
 def test_outputs_merge_while_the_reader_is_busy():

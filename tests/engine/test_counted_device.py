@@ -28,6 +28,7 @@ from doubles.rank_threads import RankThreads
 from doubles.thread_ranks import Meeting, thread_ranks
 from engine.test_exactness import OTHER, TEXT, Engine, Loaded, OnDevice
 from engine.test_ranks_exactness import Layouts
+from tiers import more
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +163,7 @@ class Events:
             return True
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [2, more(1)])
 def test_a_step_ends_once_and_has_buffers_of_its_own(on_device, ahead, monkeypatch):
     """Of prefill without samples, too: what such a step writes is committed when its end is known."""
     events = Events()
@@ -206,7 +207,7 @@ def test_results_that_were_read_are_not_the_buffers():
     assert [one.array.tolist() for one in found] == [[1, 1, 1], [2, 2, 2]]
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [2, more(1)])
 def test_one_copy_in_and_one_out_whatever_is_drawn_and_told(on_device, ahead):
     found, wanted = answers(on_device, PLAIN, ahead), answers(on_device._host, PLAIN, ahead)
     assert found.told == wanted.told and sorted(found.told) == sorted(PLAIN)
@@ -214,7 +215,7 @@ def test_one_copy_in_and_one_out_whatever_is_drawn_and_told(on_device, ahead):
     assert sum(outs for _, _, outs in found.copies) <= found.runner.steps == sum(plans for plans, _, _ in found.copies)
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [2, more(1)])
 def test_token_rules_are_one_copy_more(on_device, ahead):
     found, wanted = answers(on_device, RULES, ahead), answers(on_device._host, RULES, ahead)
     assert found.told == wanted.told and sorted(found.told) == sorted(RULES)

@@ -36,7 +36,7 @@ from cairn.scheduler.state import SchedulerConfig
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 from doubles.counted_device import counted_device, counted_kernels
 from doubles.engine_requests import generate_request
-from tiers import more
+from tiers import first_of, more
 
 TEXT = tuple(np.random.default_rng(7).integers(20, 4000, 500).tolist())
 OTHER = tuple(np.random.default_rng(8).integers(20, 4000, 500).tolist())
@@ -178,11 +178,17 @@ def assert_same(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None
         assert torch.equal(one, other), f"token {step} differs by {(one - other).abs().max():.1e}"
 
 
-EDGES = [1, 16, 17, 63, 64, 65, 128, 193, *map(more, (2, 3, 15, 127, 129, 191, 192, 320))]
+FIRST_EDGES = (1, 17, 63, 64, 65)
+MORE_EDGES = (2, 3, 15, 16, 127, 128, 129, 191, 192, 193, 320)
+EDGES = [*FIRST_EDGES, *map(more, MORE_EDGES)]
+WITH_LONGER = ((64, True), (129, True))
+MODES = ("align", "all", "granular", "junction", "auto")
 
 
-@pytest.mark.parametrize("shared", EDGES)
-@pytest.mark.parametrize("longer", [False, True])
+@pytest.mark.parametrize(
+    ("shared", "longer"),
+    first_of([*((shared, False) for shared in FIRST_EDGES), *WITH_LONGER], (*FIRST_EDGES, *MORE_EDGES), (False, True)),
+)
 def test_a_prompt_after_one_that_shares_its_beginning(loaded, shared, longer):
     engine = Engine(loaded)
     engine.ask(TEXT[: shared + 60] if longer else TEXT[:shared])
@@ -199,7 +205,7 @@ def test_a_prompt_that_is_wholly_cached(loaded, length):
     assert engine.requests[2].stats.first_sequence.hit == length
 
 
-@pytest.mark.parametrize("length", [2, 64, 65, 129, *map(more, (16, 128, 200))])
+@pytest.mark.parametrize("length", [2, 64, 65, *map(more, (16, 128, 129, 200))])
 def test_all_but_the_last_token(loaded, length):
     engine = Engine(loaded)
     engine.ask(TEXT[: length - 1])
@@ -209,8 +215,9 @@ def test_all_but_the_last_token(loaded, length):
     assert_same(engine.ask(TEXT[: length - 1]), loaded.alone(TEXT[: length - 1]))
 
 
-@pytest.mark.parametrize("mode", ["align", "all", "granular", "junction", "auto"])
-@pytest.mark.parametrize("block_size", [16, more(48), 128])
+@pytest.mark.parametrize(
+    ("mode", "block_size"), first_of([*((mode, 16) for mode in MODES), ("auto", 128)], MODES, (16, 48, 128))
+)
 def test_every_policy_and_block_size(loaded, mode, block_size):
     engine = Engine(loaded, mode, block_size=block_size)
     for prompt in (TEXT[:300], TEXT[:200] + OTHER[:90], TEXT[:200] + OTHER[50:99], TEXT[:300]):
@@ -218,16 +225,17 @@ def test_every_policy_and_block_size(loaded, mode, block_size):
     assert engine.cache.counters.hits > 0
 
 
-@pytest.mark.parametrize("budget", [68, 100, 128, 192, 400])
+@pytest.mark.parametrize("budget", [68, 128, *map(more, (100, 192, 400))])
 def test_prompts_in_chunks(loaded, budget):
     engine = Engine(loaded, budget=budget)
     assert_same(engine.ask(TEXT[:333]), loaded.alone(TEXT[:333]))
 
 
-def test_a_chat_that_grows(loaded):
+@pytest.mark.parametrize("turns", [3, more(5)])
+def test_a_chat_that_grows(loaded, turns):
     engine = Engine(loaded)
     prompt = TEXT[:90]
-    for turn in range(5):
+    for turn in range(turns):
         expected = loaded.alone(prompt, 12)
         assert_same(engine.ask(prompt, 12), expected)
         answer = tuple(int(logits.argmax()) for logits in expected)
@@ -254,8 +262,7 @@ def test_planning_ahead(loaded):
     assert_same(engine.logits[numbers[1]][:10], loaded.alone(OTHER[:70], 10))
 
 
-@pytest.mark.parametrize("room", [0, 10_000])
-@pytest.mark.parametrize("steps", [1, more(2), 5, more(20)])
+@pytest.mark.parametrize(("room", "steps"), first_of([(0, 5), (10_000, 1)], (0, 10_000), (1, 2, 5, 20)))
 def test_a_preempted_request(loaded, room, steps):
     engine = Engine(loaded)
     number = engine.submit(TEXT[:150], 25)
@@ -279,7 +286,7 @@ def test_after_eviction(loaded):
     assert engine.cache.checkpoints.evicted.total() > 0
 
 
-@pytest.mark.parametrize("steps", [1, 2, 4, 6])
+@pytest.mark.parametrize("steps", [1, 4, *map(more, (2, 6))])
 def test_after_an_abort_midway(loaded, steps):
     engine = Engine(loaded, budget=100)
     number = engine.submit(TEXT[:300], 10)
@@ -299,18 +306,29 @@ NEMOTRON_FIRST = [
 PIECES = (TEXT[:64], TEXT[:65], OTHER[:30], OTHER[:1], OTHER[64:180])
 
 
-@pytest.mark.parametrize("loaded", NEMOTRON_FIRST, indirect=True, scope="module")
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(
-    num_pages=st.sampled_from([26, 40, 90]),
-    ahead=st.sampled_from([1, 2]),
-    mixes=st.lists(
+MIX = {
+    "num_pages": st.sampled_from([26, 40, 90]),
+    "ahead": st.sampled_from([1, 2]),
+    "mixes": st.lists(
         st.tuples(st.lists(st.integers(0, 4), min_size=1, max_size=3), st.sampled_from([1, 40]), st.integers(0, 4)),
         min_size=3,
         max_size=7,
     ),
-)
-def test_random_mixes_in_a_tiny_pool(loaded, num_pages, ahead, mixes):
+}
+
+
+@pytest.mark.parametrize("loaded", NEMOTRON_FIRST, indirect=True, scope="module")
+@pytest.mark.parametrize("max_examples", [2, more(6)])
+def test_random_mixes_in_a_tiny_pool(loaded, max_examples):
+    @settings(max_examples=max_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @given(**MIX)
+    def check(num_pages, ahead, mixes):
+        check_mix(loaded, num_pages, ahead, mixes)
+
+    check()
+
+
+def check_mix(loaded, num_pages, ahead, mixes):
     engine = Engine(loaded, num_pages=num_pages, ahead=ahead, budget=100)
     expected = {}
     for parts, max_tokens, pause in mixes:

@@ -16,6 +16,7 @@ from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.types import SamplingParams
 from doubles.engine_requests import generate_request
+from tiers import first_of
 
 torch.set_num_threads(1)
 
@@ -132,8 +133,9 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("budget", [72, 136, 2048], ids=lambda budget: f"{budget} tokens a step")
-@pytest.mark.parametrize("name", CHATS)
+@pytest.mark.parametrize(
+    ("name", "budget"), first_of([*((name, 72) for name in CHATS), ("between", 2048)], CHATS, (72, 136, 2048))
+)
 def test_logits_are_those_of_transformers(tiny_vl_model, reference, name, budget):
     """Prompts are cut before, inside, between and after images: every 64 tokens with the smallest budget."""
     asker = Asker(tiny_vl_model, max_num_batched_tokens=budget)

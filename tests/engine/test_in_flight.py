@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from engine.test_exactness import OTHER, TEXT, TOLERANCE, Engine, Loaded, assert_same
+from tiers import first_of, more
 
 LENGTH = 200
 
@@ -18,7 +19,7 @@ def computed(engine: Engine) -> int:
     return engine.scheduler.state.counters.computed_prompt_tokens
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [2, more(1)])
 def test_32_equal_prompts_cost_one_prefill_and_give_one_answer(loaded, ahead):
     engine = Engine(loaded, budget=128, ahead=ahead)
     numbers = [engine.submit(TEXT[:LENGTH]) for _ in range(32)]
@@ -30,8 +31,9 @@ def test_32_equal_prompts_cost_one_prefill_and_give_one_answer(loaded, ahead):
         assert_same(engine.logits[number], loaded.alone(TEXT[:LENGTH]))
 
 
-@pytest.mark.parametrize("mode", ["auto", "junction"])
-@pytest.mark.parametrize("shared", [128, 181])
+@pytest.mark.parametrize(
+    ("mode", "shared"), first_of([("auto", 181), ("junction", 128)], ("auto", "junction"), (128, 181))
+)
 def test_prompts_that_share_a_part_compute_it_once_bit_for_bit(loaded, mode, shared):
     engine = Engine(loaded, mode, budget=100)
     prompts = [TEXT[:shared] + OTHER[20 * i : 20 * i + 40 + i] for i in range(4)]

@@ -386,6 +386,7 @@ def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch
     threads.close()
 
 
+@pytest.mark.more
 def test_a_rank_that_cannot_capture_ends_the_start_of_all(tiny_model, monkeypatch):
     """Rank 0 hears of it before it waits for its device, which would wait for that rank."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))

@@ -16,6 +16,7 @@ from cairn.scheduler.preempt import preempt
 from doubles.rank_threads import RankThreads
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import ANSWER, OTHER, TEXT, Engine, assert_same
+from tiers import more
 
 
 def long(*values):
@@ -77,7 +78,7 @@ def several(request, tiny_model) -> Iterator[LoadedRanks]:
         engine.runner.close()
 
 
-@pytest.mark.parametrize("shared", [1, 64, 129, *map(long, (16, 63, 65, 192))])
+@pytest.mark.parametrize("shared", [64, 129, more(1), *map(long, (16, 63, 65, 192))])
 def test_a_prompt_after_one_that_shares_its_beginning(several, shared):
     engine = several.engine()
     engine.ask(TEXT[: shared + 60])

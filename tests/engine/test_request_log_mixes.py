@@ -7,6 +7,7 @@ from logged import LoggedServer, hits_by_name, layout, logged_hits, replayed
 
 from cairn.cache.reasons import Reason
 from cairn.replay.traces import read_trace
+from tiers import more
 
 LONG = pytest.mark.long
 KINDS = ("chat", "rag", "agent", "mixed")
@@ -32,9 +33,13 @@ def branch(name: str) -> bool:
     return "/" in name
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "seed", [0, pytest.param(3, marks=pytest.mark.more), *(pytest.param(seed, marks=LONG) for seed in range(4, 12))]
+    ("seed", "kind"),
+    [
+        *((0, kind) if kind in ("agent", "mixed") else more(0, kind) for kind in KINDS),
+        *(more(3, kind) for kind in KINDS),
+        *(pytest.param(seed, kind, marks=LONG) for seed in range(4, 12) for kind in KINDS),
+    ],
 )
 def test_eight_clients_at_once(kind, seed, tmp_path):
     server = LoggedServer(tmp_path / "log", num_pages=POOL)
@@ -44,7 +49,7 @@ def test_eight_clients_at_once(kind, seed, tmp_path):
     assert_agrees(server, tmp_path / "log")
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["rag", "mixed", *map(more, ("chat", "agent"))])
 def test_with_room_for_all_every_request_hits_the_same(kind, tmp_path):
     server = LoggedServer(tmp_path / "log", num_pages=6000)
     serve(server, Load(1), kind, requests=60)
@@ -58,11 +63,14 @@ def test_with_room_for_all_every_request_hits_the_same(kind, tmp_path):
 @pytest.mark.parametrize(
     ("mode", "fields"),
     [
-        *((mode, {}) for mode in MODES if mode != "auto"),
+        ("align", {}),
+        ("junction", {}),
         ("auto", {"exact": True}),
-        ("align", {"exact": True}),
         ("auto", {"eviction": "lru"}),
-        ("auto", {"in_flight_sharing": False}),
+        more("all", {}),
+        more("granular", {}),
+        more("align", {"exact": True}),
+        more("auto", {"in_flight_sharing": False}),
     ],
 )
 def test_under_every_policy(mode, fields, tmp_path):
@@ -72,7 +80,7 @@ def test_under_every_policy(mode, fields, tmp_path):
     assert_agrees(server, tmp_path / "log")
 
 
-@pytest.mark.parametrize("block_size", [1, 48])
+@pytest.mark.parametrize("block_size", [48, more(1)])
 def test_with_pages_of_other_sizes(block_size, tmp_path):
     sizes = layout(block_size)
     server = LoggedServer(tmp_path / "log", num_pages=8000 // block_size, sizes=sizes)
@@ -193,7 +201,7 @@ def test_other_rules_give_what_a_server_with_these_rules_would_have(logged_mode,
             assert abs(replay.outcome.hit_tokens - server.cached_tokens) <= 0.01 * server.cached_tokens
 
 
-@pytest.mark.parametrize("num_pages", [20, 40, 60, 150])
+@pytest.mark.parametrize("num_pages", [20, 150, *map(more, (40, 60))])
 def test_less_room_than_the_server_had(num_pages, tmp_path):
     server = LoggedServer(tmp_path / "log", num_pages=600)
     serve(server, Load(7, holds=True), "mixed", requests=60)

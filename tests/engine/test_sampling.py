@@ -21,6 +21,7 @@ from cairn.scheduler.preempt import preempt
 from cairn.scheduler.scheduler import Progress
 from cairn.step import Logprobs
 from doubles.engine_requests import generate_request
+from tiers import first_of, more
 
 TEXT = np.random.default_rng(5).integers(20, 4000, 200).tolist()
 OTHER = np.random.default_rng(6).integers(20, 4000, 150).tolist()
@@ -111,7 +112,7 @@ def rules_of(tokens):
     return {"bad_words": [tokens[:1], *pairs, [4001, 4002, 4003]], "temperature": 0.0}
 
 
-@pytest.mark.parametrize("steps", [0, 2, 7])
+@pytest.mark.parametrize("steps", [2, *map(more, (0, 7))])
 def test_rules_are_kept_side_by_side_after_a_hit_and_after_a_preemption(tiny_model, expected, steps):
     """The same answer as alone, in which no forbidden word is."""
     free = expected(TEXT[:120], temperature=0.0, max_tokens=20)
@@ -160,8 +161,7 @@ def test_several_answers_have_their_own_words(tiny_model, expected):
     assert len({tuple(answer(engine.outputs["a"], index)) for index in range(4)}) > 1
 
 
-@pytest.mark.parametrize("room", [0, 10_000])
-@pytest.mark.parametrize("steps", [2, 7])
+@pytest.mark.parametrize(("steps", "room"), first_of([(2, 0), (7, 10_000)], (2, 7), (0, 10_000)))
 def test_a_preempted_request_draws_as_if_nothing_had_happened(tiny_model, expected, room, steps):
     engine = Engine(tiny_model)
     engine.submit("a", TEXT[:120], **LIVELY, max_tokens=20, logprobs=2)

@@ -30,6 +30,7 @@ from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest, Overloaded
 from cairn.types import ManualClock, SystemClock
 from doubles.engine_requests import generate_request
+from tiers import more
 
 EOS = 2
 WEATHER = {
@@ -733,7 +734,7 @@ def test_a_process_that_hangs_or_dies_is_replaced(children):
         assert check._child.exit_reason() is None
 
 
-@pytest.mark.parametrize("fate", ["die", "hang"])
+@pytest.mark.parametrize("fate", ["die", more("hang")])
 def test_what_time_or_memory_was_short_for_is_asked_again_later(children, words, tokenizer, tmp_path, fate):
     """The machine may have been busy with something else: a grammar is not refused for good for that."""
     asked, clock = structure("regex", fate), ManualClock()

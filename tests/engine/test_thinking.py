@@ -10,6 +10,7 @@ from cairn.engine.thinking import ThinkingConstraint
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
 from doubles.engine_requests import generate_request
+from tiers import more
 
 PROMPT = np.random.default_rng(5).integers(20, 4000, 150).tolist()
 END = [*b"</think>"]
@@ -92,25 +93,30 @@ class Engine:
 
 
 @pytest.fixture(scope="module")
-def truth(tiny_model):
-    """By number of thinking tokens and seed: the answer without a bound, cut there, the end, and what the model says to
-    a prompt that ends so."""
-    found, tokenizer = {}, ModelTokenizer(tiny_model)
-    end = tokenizer.encode("</think>", add_special_tokens=False)
+def free(tiny_model):
+    """An engine that has been asked by the seeds 1 and 2 for answers without a bound."""
     engine = Engine(tiny_model)
     for seed in (1, 2):
         engine.submit(f"free {seed}", PROMPT, seed=seed)
         engine.run()
-        for num_tokens in (0, 1, 9):
-            begun = engine.answer(f"free {seed}")[:num_tokens] + end
-            name = f"{seed} {num_tokens}"
-            engine.submit(name, PROMPT + begun, seed=seed, max_tokens=24 - len(begun))
-            engine.run()
-            found[num_tokens, seed] = begun + engine.answer(name)
+    return engine
+
+
+@pytest.fixture
+def truth(free, tiny_model, num_tokens):
+    """By seed: the answer without a bound, cut there, the end, and what the model says to a prompt that ends so."""
+    found = {}
+    end = ModelTokenizer(tiny_model).encode("</think>", add_special_tokens=False)
+    for seed in (1, 2):
+        begun = free.answer(f"free {seed}")[:num_tokens] + end
+        name = f"{seed} {num_tokens}"
+        free.submit(name, PROMPT + begun, seed=seed, max_tokens=24 - len(begun))
+        free.run()
+        found[seed] = begun + free.answer(name)
     return found
 
 
-@pytest.mark.parametrize("num_tokens", [0, 1, 9])
+@pytest.mark.parametrize("num_tokens", [0, 9, more(1)])
 def test_what_follows_is_what_follows_a_prompt_that_ends_so(tiny_model, truth, num_tokens):
     thinking = ThinkingBudget(num_tokens=num_tokens, start="<think>", end="</think>", is_open=True)
     engine = Engine(tiny_model)
@@ -118,7 +124,7 @@ def test_what_follows_is_what_follows_a_prompt_that_ends_so(tiny_model, truth, n
         engine.submit(name, PROMPT, thinking=thinking, n=2)
         engine.submit(f"{name} beside", PROMPT[:70], seed=9)
         engine.run()
-        assert [engine.answer(name, index) for index in (0, 1)] == [truth[num_tokens, 1], truth[num_tokens, 2]]
+        assert [engine.answer(name, index) for index in (0, 1)] == [truth[1], truth[2]]
     for steps in (1, 3, 12, 16):
         engine.submit("preempted", PROMPT, thinking=thinking)
         for _ in range(steps):
@@ -126,7 +132,7 @@ def test_what_follows_is_what_follows_a_prompt_that_ends_so(tiny_model, truth, n
         victim = engine.core._scheduler.state.requests["preempted"]
         preempt(engine.core._scheduler.state, victim, victim, 0)
         engine.run()
-        assert engine.answer("preempted") == truth[num_tokens, 1]
+        assert engine.answer("preempted") == truth[1]
     stats = engine.core.stats()
     assert (stats.num_running, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0)
 

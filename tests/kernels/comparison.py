@@ -1,6 +1,7 @@
 """How a backend's results are held against the truth."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from hypothesis import Phase, settings
@@ -10,6 +11,7 @@ from cairn.kernels import reference
 from cairn.kernels.contract import Kernels
 from kernels.backends import BF16_PRODUCTS, INTERPRETED, ON_GPU
 from kernels.kernel_calls import Call, Kind, whole_memory
+from tiers import more
 
 FEW = settings(max_examples=16, deadline=None, derandomize=True)
 if ON_GPU:
@@ -18,6 +20,12 @@ if ON_GPU:
 if INTERPRETED:
     # A failure is told as it was found: to make it smaller would take minutes.
     FEW = settings(FEW, max_examples=5, phases=[Phase.explicit, Phase.generate])
+
+NUM_EXAMPLES: tuple[Any, ...] = (5, more(FEW.max_examples))
+"""What `make test` draws of a matrix of functions, and what `make test-more` does."""
+if INTERPRETED or ON_GPU:
+    # The lanes of the GPU have no second half.
+    NUM_EXAMPLES = (FEW.max_examples,)
 
 TOLERANCES: Mapping[torch.dtype, float] = {torch.float64: 1e-10, torch.float32: 3e-5, torch.bfloat16: 1.5e-2}
 """Of the largest number: only a wrong formula differs in float64."""

@@ -8,13 +8,13 @@ from types import ModuleType
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from cairn.kernels.contract import Kernels
 from kernels.backends import every_backend, every_backend_and_dtype
-from kernels.comparison import FEW, check_against_reference
-from kernels.kernel_calls import OPERATIONS, calls
+from kernels.comparison import FEW, NUM_EXAMPLES, check_against_reference
+from kernels.kernel_calls import OPERATIONS, Call, calls
 from kernels.random_batches import RandomBatch, SequenceRows
+from tiers import more
 
 
 def functions_of_the_contract() -> dict[str, Callable[..., object]]:
@@ -42,20 +42,28 @@ def test_every_function_has_a_random_call() -> None:
         assert operation.takes_batch == ("batch" in parameters)
 
 
+@pytest.mark.parametrize("max_examples", NUM_EXAMPLES)
 @pytest.mark.parametrize("name", OPERATIONS)
 @every_backend_and_dtype
-@FEW
-@given(data=st.data())
-def test_against_the_reference(kernels: Kernels, dtype: torch.dtype, name: str, data: st.DataObject) -> None:
-    check_against_reference(kernels, data.draw(calls(name, dtype)), dtype)
+def test_against_the_reference(kernels: Kernels, dtype: torch.dtype, name: str, max_examples: int) -> None:
+    @settings(FEW, max_examples=max_examples)
+    @given(call=calls(name, dtype))
+    def check(call: Call) -> None:
+        check_against_reference(kernels, call, dtype)
+
+    check()
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
 @every_backend_and_dtype
 @pytest.mark.parametrize("batch", [RandomBatch((), ()), RandomBatch((SequenceRows(3, 70, 1),), ())], ids=["empty", "1"])
-@given(data=st.data())
-@settings(FEW, max_examples=8)
+@pytest.mark.parametrize("max_examples", [8] if len(NUM_EXAMPLES) == 1 else [3, more(8)])
 def test_the_smallest_batches(
-    kernels: Kernels, dtype: torch.dtype, name: str, batch: RandomBatch, data: st.DataObject
+    kernels: Kernels, dtype: torch.dtype, name: str, batch: RandomBatch, max_examples: int
 ) -> None:
-    check_against_reference(kernels, data.draw(calls(name, dtype, batch)), dtype)
+    @settings(FEW, max_examples=max_examples)
+    @given(call=calls(name, dtype, batch))
+    def check(call: Call) -> None:
+        check_against_reference(kernels, call, dtype)
+
+    check()

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from cairn.kernels.cpu.compiled import BF16, F32, FLOAT, I64, INT, Kernel, Varia
 from cairn.kernels.cpu.scalars import exp, load, narrow, store, widen
 from cairn.kernels.cpu.warm_up import MODULES, warm_up
 from cairn.machine import Machine
-from kernels.comparison import FEW, same_bits
+from kernels.comparison import FEW, NUM_EXAMPLES, same_bits
 from kernels.kernel_calls import OPERATIONS, calls
 
 LITTLE, MUCH = 0, 10**9
@@ -215,8 +215,11 @@ def test_little_work_is_not_handed_over(team: Team, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_results_do_not_depend_on_the_number_of_threads(team: Team, name: str, dtype: torch.dtype) -> None:
-    @FEW
+@pytest.mark.parametrize("max_examples", NUM_EXAMPLES)
+def test_results_do_not_depend_on_the_number_of_threads(
+    team: Team, name: str, dtype: torch.dtype, max_examples: int
+) -> None:
+    @settings(FEW, max_examples=max_examples)
     @given(data=st.data())
     def check(data: st.DataObject) -> None:
         call = data.draw(calls(name, dtype))

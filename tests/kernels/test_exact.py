@@ -16,9 +16,10 @@ from cairn.kernels.contract import ExactKernels
 from cairn.kernels.exact import products
 from kernels.backends import EXACT, INTERPRETED, exact_backend
 from kernels.comparison import FEW as SOME
-from kernels.comparison import same_bits
+from kernels.comparison import NUM_EXAMPLES, same_bits
 from kernels.kernel_calls import OPERATIONS, Call, calls, part_of_sequence
 from kernels.random_batches import NUM_SLOTS, RandomBatch, SequenceRows
+from tiers import more
 
 F32 = torch.float32
 COMPUTED = [name for name, operation in OPERATIONS.items() if operation.results]
@@ -74,11 +75,17 @@ WEIGHTS = ("weight", "up", "down", "gate_up")
 
 @exact_backend
 @pytest.mark.parametrize("name", COMPUTED)
-@FEW
-@given(data=st.data())
-def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(
-    kernels: ExactKernels, name: str, data: st.DataObject
-) -> None:
+@pytest.mark.parametrize("max_examples", NUM_EXAMPLES if EXACT is exact else [FEW.max_examples])
+def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(kernels: ExactKernels, name: str, max_examples: int) -> None:
+    @settings(FEW, max_examples=max_examples)
+    @given(data=st.data())
+    def check(data: st.DataObject) -> None:
+        check_alone(kernels, name, data)
+
+    check()
+
+
+def check_alone(kernels: ExactKernels, name: str, data: st.DataObject) -> None:
     call = data.draw(calls(name, F32, BATCH))
     # What this machine's BLAS does not keep apart, as a width of 7, is refused at start.
     generator = torch.Generator().manual_seed(0)
@@ -126,12 +133,21 @@ def test_a_pass_has_the_same_bits_whole_and_cut_on_the_grid(
 @exact_backend
 @pytest.mark.parametrize("name", ["conv", "ssd", "gdn"])
 @pytest.mark.parametrize("start", [75] if INTERPRETED else [0, 64, 75])
-@settings(FEW, max_examples=1 if INTERPRETED else 3)
-@given(data=st.data(), seed=SEEDS)
+@pytest.mark.parametrize("max_examples", [1] if INTERPRETED else [1, more(3)] if EXACT is exact else [3])
 def test_a_snapshot_has_the_bits_of_the_state_of_a_pass_that_ends_there(
-    kernels: ExactKernels, name: str, start: int, data: st.DataObject, seed: int
+    kernels: ExactKernels, name: str, start: int, max_examples: int
 ) -> None:
     """At every position of up to three chunks, with and without tokens before them."""
+
+    @settings(FEW, max_examples=max_examples)
+    @given(data=st.data(), seed=SEEDS)
+    def check(data: st.DataObject, seed: int) -> None:
+        check_snapshots(kernels, name, start, data, seed)
+
+    check()
+
+
+def check_snapshots(kernels: ExactKernels, name: str, start: int, data: st.DataObject, seed: int) -> None:
     offsets = (1, 53, 54, 128) if INTERPRETED else tuple(range(1, 2 * CHUNK + 1))
     batch = whole_sequence(seed, start, start + 2 * CHUNK, offsets)
     call = data.draw(calls(name, F32, batch))

@@ -13,11 +13,12 @@ from torch import Tensor
 from cairn.kernels import cpu, reference
 from cairn.kernels.batch import CHUNK
 from cairn.kernels.contract import Kernels
-from kernels.backends import INTERPRETED, every_backend, name_of
+from kernels.backends import INTERPRETED, ON_GPU, every_backend, name_of
 from kernels.comparison import check_against_reference, close, same_bits
 from kernels.fixed_calls import MIXED, conv_call, fresh_sequence, gdn_call, small_call, ssd_call
 from kernels.kernel_calls import Call
 from kernels.random_batches import NUM_SLOTS, RandomBatch, SequenceRows
+from tiers import more
 
 RECURRENT = ("conv", "ssd", "gdn")
 F32, BF16 = torch.float32, torch.bfloat16
@@ -77,10 +78,14 @@ def test_a_thousand_tokens_cut_at_odd_places(kernels: Kernels, name: str) -> Non
 
 @every_backend
 @pytest.mark.parametrize("name", RECURRENT)
-def test_a_state_after_every_token_is_that_of_a_run_which_ends_there(kernels: Kernels, name: str) -> None:
+@pytest.mark.parametrize("every_token", [False] if INTERPRETED else [True] if ON_GPU else [False, more(True)])
+def test_a_state_after_every_token_is_that_of_a_run_which_ends_there(
+    kernels: Kernels, name: str, every_token: bool
+) -> None:
+    """Or after every 15th and around the ends of chunks."""
     tokens = 2 * CHUNK + 20
     everywhere = tuple(range(1, tokens + 1))
-    if INTERPRETED:
+    if not every_token:
         edges = (
             1,
             CHUNK - 1,

@@ -3,14 +3,15 @@ snapshot that is put into another slot, through the pages; prefill or decode."""
 
 from functools import partial
 
+import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels
 from kernels.backends import every_backend_and_dtype
-from kernels.comparison import FEW, TOLERANCES, close, tolerance_of
+from kernels.comparison import FEW, NUM_EXAMPLES, TOLERANCES, close, tolerance_of
 from kernels.kernel_calls import Call, calls, part_of_sequence
 from kernels.random_batches import RandomBatch, SequenceRows
 
@@ -59,9 +60,17 @@ def test_states(
 
 
 @every_backend_and_dtype
-@FEW
-@given(data=st.data(), places=cut_sequences(), decode=st.booleans())
-def test_pages(
+@pytest.mark.parametrize("max_examples", NUM_EXAMPLES)
+def test_pages(kernels: Kernels, dtype: torch.dtype, max_examples: int) -> None:
+    @settings(FEW, max_examples=max_examples)
+    @given(data=st.data(), places=cut_sequences(), decode=st.booleans())
+    def check(data: st.DataObject, places: tuple[int, int], decode: bool) -> None:
+        check_pages(kernels, dtype, data, places, decode)
+
+    check()
+
+
+def check_pages(
     kernels: Kernels, dtype: torch.dtype, data: st.DataObject, places: tuple[int, int], decode: bool
 ) -> None:
     cut, end = places

@@ -19,6 +19,7 @@ from cairn.engine.sizing import choose_memory_sizes
 from cairn.errors import ConfigError, ModelError
 from models.published import NANO
 from runner.harness import parse, tensors
+from tiers import more
 
 ITEM_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
 
@@ -142,8 +143,8 @@ def quantize(headers: Headers) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (drop, "backbone.layers.3.mixer.experts.127.down_proj.weight [2688, 1856] is missing"),
-        (add, "backbone.layers.3.mixer.experts.128.down_proj.weight is not part of this architecture"),
+        more(drop, "backbone.layers.3.mixer.experts.127.down_proj.weight [2688, 1856] is missing"),
+        more(add, "backbone.layers.3.mixer.experts.128.down_proj.weight is not part of this architecture"),
         (reshape, "backbone.layers.0.mixer.A_log has shape [63], config.json makes it [64]"),
         (quantize, "lm_head.weight is F8_E4M3, but config.json has no quantization_config that says how it is scaled"),
     ],

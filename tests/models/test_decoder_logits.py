@@ -19,6 +19,7 @@ from models.logits_bar import (
     resumed_at_every_position,
     whole_in_chunks_and_token_by_token,
 )
+from tiers import more
 
 BIASED = {"attention_bias": True, "mamba_proj_bias": True}
 MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
@@ -64,7 +65,7 @@ def truth(request: pytest.FixtureRequest) -> TinyTruth:
     return TinyTruth(found.tokens, found.logits, found.bar, model)
 
 
-@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("exact", [False, more(True)])
 def test_whole_in_chunks_and_token_by_token(truth: TinyTruth, exact: bool) -> None:
     driver = truth.tiny.driver(exact)
     whole_in_chunks_and_token_by_token(driver, truth, (1, 2, 63, 64, 65, 128, 149, LENGTH), stepped_from=120)

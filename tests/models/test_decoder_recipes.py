@@ -80,6 +80,7 @@ class _Opened:
         self.family, self.config = opened.family, opened.config
 
 
+@pytest.mark.more
 def test_bfloat16(tmp_path: Path) -> None:
     make_model("granitemoehybrid", tmp_path, dtype="bfloat16")
     report = check(tmp_path)

@@ -33,7 +33,7 @@ from doubles.copy_stream import LateCopyStream
 from doubles.thread_ranks import thread_ranks
 from models.fp8_checkpoints import write_modelopt_fp8, write_qwen_fp8
 from models.test_served_int8 import parts_of
-from tiers import more
+from tiers import first_of
 
 INDEX = "model.safetensors.index.json"
 
@@ -61,17 +61,27 @@ def check_model(folder: Path, dtype: Any, num_ranks: int, caplog: pytest.LogCapt
 
 
 @pytest.mark.parametrize(
-    ("dtype", "num_ranks"), [("float32", 2), ("bfloat16", 1), more("float32", 1), more("bfloat16", 2)]
+    ("family", "dtype", "num_ranks"),
+    first_of(
+        [
+            *((family, "bfloat16", 1) for family in sorted(MADE_FAMILIES)),
+            *((family, "float32", 2) for family in ("nemotron_h", "qwen3_5", "qwen3_5_moe")),
+        ],
+        sorted(MADE_FAMILIES),
+        ("float32", "bfloat16"),
+        (1, 2),
+    ),
 )
-@pytest.mark.parametrize("family", sorted(MADE_FAMILIES))
 def test_every_family_has_the_plain_loaders_weights(family, dtype, num_ranks, made_model, caplog):
     (stream, *_) = check_model(made_model(family), dtype, num_ranks, caplog)
     # As many as it takes to fill the buffers, and one for each tensor that is drawn: what was read ahead has come.
     assert stream.num_waits > 10
 
 
-@pytest.mark.parametrize("write", [write_qwen_fp8, write_modelopt_fp8])
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("write", "num_ranks"),
+    first_of([(write_qwen_fp8, 1), (write_modelopt_fp8, 2)], (write_qwen_fp8, write_modelopt_fp8), (1, 2)),
+)
 def test_fp8_checkpoints_too(write, num_ranks, made_model, tmp_path, caplog):
     plain = made_model("qwen3_5_moe" if write is write_qwen_fp8 else "nemotron_h")
     write(plain, tmp_path / "fp8", tmp_path / "same")

@@ -36,11 +36,12 @@ from pathlib import Path
 from cairn.errors import CairnError
 from cairn.models.weights import hub
 {before}
-find, name, revision, folder = sys.argv[1:]
-try:
-    print(getattr(hub, find)(hub.ModelSource(name, revision or None, Path(folder) if folder else None)))
-except CairnError as error:
-    print(f"{{type(error).__name__}}: {{error}}")
+find, revision, folder, *names = sys.argv[1:]
+for name in names:
+    try:
+        print(getattr(hub, find)(hub.ModelSource(name, revision or None, Path(folder) if folder else None)))
+    except CairnError as error:
+        print(f"{{type(error).__name__}}: {{error}}")
 """
 
 
@@ -64,10 +65,12 @@ class Machine:
             env=self.variables | variables,
         )
 
-    def find(self, name=NAME, revision="", download_dir="", *, find="find_checkpoint", before="", **variables) -> str:
-        """What the process has printed: a folder, or what is wrong. The hub has forgotten what it was asked before."""
+    def find(self, *names, revision="", download_dir="", find="find_checkpoint", before="", **variables) -> str:
+        """What the process has printed: a folder, or what is wrong, a line for each name. The hub has forgotten what it
+        was asked before."""
         self.hub.asked.clear()
-        done = self.run("-c", FIND.format(before=before), find, name, revision, str(download_dir), **variables)
+        names = names or (NAME,)
+        done = self.run("-c", FIND.format(before=before), find, revision, str(download_dir), *names, **variables)
         assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
         self.log = done.stderr
         return done.stdout.strip()
@@ -107,14 +110,19 @@ def test_a_name_is_downloaded_once_and_then_found(machine, tiny, tiny_files):
     assert machine.hub.asked == [] and machine.log == ""
 
 
-def test_a_hub_that_is_gone_or_refuses_leaves_what_is_cached(machine, tiny):
+def test_a_hub_that_refuses_leaves_what_is_cached(machine, tiny):
     folder = machine.find()
-    machine.hub.status = 503
-    assert machine.find() == folder and "Using cached commit" in machine.log
     machine.hub.status = 401
     assert machine.find() == folder and "check the token in HF_TOKEN" in machine.log
     assert "what is cached of it is used" in machine.log
-    assert machine.find(HF_ENDPOINT="http://127.0.0.1:9") == folder and "Using cached commit" in machine.log
+
+
+@pytest.mark.parametrize("gone", [False, more(True)])
+def test_a_hub_that_is_gone_or_in_trouble_leaves_what_is_cached(machine, tiny, gone):
+    folder = machine.find()
+    machine.hub.status = 503
+    variables = {"HF_ENDPOINT": "http://127.0.0.1:9"} if gone else {}
+    assert machine.find(**variables) == folder and "Using cached commit" in machine.log
 
 
 def test_a_branch_that_has_moved_is_followed(machine, tiny, tiny_files):
@@ -155,7 +163,7 @@ def test_a_start_that_failed_leaves_what_it_has_fetched(machine, tiny, tiny_file
 def test_a_signal_ends_a_download_at_once(machine, tiny, tiny_files, number):
     file = max(shards(tiny_files))
     machine.hub.slow.add(file)
-    command = [sys.executable, "-c", FIND.format(before=""), "find_checkpoint", NAME, "", ""]
+    command = [sys.executable, "-c", FIND.format(before=""), "find_checkpoint", "", "", NAME]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, env=machine.variables)
     try:
         deadline = time.monotonic() + 60
@@ -177,25 +185,31 @@ def test_a_revision(machine, tiny, tiny_files):
     other = tiny_files | {"generation_config.json": b'{"eos_token_id": 7}'}
     tiny.revisions["v2"] = other
     for revision in ("v2", tiny.commit("v2")):
-        assert files_in(Path(machine.find(NAME, revision))) == other
+        assert files_in(Path(machine.find(revision=revision))) == other
     assert machine.hub.asked == []  # a commit that is cached needs no question
     assert files_in(Path(machine.find())) == tiny_files
-    said = "ConfigError: --revision {}: org/tiny has no such branch, tag or commit"
-    for unknown in ("v3", "0" * 40):
-        assert machine.find(NAME, unknown) == said.format(unknown)
-    assert machine.find(NAME, "../../x").startswith("ConfigError: --revision '../../x': must be a branch")
+
+
+@pytest.mark.parametrize("unknown", ["v3", more("0" * 40)])
+def test_a_revision_that_there_is_none_of(machine, tiny, unknown):
+    said = f"ConfigError: --revision {unknown}: org/tiny has no such branch, tag or commit"
+    assert machine.find(revision=unknown) == said
+
+
+def test_a_revision_that_cannot_be_one(machine, tiny):
+    assert machine.find(revision="../../x").startswith("ConfigError: --revision '../../x': must be a branch")
     assert machine.hub.asked == []
 
 
 @pytest.mark.more
 def test_a_download_dir(machine, tiny, tiny_files):
-    folder = Path(machine.find(NAME, "", machine.folder / "disk"))
+    folder = Path(machine.find(download_dir=machine.folder / "disk"))
     assert folder.is_relative_to(machine.folder / "disk") and files_in(folder) == tiny_files
-    said = machine.find(NAME, "", machine.folder / "other", HF_HUB_OFFLINE="1")
+    said = machine.find(download_dir=machine.folder / "other", HF_HUB_OFFLINE="1")
     assert said.startswith("ConfigError: MODEL org/tiny") and f"no complete copy in {machine.folder}/other" in said
     assert "HF_HUB_OFFLINE" in said and "--download-dir" in said
     (machine.folder / "file").touch()
-    assert "name another --download-dir" in machine.find(NAME, "", machine.folder / "file")
+    assert "name another --download-dir" in machine.find(download_dir=machine.folder / "file")
 
 
 def test_a_token_goes_to_the_hub_and_nowhere_else(machine, tiny):
@@ -262,7 +276,7 @@ def test_a_single_file_needs_no_index(machine, tiny_files):
 def test_a_folder_of_the_same_name_wins(machine, tiny):
     (machine.folder / NAME).mkdir(parents=True)
     assert machine.find() == NAME
-    assert machine.find(NAME, "v2") == NAME and "--revision has no effect" in machine.log
+    assert machine.find(revision="v2") == NAME and "--revision has no effect" in machine.log
     assert machine.hub.asked == []
 
 
@@ -310,15 +324,15 @@ def test_a_disk_without_room(machine, tiny, tiny_files):
     assert said.startswith("DownloadError: MODEL org/tiny: the disk is full: make room") and "--download-dir" in said
 
 
-def test_check_reads_headers_only(machine, tiny, tiny_files, tiny_model):
+def test_check_reads_headers_only(machine, tiny, tiny_files, tiny_model, capsys):
     shown = machine.run("-m", "cairn", "check", NAME)
     assert shown.returncode == 0, shown.stderr
     assert set(machine.hub.fetched) == SMALL | shards(tiny_files)
     ranges = [one.range for one in machine.hub.sent if file_name(one) in shards(tiny_files)]
     assert ranges == ["bytes=0-100000"] * len(shards(tiny_files))
-    by_folder = machine.run("-m", "cairn", "check", str(tiny_model))
+    assert main(["check", str(tiny_model)]) == 0
     table = [line for line in shown.stdout.splitlines() if "│" in line]
-    assert table == [line for line in by_folder.stdout.splitlines() if "│" in line] and len(table) > 8
+    assert table == [line for line in capsys.readouterr().out.splitlines() if "│" in line] and len(table) > 8
 
 
 @pytest.mark.more
@@ -339,6 +353,11 @@ def test_bench_fetches_a_tokenizer_alone(machine, tiny):
     done = machine.run(*command, "--num-prompts", "1", "--tokenizer", NAME)
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert set(machine.hub.fetched) == {"tokenizer.json", "tokenizer_config.json"}
+
+
+@pytest.mark.more
+def test_bench_says_which_tokenizer_there_is_none_of(machine, tiny):
+    command = ["-m", "cairn", "bench", "serve", "--model", "m", "--base-url", "http://127.0.0.1:9"]
     done = machine.run(*command, "--tokenizer", "org/none")
     assert done.returncode == 2 and done.stderr.startswith("cairn: --tokenizer org/none: there is no such folder")
 
@@ -362,26 +381,32 @@ def test_a_file_is_no_model(tmp_path, capsys):
 
 
 def test_what_can_be_known_of_a_model_is_known_without_the_hub(machine, tiny_model, tmp_path):
-    assert machine.find("org/none", find="check_source") == machine.find(str(tiny_model), find="check_source") == "None"
-    assert f"{tmp_path}: config.json is missing" in machine.find(str(tmp_path), find="check_source")
-    assert f"MODEL {tmp_path}/none: there is no such folder" in machine.find(f"{tmp_path}/none", find="check_source")
+    names = "org/none", str(tiny_model), str(tmp_path), f"{tmp_path}/none"
+    unknown, folder, empty, missing = machine.find(*names, find="check_source").splitlines()
+    assert unknown == folder == "None"
+    assert f"{tmp_path}: config.json is missing" in empty
+    assert f"MODEL {tmp_path}/none: there is no such folder" in missing
     assert machine.hub.asked == []
 
 
 def test_wrong_settings_are_said_before_anything_is_fetched(machine, tiny):
     done = machine.run("-m", "cairn", "serve", NAME, "--limit-mm-per-prompt", "{")
     assert done.returncode == 2 and machine.hub.asked == []
+
+
+@pytest.mark.more
+def test_a_model_that_the_hub_has_not_ends_the_start(machine, tiny):
     done = machine.run("-m", "cairn", "serve", "org/none", "--port", "0")
     assert done.returncode == 2 and "cairn: MODEL org/none: there is no such folder" in done.stderr
 
 
 @pytest.mark.more
 def test_progress_is_shown_on_a_terminal_alone(machine, tiny):
-    machine.find(NAME, "", machine.folder / "first")
+    machine.find(download_dir=machine.folder / "first")
     assert machine.log == ""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))
-    command = [sys.executable, "-c", FIND.format(before=""), "find_checkpoint", NAME, "", ""]
+    command = [sys.executable, "-c", FIND.format(before=""), "find_checkpoint", "", "", NAME]
     with os.fdopen(ours, "rb", buffering=0) as screen:
         process = subprocess.Popen(command, stderr=theirs, stdout=subprocess.DEVNULL, env=machine.variables)
         os.close(theirs)

@@ -8,7 +8,7 @@ from pd_world import World, alone, prefill
 
 from tiers import more
 
-ROUNDS = (range(30), more(range(30, 200)))
+ROUNDS = (range(10), more(range(10, 200)))
 
 
 @pytest.mark.parametrize("rounds", ROUNDS, ids=lambda rounds: f"{len(rounds)} rounds")
@@ -24,10 +24,11 @@ def test_nothing_hangs_and_nothing_is_wrong(fault, rounds):
     assert seen[EFFECTS[fault]] >= few, f"the fault struck in few of {len(rounds)} rounds: {seen}"
 
 
+@pytest.mark.parametrize("rounds", (range(5), more(range(5, 20))), ids=lambda rounds: f"{len(rounds)} rounds")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_failure_is_a_clear_error_where_the_policy_says_so(fault):
+def test_a_failure_is_a_clear_error_where_the_policy_says_so(fault, rounds):
     failed = 0
-    for seed in range(10):
+    for seed in rounds:
         r = play(fault, seed, "fail")
         failed += sum(request.outcome.finish_reason == "error" for request in r.d.ended.values())
     assert failed or EFFECTS[fault] != "failed"

@@ -8,6 +8,8 @@ import httpx
 import pytest
 from starlette.responses import StreamingResponse
 
+from tiers import first_of, more
+
 CHAT = "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -323,7 +325,7 @@ def test_servers_that_are_down_are_not_asked(setting, answers):
 QUICK_CHECKS = {"health_interval": 0.05, "health_timeout": 0.5}
 
 
-@pytest.mark.parametrize("num_waiting", [1, 5])
+@pytest.mark.parametrize("num_waiting", [5, more(1)])
 def test_a_prefill_server_that_freezes_is_left_for_another_one(setting, answers, num_waiting):
     """All that wait for it go to the other one, once the health checks have found it down; it is asked for nothing."""
     pool, d = [setting.prefill(), setting.prefill()], setting.decode()
@@ -353,8 +355,7 @@ def test_the_only_prefill_server_freezes(setting, answers):
     assert proxy.metric("decode_only_total", reason="prefill_failed") == 1
 
 
-@pytest.mark.parametrize("begun", [False, True], ids=["no head", "head without a body"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stream", "begun"), first_of([(False, True), (True, False)], (False, True), (False, True)))
 def test_a_decode_server_that_freezes_before_its_first_byte(setting, answers, stream, begun):
     p, pool = setting.prefill(), [setting.decode(), setting.decode()]
     proxy = setting.proxy([p], pool, **QUICK_CHECKS)

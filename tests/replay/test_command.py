@@ -14,6 +14,7 @@ from cairn.errors import ConfigError
 from cairn.replay.command import POLICIES, add_replay_flags, run_replay
 from cairn.replay.layouts import sizes_for
 from models.published import NANO
+from tiers import more
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def test_requests_are_told_apart_only_when_asked_for(trace, tmp_path):
     assert "per_request" not in json.loads(file.read_text())[0]
 
 
-@pytest.mark.parametrize("suffix", ["svg", "png"])
+@pytest.mark.parametrize("suffix", ["svg", more("png")])
 def test_a_plot(trace, tmp_path, suffix):
     pytest.importorskip("matplotlib")
     file = tmp_path / f"out.{suffix}"

@@ -33,6 +33,11 @@ def draw_all(logits: torch.Tensor, samples: list[SamplingMetadata]) -> list[int]
     return made.draw(logits, range(len(samples)), samples, counts_of(samples, logits.shape[1])).tolist()
 
 
+def draws(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
+    """A token for each of the first `count` positions, in one batch: each is the one that it would be alone."""
+    return draw_all(logits.expand(count, -1), [SamplingMetadata(params, position) for position in range(count)])
+
+
 def counts_of(samples: list[SamplingMetadata], vocab_size: int) -> TorchTokenCounts:
     counts = TorchTokenCounts(len(samples), vocab_size)
     for slot, sample in enumerate(samples):
@@ -61,7 +66,7 @@ def test_tokens_are_drawn_in_proportion_to_the_softmax(temperature: float) -> No
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     count = 4000
     params = SamplingParams(temperature=temperature, seed=11)
-    found = Counter(draw(logits, params, position) for position in range(count))
+    found = Counter(draws(logits, params, count))
     for token, probability in enumerate((logits / temperature).softmax(-1).tolist()):
         deviation = (count * probability * (1 - probability)) ** 0.5
         assert abs(found[token] - count * probability) < 4 * deviation
@@ -83,7 +88,7 @@ def test_tokens_are_drawn_in_proportion_to_the_softmax(temperature: float) -> No
 )
 def test_filters(params: SamplingParams, allowed: set[int]) -> None:
     logits = torch.tensor([0.05, 0.25, 0.08, 0.6, 0.02]).log()
-    found = {draw(logits, params, position) for position in range(300)}
+    found = set(draws(logits, params, 300))
     assert found == allowed
 
 
@@ -101,7 +106,7 @@ def test_filters_where_their_bound_is_met_exactly(params: SamplingParams, allowe
     """Four tokens of a quarter each: as many as hold the share, no more; what equals the last one stays."""
     logits = torch.zeros(5)
     logits[4] = -torch.inf
-    assert {draw(logits, params, position) for position in range(200)} == allowed
+    assert set(draws(logits, params, 200)) == allowed
 
 
 FILTERS = {
@@ -122,7 +127,7 @@ def test_over_many_positions_tokens_come_as_often_as_they_should(filters: str) -
     """Chi-square against the softmax of what a sort leaves; tokens of fewer than 8 expected draws are one bin."""
     params, count = FILTERS[filters], 20_000
     logits = torch.randn(400, generator=torch.Generator().manual_seed(4)) * 1.5
-    drawn = draw_all(logits.expand(count, -1), [SamplingMetadata(params, position) for position in range(count)])
+    drawn = draws(logits, params, count)
     ranked, order = (logits.double() / params.temperature).sort(descending=True)
     keep = (ranked - ranked[0]).exp() >= params.min_p
     keep[params.top_k or 400 :] = False
@@ -395,7 +400,7 @@ def test_transforms_are_what_a_loop_over_the_vocabulary_says(seed, frequency, pr
 )
 def test_min_p(params: SamplingParams, allowed: set[int]) -> None:
     logits = torch.tensor([0.05, 0.25, 0.08, 0.6, 0.02]).log()
-    assert {draw(logits, params, position) for position in range(300)} == allowed
+    assert set(draws(logits, params, 300)) == allowed
 
 
 def test_no_transform_touches_the_logits_it_is_given() -> None:

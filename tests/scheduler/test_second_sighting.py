@@ -35,7 +35,7 @@ def runs(max_examples):
     return lambda test: how(given_turns(test))
 
 
-@runs(20)
+@runs(7)
 def test_every_request_hits_within_63_tokens(turns, block_size, budget):
     check_hits(turns, block_size, budget)
 

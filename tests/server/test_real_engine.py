@@ -15,8 +15,6 @@ import openai
 import psutil
 import pytest
 
-from tiers import first
-
 START_SECONDS, END_SECONDS = 90, 30
 
 
@@ -278,7 +276,8 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("what", first(1, BROKEN))
+@pytest.mark.more
+@pytest.mark.parametrize("what", BROKEN)
 def test_a_folder_that_cannot_be_served_exits_2(tiny_model, tmp_path, what):
     words, spoil = BROKEN[what]
     folder = tmp_path / "model"

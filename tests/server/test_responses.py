@@ -11,6 +11,7 @@ from cairn.server.openai_responses.store import ResponseStore, StoredResponse
 from cairn.server.openai_responses.translation import make_input_items, to_chat
 from doubles.byte_tokenizer import ByteTokenizer
 from server.asking import CALL, SCHEMA, XML
+from tiers import more
 
 TOOL = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": SCHEMA}
 NAMED = {"type": "function", "name": "weather"}
@@ -310,7 +311,7 @@ def test_what_the_model_has_read_and_written(server, xml):
     assert answer(xml, **thought, include_reasoning=False)["output_messages"] == []
 
 
-@pytest.mark.parametrize("way", ["previous_response_id", "items"])
+@pytest.mark.parametrize("way", ["previous_response_id", more("items")])
 def test_six_turns_hit_what_a_chat_hits(serve, way):
     """The same conversation, with reasoning and calls, through both APIs, on a server each."""
     hits, prompts = [], []

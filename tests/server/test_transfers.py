@@ -13,6 +13,7 @@ from cairn.proxy.service import ProxyService
 from cairn.proxy.stream_inspector import StreamInspector
 from doubles.echo_core import BYTES_PER_TOKEN
 from server.strangers_proxy import create_app as strangers_proxy
+from tiers import first_of
 
 ASKS_FOR_DECODE = {
     "do_remote_decode": True,
@@ -25,6 +26,10 @@ ASKS_FOR_DECODE = {
 TEXT = {"prompt": "hello"}
 CHAT = {"messages": [{"role": "user", "content": "hello"}]}
 PATHS = [("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)]
+ONE_OF_EACH = pytest.mark.parametrize(
+    ("path", "stream"),
+    first_of([("/v1/completions", False), ("/v1/chat/completions", True)], dict(PATHS), (False, True)),
+)
 TAKES_PART = KvTransferConfig(port=0)
 SALTS = itertools.count()
 
@@ -152,9 +157,9 @@ def test_in_a_stream_they_are_on_the_last_choice_and_the_tap_finds_them(pair, pa
     assert "kv_transfer_params" not in plain.text
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), PATHS)
-def test_a_transfer_that_fails_before_the_first_byte_is_an_http_error(serve, path, body, stream):
+@ONE_OF_EACH
+def test_a_transfer_that_fails_before_the_first_byte_is_an_http_error(serve, path, stream):
+    body = dict(PATHS)[path]
     server = serve(kv_transfer=KvTransferConfig(port=0, on_failure="fail"))
     params = handed_over_by_one_that_is_gone(serve, path, body)
     answer = server.post(path, body | {"stream": stream, "kv_transfer_params": params})
@@ -299,10 +304,10 @@ def test_a_request_that_is_aborted_is_counted_with_its_sources(serve):
 # -- behind proxies --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("path", "body"), PATHS)
-def test_a_strangers_proxy(serve, run_app, path, body, stream):
+@ONE_OF_EACH
+def test_a_strangers_proxy(serve, run_app, path, stream):
     """What the page says, and nothing else, is enough."""
+    body = dict(PATHS)[path]
     key = {"api_key": ["s3cret"]}
     prefill, decode = (serve(options=key, kv_transfer=TAKES_PART) for _ in range(2))
     proxy = run_app(strangers_proxy(prefill.url, decode.url))

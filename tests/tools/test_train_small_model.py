@@ -66,6 +66,7 @@ class StopAt:
         return self.batches.batch(step)
 
 
+@pytest.mark.more
 def test_a_run_that_was_stopped_ends_with_the_same_weights_and_they_are_a_checkpoint(
     tool, tmp_path, monkeypatch, capsys
 ):

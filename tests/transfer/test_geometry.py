@@ -26,16 +26,19 @@ from cairn.transfer.geometry import (
     staging_pages,
     staging_reads,
 )
-from tiers import more
+from tiers import first_of
 
 SIZES = (1, 2, 4)
 BLOCKS = (16, 32, 64, 128)
 UNITS = (1, 2, 4, 8)
-FIRST_UNITS = (1, 4, *map(more, (2, 8)))
 LAYERS, ROW = 1, 3
 RUNS = 2 * LAYERS
 SPANS = ((0, 128), (0, 256), (0, 1), (128, 300), (48, 130), (37, 41), (5, 261), (256, 256))
 TP_PAIRS = tuple(itertools.product(SIZES, SIZES))
+# One unit that ranks share, and four that are dealt out to fewer, more and as many.
+UNITS_AND_SIZES = first_of(
+    [(1, 1, 4), (1, 4, 2), (4, 1, 1), (4, 1, 4), (4, 4, 1), (4, 2, 4), (4, 4, 4)], UNITS, SIZES, SIZES
+)
 
 
 def geometry(
@@ -185,8 +188,7 @@ def by_staging(pairing: Pairing, span, pools, remote_pages, local_pages) -> Memo
     return Memory(memory.bytes[:free], memory.writes[:free])
 
 
-@pytest.mark.parametrize(("remote_tp", "local_tp"), TP_PAIRS)
-@pytest.mark.parametrize("kv_heads", FIRST_UNITS)
+@pytest.mark.parametrize(("kv_heads", "remote_tp", "local_tp"), UNITS_AND_SIZES)
 def test_every_byte_of_every_page_arrives_once(remote_tp: int, local_tp: int, kv_heads: int) -> None:
     values = key_values(kv_heads, max(end for _, end in SPANS), seed=kv_heads)
     for remote_block, local_block in itertools.product(BLOCKS, BLOCKS):
@@ -272,8 +274,7 @@ def fewest(pairing: Pairing, rank: int, header_bytes: int, state_units: int) -> 
     return needed
 
 
-@pytest.mark.parametrize(("remote_tp", "local_tp"), TP_PAIRS)
-@pytest.mark.parametrize("state_units", FIRST_UNITS)
+@pytest.mark.parametrize(("state_units", "remote_tp", "local_tp"), UNITS_AND_SIZES)
 def test_every_byte_of_a_checkpoint_arrives_once_in_the_fewest_pieces(remote_tp, local_tp, state_units) -> None:
     rng = np.random.default_rng(0)
     for header, unit_bytes, blocks in itertools.product(

@@ -7,10 +7,18 @@ import random
 from dataclasses import dataclass, replace
 
 import numpy as np
+import pytest
 from hypothesis import event as note_event
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from cairn.transfer.contract import ContentName, PagesFree, PullEnded
 from cairn.transfer.params import split_reference
@@ -335,4 +343,11 @@ class Transfers(RuleBasedStateMachine):
 
 
 TestTransfers = Transfers.TestCase
-TestTransfers.settings = settings(max_examples=250, stateful_step_count=15, deadline=None, derandomize=True)
+TestTransfers.settings = settings(max_examples=100, stateful_step_count=15, deadline=None, derandomize=True)
+
+
+@pytest.mark.more
+def test_more_transfers() -> None:
+    run_state_machine_as_test(
+        Transfers, settings=settings(max_examples=250, stateful_step_count=15, deadline=None, derandomize=True)
+    )
