@@ -278,8 +278,8 @@ def show(rows: list[Row]) -> None:
 
 
 MEASURES = {
-    "of_one_cache": ("cached share, over one cache's", "linear"),
-    "imbalance": ("P95 of max/mean tokens in 60 s", "linear"),
+    "of_one_cache": ("cached share\nover one cache's", "linear"),
+    "imbalance": ("P95 of max/mean\ntokens in 60 s", "linear"),
     "ttft_mean": ("mean TTFT, s", "log"),
     "ttft_p99": ("P99 TTFT, s", "log"),
 }
@@ -289,6 +289,8 @@ OWN_MEASURES = {"decision_us_mean": "µs a decision", "index_bytes": "index byte
 
 def plot(rows: list[Row], path: Path) -> None:
     """Each measure against the number of replicas: a row of panels a measure, a column a trace, a line a rule."""
+    from matplotlib.lines import Line2D
+
     rows = [row for row in rows if row["rule"] != ONE_CACHE and not row["options"]]
     traces = sorted({row["trace"] for row in rows})
     with save_figure(path, 1.0 + 3.4 * len(traces), 2.4 * (len(MEASURES) + 1)) as figure:
@@ -296,30 +298,31 @@ def plot(rows: list[Row], path: Path) -> None:
         for column, trace in enumerate(traces):
             for place, (measure, (label, scale)) in enumerate(MEASURES.items()):
                 axes = figure.add_subplot(grid[place, 2 * column : 2 * column + 2])
-                for rule in RULES:
-                    draw_line(
-                        axes, [row for row in rows if (row["trace"], row["rule"]) == (trace, rule)], measure, rule
-                    )
+                for number, rule in enumerate(RULES):
+                    own = [row for row in rows if (row["trace"], row["rule"]) == (trace, rule)]
+                    draw_line(axes, own, measure, rule, f"C{number}")
                 axes.set(xscale="log", yscale=scale, title=trace if place == 0 else "")
                 if column == 0:
                     axes.set_ylabel(label)
-                if (place, column) == (0, 0):
-                    axes.legend(frameon=False, fontsize=6)
+        shown = [number for number, rule in enumerate(RULES) if any(row["rule"] == rule for row in rows)]
+        handles = [Line2D([], [], color=f"C{number}", marker=".", label=RULES[number]) for number in shown]
+        figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), frameon=False, fontsize=8)
         half = len(traces)
         for place, (measure, label) in enumerate(OWN_MEASURES.items()):
             axes = figure.add_subplot(grid[len(MEASURES), place * half : (place + 1) * half])
-            for trace in traces:
-                draw_line(
-                    axes, [row for row in rows if (row["trace"], row["rule"]) == (trace, SHIPPED)], measure, trace
-                )
+            for number, trace in enumerate(traces):
+                own = [row for row in rows if (row["trace"], row["rule"]) == (trace, SHIPPED)]
+                draw_line(axes, own, measure, trace, f"C{number}")
             axes.set(xscale="log", yscale="log", xlabel="replicas", ylabel=label)
             axes.legend(frameon=False, fontsize=6)
 
 
-def draw_line(axes: Any, rows: list[Row], measure: str, label: str) -> None:
+def draw_line(axes: Any, rows: list[Row], measure: str, label: str, color: str) -> None:
     points = sorted((row["replicas"], row[measure]) for row in rows if row[measure] is not None)
     if points:
-        axes.plot(*zip(*points, strict=True), marker=".", linewidth=2 if label == SHIPPED else 1, label=label)
+        axes.plot(
+            *zip(*points, strict=True), marker=".", linewidth=2 if label == SHIPPED else 1, label=label, color=color
+        )
 
 
 def option(text: str) -> tuple[str, float]:
