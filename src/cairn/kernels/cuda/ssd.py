@@ -58,12 +58,19 @@ def _steps_kernel(
 
 
 @triton.jit
+def _load_b_or_c(source, rows, valid, stride, group, begin, S: tl.constexpr, BS: tl.constexpr):
+    """Numbers [begin, begin + BS) of the S that a group has in each of `rows`: [64, BS]."""
+    size = begin + tl.arange(0, BS)
+    mask = valid[:, None] & (size < S)[None, :]
+    return tl.load(source + rows[:, None] * stride + group * S + size[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
 def _chunk_update(
     state, x, b, steps, totals, base, chunk, first, last, head, dim, seen, num_rows, x_stride, b_stride,
     PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The state [S, P] after the first `seen` tokens of a chunk."""
-    size = tl.arange(0, BS)
     begin = base + chunk * 64
     end = tl.minimum(begin + seen, last)
     rows = begin + tl.arange(0, 64)
@@ -76,9 +83,7 @@ def _chunk_update(
     rows = rows.to(tl.int64)
     mask = valid[:, None] & (dim < P)[None, :]
     inputs = tl.load(x + rows[:, None] * x_stride + head * P + dim[None, :], mask=mask, other=0.0).to(tl.float32)
-    b_mask = valid[:, None] & (size < S)[None, :]
-    group = head // PER_GROUP
-    writes = tl.load(b + rows[:, None] * b_stride + group * S + size[None, :], mask=b_mask, other=0.0)
+    writes = _load_b_or_c(b, rows, valid, b_stride, head // PER_GROUP, 0, S, BS)
     return product(tl.trans(writes), inputs * moves[:, None], state * tl.exp(final), PRECISION)
 
 
@@ -175,9 +180,8 @@ def _outputs_kernel(
     dim, size = tl.arange(0, BP), tl.arange(0, BS)
     scores = tl.zeros((64, 64), tl.float32)
     for begin in tl.static_range(0, S, BS):
-        size_mask = valid[:, None] & (begin + size < S)[None, :]
-        writes = tl.load(b + rows[:, None] * b_stride + group * S + begin + size[None, :], mask=size_mask, other=0.0)
-        reads = tl.load(c + rows[:, None] * c_stride + group * S + begin + size[None, :], mask=size_mask, other=0.0)
+        writes = _load_b_or_c(b, rows, valid, b_stride, group, begin, S, BS)
+        reads = _load_b_or_c(c, rows, valid, c_stride, group, begin, S, BS)
         scores = product(reads, tl.trans(writes), scores, PRECISION)
     scores = tl.where(token[:, None] >= token[None, :], scores, 0.0)
     mask = valid[:, None] & (dim < P)[None, :]
@@ -190,10 +194,7 @@ def _outputs_kernel(
         out = tl.zeros((64, BP), tl.float32)
         for begin in tl.static_range(0, S, BS):
             if BS < S:
-                size_mask = valid[:, None] & (begin + size < S)[None, :]
-                reads = tl.load(
-                    c + rows[:, None] * c_stride + group * S + begin + size[None, :], mask=size_mask, other=0.0
-                )
+                reads = _load_b_or_c(c, rows, valid, c_stride, group, begin, S, BS)
             at = chunk.to(tl.int64) * (H * S * P) + head * (S * P) + (begin + size)[:, None] * P + dim[None, :]
             state_mask = (begin + size < S)[:, None] & (dim < P)[None, :]
             out = product(reads, tl.load(chunk_states + at, mask=state_mask, other=0.0), out, PRECISION)
