@@ -164,9 +164,7 @@ TestEventsMachine.settings = settings(max_examples=30, stateful_step_count=50, d
 
 @pytest.mark.more
 def test_more_steps() -> None:
-    run_state_machine_as_test(
-        EventsMachine, settings=settings(max_examples=70, stateful_step_count=50, derandomize=True, **COMMON)
-    )
+    run_state_machine_as_test(EventsMachine, settings=settings(TestEventsMachine.settings, max_examples=70))
 
 
 @pytest.mark.long

@@ -221,9 +221,7 @@ TestCacheMachine.settings = settings(max_examples=50, stateful_step_count=50, de
 
 @pytest.mark.more
 def test_more_steps() -> None:
-    run_state_machine_as_test(
-        CacheMachine, settings=settings(max_examples=120, stateful_step_count=50, derandomize=True, **COMMON)
-    )
+    run_state_machine_as_test(CacheMachine, settings=settings(TestCacheMachine.settings, max_examples=120))
 
 
 @pytest.mark.long

@@ -348,6 +348,4 @@ TestTransfers.settings = settings(max_examples=100, stateful_step_count=15, dead
 
 @pytest.mark.more
 def test_more_transfers() -> None:
-    run_state_machine_as_test(
-        Transfers, settings=settings(max_examples=250, stateful_step_count=15, deadline=None, derandomize=True)
-    )
+    run_state_machine_as_test(Transfers, settings=settings(TestTransfers.settings, max_examples=250))
