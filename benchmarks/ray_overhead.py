@@ -41,7 +41,7 @@ import psutil
 from benchmarks.made_model import make_thin_model
 from benchmarks.no_model import STEP_SECONDS
 from benchmarks.reporting import add_output_flags, as_json, circumstances, cpu_seconds, make_console, save_figure
-from demo.local_ray import local_ray
+from demo.local_ray import local_ray, runs_actor
 from demo.server import running
 from rich.table import Table
 
@@ -193,22 +193,23 @@ def serve_on_ray(arguments: argparse.Namespace, model: Path, settings: Mapping[s
 
 def ray_processes() -> dict[str, list[psutil.Process]]:
     """Of the Ray that this process has started, by what they do."""
-    titles = {
-        f"ray::ServeReplica:{NAME}:ingress": "ingress",
-        f"ray::ServeReplica:{NAME}:replica": "replica",
-        "ray::ProxyActor": "proxy",
+    actors = {
+        "ingress": f"ServeReplica:{NAME}:ingress",
+        "replica": f"ServeReplica:{NAME}:replica",
+        "proxy": "ProxyActor",
     }
-    groups: dict[str, list[psutil.Process]] = {group: [] for group in (*titles.values(), "core", REST)}
+    groups: dict[str, list[psutil.Process]] = {group: [] for group in (*actors, "core", REST)}
     cores = set()
     for process in psutil.Process().children(recursive=True):
         try:
-            title = process.cmdline()[0]
-            group = "proxy" if title.endswith("haproxy") else titles.get(title, REST)
-            if group == "replica":
+            command = process.cmdline()
+            found = "proxy" if command[0].endswith("haproxy") else REST
+            found = next((group for group, actor in actors.items() if runs_actor(command, actor)), found)
+            if found == "replica":
                 cores |= set(process.children(recursive=True))
-        except (psutil.NoSuchProcess, psutil.ZombieProcess, IndexError):
+        except (psutil.NoSuchProcess, IndexError):
             continue
-        groups[group].append(process)
+        groups[found].append(process)
     groups[REST] = [process for process in groups[REST] if process not in cores]
     groups["core"] = list(cores)
     return groups

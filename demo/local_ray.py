@@ -1,11 +1,11 @@
 """A Ray of this machine's own for a demo, a benchmark or tests, with Ray Serve on it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from demo.server import free_port
 
-__all__ = ["local_ray"]
+__all__ = ["local_ray", "runs_actor"]
 
 NUM_CPUS = 2
 OBJECT_STORE_BYTES = 100 << 20
@@ -32,3 +32,9 @@ def local_ray(serve_log_level: str = "INFO") -> Iterator[str]:
     finally:
         serve.shutdown()
         ray.shutdown()
+
+
+def runs_actor(command: Sequence[str], actor: str) -> bool:
+    """Whether a process with this command line is that of `actor`, such as "ServeReplica:application:deployment"."""
+    # while an actor carries a method out, its name is behind the actor's
+    return any(title == f"ray::{actor}" or title.startswith(f"ray::{actor}.") for title in command[:1])

@@ -9,6 +9,7 @@ from typing import Any, Self
 import httpx
 import openai
 import psutil
+from demo.local_ray import runs_actor
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from ray.serve.api import RunTarget
@@ -168,13 +169,12 @@ class Fleet:
 
     def replicas(self, deployment: str = "replica") -> list[Replica]:
         """Those whose engine's process runs."""
-        title = f"ray::ServeReplica:{self.name}:{deployment}"
         found = []
         for process in psutil.Process().children(recursive=True):
             try:
-                if process.cmdline()[:1] == [title]:
+                if runs_actor(process.cmdline(), f"ServeReplica:{self.name}:{deployment}"):
                     found.append(Replica(process))
-            except (psutil.NoSuchProcess, psutil.ZombieProcess):
+            except psutil.NoSuchProcess:
                 continue
         return [replica for replica in found if replica.engine]
 
