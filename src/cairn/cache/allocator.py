@@ -222,6 +222,7 @@ class PinnedPages:
         self.pins: dict[int, PagePin] = {}
         self.steps: dict[int, list[Pages]] = {}
         self._shortages: set[tuple[Node | None, int, int, int]] = set()  # lookups that lack so many pages
+        self._places = np.empty(pool.num_pages, np.int32)  # of `num_distinct`
 
     def open(self, sequence: SequenceBlocks) -> None:
         """Acquire what a new sequence needs: the pages of its own, and the file of its hit."""
@@ -318,8 +319,9 @@ class PinnedPages:
         return [pages for held in self.steps.values() for pages in held]
 
     def num_distinct(self, lists: Iterable[Pages]) -> int:
-        """How many distinct pages are in `lists`."""
-        named = np.zeros(self.pool.num_pages, bool)
-        for numbers in lists:
-            named[numbers] = True
-        return int(named.sum())
+        """How many distinct pages are in `lists`: O(pages in them), however large the pool is."""
+        numbers = np.concatenate([np.zeros(0, np.int32), *lists])
+        places = np.arange(len(numbers), dtype=np.int32)
+        # each page keeps one of the places at which it is named, and what it held before is never read
+        self._places[numbers] = places
+        return int(np.count_nonzero(self._places[numbers] == places))

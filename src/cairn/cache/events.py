@@ -13,7 +13,7 @@ are numbers of one process alone: what they stand for goes into the digests, and
 vocabulary id instead.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from json import dumps
@@ -110,12 +110,16 @@ class BlockNames:
         """The digests, continued from `digest`, of the full blocks of `run` (int64 key tokens) before its first token
         without a name."""
         size = self.block_size * WIDE
+        run = run[: len(run) // size * size]
+        whole = (run[at : at + size] for at in range(0, len(run), size))
+        # one look at all tokens instead of one a block: seldom is there an image
+        has_images = bool(run) and np.frombuffer(run, np.int64).min() < 0
+        blocks: Iterable[bytes | None] = map(self._portable_bytes, whole) if has_images else whole
         chain: list[bytes] = []
-        for at in range(0, len(run) // size * size, size):
-            portable = self._portable_bytes(run[at : at + size])
-            if portable is None:
+        for block in blocks:
+            if block is None:
                 break
-            digest = next_digest(digest, portable)
+            digest = next_digest(digest, block)
             chain.append(digest)
         return chain
 
