@@ -21,6 +21,9 @@ from doubles.echo_core import build_echo_core
 from doubles.local_engine import LocalEngine
 from server.asking import XML
 
+START_SECONDS = 240
+"""A real core's kernels are compiled first where no cache has them, beside all that else runs."""
+
 CONTRACTS = {}
 """By the settings of a server, what its document says."""
 
@@ -61,7 +64,7 @@ class RunningServer:
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(60), "the server did not start"
+        assert self._ready.wait(START_SECONDS), "the server did not start"
 
     @property
     def url(self):

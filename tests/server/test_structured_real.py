@@ -19,6 +19,8 @@ from cairn.server.run import HttpServer
 from doubles.local_engine import LocalEngine
 
 SECONDS = 60
+START_SECONDS = 240
+"""Kernels are compiled first where no cache has them."""
 
 
 class Served:
@@ -31,7 +33,7 @@ class Served:
         self._engine = LocalEngine(config, build_core, ModelTokenizer(folder))
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
-        assert self._ready.wait(SECONDS)
+        assert self._ready.wait(START_SECONDS)
         self.client = openai.OpenAI(
             base_url=f"http://127.0.0.1:{self._port}/v1", api_key="none", max_retries=0, timeout=SECONDS
         )
