@@ -279,7 +279,7 @@ def show(rows: list[Row]) -> None:
 
 MEASURES = {
     "of_one_cache": ("cached share\nover one cache's", "linear"),
-    "imbalance": ("P95 of max/mean\ntokens in 60 s", "linear"),
+    "imbalance": ("P95 of max/mean\ntokens in 60 s", "log"),
     "ttft_mean": ("mean TTFT, s", "log"),
     "ttft_p99": ("P99 TTFT, s", "log"),
 }
@@ -290,6 +290,7 @@ OWN_MEASURES = {"decision_us_mean": "µs a decision", "index_bytes": "index byte
 def plot(rows: list[Row], path: Path) -> None:
     """Each measure against the number of replicas: a row of panels a measure, a column a trace, a line a rule."""
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogFormatter
 
     rows = [row for row in rows if row["rule"] != ONE_CACHE and not row["options"]]
     traces = sorted({row["trace"] for row in rows})
@@ -302,6 +303,9 @@ def plot(rows: list[Row], path: Path) -> None:
                     own = [row for row in rows if (row["trace"], row["rule"]) == (trace, rule)]
                     draw_line(axes, own, measure, rule, f"C{number}")
                 axes.set(xscale="log", yscale=scale, title=trace if place == 0 else "")
+                if scale == "log":  # 1.2, and not 1.2 x 10^0
+                    axes.yaxis.set_major_formatter(LogFormatter())
+                    axes.yaxis.set_minor_formatter(LogFormatter())
                 if column == 0:
                     axes.set_ylabel(label)
         shown = [number for number, rule in enumerate(RULES) if any(row["rule"] == rule for row in rows)]
