@@ -203,13 +203,14 @@ def ray_processes() -> dict[str, list[psutil.Process]]:
     for process in psutil.Process().children(recursive=True):
         try:
             command = process.cmdline()
-            found = "proxy" if command[0].endswith("haproxy") else REST
-            found = next((group for group, actor in actors.items() if runs_actor(command, actor)), found)
-            if found == "replica":
+            group = next((name for name, actor in actors.items() if runs_actor(command, actor)), REST)
+            if command[0].endswith("haproxy"):
+                group = "proxy"
+            if group == "replica":
                 cores |= set(process.children(recursive=True))
         except (psutil.NoSuchProcess, IndexError):
             continue
-        groups[found].append(process)
+        groups[group].append(process)
     groups[REST] = [process for process in groups[REST] if process not in cores]
     groups["core"] = list(cores)
     return groups

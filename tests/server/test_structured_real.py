@@ -1,9 +1,7 @@
 """Structured output and calls over HTTP with a real tiny model, and clients that know nothing of us."""
 
-import asyncio
 import json
 import re
-import threading
 
 import httpx
 import jsonschema
@@ -12,53 +10,24 @@ import pydantic
 import pytest
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig
 from cairn.engine.text.tokenizer import ModelTokenizer
-from cairn.server.options import ServerOptions
-from cairn.server.run import HttpServer
-from doubles.local_engine import LocalEngine
 
 SECONDS = 60
-START_SECONDS = 240
-"""Kernels are compiled first where no cache has them."""
-
-
-class Served:
-    """A server around a real core, in a thread of its own."""
-
-    def __init__(self, folder):
-        config = EngineConfig(model=str(folder), kv_cache_memory_bytes=16 << 20)
-        self._ready, self._port, self.code = threading.Event(), 0, None
-        self._options = ServerOptions(model="tiny", port=0)
-        self._engine = LocalEngine(config, build_core, ModelTokenizer(folder))
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-        self._thread.start()
-        assert self._ready.wait(START_SECONDS)
-        self.client = openai.OpenAI(
-            base_url=f"http://127.0.0.1:{self._port}/v1", api_key="none", max_retries=0, timeout=SECONDS
-        )
-
-    async def _run(self):
-        self._loop = asyncio.get_running_loop()
-        self._server = HttpServer(self._engine, self._options)
-        self.code = await self._server.run(self._listening)
-
-    def _listening(self, port):
-        self._port = port
-        self._ready.set()
-
-    def end(self):
-        self.client.close()
-        self._loop.call_soon_threadsafe(self._server.drain)
-        self._thread.join(SECONDS)
-        return self.code
 
 
 @pytest.fixture(scope="module")
-def client(tiny_model):
-    served = Served(tiny_model)
-    yield served.client
-    assert served.end() == 0
+def client(running_server, tiny_model):
+    server = running_server(
+        {"model": "tiny"},
+        build=build_core,
+        model=str(tiny_model),
+        tokenizer=ModelTokenizer(tiny_model),
+        kv_cache_memory_bytes=16 << 20,
+    )
+    with server.client(timeout=SECONDS) as client:
+        yield client
+    server.drain()
+    assert server.join() == 0
 
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "What is the weather?"}], "max_tokens": 300}
