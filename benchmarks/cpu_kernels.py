@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from cairn.errors import ConfigError
 from cairn.kernels import cpu
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.cpu import onednn
@@ -135,7 +136,10 @@ def products(shape: Shape, rows: int, dtype: torch.dtype, batch: Batch) -> Itera
                 lambda x=x, packed=packed: cpu.linear(x, packed, None, batch),
                 lambda x=x, reordered=reordered: onednn.reordered_product(x, reordered, None),
             )
-        quantized = cpu.pack_int8(weight)
+        try:
+            quantized = cpu.pack_int8(weight)
+        except ConfigError:  # this processor's are wrong
+            continue
         yield Pair(
             f"{name}, int8",
             f"{dtype}".removeprefix("torch."),

@@ -29,6 +29,12 @@ def pytest_collection_finish() -> None:
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
 
 
+@pytest.fixture
+def bfloat16_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU keeps weights in bfloat16, as those do that have products for it: sizes are the same on all machines."""
+    monkeypatch.setattr("cairn.kernels.cpu.packed_dtype", lambda dtype: dtype)
+
+
 MakeOnce = Callable[[str, Callable[[Path], object]], Path]
 
 

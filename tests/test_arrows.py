@@ -15,6 +15,7 @@ FLOOR_0 = (
     "cairn.step",
     "cairn.keys",
     "cairn.machine",
+    "cairn.cpu_isa",
     "cairn.trace_rows",
     "cairn.setting_types",
     "cairn.__version__",
@@ -40,12 +41,13 @@ MODEL_NUMBERS = (
 
 ARROWS = MappingProxyType(
     {
-        "": (),
+        "": ("cairn.cpu_isa",),
         "errors": (),
         "types": (),
         "step": (),
         "keys": (),
         "machine": (),
+        "cpu_isa": (),
         "trace_rows": (),
         "setting_types": (),
         "cache": (),

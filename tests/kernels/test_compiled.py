@@ -417,4 +417,6 @@ def test_packed_weights_are_counted() -> None:
     before = threads.step_work().packed_bytes
     cpu.pack(torch.zeros(48, 32, dtype=torch.bfloat16))
     cpu.pack(torch.zeros(2, 8, 4))
-    assert threads.step_work().packed_bytes == before + 48 * 32 * 2 + 2 * 8 * 4 * 4
+    itemsize = cpu.packed_dtype(torch.bfloat16).itemsize
+    assert threads.step_work().packed_bytes == before + 48 * 32 * itemsize + 2 * 8 * 4 * 4
+    assert {cpu.pack(torch.zeros(2, 8, 4)).layout} <= threads.step_work().packed_layouts

@@ -120,12 +120,14 @@ def test_weights_stay_as_they_are_where_onednn_fails(
     def fails(matrix: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no such operation")
 
+    monkeypatch.setattr(onednn, "has_products", lambda dtype: True)
     monkeypatch.setattr(onednn, "reorder", fails)
     assert onednn.can_reorder.__wrapped__(torch.bfloat16) is False
     assert "no such operation" in caplog.text
 
 
 def test_weights_stay_as_they_are_where_onednn_computes_something_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onednn, "has_products", lambda dtype: True)
     monkeypatch.setattr(onednn, "reordered_product", lambda x, matrix, bias: torch.zeros(3, 48, dtype=x.dtype))
     assert onednn.can_reorder.__wrapped__(torch.bfloat16) is False
     assert onednn.can_reorder.__wrapped__(torch.float32) is False

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rich.console import Console
 
 from cairn.check.report import GPU_MEMORY, CheckReport, CheckSettings, check, render
@@ -61,6 +62,11 @@ def published_headers() -> Headers:
     }
 
 
+@pytest.fixture(autouse=True)
+def _has_bfloat16_products(bfloat16_products: None) -> None:
+    pass
+
+
 def rendered(folder: Path, settings: CheckSettings | None = None) -> str:
     return shown(check(folder, settings))
 
@@ -88,6 +94,16 @@ def test_published_shapes(tmp_path: Path) -> None:
     assert report.max_model_len == 262144
     assert report.pages_for_longest == 262144 // 16 + 500
     assert report.num_pages == (64 << 30) // 98304
+
+
+def test_weights_of_a_cpu_without_bfloat16_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cairn.kernels.cpu.packed_dtype", lambda dtype: torch.float32)
+    write_checkpoint(tmp_path, NANO, published_headers(), num_shards=2)
+    report, on_gpu = check(tmp_path), check(tmp_path, CheckSettings(gpu_memory_bytes=80 << 30))
+    # The embedding, norms and convolutions stay.
+    assert 1.98 < report.weight_bytes / on_gpu.weight_bytes < 2
+    assert "GiB in bfloat16, those of products in float32" in shown(report)
+    assert "58.82 GiB in bfloat16 " in shown(on_gpu)
 
 
 def test_weights_in_int8(tmp_path: Path) -> None:

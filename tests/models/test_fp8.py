@@ -183,7 +183,7 @@ def test_a_model_of_weights_that_stay_in_fp8_is_the_same(pair: tuple[Path, Path]
     assert facts[0] == facts[1]
 
 
-def test_a_gpu_is_asked_for_a_byte_a_number(pair: tuple[Path, Path]) -> None:
+def test_a_gpu_is_asked_for_a_byte_a_number(pair: tuple[Path, Path], bfloat16_products: None) -> None:
     plain = check(pair[0], CheckSettings(dtype="bfloat16"))
     on_gpu = check(pair[0], CheckSettings(dtype="bfloat16", gpu_memory_bytes=1 << 30))
     assert plain.settings.quantization is None and on_gpu.settings.quantization in ("fp8", "modelopt")

@@ -1,6 +1,7 @@
 """The pool of pages: there when it has been made, or refused. Slots: what they are counted as, how wide tables are."""
 
 from dataclasses import fields, is_dataclass, replace
+from mmap import PAGESIZE
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from cairn.machine import Machine
 from cairn.runner import memory
 from cairn.runner.batch_builder import MOST_STOP_TOKENS
 from cairn.runner.input_batch import block_table_updates
-from cairn.runner.memory import ALIGNMENT, allocate_pool, populate
+from cairn.runner.memory import ALIGNMENT, PoolPopulation, allocate_pool
 from cairn.runner.runner import Runner, slot_bytes
 from cairn.step import Admit, StepPlan, TableUpdate
 from cairn.types import SamplingParams
@@ -30,24 +31,53 @@ def resident_bytes():
     return int(status["RssAnon"].split()[0]) << 10
 
 
-def test_a_pool_takes_memory_when_it_is_set_aside():
+def settled(population):
+    """Its thread has ended."""
+    population.wait(30)
+    assert population._thread is None
+    return population.populated
+
+
+def test_a_pool_takes_memory_a_little_before_it_is_used():
     before = resident_bytes()
     pool = allocate_pool(400, 100_000, CPU)
     assert pool.shape == (400, 100_000) and pool.data_ptr() % ALIGNMENT == 0
     assert resident_bytes() - before < MIB
     pool[7] = 5
-    populate(pool)
+    population = PoolPopulation(pool, ahead=10_000_000)
+    population.reach(-1)
+    assert 0 <= settled(population) - 10_000_000 < PAGESIZE
+    assert 9 * MIB < resident_bytes() - before < 12 * MIB
+    for page in (*range(24), *range(20)):
+        population.reach(page)
+    assert settled(population) < 10_000_000 + PAGESIZE, "too little to begin anew"
+    population.reach(25)
+    population.reach(3)
+    assert 0 <= settled(population) - 12_600_000 < PAGESIZE
+    population.reach(399)
+    assert settled(population) == pool.nbytes
     assert resident_bytes() - before >= 400 * 100_000 * 0.95
     assert (pool[7] == 5).all() and pool.sum() == 500_000
 
 
-def test_a_pool_is_as_good_where_it_cannot_be_set_aside(monkeypatch, caplog):
+def test_a_pool_that_is_smaller_than_what_is_populated_ahead():
+    pool = allocate_pool(3, 100, CPU)
+    population = PoolPopulation(pool)
+    for page in (-1, 0, 2, 1):
+        population.reach(page)
+        assert settled(population) == 300
+
+
+def test_a_pool_is_as_good_where_it_cannot_be_populated(monkeypatch, caplog):
     monkeypatch.setattr(memory, "_POPULATE_WRITE", 9999)
     pool = allocate_pool(3, 100, CPU)
+    population = PoolPopulation(pool)
     with caplog.at_level("INFO"):
-        populate(pool)
-    assert "cannot be had before: Invalid argument" in caplog.text
-    assert not pool.any()
+        for page in (-1, 2):
+            population.reach(page)
+            population.wait(30)
+    assert caplog.text.count("cannot be had before: Invalid argument") == 1
+    assert population.populated == 0 and not pool.any()
 
 
 def test_a_pool_beyond_the_memory_that_the_weights_have_left(tmp_path):

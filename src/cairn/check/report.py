@@ -18,6 +18,7 @@ from cairn.engine.decode_capture import graph_sizes
 from cairn.engine.gpu_memory import count_logits, count_slot, guess_graph_bytes, guess_process_bytes
 from cairn.engine.sizing import MOST_SEQS_ON_GPU, choose_memory_sizes, least_pages
 from cairn.errors import ConfigError
+from cairn.models.decoder_builder import load_kernels
 from cairn.models.decoder_config import AskedQuantization
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
 from cairn.models.registry import OpenModel, open_model
@@ -98,7 +99,8 @@ class ServedSizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The report. Sizes in bytes, on one rank; `weight_bytes` as they are served, with the vision tower's."""
+    """The report. Sizes in bytes, on one rank; `weight_bytes` as they are served, with the vision tower's.
+    `packed_dtype`: of the weights of products."""
 
     folder: Path
     model_type: str
@@ -110,6 +112,7 @@ class CheckReport:
     stored_dtypes: dict[str, int]
     parameters: int
     weight_bytes: int
+    packed_dtype: str
     sizes: ServedSizes
     dtype: str
     max_model_len: int
@@ -167,7 +170,9 @@ def check(
     settings = replace(settings, quantization=model.served_quantization)
     if headers is None:
         headers = read_headers(folder)
-    expected, weight_bytes = model.tensors(headers), model.weight_bytes(headers, settings.tensor_parallel_size)
+    expected = model.tensors(headers)
+    packed_dtype = load_kernels("cpu").packed_dtype if settings.gpu_memory_bytes is None else None
+    weight_bytes = model.weight_bytes(headers, settings.tensor_parallel_size, packed_dtype)
     vision = read_vision(folder)
     if vision is not None:
         expected |= tensors(vision)
@@ -190,6 +195,7 @@ def check(
         stored_dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
         parameters=sum(map(math.prod, expected.values())),
         weight_bytes=weight_bytes,
+        packed_dtype=str(model.dtype if packed_dtype is None else packed_dtype(model.dtype)).removeprefix("torch."),
         sizes=sizes,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=settings.max_model_len or model.config.max_position_embeddings,
@@ -249,8 +255,10 @@ def render(report: CheckReport) -> RenderableType:
 
 
 def _served_in(report: CheckReport) -> str:
-    quantization = report.settings.quantization
-    return report.dtype if quantization is None else f"{quantization}, embedding and norms in {report.dtype}"
+    quantization, packed = report.settings.quantization, report.packed_dtype
+    if quantization is None:
+        return report.dtype if packed == report.dtype else f"{report.dtype}, those of products in {packed}"
+    return f"{quantization}, embedding and norms in {report.dtype}"
 
 
 def _rows(report: CheckReport) -> list[tuple[str, str]]:

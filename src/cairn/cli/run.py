@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from cairn.cpu_isa import max_cpu_isa
 from cairn.errors import ConfigError, ModelError
 from cairn.setting_types import SERVED_DTYPES
 
@@ -68,6 +69,7 @@ def prepare_server(
     chat_template = read_chat_template(settings.chat_template)
     template_kwargs = parse_template_kwargs(settings.default_chat_template_kwargs)
     asked, images = engine_config(settings), image_options(settings)
+    max_cpu_isa(os.environ)
     num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
     # huggingface_hub's, a line per request
     logging.getLogger("httpx2").setLevel(logging.WARNING)

@@ -47,6 +47,7 @@ from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
 from cairn.machine import Machine
+from cairn.models.decoder_builder import load_kernels
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes
 from cairn.models.registry import OpenModel, open_model
 from cairn.runner.contract import StepRunner
@@ -289,7 +290,8 @@ def _extra_pages(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -
 
 def _fixed_bytes(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -> int:
     """What is loaded or set aside besides pool and running states, on all ranks together. Raises ModelError."""
-    weights, images = opened.weight_bytes(opened.stored_tensors()), 0
+    weights = opened.weight_bytes(opened.stored_tensors(), packed_dtype=load_kernels("cpu").packed_dtype)
+    images = 0
     if not config.language_model_only and (vision := read_vision(opened.folder)) is not None:
         weights += tower_bytes(vision, opened.dtype)
         images = config.mm_encoder_cache_bytes

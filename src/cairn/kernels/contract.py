@@ -13,7 +13,7 @@ Unless a function says so they are left alone, and what is returned is a new con
 or float32 (the tests use float64, too); a norm, a gate or a state is computed in float32 or wider and rounded once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -83,6 +83,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def packed_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In which dtype `pack` keeps a weight of this one."""
+        ...
+
     def pack_file_spans(self, spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor) -> FileSpans:
         """Where the states of some tensors lie in checkpoint files, in the form that this backend copies with. At least
         one span; no byte is in two, neither of a file nor of an entry. `entry_bytes`: from one entry of each tensor to
@@ -90,9 +94,10 @@ class Kernels(Protocol):
         are the same."""
         ...
 
-    def warm_up(self, dtype: torch.dtype | None = None) -> int:
-        """Compiles every kernel that a model of this dtype, or of any, may use, and returns their number. Without it
-        the first batches are slower."""
+    def warm_up(self, dtype: torch.dtype | None = None, operations: Set[str] | None = None) -> int:
+        """Compiles every kernel that a model of this dtype, or of any, may use in these operations, or in all, with the
+        weights that have been packed, and returns their number. Without it the first batches are slower.
+        `operations`: names of functions of this contract."""
         ...
 
     def build_metadata(self, host: HostBatch, staging: Staging) -> object:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cairn.kernels.fp8 import Fp8Weight
     from cairn.layers.model import Model
     from cairn.models.decoder_builder import DecoderBuilder, Execution
+    from cairn.models.rank_weights import PackedDtype
 
 __all__ = ["Family", "Fp8Loader", "TensorLoader"]
 
@@ -80,16 +81,18 @@ class Family:
         quantization: ServedQuantization | None = None,
         load_fp8: Fp8Loader | None = None,
         num_ranks: int = 1,
+        packed_dtype: "PackedDtype | None" = None,
     ) -> int:
         """Bytes of all weights as they are served on rank 0 of `num_ranks`, which has no fewer than any other: a tied
         embedding is there twice, as rows and as a packed output. `load_fp8`: gives matrices that stay in FP8, on the
-        meta device. Raises ConfigError where the model cannot be sharded among so many."""
+        meta device. `packed_dtype`: of the backend, None where it keeps weights as they are. Raises ConfigError where
+        the model cannot be sharded among so many."""
         from cairn.models.decoder_builder import trace_build
 
         def dtype_of(name: str) -> "torch.dtype":
             return self.served_dtype(name, dtype)
 
-        return trace_build(self.compose, config, stored, dtype_of, quantization, load_fp8, num_ranks)[1]
+        return trace_build(self.compose, config, stored, dtype_of, quantization, load_fp8, num_ranks, packed_dtype)[1]
 
     def served_dtype(self, name: str, dtype: "torch.dtype") -> "torch.dtype":
         """The dtype of a tensor, where that of the model is `dtype`."""

@@ -33,7 +33,7 @@ from cairn.layers.norms import RMSNorm
 from cairn.layers.rotary import Rotary, make_rotary
 from cairn.models.contract import Fp8Loader, TensorLoader
 from cairn.models.decoder_config import DecoderConfig, ServedQuantization
-from cairn.models.rank_weights import RankWeights
+from cairn.models.rank_weights import PackedDtype, RankWeights
 from cairn.models.sharding import TensorShard, shard_vocabulary
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,8 @@ class Execution:
     """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels
     (None: the fast ones, or with `exact` those; a name, or functions that are there), which work on `device`.
     `stored`: the checkpoint's tensors, by which a family that is published in several forms knows them apart.
-    `quantization`: what weights are kept in, instead of the dtype. `load_fp8`: gives those that stay in FP8."""
+    `quantization`: what weights are kept in, instead of the dtype. `load_fp8`: gives those that stay in FP8.
+    `packed_dtype`: by which bytes are counted; see `RankWeights`."""
 
     exact: bool
     dtype: torch.dtype
@@ -56,6 +57,7 @@ class Execution:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
     quantization: ServedQuantization | None = None
     load_fp8: Fp8Loader | None = None
+    packed_dtype: PackedDtype | None = None
 
 
 class DecoderBuilder:
@@ -78,7 +80,13 @@ class DecoderBuilder:
         kernels = load_kernels(execution.backend or ("exact" if execution.exact else "cpu"))
         self._spec = config.cache_spec(self.rank, self.size).memory_spec(execution.dtype, execution.device)
         self.weights = RankWeights(
-            load, kernels, communicator, execution.device, execution.quantization, execution.load_fp8
+            load,
+            kernels,
+            communicator,
+            execution.device,
+            execution.quantization,
+            execution.load_fp8,
+            execution.packed_dtype,
         )
         self.attention_layers, self.recurrent_layers = count(), count()
         self._config = config
@@ -182,12 +190,13 @@ def trace_build(
     quantization: ServedQuantization | None = None,
     load_fp8: Fp8Loader | None = None,
     num_ranks: int = 1,
+    packed_dtype: PackedDtype | None = None,
 ) -> tuple[dict[str, tuple[int, ...]], int]:
     """Build the first of `num_ranks` ranks of a model, of tensors without memory, on the meta device.
 
     Returns every tensor that it is built of, by its published name and with its shape in the checkpoint, in the order
     in which they are drawn; and the bytes that its weights take when a tensor is loaded as `dtype_of` its name, or by
-    `load_fp8` where that gives one.
+    `load_fp8` where that gives one, and those of products are kept in the `packed_dtype` of that.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     meta = torch.device("meta")
@@ -205,6 +214,7 @@ def trace_build(
         device=meta,
         quantization=quantization,
         load_fp8=load_fp8,
+        packed_dtype=packed_dtype,
     )
     builder = DecoderBuilder(config, load, execution)
     with _ShapesAlone():

@@ -24,6 +24,10 @@ from cairn.models.sharding import Slice, TensorShard
 logger = logging.getLogger(__name__)
 
 
+PackedDtype = Callable[[torch.dtype], torch.dtype]
+"""`Kernels.packed_dtype` of a backend."""
+
+
 class RankWeights:
     """Draws tensors and collects the matrix products that are made of them. Raises whatever `load` raises.
 
@@ -38,9 +42,11 @@ class RankWeights:
         device: torch.device,
         quantization: ServedQuantization | None = None,
         load_fp8: Fp8Loader | None = None,
+        packed_dtype: PackedDtype | None = None,
     ) -> None:
         """What `load` gives is on `device`, or on the host and copied there. `quantization`: of matrices, all but
-        those of `unquantized`. `load_fp8`: gives matrices that stay in FP8, if there may be any."""
+        those of `unquantized`. `load_fp8`: gives matrices that stay in FP8, if there may be any. `packed_dtype`: of
+        the backend whose bytes are counted, if it keeps weights in another one; see `Kernels.packed_dtype`."""
         self.kernels = kernels
         self.communicator = communicator
         self.device = device
@@ -49,6 +55,7 @@ class RankWeights:
         self._load = load
         self._quantization = quantization
         self._load_fp8 = load_fp8
+        self._packed_dtype = packed_dtype
 
     def tensor(self, name: str, shape: tuple[int, ...], *slices: Slice, dim: int = 0) -> Tensor:
         """The slices of dimension `dim`, or all of the tensor when none are given."""
@@ -133,17 +140,22 @@ class RankWeights:
 
     def unquantized(self, weight: Tensor) -> Linear:
         """As `linear`, for a product whose small errors choose among experts, or scale all that one of them gives."""
-        return self._linear(self.kernels.pack(weight), None, (weight.shape[0], weight.shape[1]))
+        return self._linear(self._pack_plain(weight), None, (weight.shape[0], weight.shape[1]))
 
     def pack(self, weight: WeightRows) -> Weight:
         """A weight [out, in], or a stack of experts' [E, out, in], for the kernels' products, quantized if all are."""
         if isinstance(weight, Fp8Weight):
             return self._pack_fp8([weight])
         if self._quantization != "int8":
-            return self.kernels.pack(weight)
+            return self._pack_plain(weight)
         # One byte a number, and eight an output: its scale, and the sum of its row.
         self.num_bytes += weight.numel() + 8 * math.prod(weight.shape[:-1]) - weight.nbytes
         return weight if weight.is_meta else self.kernels.pack_int8(weight)
+
+    def _pack_plain(self, weight: Tensor) -> Weight:
+        if self._packed_dtype is not None:
+            self.num_bytes += weight.numel() * self._packed_dtype(weight.dtype).itemsize - weight.nbytes
+        return self.kernels.pack(weight)
 
     def _pack_fp8(self, rows: Sequence[WeightRows]) -> Weight:
         return tuple(rows) if self.device.type == "meta" else self.kernels.pack_fp8(rows)

@@ -17,6 +17,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_builder import Backend, Execution, trace_rank
 from cairn.models.decoder_config import AskedQuantization, DecoderConfig, ServedQuantization
 from cairn.models.families import family_of
+from cairn.models.rank_weights import PackedDtype
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, serving_dtype
@@ -58,11 +59,14 @@ class OpenModel:
         """Every tensor that the config calls for, with its shape, in the form in which these are stored."""
         return self.family.tensors(self.config, stored)
 
-    def weight_bytes(self, stored: Mapping[str, TensorHeader], num_ranks: int = 1) -> int:
+    def weight_bytes(
+        self, stored: Mapping[str, TensorHeader], num_ranks: int = 1, packed_dtype: PackedDtype | None = None
+    ) -> int:
         """Bytes of all weights as they are served on the first of `num_ranks` ranks, in the form in which these tensors
         are stored; see `Family.weight_bytes`."""
         load_fp8 = describe_fp8(stored, self.quantization, self.dtype) if self.stays_in_fp8 else None
-        return self.family.weight_bytes(self.config, stored, self.dtype, self.served_quantization, load_fp8, num_ranks)
+        sizes = self.served_quantization, load_fp8, num_ranks, packed_dtype
+        return self.family.weight_bytes(self.config, stored, self.dtype, *sizes)
 
     def transfer_facts(self) -> dict[str, str | int]:
         """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, quantization

@@ -7,8 +7,9 @@ live   per slot: hidden [hidden], conv [layer, columns, channels], state [layer,
 import ctypes
 import logging
 import os
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 
 import torch
@@ -18,7 +19,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError, EngineDead
 from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
 from cairn.machine import Machine
-from cairn.types import Clock, SystemClock
 
 ALIGNMENT = 64
 """Bytes; what torch's allocator gives, and as wide as any vector register."""
@@ -26,15 +26,20 @@ ALIGNMENT = 64
 _POPULATE_WRITE = 23
 """MADV_POPULATE_WRITE of madvise(2), since Linux 5.14: memory comes as if it were written to, and stays as it is."""
 
-_POPULATE_BYTES = 64 << 20
-"""Populated by one call."""
+_POPULATE_BYTES = 256 << 10
+"""Populated by one call, some 100 microseconds: other threads that map memory wait for it, whatever its priority."""
+
+_AHEAD_BYTES = 256 << 20
+"""Of the pool, populated before it is used: a long prompt's pages and checkpoints."""
+
+_LEAST_PRIORITY = 19
 
 logger = logging.getLogger(__name__)
 
 
 def allocate_pool(num_pages: int, page_bytes: int, device: torch.device, machine: Machine | None = None) -> Tensor:
     """Allocate a pool of zeros, uint8 [num_pages, page_bytes]. On the host it takes no memory before it is written to
-    or passed to `populate`.
+    or populated.
 
     Raises ConfigError where the machine does not give so much memory.
     """
@@ -53,19 +58,55 @@ def allocate_pool(num_pages: int, page_bytes: int, device: torch.device, machine
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(num_pages, page_bytes)
 
 
-def populate(pool: Tensor, clock: Clock | None = None) -> None:
-    """Make the operating system provide all of the pool's memory now, so that no step waits for page faults. May run
-    while the pool is used. Logs where the system cannot do that."""
-    clock = clock or SystemClock()
-    started, begin, num_bytes = clock.now(), pool.data_ptr(), pool.nbytes
-    advise = ctypes.CDLL(None, use_errno=True).madvise  # unlike Python's own it lets other threads go on
-    for offset in range(0, num_bytes, _POPULATE_BYTES):
-        length = min(_POPULATE_BYTES, num_bytes - offset)
-        if advise(ctypes.c_void_p(begin + offset), ctypes.c_size_t(length), _POPULATE_WRITE):
-            reason = os.strerror(ctypes.get_errno())
-            logger.info("the pool's memory comes as it is first written to: it cannot be had before: %s", reason)
+class PoolPopulation:
+    """Has the operating system provide a pool's memory a little before it is used, so that few steps wait for page
+    faults, and none of what nobody uses. A thread of low priority does it, and ends when it is ahead.
+
+    `ahead`: bytes behind the last page in use. Pages that have never been used are taken in ascending order, see
+    `PagePool`. What comes sooner than expected comes by page faults, as it would without.
+    """
+
+    def __init__(self, pool: Tensor, ahead: int = _AHEAD_BYTES) -> None:
+        self._begin, self._num_bytes, self._page_bytes = pool.data_ptr(), pool.nbytes, pool.stride(0)
+        self._ahead = ahead
+        self._wanted = self.populated = 0
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def reach(self, page: int) -> None:
+        """`page`: the last one in use, -1 for none."""
+        wanted = min(self._num_bytes, -(-((page + 1) * self._page_bytes + self._ahead) // PAGESIZE) * PAGESIZE)
+        # Not for every page: a thread is worth some megabytes.
+        if wanted - self._wanted < min(self._ahead // 4, self._num_bytes - self._wanted) or wanted <= self._wanted:
             return
-    logger.info("a pool of %d bytes was set aside in %.1f s", num_bytes, clock.now() - started)
+        with self._lock:
+            self._wanted = wanted
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._populate, name="populate", daemon=True)
+                self._thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Until the thread is ahead, or for so long."""
+        thread = self._thread
+        if thread is not None:
+            thread.join(seconds)
+
+    def _populate(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LEAST_PRIORITY)
+        advise = ctypes.CDLL(None, use_errno=True).madvise  # unlike Python's own it lets other threads go on
+        while True:
+            with self._lock:
+                length = min(_POPULATE_BYTES, self._wanted - self.populated)
+                if length <= 0:
+                    self._thread = None
+                    return
+            address = ctypes.c_void_p(self._begin + self.populated)
+            if advise(address, ctypes.c_size_t(length), _POPULATE_WRITE):
+                reason = os.strerror(ctypes.get_errno())
+                logger.info("the pool's memory comes as it is first written to: it cannot be had before: %s", reason)
+                return
+            self.populated += length
 
 
 @contextmanager

@@ -4,7 +4,6 @@ layers.
 Where the model is cut among ranks, each has a runner of its own, and all of them are given the same plans.
 """
 
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from torch import Tensor
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels.contract import ExactKernels, Kernels
+from cairn.kernels.operations import operations_of
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import StagedArray, Staging, StepBuffers
 from cairn.layers.linear import Linear
@@ -29,7 +29,7 @@ from cairn.runner.decode_graphs import DecodeGraphs, Graphs
 from cairn.runner.input_batch import InputBatch
 from cairn.runner.launched_step import LaunchedStep, StepInputs
 from cairn.runner.logprobs import SampledLogprobs
-from cairn.runner.memory import LiveStates, allocate_pool, explain_step_memory, paged_layers, populate
+from cairn.runner.memory import LiveStates, PoolPopulation, allocate_pool, explain_step_memory, paged_layers
 from cairn.runner.vision import MultimodalInputs, VisionEncoder, multimodal_inputs
 from cairn.step import StepPlan, StepResult, TokenMasks
 
@@ -110,6 +110,7 @@ class Runner(StepRunner):
         self._slot_tensors = SlotTensors(len(layout.groups), num_slots, table_pages, model.spec.device)
         self._input_batch = InputBatch()
         self._counts = model.kernels.token_counts(num_slots, model.vocab_size, model.spec.device)
+        self._population: PoolPopulation | None = None
         self._launched: deque[LaunchedStep] = deque()
         self._buffers: list[StepBuffers] = []
         no_files = torch.zeros(0, layout.pages_per_checkpoint, dtype=torch.int64, device=model.spec.device)
@@ -137,9 +138,9 @@ class Runner(StepRunner):
         """Compile the kernels; in exact mode also check that rows are independent with this rank's
         weights. To be called before the first plan. Raises ConfigError if they do not."""
         if self.pool.device.type == "cpu":
-            # Nothing waits for it: memory that is used before comes by page faults.
-            threading.Thread(target=populate, args=(self.pool,), name="populate", daemon=True).start()
-        self._model.kernels.warm_up(self._model.spec.dtype)
+            self._population = PoolPopulation(self.pool)
+            self._population.reach(-1)
+        self._model.kernels.warm_up(self._model.spec.dtype, operations_of(self._model))
         if self._extra_pages:
             self._copy_no_tokens()
         if self._model.exact:
@@ -160,6 +161,8 @@ class Runner(StepRunner):
         assert not self._launched or self._launched[-1].is_drawn, f"step {plan.step} before the last one was drawn"
         with torch.inference_mode(), explain_step_memory(plan.step, plan.num_rows):
             self._input_batch.update(plan)
+            if self._population is not None:
+                self._population.reach(last_new_page(plan))
             # A set that no step uses any more: there are as many as steps were out at once.
             buffers = self._buffers.pop() if self._buffers else StepBuffers(self._model.spec.device)
             inputs = StepInputs(plan, self._multimodal_inputs(plan), self._model.kernels, buffers, self._graphs)
@@ -307,6 +310,15 @@ class Runner(StepRunner):
         tokens = self._model.communicator.broadcast(tokens)
         self._slot_tensors.last_tokens[step.inputs.sampled_slots.tensor] = tokens
         return tokens
+
+
+def last_new_page(plan: StepPlan) -> int:
+    """The largest number among the pages that a plan names for the first time, -1 for none."""
+    pages = [update.pages for update in plan.table_updates]
+    pages += [table for admit in plan.admits for table in admit.tables]
+    pages += [snapshot.pages for snapshot in plan.snapshots]
+    pages += [save.pages for save in plan.saves]
+    return max((int(each.max()) for each in pages if len(each)), default=-1)
 
 
 def pages_of_table(layout: CacheLayout, num_pages: int, max_model_len: int | None = None) -> int:

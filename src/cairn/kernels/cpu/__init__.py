@@ -9,7 +9,7 @@ from cairn.kernels.cpu.gdn import gdn
 from cairn.kernels.cpu.int8 import pack_int8
 from cairn.kernels.cpu.metadata import build_metadata
 from cairn.kernels.cpu.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
-from cairn.kernels.cpu.products import embed, linear, lm_head, pack, pack_fp8
+from cairn.kernels.cpu.products import embed, linear, lm_head, pack, pack_fp8, packed_dtype
 from cairn.kernels.cpu.routers import sigmoid_router, softmax_router
 from cairn.kernels.cpu.ssd import ssd
 from cairn.kernels.cpu.warm_up import warm_up
@@ -38,6 +38,7 @@ __all__ = [
     "pack_file_spans",
     "pack_fp8",
     "pack_int8",
+    "packed_dtype",
     "rms_norm",
     "rms_norm_then_gate",
     "rope",

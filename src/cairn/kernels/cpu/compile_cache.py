@@ -4,19 +4,27 @@ What is in the folder is executed, so nobody else may be able to write there. It
 versions and which CPU it was made; a folder that is not wanted any more can simply be deleted.
 """
 
+import fcntl
 import hashlib
 import logging
 import os
 import platform
 import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
+from time import monotonic, sleep
 from typing import Any
 
 import llvmlite
 import llvmlite.binding
 import numba
 from numba.core.caching import FunctionCache
+
+from cairn.kernels.cpu.features import features_text
+
+_POLL_SECONDS = 0.02
 
 logger = logging.getLogger(__name__)
 
@@ -26,12 +34,15 @@ class CompileCache(FunctionCache):  # type: ignore[misc]
 
     Each variant of a function has a folder of its own. In one folder variants would be numbered in the order in which
     they were compiled: of two processes that compile different ones at once, each would take the other's for its own.
+
+    `lock`: the file that is locked while a process compiles this variant. It stays.
     """
 
     def __init__(self, function: Any, argument_types: tuple[Any, ...], folder: Path) -> None:
         self._argument_types = argument_types
-        own = folder / hashlib.sha256(str(argument_types).encode()).hexdigest()[:16]
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(own)
+        folder = folder / hashlib.sha256(str(argument_types).encode()).hexdigest()[:16]
+        self.lock = folder / f"{function.__module__}.{function.__qualname__}.lock"
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
         try:
             super().__init__(function)
         finally:
@@ -39,6 +50,39 @@ class CompileCache(FunctionCache):  # type: ignore[misc]
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return *super()._index_key(sig, codegen), str(self._argument_types)
+
+    def was_begun(self) -> bool:
+        """Whether a process has compiled the variant, or is compiling it now."""
+        return self.lock.exists()
+
+    @contextmanager
+    def claimed(self, seconds: float) -> Iterator[bool]:
+        """This process alone compiles the variant inside, and others load what it has saved. Yields False where another
+        process had it for so many seconds, or where nobody can be locked out."""
+        with ExitStack() as stack:
+            try:
+                self.lock.parent.mkdir(mode=0o700, exist_ok=True)
+                descriptor = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                stack.callback(os.close, descriptor)
+                free = _lock_within(descriptor, seconds)
+            except OSError as error:
+                logger.warning("several processes may compile %s: %s", self.lock.stem, error)
+                free = False
+            yield free
+
+
+def _lock_within(descriptor: int, seconds: float) -> bool:
+    """Whether the file could be locked; the lock ends with the descriptor, also where the process is killed."""
+    end = monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if monotonic() >= end:
+                return False
+            sleep(_POLL_SECONDS)
+        else:
+            return True
 
 
 @cache
@@ -74,7 +118,7 @@ def _fingerprint() -> str:
         numba.__version__,
         llvmlite.__version__,
         llvmlite.binding.get_host_cpu_name(),
-        llvmlite.binding.get_host_cpu_features().flatten(),
+        features_text(),
     ):
         digest.update(f"{part}\n".encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):

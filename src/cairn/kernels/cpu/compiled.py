@@ -17,7 +17,7 @@ Not `parallel=True`, which brings a second team of threads that fights with torc
 import ctypes
 import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numba
 import numba.extending
@@ -28,6 +28,8 @@ from numba.core import cgutils
 from numba.core.ccallback import CFunc
 
 from cairn.kernels.cpu.compile_cache import CompileCache, cache_folder
+from cairn.kernels.cpu.features import features_text
+from cairn.kernels.cpu.inlined import InlinedFunction
 from cairn.kernels.cpu.threads import inline_limit, step_work, team
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -48,22 +50,27 @@ FAST = frozenset(("reassoc", "contract", "arcp", "nsz"))
 # Nobody calls a kernel's functions from Python.
 _OPTIONS: Mapping[str, Any] = {"error_model": "numpy", "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
+_MOST_SECONDS = 300.0
+"""That a process waits for another one to compile a variant, before it does so itself."""
+
 GRAINS = 32
 """Parts of the work for each thread: one that is held up leaves its parts to the others."""
 
 _NATIVE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)
 
 
+# Without a limit these are the same as what numba finds by itself.
+numba.config.CPU_FEATURES = features_text()
+
+
 def jit(function: Function) -> Function:
     """A function that kernels call; LLVM inlines it where that pays."""
-    compiled: Function = numba.njit(function, fastmath=set(FAST), **_OPTIONS)
-    return compiled
+    return cast(Function, InlinedFunction(function, {**_OPTIONS, "fastmath": set(FAST)}))
 
 
 def exact_jit(function: Function) -> Function:
     """`jit` whose sums stay in the order they are written in."""
-    compiled: Function = numba.njit(function, fastmath={"contract"}, **_OPTIONS)
-    return compiled
+    return cast(Function, InlinedFunction(function, {**_OPTIONS, "fastmath": {"contract"}}))
 
 
 def intrinsic(function: Callable[..., Any]) -> Any:
@@ -98,11 +105,14 @@ def kernel(
 class Variant:
     """A kernel compiled for one list of argument types."""
 
-    def __init__(self, function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> None:
+    def __init__(
+        self, function: Callable[..., None], argument_types: tuple[types.Type, ...], compiled: CFunc | None = None
+    ) -> None:
+        """`compiled`: by `_compile`; None: it waits for what another process compiles meanwhile."""
         self.name = function.__name__
         codes = "".join("f" if kind == FLOAT else "q" for kind in _fields(argument_types))
         self._pack = struct.Struct("@qqq" + codes).pack
-        self._compiled = _compile(function, argument_types)
+        self._compiled = compiled or _compile(function, argument_types)
         self._native = _NATIVE(int(self._compiled.address))
         self._team, self._inline_limit, self._work = team(), inline_limit(), step_work()
 
@@ -121,26 +131,47 @@ class Variant:
 
 
 class Kernel(dict[Hashable, Variant]):
-    """The variants of a kernel, each compiled when it is first asked for."""
+    """The variants of a kernel, each compiled when it is first asked for. `argument_types`: of each key. `size`: of its
+    code, by which one that takes long to compile can be told."""
 
-    def __init__(self, function: Callable[..., None], variants: Mapping[Hashable, tuple[types.Type, ...]]) -> None:
+    def __init__(
+        self, function: Callable[..., None], argument_types: Mapping[Hashable, tuple[types.Type, ...]]
+    ) -> None:
         super().__init__()
-        self.name = function.__name__
+        self.name, self.module = function.__name__, function.__module__
+        self.argument_types = argument_types
+        self.size = len(function.__code__.co_code)
         self._function = function
-        self._argument_types = variants
 
     def __missing__(self, key: Hashable) -> Variant:
-        if key not in self._argument_types:
-            raise TypeError(f"{self.name} takes {list(self._argument_types)}, not {key}")
-        variant = self[key] = Variant(self._function, self._argument_types[key])
+        if key not in self.argument_types:
+            raise TypeError(f"{self.name} takes {list(self.argument_types)}, not {key}")
+        variant = self[key] = Variant(self._function, self.argument_types[key])
         return variant
 
-    def compile(self, dtype: torch.dtype | None = None) -> Sequence[Variant]:
-        """The variants for a dtype, now, or all of them. A key is for the dtype that it is or begins with; a kernel
-        with a single variant is for every dtype."""
-        firsts = {key: key[0] if isinstance(key, tuple) else key for key in self._argument_types}
+    def keys_for(self, dtype: torch.dtype | None = None) -> Sequence[Hashable]:
+        """Of the variants for a dtype, or of all. A key is for the dtype that it is or begins with; a kernel with a
+        single variant is for every dtype."""
+        firsts = {key: key[0] if isinstance(key, tuple) else key for key in self.argument_types}
         single = len(firsts) == 1
-        return [self[key] for key, first in firsts.items() if dtype is None or single or first == dtype]
+        return [key for key, first in firsts.items() if dtype is None or single or first == dtype]
+
+    def compile(self, dtype: torch.dtype | None = None) -> Sequence[Variant]:
+        """The variants for a dtype, now, or all of them."""
+        return [self[key] for key in self.keys_for(dtype)]
+
+    def compile_if_free(self, key: Hashable) -> bool:
+        """Whether the variant is ready now: not if another process is compiling it."""
+        if key not in self:
+            compiled = _compile_within(0, self._function, self.argument_types[key])
+            if compiled is not None:
+                self[key] = Variant(self._function, self.argument_types[key], compiled)
+        return key in self
+
+    def was_begun(self, key: Hashable) -> bool:
+        """Whether a process has compiled the variant for later ones, or is compiling it."""
+        cache = _cache_for(self._function, self.argument_types[key])
+        return cache is not None and cache.was_begun()
 
 
 def _fields(argument_types: Iterable[types.Type]) -> Iterator[types.Type]:
@@ -150,8 +181,39 @@ def _fields(argument_types: Iterable[types.Type]) -> Iterator[types.Type]:
 
 
 def _compile(function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> CFunc:
-    """C function of the address of team, threads, count and the arguments, that runs `function` on the team."""
-    split = _split_over_team(numba.njit(function, fastmath=set(FAST), **_OPTIONS), argument_types)
+    """See `_declare`; compiled, or loaded once another process has compiled it."""
+    compiled = _compile_within(_MOST_SECONDS, function, argument_types)
+    if compiled is None:
+        compiled = _declare(function, argument_types)
+        compiled.compile()
+    return compiled
+
+
+def _compile_within(
+    seconds: float, function: Callable[..., None], argument_types: tuple[types.Type, ...]
+) -> CFunc | None:
+    """None where another process was still compiling it after so many seconds."""
+    cache, compiled = _cache_for(function, argument_types), _declare(function, argument_types)
+    if cache is None:
+        compiled.compile()
+        return compiled
+    with cache.claimed(seconds) as free:
+        if not free:
+            return None
+        compiled._cache = cache
+        compiled.compile()
+    return compiled
+
+
+def _cache_for(function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> CompileCache | None:
+    folder = cache_folder()
+    return None if folder is None else CompileCache(function, argument_types, folder)
+
+
+def _declare(function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> CFunc:
+    """C function of the address of team, threads, count and the arguments, that runs `function` on the team; nothing
+    is compiled yet."""
+    split = _split_over_team(jit(function), argument_types)
 
     def entry(packed: int) -> int:
         failed: int = split(packed)
@@ -159,12 +221,7 @@ def _compile(function: Callable[..., None], argument_types: tuple[types.Type, ..
 
     entry.__qualname__ = entry.__name__ = function.__name__
     signature = (types.voidptr,), types.int64
-    compiled = CFunc(entry, signature, {}, {"nopython": True, "error_model": "numpy"})
-    folder = cache_folder()
-    if folder is not None:
-        compiled._cache = CompileCache(function, argument_types, folder)
-    compiled.compile()
-    return compiled
+    return CFunc(entry, signature, {}, {"nopython": True, "error_model": "numpy"})
 
 
 def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:

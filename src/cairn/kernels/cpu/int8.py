@@ -74,7 +74,7 @@ def pack_int8(weight: Tensor) -> Int8Weight:
             f"--quantization int8: a weight has {weight.shape[-1]} inputs, and sums in int32 take at most "
             f"{MAX_INPUTS}; leave --quantization out"
         )
-    step_work().packed_bytes += weight.numel()
+    step_work().add_weight(weight.numel(), f"int8 {layout}")
     stack = weight if weight.dim() == 3 else weight[None]
     scales = torch.empty(stack.shape[:2])
     zeros = torch.empty(stack.shape[:2], dtype=torch.int32)

@@ -6,6 +6,7 @@ remains as it is, and where int8's do, int8 is refused.
 """
 
 import logging
+import platform
 from functools import cache
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.errors import ConfigError
+from cairn.kernels.cpu.features import cpu_features
 
 logger = logging.getLogger(__name__)
 
@@ -37,10 +39,19 @@ def height_of(rows: int) -> int:
 
 
 @cache
+def has_products(dtype: torch.dtype) -> bool:
+    """Whether products in this dtype are made of it. For bfloat16 oneDNN wants AVX512 at least; torch's own products of
+    bfloat16 take many times as long as those of float32 where it has no instructions for them."""
+    if dtype != torch.bfloat16 or not platform.machine().startswith(("x86", "AMD64")):
+        return True
+    return all(cpu_features().get(name) for name in ("avx512bw", "avx512dq", "avx512vl"))
+
+
+@cache
 def can_reorder(dtype: torch.dtype) -> bool:
     """Whether this torch on this CPU multiplies with weights in oneDNN's layout, and comes to the same result. float32
     stays with torch's own products, which are as fast."""
-    if dtype != torch.bfloat16:
+    if dtype != torch.bfloat16 or not has_products(dtype):
         return False
     weight = torch.linspace(-1, 1, 48 * 32).view(48, 32).to(dtype)
     x, bias = torch.linspace(-1, 1, 3 * 32).view(3, 32).to(dtype), torch.linspace(-1, 1, 48).to(dtype)

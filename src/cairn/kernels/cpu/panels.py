@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
 
-import llvmlite.binding
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -41,6 +40,7 @@ from cairn.kernels.cpu.compiled import (
     record,
     row_args,
 )
+from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.scalars import advance, load, store
 from cairn.kernels.cpu.vectors import LANES, aligned, call_shared, prefetch_line
 
@@ -72,7 +72,7 @@ _HALVES = ir.VectorType(ir.IntType(16), LANES)
 @cache
 def has_instructions(dtype: torch.dtype) -> bool:
     """Whether this processor has these instructions for weights of a dtype, and no matrix unit, which oneDNN uses."""
-    found, (instruction, matrix_unit) = llvmlite.binding.get_host_cpu_features(), _FEATURES(dtype, ("", ""))
+    found, (instruction, matrix_unit) = cpu_features(), _FEATURES(dtype, ("", ""))
     return bool(found.get(instruction)) and not found.get(matrix_unit)
 
 

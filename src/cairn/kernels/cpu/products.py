@@ -1,7 +1,10 @@
-"""Products with weights: by dot instructions (`panels`), by oneDNN, or by torch."""
+"""Products with weights: by dot instructions (`panels`), by oneDNN, or by torch, in float32 where the processor has
+nothing for bfloat16."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 import torch
@@ -10,19 +13,22 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.int8 import Int8Weight, multiply_int8, multiply_int8_panels
-from cairn.kernels.cpu.onednn import can_reorder, reorder, reordered_product
+from cairn.kernels.cpu.onednn import can_reorder, has_products, reorder, reordered_product
 from cairn.kernels.cpu.panels import RowPartition, has_instructions, multiply_panels, pack_panels, partition_rows
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.fp8 import WeightRows, dequantize_rows
 
-Layout = Literal["panels", "onednn", "plain"]
+logger = logging.getLogger(__name__)
+
+Layout = Literal["panels", "onednn", "float32", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
     """A weight, or a stack of experts' ones, that is multiplied with and not looked into.
 
-    `shape`, `dtype`: those of the tensor it was made of. `matrices`: each [out, in], one for each expert, in `layout`.
+    `shape`, `dtype`: those of the tensor it was made of. `matrices`: each [out, in], one for each expert, in `layout`;
+    in `float32` they are so while all else is bfloat16.
     """
 
     shape: torch.Size
@@ -36,10 +42,12 @@ AnyWeight = PackedWeight | Int8Weight
 
 def pack(weight: Tensor) -> PackedWeight:
     """See `Kernels.pack`."""
-    step_work().packed_bytes += weight.nbytes
     layout = _layout_for(weight.dtype)
+    step_work().add_weight(weight.numel() * packed_dtype(weight.dtype).itemsize, layout)
     matrices = weight.unbind() if weight.dim() == 3 else (weight,)
-    if layout == "panels":
+    if layout == "float32":
+        matrices = tuple(matrix.float() for matrix in matrices)
+    elif layout == "panels":
         matrices = pack_panels(matrices)
     elif layout == "onednn":
         matrices = tuple(map(reorder, matrices))
@@ -51,9 +59,18 @@ def pack_fp8(rows: Sequence[WeightRows]) -> PackedWeight:
     return pack(dequantize_rows(rows))
 
 
+def packed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """See `Kernels.packed_dtype`."""
+    return torch.float32 if _layout_for(dtype) == "float32" else dtype
+
+
+@cache
 def _layout_for(dtype: torch.dtype) -> Layout:
     if dtype == torch.bfloat16 and has_instructions(dtype):
         return "panels"
+    if not has_products(dtype):
+        logger.info("weights of products are kept in float32: this processor has no products in %s", dtype)
+        return "float32"
     return "onednn" if can_reorder(dtype) else "plain"
 
 
@@ -66,6 +83,8 @@ def multiply(
     matrix = weight.matrices[expert]
     if weight.layout == "plain":
         return F.linear(x, matrix, bias).to(dtype or x.dtype)
+    if weight.layout == "float32":
+        return F.linear(x.float(), matrix, None if bias is None else bias.float()).to(dtype or x.dtype)
     if not x.shape[0]:
         return x.new_empty(0, weight.shape[-2], dtype=dtype)
     if weight.layout == "onednn":

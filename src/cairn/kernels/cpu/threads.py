@@ -9,7 +9,7 @@ function that compilers call for `#pragma omp parallel`, in the very library tha
 import ctypes
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -53,16 +53,23 @@ with `panels` on a processor with AVX512-BF16, weights of 50 MB: 46 bytes in bfl
 
 @dataclass(slots=True)
 class StepWork:
-    """How many threads a step is worth. `packed_bytes`: of all weights, each read once a step. `num_threads`: torch's
-    when serving began, 0 before. `small_step`: nanoseconds on one thread below which a step stays there.
+    """How many threads a step is worth. `packed_bytes`: of all weights, each read once a step; `packed_layouts`: in
+    which of the layouts they are. `num_threads`: torch's when serving began, 0 before. `small_step`: nanoseconds on one
+    thread below which a step stays there.
 
     Each operation ends where its slowest thread ends, and a thread whose core was taken, by the HTTP process or by
     another server, comes milliseconds late. A small model has a hundred operations a step, of which none is worth that.
     """
 
     packed_bytes: int = 0
+    packed_layouts: set[str] = field(default_factory=set)
     num_threads: int = 0
     small_step: int = SMALL_STEP
+
+    def add_weight(self, num_bytes: int, layout: str) -> None:
+        """A weight of so many bytes has been packed."""
+        self.packed_bytes += num_bytes
+        self.packed_layouts.add(layout)
 
     def begin_serving(self, machine: Machine | None = None) -> None:
         """From now on the threads of a step are chosen for it, among as many as torch has now."""

@@ -7,17 +7,17 @@ add sixteen dot products up in one go; these functions do. A vector has 16 lanes
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import llvmlite.binding
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
 from cairn.kernels.cpu.compiled import BF16, F32, intrinsic, jit
+from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.scalars import advance
 
 LANES = 16
-_AVX512 = bool(llvmlite.binding.get_host_cpu_features().get("avx512f"))
+_AVX512 = bool(cpu_features().get("avx512f"))
 
 LINE = 64
 """Bytes of a cache line, and of a vector."""

@@ -3,6 +3,8 @@
 float32 products, which routers have in every dtype, are exact ones: `warm_up` sees to it that torch does not use TF32.
 """
 
+from collections.abc import Set
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +28,12 @@ def pack_int8(weight: Tensor) -> Tensor:
     raise ConfigError("--quantization int8: there are no int8 products on GPUs yet; leave it out")
 
 
-def warm_up(dtype: torch.dtype | None = None) -> int:
+def packed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """See `Kernels.packed_dtype`. It stays."""
+    return dtype
+
+
+def warm_up(dtype: torch.dtype | None = None, operations: Set[str] | None = None) -> int:
     """See `Kernels.warm_up`. Kernels are compiled when they are first launched, and Triton keeps them on disk."""
     # NVIDIA's containers have TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1: 11 bits of each float32 operand.
     torch.set_float32_matmul_precision("highest")

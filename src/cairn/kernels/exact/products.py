@@ -5,7 +5,7 @@ fixed shape they depend neither on the row's place nor on its neighbours, which 
 Operands are copied into memory of their own, because BLAS may round otherwise where they lie otherwise.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,12 @@ from cairn.kernels.exact.metadata import ROW_TILE, TILE
 from cairn.kernels.fp8 import WeightRows, dequantize_rows
 
 
-def warm_up(dtype: torch.dtype | None = None) -> int:
+def packed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """See `Kernels.packed_dtype`. It stays."""
+    return dtype
+
+
+def warm_up(dtype: torch.dtype | None = None, operations: Set[str] | None = None) -> int:
     """See `Kernels.warm_up`. Nothing is compiled."""
     return 0
 

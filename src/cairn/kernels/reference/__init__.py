@@ -16,7 +16,17 @@ from cairn.kernels.reference.elementwise import (
     squared_relu,
 )
 from cairn.kernels.reference.experts import experts, gated_experts, sigmoid_router, softmax_router
-from cairn.kernels.reference.products import build_metadata, embed, linear, lm_head, pack, pack_fp8, pack_int8, warm_up
+from cairn.kernels.reference.products import (
+    build_metadata,
+    embed,
+    linear,
+    lm_head,
+    pack,
+    pack_fp8,
+    pack_int8,
+    packed_dtype,
+    warm_up,
+)
 from cairn.kernels.reference.recurrences import conv, gdn, ssd
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
 from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
@@ -43,6 +53,7 @@ __all__ = [
     "pack_file_spans",
     "pack_fp8",
     "pack_int8",
+    "packed_dtype",
     "rms_norm",
     "rms_norm_then_gate",
     "rope",

@@ -1,6 +1,6 @@
 """Products with weights row by row, plain and in int8."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,12 @@ def _quantized(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values / scales).round(), scales
 
 
-def warm_up(dtype: torch.dtype | None = None) -> int:
+def packed_dtype(dtype: torch.dtype) -> torch.dtype:
+    """See `Kernels.packed_dtype`. It stays."""
+    return dtype
+
+
+def warm_up(dtype: torch.dtype | None = None, operations: Set[str] | None = None) -> int:
     """See `Kernels.warm_up`. Nothing is compiled."""
     return 0
 

@@ -1,0 +1,28 @@
+"""Which instructions compiled code may use: this processor's, within the limit of CAIRN_MAX_CPU_ISA."""
+
+import os
+from collections.abc import Mapping
+from functools import cache
+
+import llvmlite.binding
+
+from cairn.cpu_isa import max_cpu_isa
+
+_BEYOND_AVX2 = ("avx512", "avx10", "amx", "avxvnni", "avxneconvert", "avxifma", "evex512", "egpr")
+_PLAIN_AVX512 = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "evex512"))
+
+
+@cache
+def cpu_features() -> Mapping[str, bool]:
+    """By LLVM's names, such as avx512bf16. Raises ConfigError for a wrong limit."""
+    limit, found = max_cpu_isa(os.environ), dict(llvmlite.binding.get_host_cpu_features())
+    if limit is not None:
+        kept = _PLAIN_AVX512 if limit == "avx512" else ()
+        found |= {name: False for name in found if name.startswith(_BEYOND_AVX2) and name not in kept}
+    return found
+
+
+@cache
+def features_text() -> str:
+    """As LLVM takes them: +avx2,-avx512f,..."""
+    return ",".join(f"{'+' if there else '-'}{name}" for name, there in sorted(cpu_features().items()))
