@@ -2,6 +2,7 @@
 #
 #   make test    lint, types and the tests that every change needs, in some five minutes
 #   make test-more the rest: whole matrices, more rounds of faults, servers of their own
+#   make test-avx2 on a processor with AVX512: the kernels, runner and logits once more as on one that has AVX2 alone
 #   make test-clients published clients (openai, anthropic, litellm, langchain-openai, instructor) against a server
 #   make test-ray servers on Ray Serve, on a Ray that is started for it, in an environment that has Ray besides
 #   make test-vllm VLLM=folder vLLM's own server tests, from its unpacked source package: see tests/clients/vllm_tests
@@ -59,7 +60,7 @@ KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
 ON_CPU := CUDA_VISIBLE_DEVICES=
 RUN := $(ONE_THREAD) $(OFFLINE) $(KEEP_COMPILED) $(ON_CPU) $(BIN)/python
 
-.PHONY: test test-more test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm clean
+.PHONY: test test-more test-avx2 test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm clean
 
 test: lint $(NIXL)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
@@ -69,6 +70,12 @@ test-ui: $(UI)
 
 test-more: $(NIXL)
 	@$(RUN) -m pytest -m more -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+
+test-avx2: $(NIXL)
+	@if grep -qw avx512f /proc/cpuinfo; then \
+	  CAIRN_MAX_CPU_ISA=avx2 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) \
+	    tests/kernels tests/runner tests/models tests/engine/test_exactness.py tests/engine/test_exactness_families.py; \
+	else echo "SKIPPED make test-avx2: this processor has no AVX512, so make test has shown what it shows"; fi
 
 # Each client's own requirements hold: the openai package is there in its newest version, and in litellm's.
 test-clients: $(MODEL)/config.json $(CLIENTS)/openai/.installed $(CLIENTS)/litellm/.installed

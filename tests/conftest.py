@@ -3,9 +3,11 @@
 import fcntl
 import gc
 import os
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,6 +25,15 @@ def pytest_collection_finish() -> None:
     """Thousands of tests and modules, which stay to the end: the garbage collector need not look at them each time."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What has been skipped, a line for each reason."""
+    counts = Counter(
+        report.longrepr[2].removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", ())
+    )
+    for reason, count in counts.most_common():
+        terminalreporter.write_line(f"{count:5} skipped: {reason}")
 
 
 # Child processes, such as an engine core's, find `doubles`, too.

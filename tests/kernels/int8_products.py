@@ -16,4 +16,4 @@ def are_right() -> bool:
     return True
 
 
-NEEDS_INT8 = pytest.mark.skipif(not are_right(), reason="--quantization int8 is refused on this processor")
+NEEDS_INT8 = pytest.mark.skipif(not are_right(), reason="needs VNNI or AMX: elsewhere --quantization int8 is refused")
