@@ -20,7 +20,9 @@ from cairn.kernels.cpu.panels import (
 )
 from kernels.comparison import same_bits
 
-pytestmark = pytest.mark.skipif(not panels.has_instructions(torch.bfloat16), reason="needs AVX512-BF16, or is done by AMX")
+pytestmark = pytest.mark.skipif(
+    not panels.has_instructions(torch.bfloat16), reason="needs AVX512-BF16, or is done by AMX"
+)
 
 CHUNK = 2 * panels._CHUNK
 """Inputs that a panel is read of at once."""
