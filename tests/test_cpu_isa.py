@@ -66,7 +66,7 @@ def test_torch_and_compiled_code_obey_in_a_process_of_their_own() -> None:
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
-    assert done.stdout.split() == ["AVX2", "2", "False", "float32"]
+    assert done.stdout.split() == ["AVX2", "2", "False", "panels"]
 
 
 def test_a_server_says_what_is_wrong_with_it(tmp_path) -> None:

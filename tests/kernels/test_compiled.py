@@ -370,6 +370,8 @@ def test_the_other_backends_do_without_numba() -> None:
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> Iterator[threads.StepWork]:
     """What a process of its own would know of its steps, on three threads."""
+    monkeypatch.setattr(threads, "BYTES_PER_NS", 35)
+    monkeypatch.setattr(threads, "PRODUCTS_PER_NS", 350)
     torch.set_num_threads(3)
     yield threads.StepWork(packed_bytes=16_000_000)
     torch.set_num_threads(1)

@@ -1,4 +1,5 @@
-"""Weights of bfloat16 models on processors without bfloat16 products: kept in float32, in products alone."""
+"""Weights of bfloat16 models on processors that have neither bfloat16 products nor AVX2 and FMA to make them of: kept
+in float32, in products alone."""
 
 import logging
 
@@ -12,9 +13,10 @@ from cairn.models.registry import open_model
 
 @pytest.fixture
 def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A processor that has neither AVX512 nor a unit for bfloat16."""
+    """A processor that has neither AVX512 nor AVX2 nor a unit for bfloat16."""
     monkeypatch.setattr(products, "has_products", lambda dtype: dtype != torch.bfloat16)
     monkeypatch.setattr(products, "has_instructions", lambda dtype: False)
+    monkeypatch.setattr(products, "widens", lambda: False)
     products._layout_for.cache_clear()
     yield
     products._layout_for.cache_clear()

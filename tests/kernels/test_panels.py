@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels import cpu
-from cairn.kernels.cpu import panels, products
+from cairn.kernels.cpu import onednn, panels, products
 from cairn.kernels.cpu.panels import (
     GROUP,
     PANEL,
@@ -19,9 +19,11 @@ from cairn.kernels.cpu.panels import (
     partition_rows,
 )
 from kernels.comparison import same_bits
+from kernels.int8_products import NEEDS_INT8
+from tiers import more
 
 pytestmark = pytest.mark.skipif(
-    not panels.has_instructions(torch.bfloat16), reason="needs AVX512-BF16, or is done by AMX"
+    not (panels.has_instructions(torch.bfloat16) or panels.widens()), reason="done by oneDNN, or by nothing"
 )
 
 CHUNK = 2 * panels._CHUNK
@@ -119,7 +121,7 @@ def test_rows_are_cut_into_few_parts_of_like_size(counts: list[int]) -> None:
     assert first == sum(counts) and not groups
 
 
-@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("quantized", [False, pytest.param(True, marks=NEEDS_INT8)])
 def test_rows_of_experts_are_what_each_experts_product_gives(quantized: bool) -> None:
     """Experts without rows, with one and with more than a segment; rows gathered, and in order."""
     counts = [0, 1, SEGMENT + 9, 0, 14]
@@ -151,23 +153,47 @@ def test_rows_of_experts_are_what_each_experts_product_gives(quantized: bool) ->
     ],
 )
 def test_the_processors_that_have_them(found: dict[str, bool], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels.llvmlite.binding, "get_host_cpu_features", lambda: found)
+    monkeypatch.setattr(panels, "cpu_features", lambda: found)
     assert panels.has_instructions.__wrapped__(torch.bfloat16) is has
     assert panels.has_instructions.__wrapped__(torch.float32) is False
 
 
-def test_a_processor_without_them_is_not_asked_to_compile_them() -> None:
+ASKED = """
+import llvmlite.binding, torch
+found = llvmlite.binding.get_host_cpu_features()
+found.update({changes})
+llvmlite.binding.get_host_cpu_features = lambda: found
+from cairn.errors import ConfigError
+from cairn.kernels import cpu
+from cairn.kernels.cpu import int8, panels
+try:
+    layout = cpu.pack_int8(torch.zeros(4, 4)).layout
+except ConfigError:
+    layout = "refused"
+kernels = panels._multiply, panels._group_rows, panels._widen_rows, int8._multiply_int8
+print(*(len(each.argument_types) for each in kernels), cpu.pack(torch.zeros(4, 4).bfloat16()).layout, layout)
+"""
+ALL_OFF = dict.fromkeys(("avx512bf16", "avx512vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl"), False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts", "layout"),
+    [
+        (ALL_OFF, [2, 1, 1, 0], "panels"),
+        (ALL_OFF | {"fma": False}, [0, 1, 0, 0], "float32"),
+        more({"avx512bf16": False, "avx512vnni": False}, [0, 1, 0, 0], "onednn"),
+    ],
+)
+def test_a_processor_without_them_is_not_asked_to_compile_them(
+    changes: dict[str, bool], counts: list[int], layout: str
+) -> None:
     """LLVM would end the process."""
-    asked = (
-        "import llvmlite.binding, torch; found = llvmlite.binding.get_host_cpu_features(); "
-        "found.update(avx512bf16=False, avx512vnni=False); "
-        "llvmlite.binding.get_host_cpu_features = lambda: found; "
-        "from cairn.kernels import cpu; from cairn.kernels.cpu import int8, panels; "
-        "print(len(panels._multiply.compile()), len(int8._multiply_int8.compile()), "
-        "cpu.pack(torch.zeros(4, 4).bfloat16()).layout, cpu.pack_int8(torch.zeros(4, 4)).layout)"
-    )
+    if layout == "onednn" and not onednn.can_reorder(torch.bfloat16):
+        pytest.skip("needs bfloat16 products of oneDNN, which want AVX512")
+    asked = ASKED.replace("{changes}", repr(changes))
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout.split() == ["0", "0", "onednn", "onednn"]
+    *found, bfloat16, int8 = done.stdout.split()
+    assert [int(each) for each in found] == counts and bfloat16 == layout and int8 in ("onednn", "refused")
 
 
 def test_what_a_model_in_bfloat16_needs_is_compiled_at_the_start() -> None:

@@ -1,14 +1,17 @@
-"""Products by the processor's dot instructions, with weights laid out in panels.
+"""Products with weights laid out in panels, by what the processor has for them:
 
     bfloat16: AVX512-BF16's vdpbf16ps, two products a lane, added in float32
+              AVX2 and FMA: each half of a word is a float32 once the other half is cleared, and rows are widened to
+              float32, so that a product is a multiply-add, too
     int8: AVX512-VNNI's vpdpbusd, four products a lane of an unsigned and a signed byte, added in int32
 
 A word is 32 bits of an output or of a row: two inputs in bfloat16, four in int8. A panel has the weights of 32 outputs,
-one word of each beside the others. Rows come in groups of at most 12, in which the words of the rows lie side by side,
-too. A tile, one group times one panel, keeps its sums in registers: panels and groups are the packed operands of Goto
-and van de Geijn, "Anatomy of High-Performance Matrix Multiplication" (2008), section 4. A segment is at most 16 groups:
-a weight is read from memory once for it, and few rows are multiplied as fast as the weights come. Rows of several
-experts, each with its matrix, are segments of one product.
+one word of each beside the others. Rows come in groups of at most 12, or 6 where there are half as many registers, in
+which the words of the rows, or their two halves, lie side by side, too. A tile, one group times one panel, keeps its
+sums in registers: panels and groups are the packed operands of Goto and van de Geijn, "Anatomy of High-Performance
+Matrix Multiplication" (2008), section 4. A segment is at most 16 groups: a weight is read from memory once for it, and
+few rows are multiplied as fast as the weights come. Rows of several experts, each with its matrix, are segments of one
+product.
 
 Each sum is taken in the order of its inputs: a row has the same bits whatever rows it is multiplied with.
 """
@@ -47,8 +50,11 @@ from cairn.kernels.cpu.vectors import LANES, aligned, call_shared, prefetch_line
 PANEL = 32
 """Outputs of a panel: two vectors."""
 
-GROUP = 12
-"""Rows of a group at most: 24 vectors of sums, and eight are left for what is multiplied."""
+_HAS_AVX512 = bool(cpu_features().get("avx512f"))
+
+GROUP = 12 if _HAS_AVX512 else 6
+"""Rows of a group at most: 24 vectors of sums, or 12 of half the length, and eight or four are left for what is
+multiplied."""
 
 SEGMENT = 16 * GROUP
 """Rows of a segment at most."""
@@ -58,12 +64,17 @@ SUMS_OF_SEGMENT = SEGMENT * PANEL
 _SEGMENT_WORDS = SEGMENT * 1024
 """Words of a segment's rows at most, 768 KiB, where all have one matrix."""
 
-_CHUNK = 256
-"""Words of a panel's outputs, 32 KiB, that all groups are multiplied with before the next ones: they stay in the first
-cache."""
+_CHUNK = 256 if _HAS_AVX512 else 128
+"""Words of a panel's outputs, 32 KiB or 16, that all groups are multiplied with before the next ones: they stay in the
+first cache, beside rows that take twice as much where they are widened."""
+
+_READ_RATE, _MULTIPLY_RATE = (35, 440) if _HAS_AVX512 else (14, 55)
+"""Bytes of weights that one thread reads in a nanosecond, and that it multiplies with a row."""
 
 _INPUTS_OF_WORD = {torch.bfloat16: 2, torch.int8: 4}.__getitem__
 _FEATURES = {torch.bfloat16: ("avx512bf16", "amx-bf16"), torch.int8: ("avx512vnni", "amx-int8")}.get
+_HALF_LANES = LANES // 2
+_SHORT_FLOATS, _SHORT_WORDS = (ir.VectorType(kind, _HALF_LANES) for kind in (ir.FloatType(), ir.IntType(32)))
 _FLOAT, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
 _WORDS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_FLOAT, LANES)
 _HALVES = ir.VectorType(ir.IntType(16), LANES)
@@ -71,9 +82,18 @@ _HALVES = ir.VectorType(ir.IntType(16), LANES)
 
 @cache
 def has_instructions(dtype: torch.dtype) -> bool:
-    """Whether this processor has these instructions for weights of a dtype, and no matrix unit, which oneDNN uses."""
+    """Whether this processor has these dot instructions for weights of a dtype, and no matrix unit, which oneDNN
+    uses."""
     found, (instruction, matrix_unit) = cpu_features(), _FEATURES(dtype, ("", ""))
     return bool(found.get(instruction)) and not found.get(matrix_unit)
+
+
+@cache
+def widens() -> bool:
+    """Whether products with bfloat16 are made of float32 multiply-adds here: AVX2 and FMA are all there is. With AVX512
+    oneDNN has some."""
+    found = cpu_features()
+    return bool(found.get("avx2") and found.get("fma")) and not _HAS_AVX512
 
 
 def pack_panels(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -99,11 +119,10 @@ class RowPartition:
     segments: Tensor
 
     def cost(self, panels: Tensor) -> int:
-        """Nanoseconds on one thread of a product with a stack of such panels, roughly: it reads some 35 bytes of
-        weights a nanosecond, and multiplies some 440 with a row."""
+        """Nanoseconds on one thread of a product with a stack of such panels, roughly."""
         size = panels.nbytes
         rows = GROUP * self.groups.shape[0]
-        return self.segments.shape[0] * size // 35 + rows * size // 440
+        return self.segments.shape[0] * size // _READ_RATE + rows * size // _MULTIPLY_RATE
 
 
 def partition_rows(rows: int, words: int) -> RowPartition:
@@ -165,9 +184,10 @@ def multiply_panels(
     or float32."""
     rows, inputs, words = out.shape[0], x.shape[1], panels.shape[1]
     grouped = x
-    if rows > 1 or inputs % 2 or order is not None:
-        grouped = x.new_empty(rows, 2 * words)
-        _group_rows[x.dtype](
+    if rows > 1 or inputs % 2 or order is not None or widens():
+        grouped = x.new_empty(rows, 2 * words, dtype=torch.float32 if widens() else x.dtype)
+        group_rows = _widen_rows if widens() else _group_rows
+        group_rows[x.dtype](
             parts.groups.shape[0], grouped.numel(), parts.groups.data_ptr(), *optional_arg(order), *row_args(x),
             grouped.data_ptr(), inputs,
         )  # fmt: skip
@@ -192,6 +212,23 @@ def _group_rows(
                 target[word * count + i] = pairs[word]
             if inputs % 2:
                 target[(words - 1) * count + i] = np.int32(source[inputs - 1])
+
+
+@kernel({torch.bfloat16: (I32, I64, INT, BF16, INT, F32, INT)}, needs=widens())
+def _widen_rows(
+    begin: int, end: int, groups: Any, order: Any, has_order: int, x: Any, row: int, out: Any, inputs: int
+) -> None:
+    """As `_group_rows`, in float32: of each word the first inputs of all rows, and then the second ones."""
+    words = (inputs + 1) // 2
+    for item in range(begin, end):
+        first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
+        target = advance(out, first * words * 2)
+        for i in range(count):
+            source = advance(x, (order[first + i] if has_order else first + i) * row)
+            for j in range(inputs):
+                target[j * count + i] = load(source, j)
+            if inputs % 2:
+                target[inputs * count + i] = np.float32(0)
 
 
 @intrinsic
@@ -227,8 +264,11 @@ def locate(p: Any, item: int) -> Any:
 
 
 @kernel(
-    {(torch.bfloat16, dtype): (product_type(I32, I32, BF16, out),) for dtype, out in ELEMENTS.items()},
-    needs=has_instructions(torch.bfloat16),
+    {
+        (torch.bfloat16, dtype): (product_type(F32 if widens() else I32, I32, BF16, out),)
+        for dtype, out in ELEMENTS.items()
+    },
+    needs=has_instructions(torch.bfloat16) or widens(),
 )
 def _multiply(begin: int, end: int, p: Any) -> None:
     buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.float32)
@@ -242,7 +282,7 @@ def _multiply(begin: int, end: int, p: Any) -> None:
             if p.has_bias:
                 for j in range(columns):
                     store(target, j, source[j] + load(bias, j))
-            elif columns == PANEL:
+            elif columns == PANEL and _HAS_AVX512:
                 for j in range(0, PANEL, LANES):
                     store_16(advance(source, j), advance(target, j))
             else:
@@ -274,8 +314,8 @@ def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
     """sums [rows, 32], float32 or int32: a segment's rows, in groups, times one of the panels of its matrix."""
     matrix, first = np.int64(segment[0]), np.int64(segment[1])
     rows, group = np.int64(segment[2]), np.int64(segment[3])
-    words = p.words
-    x = advance(p.x, first * words)
+    words, numbers = p.words, numbers_of_word(p.x)
+    x = advance(p.x, first * words * numbers)
     weights = advance(p.panels, (matrix * p.num_panels + panel) * words * PANEL)
     for word in range(0, words, _CHUNK):
         count = min(_CHUNK, words - word)
@@ -288,7 +328,7 @@ def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
                 next_words = advance(next_words, count * LANES)
             add_tile(
                 num_rows,
-                advance(x, row * words + word * num_rows),
+                advance(x, (row * words + word * num_rows) * numbers),
                 advance(weights, word * PANEL),
                 count,
                 advance(sums, row * PANEL),
@@ -302,9 +342,9 @@ def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
 def add_tile(
     typingctx: Any, rows: Any, x: Any, panel: Any, words: Any, sums: Any, fresh: Any, ahead: Any, step: Any
 ) -> Any:
-    """sums [rows, 32] += one group of at most 12 rows times so many words of a panel, or = if `fresh`. In bfloat16 if
-    sums are float32, in int8 if they are int32. `ahead`: what will be read next, of which a word's work asks for 32
-    numbers, `step` numbers behind those of the word before."""
+    """sums [rows, 32] += one group of rows times so many words of a panel, or = if `fresh`. In int8 if sums are int32,
+    in bfloat16 if they are float32, with rows that are widened if these are float32. `ahead`: what will be read next,
+    of which a word's work asks for 32 numbers, `step` numbers behind those of the word before."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         rows, *others = args
@@ -314,16 +354,85 @@ def add_tile(
             block = builder.append_basic_block(f"rows_{count}")
             chosen.add_case(ir.Constant(_I64, count), block)
             with builder.goto_block(block):
-                name = f"cairn.tile.{count}.{'bfloat16' if sums == F32 else 'int8'}"
-                call_shared(builder, name, others, partial(_write_tile, count, sums == F32))
+                if x == F32:
+                    _call_widened_tiles(builder, count, *others)
+                else:
+                    name = f"cairn.tile.{count}.{'bfloat16' if sums == F32 else 'int8'}"
+                    call_shared(builder, name, others, partial(_write_tile, count, sums == F32))
                 builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
     i64 = numba_types.int64
-    if sums not in (F32, I32):
+    if (x, sums) not in ((I32, F32), (I32, I32), (F32, F32)):
         return None
-    return numba_types.void(i64, I32, I32, i64, sums, i64, I32, i64), code
+    return numba_types.void(i64, x, I32, i64, sums, i64, I32, i64), code
+
+
+@intrinsic
+def numbers_of_word(typingctx: Any, x: Any) -> Any:
+    """Of a row behind a pointer: two where it is widened, else the word itself."""
+    numbers = 2 if x == F32 else 1
+    return numba_types.int64(x), lambda context, builder, _, args: ir.Constant(_I64, numbers)
+
+
+def _call_widened_tiles(
+    builder: Any, rows: int, x: Any, panel: Any, words: Any, sums: Any, fresh: Any, ahead: Any, step: Any
+) -> None:
+    """A tile of all 32 outputs for up to three rows, whose sums are 12 registers of 16, or two of half of them."""
+    outputs = PANEL if rows <= GROUP // 2 else PANEL // 2
+    for column in range(0, PANEL, outputs):
+        offset = ir.Constant(_I64, column)
+        at_column = [builder.gep(pointer, [offset]) for pointer in (panel, sums, ahead)]
+        args = [x, at_column[0], words, at_column[1], fresh, at_column[2], step]
+        call_shared(builder, f"cairn.tile.{rows}.widened", args, partial(_write_widened_tile, rows, outputs))
+
+
+def _write_widened_tile(rows: int, outputs: int, builder: Any, function: Any) -> None:
+    """The body of a tile of so many rows, float32, and outputs of a panel in bfloat16."""
+    x, panel, words, total, fresh, ahead, step = function.args
+
+    def at(pointer: Any, index: Any, kind: Any) -> Any:
+        return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
+
+    def both(bits: int) -> Any:
+        return ir.Constant(_SHORT_WORDS, [bits] * _HALF_LANES)
+
+    columns = range(0, outputs, _HALF_LANES)
+    cells = [(i, column) for i in range(rows) for column in columns]
+    sums = {cell: cgutils.alloca_once(builder, _SHORT_FLOATS) for cell in cells}
+    places = {(i, column): at(total, ir.Constant(_I64, i * PANEL + column), _SHORT_FLOATS) for i, column in cells}
+    is_fresh = builder.icmp_signed("!=", fresh, ir.Constant(_I64, 0))
+    for cell in cells:
+        before = builder.load(places[cell], align=4)
+        builder.store(builder.select(is_fresh, ir.Constant(_SHORT_FLOATS, [0] * _HALF_LANES), before), sums[cell])
+    with cgutils.for_range(builder, words, intp=_I64) as loop:
+        first, next_word = builder.mul(loop.index, ir.Constant(_I64, PANEL)), builder.mul(loop.index, step)
+        for line in range(0, outputs, LANES):
+            prefetch_line(builder, at(ahead, builder.add(next_word, ir.Constant(_I64, line)), ir.IntType(8)))
+        pairs = {
+            column: builder.load(at(panel, builder.add(first, ir.Constant(_I64, column)), _SHORT_WORDS), align=4)
+            for column in columns
+        }
+        row = builder.mul(loop.index, ir.Constant(_I64, 2 * rows))
+        for half in range(2):
+            parts = {
+                column: builder.bitcast(
+                    builder.and_(pair, both(-65536)) if half else builder.shl(pair, both(16)), _SHORT_FLOATS
+                )
+                for column, pair in pairs.items()
+            }
+            for i in range(rows):
+                place = builder.add(row, ir.Constant(_I64, half * rows + i))
+                number = builder.load(builder.gep(x, [place]))
+                one = builder.insert_element(ir.Constant(_SHORT_FLOATS, ir.Undefined), number, ir.Constant(_I32, 0))
+                everywhere = builder.shuffle_vector(one, one, both(0))
+                for column in columns:
+                    products = builder.fmul(everywhere, parts[column], flags=("contract",))
+                    total_so_far = builder.load(sums[i, column])
+                    builder.store(builder.fadd(products, total_so_far, flags=("contract",)), sums[i, column])
+    for cell in cells:
+        builder.store(builder.load(sums[cell]), places[cell], align=4)
 
 
 def _write_tile(rows: int, floats: bool, builder: Any, function: Any) -> None:

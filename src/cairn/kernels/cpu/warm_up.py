@@ -144,7 +144,7 @@ def _unused_names() -> Set[str]:
         else {name for name in KERNELS if ".int8:" in name}
     )
     if "panels" not in layouts:
-        unused |= {f"{panels.__name__}:{name}" for name in ("_group_rows", "_multiply")}
+        unused |= {f"{panels.__name__}:{name}" for name in ("_group_rows", "_widen_rows", "_multiply")}
     return unused
 
 
@@ -157,6 +157,7 @@ def _names_of(operations: Set[str]) -> Set[str]:
     left: list[object] = [getattr(backend, operation) for operation in operations]
     while left:
         each = left.pop()
+        each = getattr(each, "__wrapped__", each)  # of a function whose results are kept
         if isinstance(each, Kernel):
             found |= {names[id(each)]} if id(each) in names else set()
         elif isinstance(each, FunctionType) and each.__module__.startswith(f"{backend.__name__}.") and each not in seen:
