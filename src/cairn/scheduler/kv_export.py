@@ -1,7 +1,7 @@
 """A prompt that another server is going to decode: its pages and the state at its end are kept until it has read them.
 
 The file for the state is set aside when the request is admitted, whatever the placement policy says and also with the
-cache off, so a prompt that is computed can always be handed over.
+cache off, so a prompt that is computed can always be leased.
 """
 
 import numpy as np
@@ -98,7 +98,7 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
     )
     reference = side.offer(made)
     request.transfer.offered = PromptOffer(made, reference)
-    hold = state.cache.pin(f"handed over by {request.id}", made.all_pages)
+    hold = state.cache.pin(f"KV export of {request.id}", made.all_pages)
     state.transfers.offers[reference] = OpenLease(hold, request.spec.client)
 
 

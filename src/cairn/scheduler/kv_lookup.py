@@ -1,7 +1,7 @@
 """What a sequence that was decoded here left behind, for the server that is going to prefill its next turn.
 
-Nothing is pinned for it: `remember` notes which tokens were there, and `answer` offers what is still cached when
-somebody who knows their digests asks.
+Nothing is pinned for it: `remember_sequence` notes which tokens were there, and `answer_lookup` offers what is still
+cached when somebody who knows their digests asks.
 """
 
 import numpy as np
