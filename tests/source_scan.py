@@ -43,6 +43,12 @@ def sources() -> Sequence[Source]:
     return [_read(path) for path in sorted((SRC / "cairn").rglob("*.py"))]
 
 
+def file_of(module: Source) -> Path:
+    """Where a module of the package lies."""
+    path = SRC.joinpath(*module.name.split("."))
+    return path / "__init__.py" if module.is_package else path.with_suffix(".py")
+
+
 def source(name: str, text: str) -> Source:
     """A module that exists in a test only."""
     return Source(name, ast.parse(text))

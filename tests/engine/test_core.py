@@ -94,7 +94,7 @@ def test_a_repeated_prompt_reports_itself_cached():
         stats.prefix_cache.miss_reasons["none"] == stats.prefix_cache.miss_reasons["never_seen"] == 1
         and stats.prefix_cache.lost_tokens["never_seen"] == 100
     )
-    assert (stats.pool.held_pages, stats.pool.open_leases) == (0, 0)
+    assert (stats.pool.held_pages, stats.pool.open_sequences) == (0, 0)
     assert stats.pool.cached_pages + stats.pool.free_pages == stats.pool.num_pages
     assert stats.prefix_cache.checkpoints_hit == {"prompt_end": 1} and stats.prefix_cache.audits == 2
 

@@ -53,7 +53,7 @@ def test_aborts_are_silent_and_leave_nothing():
     core.abort("nobody")
     assert all(output.request_id != "a" for output in outputs_of(core))
     stats = core.stats()
-    assert (stats.num_running, stats.num_waiting, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.pool.held_pages, stats.pool.open_sequences) == (0, 0, 0, 0)
 
 
 def test_refusals_take_nothing():

@@ -186,7 +186,7 @@ def test_n_answers_are_those_of_n_requests_and_the_prompt_is_computed_once(tiny_
     assert answer(engine.outputs["b"]) == expected(OTHER, max_tokens=6)
     stats = engine.core.stats()
     assert stats.tokens.computed_prompt == stats.tokens.prompt == len(TEXT) + len(OTHER)
-    assert stats.pool.held_pages == stats.pool.open_leases == 0
+    assert stats.pool.held_pages == stats.pool.open_sequences == 0
     finishes = [output for output in engine.outputs["a"] if output.finish_reason]
     assert sorted(output.index for output in finishes) == list(range(6))
     assert [output.index for output in finishes if output.cache is not None] == [0]
@@ -287,7 +287,7 @@ def test_an_abort_ends_all_answers_and_leaves_nothing(steps):
         assert engine.step() == []
     engine.idle()
     stats = engine.stats()
-    assert (stats.num_running, stats.num_waiting, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0, 0)
+    assert (stats.num_running, stats.num_waiting, stats.pool.held_pages, stats.pool.open_sequences) == (0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("room", [0, 10_000])
@@ -307,7 +307,7 @@ def test_an_answer_that_repeats_itself_ends_with_nothing_left(tiny_model, room):
         assert answer(engine.outputs[name], index) == [77] * length
         assert (last.finish_reason, last.stop_reason) == ("repetition", "repetition_detected")
     stats = engine.core.stats()
-    assert (stats.num_running, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0)
+    assert (stats.num_running, stats.pool.held_pages, stats.pool.open_sequences) == (0, 0, 0)
 
 
 def test_an_error_of_one_answer_ends_them_all():
@@ -323,7 +323,7 @@ def test_an_error_of_one_answer_ends_them_all():
     while engine.has_work:
         assert engine.step() == []
     engine.idle()
-    assert engine._outputs._answers == engine._outputs._ids == {} and engine.stats().pool.open_leases == 0
+    assert engine._outputs._answers == engine._outputs._ids == {} and engine.stats().pool.open_sequences == 0
 
 
 def test_ids_of_answers_are_forgotten_at_their_end():

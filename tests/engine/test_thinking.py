@@ -134,7 +134,7 @@ def test_what_follows_is_what_follows_a_prompt_that_ends_so(tiny_model, truth, n
         engine.run()
         assert engine.answer("preempted") == truth[1]
     stats = engine.core.stats()
-    assert (stats.num_running, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0)
+    assert (stats.num_running, stats.pool.held_pages, stats.pool.open_sequences) == (0, 0, 0)
 
 
 def test_an_answer_has_its_form_behind_the_forced_end(tiny_model):

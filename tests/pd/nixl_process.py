@@ -36,7 +36,7 @@ from cairn.engine.wire import (
 )
 from doubles.engine_requests import generate_request
 
-START_SECONDS, ANSWER_SECONDS = 60.0, 20.0
+START_SECONDS, ANSWER_SECONDS = 240.0, 20.0
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
 

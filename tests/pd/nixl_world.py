@@ -323,7 +323,7 @@ def _is_empty(server: CoreProcess) -> bool:
     held = (
         stats.transfers.leased_pages
         + stats.transfers.quarantined_pages
-        + stats.pool.open_leases
+        + stats.pool.open_sequences
         + stats.pool.held_pages
     )
     return held + stats.transfers.num_open + stats.num_running + stats.num_waiting == 0

@@ -108,13 +108,14 @@ class Server:
         identity = Identity(Peer(engine_id, geometry, (self.link.describe(),)), layout_hash)
         self.channel = world.network.channel(HOST, port)
         random_bytes = world.rng.randbytes
-        self.producer = Producer(identity, _limits(num_pages, lease_seconds), world.clock, random_bytes)
+        self.max_leased_pages = int(num_pages * lease_share)
+        limits = _limits(self.max_leased_pages, lease_seconds)
+        self.producer = Producer(identity, limits, world.clock, random_bytes)
         pages = PairedPages(UNITS, geometry, 0, StagingArea(memory, num_pages, block_size))
         worker = LinkWorker(self.link, pages, memory.fence)
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())
         self.consumer = Consumer(identity, policy, ranks, world.clock, random_bytes, self.channel.send)
-        self.max_leased_pages = int(num_pages * lease_share)
         self.port = TransferPort(self.max_leased_pages, random_bytes, self.channel.wake)
         loop = TransferLoop(
             self.port, self.channel, self.producer, self.consumer, self.link, ranks, memory.enter_thread
@@ -222,8 +223,8 @@ class Server:
         assert self.cache.clear()
 
 
-def _limits(num_pages: int, seconds: float) -> LeaseLimits:
-    return LeaseLimits(max_pages=num_pages, duration=seconds, extension=min(20.0, seconds))
+def _limits(max_pages: int, seconds: float) -> LeaseLimits:
+    return LeaseLimits(max_pages=max_pages, duration=seconds, extension=min(20.0, seconds))
 
 
 REMOTE_DECODE = {

@@ -263,6 +263,19 @@ def test_what_is_asked_for_by_content_leaves_those_that_run_their_share():
     assert p.answers[again] == alone(TEXT[:320], 1)
 
 
+def test_a_sequence_larger_than_the_share_is_leased_to_whoever_asks_for_its_content_while_nothing_else_is():
+    world, p, d = pair(num_pages=100, lease_share=0.1)
+    prompt = TEXT[:300]
+    first = d.submit(prompt, max_tokens=1, params=prefill(p, prompt))
+    world.run()
+    p.cache.clear()
+    prefill(p, TEXT[:320], hint=hint(d, first))
+    assert p.scheduler.state.counters.external_hits == 300
+    world.pass_time(31)
+    for server in (p, d):
+        server.assert_clean()
+
+
 def test_a_prompt_that_waits_for_the_share_with_its_pages_fetched_is_not_overtaken():
     world, p, d = pair(num_pages=100, lease_share=0.3, wait_seconds=120.0)
     first = d.submit(TEXT[:200], max_tokens=1, params=prefill(p, TEXT[:200]))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from driver import Driver
 
-from cairn.transfer.contract import ContentName, LookupId, LookupRequest
+from cairn.transfer.contract import NO_DEMAND, ContentName, LookupId, LookupRequest
 
 TEXT = list(range(100, 400))
 
@@ -15,7 +15,7 @@ class Side:
     def __init__(self):
         self.news, self.answers = [], []
 
-    def has_room(self, pages, num_more=0):
+    def has_room(self, demand, promised=NO_DEMAND):
         return self.room
 
     def answer_lookup(self, lookup, offer):

@@ -113,7 +113,7 @@ class RunningServer:
         """Once no step is left to be made: the end of an answer may still be being cached when the client has it."""
         self.until(lambda: not self.core.has_work)
         stats = self.core.stats()
-        assert (stats.num_running, stats.num_waiting, stats.pool.held_pages, stats.pool.open_leases) == (0, 0, 0, 0)
+        assert (stats.num_running, stats.num_waiting, stats.pool.held_pages, stats.pool.open_sequences) == (0, 0, 0, 0)
 
     def drain(self):
         if self.code is None:

@@ -25,6 +25,7 @@ from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import whole_pages
 from cairn.transfer.worker import LinkWorker
 from doubles.memory_link import Fault
+from transfer.scheduler_side_contract import SchedulerSideContract
 from transfer.world import GEOMETRY, PAGE_BYTES, World, keys, parsed
 
 PROMPT = keys(160)
@@ -57,16 +58,9 @@ def test_a_reference_through_a_proxy_and_back():
     assert world.connector.is_idle
 
 
-def test_room_is_that_of_the_leases():
-    world = World(max_pages=20)
-    none = np.zeros(0, np.int32)
-    assert world.connector.has_room(none, 20)
-    reference = world.connector.offer(OFFER)
-    assert world.connector.has_room(OFFER.all_pages, 8) and not world.connector.has_room(none, 9)
-    world.connector.withdraw(reference)
-    world.connector.withdraw("cmpl-1~" + "0" * 32)
-    assert world.connector.events() == [LeaseEnded(reference, "released")] and world.connector.has_room(none, 20)
-    world.connector.withdraw(reference)
+class TestConnector(SchedulerSideContract):
+    def side(self, max_pages):
+        return World(max_pages=max_pages).connector
 
 
 def test_an_offer_beyond_the_cap_ends_at_once_and_alone():

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from cairn.transfer.contract import ContentName, Offer, OfferedCheckpoint
+from cairn.transfer.contract import ContentName, LeaseDemand, Offer, OfferedCheckpoint
 from cairn.transfer.digest import ContentDigest, content_digest
 from cairn.transfer.leases import TRANSITIONS, LeaseLimits, LeaseState, LeaseTable
 from cairn.transfer.wire import (
@@ -225,16 +225,17 @@ def test_a_claim_of_no_token_at_all_is_none(book):
 
 
 def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
-    none = np.zeros(0, np.int32)
-    assert len(OFFER.all_pages) == 30 and book.has_room(none, 60)
+    assert len(OFFER.all_pages) == 30 and book.has_room(LeaseDemand(num_new=60))
     first, _ = book.offer(OFFER), book.offer(replace(OFFER, pages=OTHERS[:-5]))
-    assert book.num_pages == 55 and book.has_room(OTHERS) and not book.has_room(none, 6)
+    assert book.num_pages == 55 and book.has_room(LeaseDemand(OTHERS)) and not book.has_room(LeaseDemand(num_new=6))
     with pytest.raises(AssertionError, match="cap"):
         book.offer(replace(OFFER, pages=OTHERS + 100))
     book.release(Release(ME, "cmpl-1", first))
-    assert book.num_pages == 30 and book.has_room(none, 30) and not book.has_room(none, 31)
+    assert (
+        book.num_pages == 30 and book.has_room(LeaseDemand(num_new=30)) and not book.has_room(LeaseDemand(num_new=31))
+    )
     clock.advance(30.0)
-    assert book.has_room(none, 60)
+    assert book.has_room(LeaseDemand(num_new=60))
 
 
 def test_a_page_counts_once_however_many_leases_share_it(book, clock):
@@ -255,13 +256,17 @@ def test_a_page_counts_once_however_many_leases_share_it(book, clock):
 
 def test_one_offer_larger_than_the_cap_is_held_alone(clock):
     book = LeaseTable(LAYOUT, BLOCK, LeaseLimits(max_pages=29), clock, random.Random(1).randbytes)
-    assert book.has_room(OTHERS, 10**6)
+    assert book.has_room(LeaseDemand(OTHERS, 10**6))
     nonce = book.offer(OFFER)
-    assert book.num_pages == 30 and not book.has_room(OFFER.all_pages) and not book.has_room(OTHERS[:1])
+    assert (
+        book.num_pages == 30
+        and not book.has_room(LeaseDemand(OFFER.all_pages))
+        and not book.has_room(LeaseDemand(OTHERS[:1]))
+    )
     with pytest.raises(AssertionError, match="cap"):
         book.offer(OFFER)
     book.withdraw(nonce)
-    assert book.has_room(OFFER.all_pages)
+    assert book.has_room(LeaseDemand(OFFER.all_pages))
 
 
 def test_the_caller_may_give_the_nonce_but_none_twice(book):

@@ -200,6 +200,46 @@ def test_a_silent_peer_is_waited_for_once_and_then_probed_by_one_at_a_time():
     assert failures(world.run()) == [None], "whoever answers is asked again"
 
 
+def restarted(world, number):
+    """A new process at the same address, and a pull of what it has leased."""
+    world.restart()
+    ref = world.offer(PROMPT, PAGES, [FILE], request_id=f"cmpl-{number}")
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
+
+
+def test_a_producer_that_has_restarted_is_tried_at_once_however_often_the_one_before_was_silent():
+    world = World()
+    for number in range(3):
+        restarted(world, number)
+        assert "no answer" in failures(lost(world, 11))[0]
+    restarted(world, 3)
+    assert failures(world.run()) == [None] and world.consumer.num_skipped == 0
+
+
+def test_a_producer_that_restarts_during_a_handshake_is_not_taken_for_silent():
+    world = World()
+    restarted(world, 1)
+    assert lost(world, 9) == []
+    restarted(world, 2)
+    assert ["no answer" in failure for failure in failures(lost(world, 2))] == [True, True]
+    ref = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
+    assert failures(world.run()) == [None] and world.consumer.num_skipped == 0
+
+
+def test_a_silent_peer_is_not_avoided_for_longer_because_its_connection_ends_later():
+    world = World()
+    ref = world.offer(PROMPT, PAGES, [FILE])
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
+    assert "no answer" in failures(lost(world, 11))[0]
+    world.clock.advance(9.0)
+    world.consumer.lose((HOST, PORT), "the peer has closed the connection")
+    world.clock.advance(1.0)
+    ref = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
+    world.consumer.pull(world.pull_spec(ref, PROMPT, range(10)))
+    assert failures(world.run()) == [None] and world.consumer.num_skipped == 0
+
+
 def test_a_refused_connection_fails_at_once_and_the_next_transfer_tries_again():
     world = World()
     for _ in range(2):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from cairn.transfer.contract import LeaseEnded, LookupRequest, PagesFree, PullEnded
+from cairn.transfer.contract import LeaseDemand, LeaseEnded, LookupRequest, PagesFree, PullEnded
 from cairn.transfer.digest import ContentDigest
 from cairn.transfer.memory import HostPool
 from doubles.device_pool import FakeDevicePool
@@ -88,7 +88,7 @@ class Lives:
         """An offer of fresh bytes, or None when there is no room."""
         k = self.p.pages_per_file
         need = self.p.pages_of(len(prompt)) + k
-        if need > len(self.theirs) or not self.p.connector.has_room(np.zeros(0, np.int32), need):
+        if need > len(self.theirs) or not self.p.connector.has_room(LeaseDemand(num_new=need)):
             return None
         taken = self.rng.sample(sorted(self.theirs), need)
         self.theirs -= set(taken)

@@ -27,7 +27,8 @@ class Wire:
         self.said: list[bytes] = []
         self.served = []
         self.producer = ConsumerSessions(p or identity("p"))
-        self.session = ProducerSession(d or identity("d"), self.clock, random.Random(1).randbytes, self.said.append)
+        own = d or identity("d")
+        self.session = ProducerSession("p", own, self.clock, random.Random(1).randbytes, self.said.append)
 
     def serve(self, sender, request):
         self.served.append((sender, request))
@@ -111,7 +112,8 @@ def test_silence_is_repeated_into_and_then_given_up():
         wire.clock.advance(0.5)
         given_up.append(wire.session.tick())
     assert wire.session.state is SessionState.CLOSED and "no answer" in wire.session.failure
-    assert wire.said == [wire.said[0]] * 10 and given_up.count(True) == 1 and wire.session.is_silent
+    assert wire.said == [wire.said[0]] * 10 and given_up.count(True) == 1
+    assert not wire.session.lose("closed"), "it was given up before"
 
 
 def test_a_repeated_hello_is_answered_again_and_its_second_answer_changes_nothing():
@@ -137,18 +139,18 @@ def test_what_is_lost_at_once_was_refused_and_what_takes_long_was_silent(seconds
     wire = Wire()
     wire.session.open()
     wire.clock.advance(seconds)
-    wire.session.lose("why")
+    assert wire.session.lose("why") is silent
     assert (wire.session.state, wire.session.failure) == (SessionState.CLOSED, "why")
-    assert wire.session.is_silent is silent
-    wire.session.lose("again")
+    wire.clock.advance(HANDSHAKE_SECONDS)
+    assert not wire.session.lose("again")
     assert wire.session.failure == "why"
 
 
 def test_a_loss_of_an_open_session_is_no_silence():
     wire = Wire().opened()
     wire.clock.advance(HANDSHAKE_SECONDS)
-    wire.session.lose("closed")
-    assert wire.session.state is SessionState.CLOSED and not wire.session.is_silent
+    assert not wire.session.lose("closed")
+    assert wire.session.state is SessionState.CLOSED
 
 
 def test_a_connection_that_has_ended_is_forgotten():

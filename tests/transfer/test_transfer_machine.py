@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cairn.transfer.contract import ContentName, PagesFree, PullEnded
+from cairn.transfer.contract import ContentName, LeaseDemand, PagesFree, PullEnded
 from cairn.transfer.params import split_reference
 from doubles.memory_link import Fault
 from transfer.world import BLOCK, NUM_PAGES, STATE_PAGES, World, keys
@@ -80,7 +80,7 @@ class Transfers(RuleBasedStateMachine):
         prompt, name = keys(num_tokens, seed), ContentName("", "salt" if salted else None)
         shared = self.leased_pages_of(prompt, name)
         num_new = num_pages + STATE_PAGES - len(shared)
-        if not self.world.leases.has_room(np.array(shared, np.int32), num_new):
+        if not self.world.leases.has_room(LeaseDemand(np.array(shared, np.int32), num_new)):
             return
         taken = sorted(self.theirs, key=lambda page: (page * 37 + seed) % NUM_PAGES)[:num_new]
         assert len(taken) == num_new, "the leases hold more than half of the pool"

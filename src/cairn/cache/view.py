@@ -17,7 +17,8 @@ MAX_SHOWN = 5000
 class PoolView:
     """In pages of `page_bytes` each. `held_*`: referred to by requests, by transfers, and by steps that are not applied
     yet; a page with several references counts for the first of these. `cached_pages`: referred to by the tree alone.
-    With `free_pages` they add up to `pages`. `open_leases`: sequences; `open_holds`: pins of transfers."""
+    With `free_pages` they add up to `pages`. `open_leases`: sequences, by the name that clients know;
+    `open_holds`: pins of transfers."""
 
     pages: int
     page_bytes: int

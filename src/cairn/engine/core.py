@@ -207,7 +207,7 @@ class Core:
         cache, transfers = state.cache, state.transfers
         audit(cache)
         if not state.requests and (cache.pinned.sequences or cache.pinned.steps):
-            raise AuditError(f"{len(cache.pinned.sequences)} leases are open with no request running")
+            raise AuditError(f"{len(cache.pinned.sequences)} sequences are open with no request running")
         outside = len(transfers.offers) + len(transfers.quarantine)
         if not state.requests and len(cache.pinned.pins) != outside:
             raise AuditError(f"{len(cache.pinned.pins)} pins with {outside} transfers open and no request running")

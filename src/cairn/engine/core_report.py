@@ -69,7 +69,7 @@ def engine_stats(
             free_pages=cache.pool.num_free,
             held_pages=held,
             cached_pages=cache.pool.num_pages - cache.pool.num_free - held,
-            open_leases=len(cache.pinned.sequences),
+            open_sequences=len(cache.pinned.sequences),
         ),
         tokens=TokenStats(
             prompt=counters.prompt_tokens,

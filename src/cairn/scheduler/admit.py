@@ -42,7 +42,7 @@ def _may_overtake(state: SchedulerState, request: Request) -> bool:
 def admit(state: SchedulerState, builder: PlanBuilder) -> None:
     """Take requests in, each in its turn, while there are slots, tokens and pages for all that is known of them: those
     whose pages have been fetched hold these already. Passed over are those that wait for what another one computes,
-    which leave a slot free each, and hand-overs that the leases leave no room for. Those that are still going to fetch
+    which leave a slot free each, and KV exports that the leases leave no room for. Those that are still going to fetch
     their pages do so beside the queue."""
     state.in_flight.refresh()
     num_reserved_slots, leases_full, last = 0, False, None
@@ -126,7 +126,7 @@ def _try_admit(state: SchedulerState, builder: PlanBuilder, request: Request) ->
 def _lookup(state: SchedulerState, request: Request) -> SequenceBlocks:
     spec = request.spec
     resumed_from = request.num_prompt_tokens if request.resumed else None
-    # what is handed over is the state at the prompt's end: a deeper one would pass it by
+    # what is leased is the state at the prompt's end: a deeper one would pass it by
     keys = spec.prompt if spec.role.kv_export else request.keys()
     bypass = spec.prompt_logprobs is not None and not request.output
     sequence = state.cache.lookup(spec.namespace, keys, request.id, resumed_from, bypass, probe=True)

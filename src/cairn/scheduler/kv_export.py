@@ -1,7 +1,7 @@
 """A prompt that another server is going to decode: its pages and the state at its end are kept until it has read them.
 
 The file for the state is set aside when the request is admitted, whatever the placement policy says and also with the
-cache off, so a prompt that is computed can always be handed over.
+cache off, so a prompt that is computed can always be leased.
 """
 
 import numpy as np
@@ -10,38 +10,33 @@ from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.request import PromptOffer, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import OpenLease, content_name
-from cairn.transfer.contract import LeaseEnded, Offer, OfferedCheckpoint
-from cairn.types import Pages
+from cairn.transfer.contract import NO_DEMAND, LeaseDemand, LeaseEnded, Offer, OfferedCheckpoint
 
 
 def has_room(state: SchedulerState, request: Request, besides: int = 0) -> bool:
     """Whether what other servers keep here, and those that run will, leaves room for this prompt and `besides` pages
-    more. What of it is leased already needs none, and a prompt that is larger than the share itself goes alone."""
+    more. What of it is leased already needs none."""
     side = state.transfers.side
     assert side is not None
-    if not (besides or state.transfers.offers or any(other.spec.role.kv_export for other in state.running)):
-        return True
-    promised, num_more = pages_to_lease(state)
-    num_more += besides
-    if side.has_room(promised, num_more + num_pages(state, request)):
+    promised = pages_to_lease(state) + LeaseDemand(num_new=besides)
+    if side.has_room(LeaseDemand(num_new=num_pages(state, request)), promised):
         return True
     found = request.sequence or state.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)
-    pages, num_new = _pages_to_lease(state, request, found)
+    demand = _pages_to_lease(state, request, found)
     if found is not request.sequence:
         state.cache.discard(found)
-    return side.has_room(np.concatenate([promised, pages]), num_more + num_new)
+    return side.has_room(demand, promised)
 
 
-def pages_to_lease(state: SchedulerState) -> tuple[Pages, int]:
-    """Pages that those that run are going to keep for other servers, and how many more they are going to need for it:
-    spoken for, though nothing is leased yet."""
-    pages, num_more = [np.zeros(0, np.int32)], 0
-    for request in state.running:
-        if request.spec.role.kv_export and request.sequence is not None:
-            own, num_new = _pages_to_lease(state, request, request.sequence)
-            pages.append(own)
-            num_more += num_new
-    return np.concatenate(pages), num_more
+def pages_to_lease(state: SchedulerState) -> LeaseDemand:
+    """Pages that those that run are going to keep for other servers, though nothing is leased yet."""
+    demands = [
+        _pages_to_lease(state, request, request.sequence)
+        for request in state.running
+        if request.spec.role.kv_export and request.sequence is not None
+    ]
+    pages = np.concatenate([NO_DEMAND.pages, *(demand.pages for demand in demands)])
+    return LeaseDemand(pages, sum(demand.num_new for demand in demands))
 
 
 def num_pages(state: SchedulerState, request: Request) -> int:
@@ -50,9 +45,9 @@ def num_pages(state: SchedulerState, request: Request) -> int:
     return layout.pages_for(request.num_prompt_tokens) + layout.pages_per_checkpoint
 
 
-def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> tuple[Pages, int]:
-    """Which of the pages of `sequence` are handed over with the request's prompt, and how many others. A page that
-    is shared in part is copied before anything is written behind what it holds."""
+def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> LeaseDemand:
+    """Which of the pages of `sequence` are leased with the request's prompt, and how many others. A page that is
+    shared in part is copied before anything is written after what it holds."""
     length, pages = request.num_prompt_tokens, [np.zeros(0, np.int32)]
     stays = sequence.blocks.copied or length + request.spec.max_tokens - 1 <= sequence.matched
     for group, table in zip(sequence.blocks.groups, sequence.tables, strict=True):
@@ -63,7 +58,7 @@ def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceB
     elif (file := sequence.state_file(length)) is not None:
         pages.append(file)
     exported = np.concatenate(pages)
-    return exported, num_pages(state, request) - len(exported)
+    return LeaseDemand(exported, num_pages(state, request) - len(exported))
 
 
 def needs_prompt_checkpoint(request: Request, sequence: SequenceBlocks) -> bool:
@@ -103,7 +98,7 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
     )
     reference = side.offer(made)
     request.transfer.offered = PromptOffer(made, reference)
-    hold = state.cache.pin(f"handed over by {request.id}", made.all_pages)
+    hold = state.cache.pin(f"KV export of {request.id}", made.all_pages)
     state.transfers.offers[reference] = OpenLease(hold, request.spec.client)
 
 

@@ -1,7 +1,7 @@
 """What a sequence that was decoded here left behind, for the server that is going to prefill its next turn.
 
-Nothing is pinned for it: `remember` notes which tokens were there, and `answer` offers what is still cached when
-somebody who knows their digests asks.
+Nothing is pinned for it: `remember_sequence` notes which tokens were there, and `answer_lookup` offers what is still
+cached when somebody who knows their digests asks.
 """
 
 import numpy as np
@@ -12,7 +12,7 @@ from cairn.scheduler.request import Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import OpenLease, content_name
 from cairn.step import GRID
-from cairn.transfer.contract import ContentName, LookupRequest, Offer, OfferedCheckpoint
+from cairn.transfer.contract import ContentName, LeaseDemand, LookupRequest, Offer, OfferedCheckpoint
 from cairn.types import Keys
 
 
@@ -48,9 +48,8 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
     pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(position)])
     checkpoints = () if checkpoint is None else (OfferedCheckpoint(sequence.hit, checkpoint),)
     offer = Offer(purpose, name, keys[:position], pages, checkpoints)
-    promised, num_more = pages_to_lease(state)
     has_room = state.num_leases < state.transfers.quota.max_leases
-    if not of_use or not has_room or not side.has_room(np.concatenate([promised, offer.all_pages]), num_more):
+    if not of_use or not has_room or not side.has_room(LeaseDemand(offer.all_pages), pages_to_lease(state)):
         side.answer_lookup(request.lookup, None)
     else:
         reference = side.answer_lookup(request.lookup, offer)

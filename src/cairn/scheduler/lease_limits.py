@@ -1,7 +1,7 @@
-"""How many prompts may be leased to other servers, in all and for each client: hand-overs beyond that are refused. And
+"""How many prompts may be leased to other servers, in all and for each client: KV exports beyond that are refused. And
 those that wait, beside the queue, until the leases leave room for their prompts: in order of turns, and not for ever.
 
-A hand-over counts from the moment when it is taken until its lease has ended, so the bounds are never exceeded. A
+A KV export counts from the moment when it is taken until its lease has ended, so the bounds are never exceeded. A
 prompt that was fetched waits for lease room among `Transfers.ready`, in the same order.
 """
 
@@ -63,7 +63,7 @@ def wait_for_lease_room(state: SchedulerState, request: Request) -> None:
 
 
 def reject_overdue(state: SchedulerState) -> list[Request]:
-    """End the hand-overs that have waited for lease room for too long. Returns them."""
+    """End the KV exports that have waited for lease room for too long. Returns them."""
     ready = (request for request in state.transfers.ready if request.transfer.no_lease_room_since is not None)
     waiting = list(chain(state.waiting.kv_exports, ready))
     limit = state.transfers.quota.wait_seconds

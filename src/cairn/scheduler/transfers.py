@@ -12,8 +12,8 @@ from cairn.types import Keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseQuota:
-    """`max_leases`: hand-overs that may wait, run or be leased together, and leases of what was asked for by content.
-    `max_leases_per_client`: hand-overs of one client. `wait_seconds`: how long one waits until leases leave room."""
+    """`max_leases`: KV exports that may wait, run or be leased together, and leases of what was asked for by content.
+    `max_leases_per_client`: KV exports of one client. `wait_seconds`: how long one waits until leases leave room."""
 
     max_leases: int = 1024
     max_leases_per_client: int = 64
@@ -21,8 +21,7 @@ class LeaseQuota:
 
 
 class RecentSequences(Protocol):
-    """RecentSequences that ended here lately, by the digests of their prefixes:
-    `cairn.transfer.digest.SequenceIndex`."""
+    """Sequences that ended here lately, by the digests of their prefixes: `cairn.transfer.digest.SequenceIndex`."""
 
     def remember(self, name: ContentName, keys: Keys) -> None: ...
 
@@ -51,7 +50,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenLease:
-    """What is held for another server. `client`: whose hand-over it is, None of what was asked for by content."""
+    """What is held for another server. `client`: whose KV export it is, None of what was asked for by content."""
 
     hold: PagePin
     client: str | None

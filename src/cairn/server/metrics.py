@@ -100,7 +100,7 @@ _TRANSFER_COUNTERS = (
     ),
     (
         *("cairn:hand_overs_refused", "transfers.refused_kv_exports"),
-        *("Requests for another server that were refused (429), by the bound of the leases that they met.", "reason"),
+        *("KV exports (prompts for other servers) that were refused with 429, by the bound that they met.", "reason"),
     ),
 )
 _IMAGE_COUNTERS = (
@@ -136,7 +136,7 @@ _GAUGES = (
     ("cairn:held_pages", "pool.held_pages", "Pages that running requests refer to."),
     ("cairn:cached_pages", "pool.cached_pages", "Pages that only the cache refers to."),
     ("cairn:free_pages", "pool.free_pages", "Pages that nobody refers to."),
-    ("cairn:open_leases", "pool.open_leases", "Leases on cached pages that are open."),
+    ("cairn:open_leases", "pool.open_sequences", "Sequences of requests that have pages."),
 )
 _TRANSFER_GAUGES = (
     (

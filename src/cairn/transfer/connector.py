@@ -3,11 +3,19 @@
 import logging
 
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import Event, LeaseEnded, LookupId, Offer, PullId, PullSpec
+from cairn.transfer.contract import (
+    NO_DEMAND,
+    Event,
+    LeaseDemand,
+    LeaseEnded,
+    LookupId,
+    Offer,
+    PullId,
+    PullSpec,
+)
 from cairn.transfer.leases import LeaseState
 from cairn.transfer.params import remote_request_id, split_reference
 from cairn.transfer.producer import Producer
-from cairn.types import Pages
 
 logger = logging.getLogger(__name__)
 
@@ -16,7 +24,7 @@ class Connector:
     """Role is a matter of the request, so every engine has both halves.
 
     Whoever speaks to it by way of a queue may give nonces and numbers of pulls, and so knows the answers of `offer`,
-    `answer` and `pull` before they are carried out.
+    `answer_lookup` and `pull` before they are carried out.
     """
 
     def __init__(self, producer: Producer, consumer: Consumer) -> None:
@@ -36,14 +44,14 @@ class Connector:
         """Whether a peer may be reading from here: then the links need `progress`."""
         return self._leases.may_be_read
 
-    def has_room(self, pages: Pages, num_more: int = 0) -> bool:
-        return self._leases.has_room(pages, num_more)
+    def has_room(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
+        return self._leases.has_room(demand, promised)
 
     def offer(self, offer: Offer, nonce: bytes | None = None) -> str:
         """`nonce`: 16 unpredictable bytes, never used before. An offer that does not fit under the cap ends at once:
         whoever made it has miscounted, and all other leases go on."""
         nonce = self._leases.new_nonce() if nonce is None else nonce
-        if not self._leases.has_room(offer.all_pages):
+        if not self._leases.has_room(LeaseDemand(offer.all_pages)):
             logger.error("%s: %d pages do not fit under the leases' cap", offer.request_id, len(offer.all_pages))
             return self._ended_at_once(offer, nonce)
         return remote_request_id(offer.request_id, self._leases.offer(offer, nonce))

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 from cairn.transfer.contract import Identity, KvSource, PagesFree, PullEnded, PullId, PullSpec, WorkerSide
 from cairn.transfer.peers import Address, PeerPolicy, UnresponsivePeers
@@ -100,16 +101,14 @@ class Consumer:
     def lose(self, address: Address, reason: str) -> None:
         """The connection to this address has ended, or could not be made."""
         session = self._sessions.get(address)
-        if session is not None:
-            session.lose(reason)
-            if session.is_silent:
-                self._unresponsive.add(address)
+        if session is not None and session.lose(reason):
+            self._unresponsive.add(address, session.engine_id)
 
     def tick(self) -> list[PullEnded | PagesFree]:
         """Drive everything once. Returns what has ended since the last call, in order."""
         for address, session in self._sessions.items():
             if session.tick():
-                self._unresponsive.add(address)
+                self._unresponsive.add(address, session.engine_id)
         events: list[PullEnded | PagesFree] = []
         for pull in list(self._pulls.values()):
             try:
@@ -123,7 +122,7 @@ class Consumer:
                 if pull.is_silent and pull.session is not None:
                     # The next transfer begins with a new handshake: the peer may have forgotten this session.
                     pull.session.close("the peer did not answer")
-                    self._unresponsive.add(pull.spec.source.address)
+                    self._unresponsive.add(pull.spec.source.address, pull.spec.source.engine_id)
                 events.append(PullEnded(pull.id, pull.failure, pull.position, pull.checkpoint_position, pull.volume))
             if pull.is_drained:
                 del self._pulls[pull.id], self._by_claim[pull.claim]
@@ -142,16 +141,15 @@ class Consumer:
                 # The peer of this session has restarted, or never was the one that made the offer.
                 session.close("another engine is expected at this address")
         if session is None or session.state is not SessionState.OPEN:
-            silent = self._unresponsive.refuse(address)
+            silent = self._unresponsive.refuse(address, source.engine_id)
             if silent is not None:
                 return silent
         if session is None or session.state is SessionState.CLOSED:
             self._remove_sessions()
             if len(self._sessions) >= _MAX_SESSIONS:
                 return f"there are {_MAX_SESSIONS} sessions with other engines already"
-            session = ProducerSession(
-                self._identity, self._clock, self._random, lambda frame: self._send(address, frame)
-            )
+            send = partial(self._send, address)
+            session = ProducerSession(source.engine_id, self._identity, self._clock, self._random, send)
             self._sessions[address] = session
         return session
 

@@ -214,13 +214,32 @@ class LookupRequest:
 Event = PullEnded | PagesFree | LeaseEnded | LookupRequest
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LeaseDemand:
+    """Pages that leases are going to pin: `pages`, shape [n], in any order and any number of times, and `num_new`
+    others that are not allocated yet."""
+
+    pages: Pages = field(default_factory=lambda: np.zeros(0, np.int32))
+    num_new: int = 0
+
+    def __bool__(self) -> bool:
+        """Whether there is any page."""
+        return len(self.pages) > 0 or self.num_new > 0
+
+    def __add__(self, other: "LeaseDemand") -> "LeaseDemand":
+        return LeaseDemand(np.concatenate([self.pages, other.pages]), self.num_new + other.num_new)
+
+
+NO_DEMAND = LeaseDemand()
+
+
 class SchedulerSide(Protocol):
     """The connector as the scheduler sees it."""
 
-    def has_room(self, pages: Pages, num_more: int = 0) -> bool:
-        """Whether leases of `pages` and of `num_more` other pages fit under the cap of all leases. A page that is
-        leased already counts once. While nothing is leased, one offer may exceed the cap: a long prompt must be served,
-        too."""
+    def has_room(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
+        """Whether one offer of `demand` fits under the cap of all leases, beside them and what is `promised`: pages
+        that are going to be leased, too. A page counts once. While nothing is leased or promised, one offer may exceed
+        the cap: a long prompt must be served, too. `leases.LeasedPages` owns this rule."""
 
     def offer(self, offer: Offer) -> str:
         """Lease pages, which must stay as they are until `LeaseEnded`. Returns the `remote_request_id`."""

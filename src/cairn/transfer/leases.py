@@ -19,7 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.transfer.claim import match_claim
-from cairn.transfer.contract import LeaseEnded, Offer, OfferedCheckpoint, num_range_pages
+from cairn.transfer.contract import (
+    NO_DEMAND,
+    LeaseDemand,
+    LeaseEnded,
+    Offer,
+    OfferedCheckpoint,
+    num_range_pages,
+)
 from cairn.transfer.params import remote_request_id
 from cairn.transfer.wire import (
     NONCE_BYTES,
@@ -105,9 +112,10 @@ class Lease:
 
 
 class LeasedPages:
-    """Number of leases by page. A page that several leases share counts once."""
+    """Number of leases by page, and the cap on pages. A page that several leases share counts once."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_pages: int) -> None:
+        self._max_pages = max_pages
         self._counts: NDArray[np.int32] = np.zeros(0, np.int32)
         self._num_pages = 0
 
@@ -115,7 +123,14 @@ class LeasedPages:
         """Distinct pages that are leased."""
         return self._num_pages
 
-    def num_with(self, pages: Pages) -> int:
+    def has_room(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
+        """See `contract.SchedulerSide.has_room`."""
+        if not (self._num_pages or promised):
+            return True
+        total = promised + demand
+        return self._num_with(total.pages) + total.num_new <= self._max_pages
+
+    def _num_with(self, pages: Pages) -> int:
         """How many distinct pages would be leased if `pages` (any shape [n], in any order) were leased as well."""
         distinct = np.unique(pages)
         known = distinct[distinct < len(self._counts)]
@@ -123,7 +138,7 @@ class LeasedPages:
 
     def add(self, pages: Pages) -> None:
         """A lease of `pages` begins."""
-        self._num_pages = self.num_with(pages)
+        self._num_pages = self._num_with(pages)
         distinct = np.unique(pages)
         if len(distinct) and distinct[-1] >= len(self._counts):
             more = int(distinct[-1]) + 1 - len(self._counts)
@@ -154,7 +169,7 @@ class LeaseTable:
         self._past: dict[bytes, Lease] = {}
         self._ended: list[LeaseEnded] = []
         self._generation = 0
-        self._pages = LeasedPages()
+        self._pages = LeasedPages(limits.max_pages)
         self._read_until = clock.now()
 
     @property
@@ -185,10 +200,10 @@ class LeaseTable:
         given up cannot reuse its own pages before its reads have ended, and some links need this side for that."""
         return bool(self._active) or self._clock.now() < self._read_until
 
-    def has_room(self, pages: Pages, num_more: int = 0) -> bool:
+    def has_room(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
         """See `contract.SchedulerSide.has_room`."""
         self.expire()
-        return self._pages.num_with(pages) + num_more <= self._limits.max_pages or not self._active
+        return self._pages.has_room(demand, promised)
 
     def new_nonce(self) -> bytes:
         """A nonce for `offer`, for whoever must know it before."""
@@ -197,7 +212,7 @@ class LeaseTable:
     def offer(self, offer: Offer, nonce: bytes | None = None) -> bytes:
         """Lease these pages from now on. `nonce`: 16 unpredictable bytes that were never used before; None makes them.
         Returns the nonce. Call `has_room` first."""
-        if not self.has_room(offer.all_pages):
+        if not self.has_room(LeaseDemand(offer.all_pages)):
             raise AssertionError(f"{offer.request_id}: {len(offer.all_pages)} pages do not fit under the leases' cap")
         nonce = self.new_nonce() if nonce is None else nonce
         if len(nonce) != NONCE_BYTES or nonce in self._active or nonce in self._past:

@@ -92,37 +92,38 @@ def _is_name(entry: str) -> bool:
 
 
 class UnresponsivePeers:
-    """Addresses that did not answer within the last `seconds`, the latest 1,024 of them. `num_skipped`: transfers that
-    were not tried."""
+    """Servers that did not answer within the last `seconds`, the latest 1,024 of them: by address and engine id, so one
+    that was restarted at the same address is not avoided. `num_skipped`: transfers that were not tried."""
 
     def __init__(self, clock: Clock, seconds: float) -> None:
         self._clock = clock
         self._seconds = seconds
-        self._retry_at: OrderedDict[Address, float] = OrderedDict()
+        self._retry_at: OrderedDict[tuple[Address, str], float] = OrderedDict()
         self.num_skipped = 0
 
     def __len__(self) -> int:
         return len(self._retry_at)
 
-    def add(self, address: Address) -> None:
+    def add(self, address: Address, engine_id: str) -> None:
         """The peer did not answer within the time it had."""
-        self._retry_at[address] = self._clock.now() + self._seconds
-        self._retry_at.move_to_end(address)
+        self._retry_at[address, engine_id] = self._clock.now() + self._seconds
+        self._retry_at.move_to_end((address, engine_id))
         if len(self._retry_at) > _MAX_PEERS:
             self._retry_at.popitem(last=False)
 
     def remove(self, address: Address) -> None:
-        """The peer has answered."""
-        self._retry_at.pop(address, None)
+        """Whoever is at this address has answered."""
+        for peer in [peer for peer in self._retry_at if peer[0] == address]:
+            del self._retry_at[peer]
 
-    def refuse(self, address: Address) -> str | None:
+    def refuse(self, address: Address, engine_id: str) -> str | None:
         """Why a transfer from this peer is not tried now, or None. After `seconds` one caller gets None: it probes the
         peer, and the others are refused until it was answered, or again not."""
-        retry_at = self._retry_at.get(address)
+        retry_at = self._retry_at.get((address, engine_id))
         if retry_at is None:
             return None
         if self._clock.now() < retry_at:
             self.num_skipped += 1
             return f"the peer did not answer within the last {self._seconds:g} s"
-        self.add(address)
+        self.add(address, engine_id)
         return None

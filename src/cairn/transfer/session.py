@@ -65,11 +65,17 @@ TRANSITIONS: Mapping[SessionState, frozenset[SessionState]] = MappingProxyType(
 
 
 class ProducerSession:
-    """`send` puts a frame on its way and may lose it. `is_silent`: it was closed because nothing had come."""
+    """`engine_id`: the engine that is expected at the other end. `send` puts a frame on its way and may lose it."""
 
     def __init__(
-        self, identity: Identity, clock: Clock, random: Callable[[int], bytes], send: Callable[[bytes], None]
+        self,
+        engine_id: str,
+        identity: Identity,
+        clock: Clock,
+        random: Callable[[int], bytes],
+        send: Callable[[bytes], None],
     ) -> None:
+        self.engine_id = engine_id
         self._clock = clock
         self._send = send
         self._requests = requests()
@@ -82,7 +88,6 @@ class ProducerSession:
         self.state = SessionState.NEW
         self.peer: Peer | None = None
         self.failure: str | None = None
-        self.is_silent = False
 
     @property
     def dropped(self) -> int:
@@ -102,7 +107,6 @@ class ProducerSession:
         if self.state is not SessionState.GREETING:
             return False
         if now >= self._until:
-            self.is_silent = True
             self.close(f"no answer to the handshake within {HANDSHAKE_SECONDS:g} s")
             return True
         if now >= self._repeat_at:
@@ -115,12 +119,13 @@ class ProducerSession:
             self.failure = failure
             self._to(SessionState.CLOSED)
 
-    def lose(self, reason: str) -> None:
-        """The connection has ended, or could not be made. A refusal comes at once; what took longer was silence."""
-        if self.state is SessionState.GREETING:
-            waited = self._clock.now() - (self._until - HANDSHAKE_SECONDS)
-            self.is_silent = waited >= _SILENT_SECONDS
+    def lose(self, reason: str) -> bool:
+        """The connection has ended, or could not be made; returns whether the peer had been silent until then. A
+        refusal comes at once; what took longer was silence. Later calls, and those of a closed session, do nothing."""
+        waited = self._clock.now() - (self._until - HANDSHAKE_SECONDS)
+        is_silent = self.state is SessionState.GREETING and waited >= _SILENT_SECONDS
         self.close(reason)
+        return is_silent
 
     def request(self, record: ToProducer) -> None:
         """Send a record. Lost while the session is not open."""

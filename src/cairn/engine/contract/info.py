@@ -51,14 +51,14 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Pages of the pool now. `held_pages`: those that open leases refer to; `cached_pages`: those that only the prefix
-    cache refers to."""
+    """Pages of the pool now. `held_pages`: those that sequences and pins refer to; `cached_pages`: those that only the
+    prefix cache refers to. `open_sequences`: sequences of requests, which have pages."""
 
     num_pages: int = 0
     free_pages: int = 0
     held_pages: int = 0
     cached_pages: int = 0
-    open_leases: int = 0
+    open_sequences: int = 0
 
     @property
     def usage(self) -> float:

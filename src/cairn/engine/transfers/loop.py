@@ -18,7 +18,16 @@ from typing import TypeAlias
 from cairn.engine.transfers.side_channel import Incoming, TlsSideChannel
 from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import Event, LeaseEnded, LookupId, Offer, PullId, PullSpec
+from cairn.transfer.contract import (
+    NO_DEMAND,
+    Event,
+    LeaseDemand,
+    LeaseEnded,
+    LookupId,
+    Offer,
+    PullId,
+    PullSpec,
+)
 from cairn.transfer.leases import LeasedPages
 from cairn.transfer.links.contract import Link
 from cairn.transfer.params import remote_request_id
@@ -39,7 +48,7 @@ Command: TypeAlias = Callable[[Connector], object]
 
 
 class TransferPort:
-    """A `SchedulerSide`. `max_pages`: the share of the pool that leases may pin. `wake` is called after each command.
+    """A `SchedulerSide`. `max_pages`: the connector's cap of all leases. `wake` is called after each command.
 
     The queues are bounded by what the scheduler has open: an event or two for each pull, lease and lookup.
     """
@@ -47,11 +56,10 @@ class TransferPort:
     def __init__(self, max_pages: int, random: Callable[[int], bytes], wake: Callable[[], None]) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.event_queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._max_pages = max_pages
         self._random = random
         self._wake = wake
         self._leased: dict[str, Pages] = {}
-        self._pages = LeasedPages()
+        self._pages = LeasedPages(max_pages)
         self._pulls = 0
 
     @property
@@ -59,8 +67,8 @@ class TransferPort:
         """Distinct pages of leases that have not ended."""
         return len(self._pages)
 
-    def has_room(self, pages: Pages, num_more: int = 0) -> bool:
-        return self._pages.num_with(pages) + num_more <= self._max_pages
+    def has_room(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
+        return self._pages.has_room(demand, promised)
 
     def offer(self, offer: Offer) -> str:
         nonce = self._random(NONCE_BYTES)
