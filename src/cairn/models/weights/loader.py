@@ -17,6 +17,7 @@ import torch
 
 from cairn.errors import ModelError
 from cairn.kernels.fp8 import Fp8Weight
+from cairn.models.config_schema import Fields
 from cairn.models.decoder_config import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.quantization import (
@@ -31,6 +32,8 @@ from cairn.models.weights.quantization import (
 )
 from cairn.models.weights.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
 from cairn.models.weights.tensor_source import TORCH_DTYPES, MappedFiles, TensorSource
+
+GENERATION_FILE = "generation_config.json"
 
 DType = Literal["auto", "float32", "bfloat16"]
 
@@ -55,15 +58,16 @@ class Accounting:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """config.json, its `eos_token_id` extended by the ids that generation_config.json adds. Raises ModelError."""
+    """config.json as it is. Raises ModelError."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give one that holds config.json")
-    raw = read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    added = _ids(read_json(generation).get("eos_token_id")) if generation.exists() else []
-    if added:
-        raw["eos_token_id"] = [*_ids(raw.get("eos_token_id")), *added]
-    return raw
+    return read_json(folder / "config.json")
+
+
+def read_generation_eos(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """The end-of-sequence ids of generation_config.json, none where there is no such file. Raises ModelError."""
+    path = folder / GENERATION_FILE
+    return Fields(read_json(path), GENERATION_FILE).token_ids("eos_token_id", vocab_size) if path.exists() else ()
 
 
 def serving_dtype(raw: Mapping[str, object], dtype: DType) -> torch.dtype:
@@ -238,7 +242,3 @@ class WeightReader:
 
     def _stored(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         return self._source.read(name, part, None)
-
-
-def _ids(value: object) -> list[object]:
-    return value if isinstance(value, list) else [] if value is None else [value]
