@@ -207,9 +207,9 @@ def test_serving_dtype() -> None:
     assert serving_dtype({"dtype": "float16"}, "auto") == torch.float32
     assert serving_dtype({}, "auto") == torch.float32
     assert serving_dtype({"torch_dtype": "bfloat16"}, "float32") == torch.float32
-    for wrong in ("int8", 3):
-        with pytest.raises(ModelError, match=r"torch_dtype .* is none of float32, float16, bfloat16"):
-            serving_dtype({"torch_dtype": wrong}, "auto")
+    for field, wrong in (("torch_dtype", "int8"), ("dtype", 3)):
+        with pytest.raises(ModelError, match=rf"json: {field} .* is none of float32, float16, bfloat16"):
+            serving_dtype({field: wrong}, "auto")
 
 
 def test_unknown_architectures() -> None:

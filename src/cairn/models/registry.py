@@ -14,7 +14,7 @@ from cairn.kernels.contract import Kernels
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
-from cairn.models.decoder_builder import Backend, Execution, trace_rank
+from cairn.models.decoder_builder import OUTPUT, Backend, Execution, trace_rank
 from cairn.models.decoder_config import AskedQuantization, DecoderConfig, ServedQuantization
 from cairn.models.families import family_of
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
@@ -102,9 +102,12 @@ class OpenModel:
         with WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization) as reader:
             expected = self.tensors(reader.headers)
             reader.verify(expected, self.family.ignored_tensors)
-            for copy, name in self.family.tied_tensors.items():
-                if copy in reader.headers and copy not in expected:
-                    reader.verify_copy(copy, name, expected[name])
+            if self.config.tie_word_embeddings and OUTPUT in reader.headers and communicator.rank == 0:
+                logger.warning(
+                    "config.json ties the output to the embedding (tie_word_embeddings), but %s is stored as well: "
+                    "what is stored is served",
+                    OUTPUT,
+                )
             execution = Execution(
                 exact,
                 self.dtype,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Self
@@ -41,16 +42,14 @@ _TORCH_DTYPES: Mapping[ServedDType, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16}
 )
 
-_COMPARED_ROWS = 4096
-"""Of two tensors at a time, so that neither is in memory as a whole."""
-
 READABLE = ("BF16", "F16", "F32")
 """safetensors' names of the dtypes that are converted to the serving dtype; FP8 needs factors, others are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class Accounting:
-    """A checkpoint's tensors against the ones that its config calls for. `problems`: a sentence for each that is wrong.
+    """A checkpoint's tensors against the ones that its config calls for. `problems`: a sentence for each that is wrong,
+    and then for those that are missing and for those that are foreign, by turns.
     `num_ignored`: tensors of parts that are not served, such as multi-token prediction heads."""
 
     problems: tuple[str, ...]
@@ -82,12 +81,15 @@ def account(
     quantization: Quantization | None = None,
 ) -> Accounting:
     """Compare names, shapes and dtypes. `ignored`: name prefixes that are allowed and not served."""
-    found = (find_problem(headers, name, shape, quantization) for name, shape in expected.items())
-    problems = sorted(filter(None, found), key=lambda problem: (problem.endswith("is missing"), problem))
+    found = filter(None, (find_problem(headers, name, shape, quantization) for name, shape in expected.items()))
+    problems = sorted(found, key=lambda problem: (problem.endswith("is missing"), problem))
+    num_wrong = sum(not problem.endswith("is missing") for problem in problems)
     extra = headers.keys() - used_tensors(headers, expected, quantization)
-    unknown = [name for name in extra if not name.startswith(ignored)]
-    problems += [f"{headers[name].file}: {name} is not part of this architecture" for name in sorted(unknown)]
-    return Accounting(tuple(problems), len(extra) - len(unknown))
+    unknown = sorted(name for name in extra if not name.startswith(ignored))
+    foreign = [f"{headers[name].file}: {name} is not part of this architecture" for name in unknown]
+    # By turns: what is missing may be there under another name, and of a long list only the beginning is shown.
+    pairs = chain.from_iterable(zip_longest(problems[num_wrong:], foreign))
+    return Accounting((*problems[:num_wrong], *filter(None, pairs)), len(extra) - len(unknown))
 
 
 def find_problem(
@@ -157,17 +159,6 @@ class WeightReader:
         if problems:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
             raise ModelError(f"{self.folder}: {'; '.join(problems[:5])}{more}")
-
-    def verify_copy(self, copy: str, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ModelError unless `copy` has the numbers of `name`, both of this shape, as they would be served."""
-        for begin in range(0, shape[0], _COMPARED_ROWS):
-            rows = TensorShard(0, ((begin, min(begin + _COMPARED_ROWS, shape[0])),))
-            if not torch.equal(self.load(copy, shape, rows), self.load(name, shape, rows)):
-                raise ModelError(
-                    f"{self.folder}: config.json ties {copy} to {name}, but both are stored and differ; set "
-                    "tie_word_embeddings (or the older tie_embedding) to false there, or remove the one that is not "
-                    "meant"
-                )
 
     def load(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
         """The tensor in the serving dtype, or a shard of it: then only that is read.
