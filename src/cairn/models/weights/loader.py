@@ -173,16 +173,15 @@ class WeightReader:
 
         Raises ModelError as `load` does.
         """
-        quantization = self._quantization
-        if name not in self.headers or (scale := find_scale(self.headers, name, quantization)) is None:
+        scale = find_scale(self.headers, name, self._quantization) if name in self.headers else None
+        if scale is None or scale.block is None:
             return None
-        assert quantization is not None
-        if (columns := find_scale_columns(name, shape, shard, quantization)) is None:
+        if (columns := find_scale_columns(name, shape, shard, scale.block)) is None:
             return None
         numbers = self._read(name, shape, shard, torch.uint8, lambda *part: self._stored(*part).view(torch.uint8))
         rows = shard.slices if shard is not None and shard.dim == 0 else ((0, shape[0]),)
-        factors = self._read(scale, self.headers[scale].shape, None, torch.float32, self._stored)
-        return Fp8Weight(numbers, row_scales(factors, rows, columns, quantization.block), self._dtype)
+        factors = self._read(scale.name, self.headers[scale.name].shape, None, torch.float32, self._stored)
+        return Fp8Weight(numbers, row_scales(factors, rows, columns, shape, scale.block), self._dtype)
 
     def _read(
         self,
@@ -225,11 +224,11 @@ class WeightReader:
     def _numbers(self, dtype: torch.dtype, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """A part of a tensor, as it is stored or already in `dtype`, or in float32 where it is quantized."""
         scale = find_scale(self.headers, name, self._quantization)
-        if scale is None or self._quantization is None:
+        if scale is None or scale.block is None:
             return self._source.read(name, part, dtype)
         values = self._stored(name, part)
-        factors = self._stored(scale, tuple(slice(0, length) for length in self.headers[scale].shape))
-        return dequantize(values, factors, part[0], part[1], self._quantization.block)
+        factors = self._stored(scale.name, tuple(slice(0, length) for length in self.headers[scale.name].shape))
+        return dequantize(values, factors, part[0], part[1], self.headers[name].shape, scale.block)
 
     def _stored(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         return self._source.read(name, part, None)
