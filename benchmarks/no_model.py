@@ -129,7 +129,8 @@ def build_engine(config: EngineConfig) -> NoModelEngine:
     model = NoModel(opened.build(exact=config.exact), num_slots)
     runner = Runner(model, layout, num_pages, num_slots, config.exact)
     tokenizer = ModelTokenizer(Path(config.model))
-    core = PacedCore(info, scheduler, runner, tokenizer, opened.config.eos_token_ids, config.seed)
+    eos_token_ids = opened.eos_token_ids(tokenizer.eos_token_id)
+    core = PacedCore(info, scheduler, runner, tokenizer, eos_token_ids, config.seed)
     core.seconds = float(os.environ.get(STEP_SECONDS, "0"))
     return NoModelEngine(core, scheduler, runner, model)
 

@@ -1,15 +1,17 @@
-"""FP8 checkpoints as Qwen and ModelOpt publish them, made of plain ones, and what they hold by plain arithmetic."""
+"""FP8 checkpoints as they are published, by Qwen, ModelOpt, vLLM and transformers, made of plain ones, and what they
+hold by plain arithmetic."""
 
 import json
 import shutil
 from collections.abc import Callable
+from itertools import cycle, product
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-__all__ = ["by_blocks", "by_tensor", "write_modelopt_fp8", "write_qwen_fp8"]
+__all__ = ["by_blocks", "by_row", "by_tensor", "write_fp8_without_blocks", "write_modelopt_fp8", "write_qwen_fp8"]
 
 BLOCK = 128
 LARGEST = 448.0  # of float8_e4m3fn
@@ -41,6 +43,13 @@ def by_tensor(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return stored, factor, stored.float() * factor
 
 
+def by_row(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """FP8 numbers, a factor for each row [rows, 1], and what they are together."""
+    factors = weight.abs().amax(dim=1, keepdim=True) / LARGEST
+    stored = (weight / factors).to(torch.float8_e4m3fn)
+    return stored, factors, stored.float() * factors
+
+
 def _write(plain: Path, out: Path, convert: Callable[[str, Tensor], dict[str, Tensor]]) -> dict[str, Tensor]:
     """A copy of the folder `plain` whose tensors are what `convert` makes of them; returns the plain tensors."""
     weights = _weights(plain)
@@ -57,13 +66,16 @@ def _wide_copy(plain: Path, out: Path, weights: dict[str, Tensor]) -> None:
     save_file(weights, out / "model.safetensors")
 
 
+_KEPT = ("in_proj_a.weight", "in_proj_b.weight", "mlp.gate.weight", "shared_expert_gate.weight")
+"""Qwen3.5's matrices that nobody quantizes."""
+
+
 def write_qwen_fp8(plain: Path, out: Path, same: Path) -> None:
     """`out`: matrices of the layers in FP8 with a factor for each block. `same`: the same numbers in float32."""
     wide: dict[str, Tensor] = {}
 
     def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        kept = ("in_proj_a.weight", "in_proj_b.weight", "mlp.gate.weight", "shared_expert_gate.weight")
-        if tensor.ndim != 2 or ".layers." not in name or name.endswith(kept):
+        if tensor.ndim != 2 or ".layers." not in name or name.endswith(_KEPT):
             wide[name] = tensor
             return {name: tensor}
         stored, factors, wide[name] = by_blocks(tensor)
@@ -77,6 +89,31 @@ def write_qwen_fp8(plain: Path, out: Path, same: Path) -> None:
         "quant_method": "fp8",
         "weight_block_size": [BLOCK, BLOCK],
     }
+    (out / "config.json").write_text(json.dumps(raw))
+    _wide_copy(plain, same, wide)
+
+
+def write_fp8_without_blocks(plain: Path, out: Path, same: Path) -> None:
+    """As `write_qwen_fp8`, with one factor a matrix, or for each of its rows, in all shapes and under all names that
+    are published, by turns; activations and keys and values have factors, too."""
+    wide: dict[str, Tensor] = {}
+    forms = cycle(product(("weight_scale", "weight_scale_inv"), ((), (1,), (-1, 1), (-1,))))
+
+    def convert(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if tensor.ndim != 2 or ".layers." not in name or name.endswith(_KEPT):
+            wide[name] = tensor
+            return {name: tensor}
+        base, (scale, shape) = name.removesuffix(".weight"), next(forms)
+        stored, factors, wide[name] = by_row(tensor) if -1 in shape else by_tensor(tensor)
+        of_input = "input_scale" if scale == "weight_scale" else "activation_scale"
+        found = {name: stored, f"{base}.{scale}": factors.reshape(shape), f"{base}.{of_input}": torch.tensor(0.25)}
+        if base.endswith((".k_proj", ".v_proj")):
+            found |= {f"{base[:-7]}.{base[-6]}_scale": torch.tensor(0.5), f"{base}.output_scale": torch.tensor(0.5)}
+        return found
+
+    _write(plain, out, convert)
+    raw = json.loads((plain / "config.json").read_text())
+    raw["quantization_config"] = {"activation_scheme": "static", "quant_method": "fp8", "weight_block_size": None}
     (out / "config.json").write_text(json.dumps(raw))
     _wide_copy(plain, same, wide)
 

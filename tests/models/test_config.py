@@ -182,7 +182,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"residual_in_fp32": True}, "residual_in_fp32 is true, but only false is implemented"),
     ({"attention_bias": True}, "attention_bias is true, but only false is implemented"),
     ({"mamba_proj_bias": True}, "mamba_proj_bias is true, but only false is implemented"),
-    ({"tie_word_embeddings": True}, "tie_word_embeddings is true, but only false is implemented"),
+    ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false, not 1"),
     ({"sliding_window": 4096}, "sliding_window is 4096, but only absent is implemented"),
 ]  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,24 +20,38 @@ from cairn.models.decoder_config import AskedQuantization
 from cairn.models.rank_weights import RankWeights
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard
-from cairn.models.weights.loader import WeightReader, read_config
+from cairn.models.weights.loader import WeightReader, account, read_config
 from cairn.models.weights.quantization import Quantization, describe_fp8
 from cairn.models.weights.tensor_headers import read_headers
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT, Loaded
 from engine.test_ranks_exactness import LoadedRanks
-from models.fp8_checkpoints import by_blocks, by_tensor, write_modelopt_fp8, write_qwen_fp8
+from models.decoder_families import Tiny, qwen3, tiny, write
+from models.fp8_checkpoints import (
+    by_blocks,
+    by_row,
+    by_tensor,
+    write_fp8_without_blocks,
+    write_modelopt_fp8,
+    write_qwen_fp8,
+)
 from models.test_served_int8 import parts_of
 from runner.harness import left_of
 
-WRITERS = {"qwen3_5": write_qwen_fp8, "qwen3_5_moe": write_qwen_fp8, "nemotron_h": write_modelopt_fp8}
+WRITERS = {
+    "qwen3_5": ("qwen3_5", write_qwen_fp8),
+    "qwen3_5_moe": ("qwen3_5_moe", write_qwen_fp8),
+    "nemotron_h": ("nemotron_h", write_modelopt_fp8),
+    "without blocks": ("qwen3_5_moe", write_fp8_without_blocks),
+}
 
 
 @pytest.fixture(scope="module", params=WRITERS)
 def pair(request, made_model, tmp_path_factory) -> tuple[Path, Path]:
     """A checkpoint in FP8, and the same numbers in float32."""
-    folder = tmp_path_factory.mktemp(request.param)
-    WRITERS[request.param](made_model(request.param), folder / "fp8", folder / "float32")
+    family, write_fp8 = WRITERS[request.param]
+    folder = tmp_path_factory.mktemp(family)
+    write_fp8(made_model(family), folder / "fp8", folder / "float32")
     return folder / "fp8", folder / "float32"
 
 
@@ -108,13 +123,32 @@ def test_other_factors_are_other_weights(pair: tuple[Path, Path], tmp_path: Path
 # -- tensors by themselves ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block", [None, (128, 128)])
+BLOCKS = Quantization("fp8", (128, 128))
+WITHOUT_BLOCKS = Quantization("fp8")
+MODELOPT = Quantization("modelopt")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "quantize", "shape"),
+    [
+        (MODELOPT, by_tensor, (1,)),
+        (BLOCKS, by_blocks, (3, 2)),
+        (WITHOUT_BLOCKS, by_tensor, ()),
+        (WITHOUT_BLOCKS, by_tensor, (1, 1)),
+        (WITHOUT_BLOCKS, by_row, (300,)),
+        (WITHOUT_BLOCKS, by_row, (300, 1)),
+        # transformers' block size, where config.json says none
+        (WITHOUT_BLOCKS, by_blocks, (3, 2)),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_cuts_inside_blocks(tmp_path: Path, block: tuple[int, int] | None, dtype: torch.dtype) -> None:
+def test_cuts_inside_blocks(
+    tmp_path: Path, quantization: Quantization, quantize: Any, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     weight = torch.randn(300, 200, generator=torch.manual_seed(1)) * torch.linspace(0.1, 9, 200)
-    stored, factors, wide = by_tensor(weight) if block is None else by_blocks(weight)
-    quantization = Quantization(block)
-    save_file({"a.weight": stored, f"a.{quantization.scale}": factors}, tmp_path / "model.safetensors")
+    stored, factors, wide = quantize(weight * torch.linspace(0.2, 3, 300)[:, None])
+    scale = f"a.{quantization.scale_names[-1]}"
+    save_file({"a.weight": stored, scale: factors.reshape(shape)}, tmp_path / "model.safetensors")
     runs = [((0, 300),), ((5, 40), (120, 140), (299, 300)), ((127, 129),), ((256, 300), (0, 1)), ((7, 7),)]
     shards = [
         None,
@@ -129,19 +163,31 @@ def test_cuts_inside_blocks(tmp_path: Path, block: tuple[int, int] | None, dtype
             assert torch.equal(found, left_of(wide, shard).to(dtype)), shard
 
 
-@pytest.mark.parametrize("block", [None, (128, 128), (64, 128)])
+@pytest.mark.parametrize(
+    ("quantization", "shape"),
+    [
+        (MODELOPT, ()),
+        (BLOCKS, (3, 3)),
+        (Quantization("fp8", (64, 128)), (5, 3)),
+        (WITHOUT_BLOCKS, (1,)),
+        (WITHOUT_BLOCKS, (300,)),
+        (WITHOUT_BLOCKS, (300, 1)),
+        (WITHOUT_BLOCKS, (3, 3)),
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_stays_in_fp8_stands_for_the_same_numbers(
-    tmp_path: Path, block: tuple[int, int] | None, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    quantization: Quantization,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     weight = torch.randn(300, 300, generator=torch.manual_seed(1)) * torch.linspace(0.1, 9, 300)
     stored = by_tensor(weight)[0]
-    shape = () if block is None else (-(-300 // block[0]), 3)
-    factors = torch.rand(shape, generator=torch.manual_seed(2)) + 0.1
-    quantization = Quantization(block)
-    save_file(
-        {"a.weight": stored, f"a.{quantization.scale}": factors, "b.weight": weight}, tmp_path / "model.safetensors"
-    )
+    factors, is_blocked = torch.rand(shape, generator=torch.manual_seed(2)) + 0.1, shape[1:] == (3,)
+    scale = f"a.{quantization.scale_names[0]}"
+    save_file({"a.weight": stored, scale: factors, "b.weight": weight}, tmp_path / "model.safetensors")
     kept = [
         None,
         TensorShard(0, ((5, 40), (120, 140), (299, 300))),
@@ -160,8 +206,8 @@ def test_what_stays_in_fp8_stands_for_the_same_numbers(
         for cut in (((0, 64),), ((100, 300),), ((256, 300), (0, 128))):
             for load in (reader.load_fp8, described):
                 caplog.clear()
-                assert (load("a.weight", (300, 300), TensorShard(1, cut)) is None) is (block is not None)
-                assert ("a.weight is cut inside blocks" in caplog.text) is (block is not None)
+                assert (load("a.weight", (300, 300), TensorShard(1, cut)) is None) is is_blocked
+                assert ("a.weight is cut inside blocks" in caplog.text) is is_blocked
         for name in ("b.weight", "c.weight"):
             assert reader.load_fp8(name, (300, 300)) is None and described(name, (300, 300)) is None
         with pytest.raises(ModelError, match=r"a.weight has shape \[300, 300\]"):
@@ -242,12 +288,19 @@ def test_stacked_experts_are_cut_in_their_stack(tmp_path: Path, runs: tuple[tupl
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"quant_method": "awq"}, "quant_method 'awq' is not read; known: fp8, modelopt"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be two numbers"),
-        ({"quant_method": "fp8"}, r"weight_block_size must be two numbers, as \[128, 128\], not \[\]"),
+        ({"quant_method": "awq"}, "quantization_config.quant_method 'awq' is not read; known: fp8, modelopt"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be absent or two numbers"),
+        (
+            {"quant_method": "fp8", "weight_block_size": []},
+            r"quantization_config.weight_block_size must be absent or two",
+        ),
+        ({"quant_method": "fp8", "activation_scheme": "sometimes"}, "quantization_config.activation_scheme is 'somet"),
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"weight_block_size must be an integer in 1"),
         ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt is 'e5m2'"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo 'NVFP4' is not read; known: FP8"),
+        (
+            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+            "quantization_config.quant_algo 'NVFP4' is not read; known: FP8",
+        ),
         ("fp8", "quantization_config must be an object, not str"),
     ],
 )
@@ -261,7 +314,46 @@ def test_what_is_not_read_is_refused(made_model, tmp_path: Path, given: Any, mes
 def test_modelopts_own_file_is_held_to_the_same(made_model, tmp_path: Path) -> None:
     shutil.copy(made_model("qwen3_5") / "config.json", tmp_path)
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(ModelError, match=r"hf_quant_config.json: quant_algo 'NVFP4' is not read"):
+    with pytest.raises(ModelError, match=r"hf_quant_config.json: quantization.quant_algo 'NVFP4' is not read"):
         open_model(tmp_path)
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
-    assert open_model(tmp_path).quantization == Quantization(None)
+    assert open_model(tmp_path).quantization == MODELOPT
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "problem"),
+    [
+        ((), torch.float32, None),
+        ((32, 1), torch.bfloat16, None),
+        ((32,), torch.float16, None),
+        ((2,), torch.float32, r"weight_scale F32 \[2\] instead of F32 \[\], \[32\] or \[32, 1\]"),
+        ((1, 32), torch.float32, r"weight_scale F32 \[1, 32\] instead of F32"),
+        ((32, 1), torch.int8, r"weight_scale I8 \[32, 1\] instead of F32"),
+        (None, torch.float32, "weight is F8_E4M3, but its weight_scale or weight_scale_inv is missing"),
+    ],
+)
+def test_check_and_server_agree_on_factors(
+    tmp_path: Path, shape: tuple[int, ...] | None, dtype: torch.dtype, problem: str | None
+) -> None:
+    plain = tiny(qwen3(quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"}))
+    weights, name = dict(plain.weights), "model.layers.1.self_attn.o_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    if shape is not None:
+        weights[f"{name}_scale"] = torch.ones(shape).to(dtype)
+    write(Tiny(plain.raw, weights), tmp_path)
+    problems = check(tmp_path).accounting.problems
+    if problem is None:
+        assert not problems
+        open_model(tmp_path).build(exact=False, backend="reference")
+    else:
+        assert re.search(problem, problems[0])
+        with pytest.raises(ModelError, match=problem):
+            open_model(tmp_path).build(exact=False, backend="reference")
+
+
+def test_factors_under_both_names_are_refused(tmp_path: Path) -> None:
+    stored, factor, _ = by_tensor(torch.randn(8, 4, generator=torch.manual_seed(1)))
+    both = {"a.weight": stored, "a.weight_scale": factor, "a.weight_scale_inv": factor.clone()}
+    save_file(both, tmp_path / "model.safetensors")
+    found = account(read_headers(tmp_path), {"a.weight": (8, 4)}, quantization=WITHOUT_BLOCKS)
+    assert found.problems == ("model.safetensors: a.weight_scale_inv is not part of this architecture",)

@@ -202,24 +202,14 @@ def test_read_config(tmp_path: Path) -> None:
         read_config(tmp_path)
 
 
-def test_generation_config_adds_end_of_sequence_ids(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"eos_token_id": 2}')
-    assert read_config(tmp_path)["eos_token_id"] == 2
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 11]}')
-    assert read_config(tmp_path)["eos_token_id"] == [2, 2, 11]
-    (tmp_path / "generation_config.json").write_text("nonsense")
-    with pytest.raises(ModelError, match=r"generation_config\.json: not valid JSON"):
-        read_config(tmp_path)
-
-
 def test_serving_dtype() -> None:
     assert serving_dtype({"torch_dtype": "bfloat16"}, "auto") == torch.bfloat16
     assert serving_dtype({"dtype": "float16"}, "auto") == torch.float32
     assert serving_dtype({}, "auto") == torch.float32
     assert serving_dtype({"torch_dtype": "bfloat16"}, "float32") == torch.float32
-    for wrong in ("int8", 3):
-        with pytest.raises(ModelError, match=r"torch_dtype .* is none of float32, float16, bfloat16"):
-            serving_dtype({"torch_dtype": wrong}, "auto")
+    for field, wrong in (("torch_dtype", "int8"), ("dtype", 3)):
+        with pytest.raises(ModelError, match=rf"json: {field} .* is none of float32, float16, bfloat16"):
+            serving_dtype({field: wrong}, "auto")
 
 
 def test_unknown_architectures() -> None:

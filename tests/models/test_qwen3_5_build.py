@@ -194,7 +194,6 @@ def rope(**changes: Any) -> dict[str, Any]:
         ({"layer_types": []}, "layer_types names 0 layers"),
         ({"num_hidden_layers": 7}, "num_hidden_layers is 7, but layer_types names 3 layers"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be an integer in 2..64"),
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling is"),
         (rope(rope_type="yarn"), "rope_type is 'yarn'"),
         (rope(rope_type=None, type="yarn"), "type is 'yarn'"),
         ({"rope_parameters": [1]}, "rope_parameters must be an object"),

@@ -98,6 +98,72 @@ def test_several_prompts_of_which_one_is_wrong(server, prompt, said):
     assert error["param"] == "prompt" and said in error["message"]
 
 
+def anthropic(message, **fields):
+    return "/v1/messages", {"model": "echo", "max_tokens": 5, "messages": [message]} | fields
+
+
+def block(**fields):
+    return anthropic({"role": "user", "content": [fields]})
+
+
+def part(*parts):
+    return "/v1/chat/completions", {"messages": [{"role": "user", "content": [*parts]}]}
+
+
+def item(**fields):
+    return "/v1/responses", {"input": [fields]}
+
+
+ROLES = 'must be one of "user", "assistant", "system"'
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        # told apart by `role`
+        (anthropic({"content": "x"}), "messages[0].role", "is missing"),
+        (anthropic({"role": "tool", "content": "x"}), "messages[0].role", f"{ROLES} (got 'tool')"),
+        (anthropic({"role": 5, "type": "user", "content": "x"}), "messages[0].role", f"{ROLES} (got 5)"),
+        (anthropic({"type": "message", "content": "x"}), "messages[0].role", "is missing"),
+        (anthropic([]), "messages[0]", "must be an object, not a list"),
+        # by `type`
+        (block(text="x"), "messages[0].content[0].type", "is missing"),
+        (block(type="x"), "messages[0].content[0].type", "\"image\", \"tool_result\" (got 'x')"),
+        (block(type="image", source={}), "messages[0].content[0].source.type", "is missing"),
+        (block(type="image", source={"type": 5}), "messages[0].content[0].source.type", '"base64", "url" (got 5)'),
+        (anthropic(CHAT["messages"][0], thinking={"type": []}), "thinking.type", "must be one of"),
+        (part({"text": "x"}), "messages[0].content[0].type", "is missing"),
+        (part("x", {"type": "audio"}), "messages[0].content[1].type", "(got 'audio')"),
+        (item(type="x"), "input[0].type", "(got 'x')"),
+        (item(role="user", content=[{"type": None}]), "input[0].content[0].type", "(got None)"),
+        (item(type="function_call_output", call_id="x", output=[{}]), "input[0].output[0].type", "is missing"),
+        (("/v1/responses", {"input": "x", "text": {"format": {"type": 1}}}), "text.format.type", "(got 1)"),
+        (("/v1/chat/completions", CHAT | {"response_format": {"type": "x"}}), "response_format.type", "(got 'x')"),
+        (("/v1/completions", TEXT | {"response_format": {}}), "response_format.type", "is missing"),
+        # by what kind of value it is
+        (part(5), "messages[0].content[0]", "must be text or a part: an object with a type, not a number"),
+        (part({"type": "input_image", "image_url": 5}), "messages[0].content[0].image_url", "must be a URL"),
+        (("/v1/responses", {"input": 5}), "input", "must be text or a list of items, not a number"),
+        (anthropic({"role": "user", "content": 5}), "messages[0].content", "must be text or a list of blocks"),
+        (("/v1/chat/completions", CHAT | {"tool_choice": 5}), "tool_choice", 'must be "none", "auto"'),
+        # not at all: a member, and a field of it called like the member
+        (("/v1/chat/completions", {"messages": [{"role": 5}]}), "messages[0].role", "must be text, not a number"),
+        (item(role="tool", content="x"), "input[0].role", "must be "),
+        (block(type="text"), "messages[0].content[0].text", "is missing"),
+        (block(type="text", text=[]), "messages[0].content[0].text", "must be text, not a list"),
+        (("/v1/chat/completions", CHAT | {"tools": [TOOL | {"type": "x"}]}), "tools[0].type", "(got 'x')"),
+    ],
+)  # fmt: skip
+def test_the_field_of_a_union_is_named(server, asked, param, said):
+    """Whatever tells its members apart, and whichever of the three APIs it is in."""
+    response = server.post(*asked)
+    error = response.json()["error"]
+    assert response.status_code == 400
+    assert error["message"].startswith(f"{param} ") and said in error["message"]
+    assert param.startswith(error["param"])
+
+
 def test_too_many_answers_to_too_many_prompts(server):
     assert refused(server.post("/v1/completions", {"prompt": ["x"] * 3, "n": 128}))["param"] == "prompt"
 

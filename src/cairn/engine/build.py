@@ -97,7 +97,7 @@ def build_core(
     size_up = partial(_size_up, config, opened, layout, placement, machine)
     with explain_out_of_memory(device):
         ranks, info = _build_ranks(config, opened, layout, size_up, observe, device, make_graphs, clock)
-    vocab_size, eos_token_ids = info.vocab_size, opened.config.eos_token_ids
+    vocab_size, eos_token_ids = info.vocab_size, opened.eos_token_ids(tokenizer.eos_token_id)
     transfer = _build_transfer(config, opened, ranks, info.cache.num_pages, device, clock, make_link)
     image_keys = _image_keys(ranks.own, opened, tokenizer)
     side_channel = None if transfer is None else f"{transfer.host}:{transfer.side_port}"

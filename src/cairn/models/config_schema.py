@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Annotated, Any, NoReturn, TypedDict, TypeVar, Unpack
 
 import msgspec
@@ -27,9 +28,13 @@ class Fields:
     """Typed access to a parsed JSON file, a field at a time; null counts as absent. Every method raises ModelError that
     names the file and the field, what it is and what it should be."""
 
-    def __init__(self, raw: Mapping[str, object], file: str = "config.json") -> None:
+    def __init__(
+        self, raw: Mapping[str, object], file: str = "config.json", path_of: Callable[[str], str] = str
+    ) -> None:
+        """`path_of`: a field's name here -> the path by which errors call it."""
         self._raw = raw
         self._file = file
+        self.path_of = path_of
 
     def has(self, name: str) -> bool:
         return self._raw.get(name) is not None
@@ -46,12 +51,12 @@ class Fields:
         value = self._raw.get(name)
         if value is None:
             if default is ...:
-                raise self.error(f"{name} is missing; it must be {expected}")
+                raise self.error(f"{self.path_of(name)} is missing; it must be {expected}")
             return default
         try:
             return msgspec.convert(value, kind)
         except msgspec.ValidationError:
-            raise self.error(f"{name} must be {expected}, not {_show(value)}") from None
+            raise self.error(f"{self.path_of(name)} must be {expected}, not {_show(value)}") from None
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:
         """An integer in low..high. Without a default the field is required."""
@@ -61,7 +66,7 @@ class Fields:
     def integers(self, name: str, low: int, high: int) -> tuple[int, ...]:
         """A list of integers in low..high; absent is empty."""
         entries = self.read(name, list, f"a list of integers in {low}..{high}", [])
-        return tuple(Fields({name: entry}, self._file).integer(name, low, high) for entry in entries)
+        return tuple(self._with(name, entry).integer(name, low, high) for entry in entries)
 
     def number(self, name: str, low: float, high: float, default: float) -> float:
         """A finite number in low..high."""
@@ -72,8 +77,8 @@ class Fields:
         """As many finite numbers in low..high as the default has."""
         entries = self.read(name, list, f"a list of {len(default)} numbers", default)
         if len(entries) != len(default):
-            raise self.error(f"{name} must be a list of {len(default)} numbers, not {_show(entries)}")
-        return tuple(Fields({name: entry}, self._file).number(name, low, high, math.nan) for entry in entries)
+            raise self.error(f"{self.path_of(name)} must be a list of {len(default)} numbers, not {_show(entries)}")
+        return tuple(self._with(name, entry).number(name, low, high, math.nan) for entry in entries)
 
     def boolean(self, name: str, default: bool) -> bool:
         return bool(self.read(name, bool, "true or false", default))
@@ -85,21 +90,25 @@ class Fields:
             return default
         ends = [_number(entry) for entry in value] if isinstance(value, list | tuple) else []
         if len(ends) != 2 or not 0 <= ends[0] < ends[1]:
-            raise self.error(f"{name} must be two numbers, 0 <= low < high, not {_show(value)}")
+            raise self.error(f"{self.path_of(name)} must be two numbers, 0 <= low < high, not {_show(value)}")
         return ends[0], ends[1]
 
     def token_ids(self, name: str, vocab_size: int) -> tuple[int, ...]:
         """One id, a list of ids, or absent; in their order, without repeats."""
         value = self._raw.get(name)
         entries = value if isinstance(value, list) else [] if value is None else [value]
-        return tuple(dict.fromkeys(Fields({name: entries}, self._file).integers(name, 0, vocab_size - 1)))
+        return tuple(dict.fromkeys(self._with(name, entries).integers(name, 0, vocab_size - 1)))
 
     def only(self, name: str, *implemented: object) -> None:
         """The field must be absent or have a value that is implemented."""
         value = self._raw.get(name)
         if value is not None and value not in implemented:
             expected = " or ".join("absent" if each is None else _show(each) for each in implemented)
-            raise self.error(f"{name} is {_show(value)}, but only {expected} is implemented")
+            raise self.error(f"{self.path_of(name)} is {_show(value)}, but only {expected} is implemented")
+
+    def _with(self, name: str, value: object) -> "Fields":
+        """This field alone, with another value."""
+        return Fields({name: value}, self._file, self.path_of)
 
 
 Config = TypeVar("Config")
@@ -124,10 +133,10 @@ class _Declaration:
     default: Any = 0
 
 
-def parse_config(config: type[Config], raw: Mapping[str, object]) -> Config:
+def parse_config(config: type[Config], fields: Fields) -> Config:
     """Raises ModelError that names the field and the fix."""
     declarations = _declarations(config)
-    lazy = _LazyConfig(declarations, Fields(raw))
+    lazy = _LazyConfig(declarations, fields)
     return config(**{name: getattr(lazy, name) for name in declarations})
 
 
@@ -206,8 +215,13 @@ def interval(default: tuple[float, float], **options: Unpack[Options]) -> Any:
 
 
 def token_ids(**options: Unpack[Options]) -> Any:
-    """None, one or several ids of the vocabulary."""
-    return custom(lambda fields, name, config: fields.token_ids(name, config.vocab_size), **options)
+    """Ids of the vocabulary: none, one or several under each of `names`, which all count."""
+
+    def reader(fields: Fields, name: str, config: Any) -> tuple[int, ...]:
+        found = [fields.token_ids(each, config.vocab_size) for each in options.get("names", (name,))]
+        return tuple(dict.fromkeys(chain.from_iterable(found)))
+
+    return custom(reader, **options)
 
 
 def only(*values: Any, **options: Unpack[Options]) -> Any:

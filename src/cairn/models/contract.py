@@ -1,11 +1,10 @@
 """A model family: its config, its tensors, and how a model of it is built."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cairn.models.config_schema import parse_config
+from cairn.models.config_schema import Fields, parse_config
 from cairn.models.decoder_config import DecoderConfig, ServedQuantization
 from cairn.models.sharding import TensorShard
 
@@ -37,18 +36,13 @@ class Fp8Loader(Protocol):
         ...
 
 
-def _tied_output() -> Mapping[str, str]:
-    return MappingProxyType({"lm_head.weight": "model.embed_tokens.weight"})
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One model family. `config`: what its config.json may say; `compose`: builds a model of a config, layer by layer.
 
     `float32_tensors`: last name parts of tensors that keep full precision in any serving dtype; `ignored_tensors`:
-    name prefixes of parts of the checkpoint that are not served; `tied_tensors`: tensors that may be stored although
-    the config does not call for them, and what they have to be equal to then. `flatten`: brings the fields of
-    config.json to where they are read.
+    name prefixes of parts of the checkpoint that are not served. `flatten`: brings the fields of config.json to where
+    they are read.
     """
 
     model_type: str
@@ -56,14 +50,12 @@ class Family:
     config: type[DecoderConfig]
     compose: "Callable[[Any, DecoderBuilder], Model]"
     float32_tensors: tuple[str, ...] = ()
-    # Checkpoints with tied embeddings may carry the same numbers twice.
-    ignored_tensors: tuple[str, ...] = ("lm_head.weight",)
-    tied_tensors: Mapping[str, str] = field(default_factory=_tied_output)
-    flatten: Callable[[Mapping[str, object]], Mapping[str, object]] | None = None
+    ignored_tensors: tuple[str, ...] = ()
+    flatten: Callable[[Mapping[str, object]], Fields] = Fields
 
     def parse(self, raw: Mapping[str, object]) -> DecoderConfig:
         """config.json -> config, of the family's own class. Raises ModelError that names the field and the fix."""
-        return parse_config(self.config, raw if self.flatten is None else self.flatten(raw))
+        return parse_config(self.config, self.flatten(raw))
 
     def tensors(self, config: DecoderConfig, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
         """Every tensor of the checkpoint by its published name, in the order of the model, with its shape. `stored`:

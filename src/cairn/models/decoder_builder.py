@@ -38,6 +38,9 @@ from cairn.models.sharding import TensorShard, shard_vocabulary
 
 logger = logging.getLogger(__name__)
 
+OUTPUT = "lm_head.weight"
+"""The output's tensor, in every family."""
+
 Backend = Literal["cpu", "cuda", "cuda_exact", "exact", "reference"]
 
 
@@ -143,13 +146,14 @@ class DecoderBuilder:
         embedding_scale: float = 1.0,
         logit_scale: float = 1.0,
     ) -> Model:
-        """The whole, with the output's weight, which comes last in a checkpoint."""
-        head = embedding
-        if self._config.tie_word_embeddings:
+        """The whole, with the output's weight, which comes last in a checkpoint. One that is stored is served, also
+        where config.json ties it to the embedding: so does transformers, and a copy is the same numbers."""
+        if self._config.tie_word_embeddings and OUTPUT not in self.stored:
+            head = embedding
             # Packing copies it, and the embedding's rows stay.
             self.weights.num_bytes += embedding.nbytes
         else:
-            head = self.vocabulary("lm_head")
+            head = self.vocabulary(OUTPUT.removesuffix(".weight"))
         communicator = self._execution.communicator
         # Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank.
         (first, _), _ = shard_vocabulary(self._config.vocab_size, self.rank, self.size)

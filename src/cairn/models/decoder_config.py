@@ -131,23 +131,31 @@ class DecoderConfig(ABC):
         return transfer_facts(self)
 
 
-def rope_fields(fields: Fields) -> Fields:
-    """Where the settings of rotary positions are: in transformers' `rope_parameters`, or beside the other fields, as
-    they were published first. Raises ModelError for any scaling, and for settings of their own by kind of layer."""
-    fields.only("rope_scaling", None)
-    nested = fields.get("rope_parameters")
-    if nested is None:
-        fields.only("rope_type", "default")
+def rope_fields(fields: Fields, *types: str) -> Fields:
+    """Where the settings of rotary positions are: in transformers' `rope_parameters` or, as it was called before,
+    `rope_scaling`, or beside the other fields, as they were published first. `types`: those that are implemented, by
+    default `default` alone, which is no scaling.
+
+    Raises ModelError for any other type, for settings of their own by kind of layer, and for what both objects say and
+    say differently: transformers would go by `rope_scaling` alone, and other programs by the other one.
+    """
+    types, paths, settings = types or ("default",), dict[str, str](), dict[str, object]()
+    for field in ("rope_parameters", "rope_scaling"):
+        nested = fields.read(field, dict[str, Any], "an object", {})
+        place = fields.path_of(field)
+        for name, value in nested.items():
+            if isinstance(value, Mapping):
+                raise fields.error(f"{place} has settings for {name} alone, which is not implemented")
+            if settings.setdefault(name, value) != value:
+                raise fields.error(f"{paths[name]} and {place}.{name} differ; keep one of them")
+            paths.setdefault(name, f"{place}.{name}")
+        # `type` is the older name, which transformers reads where there is no other.
+        own = Fields(nested, path_of=f"{place}.{{}}".format)
+        own.only("rope_type" if own.has("rope_type") else "type", *types)
+    if not settings:
+        fields.only("rope_type", *types)
         return fields
-    if not isinstance(nested, Mapping):
-        raise ModelError("config.json: rope_parameters must be an object")
-    for name, value in nested.items():
-        if isinstance(value, Mapping):
-            raise ModelError(f"config.json: rope_parameters has settings for {name} alone, which is not implemented")
-    rope = Fields(nested)
-    # `type` is the older name, which transformers reads where there is no other.
-    rope.only("rope_type" if rope.has("rope_type") else "type", "default")
-    return rope
+    return Fields(settings, path_of=lambda name: paths.get(name, fields.path_of(name)))
 
 
 def rope_theta(default: float = 10000.0, **options: Any) -> Any:
@@ -170,12 +178,12 @@ def served_dtype(raw: Mapping[str, object]) -> ServedDType:
     """By `dtype` or `torch_dtype`, also those of `text_config`. float16 is widened to float32, which holds it exactly;
     a config.json that names none is served in float32. Raises ModelError for any other dtype."""
     inner = raw.get("text_config")
-    places = [raw, inner] if isinstance(inner, Mapping) else [raw]
-    named = [place.get(name) for place in places for name in ("dtype", "torch_dtype")]
-    saved = next((name for name in named if name), "float32")
+    places = {"": raw, "text_config.": inner if isinstance(inner, Mapping) else {}}
+    named = {f"{path}{name}": place.get(name) for path, place in places.items() for name in ("dtype", "torch_dtype")}
+    field, saved = next(((field, value) for field, value in named.items() if value), ("", "float32"))
     if not isinstance(saved, str) or saved not in _BY_SAVED:
         raise ModelError(
-            f"config.json: torch_dtype {saved!r:.60} is none of {', '.join(_BY_SAVED)}; set it to one of these, or "
+            f"config.json: {field} {saved!r:.60} is none of {', '.join(_BY_SAVED)}; set it to one of these, or "
             "serve with --dtype"
         )
     return _BY_SAVED[saved]

@@ -136,10 +136,12 @@ def _area_bounds(fields: Fields) -> tuple[int, int]:
     would be another resizing than the file's."""
     size = fields.read("size", dict[str, Any], "an object with shortest_edge and longest_edge", {})
     edges = size or {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+    paths = {edge: f"size.{edge}" for edge in ("shortest_edge", "longest_edge")}
     for edge, older in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
         if fields.has(older):
-            edges = {**edges, edge: fields.get(older)}
-    least, most = (Fields(edges, FILE).integer(edge, 1, _MAX_EDGE_PIXELS) for edge in ("shortest_edge", "longest_edge"))
+            edges, paths[edge] = {**edges, edge: fields.get(older)}, older
+    least, most = (Fields(edges, FILE, paths.__getitem__).integer(edge, 1, _MAX_EDGE_PIXELS) for edge in paths)
     if least > most:
-        raise fields.error(f"size.shortest_edge {least} is more than size.longest_edge {most} (both are areas)")
+        lower, upper = paths.values()
+        raise fields.error(f"{lower} {least} is more than {upper} {most} (both are areas)")
     return least, most

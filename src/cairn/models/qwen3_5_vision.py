@@ -19,6 +19,7 @@ from torch import Tensor
 from cairn.errors import ModelError
 from cairn.models.config_schema import Fields, custom, integer, only, parse_config
 from cairn.models.contract import TensorLoader
+from cairn.models.decoder_config import rope_fields
 from cairn.models.families.qwen3_5 import DENSE_RECIPE, IMAGE_TOKENS
 from cairn.models.image_processor import FILE, Grid, ImageProcessor
 from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE
@@ -34,11 +35,7 @@ ACTIVATIONS = ("gelu_pytorch_tanh", "gelu", "silu")
 
 
 def _rope_theta(fields: Fields, name: str, config: Any) -> float:
-    rope = fields.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        raise ModelError("config.json: vision_config.rope_parameters must be an object")
-    Fields(rope).only("rope_type", "default", "axial")
-    return Fields(rope).number(name, 1, 1e12, default=10_000.0)
+    return rope_fields(fields, "default", "axial").number(name, 1, 1e12, default=10_000.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +58,7 @@ class VisionConfig:
 
 def parse(raw: Mapping[str, object]) -> VisionConfig:
     """`vision_config` -> config. Raises ModelError that names the field."""
-    config = parse_config(VisionConfig, raw)
+    config = parse_config(VisionConfig, Fields(raw, path_of="vision_config.{}".format))
     if config.hidden_size % (4 * config.num_heads):
         raise ModelError("config.json: vision_config.hidden_size must be a multiple of 4 x num_heads")
     if math.isqrt(config.num_position_embeddings) ** 2 != config.num_position_embeddings:

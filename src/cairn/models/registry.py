@@ -14,13 +14,13 @@ from cairn.kernels.contract import Kernels
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
-from cairn.models.decoder_builder import Backend, Execution, trace_rank
+from cairn.models.decoder_builder import OUTPUT, Backend, Execution, trace_rank
 from cairn.models.decoder_config import AskedQuantization, DecoderConfig, ServedQuantization
 from cairn.models.families import family_of
 from cairn.models.rank_weights import PackedDtype
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.identity import weights_identity
-from cairn.models.weights.loader import DType, WeightReader, read_config, serving_dtype
+from cairn.models.weights.loader import DType, WeightReader, read_config, read_generation_eos, serving_dtype
 from cairn.models.weights.quantization import Quantization, describe_fp8, read_quantization
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class OpenModel:
     """A checkpoint folder whose config has been read and accepted; no tensor has been looked at yet. `quantization`:
-    how its weights are stored, if not in a plain dtype; `served_quantization`: what those of products are served in."""
+    how its weights are stored, if not in a plain dtype; `served_quantization`: what those of products are served in.
+    `generation_eos_token_ids`: the end-of-sequence ids of generation_config.json."""
 
     folder: Path
     family: Family
@@ -40,6 +41,13 @@ class OpenModel:
     dtype: torch.dtype
     quantization: Quantization | None = None
     served_quantization: ServedQuantization | None = None
+    generation_eos_token_ids: tuple[int, ...] = ()
+
+    def eos_token_ids(self, tokenizer_id: int | None) -> tuple[int, ...]:
+        """All ids that end an answer: those of config.json and of generation_config.json, which may name the end of a
+        document alone, and the `tokenizer_id` that the tokenizer calls its end, unless the model has no such token."""
+        own = () if tokenizer_id is None or tokenizer_id >= self.config.vocab_size else (tokenizer_id,)
+        return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.generation_eos_token_ids, *own)))
 
     @property
     def stays_in_fp8(self) -> bool:
@@ -98,9 +106,12 @@ class OpenModel:
         with WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization) as reader:
             expected = self.tensors(reader.headers)
             reader.verify(expected, self.family.ignored_tensors)
-            for copy, name in self.family.tied_tensors.items():
-                if copy in reader.headers and copy not in expected:
-                    reader.verify_copy(copy, name, expected[name])
+            if self.config.tie_word_embeddings and OUTPUT in reader.headers and communicator.rank == 0:
+                logger.warning(
+                    "config.json ties the output to the embedding (tie_word_embeddings), but %s is stored as well: "
+                    "what is stored is served",
+                    OUTPUT,
+                )
             execution = Execution(
                 exact,
                 self.dtype,
@@ -120,7 +131,7 @@ class OpenModel:
 def open_model(
     folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None, keeps_fp8: bool = False
 ) -> OpenModel:
-    """Read config.json (and the end-of-sequence ids of generation_config.json). `keeps_fp8`: whether the weights of an
+    """Read config.json and the end-of-sequence ids of generation_config.json. `keeps_fp8`: whether the weights of an
     FP8 checkpoint stay as they are stored, as on a GPU. Raises ModelError, and ConfigError for a quantization that the
     checkpoint does not have."""
     raw = read_config(folder)
@@ -128,7 +139,8 @@ def open_model(
     config = family.parse(raw)
     stored_as = read_quantization(folder, raw)
     served = _served_quantization(quantization, stored_as, keeps_fp8)
-    return OpenModel(folder, family, config, serving_dtype(raw, dtype), stored_as, served)
+    generation_eos = read_generation_eos(folder, config.vocab_size)
+    return OpenModel(folder, family, config, serving_dtype(raw, dtype), stored_as, served, generation_eos)
 
 
 def _served_quantization(

@@ -145,11 +145,14 @@ def explain_validation_error(first: Mapping[str, Any], body: Any) -> InvalidBody
         path += _locate(loc[1:], body.get(loc[0]) if isinstance(body, dict) else None, is_missing=kind == "missing")
     if not path:
         return InvalidBody('the body must be a JSON object, sent with the header "Content-Type: application/json"')
+    value = first["input"]
     if kind in ("union_tag_invalid", "union_tag_not_found"):
-        path.append("type")
+        # What is wrong is the field by which the members are told apart, not the object that has it.
+        tag = context["discriminator"].strip("'")
+        path.append(tag)
+        value = value.get(tag) if isinstance(value, dict) else value
     context = {name: str(value).replace("'", '"') for name, value in context.items()}
     rule = _RULES.get(kind, "is wrong: {msg}").format_map({**context, "msg": first["msg"]})
-    value = first["input"]
     if kind in _TYPE_RULES:
         rule += f", not {'null' if value is None else _TYPE_NAMES.get(type(value), 'something else')}"
     elif not rule.endswith("missing"):

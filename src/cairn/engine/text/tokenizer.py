@@ -93,6 +93,7 @@ class ModelTokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
+        """What tokenizer_config.json, or an older file of the folder, calls `eos_token`; None where none does."""
         token_id: int | None = self._chat.eos_token_id
         return token_id
 

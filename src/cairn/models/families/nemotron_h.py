@@ -48,6 +48,12 @@ def _expert_groups(fields: Fields, name: str, config: Any) -> int:
     return groups
 
 
+def _untied(fields: Fields, name: str, config: Any) -> bool:
+    """False whatever config.json says: the output is a tensor of its own, as in transformers, which never ties it."""
+    fields.boolean(name, default=False)
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemotronHConfig(DecoderConfig):
     """Sizes of a layer kind that `pattern` does not have are 0.
@@ -96,7 +102,7 @@ class NemotronHConfig(DecoderConfig):
     attention_bias: bool = only(False)
     mamba_proj_bias: bool = only(False)
     residual_in_fp32: bool = only(False)
-    tie_word_embeddings: bool = only(False)
+    tie_word_embeddings: bool = custom(_untied)
     sliding_window: None = only(None)
 
     @property
@@ -188,7 +194,6 @@ FAMILY = Family(
     compose=build,
     float32_tensors=(*MAMBA2_FLOAT32, "e_score_correction_bias"),
     ignored_tensors=("mtp.",),
-    tied_tensors=MappingProxyType({}),
 )
 
 RECIPE = Recipe(

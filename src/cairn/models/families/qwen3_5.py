@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from cairn.errors import ModelError
 from cairn.models.attention import AttentionSizes
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only, token_ids
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_fields
 from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from cairn.models.decoder_builder import DecoderBuilder
 
 DELTA, FULL = "linear_attention", "full_attention"
+
+INNER_EOS = "text_config.eos_token_id"
 
 
 def _by_interval(fields: Fields) -> tuple[str, ...]:
@@ -99,6 +101,7 @@ class Qwen35Config(DecoderConfig):
 
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({DELTA: DELTA, FULL: FULL}), default=_by_interval)
     sparse_layers: tuple[int, ...] = custom(lambda fields, name, config: ())
+    eos_token_ids: tuple[int, ...] = token_ids(names=("eos_token_id", INNER_EOS), fact=False)
     # gated attention
     has_attention: bool = custom(lambda fields, name, config: FULL in config.layer_types, fact=False)
     head_dim: int = integer(2, 1 << 12, default=256, when=HAS_ATTENTION)
@@ -203,29 +206,29 @@ class Qwen3NextConfig(Qwen35MoeConfig):
     norm_topk_prob: bool = boolean(default=True, when=_has_sparse)
 
 
-def _text_config(raw: Mapping[str, object]) -> Mapping[str, object]:
-    """The text model's fields, which models that also see keep apart; how answers end is in both places."""
+def _text_config(raw: Mapping[str, object]) -> Fields:
+    """The text model's fields, which models that also see keep apart; how answers end is in both places, and whether
+    the output is tied in either."""
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
         raise ModelError(
             f"config.json: text_config is missing; {raw.get('model_type')} keeps the text model's fields there"
         )
-    ids_of = [place.get("eos_token_id") for place in (raw, text)]
-    ids = [each for one in ids_of if one is not None for each in (one if isinstance(one, list) else [one])]
-    tied = Fields(text).boolean("tie_word_embeddings", default=False)
-    return {
-        **text,
-        "eos_token_id": ids,
+    tied = Fields(text, path_of="text_config.{}".format).boolean("tie_word_embeddings", default=False)
+    beside = {
+        "eos_token_id": raw.get("eos_token_id"),
+        INNER_EOS: text.get("eos_token_id"),
         "tie_word_embeddings": Fields(raw).boolean("tie_word_embeddings", default=tied),
         "vision_config": raw.get("vision_config"),
     }
+    return Fields({**text, **beside}, path_of=lambda name: name if name in beside else f"text_config.{name}")
 
 
 def build(config: Qwen35Config, b: "DecoderBuilder") -> "Model":
     """The rank of the model whose tensors the builder draws. Norms are centred, but for the one in the delta net."""
     if FULL in config.layer_types:
         b.rotary(config.rotary_dim, config.rope_theta, config.mrope_section)
-    prefix = "model.language_model" if config.nested else "model"
+    prefix = _prefix(config, b)
     embedding = b.vocabulary(f"{prefix}.embed_tokens")
     layers: list[Layer] = []
     for index in range(len(config.layer_types)):
@@ -239,6 +242,13 @@ def build(config: Qwen35Config, b: "DecoderBuilder") -> "Model":
         second = b.norm(f"{name}.post_attention_layernorm", centred=True)
         layers += [(first, mixer), (second, _feed_forward(config, b, f"{name}.mlp", index in config.sparse_layers))]
     return b.model(embedding, layers, b.norm(f"{prefix}.norm", centred=True))
+
+
+def _prefix(config: Qwen35Config, b: "DecoderBuilder") -> str:
+    """How the names of the text model's tensors begin. A text model that was cut out of one that also sees may be
+    stored under the names that it had there, which transformers takes, too."""
+    names = ("model", "model.language_model")[:: -1 if config.nested else 1]
+    return next((name for name in names if f"{name}.embed_tokens.weight" in b.stored), names[0])
 
 
 def _feed_forward(config: Qwen35Config, b: "DecoderBuilder", name: str, sparse: bool) -> "Mixer":
@@ -260,8 +270,7 @@ def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> F
         float32_tensors=("A_log", "dt_bias"),
         # Multi-token prediction is not served; the vision tower is loaded by itself, where there are images to see.
         ignored_tensors=("mtp.", "model.visual."),
-        tied_tensors=MappingProxyType({}),
-        flatten=_text_config if config.nested else None,
+        flatten=_text_config if config.nested else Fields,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, zip_longest
 from pathlib import Path
 from types import MappingProxyType
 from typing import Literal, Self
@@ -17,6 +18,7 @@ import torch
 
 from cairn.errors import ModelError
 from cairn.kernels.fp8 import Fp8Weight
+from cairn.models.config_schema import Fields
 from cairn.models.decoder_config import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.quantization import (
@@ -32,14 +34,13 @@ from cairn.models.weights.quantization import (
 from cairn.models.weights.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
 from cairn.models.weights.tensor_source import TORCH_DTYPES, MappedFiles, TensorSource
 
+GENERATION_FILE = "generation_config.json"
+
 DType = Literal["auto", "float32", "bfloat16"]
 
 _TORCH_DTYPES: Mapping[ServedDType, torch.dtype] = MappingProxyType(
     {"float32": torch.float32, "bfloat16": torch.bfloat16}
 )
-
-_COMPARED_ROWS = 4096
-"""Of two tensors at a time, so that neither is in memory as a whole."""
 
 READABLE = ("BF16", "F16", "F32")
 """safetensors' names of the dtypes that are converted to the serving dtype; FP8 needs factors, others are unknown."""
@@ -47,7 +48,8 @@ READABLE = ("BF16", "F16", "F32")
 
 @dataclass(frozen=True, slots=True)
 class Accounting:
-    """A checkpoint's tensors against the ones that its config calls for. `problems`: a sentence for each that is wrong.
+    """A checkpoint's tensors against the ones that its config calls for. `problems`: a sentence for each that is wrong,
+    and then for those that are missing and for those that are foreign, by turns.
     `num_ignored`: tensors of parts that are not served, such as multi-token prediction heads."""
 
     problems: tuple[str, ...]
@@ -55,15 +57,16 @@ class Accounting:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """config.json, its `eos_token_id` extended by the ids that generation_config.json adds. Raises ModelError."""
+    """config.json as it is. Raises ModelError."""
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give one that holds config.json")
-    raw = read_json(folder / "config.json")
-    generation = folder / "generation_config.json"
-    added = _ids(read_json(generation).get("eos_token_id")) if generation.exists() else []
-    if added:
-        raw["eos_token_id"] = [*_ids(raw.get("eos_token_id")), *added]
-    return raw
+    return read_json(folder / "config.json")
+
+
+def read_generation_eos(folder: Path, vocab_size: int) -> tuple[int, ...]:
+    """The end-of-sequence ids of generation_config.json, none where there is no such file. Raises ModelError."""
+    path = folder / GENERATION_FILE
+    return Fields(read_json(path), GENERATION_FILE).token_ids("eos_token_id", vocab_size) if path.exists() else ()
 
 
 def serving_dtype(raw: Mapping[str, object], dtype: DType) -> torch.dtype:
@@ -78,12 +81,15 @@ def account(
     quantization: Quantization | None = None,
 ) -> Accounting:
     """Compare names, shapes and dtypes. `ignored`: name prefixes that are allowed and not served."""
-    found = (find_problem(headers, name, shape, quantization) for name, shape in expected.items())
-    problems = sorted(filter(None, found), key=lambda problem: (problem.endswith("is missing"), problem))
+    found = filter(None, (find_problem(headers, name, shape, quantization) for name, shape in expected.items()))
+    problems = sorted(found, key=lambda problem: (problem.endswith("is missing"), problem))
+    num_wrong = sum(not problem.endswith("is missing") for problem in problems)
     extra = headers.keys() - used_tensors(headers, expected, quantization)
-    unknown = [name for name in extra if not name.startswith(ignored)]
-    problems += [f"{headers[name].file}: {name} is not part of this architecture" for name in sorted(unknown)]
-    return Accounting(tuple(problems), len(extra) - len(unknown))
+    unknown = sorted(name for name in extra if not name.startswith(ignored))
+    foreign = [f"{headers[name].file}: {name} is not part of this architecture" for name in unknown]
+    # By turns: what is missing may be there under another name, and of a long list only the beginning is shown.
+    pairs = chain.from_iterable(zip_longest(problems[num_wrong:], foreign))
+    return Accounting((*problems[:num_wrong], *filter(None, pairs)), len(extra) - len(unknown))
 
 
 def find_problem(
@@ -154,17 +160,6 @@ class WeightReader:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
             raise ModelError(f"{self.folder}: {'; '.join(problems[:5])}{more}")
 
-    def verify_copy(self, copy: str, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ModelError unless `copy` has the numbers of `name`, both of this shape, as they would be served."""
-        for begin in range(0, shape[0], _COMPARED_ROWS):
-            rows = TensorShard(0, ((begin, min(begin + _COMPARED_ROWS, shape[0])),))
-            if not torch.equal(self.load(copy, shape, rows), self.load(name, shape, rows)):
-                raise ModelError(
-                    f"{self.folder}: config.json ties {copy} to {name}, but both are stored and differ; set "
-                    "tie_word_embeddings (or the older tie_embedding) to false there, or remove the one that is not "
-                    "meant"
-                )
-
     def load(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
         """The tensor in the serving dtype, or a shard of it: then only that is read.
 
@@ -178,16 +173,15 @@ class WeightReader:
 
         Raises ModelError as `load` does.
         """
-        quantization = self._quantization
-        if name not in self.headers or (scale := find_scale(self.headers, name, quantization)) is None:
+        scale = find_scale(self.headers, name, self._quantization) if name in self.headers else None
+        if scale is None or scale.block is None:
             return None
-        assert quantization is not None
-        if (columns := find_scale_columns(name, shape, shard, quantization)) is None:
+        if (columns := find_scale_columns(name, shape, shard, scale.block)) is None:
             return None
         numbers = self._read(name, shape, shard, torch.uint8, lambda *part: self._stored(*part).view(torch.uint8))
         rows = shard.slices if shard is not None and shard.dim == 0 else ((0, shape[0]),)
-        factors = self._read(scale, self.headers[scale].shape, None, torch.float32, self._stored)
-        return Fp8Weight(numbers, row_scales(factors, rows, columns, quantization.block), self._dtype)
+        factors = self._read(scale.name, self.headers[scale.name].shape, None, torch.float32, self._stored)
+        return Fp8Weight(numbers, row_scales(factors, rows, columns, shape, scale.block), self._dtype)
 
     def _read(
         self,
@@ -230,15 +224,11 @@ class WeightReader:
     def _numbers(self, dtype: torch.dtype, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         """A part of a tensor, as it is stored or already in `dtype`, or in float32 where it is quantized."""
         scale = find_scale(self.headers, name, self._quantization)
-        if scale is None or self._quantization is None:
+        if scale is None or scale.block is None:
             return self._source.read(name, part, dtype)
         values = self._stored(name, part)
-        factors = self._stored(scale, tuple(slice(0, length) for length in self.headers[scale].shape))
-        return dequantize(values, factors, part[0], part[1], self._quantization.block)
+        factors = self._stored(scale.name, tuple(slice(0, length) for length in self.headers[scale.name].shape))
+        return dequantize(values, factors, part[0], part[1], self.headers[name].shape, scale.block)
 
     def _stored(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         return self._source.read(name, part, None)
-
-
-def _ids(value: object) -> list[object]:
-    return value if isinstance(value, list) else [] if value is None else [value]

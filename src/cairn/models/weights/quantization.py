@@ -1,9 +1,14 @@
-"""Quantized checkpoints. Two forms are read, both with FP8 (e4m3) weights, which are dequantized or stay as they are:
+"""Quantized checkpoints. Two methods are read, both with FP8 (e4m3) weights, which are dequantized or stay as they are:
 
-fp8         Qwen's and DeepSeek's: `weight_scale_inv`, one factor for each block of 128 x 128 numbers
-            (transformers' FineGrainedFP8Config; `quantization_config` of config.json)
-modelopt    NVIDIA ModelOpt's FP8: `weight_scale`, one factor for a tensor; `input_scale`, `k_scale` and `v_scale` are
-            for those who also compute or cache in FP8 (`hf_quant_config.json`, or `quantization_config`)
+fp8         by `quantization_config` of config.json. With `weight_block_size`, as Qwen and DeepSeek publish it:
+            `weight_scale_inv`, one factor for each such block of numbers. Without: one factor for a tensor or for each
+            of its rows, as `weight_scale` (vLLM's method of that name) or `weight_scale_inv` (transformers'
+            FineGrainedFP8Config)
+modelopt    NVIDIA ModelOpt's FP8: `weight_scale`, one factor for a tensor (`hf_quant_config.json`, or
+            `quantization_config`)
+
+Factors of activations, keys and values (`input_scale`, `activation_scale`, `k_scale`, ...) are not used: they are for
+those who also compute or cache in FP8 with fixed factors, and rounding less is no other model.
 """
 
 import logging
@@ -35,14 +40,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """`block`: the rows and columns of a weight that have one factor; None where all of it has one."""
+    """`method`: its name in config.json and in vLLM's flag. `block`: the rows and columns of every weight that have one
+    factor; None where each weight's factors tell by their shape."""
 
-    block: tuple[int, int] | None
-
-    @property
-    def method(self) -> Literal["fp8", "modelopt"]:
-        """Its name in config.json and in vLLM's flag."""
-        return "modelopt" if self.block is None else "fp8"
+    method: Literal["fp8", "modelopt"]
+    block: tuple[int, int] | None = None
 
     @property
     def can_stay(self) -> bool:
@@ -50,9 +52,33 @@ class Quantization:
         return self.block is None or self.block[1] == BLOCK
 
     @property
-    def scale(self) -> str:
-        """The last part of a factor's name; what is before it is the weight's."""
-        return "weight_scale" if self.block is None else "weight_scale_inv"
+    def scale_names(self) -> tuple[str, ...]:
+        """What factors may be called; what is before that in a tensor's name is the weight's."""
+        if self.block is not None:
+            return ("weight_scale_inv",)
+        return ("weight_scale",) if self.method == "modelopt" else ("weight_scale", "weight_scale_inv")
+
+    def block_of(self, shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[int, int] | None:
+        """The rows and columns of a weight of this shape that have one factor, where its factors have that one. None
+        for factors of no such form."""
+        rows, columns = shape
+        if self.block is not None:
+            return self.block if scale_shape == _grid(shape, self.block) else None
+        if scale_shape in ((), (1,), (1, 1)):
+            return rows, columns
+        if self.method == "fp8" and scale_shape in ((rows,), (rows, 1)):
+            return 1, columns
+        # transformers' own size, where config.json is silent about it.
+        return (BLOCK, BLOCK) if self.method == "fp8" and scale_shape == _grid(shape, (BLOCK, BLOCK)) else None
+
+
+@dataclass(frozen=True, slots=True)
+class StoredScale:
+    """The factors of a stored weight: the `name` of their tensor, and `block`, the rows and columns that have one; None
+    where their shape is wrong."""
+
+    name: str
+    block: tuple[int, int] | None
 
 
 def read_quantization(folder: Path, raw: Mapping[str, object]) -> Quantization | None:
@@ -63,35 +89,47 @@ def read_quantization(folder: Path, raw: Mapping[str, object]) -> Quantization |
     fields = raw.get("quantization_config")
     if fields is None:
         path = folder / MODELOPT_FILE
-        return _modelopt(MODELOPT_FILE, read_json(path).get("quantization")) if path.exists() else None
+        return (
+            _modelopt(f"{MODELOPT_FILE}: quantization", read_json(path).get("quantization")) if path.exists() else None
+        )
     if not isinstance(fields, Mapping):
         raise ModelError(f"config.json: quantization_config must be an object, not {type(fields).__name__}")
     method = fields.get("quant_method")
     if method == "modelopt":
         return _modelopt("config.json: quantization_config", fields)
     if method != "fp8":
-        raise ModelError(f"config.json: quant_method {method!r} is not read; known: fp8, modelopt")
-    Fields(fields).only("fmt", "e4m3")
-    block = Fields(fields).integers("weight_block_size", 1, MAX_BLOCK)
+        raise ModelError(f"config.json: quantization_config.quant_method {method!r} is not read; known: fp8, modelopt")
+    return _fp8(Fields(fields, path_of="quantization_config.{}".format))
+
+
+def _fp8(fields: Fields) -> Quantization:
+    fields.only("fmt", "e4m3")
+    fields.only("activation_scheme", "dynamic", "static")
+    if not fields.has("weight_block_size"):
+        return Quantization("fp8")
+    block = fields.integers("weight_block_size", 1, MAX_BLOCK)
     if len(block) != 2:
-        raise ModelError(f"config.json: weight_block_size must be two numbers, as [128, 128], not {list(block)}")
-    return Quantization((block[0], block[1]))
+        path = fields.path_of("weight_block_size")
+        raise fields.error(f"{path} must be absent or two numbers, as [128, 128], not {list(block)}")
+    return Quantization("fp8", (block[0], block[1]))
 
 
 def _modelopt(where: str, fields: object) -> Quantization:
     algorithm = fields.get("quant_algo") if isinstance(fields, Mapping) else None
     if algorithm != "FP8":
-        raise ModelError(f"{where}: quant_algo {algorithm!r} is not read; known: FP8")
-    return Quantization(None)
+        raise ModelError(f"{where}.quant_algo {algorithm!r} is not read; known: FP8")
+    return Quantization("modelopt")
 
 
-def find_scale(headers: Mapping[str, TensorHeader], name: str, quantization: Quantization | None) -> str | None:
-    """The name of the tensor with the factors of a stored FP8 weight, or None where there is none."""
+def find_scale(headers: Mapping[str, TensorHeader], name: str, quantization: Quantization | None) -> StoredScale | None:
+    """The factors of a stored FP8 weight, or None where there are none."""
     header = headers[name]
     if quantization is None or header.dtype != FP8 or not name.endswith(_WEIGHT) or len(header.shape) != 2:
         return None
-    scale = f"{name.removesuffix(_WEIGHT)}.{quantization.scale}"
-    return scale if scale in headers else None
+    for scale in (f"{name.removesuffix(_WEIGHT)}.{each}" for each in quantization.scale_names):
+        if scale in headers:
+            return StoredScale(scale, quantization.block_of(header.shape, headers[scale].shape))
+    return None
 
 
 def used_tensors(
@@ -105,10 +143,11 @@ def used_tensors(
             continue
         base, scale = name.removesuffix(_WEIGHT), find_scale(headers, name, quantization)
         if scale is not None:
-            used |= {scale, f"{base}.input_scale"} if quantization.block is None else {scale}
+            used |= {scale.name, f"{base}.input_scale", f"{base}.activation_scale"}
         # Those of keys and values are there whether the projection is quantized or not.
         if base.endswith((".k_proj", ".v_proj")):
-            used.add(f"{base}.{base[-6]}_scale")
+            of_cache = f"{base[-6]}_scale"
+            used |= {f"{base}.{of_cache}", f"{base}.output_scale", f"{base[: -len('.k_proj')]}.{of_cache}"}
     return used & headers.keys()
 
 
@@ -120,39 +159,48 @@ def find_scale_problem(headers: Mapping[str, TensorHeader], name: str, quantizat
         return f"is {FP8}, which only matrices named .weight are read as"
     scale = find_scale(headers, name, quantization)
     if scale is None:
-        return f"is {FP8}, but its {quantization.scale} is missing"
-    header = headers[scale]
-    shapes: tuple[tuple[int, ...], ...] = ((), (1,))
-    if quantization.block is not None:
-        shapes = (tuple(-(-n // size) for n, size in zip(headers[name].shape, quantization.block, strict=True)),)
-    if header.shape in shapes and header.dtype in ("F32", "BF16"):
+        return f"is {FP8}, but its {' or '.join(quantization.scale_names)} is missing"
+    header, shape = headers[scale.name], headers[name].shape
+    if scale.block is not None and header.dtype in ("F32", "BF16", "F16"):
         return None
-    return f"is {FP8} with {quantization.scale} {header.dtype} {list(header.shape)} instead of F32 {list(shapes[0])}"
+    wanted = "[]" if quantization.block is None else str(list(_grid(shape, quantization.block)))
+    if quantization.block is None and quantization.method == "fp8":
+        wanted = f"[], [{shape[0]}] or [{shape[0]}, 1]"
+    short = scale.name.rpartition(".")[2]
+    return f"is {FP8} with {short} {header.dtype} {list(header.shape)} instead of F32 {wanted}"
 
 
-def dequantize(values: Tensor, scale: Tensor, rows: slice, columns: slice, block: tuple[int, int] | None) -> Tensor:
-    """values: float8 [rows, columns] at these places of a weight; scale: its factors, all of them -> float32.
+def _grid(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:
+    """Blocks down and across a weight."""
+    return tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
+
+
+def dequantize(
+    values: Tensor, scale: Tensor, rows: slice, columns: slice, shape: tuple[int, ...], block: tuple[int, int]
+) -> Tensor:
+    """values: float8 [rows, columns] at these places of a weight of this `shape`; scale: its factors, all of them ->
+    float32.
 
     A cut may begin and end inside a block.
     """
     wide = values.float()
     if wide.is_meta:
         return wide
-    if block is None:
-        return wide.mul_(scale.float().reshape(()))
-    of_row = torch.arange(rows.start, rows.stop, device=values.device) // block[0]
-    of_column = torch.arange(columns.start, columns.stop, device=values.device) // block[1]
-    return wide.mul_(scale.float()[of_row][:, of_column])
+    factors = scale.float().reshape(_grid(shape, block))
+    factors = factors[torch.arange(rows.start, rows.stop, device=values.device) // block[0]]
+    if factors.shape[1] > 1:
+        factors = factors[:, torch.arange(columns.start, columns.stop, device=values.device) // block[1]]
+    return wide.mul_(factors)
 
 
 def find_scale_columns(
-    name: str, shape: tuple[int, ...], shard: TensorShard | None, quantization: Quantization
+    name: str, shape: tuple[int, ...], shard: TensorShard | None, block: tuple[int, int]
 ) -> tuple[Slice, ...] | None:
     """Which columns of a weight's factors belong to a shard of it that stays in FP8. None for a cut inside a block,
     which is logged."""
-    if quantization.block is None:
+    width, size = shape[1], block[1]
+    if size >= width:
         return ((0, 1),)
-    width, size = shape[1], quantization.block[1]
     cuts = shard.slices if shard is not None and shard.dim == 1 else ((0, width),)
     is_whole = [begin % size == 0 and (end % size == 0 or end == width) for begin, end in cuts]
     # A block that the weight's end cuts short can only be the last one.
@@ -168,9 +216,10 @@ def describe_fp8(
     """As `WeightReader.load_fp8`, of tensors without memory, on the meta device."""
 
     def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
-        if quantization is None or name not in headers or find_scale(headers, name, quantization) is None:
+        scale = find_scale(headers, name, quantization) if name in headers else None
+        if scale is None or scale.block is None:
             return None
-        if (columns := find_scale_columns(name, shape, shard, quantization)) is None:
+        if (columns := find_scale_columns(name, shape, shard, scale.block)) is None:
             return None
         numbers = torch.empty(shape if shard is None else shard.shape(shape), dtype=torch.uint8, device="meta")
         num_scales = sum(end - begin for begin, end in columns)
@@ -180,11 +229,14 @@ def describe_fp8(
 
 
 def row_scales(
-    scale: Tensor, rows: tuple[Slice, ...], columns: tuple[Slice, ...], block: tuple[int, int] | None
+    scale: Tensor,
+    rows: tuple[Slice, ...],
+    columns: tuple[Slice, ...],
+    shape: tuple[int, ...],
+    block: tuple[int, int],
 ) -> Tensor:
-    """The factors of an FP8 weight -> those of each of these rows, float32 [rows, columns of `find_scale_columns`]."""
+    """The factors of an FP8 weight of this `shape` -> those of each of these rows, float32 [rows, columns of
+    `find_scale_columns`]."""
     of_row = torch.cat([torch.arange(*each) for each in rows])
-    if block is None:
-        return scale.float().reshape(1, 1).repeat(len(of_row), 1)
     of_column = torch.cat([torch.arange(*each) for each in columns])
-    return scale.float()[of_row // block[0]][:, of_column]
+    return scale.float().reshape(_grid(shape, block))[of_row // block[0]][:, of_column]
