@@ -73,7 +73,6 @@ FOREIGN = {
     "session_id": "a field of vLLM's clients",
     "smart_resize": "transformers'",
     "stat": "the system's",
-    "v_scale": "a tensor of checkpoints",
     "VerifyMode": "Python's",
     "draw_": "a prefix",
     "_evicted": "a part of metric names",

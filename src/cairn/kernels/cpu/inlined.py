@@ -34,7 +34,7 @@ class _PartCompiler(Compiler):  # type: ignore[misc]
 
 
 class InlinedFunction(CPUDispatcher):  # type: ignore[misc]
-    """A function for compiled code, as `numba.njit` makes one; Python cannot call it."""
+    """A function for compiled code, as numba makes one by njit; Python cannot call it."""
 
     def __init__(self, function: Any, options: Mapping[str, Any]) -> None:
         super().__init__(function, targetoptions={"nopython": True, **options}, pipeline_class=_PartCompiler)
