@@ -10,7 +10,9 @@ import pytest
 from source_scan import ROOT, Import, Source, imports, source, sources, within
 
 FLOOR_0 = (
+    "cairn.addresses",
     "cairn.errors",
+    "cairn.paths",
     "cairn.types",
     "cairn.step",
     "cairn.keys",
@@ -42,7 +44,9 @@ MODEL_NUMBERS = (
 ARROWS = MappingProxyType(
     {
         "": ("cairn.cpu_isa",),
+        "addresses": (),
         "errors": (),
+        "paths": (),
         "types": (),
         "step": (),
         "keys": (),

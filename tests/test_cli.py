@@ -160,10 +160,13 @@ def test_serving_and_draining(serving):
 @pytest.mark.more
 def test_a_server_that_takes_part_in_transfers_says_where(serving):
     config = '{"kv_connector":"NixlConnector","kv_role":"kv_both"}'
-    server = serving("echo", "--kv-transfer-config", config, "--tensor-parallel-size", "2", "--block-size", "128")
+    flags = ("--kv-transfer-config", config, "--tensor-parallel-size", "2", "--block-size", "128")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = serving("echo", *flags, variables={"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port)})
     answer = server.ask(kv_transfer_params={"do_remote_decode": True}).json()
-    assert answer["kv_transfer_params"]["remote_port"] == 5600
-    assert "other servers ask for pages at localhost:5600" in server.log
+    assert answer["kv_transfer_params"]["remote_port"] == port
+    assert f"other servers ask for pages at localhost:{port}" in server.log
     assert "tensor parallel over 2 processes" in server.log
     server.process.send_signal(signal.SIGTERM)
     assert server.end() == 0
@@ -259,6 +262,95 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments, said, capsy
     assert main(arguments) == 2
     error = capsys.readouterr().err
     assert said in error and error.count("\n") == 1
+
+
+NO_UTF_8 = os.fsdecode(b"/no/such/m\xff")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["serve", NO_UTF_8], "MODEL"),
+        (["serve", "--model", NO_UTF_8], "--model"),
+        (["serve", "m", "--tokenizer", NO_UTF_8], "--tokenizer"),
+        (["serve", "m", "--request-log", NO_UTF_8], "--request-log"),
+        (["serve", "m", "--config", NO_UTF_8], "--config"),
+        (["serve", "m", "--served-model-name", "a", NO_UTF_8], "--served-model-name"),
+        (["serve", "m", "--api-key", NO_UTF_8], "--api-key"),
+        (["proxy", "--decode", NO_UTF_8], "--decode"),
+        (["proxy", "--decode", "http://d:1", "--host", NO_UTF_8], "--host"),
+        (["check", NO_UTF_8], "MODEL"),
+        (["check", "m", "--generate", "--output", NO_UTF_8], "--output"),
+        (["make-model", "nemotron_h", NO_UTF_8], "OUT"),
+        (["replay", NO_UTF_8], "TRACE"),
+        (["replay", "t", "--json", NO_UTF_8], "--json"),
+        (["bench", "serve", "--tokenizer", NO_UTF_8], "--tokenizer"),
+        (["bench", "serve", "--result-dir", NO_UTF_8], "--result-dir"),
+        (["bench", "compare", "a", NO_UTF_8], "B.json"),
+    ],
+)
+def test_words_whose_bytes_are_no_text(arguments, named, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert f": {named}: must be valid UTF-8" in error and error.count("\n") == 1
+    error.encode()
+
+
+COMMANDS = (
+    ["serve", "m"],
+    ["proxy", "--decode", "http://d:1"],
+    ["check", "m"],
+    ["make-model", "nemotron_h", "out"],
+    ["replay", "t"],
+    ["bench", "serve"],
+)
+
+
+@pytest.mark.parametrize("arguments", COMMANDS)
+def test_a_working_directory_that_is_gone(arguments, tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith("cairn: the working directory cannot be used: ")
+
+
+class Loaded(Exception):
+    """The model would have been looked for."""
+
+
+def find_nothing(settings):
+    raise Loaded
+
+
+TRANSFERS = '{"kv_connector": "NixlConnector"}'
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--request-log", "/no/such/folder/log"], "--request-log /no/such/folder/log: cannot be written"),
+        (["--kv-events-config", '{"endpoint": "tcp://nowhere"}'], "--kv-events-config: cannot bind tcp://nowhere"),
+        (["--generation-config", "/no/such/folder"], "--generation-config: there is no /no/such/folder"),
+        (["--override-generation-config", '{"temperature": -1}'], "--override-generation-config: temperature"),
+    ],
+)
+def test_what_cannot_be_had_is_told_before_anything_is_loaded(flags, said, capsys):
+    assert main(["serve", "m", "--port", "0", *flags], find_model=find_nothing) == 2
+    assert f"cairn: {said}" in capsys.readouterr().err
+
+
+def test_a_side_channel_that_is_taken_is_told_before_anything_is_loaded(capsys, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", str(port))
+        given = ["serve", "m", "--port", "0", "--kv-transfer-config", TRANSFERS]
+        assert main(given, find_model=find_nothing) == 2
+    assert f"VLLM_NIXL_SIDE_CHANNEL_PORT {port}: cannot be listened on" in capsys.readouterr().err
+    with pytest.raises(Loaded):
+        main(given, find_model=find_nothing)
 
 
 def test_making_and_checking_a_model(tmp_path, capsys):

@@ -11,9 +11,10 @@ from cairn.cli import engine_config, main
 from cairn.cli.run import warn
 from cairn.engine.contract import KvTransferConfig
 from cairn.errors import ConfigError
-from cairn.settings.kv import check_secret_file, kv_transfer_settings
+from cairn.settings.kv import check_secret_file, free_side_channel_port, kv_transfer_settings
 from test_settings import load
 
+_PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 PUBLISHED = {
     "kv_connector": "NixlConnector",
     "kv_role": "kv_both",
@@ -135,6 +136,21 @@ def test_the_side_channel_comes_from_vllms_variables(monkeypatch):
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "")
     monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "65535")
     assert transfer() == KvTransferConfig(port=65535)
+
+
+def test_what_kubernetes_sets_for_a_service_is_no_port(monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_NIXL_SIDE_CHANNEL_PORT", "tcp://10.0.0.1:5600")
+    assert transfer().port == 5600
+    (record,) = caplog.records
+    assert "a Service named vllm-nixl-side-channel." in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    ("environ", "port"), [({}, "0"), ({_PORT: ""}, "0"), ({_PORT: "tcp://10.0.0.1:5600"}, "0"), ({_PORT: "5"}, "5")]
+)
+def test_any_port_is_taken_unless_one_is_said(environ, port):
+    free_side_channel_port(environ)
+    assert environ == {_PORT: port}
 
 
 @pytest.mark.parametrize("port", ["-1", "65536", "http", "5600.0", "9" * 5000, "\u0665"])

@@ -1,16 +1,23 @@
 """Flags, environment variables and the YAML file: one model, one order of precedence, clear errors."""
 
 import argparse
+import logging
 import os
+import re
 import shlex
+import subprocess
+import sys
 
 import pytest
 
 from cairn.cli import engine_config
+from cairn.deploy.ray.settings import RaySettings
 from cairn.engine.contract import EngineConfig
 from cairn.errors import ConfigError
 from cairn.server.options import ServerLimits
+from cairn.settings.proxy import ProxySettings
 from cairn.settings.serve import ServeSettings, add_flags, load_settings
+from cairn.settings.sources import warn_of_service_links
 
 
 @pytest.fixture(autouse=True)
@@ -287,3 +294,102 @@ def test_an_empty_list_of_keys_is_not_no_key(tmp_path):
     file.write_text("api-key: []\n")
     with pytest.raises(ConfigError, match="api-key"):
         load("m", "--config", str(file))
+
+
+SERVICE = {
+    "CAIRN_SERVICE_HOST": "10.0.0.1",
+    "CAIRN_SERVICE_PORT": "8000",
+    "CAIRN_SERVICE_PORT_HTTP": "8000",
+    "CAIRN_PORT": "tcp://10.0.0.1:8000",
+    "CAIRN_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+    "CAIRN_PORT_8000_TCP_PROTO": "tcp",
+    "CAIRN_PORT_8000_TCP_PORT": "8000",
+    "CAIRN_PORT_8000_TCP_ADDR": "10.0.0.1",
+}
+"""What Kubernetes sets in every pod for a Service named cairn."""
+
+
+@pytest.mark.parametrize("link", ["tcp://10.0.0.1:8000", "tcp://[fd00::1]:8000", "udp://10.0.0.1:53"])
+def test_what_kubernetes_sets_for_a_service_is_no_port(link, tmp_path, monkeypatch, caplog):
+    for name, value in (SERVICE | {"CAIRN_PORT": link}).items():
+        monkeypatch.setenv(name, value)
+    settings = load("m")
+    assert settings.port == 8000 and "port" not in settings.model_fields_set
+    warn_of_service_links(settings)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    for said in (f"CAIRN_PORT={link} has no effect", "a Service named cairn.", "--port", "enableServiceLinks: false"):
+        assert said in record.getMessage()
+    # whoever says the port elsewhere need not hear of it
+    file = tmp_path / "serve.yaml"
+    file.write_text("port: 9\n")
+    for said in (load("m", "--port", "7"), load("m", "--config", str(file))):
+        warn_of_service_links(said)
+    assert (load("m", "--port", "7").port, load("m", "--config", str(file)).port) == (7, 9)
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "value", ["80o0", "tcp://", "tcp://host:8000", "http://10.0.0.1:8000", "tcp://10.0.0.1", "8000 "]
+)
+def test_a_port_that_is_mistyped_is_refused(value, monkeypatch):
+    monkeypatch.setenv("CAIRN_PORT", value)
+    if value.strip() == "8000":
+        assert load("m").port == 8000
+        return
+    with pytest.raises(ConfigError, match=r"^CAIRN_PORT \(--port\): "):
+        load("m")
+
+
+@pytest.mark.parametrize("model", [ServeSettings, ProxySettings, RaySettings])
+def test_no_other_setting_is_named_like_a_services_variable(model):
+    """A Service named cairn-x sets CAIRN_X_PORT and more: only `port` is passed over, by what it holds."""
+    links = re.compile(r"(.*_)?(port(_\d+_\w+)?|service_host|service_port(_.*)?)")
+    assert [name for name in model.model_fields if links.fullmatch(name)] == ["port"]
+
+
+NO_UTF_8 = os.fsdecode(b"/m\xff")
+
+
+@pytest.mark.parametrize(
+    "name", ["MODEL", "TOKENIZER", "REQUEST_LOG", "KV_SECRET_FILE", "SSL_CERTFILE", "SERVED_MODEL_NAME"]
+)
+def test_variables_whose_bytes_are_no_text(name, monkeypatch):
+    monkeypatch.setenv("CAIRN_MODEL", "m")
+    monkeypatch.setenv(f"CAIRN_{name}", NO_UTF_8)
+    with pytest.raises(ConfigError, match=rf"^CAIRN_{name} \(.*\): must be valid UTF-8"):
+        load()
+
+
+@pytest.mark.parametrize("value", ['"/m\\ud800"', '["a", "\\udfff"]', '"/m\\0"'])
+def test_a_file_that_spells_no_text(value, tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_text(f"served-model-name: {value}\n")
+    with pytest.raises(ConfigError, match=r"served_model_name \(--served-model-name\): must ") as caught:
+        load("m", "--config", str(file))
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize("flag", ["--allowed-origins", "--allowed-headers", "--default-chat-template-kwargs"])
+def test_json_that_spells_no_text(flag):
+    text = '{"a": ["\\ud800"]}' if "kwargs" in flag else '["\\ud800"]'
+    with pytest.raises(ConfigError, match=f"^{flag}: must be"):
+        load("m", flag, text)
+
+
+def test_a_file_is_utf_8_whatever_the_locale(tmp_path):
+    file = tmp_path / "serve.yaml"
+    file.write_bytes("model: m  # mod\u00e8le\n".encode())
+    script = (
+        "import sys; from pathlib import Path; from cairn.settings.serve import read_settings_file; "
+        "print(read_settings_file(Path(sys.argv[1]))[0])"
+    )
+    environ = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", script, str(file)]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=20, check=True)
+    assert done.stdout == "{'model': 'm'}\n"
+
+
+def test_a_long_word_behind_a_key_is_no_folder():
+    with pytest.raises(ConfigError, match=r"^MODEL is missing"):
+        load("--api-key", "a", "x" * 300)

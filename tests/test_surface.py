@@ -171,7 +171,7 @@ EXPORTED = {
     "cairn.settings.images": "MAX_IMAGES image_limit media_domains",
     "cairn.server.images": "MediaConnector",
     "cairn.settings.kv": "KvEventsSettings KvTransferExtra KvTransferSettings check_secret_file "
-    "kv_events_settings kv_transfer_settings peer_names side_channel",
+    "free_side_channel_port kv_events_settings kv_transfer_settings peer_names side_channel",
 }
 
 

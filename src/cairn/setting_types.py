@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, ByteSize, Field, StringCon
 from pydantic_settings import NoDecode
 
 from cairn.errors import ConfigError
+from cairn.paths import is_unicode
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 _COUNT = re.compile(r"\s*([0-9]{1,18})(\.[0-9]{1,18})?([kKmMgGtT])\s*")
@@ -89,7 +90,8 @@ def _check_texts(text: str) -> str:
 
 def _check_object(text: str) -> str:
     try:
-        is_object = isinstance(json.loads(text), dict)
+        found = json.loads(text)
+        is_object = isinstance(found, dict) and is_unicode(json.dumps(found, ensure_ascii=False))
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:
@@ -172,7 +174,7 @@ def list_entries(text: str) -> list[str] | None:
             entries = json.loads(text)
         except (ValueError, RecursionError):
             return None
-    if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
+    if not isinstance(entries, list) or not all(isinstance(entry, str) and is_unicode(entry) for entry in entries):
         return None
     return [entry.strip() for entry in entries]
 

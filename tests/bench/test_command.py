@@ -65,6 +65,13 @@ def test_a_load_on_completions(echo_server, tmp_path, monkeypatch, capsys):
         assert {path.name for path in tmp_path.iterdir()} == {"r.json", "r.ttft.png", "r.cached.png"}
 
 
+@pytest.mark.parametrize("folder", ["/proc/results", "/dev/null/results"])
+def test_a_result_that_could_not_be_written_is_told_before_the_load(folder, capsys):
+    """No server is there either, and it would have been asked first."""
+    assert bench("http://127.0.0.1:9", "--save-result", "--result-dir", folder) == 2
+    assert f"--result-dir {folder} cannot be made" in capsys.readouterr().err
+
+
 def test_a_chat_that_grows(echo_server, tmp_path, capsys):
     words = ["--endpoint", "/v1/chat/completions", "--dataset-name", "chat", "--num-prompts", "9", "--chat-turns", "3"]
     sizes = ["--chat-system-len", "8", "--chat-user-len", "4", "--chat-output-len", "300", "--max-concurrency", "2"]

@@ -86,6 +86,13 @@ def test_eos_is_ignored_where_lengths_are_made_up():
     [
         ([], "http://127.0.0.1:8000/v1/completions", "completions", "openai"),
         (["--host", "::1", "--port", "9"], "http://[::1]:9/v1/completions", "completions", "openai"),
+        (["--host", "fe80::1%eth0"], "http://[fe80::1%eth0]:8000/v1/completions", "completions", "openai"),
+        (
+            ["--base-url", "http://[fe80::1%25eth0]:9"],
+            "http://[fe80::1%eth0]:9/v1/completions",
+            "completions",
+            "openai",
+        ),
         (["--base-url", "https://x/"], "https://x/v1/completions", "completions", "openai"),
         (["--base-url", "http://x/v1"], "http://x/v1/completions", "completions", "openai"),
         (["--base-url", "http://x/api/v1"], "http://x/api/v1/completions", "completions", "openai"),

@@ -151,7 +151,11 @@ def test_the_reference_scores_as_it_generates(model):
 
 @pytest.mark.parametrize(
     ("flags", "text"),
-    [(["--output", "x.json"], "--generate"), (["--generate", "--output", "no/such/folder/x.json"], "no folder")],
+    [
+        (["--output", "x.json"], "--generate"),
+        (["--generate", "--output", "no/such/folder/x.json"], "no folder"),
+        (["--generate", "--output", "/"], "--output / cannot be written: Is a directory"),
+    ],
 )
 def test_bad_flags(model, flags, text, capsys):
     assert main(["check", *flags, str(model)]) == 2

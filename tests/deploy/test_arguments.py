@@ -114,3 +114,16 @@ def test_prefill_replicas_hand_over_by_nixl_unless_told_otherwise():
     told = load_ray_settings({"model": "m", "num_prefill_replicas": 1, "kv_transfer_config": "{}"})
     assert told.with_transfers().kv_transfer_config == "{}"
     assert load_ray_settings(pools.as_arguments()) == pools
+
+
+def test_what_kubernetes_sets_for_a_service_is_no_port(monkeypatch):
+    monkeypatch.setenv("CAIRN_PORT", "tcp://10.0.0.1:8000")
+    assert load_ray_settings({"model": "m"}).model == "m"
+    monkeypatch.setenv("CAIRN_PORT", "tcp://")
+    with pytest.raises(ConfigError, match="CAIRN_PORT"):
+        load_ray_settings({"model": "m"})
+
+
+def test_arguments_that_are_no_text():
+    with pytest.raises(ConfigError, match=r"^application arguments: MODEL: must be valid UTF-8"):
+        load_ray_settings({"model": "/m\udcff"})

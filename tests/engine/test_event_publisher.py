@@ -15,7 +15,7 @@ from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import KvEventsConfig
 from cairn.engine.core import Core
-from cairn.engine.event_publisher import EventPublisher, encode_event
+from cairn.engine.event_publisher import EventPublisher, check_endpoints, encode_event
 from cairn.errors import ConfigError
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
@@ -177,3 +177,32 @@ def test_a_core_publishes_the_blocks_that_can_be_hit(pair):
         pass
     removed = [event for _, (_, found, _) in batches for event in found if event["type"] == "BlockRemoved"]
     assert sum(len(event["block_hashes"]) for event in removed) == 6
+
+
+def has_ipv6() -> bool:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(not has_ipv6(), reason="this machine has no IPv6")
+def test_an_address_in_brackets_is_listened_on():
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+        endpoint = f"tcp://[::1]:{free.getsockname()[1]}"
+    EventPublisher(KvEventsConfig(endpoint=endpoint)).close()
+
+
+@pytest.mark.parametrize("name", ["endpoint", "replay_endpoint"])
+def test_addresses_are_tried_before_anything_is_loaded(name):
+    config = KvEventsConfig(endpoint=free_endpoint(), replay_endpoint=free_endpoint())
+    for _ in range(2):  # the first time has let go of both
+        check_endpoints(config)
+    for wrong in ("tcp://nowhere", "ipc:///no/such/folder/x", "carrier-pigeon://a"):
+        with pytest.raises(ConfigError, match=r"^--kv-events-config: cannot bind"):
+            check_endpoints(config.model_copy(update={name: wrong}))
+    with zmq.Context() as context, context.socket(zmq.PUB) as taken:
+        taken.bind(getattr(config, name))
+        with pytest.raises(ConfigError, match=r"^--kv-events-config: cannot bind"):
+            check_endpoints(config)

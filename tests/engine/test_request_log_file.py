@@ -11,7 +11,7 @@ import pytest
 from logged import LoggedServer, hits_by_name, logged_hits, replayed
 
 from cairn.cache.sequence_blocks import Namespace
-from cairn.engine.request_log.file import MAX_ENTRIES, LogFile
+from cairn.engine.request_log.file import MAX_ENTRIES, LogFile, check_log_file
 from cairn.engine.request_log.lines import LogEntry, LogLines
 from cairn.engine.request_log.log import RequestLog
 from cairn.errors import ConfigError
@@ -262,3 +262,45 @@ def test_nothing_is_kept_of_requests_that_have_ended(tmp_path):
     # it never had pages: that is all that there is to tell
     (waited,) = [line for line in told if "scheduled" not in line]
     assert waited["id"] == "r4" and waited["finish"] == "abort" and waited["steps"] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("none/log", "No such file or directory"),
+        ("file/log", "Not a directory"),
+        ("folder", "it is there, and no regular file"),
+        ("link", "it is there, and no regular file"),
+        ("rotated", "rotated.1 is a folder"),
+        ("x" * 256, "File name too long"),
+        ("x" * 254, "File name too long"),
+    ],
+)
+def test_a_log_that_cannot_be_is_found_without_one(name, reason, tmp_path):
+    for folder in ("folder", "rotated.1"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ConfigError, match=f"^--request-log {tmp_path / name}: cannot be written: .*{reason}"):
+        check_log_file(tmp_path / name)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_looking_for_a_log_changes_nothing(tmp_path):
+    path = tmp_path / "log"
+    check_log_file(path)
+    assert not path.exists()
+    path.write_text("kept")
+    check_log_file(path)
+    assert path.read_text() == "kept" and [each.name for each in tmp_path.iterdir()] == ["log"]
+
+
+def test_another_users_file_where_only_owners_rename(tmp_path, monkeypatch):
+    path = tmp_path / "log"
+    path.touch()
+    monkeypatch.setattr("os.geteuid", lambda: os.getuid() + 12345)
+    check_log_file(path)
+    tmp_path.chmod(0o1777)
+    with pytest.raises(ConfigError, match="it is another user's"):
+        check_log_file(path)

@@ -11,6 +11,7 @@ from cairn.engine.contract import (
     GenerateOutput,
     KvTransferConfig,
     PrefixCacheStats,
+    RequestLogConfig,
     TokenLogprobs,
     TransferReport,
 )
@@ -274,3 +275,18 @@ def test_log_probabilities_of_one_request_are_bounded(fields, param):
     with pytest.raises(InvalidRequest) as raised:
         check_request(request(**fields))
     assert raised.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("model", "/cache/m\udcff"),
+        ("tokenizer", "/cache/t\udcff"),
+        ("request_log", RequestLogConfig(path="/logs/\udcff/log")),
+        ("kv_transfer", KvTransferConfig(secret_file="/run/\udcff")),
+    ],
+)
+def test_a_folder_that_is_no_text_is_named(field, value):
+    """A cache or a working directory may be called so, whatever the settings say."""
+    with pytest.raises(ConfigError, match=f"^{field}: must be valid UTF-8"):
+        encode_config(EngineConfig(model="m").model_copy(update={field: value}))

@@ -16,6 +16,7 @@ from cairn.errors import ConfigError
 from cairn.http.web_server import parse_trusted_proxies
 from cairn.proxy.options import ProxyOptions
 from cairn.settings.proxy import add_proxy_flags, load_proxy_settings
+from cairn.settings.sources import warn_of_service_links
 
 SERVERS = ("--prefill", "http://p:1", "--decode", "http://d:2")
 
@@ -70,6 +71,19 @@ def test_variables(monkeypatch):
     options = load("--decode", "http://d:4")
     assert (options.prefill, options.decode) == (["http://a:1", "http://b:2"], ["http://d:4"])
     assert options.api_key == ["k"]
+
+
+def test_what_kubernetes_sets_for_a_service_is_no_port(monkeypatch, caplog):
+    monkeypatch.setenv("CAIRN_PROXY_PORT", "tcp://10.0.0.1:8000")
+    options = load(*SERVERS)
+    warn_of_service_links(options)
+    assert options.port == 8000
+    (record,) = caplog.records
+    assert "CAIRN_PROXY_PORT=tcp://10.0.0.1:8000 has no effect" in record.getMessage()
+    assert "a Service named cairn-proxy." in record.getMessage()
+    monkeypatch.setenv("CAIRN_PROXY_PORT", "tcp:8000")
+    with pytest.raises(ConfigError, match=r"^CAIRN_PROXY_PORT \(--port\): "):
+        load(*SERVERS)
 
 
 def test_several_api_keys(monkeypatch):

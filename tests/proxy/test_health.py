@@ -1,7 +1,9 @@
 """When a server counts as up, to the second."""
 
 import asyncio
+import socket
 
+import httpx
 import pytest
 
 from cairn.proxy.options import ProxyOptions
@@ -97,3 +99,14 @@ def test_a_bug_in_a_check_does_not_end_the_checks(checks, caplog):
 
     asyncio.run(asyncio.wait_for(watch(), 10))
     assert "a bug in the health checks" in caplog.text
+
+
+def test_the_log_has_an_address_that_clients_can_use(setting, caplog):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    caplog.set_level("INFO")
+    proxy = setting.proxy([], [setting.decode()], host="::1")
+    assert f"proxy on http://[::1]:{proxy.port}" in caplog.messages
+    assert httpx.get(f"http://[::1]:{proxy.port}/version", timeout=10, verify=False).status_code == 200

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from cairn.cli import main
 from cairn.errors import ConfigError
 from cairn.replay.command import POLICIES, add_replay_flags, run_replay
 from cairn.replay.layouts import sizes_for
@@ -176,7 +177,7 @@ def test_a_name_is_no_markup(name, tmp_path, capsys):
     path = tmp_path / "chats.jsonl"
     header = f'"unit": 16, "name": "{name}"'
     path.write_text(f'{{{header}}}\n{{"t": 0, "s": 0, "in": 64, "out": 16, "v": 1, "h": [[0, 4]]}}\n')
-    assert run(path, "--no-bounds") == 0
+    assert main(["replay", str(path), "--no-bounds"]) == 0
     assert name.split("\\")[0] in capsys.readouterr().out
 
 
@@ -202,6 +203,13 @@ def test_a_folder_that_is_not_there_is_told_before_the_replay(flag, tmp_path):
     """No trace is there either, and it would have been read first."""
     with pytest.raises(ConfigError, match=f"{flag} .*out.svg cannot be written: there is no folder"):
         run(tmp_path / "no trace", flag, tmp_path / "none" / "out.svg")
+
+
+def test_a_file_that_cannot_be_written_is_told_before_the_replay(tmp_path):
+    folder = tmp_path / "out.svg"
+    folder.mkdir()
+    with pytest.raises(ConfigError, match=r"--json .*out\.svg cannot be written: Is a directory"):
+        run(tmp_path / "no trace", "--json", folder)
 
 
 @pytest.mark.parametrize("layout", ["", "/dev/zero"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import time
 
 import msgspec
@@ -330,3 +331,17 @@ def test_it_runs_beside_other_work_until_it_is_cancelled(wire):
             await running
 
     asyncio.run(main())
+
+
+def test_a_publisher_at_an_address_in_brackets():
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6) as free:
+            endpoint = f"tcp://[::1]:{free.getsockname()[1]}"
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    publisher = EventPublisher(KvEventsConfig(endpoint=endpoint))
+    with zmq.Context() as context:
+        subscriber = KvEventSubscriber("a", PrefixIndex(10), endpoint, None, "", ManualClock(), context=context)
+        until(lambda: (subscriber.receive(), subscriber.connected)[1])
+        subscriber.close()
+    publisher.close()

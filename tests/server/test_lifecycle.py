@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 
+import httpx
 import openai
 import pytest
 
@@ -208,3 +209,15 @@ def test_a_bug_is_a_500_that_tells_nothing(serve, caplog):
     assert response.status_code == 500 and "secret" not in response.text
     assert response.json()["error"]["type"] == "InternalServerError"
     assert server.get("/health").status_code == 200
+
+
+def test_the_log_has_an_address_that_clients_can_use(serve, caplog):
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    caplog.set_level("INFO")
+    server = serve({"host": "::1"})
+    url = f"http://[::1]:{server.port}"
+    assert f"serving echo on {url}" in caplog.messages
+    assert httpx.get(f"{url}/health", timeout=10, verify=False).status_code == 200

@@ -26,7 +26,7 @@ from cairn.bench.flags import (
 )
 from cairn.bench.load import LoadGenerator, LoadResult
 from cairn.bench.plots import plot_cached_share, plot_first_tokens
-from cairn.bench.report import compare_results, make_result, save_result, table_lines
+from cairn.bench.report import check_result_file, compare_results, make_result, save_result, table_lines
 from cairn.errors import ConfigError
 from cairn.http.cookies import no_cookies
 
@@ -54,6 +54,9 @@ def run_bench(arguments: argparse.Namespace, tokenizer: Path | None = None) -> i
 
 def _serve(arguments: argparse.Namespace, tokenizer: Path | None) -> int:
     endpoint, goals = make_endpoint(arguments), parse_goals(arguments.goodput)
+    if arguments.save_result or arguments.append_result:
+        folder = arguments.result_dir or Path()
+        check_result_file(folder / (arguments.result_filename or f"{arguments.label or 'result'}.json"))
     metadata, limit = parse_pairs(arguments.metadata, "--metadata"), max_open_requests(arguments.max_concurrency)
     workload = make_workload(arguments, endpoint.kind, tokenizer)
     endpoint = replace(endpoint, ignore_eos=workload.ignore_eos)

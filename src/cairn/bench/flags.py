@@ -15,6 +15,7 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
+from cairn.addresses import make_url
 from cairn.bench.client import Endpoint
 from cairn.bench.datasets import (
     Chats,
@@ -58,6 +59,7 @@ _DEFAULT_PROMPTS = 1000
 _MAX_OPEN = 4096
 _SPARE_FILES = 64
 _HEADER_VALUE = re.compile(r"[\x20-\x7e]*")
+_ZONE = re.compile(r"(?<=\[)([0-9A-Fa-f:.]+)%25")
 _HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
 _SAMPLING = (
     *("temperature", "top_p", "min_p", "top_k"),
@@ -274,8 +276,9 @@ class Workload:
 
 def make_endpoint(arguments: argparse.Namespace) -> Endpoint:
     """Raises ConfigError naming the flag."""
-    host = f"[{arguments.host}]" if ":" in arguments.host and arguments.host[0] != "[" else arguments.host
-    base = (arguments.base_url if arguments.base_url is not None else f"http://{host}:{arguments.port}").rstrip("/")
+    given = arguments.base_url if arguments.base_url is not None else make_url("http", arguments.host, arguments.port)
+    # httpx takes the zone of an address as it is, and not as URLs write it
+    base = _ZONE.sub(r"\1%", given.rstrip("/"))
     try:
         url = httpx.URL(base)
     except httpx.InvalidURL as error:

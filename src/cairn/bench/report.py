@@ -19,6 +19,7 @@ from cairn.bench.client import RequestRecord
 from cairn.bench.load import LoadResult
 from cairn.bench.plots import plot_comparison
 from cairn.errors import ConfigError
+from cairn.paths import check_output_file
 
 METRICS = MappingProxyType(
     {
@@ -207,6 +208,15 @@ def _latency_keys(metric: str, names: Iterable[str]) -> list[str]:
 def _latency_title(key: str) -> str:
     parts = key.split("_")
     return f"{parts[0].capitalize()} {METRICS[parts[-2]][0]}"
+
+
+def check_result_file(path: Path) -> None:
+    """Makes its folder. Raises ConfigError naming the flags for a file that `save_result` could not write."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--result-dir {path.parent} cannot be made: {error.strerror}") from error
+    check_output_file("--result-dir, --result-filename:", path)
 
 
 def save_result(result: Mapping[str, Any], path: Path, *, append: bool) -> None:

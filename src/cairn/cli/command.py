@@ -4,16 +4,18 @@ Heavy imports wait until their command is chosen: `cairn --help` needs neither t
 """
 
 import argparse
+import io
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from cairn import __version__
 from cairn.cli.run import find_served_model, load_model_tokenizer, run_generation_check, run_proxy, run_server
 from cairn.cli.words import rewrite_words
 from cairn.errors import CairnError, ConfigError
+from cairn.paths import check_encoding, check_output_file, check_working_folder
 
 if TYPE_CHECKING:
     from cairn.cli.run import LoadTokenizer
@@ -30,6 +32,17 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see `{self.prog} --help`)\n")
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's, which subcommands are parsed by, too. Words may be paths, and cannot be any bytes."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        for action in self._actions:
+            try:
+                check_encoding(getattr(parsed, action.dest, None))
+            except ValueError as error:
+                # the word itself may be a key
+                self.error(f"{'/'.join(action.option_strings) or action.metavar}: {error}")
+        return parsed, rest
+
 
 def main(
     arguments: Sequence[str] | None = None,
@@ -42,6 +55,8 @@ def main(
 
     `core` and `load_tokenizer` replace the engine that `serve` runs, `find_model` what MODEL means to it.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # text may have what the terminal's alphabet has not
     try:
         words = rewrite_words(sys.argv[1:] if arguments is None else arguments)
         return _run(words, core, load_tokenizer, find_model)
@@ -69,25 +84,31 @@ def _run(
             from cairn.settings.serve import add_flags, load_settings
 
             source = add_flags(serve)
-            return run_server(load_settings(parser.parse_args(arguments), source), core, load_tokenizer, find_model)
+            return run_server(load_settings(_parse(parser, arguments), source), core, load_tokenizer, find_model)
         case ["proxy"]:
             from cairn.settings.proxy import add_proxy_flags, load_proxy_settings
 
             proxy_source = add_proxy_flags(proxy)
-            return run_proxy(load_proxy_settings(parser.parse_args(arguments), proxy_source))
+            return run_proxy(load_proxy_settings(_parse(parser, arguments), proxy_source))
         case ["replay"]:
             from cairn.replay.command import add_replay_flags, run_replay
 
             add_replay_flags(replay)
-            return run_replay(parser.parse_args(arguments))
+            return run_replay(_parse(parser, arguments))
         case ["bench"]:
             from cairn.bench.command import add_bench_flags, run_bench
 
             add_bench_flags(bench)
-            asked = parser.parse_args(arguments)
+            asked = _parse(parser, arguments)
             return run_bench(asked, _find_tokenizer(asked))
-    parsed = parser.parse_args(arguments)
+    parsed = _parse(parser, arguments)
     return _make_model(parsed) if parsed.command == "make-model" else _check(parsed, core, load_tokenizer)
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: list[str]) -> argparse.Namespace:
+    parsed = parser.parse_args(arguments)
+    check_working_folder()
+    return parsed
 
 
 def _parser() -> tuple[argparse.ArgumentParser, ...]:
@@ -251,8 +272,8 @@ def _check(parsed: argparse.Namespace, core: str, load_tokenizer: "LoadTokenizer
 
     if parsed.output is not None and not parsed.generate:
         raise ConfigError("--output: what is written there is found with --generate: add it")
-    if parsed.output is not None and not parsed.output.parent.is_dir():
-        raise ConfigError(f"--output: there is no folder {parsed.output.parent}")
+    if parsed.output is not None:
+        check_output_file("--output", parsed.output)
     source = _source(parsed, parsed.model, "MODEL")
     folder, headers = (find_checkpoint(source), None) if parsed.generate else find_headers(source)
     names = {one.name for one in fields(CheckSettings)}

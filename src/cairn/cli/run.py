@@ -61,7 +61,7 @@ def prepare_server(
     from cairn.engine.client import CoreClient, EngineDeadlines
     from cairn.engine.process import ProcessTransport
     from cairn.engine.sizing import choose_cpu_threads
-    from cairn.server.generation_config import load_default_sampling
+    from cairn.server.generation_config import check_default_sampling, load_default_sampling
     from cairn.server.openai.prompts import parse_template_kwargs
     from cairn.server.options import ServerLimits
 
@@ -70,11 +70,13 @@ def prepare_server(
     template_kwargs = parse_template_kwargs(settings.default_chat_template_kwargs)
     asked, images = engine_config(settings), image_options(settings)
     max_cpu_isa(os.environ)
+    source, overrides = settings.generation_config, settings.override_generation_config
+    check_default_sampling(source, overrides)
+    check_outlets(asked)
     num_threads = choose_cpu_threads(settings.cpu_threads, settings.tensor_parallel_size, os.environ)
     # huggingface_hub's, a line per request
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     config = asked.model_copy(update={"model": find_model(settings), "tokenizer": _find_tokenizer(settings)})
-    source, overrides = settings.generation_config, settings.override_generation_config
     defaults = load_default_sampling(source, overrides, Path(config.model))
 
     def create_engine() -> CoreClient:
@@ -96,10 +98,12 @@ def run_server(
     from cairn.http.tls import check_tls
     from cairn.http.web_server import create_server_socket, parse_trusted_proxies, raise_descriptor_limit
     from cairn.server.run import HttpServer, tls_options
+    from cairn.settings.sources import warn_of_service_links
 
     start_log(settings.log_level)
     raise_descriptor_limit()
     warn(settings)
+    warn_of_service_links(settings)
     parse_trusted_proxies(settings.forwarded_allow_ips)
     create_server_socket(settings.host, settings.port).close()
     check_tls(tls_options(settings))
@@ -121,9 +125,11 @@ def run_server(
 def run_proxy(settings: "ProxySettings") -> int:
     from cairn.http.web_server import raise_descriptor_limit
     from cairn.proxy.app import ProxyServer
+    from cairn.settings.sources import warn_of_service_links
 
     start_log(settings.log_level)
     raise_descriptor_limit()
+    warn_of_service_links(settings)
     # Two lines per forwarded request are the proxy's own metrics, told worse.
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
@@ -163,7 +169,11 @@ def run_generation_check(report: "CheckReport", output: Path | None, core: str, 
     found = check_generation(report.folder, report.dtype, asked.quantization, engine, console)
     console.print(render_generation(found))
     if output is not None:
-        output.write_text(json.dumps(found.as_json(), indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(found.as_json(), indent=2, ensure_ascii=False) + "\n"
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from error
     return 1 if found.problems else 0
 
 
@@ -210,6 +220,23 @@ def _find_tokenizer(settings: "ServeSettings") -> str | None:
     source = ModelSource(settings.tokenizer, settings.tokenizer_revision, settings.download_dir, "--tokenizer")
     found = find_tokenizer(source)
     return str(found.parent if found.is_file() else found)
+
+
+def check_outlets(config: "EngineConfig") -> None:
+    """Raises ConfigError for a file that the engine could not write, and for an address that it could not listen on:
+    it would find out only when the model is loaded. Nothing there is changed."""
+    if config.request_log is not None:
+        from cairn.engine.request_log.file import check_log_file
+
+        check_log_file(Path(config.request_log.path))
+    if config.kv_events is not None:
+        from cairn.engine.event_publisher import check_endpoints
+
+        check_endpoints(config.kv_events)
+    if config.kv_transfer is not None:
+        from cairn.engine.transfers.side_channel import create_listener
+
+        create_listener(config.kv_transfer.host, config.kv_transfer.port).close()
 
 
 def read_chat_template(given: str | None) -> str | None:

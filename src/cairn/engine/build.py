@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from cairn.addresses import join_host_port
 from cairn.cache.events import BlockEvents
 from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
@@ -100,7 +101,7 @@ def build_core(
     vocab_size, eos_token_ids = info.vocab_size, opened.eos_token_ids(tokenizer.eos_token_id)
     transfer = _build_transfer(config, opened, ranks, info.cache.num_pages, device, clock, make_link)
     image_keys = _image_keys(ranks.own, opened, tokenizer)
-    side_channel = None if transfer is None else f"{transfer.host}:{transfer.side_port}"
+    side_channel = None if transfer is None else join_host_port(transfer.host, transfer.side_port)
     info = msgspec.structs.replace(info, reads_images=image_keys is not None, side_channel=side_channel)
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None

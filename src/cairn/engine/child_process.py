@@ -78,7 +78,7 @@ class ChildProcess:
         try:
             self.socket.bind(address)
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stderr=stderr, env=environ)
-        except zmq.ZMQError as error:
+        except (zmq.ZMQError, UnicodeEncodeError) as error:
             self.socket.close()
             raise ConfigError(f"no socket can be made at {address}: {error}; set TMPDIR to another place") from error
         except BaseException:

@@ -53,6 +53,35 @@ def encode_event(event: Event, encoding: str) -> dict[str, object] | list[object
     return fields if encoding == "map" else list(fields.values())
 
 
+def check_endpoints(config: KvEventsConfig) -> None:
+    """Bind both addresses and let go of them again. Raises ConfigError when one cannot be had."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    for each in _bind_sockets(context, config):
+        each.close(linger=0)
+    # returns when the addresses are free
+    context.term()
+
+
+def _bind_sockets(context: "zmq.Context[zmq.Socket[bytes]]", config: KvEventsConfig) -> "list[zmq.Socket[bytes]]":
+    """The one for events and perhaps the one for replays. Raises ConfigError, after destroying the context."""
+    sockets = []
+    for kind, endpoint in ((zmq.PUB, config.endpoint), (zmq.ROUTER, config.replay_endpoint)):
+        if endpoint is None:
+            continue
+        socket = context.socket(kind)
+        socket.setsockopt(zmq.SNDHWM, config.hwm)
+        socket.setsockopt(zmq.MAXMSGSIZE, 64)  # requests are eight bytes
+        if "[" in endpoint:
+            socket.setsockopt(zmq.IPV6, 1)
+        try:
+            socket.bind(endpoint)
+        except zmq.ZMQError as error:
+            context.destroy(linger=0)
+            raise ConfigError(f"--kv-events-config: cannot bind {endpoint}: {error}") from error
+        sockets.append(socket)
+    return sockets
+
+
 class EventPublisher:
     """Collects the events of a step (`publish`) and sends them as one batch (`flush`).
 
@@ -69,9 +98,7 @@ class EventPublisher:
         self._number = 0
         self._stopping = threading.Event()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets = [self._bind(zmq.PUB, config.endpoint)]
-        if config.replay_endpoint is not None:
-            self._sockets.append(self._bind(zmq.ROUTER, config.replay_endpoint))
+        self._sockets = _bind_sockets(self._context, config)
         self._thread = threading.Thread(target=self._run, name="cairn-kv-events", daemon=True)
         self._thread.start()
 
@@ -99,17 +126,6 @@ class EventPublisher:
         self._stopping.set()
         self._thread.join(5)
         self._context.destroy(linger=500)
-
-    def _bind(self, kind: int, endpoint: str) -> "zmq.Socket[bytes]":
-        socket = self._context.socket(kind)
-        socket.setsockopt(zmq.SNDHWM, self._config.hwm)
-        socket.setsockopt(zmq.MAXMSGSIZE, 64)  # requests are eight bytes
-        try:
-            socket.bind(endpoint)
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            raise ConfigError(f"--kv-events-config: cannot bind {endpoint}: {error}") from error
-        return socket
 
     def _run(self) -> None:
         sent: deque[tuple[int, bytes]] = deque(maxlen=self._config.buffer_steps)

@@ -28,7 +28,7 @@ from cairn.engine.wire import (
     frames_from_core,
     frames_to_core,
 )
-from cairn.errors import EngineDead, Overloaded
+from cairn.errors import ConfigError, EngineDead, Overloaded
 
 __all__ = ["ProcessTransport"]
 
@@ -61,8 +61,12 @@ class ProcessTransport:
         return None if self._child is None else self._child.process.pid
 
     async def start(self, receive: Callable[[FromCore], None], fail: Callable[[str], None]) -> EngineInfo:
+        config = encode_config(self._config)
         self._context = zmq.asyncio.Context()
-        self._folder = Path(tempfile.mkdtemp(prefix="cairn-"))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="cairn-"))
+        except OSError as error:
+            raise ConfigError(f"no folder for sockets can be made: {error.strerror}; set TMPDIR to a place") from error
         self._child = ChildProcess(
             "the engine core",
             "cairn.engine.worker",
@@ -72,7 +76,7 @@ class ProcessTransport:
             environ={**os.environ, **thread_variables(self._threads, os.environ)},
         )
         socket, ended = self._child.socket, _wait_exit(self._child)
-        self._post(encode_config(self._config))
+        self._post(config)
         self._tasks.append(asyncio.create_task(self._write(socket)))
         info = await self._receive_ready(socket, ended)
         self._tasks.append(asyncio.create_task(self._report_exit(ended, fail)))

@@ -34,6 +34,7 @@ from cairn.errors import (
     QueueFull,
     RequestError,
 )
+from cairn.paths import check_encoding
 
 MAX_FRAME_BYTES = 64 << 20
 """No frame is larger; sockets refuse one that claims to be. Room for a prompt of eight million tokens."""
@@ -205,7 +206,12 @@ def frames_from_core() -> Frames[FromCore]:
 
 
 def encode_config(config: EngineConfig) -> bytes:
-    """The first frame to the core."""
+    """The first frame to the core. Raises ConfigError for a path that is no UTF-8, as a cache's folder may be."""
+    for name, value in config.model_dump().items():
+        try:
+            check_encoding(value)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}: {value!r}") from None
     return config.model_dump_json().encode()
 
 

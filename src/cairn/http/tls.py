@@ -35,7 +35,7 @@ def check_tls(options: TlsOptions | None) -> None:
     if options.ca_certs is not None:
         try:
             context.load_verify_locations(options.ca_certs)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise ConfigError(f"--ssl-ca-certs {options.ca_certs}: cannot be used: {error}") from None
     if options.ciphers is not None:
         try:

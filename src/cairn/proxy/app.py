@@ -13,6 +13,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from cairn import __version__
+from cairn.addresses import make_url
 from cairn.errors import RequestError
 from cairn.http.application import http_application
 from cairn.http.clients import get_client_address
@@ -249,7 +250,7 @@ class ProxyServer(DrainingServer):
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             await wait_until_started(server, serving, listener)
-            logger.info("proxy on http://%s:%d", self._options.host, port)
+            logger.info("proxy on %s", make_url("http", self._options.host, port))
             for pool in service.pools:
                 logger.info("%s servers: %d of %d are up", pool.name, pool.num_up, len(pool.upstreams))
             if on_ready is not None:

@@ -1,7 +1,6 @@
 """`cairn replay`: a trace through the cache under several policies and budgets, as a table, as JSON and as a plot."""
 
 import argparse
-import io
 import json
 import sys
 import time
@@ -21,6 +20,7 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy
 from cairn.errors import ConfigError
 from cairn.models.layer_sizes import ForwardSizes
+from cairn.paths import check_output_file
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
 from cairn.replay.replay import Replay
@@ -73,8 +73,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
     if arguments.per_request and arguments.json is None:
         raise ConfigError("--per-request goes into a file: name it with --json FILE")
     for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
-        if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"{flag} {path} cannot be written: there is no folder {path.parent}")
+        if path is not None:
+            check_output_file(flag, path)
     trace = read_trace(arguments.trace)
     log, max_tokens = trace.header, arguments.max_num_batched_tokens
     if max_tokens is None:
@@ -111,8 +111,6 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
 def _print_table(table: Table) -> None:
     """To a terminal as wide as that is, unless figures would be cut; into a file or a pipe all of it."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # names may have what the terminal's alphabet has not
     console = Console(width=None if sys.stdout.isatty() else FILE_WIDTH, markup=False, emoji=False, highlight=False)
     needed = Measurement.get(console, console.options.update(max_width=FILE_WIDTH), table).minimum
     console.width = max(console.width, needed)

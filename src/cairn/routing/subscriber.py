@@ -261,6 +261,8 @@ class KvEventSubscriber:
 
 
 def _connect(socket: "zmq.Socket[bytes]", endpoint: str, name: str) -> None:
+    if "[" in endpoint:
+        socket.setsockopt(zmq.IPV6, 1)
     try:
         socket.connect(endpoint)
     except zmq.ZMQError as error:

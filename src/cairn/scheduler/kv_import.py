@@ -12,6 +12,7 @@ import logging
 
 import numpy as np
 
+from cairn.addresses import join_host_port
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.request import Phase, Request
@@ -172,7 +173,7 @@ def _failed(state: SchedulerState, fetch: Fetch, failure: str) -> Request | None
         state.requeue(request)
         return None
     state.counters.failed_pulls += 1
-    where = f"{fetch.source.host}:{fetch.source.port}"
+    where = join_host_port(fetch.source.host, fetch.source.port)
     logger.warning("%s: its prompt could not be fetched from %s: %s", request.id, where, failure)
     state.counters.external_queries += request.num_prompt_tokens - (request.sequence.hit if request.sequence else 0)
     if state.config.on_load_failure == "recompute":

@@ -3,6 +3,7 @@ vLLM's `--generation-config` and `--override-generation-config`."""
 
 import json
 import logging
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,7 @@ def load_default_sampling(source: str, overrides: str | None, model: Path) -> di
 
     Raises ConfigError naming the file or the flag, and the field.
     """
-    found: dict[str, float] = {}
-    if source != "vllm":
-        path = (model if source == "auto" else Path(source)) / _FILE
-        if source != "auto" and not path.is_file():
-            raise ConfigError(f"--generation-config: there is no {path}: name a folder that has one, auto or vllm")
-        if path.is_file():
-            found = _read_fields(path.read_bytes(), str(path))
+    found = _read_folder(source, model)
     if overrides is not None:
         found |= _read_fields(overrides, "--override-generation-config")
     if "max_new_tokens" in found:
@@ -38,6 +33,28 @@ def load_default_sampling(source: str, overrides: str | None, model: Path) -> di
         named = ", ".join(f"{name} {value:g}" for name, value in found.items())
         logger.warning("requests that say nothing else are sampled with %s; --generation-config vllm ends that", named)
     return found
+
+
+def check_default_sampling(source: str, overrides: str | None) -> None:
+    """Raises as `load_default_sampling` does, but for what is wrong with the model's own file."""
+    if source != "auto":
+        _read_folder(source, Path())
+    if overrides is not None:
+        _read_fields(overrides, "--override-generation-config")
+
+
+def _read_folder(source: str, model: Path) -> dict[str, float]:
+    if source == "vllm":
+        return {}
+    path = (model if source == "auto" else Path(source)) / _FILE
+    if not os.path.isfile(path):
+        if source == "auto":
+            return {}
+        raise ConfigError(f"--generation-config: there is no {path}: name a folder that has one, auto or vllm")
+    try:
+        return _read_fields(path.read_bytes(), str(path))
+    except OSError as error:
+        raise ConfigError(f"--generation-config: {path} cannot be read: {error.strerror}") from error
 
 
 def _read_fields(text: str | bytes, where: str) -> dict[str, float]:

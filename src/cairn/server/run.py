@@ -10,6 +10,7 @@ import uvicorn
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cairn.addresses import make_url
 from cairn.engine.contract import EngineClient, TemplateValue
 from cairn.errors import ConfigError, Overloaded
 from cairn.http.connections import ConnectionDeadlines
@@ -123,8 +124,8 @@ class HttpServer(DrainingServer):
         app = create_app(service)
         async with app.router.lifespan_context(app):
             served.replace(app)
-            scheme, names = "http" if self._tls is None else "https", ", ".join(self._options.model_names)
-            logger.info("serving %s on %s://%s:%d", names, scheme, self._options.host, port)
+            url = make_url("http" if self._tls is None else "https", self._options.host, port)
+            logger.info("serving %s on %s", ", ".join(self._options.model_names), url)
             if on_ready is not None:
                 on_ready(port)
             await wait_first(serving, self._engine.wait_dead(), self._draining.wait())

@@ -6,7 +6,7 @@ Everything wrong ends in a ConfigError of one line that names the flag, the JSON
 import os
 import re
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -15,12 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cairn.engine.contract import KvEventsConfig, LeaseOptions
 from cairn.errors import ConfigError
 from cairn.setting_types import list_entries
+from cairn.settings.sources import is_service_link, warn_of_service_link
 
 __all__ = [
     "KvEventsSettings",
     "KvTransferExtra",
     "KvTransferSettings",
     "check_secret_file",
+    "free_side_channel_port",
     "kv_events_settings",
     "kv_transfer_settings",
     "peer_names",
@@ -92,14 +94,24 @@ def kv_transfer_settings(text: str | None) -> KvTransferSettings | None:
 
 def side_channel(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Where other servers ask for pages, host and port (0: any free one), from vLLM's variables; an empty one counts as
-    not set. Raises ConfigError."""
+    not set, and so does the port that Kubernetes sets for a Service of that name. Raises ConfigError."""
     host = environ.get(_HOST_VARIABLE) or "localhost"
     port = environ.get(_PORT_VARIABLE) or "5600"
+    if is_service_link(port):
+        warn_of_service_link(_PORT_VARIABLE, port, "Set it in the container's env")
+        port = "5600"
     if not _HOST.fullmatch(host):
         raise ConfigError(f"{_HOST_VARIABLE}: must be a host name or an address, not {host[:_SHOWN]!r}")
     if not _PORT.fullmatch(port) or int(port) > 65535:
         raise ConfigError(f"{_PORT_VARIABLE}: must be a port from 0 (any free one) to 65535, not {port[:_SHOWN]!r}")
     return host, int(port)
+
+
+def free_side_channel_port(environ: MutableMapping[str, str] = os.environ) -> None:
+    """Have `side_channel` take any free port unless a variable says which."""
+    port = environ.get(_PORT_VARIABLE) or None
+    if port is None or is_service_link(port):
+        environ[_PORT_VARIABLE] = "0"
 
 
 def peer_names(text: str | None) -> tuple[str, ...]:

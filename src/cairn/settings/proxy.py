@@ -4,19 +4,19 @@ import os
 from argparse import ArgumentParser, Namespace
 
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsConfigDict
+from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
 from cairn.errors import ConfigError
 from cairn.proxy.options import ProxyOptions
 from cairn.setting_types import LogLevel
-from cairn.settings.sources import add_setting_flags, flatten_words, read_settings
+from cairn.settings.sources import CommandSettings, add_setting_flags, flatten_words, read_settings
 
 __all__ = ["PROXY_ENV_PREFIX", "ProxySettings", "add_proxy_flags", "load_proxy_settings"]
 
 PROXY_ENV_PREFIX = "CAIRN_PROXY_"
 
 
-class ProxySettings(BaseSettings, ProxyOptions):
+class ProxySettings(CommandSettings, ProxyOptions):
     """Everything `cairn proxy` can be told."""
 
     model_config = SettingsConfigDict(env_prefix=PROXY_ENV_PREFIX, env_ignore_empty=True)

@@ -12,18 +12,13 @@ from typing import Any, Literal
 
 import yaml
 from pydantic import ByteSize, Field, PrivateAttr
-from pydantic_settings import (
-    BaseSettings,
-    CliSettingsSource,
-    PydanticBaseSettingsSource,
-    SettingsConfigDict,
-)
+from pydantic_settings import CliSettingsSource, SettingsConfigDict
 
 from cairn.engine.contract import EngineOptions
 from cairn.errors import ConfigError
 from cairn.server.options import ServerOptions
 from cairn.setting_types import Bytes, JsonText, ListText, LogLevel
-from cairn.settings.sources import add_setting_flags, flatten_words, last_words, read_settings
+from cairn.settings.sources import CommandSettings, add_setting_flags, flatten_words, last_words, read_settings
 from cairn.settings.vllm_flags import add_vllm_flags, check_vllm_line, ignored_flags
 
 __all__ = ["ENV_PREFIX", "ServeSettings", "add_flags", "load_settings"]
@@ -32,7 +27,7 @@ ENV_PREFIX = "CAIRN_"
 _MODEL_FLAG = "model_flag"
 
 
-class ServeSettings(BaseSettings, EngineOptions, ServerOptions):
+class ServeSettings(CommandSettings, EngineOptions, ServerOptions):
     """Everything `cairn serve` can be told. The constructor's keyword arguments are the YAML file's: they come last."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_ignore_empty=True, protected_namespaces=())
@@ -97,17 +92,6 @@ class ServeSettings(BaseSettings, EngineOptions, ServerOptions):
         """Flags of vLLM's that were given and change nothing here."""
         return self._without_effect
 
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return env_settings, init_settings
-
 
 def add_flags(parser: ArgumentParser) -> "CliSettingsSource[ServeSettings]":
     """Give the parser a flag for every setting, and those of vLLM's that have none here. The result reads what was
@@ -147,7 +131,7 @@ def _with_model(parsed: Namespace, from_file: Mapping[str, Any]) -> Namespace:
     if not words or os.environ.get(f"{ENV_PREFIX}MODEL") or from_file.get("model"):
         return flatten_words(parsed)
     for setting, word in words.items():
-        if setting != "api_key" or Path(word).is_dir():
+        if setting != "api_key" or os.path.isdir(word):
             return Namespace(**vars(flatten_words(parsed, without_last=setting)) | {"model": word})
     raise ConfigError(
         "MODEL is missing: all words behind --api-key are keys; name MODEL before it, as in "
@@ -158,7 +142,7 @@ def _with_model(parsed: Namespace, from_file: Mapping[str, Any]) -> Namespace:
 def read_settings_file(path: Path, model: type[ServeSettings] = ServeSettings) -> tuple[dict[str, Any], list[str]]:
     """The settings of `model`, and the flags of vLLM's that change nothing."""
     try:
-        content = yaml.safe_load(path.read_text())
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"--config {path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -1,16 +1,27 @@
 """Where settings come from: a flag wins over an environment variable, that over a file, and that over the default."""
 
 import json
+import logging
 import os
+import re
 from argparse import ArgumentParser, Namespace, _ArgumentGroup
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
+from pydantic import ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    EnvSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsError,
+)
 
 from cairn.errors import ConfigError
+from cairn.paths import check_encoding
 
 _KEYS = "api_key"
 _SIZES = "cudagraph_capture_sizes"
@@ -20,7 +31,72 @@ _SEVERAL: Mapping[str, str] = MappingProxyType({_KEYS: "KEY", "served_model_name
 _SHOWN = 80
 _SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType({"quantization": ("-q",), "tensor_parallel_size": ("-tp",)})
 
+_SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5}")
+
 Settings = TypeVar("Settings", bound=BaseSettings)
+
+logger = logging.getLogger(__name__)
+
+
+class VariablesSource(EnvSettingsSource):
+    """The environment, less what Kubernetes sets in it for a Service whose name looks like a setting's."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        value, key, is_complex = super().get_field_value(field, field_name)
+        return (None if _is_port(field_name) and is_service_link(value) else value), key, is_complex
+
+
+class CommandSettings(BaseSettings):
+    """What the settings of all commands have in common. The constructor's keyword arguments are a file's."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_encoding(cls, value: Any) -> Any:
+        check_encoding(value)
+        return value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return VariablesSource(settings_cls), init_settings
+
+
+def is_service_link(value: str | None) -> bool:
+    """Whether a variable NAME_PORT has what Kubernetes sets in pods for a Service NAME, as Docker's links did:
+    tcp://10.0.0.1:8000."""
+    return value is not None and _SERVICE_LINK.fullmatch(value) is not None
+
+
+def warn_of_service_link(variable: str, value: str, remedy: str) -> None:
+    """Say why a variable for which `is_service_link` is true has no effect. `remedy`: how to say the port."""
+    service = variable.removesuffix("_PORT").lower().replace("_", "-")
+    logger.warning(
+        "%s=%s has no effect: it is no port, but what Kubernetes sets in every pod for a Service named %s. %s; another "
+        "name of the Service, or enableServiceLinks: false in the pod's spec, ends this warning",
+        variable,
+        value,
+        service,
+        remedy,
+    )
+
+
+def warn_of_service_links(settings: BaseSettings) -> None:
+    """One warning for each setting that a Service's variable would have set, and that nothing else has."""
+    for name in type(settings).model_fields:
+        variable = settings.model_config["env_prefix"] + name.upper()
+        value = os.environ.get(variable, "")
+        if _is_port(name) and name not in settings.model_fields_set and is_service_link(value):
+            warn_of_service_link(variable, value, f"{flag_name(name)} says the port")
+
+
+def _is_port(setting: str) -> bool:
+    return setting == "port" or setting.endswith("_port")
 
 
 def add_setting_flags(parser: ArgumentParser, model: type[Settings]) -> "CliSettingsSource[Settings]":
@@ -83,7 +159,8 @@ def read_settings(
 
     Raises ConfigError with one line that names the flag, variable or key that is wrong and says what it takes.
     """
-    flags = {name: value for name, value in vars(parsed).items() if name in model.model_fields}
+    given = {name: value for name, value in vars(parsed).items() if value is not PydanticUndefined}
+    flags = {name: value for name, value in given.items() if name in model.model_fields}
     for name, value in flags.items():
         # An empty --api-key must not mean "no key"; the settings library would take the default.
         if value in ("", [""]) or (name in _SEVERAL and "" in value):

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -12,6 +11,7 @@ from ray import serve
 from starlette.types import ASGIApp
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
+from cairn.addresses import join_host_port
 from cairn.cli.run import engine_config, find_served_model, load_model_tokenizer, prepare_server, start_log, warn
 from cairn.deploy.ray.autoscaling import PRESSURE, engine_pressure
 from cairn.deploy.ray.exchange import AnswerHead, AsgiExchange, RelayedRequest
@@ -25,6 +25,7 @@ from cairn.server.app import create_app
 from cairn.server.images import MediaConnector
 from cairn.server.service import Service
 from cairn.server.stat_logger import format_startup_lines
+from cairn.settings.kv import free_side_channel_port
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,7 @@ class EngineReplica:
         raise_descriptor_limit()
         warn(settings)
         trusted = parse_trusted_proxies(settings.forwarded_allow_ips)
-        # one of this node's, whichever is free
-        os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")
+        free_side_channel_port()
         settings = with_kv_events(settings, ray.util.get_node_ip_address())
         self._events = engine_config(settings).kv_events
         setup = prepare_server(settings, core, load_model_tokenizer, find_served_model)
@@ -111,7 +111,6 @@ def with_kv_events(settings: RaySettings, host: str) -> RaySettings:
     with ExitStack() as stack:
         sockets = [stack.enter_context(create_server_socket(host, 0)) for _ in range(2)]
         ports = [one.getsockname()[1] for one in sockets]
-    shown = f"[{host}]" if ":" in host else host
-    addresses = [f"tcp://{shown}:{port}" for port in ports]
+    addresses = [f"tcp://{join_host_port(host, port)}" for port in ports]
     config = {"endpoint": addresses[0], "replay_endpoint": addresses[1]}
     return settings.model_copy(update={"kv_events_config": json.dumps(config)})

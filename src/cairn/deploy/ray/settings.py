@@ -7,12 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_settings import BaseSettings, EnvSettingsSource, PydanticBaseSettingsSource, SettingsError
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsError
 
 from cairn.errors import ConfigError
 from cairn.setting_types import Bytes
 from cairn.settings.serve import ENV_PREFIX, ServeSettings, read_settings_file, sort_settings
-from cairn.settings.sources import describe_error
+from cairn.settings.sources import VariablesSource, describe_error
 
 _TRANSFERS = '{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'
 _WHERE = "application arguments"
@@ -108,7 +108,7 @@ def load_ray_settings(args: Mapping[str, Any]) -> RaySettings:
     from_file, of_file = read_settings_file(Path(str(path)), RaySettings) if path else ({}, [])
     values, ignored = sort_settings(given, RaySettings, _WHERE)
     try:
-        settings = RaySettings(**from_file | EnvSettingsSource(RaySettings)() | values)
+        settings = RaySettings(**from_file | VariablesSource(RaySettings)() | values)
     except SettingsError as error:
         raise ConfigError(str(error)) from None
     except ValidationError as error:

@@ -4,9 +4,11 @@ FILE is readable by its owner alone. What was there at the start, and FILE once 
 what was FILE.1 is gone. Every file begins with the header and can be replayed by itself.
 """
 
+import contextlib
 import logging
 import os
 import stat
+import tempfile
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,10 +21,30 @@ MAX_ENTRIES = 1024
 MAX_TOKENS = 1 << 24
 """What may wait for the thread: requests, and tokens of theirs (8 bytes each)."""
 
+_NO_FILE = "it is there, and no regular file"
 _CLOSE_SECONDS = 5.0
 _LOOK_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
+
+
+def check_log_file(path: Path) -> None:
+    """Raises ConfigError where no log can be begun. What is there stays as it is."""
+    try:
+        # the file gets another name, and a new one takes its place: both are up to the folder
+        with tempfile.TemporaryFile(dir=path.parent):
+            folder = os.stat(path.parent)
+        with contextlib.suppress(FileNotFoundError):
+            found = os.lstat(path)
+            if not stat.S_ISREG(found.st_mode):
+                raise OSError(0, _NO_FILE)
+            if folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, found.st_uid):
+                raise OSError(0, "it is another user's, and the folder lets only its owner rename it")
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISDIR(os.lstat(f"{path}.1").st_mode):
+                raise OSError(0, f"{path}.1 is a folder")
+    except OSError as error:
+        raise ConfigError(f"--request-log {path}: cannot be written: {error.strerror}") from error
 
 
 class LogFile:
@@ -121,7 +143,7 @@ class LogFile:
         """A new file with a header. Raises OSError; then there is none."""
         if os.path.lexists(self._path):
             if not stat.S_ISREG(os.lstat(self._path).st_mode):
-                raise OSError(0, "it is there, and no regular file")
+                raise OSError(0, _NO_FILE)
             os.replace(self._path, f"{self._path}.1")
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self._path, flags, 0o600)

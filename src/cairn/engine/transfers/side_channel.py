@@ -119,13 +119,7 @@ class TlsSideChannel:
         self._num_accepted = 0
         self._resume_at: float | None = None
         self.dropped = 0
-        try:
-            self._listener = _listen(host, port)
-        except OSError as error:
-            raise ConfigError(
-                f"VLLM_NIXL_SIDE_CHANNEL_HOST {host}, VLLM_NIXL_SIDE_CHANNEL_PORT {port}: cannot be listened on: "
-                f"{error}; choose another port"
-            ) from error
+        self._listener = create_listener(host, port)
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._waker = Waker(lambda end: self._selector.register(end, selectors.EVENT_READ))
@@ -358,6 +352,17 @@ class _NameLookups:
         except (OSError, UnicodeError) as error:
             self._resolved.put((host, error))
         notify()
+
+
+def create_listener(host: str, port: int) -> socket.socket:
+    """A bound socket; port 0 takes a free one. Raises ConfigError that names the variables."""
+    try:
+        return _listen(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"VLLM_NIXL_SIDE_CHANNEL_HOST {host}, VLLM_NIXL_SIDE_CHANNEL_PORT {port}: cannot be listened on: "
+            f"{error}; choose another port"
+        ) from error
 
 
 def _listen(host: str, port: int) -> socket.socket:
