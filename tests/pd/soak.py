@@ -38,7 +38,8 @@ def main() -> int:
         with Progress(*columns, console=console) as progress:
             found["starts"] = _start(arguments, progress)
         if "failure" in found["starts"]:
-            faults = ()
+            console.print(found["starts"]["failure"], markup=False)
+            return 1
         with world_of(arguments.model) as world, Progress(*columns, console=console) as progress:
             whole = progress.add_task("all", total=len(faults) * arguments.rounds)
             for fault in faults:
@@ -52,9 +53,6 @@ def main() -> int:
         found["played"] = sum(each["rounds"] for each in found["faults"].values())
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(found, indent=2) + "\n")
-    if "failure" in found["starts"]:
-        console.print(found["starts"]["failure"], markup=False)
-        return 1
     failed = [(name, each) for name, each in found["faults"].items() if "failure" in each]
     for name, each in failed:
         console.print(f"{each['failure']}\nPlay it again: make soak SEED={arguments.seed} FROM={name}", markup=False)
