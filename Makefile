@@ -129,9 +129,10 @@ gpu-wheels: $(INSTALLED)
 test-long: $(NIXL)
 	@$(RUN) -m pytest -m long $(TEST_ARGS)
 
-# Rounds of every fault between real processes over NIXL: build/soak.json. ROUNDS, SEED and FROM=fault_name are optional.
+# Starts of servers with NIXL, then rounds of every fault between real processes over it: build/soak.json. STARTS, ROUNDS,
+# SEED and FROM=fault_name are optional.
 soak: $(MODEL)/config.json $(NIXL)
-	@PYTHONPATH=tests $(RUN) tests/pd/soak.py --model $(MODEL) --rounds $(or $(ROUNDS),20) --seed $(or $(SEED),0) --from "$(FROM)"
+	@PYTHONPATH=tests $(RUN) tests/pd/soak.py --model $(MODEL) --starts $(or $(STARTS),20) --rounds $(or $(ROUNDS),20) --seed $(or $(SEED),0) --from "$(FROM)"
 
 # Everything that clients do, for ten minutes, at one server that is too small for it: build/soak-server.json. SECONDS, SEED.
 soak-server: $(MODEL)/config.json

@@ -1,6 +1,8 @@
-"""Rounds of every fault over NIXL, and of every attack of strangers, for as long as it takes: `make soak`, or
+"""Starts of servers with NIXL, then rounds of every fault over NIXL, and of every attack of strangers, for as long as
+it takes: `make soak`, or
 
-    python tests/pd/soak.py [--model FOLDER] [--rounds 20] [--seed N] [--from FAULT] [--only FAULT] [--json FILE]
+    python tests/pd/soak.py [--model FOLDER] [--starts 20] [--rounds 20] [--seed N] [--from FAULT] [--only FAULT]
+                            [--json FILE]
 
 The processes live on from round to round unless the fault kills them. During an attack a plain request starts within a
 second of what it takes alone; after it pages, leases, descriptors, threads and memory are as they were. The first
@@ -18,6 +20,7 @@ import nixl_faults
 from nixl_world import World, world_of
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from server_starts import ServerStarts, StartFailed
 
 _ROUNDS_TO_STRIKE = 10
 _STRIDE = 1_000_000
@@ -32,6 +35,11 @@ def main() -> int:
     began = time.monotonic()
     columns = (TextColumn("{task.description:<34}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
+        with Progress(*columns, console=console) as progress:
+            found["starts"] = _start(arguments, progress)
+        if "failure" in found["starts"]:
+            console.print(found["starts"]["failure"], markup=False)
+            return 1
         with world_of(arguments.model) as world, Progress(*columns, console=console) as progress:
             whole = progress.add_task("all", total=len(faults) * arguments.rounds)
             for fault in faults:
@@ -49,8 +57,19 @@ def main() -> int:
     for name, each in failed:
         console.print(f"{each['failure']}\nPlay it again: make soak SEED={arguments.seed} FROM={name}", markup=False)
     if not failed:
-        console.print(f"{found['played']} rounds of {len(faults)} faults in {found['seconds']:.0f} s: {arguments.json}")
+        played = f"{found['starts']['starts']} starts, {found['played']} rounds of {len(faults)} faults"
+        console.print(f"{played} in {found['seconds']:.0f} s: {arguments.json}")
     return int(bool(failed))
+
+
+def _start(arguments: argparse.Namespace, progress: Progress) -> dict:
+    """How many servers were started, and how one failed, if any did."""
+    task = progress.add_task("starts", total=arguments.starts)
+    starts = ServerStarts(arguments.model, arguments.json.parent / "starts")
+    try:
+        return {"starts": starts.play(arguments.starts, lambda: progress.advance(task))}
+    except StartFailed as error:
+        return {"starts": int(progress.tasks[task].completed), "failure": str(error)}
 
 
 def _soak(world: World, fault, arguments: argparse.Namespace, advance) -> dict:
@@ -101,6 +120,7 @@ def _faults(arguments: argparse.Namespace) -> tuple:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("build/model"))
+    parser.add_argument("--starts", type=int, default=20)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--from", dest="first", default="", metavar="FAULT")

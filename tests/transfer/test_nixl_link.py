@@ -1,6 +1,7 @@
 """The NIXL link keeps the contract with real UCX on loopback: two agents in one process, and two processes."""
 
 import contextlib
+import ctypes
 import importlib.util
 import os
 import signal
@@ -63,6 +64,27 @@ def test_an_idle_link_costs_no_processor_time():
     time.sleep(0.5)
     assert time.process_time() - before < 0.1
     link.close()
+
+
+def code_of(function: str, num_bytes: int = 16) -> tuple[bytes, bytes]:
+    """The first bytes of a function of libc: in this process, and in libc's file."""
+    address = ctypes.cast(getattr(ctypes.CDLL(None), function), ctypes.c_void_p).value
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, _, offset, *_, path = line.split()
+        begin, end = (int(bound, 16) for bound in place.split("-"))
+        if begin <= address < end:
+            with open(path, "rb") as file:
+                file.seek(address - begin + int(offset, 16))
+                return ctypes.string_at(address, num_bytes), file.read(num_bytes)
+    raise AssertionError(f"{function} is nowhere")
+
+
+def test_a_link_rewrites_no_code_that_other_threads_may_be_in():
+    """The trap: UCX would, and a thread that is in the kernel meanwhile returns into the middle of what is new."""
+    NixlLink("reader").close()
+    for function in ("mmap", "munmap", "mremap", "madvise", "shmat", "shmdt", "brk", "sbrk"):
+        loaded, stored = code_of(function)
+        assert loaded == stored, function
 
 
 def test_a_new_process_loads_neither_nixl_nor_torch_before_a_link_is_made():

@@ -6,6 +6,7 @@ holds the child's standard input open            ends when that closes: the pare
 """
 
 import contextlib
+import faulthandler
 import logging
 import os
 import shutil
@@ -231,6 +232,9 @@ def run_child(arguments: Sequence[str], label: str, serve: Callable[..., int]) -
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, args=(address,), name="cairn-parent-watch", daemon=True).start()
+    if sys.stderr is not None:
+        # A library's fault ends the process: its log is all that says which thread was where.
+        faulthandler.enable()
     logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname)s [{label}] %(message)s")
     with zmq.Context() as context, contextlib.closing(ParentLink(context, address)) as link:
         return serve(link, *more)

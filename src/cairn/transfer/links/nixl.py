@@ -8,6 +8,9 @@ Traps of NIXL, and what is done about them here:
   cancelled one stays READING until NIXL reports DONE or raises.
 - Without the right to trace the peer (another user or pid namespace) UCX falls back to TCP, 5 to 20 times slower, and
   then needs `progress` on the other side. Both work.
+- UCX writes up to 12 bytes over the beginning of libc's mmap, munmap, madvise and others, to hear of unmapped memory. A
+  thread that is in the kernel meanwhile, as one is that populates a pool, returns into the middle of them, and jumps
+  to 0. The hooks serve a cache of registrations, which a region registered once does not need: they are off.
 - Deregistering does not fence a reader, and an unmapped source kills its connection. The region outlives the link, and
   a peer is given up at the first error of a read: nothing more is read from it under this name.
 """
@@ -29,6 +32,8 @@ from cairn.transfer.links.contract import Descriptors, LinkError, ReadHandle, Re
 _LOCAL = "NIXL_INIT_AGENT"
 
 _COPIES = "UCX_CMA_TX_QUOTA"
+
+_HOOKS = "UCX_MEM_MMAP_HOOK_MODE"
 
 _MAX_METADATA = 1 << 20
 
@@ -61,6 +66,8 @@ def _many_copies_a_turn() -> Iterator[None]:
 def _load() -> tuple[Any, Any, Any]:
     """(agent class, configuration class, what NIXL raises). Slow, and needs torch: only when a link is made."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    # UCX reads it, and sets its hooks, as soon as it is loaded.
+    os.environ.setdefault(_HOOKS, "none")
     try:
         # An extra without type hints, installed or not. Both names are those of the wheel that fits torch here.
         from nixl import _bindings  # type: ignore[import-not-found,import-untyped,unused-ignore]
