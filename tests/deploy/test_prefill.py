@@ -108,6 +108,49 @@ def test_a_refused_handover_is_left_out_for_the_same_replica():
     assert decoded == [BODY | {"kv_transfer_params": PARAMS}, BODY]
 
 
+REFUSAL = AnswerHead(400, JSON, b'{"error": {"message": "no", "param": "max_tokens"}}', True)
+
+
+@pytest.mark.parametrize(
+    ("decode", "released"),
+    [
+        ([Call("d", [OK])], False),
+        ([Call("d", [REFUSAL])], True),
+        ([Call("d", [REFUSED]), Call("d", [OK])], True),
+        ([Call("d", [AnswerHead(429, JSON, b"", True)]) for _ in range(3)], True),
+        ([Call(None, [])], True),
+    ],
+    ids=["taken", "refused", "its parameters refused", "full", "nobody there"],
+)
+def test_what_no_replica_has_taken_is_let_go_of_where_it_is(decode, released):
+    async def run():
+        prefiller = Client(Call("p", [HANDED]))
+        shared = {"prefill": prefiller.send_to_replica, "limits": LIMITS}
+        client = Client(*decode, body=json.dumps(BODY).encode(), path="/v1/completions", **shared)
+        await client.ask()
+        return prefiller.released
+
+    assert asyncio.run(run()) == [("p", {"kv_transfer_params": PARAMS})] * released
+
+
+def test_what_a_client_has_left_behind_is_let_go_of():
+    """Before a replica has the request, and when it has it."""
+
+    async def run(call):
+        prefiller = Client(Call("p", [HANDED]))
+        shared = {"prefill": prefiller.send_to_replica, "limits": RelayLimits(3, 1 << 20, 60.0)}
+        client = Client(call, body=json.dumps(BODY).encode(), path="/v1/completions", **shared)
+        asking = asyncio.create_task(client.ask())
+        while not client.requests:
+            await asyncio.sleep(0)
+        client.gone.set()
+        await asking
+        return prefiller.released
+
+    for call in (lambda: Call(None, []), lambda: Call("d", [asyncio.Event()])):
+        assert asyncio.run(run(call())) == [("p", {"kv_transfer_params": PARAMS})]
+
+
 def test_what_was_handed_over_is_used_once_unless_the_replica_was_full():
     full = AnswerHead(429, JSON, b"full", True)
     again = AnswerHead(200, JSON, json.dumps({"kv_transfer_params": PARAMS | {"remote_host": "i"}}).encode(), True)

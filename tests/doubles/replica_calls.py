@@ -1,10 +1,13 @@
 """Replicas and clients of the Ray ingress, without Ray: a test gives the calls what they answer."""
 
 import asyncio
+import json
 from dataclasses import replace
 
+from cairn.deploy.ray.exchange import AnswerHead
 from cairn.deploy.ray.relay import RequestRelay
 from cairn.deploy.ray.replica_calls import RelayLimits, ReplicaFailed
+from cairn.http.handover import RELEASE_PATH
 
 JSON = [(b"content-type", b"application/json")]
 STREAM = [(b"content-type", b"text/event-stream"), (b"x-request-id", b"r1")]
@@ -45,7 +48,8 @@ class Call:
 
 
 class Client:
-    """One request to the relay, and what came back."""
+    """One request to the relay, and what came back. `released`: what replicas were told to let go of, whatever their
+    calls."""
 
     def __init__(
         self,
@@ -58,7 +62,7 @@ class Client:
         **options,
     ):
         """`options`: of the relay."""
-        self.calls, self.sent, self.requests = list(calls), [], []
+        self.calls, self.sent, self.requests, self.released = list(calls), [], [], []
         self.gone = asyncio.Event()
         self._unread = [{"type": "http.request", "body": body, "more_body": False}]
         self._relay = RequestRelay(self.send_to_replica, limits or RelayLimits(3, 1 << 20, 5.0), **options)
@@ -71,6 +75,9 @@ class Client:
         }
 
     def send_to_replica(self, request, destination):
+        if request.path == RELEASE_PATH:
+            self.released.append((destination.owner, json.loads(request.body)))
+            return Call(destination.owner, [AnswerHead(200, JSON, b"", True)])
         self.requests.append((request, replace(destination, tried=tuple(destination.tried))))
         return self.calls[len(self.requests) - 1]
 

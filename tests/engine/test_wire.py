@@ -177,8 +177,8 @@ def test_a_request_is_held_to_its_bounds(fields, param):
 
 
 def test_transfer_params_are_read():
-    assert transfer_params(request()) is None
-    assert transfer_params(request(kv_transfer_params=b'{"a":[1,null]}')) == {"a": [1, None]}
+    assert transfer_params(None) is None
+    assert transfer_params(b'{"a":[1,null]}') == {"a": [1, None]}
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_transfer_params_are_read():
 )
 def test_transfer_params_that_cannot_be_read(text):
     with pytest.raises(InvalidRequest) as caught:
-        transfer_params(request(kv_transfer_params=text))
+        transfer_params(text)
     assert caught.value.param == "kv_transfer_params"
 
 

@@ -4,11 +4,13 @@ from itertools import pairwise, product
 
 import numpy as np
 import pytest
-from pd_world import REMOTE_DECODE, World, alone, prefill
+from pd_world import REMOTE_DECODE, World, alone, prefill, silent
 
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
+from cairn.engine.transfers.kv_transfer import parse_role
 from cairn.errors import InvalidRequest
+from cairn.scheduler.kv_import import MAX_RELEASES, cancel_slow_fetch
 from cairn.step import Image
 from cairn.types import RequestId
 from doubles.hand_plans import slots_without_row
@@ -137,6 +139,69 @@ def test_a_client_that_leaves_before_its_turn_lets_go_of_what_is_held_for_it(oth
     assert all(other in d.ended for other in (running, *queued))
     for server in (p, d):
         server.assert_clean()
+
+
+@pytest.mark.parametrize("steps", range(12))
+def test_a_client_that_leaves_at_any_moment_of_a_fetch_lets_go_of_what_is_held_for_it(steps):
+    """From the queue over handshake, claim and read to the confirmation: nothing is left to run out by itself."""
+    world, p, d = pair()
+    name = d.submit(TEXT[:300], params=prefill(p, TEXT[:300]))
+    for step in range(steps):
+        (d, p)[step % 2].turn()
+    d.scheduler.abort(RequestId(name))
+    world.run()
+    assert p.port.num_leased == p.scheduler.state.counters.expired_offers == 0
+    for server in (p, d):
+        server.assert_clean()
+
+
+def test_a_fetch_that_gives_way_lets_go_of_what_is_held_for_it():
+    """It is computed then, before a connection to P was there."""
+    world, p, d = pair()
+    name = d.submit(TEXT[:300], params=prefill(p, TEXT[:300]))
+    d.scheduler.poll()
+    assert d.scheduler.state.transfers.fetching
+    world.clock.advance(1.0)
+    cancel_slow_fetch(d.scheduler.state)
+    world.run()
+    assert d.answers[name] == alone(TEXT[:300])
+    assert p.port.num_leased == p.scheduler.state.counters.expired_offers == 0
+    for server in (p, d):
+        server.assert_clean()
+
+
+def test_what_one_server_has_claimed_another_does_not_release():
+    """Not when it was sent the same reference, and refuses it; nor does P itself."""
+    world, p, d = pair()
+    other = world.server(3)
+    params = prefill(p, TEXT[:300])
+    name = d.submit(TEXT[:300], params=params)
+    while not any(lease.claim_id for lease in p.producer.leases._active.values()):
+        d.turn()
+        p.turn()
+    other.scheduler.release_source(parse_role(params, other.kv).source)
+    p.scheduler.withdraw(params["remote_request_id"])
+    for _ in range(6):
+        other.turn()
+        p.turn()
+    assert p.port.num_leased and other.consumer.num_open == 0
+    world.run()
+    assert d.answers[name] == alone(TEXT[:300]) and d.scheduler.state.counters.external_hits == 300
+    for server in (p, d, other):
+        server.assert_clean()
+
+
+def test_releases_are_bounded_and_end_by_themselves():
+    """As many as may be at a time, of a server that does not answer."""
+    world = World()
+    d = world.server(2)
+    source = parse_role(silent(1), d.kv).source
+    for _ in range(MAX_RELEASES + 50):
+        d.scheduler.release_source(source)
+    d.turn()
+    assert d.consumer.num_open == len(d.scheduler.state.transfers.releases) == MAX_RELEASES
+    world.pass_time(10.0)
+    assert d.consumer.num_open == len(d.scheduler.state.transfers.releases) == 0
 
 
 def test_a_prompt_larger_than_the_share_goes_alone():

@@ -19,10 +19,10 @@ CHAT = {
     "n": 3,
     "logprobs": True,
     "top_logprobs": 2,
-    "prompt_logprobs": 1,
     "echo": True,
     "a_field_of_tomorrow": [1, {"x": None}],
 }
+LIMITS = ("max_tokens", "max_completion_tokens")
 
 
 def test_the_exact_json_to_both(setting, answers):
@@ -39,6 +39,8 @@ def test_the_exact_json_to_both(setting, answers):
         "remote_block_ids": None,
         "remote_host": None,
         "remote_port": None,
+        # what D will be asked for, to be checked before anything is computed
+        "cairn_client_fields": {key: CHAT[key] for key in CHAT if key not in expected or key in ("stream", *LIMITS)},
     }
     assert [seen.path for seen in (*p.seen, *d.seen)] == ["/v1/chat/completions"] * 2
     assert p.seen[0].json == expected
@@ -208,6 +210,27 @@ def test_several_prompts_are_not_handed_over(setting):
     assert proxy.metric("decode_only_total", reason="batch") == 1
     assert proxy.ask(prompt=["a"]).status_code == 200
     assert len(p.seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "alone"),
+    [
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": 0}, True),
+        ("/v1/completions", {"prompt": "a", "prompt_logprobs": None}, False),
+        ("/v1/completions", {"prompt": "a", "logprobs": 0, "echo": 1}, True),
+        ("/v1/completions", {"prompt": "a", "logprobs": 1, "echo": False}, False),
+        ("/v1/completions", {"prompt": "a", "echo": True}, False),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "stream": False}, True),
+        ("/v1/chat/completions", CHAT | {"logprobs": True, "stream": True}, False),
+        ("/v1/chat/completions", CHAT | {"logprobs": False, "prompt_logprobs": 1}, True),
+    ],
+)
+def test_prompts_whose_log_probabilities_are_told_are_not_handed_over(setting, path, body, alone):
+    p, d = setting.prefill(), setting.decode()
+    proxy = setting.proxy([p], [d])
+    assert proxy.ask(path, **body).status_code == 200
+    assert len(p.seen) == (not alone) and ("kv_transfer_params" in d.seen[0].json) == (not alone)
+    assert proxy.metric("decode_only_total", reason="prompt_logprobs") == alone
 
 
 def test_prompts_that_begin_alike_go_to_the_same_servers(setting):

@@ -63,7 +63,9 @@ def test_prompts_are_handed_over_and_the_second_turn_is_known(serve, run_app, pa
         said = read_stream(path, answer.text)[1] if stream else text_of(answer.json())
         turns += [said, "more"]
     at_p, at_d = prefill.requests, decode.requests
-    assert [request.stop_conditions.max_tokens for request in (*at_p, *at_d)] == [1, 1, 40, 40]
+    assert [request.prefill_only for request in (*at_p, *at_d)] == [True, True, False, False]
+    assert [request.stop_conditions.max_tokens for request in (*at_p, *at_d)] == [40, 40, 40, 40]
+    assert prefill.core.stats().tokens.generation == 2
     assert [request.prompt for request in at_p] == [request.prompt for request in at_d]
     assert all(json.loads(request.kv_transfer_params)["do_remote_prefill"] is True for request in at_d)
     hints = [json.loads(request.kv_transfer_params).get("cairn_decode_hint") for request in at_p]

@@ -35,6 +35,7 @@ RIGHT = [
     ("POST", "/tokenize", 120, {200, 400}),  # few have either a prompt or messages
     ("POST", "/detokenize", 30, {200, 400}),
     ("POST", "/reset_prefix_cache", 5, {200, 400}),
+    ("POST", "/release_kv_transfer", 5, {200, 400}),
     ("GET", "/v1/models/{name}", 3, {404}),
     ("GET", "/cache", 5, {200}),
     ("POST", "/ping", 1, {200}),
@@ -52,6 +53,7 @@ WRONG = [
     ("POST", "/tokenize", 25),
     ("POST", "/detokenize", 30),
     ("POST", "/reset_prefix_cache", 5),
+    ("POST", "/release_kv_transfer", 10),
     ("GET", "/cache", 5),
 ]
 
@@ -115,7 +117,7 @@ def test_the_document_types_every_body(server):
     document = server.get("/openapi.json").json()
     schemas = document["components"]["schemas"]
     paths = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses")
-    wanted = {("post", path) for path in (*paths, "/invocations", "/tokenize", "/detokenize")}
+    wanted = {("post", path) for path in (*paths, "/invocations", "/tokenize", "/detokenize", "/release_kv_transfer")}
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             bodies = [operation["requestBody"]] if "requestBody" in operation else []

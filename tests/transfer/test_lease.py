@@ -200,6 +200,18 @@ def test_withdrawing_ends_what_has_not_ended(book):
     assert [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED.value]
 
 
+def test_an_offer_is_withdrawn_by_its_whole_name_and_while_nobody_has_claimed_it(book):
+    nonce, other = book.offer(OFFER), book.offer(OFFER)
+    for request_id, wrong in (("cmpl-2", nonce), ("cmpl-1", b"x" * 16), ("", nonce)):
+        book.withdraw_offer(request_id, wrong)
+    book.claim(claim(other))
+    book.withdraw_offer("cmpl-1", other)
+    assert book.num_active == 2
+    book.withdraw_offer("cmpl-1", nonce)
+    book.withdraw_offer("cmpl-1", nonce)
+    assert book.num_active == 1 and [lease.state for lease in book.take_ended()] == [LeaseState.RELEASED.value]
+
+
 def test_a_peer_may_be_reading_for_a_while_after_what_it_claimed_has_ended(book, clock):
     linger = LeaseLimits(max_pages=60).linger
     unclaimed = book.offer(OFFER)

@@ -16,6 +16,7 @@ from cairn.engine.wire import (
     FromCore,
     Outputs,
     Refusal,
+    ReleaseKvTransfer,
     Reset,
     ResetReply,
     StatsQuery,
@@ -177,7 +178,7 @@ class CoreClient:
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
         """See EngineClient.generate. Holds its places from the first `anext` to the last finish reason or `aclose`."""
         queue = self._submit(requests)
-        unfinished = {request.request_id: request.n for request in requests}
+        unfinished = {request.request_id: request.num_answers for request in requests}
         try:
             while unfinished:
                 output = await queue.get()
@@ -205,6 +206,12 @@ class CoreClient:
     async def reset_cache(self) -> int:
         reply = await self._ask(Reset(next(self._numbers)), "empty its cache", self._deadlines.view)
         return cast(int, reply)
+
+    def release_kv_transfer(self, kv_transfer_params: bytes) -> None:
+        if self._dead is None:
+            # a core that does not keep up has others to serve
+            with contextlib.suppress(InvalidRequest, Overloaded):
+                self.transport.send(ReleaseKvTransfer(kv_transfer_params))
 
     async def _ask(self, query: StatsQuery | CacheQuery | Reset, what: str, seconds: float) -> _Reply:
         if self._dead is not None:

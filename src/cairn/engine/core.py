@@ -4,6 +4,7 @@ requests -> scheduler -> plan -> runner -> result -> scheduler -> answers
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from cairn.cache.audit import audit
@@ -23,15 +24,16 @@ from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.output_processor import OutputProcessor
 from cairn.engine.request_log.log import RequestLog
-from cairn.engine.specs import SpecBuilder, check_request, transfer_params
+from cairn.engine.specs import SpecBuilder, as_prefill, check_request, transfer_params
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.thinking import ThinkingConstraint
-from cairn.engine.transfers.kv_transfer import KvTransfer, parse_role
+from cairn.engine.transfers.kv_transfer import KvTransfer, find_lease, parse_role
 from cairn.errors import AuditError, InvalidRequest, RequestError
 from cairn.runner.contract import EncoderCounters, StepRunner
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.transfer.contract import TransferRole
+from cairn.types import RequestId
 
 __all__ = ["Core"]
 
@@ -92,6 +94,9 @@ class Core:
         taken. Requests with a grammar may be refused later: see `poll_ready`."""
         for request in requests:
             check_request(request)
+            if request.prefill_only:
+                self._scheduler.check_num_answers(request.n)
+        requests = tuple(as_prefill(request) if request.prefill_only else request for request in requests)
         if len({request.request_id for request in requests}) < len(requests):
             raise InvalidRequest("requests that come together need ids of their own", "request_id")
         if len(requests) > 1:
@@ -115,7 +120,7 @@ class Core:
         return {}
 
     def _role(self, request: GenerateRequest) -> TransferRole:
-        return parse_role(transfer_params(request), self._transfer)
+        return parse_role(transfer_params(request.kv_transfer_params), self._transfer)
 
     def _schedule(self, requests: Sequence[GenerateRequest], constraints: Constraints) -> None:
         """All of them or none: nothing is queued before everything has been checked."""
@@ -156,10 +161,23 @@ class Core:
         return refused
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; unknown ids are ignored, nothing more is put out for it."""
+        """Forget a request whose last output has not been taken: nothing more is put out for it, and what it has handed
+        over is not going to be fetched. Unknown ids are ignored."""
         if self._pending is not None:
             self._pending.cancel(request_id)
         self._outputs.abort(request_id)
+        self._scheduler.withdraw_offer(RequestId(request_id))
+
+    def release_kv_transfer(self, kv_transfer_params: bytes) -> None:
+        """Let go of what was handed over with these parameters, here or by another server, if nobody has claimed it."""
+        if self._transfer is None:
+            return
+        with suppress(InvalidRequest):
+            found = find_lease(transfer_params(kv_transfer_params), self._transfer)
+            if isinstance(found, str):
+                self._scheduler.withdraw(found)
+            elif found is not None:
+                self._scheduler.release_source(found)
 
     # -- the step ------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from cairn.engine.wire import (
     FromCore,
     Outputs,
     Refusal,
+    ReleaseKvTransfer,
     Reset,
     ResetReply,
     Shutdown,
@@ -134,6 +135,8 @@ def _take(core: Core, link: CoreLink, views: _CacheViews, message: ToCore) -> bo
             _submit(core, link, requests)
         case Abort(request_id):
             core.abort(request_id)
+        case ReleaseKvTransfer(params):
+            core.release_kv_transfer(params)
         case StatsQuery(number):
             link.send(StatsReply(number, core.stats()))
             return False

@@ -129,6 +129,8 @@ def cache_report(request: Request) -> CacheReport | None:
     prefill_cached_tokens = request.spec.role.prefill_cached_tokens
     # it came by the client: more tokens than the prompt has are nothing that a server would report
     believed = prefill_cached_tokens is not None and prefill_cached_tokens <= request.num_prompt_tokens
+    # a prompt whose log-probabilities are told has been computed here, all of it
+    believed = believed and request.spec.prompt_logprobs is None
     return CacheReport(
         prompt_tokens=request.num_prompt_tokens,
         matched_tokens=first.matched,

@@ -39,15 +39,15 @@ def key_tokens(request: GenerateRequest) -> Keys:
     return np.frombuffer(request.prompt, dtype="<i8")
 
 
-def transfer_params(request: GenerateRequest) -> object:
-    """The request's `kv_transfer_params`, decoded and in nothing trusted; None when it has none.
+def transfer_params(encoded: bytes | None) -> object:
+    """A request's `kv_transfer_params`, decoded and in nothing trusted; None when it has none.
 
     Raises InvalidRequest when they are no JSON, or are nested too deeply to be read.
     """
-    if request.kv_transfer_params is None:
+    if encoded is None:
         return None
     try:
-        return msgspec.json.decode(request.kv_transfer_params)
+        return msgspec.json.decode(encoded)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"kv_transfer_params cannot be read: {error}", "kv_transfer_params") from error
     except RecursionError as error:
@@ -126,6 +126,14 @@ def _check_repetition(params: RepetitionDetection | None) -> None:
     else:
         return
     raise InvalidRequest(text, name)
+
+
+def as_prefill(request: GenerateRequest) -> GenerateRequest:
+    """What is computed of a request that is `prefill_only`, once it has been checked."""
+    until = msgspec.structs.replace(
+        request.stop_conditions, max_tokens=1, min_tokens=0, thinking=None, repetition_detection=None
+    )
+    return msgspec.structs.replace(request, n=1, stop_conditions=until, logprobs=None, prompt_logprobs=None)
 
 
 def seed_of(seed: int, index: int) -> int:

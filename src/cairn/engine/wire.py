@@ -1,6 +1,6 @@
 """The process wire: msgpack frames between an engine client and its core, nothing else.
 
-    client -> core   Submit, Abort, StatsQuery, CacheQuery, Reset, Shutdown                        (`ToCore`)
+    client -> core   Submit, Abort, ReleaseKvTransfer, StatsQuery, CacheQuery, Reset, Shutdown     (`ToCore`)
     core -> client   Ready, BuildRefused | Outputs, Refusal, StatsReply, CacheReply, ResetReply, Fatal  (`FromCore`)
 
 The first frame to the core is its EngineConfig, as JSON; it answers Ready or BuildRefused. Key tokens travel as raw
@@ -69,6 +69,12 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Forget this request. Not answered."""
 
     request_id: RequestIdText
+
+
+class ReleaseKvTransfer(msgspec.Struct, frozen=True, tag="release_kv_transfer"):
+    """Nobody here is going to fetch what these `kv_transfer_params`, as JSON, speak of. Not answered."""
+
+    kv_transfer_params: bytes
 
 
 class StatsQuery(msgspec.Struct, frozen=True, tag="stats"):
@@ -164,7 +170,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     text: str
 
 
-ToCore: TypeAlias = Submit | Abort | StatsQuery | CacheQuery | Reset | Shutdown
+ToCore: TypeAlias = Submit | Abort | ReleaseKvTransfer | StatsQuery | CacheQuery | Reset | Shutdown
 FromCore: TypeAlias = Ready | BuildRefused | Outputs | Refusal | StatsReply | CacheReply | ResetReply | Fatal
 
 Message = TypeVar("Message")

@@ -10,6 +10,9 @@ decode    a status that the pool retries (429; over HTTP 5xx, else 503), time-ou
           down before the first byte: the same, if there is a next decode server; if not, this one is waited for
           4xx about `kv_transfer_params`, 413: the same server once more, without what was handed over
           after the first byte: no second try, ever; a stream ends with an error event
+
+What was handed over and is not fetched, because a decode server has refused the request or the client has gone, the
+prefill server is told to release.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,6 +32,7 @@ from cairn.proxy.protocol import (
     prefill_body,
     refuses_params,
     stored_response_of,
+    wants_prompt_logprobs,
 )
 from cairn.proxy.relay import ClientResponse
 from cairn.proxy.response_owners import ResponseOwners
@@ -69,6 +73,8 @@ def parse_request(path: str, content: bytes) -> ClientRequest:
     decode_only = "stored_response" if stored else ""
     if path == "/v1/completions" and is_batch(body):
         decode_only = "batch"
+    elif wants_prompt_logprobs(path, body):
+        decode_only = "prompt_logprobs"
     return ClientRequest(path, content, body, prefix_digests(body), stored, decode_only)
 
 
@@ -102,6 +108,13 @@ class RequestForwarder:
         Raises UpstreamError when the last try has failed, or a server after its first byte, and NoUpstream when no
         server could be tried.
         """
+        try:
+            return await self._answer(client)
+        finally:
+            self._release_handover()
+
+    async def _answer(self, client: ClientResponse) -> int:
+        """See `run`."""
         tried: list[str] = []
         failure: UpstreamError | NoUpstream = NoUpstream("no server is up")
         self._decode_server = self.owners.find(self.request.stored) if self.request.stored else None
@@ -116,7 +129,7 @@ class RequestForwarder:
                     raise
                 failure = error
                 if error.sent:
-                    self._handover = None
+                    self._release_handover()
                 if error.server and error.server in tried:
                     break
                 tried.append(error.server)
@@ -194,6 +207,8 @@ class RequestForwarder:
                     self._drop_handover(f"refused with {response.status} by {response.server}")
                     self._decode_server = response.server
                     return None
+            if response.status < 400:
+                self._handover = None  # it is the decode server's
             await self._pass_through(response, client)
             return response.status
 
@@ -227,7 +242,15 @@ class RequestForwarder:
 
     def _drop_handover(self, reason: str) -> None:
         """Forget what the prefill server has handed over, for good: the decode server computes the prompt."""
-        self._handover, self.decode_only = None, "bad_reference"
+        self._release_handover()
+        self.decode_only = "bad_reference"
         if self.prefill is not None:
             error = UpstreamError(f"bad reference: {reason}", kind="reference")
             self.prefill.report_failure(self._prefill_server, error)
+
+    def _release_handover(self) -> None:
+        """Nobody is going to fetch what the prefill server has handed over, unless somebody has begun to."""
+        handover, self._handover = self._handover, None
+        if handover is not None and self.prefill is not None:
+            content = msgspec.json.encode({"kv_transfer_params": handover})
+            self.prefill.release(self._prefill_server, content)

@@ -10,6 +10,8 @@ What the proxy adds is the key DECODE_HINT, in both directions an object {"engin
 - decode server -> proxy: in `kv_transfer_params` of an answer (of any chunk, when streamed), it says where the pages
   of this answer can be claimed. Further keys of the object are kept.
 - proxy -> prefill server: in `kv_transfer_params` of the next turn, the same object.
+
+and CLIENT_FIELDS, for a prefill server: see `http.handover`.
 """
 
 import re
@@ -21,6 +23,7 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 from cairn.errors import InvalidBody, InvalidRequest
+from cairn.http.handover import CLIENT_FIELDS, REPLACED_FIELDS
 
 DECODE_HINT = "cairn_decode_hint"
 HANDOVER_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
@@ -31,11 +34,6 @@ Body = dict[str, msgspec.Raw]
 
 _MAX_HINT_BYTES = 2048
 _MAX_REFERENCE_BYTES = 4 << 20
-_PREFILL_LEAVES_OUT = (
-    *("stream_options", "min_tokens", "min_completion_tokens"),
-    # nobody reads that answer, and a prompt with logprobs or echo would be computed whatever is cached
-    *("n", "echo", "logprobs", "top_logprobs", "prompt_logprobs", "include"),
-)
 _ONE_TOKEN: Mapping[str, Mapping[str, object]] = MappingProxyType(
     {"/v1/responses": MappingProxyType({"stream": False, "max_output_tokens": 1, "store": False})}
 )
@@ -136,6 +134,30 @@ def bool_field(body: Body, name: str) -> bool:
         raise InvalidRequest(f"{name} must be true or false", name) from None
 
 
+def wants_prompt_logprobs(path: str, body: Body) -> bool:
+    """Whether the answer tells log-probabilities of the prompt: then all of it is computed where it is answered."""
+    is_completion, is_chat = path == "/v1/completions", path == "/v1/chat/completions"
+    if not (is_completion or is_chat):
+        return False
+    if _is_given(body, "prompt_logprobs"):
+        return True
+    # 0 are those of the tokens themselves; and a chat's stream has no place for those of an echo
+    has_logprobs = _is_given(body, "logprobs") if is_completion else _is_true(body, "logprobs")
+    return has_logprobs and _is_true(body, "echo") and not (is_chat and _is_true(body, "stream"))
+
+
+def _is_given(body: Body, name: str) -> bool:
+    return bytes(body.get(name, b"null")).strip() != b"null"
+
+
+def _is_true(body: Body, name: str) -> bool:
+    """Whether servers read a field as true. What else is wrong with it, they say."""
+    try:
+        return _BOOLEAN.validate_json(bytes(body.get(name, b"null"))) is True
+    except ValidationError:
+        return False
+
+
 def stored_response_of(body: Body) -> str:
     """The id of the stored response that a body of /v1/responses goes on from, or refers to an item of; empty for
     none."""
@@ -145,14 +167,16 @@ def stored_response_of(body: Body) -> str:
 
 
 def prefill_body(path: str, body: Body, hint: msgspec.Raw | None) -> bytes:
-    """The body for the prefill server: the same prompt, one token, and `do_remote_decode`."""
+    """The body for the prefill server: the same prompt, one token, and `do_remote_decode`. What the client wants of its
+    answer goes along to be checked."""
     one_token = dict(_ONE_TOKEN.get(path) or {"stream": False, "max_tokens": 1})
     if "max_completion_tokens" in body:
         one_token["max_completion_tokens"] = 1
-    params: dict[str, object] = dict(_REMOTE_DECODE)
+    client_fields = {name: value for name, value in body.items() if name in REPLACED_FIELDS}
+    params: dict[str, object] = {**dict(_REMOTE_DECODE), CLIENT_FIELDS: client_fields}
     if hint is not None:
         params[DECODE_HINT] = hint
-    kept = {name: value for name, value in body.items() if name not in _PREFILL_LEAVES_OUT}
+    kept = {name: value for name, value in body.items() if name not in REPLACED_FIELDS}
     return msgspec.json.encode({**kept, **one_token, "kv_transfer_params": params})
 
 

@@ -1,9 +1,13 @@
 """A pool of servers as the tries of one request see it: over HTTP (`upstream_calls.py`), or through Ray Serve."""
 
-from collections.abc import AsyncGenerator, Sequence
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
+
+RELEASE_SECONDS = 2.0
+"""For a server to let go of what it has handed over."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 
@@ -76,3 +80,25 @@ class ServerPool(Protocol):
     def report_failure(self, server: str, error: UpstreamError) -> None:
         """Count a failure that shows only after the call."""
         ...
+
+    def release(self, server: str, content: bytes) -> None:
+        """Have a server let go of what it has handed over, in the background: `content` goes to its `RELEASE_PATH`."""
+        ...
+
+
+class ReleaseTasks:
+    """Releases that are under way, which outlive the requests that they are of, and are bounded in number and time:
+    what is not released runs out by itself."""
+
+    def __init__(self, max_open: int = 256) -> None:
+        self._max_open = max_open
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, release: Coroutine[Any, Any, None]) -> None:
+        """`release` must not raise."""
+        if len(self._tasks) >= self._max_open:
+            release.close()
+            return
+        task = asyncio.create_task(release)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -14,6 +14,7 @@ from cairn.proxy.forward import RequestForwarder
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.prefixes import HintCache
 from cairn.proxy.response_owners import ResponseOwners
+from cairn.proxy.server_pool import ReleaseTasks
 from cairn.proxy.upstream import HealthChecker, UpstreamClient, UpstreamPool
 from cairn.types import Clock, SystemClock
 
@@ -131,6 +132,7 @@ class ProxyService:
         self.pools = (self.prefill, self.decode)
         self.hints = HintCache(options.max_hints, options.hint_timeout, self.clock)
         self.response_owners = ResponseOwners()
+        self.releases = ReleaseTasks()
         self.metrics = ProxyMetrics(self.pools, self.hints)
         on_reject = self.metrics.requests.labels("turned_away").inc
         self.gate = TimedGate(options.max_open, options.request_timeout, on_reject)

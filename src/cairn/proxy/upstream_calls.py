@@ -5,10 +5,14 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 
-from cairn.proxy.server_pool import Headers, NoUpstream, UpstreamError, UpstreamResponse
+from cairn.http.handover import RELEASE_PATH
+from cairn.proxy.server_pool import RELEASE_SECONDS, Headers, NoUpstream, UpstreamError, UpstreamResponse
 from cairn.proxy.service import ProxyService
 from cairn.proxy.upstream import Upstream, UpstreamPool
 from cairn.routing.rule import RoutedRequest
+
+_MAX_RELEASED_BYTES = 65536
+"""Of the answer to a release, which nobody reads."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +69,16 @@ class UpstreamCalls:
         logger.debug("%s server %s: %s", self.pool.name, server, error)
         if error.kind == "unreached":
             self.pool.mark_gone(server, error)
+
+    def release(self, server: str, content: bytes) -> None:
+        self.service.releases.start(self._release(server, content))
+
+    async def _release(self, server: str, content: bytes) -> None:
+        client, url = self.service.client, server + RELEASE_PATH
+        try:
+            await client.fetch("POST", url, content, self.headers, RELEASE_SECONDS, _MAX_RELEASED_BYTES)
+        except UpstreamError as error:
+            logger.debug("%s server %s has not been told to release: %s", self.pool.name, server, error)
 
     async def _call(self, stack: AsyncExitStack, url: str, content: bytes) -> UpstreamResponse:
         """The response with its first bytes at least, and all of an error; the `stack` closes what is open then."""

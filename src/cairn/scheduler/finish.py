@@ -38,7 +38,7 @@ def _forget(state: SchedulerState, request: Request) -> None:
             if not state.parallel_sampling.is_deferred(request):
                 state.waiting.remove(request)
             if request.transfer.source is not None:
-                release_source(state, request, request.transfer.source)
+                release_source(state, request.transfer.source)
         case Phase.FETCHING:
             cancel_fetch(state, request)
         case Phase.READY:

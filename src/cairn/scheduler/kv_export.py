@@ -11,6 +11,7 @@ from cairn.scheduler.request import PromptOffer, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import OpenLease, content_name
 from cairn.transfer.contract import NO_DEMAND, LeaseDemand, LeaseEnded, Offer, OfferedCheckpoint
+from cairn.types import RequestId
 
 
 def has_room(state: SchedulerState, request: Request, besides: int = 0) -> bool:
@@ -99,7 +100,22 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
     reference = side.offer(made)
     request.transfer.offered = PromptOffer(made, reference)
     hold = state.cache.pin(f"KV export of {request.id}", made.all_pages)
-    state.transfers.offers[reference] = OpenLease(hold, request.spec.client)
+    state.transfers.offers[reference] = OpenLease(hold, request.spec.client, request.id)
+
+
+def withdraw_offer(state: SchedulerState, request_id: RequestId) -> None:
+    """Nobody has been told of what this request has left for another server."""
+    for reference, leased in state.transfers.offers.items():
+        if leased.request_id == request_id:
+            withdraw(state, reference)
+
+
+def withdraw(state: SchedulerState, reference: str) -> None:
+    """Nobody is going to fetch what is held under this reference. Does nothing for unknown ones, and where another
+    server has claimed it."""
+    if reference in state.transfers.offers:
+        assert state.transfers.side is not None
+        state.transfers.side.withdraw(reference)
 
 
 def release_offer(state: SchedulerState, ended: LeaseEnded) -> None:

@@ -18,11 +18,14 @@ from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import Fetch, content_name
-from cairn.transfer.contract import KvSource, PagesFree, PullEnded, PullId, PullSpec
+from cairn.transfer.contract import ContentName, KvSource, PagesFree, PullEnded, PullId, PullSpec
 from cairn.types import Pages
 
 MAX_OVERTAKEN = 64
 """Requests that may come in before one that finds no pages for its fetch: then it is computed here, in its turn."""
+
+MAX_RELEASES = 256
+"""Releases that are under way at a time; what is not released runs out by itself."""
 
 SLOW_SECONDS = 0.25
 """A fetch that takes longer gives way to requests that lack its pages."""
@@ -60,7 +63,7 @@ def _is_alone(state: SchedulerState, request: Request) -> bool:
 
 def _compute_here(state: SchedulerState, request: Request, source: KvSource) -> None:
     state.waiting.compute(request)
-    release_source(state, request, source)
+    release_source(state, source)
 
 
 def count_overtaken(state: SchedulerState, request: Request) -> None:
@@ -128,18 +131,19 @@ def _fetch_start(sequence: SequenceBlocks) -> int:
     return sequence.matched // tokens_per_page * tokens_per_page
 
 
-def release_source(state: SchedulerState, request: Request, source: KvSource) -> None:
-    """Nothing is wanted: the other server need not keep it."""
-    if source.nonce is None:
+def release_source(state: SchedulerState, source: KvSource) -> None:
+    """Tell another server, once, that nothing is wanted of what it has promised: it need not keep it, unless somebody
+    else has claimed it."""
+    side, releases = state.transfers.side, state.transfers.releases
+    if source.nonce is None or side is None or len(releases) >= MAX_RELEASES:
         return
-    assert state.transfers.side is not None
-    prompt, nothing = request.spec.prompt, np.zeros(0, np.int32)
-    spec = PullSpec(request.id, source, content_name(request), prompt, len(prompt), nothing, None, release_only=True)
-    state.transfers.side.pull(spec)
+    purpose, keys, nothing = f"release of {source.request_id}", np.zeros(0, np.int64), np.zeros(0, np.int32)
+    releases.add(side.pull(PullSpec(purpose, source, ContentName(), keys, 0, nothing, None, release_only=True)))
 
 
 def finish_pull(state: SchedulerState, ended: PullEnded) -> Request | None:
     """Go on with what has come, or without it. Returns the request if it has ended because of a failure."""
+    state.transfers.releases.discard(ended.pull)
     fetch = state.transfers.fetching.pop(ended.pull, None)
     if fetch is None:
         return None
@@ -202,10 +206,12 @@ def cancel_fetch(state: SchedulerState, request: Request) -> None:
     """The request that is being fetched has been aborted."""
     transfers = state.transfers
     pull = next(pull for pull, fetch in transfers.fetching.items() if fetch.request is request)
-    del transfers.fetching[pull]
+    source = transfers.fetching.pop(pull).source
     _quarantine(state, pull, request)
     assert transfers.side is not None
     transfers.side.abort(pull)
+    # a pull that has claimed the lease gives it back itself; one that had not come so far knows no peer yet
+    release_source(state, source)
 
 
 def release_quarantine(state: SchedulerState, free: PagesFree) -> None:

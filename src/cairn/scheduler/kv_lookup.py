@@ -55,5 +55,5 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
         reference = side.answer_lookup(request.lookup, offer)
         if reference is not None:
             hold = cache.pin(f"leased after {purpose}", offer.all_pages)
-            state.transfers.offers[reference] = OpenLease(hold, client=None)
+            state.transfers.offers[reference] = OpenLease(hold)
     cache.discard(sequence)

@@ -11,8 +11,8 @@ from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.admit import admit, admit_fully_fetched
 from cairn.scheduler.advance import advance
 from cairn.scheduler.finish import finish, release_or_save
-from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer
-from cairn.scheduler.kv_import import finish_pull, release_quarantine, slow_fetches, start_pulls
+from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer, withdraw, withdraw_offer
+from cairn.scheduler.kv_import import finish_pull, release_quarantine, release_source, slow_fetches, start_pulls
 from cairn.scheduler.kv_lookup import answer_lookup
 from cairn.scheduler.lease_limits import check_quota, reject_overdue
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
@@ -22,7 +22,7 @@ from cairn.scheduler.snapshots import add_saves, add_snapshots
 from cairn.scheduler.state import RequestObserver, SchedulerConfig, SchedulerState
 from cairn.scheduler.transfers import Transfers
 from cairn.step import Logprobs, SampledToken, StepPlan, StepResult, TokenMask
-from cairn.transfer.contract import LeaseEnded, LookupRequest, PagesFree, PullEnded
+from cairn.transfer.contract import KvSource, LeaseEnded, LookupRequest, PagesFree, PullEnded
 from cairn.types import Clock, RequestId
 
 __all__ = ["Progress", "Scheduler"]
@@ -114,13 +114,17 @@ class Scheduler:
         they never may, QueueFull if they may not now."""
         state, most, total = self.state, max(num_answers), sum(num_answers)
         limit = state.config.max_waiting
-        if most > limit:
-            raise InvalidRequest(f"{most} answers are more than may wait: lower n", "n")
+        self.check_num_answers(most)
         if total > limit:
             fix = "send fewer prompts at a time" if most == 1 else "send fewer prompts at a time or lower n"
             raise InvalidRequest(f"{total} answers are more than may wait: {fix}", "prompt")
         if len(state.waiting) + state.parallel_sampling.num_deferred + total > limit:
             raise QueueFull(f"{state.num_waiting} requests are waiting already: try again later")
+
+    def check_num_answers(self, n: int) -> None:
+        """Raises InvalidRequest if so many answers to one prompt can never come into the queue."""
+        if n > self.state.config.max_waiting:
+            raise InvalidRequest(f"{n} answers are more than may wait: lower n", "n")
 
     def _add_request(self, spec: Spec) -> Request:
         state = self.state
@@ -154,6 +158,19 @@ class Scheduler:
         request = self.state.requests.get(request_id)
         if request is not None:
             self.finish(request, "abort")
+
+    def withdraw_offer(self, request_id: RequestId) -> None:
+        """Let go of the prompt that a request has left for another server, unless that has claimed it."""
+        withdraw_offer(self.state, request_id)
+
+    def withdraw(self, reference: str) -> None:
+        """Let go of the prompt that another server would ask for by `reference`, unless it has. Whoever does not know
+        all of it ends nothing."""
+        withdraw(self.state, reference)
+
+    def release_source(self, source: KvSource) -> None:
+        """Tell another server that what it has promised is not going to be fetched."""
+        release_source(self.state, source)
 
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request now: at a stop string, by an abort. No matter if it has ended already."""

@@ -7,7 +7,7 @@ from cairn.cache.sequence_blocks import PagePin
 from cairn.scheduler.request import Request
 from cairn.step import PageCopy
 from cairn.transfer.contract import ContentName, KvSource, NamedImage, PullId, SchedulerSide
-from cairn.types import Keys
+from cairn.types import Keys, RequestId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,12 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenLease:
-    """What is held for another server. `client`: whose KV export it is, None of what was asked for by content."""
+    """What is held for another server. `client`: whose KV export it is, `request_id` of which request; both None of
+    what was asked for by content."""
 
     hold: PagePin
-    client: str | None
+    client: str | None = None
+    request_id: RequestId | None = None
 
 
 @dataclass(eq=False)
@@ -62,7 +64,7 @@ class Transfers:
 
     `fetching`: by pull. `ready`: in order of arrival, with the page copies their first step needs. `quarantine`: pages
     of pulls that were given up, until no byte can reach them any more. `offers`: by reference, what is held for other
-    servers, and `quota` how much may be.
+    servers, and `quota` how much may be. `releases`: pulls that only let go of what another server holds.
     """
 
     side: SchedulerSide | None = None
@@ -72,6 +74,7 @@ class Transfers:
     ready: dict[Request, list[PageCopy]] = field(default_factory=dict)
     quarantine: dict[PullId, PagePin] = field(default_factory=dict)
     offers: dict[str, OpenLease] = field(default_factory=dict)
+    releases: set[PullId] = field(default_factory=set)
 
     @property
     def is_open(self) -> bool:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import suppress
 from functools import partial
 from typing import Annotated, Any
 
@@ -10,9 +11,15 @@ from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from cairn.errors import InvalidRequest, Overloaded
 from cairn.http.clients import get_client_id
+from cairn.http.handover import restore_client_fields
 from cairn.server.images.memory import ImageAllocation
+from cairn.server.openai.engine_request import encode_release_params
 from cairn.server.service import Service
+
+_TRANSFER_PARAMS = "cairn.kv_transfer_params"
+"""Where a request's scope has those of its body, in nothing checked."""
 
 
 def get_service(request: Request) -> Service:
@@ -38,14 +45,20 @@ ImageAllocationDep = Annotated[ImageAllocation, Depends(allocate_images)]
 
 class JsonBodyRoute(APIRoute):
     """Decodes bodies with msgspec, in half the time of `json`, which still gets what msgspec refuses: NaN, infinity and
-    half a surrogate pair, so that they can be refused by their field."""
+    half a surrogate pair, so that they can be refused by their field. What was handed over with a request that has no
+    answer is released."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handle_json(request: Request) -> Response:
             request.json = partial(_decode_json, request)  # type: ignore[method-assign]
-            return await handle(request)
+            try:
+                return await handle(request)
+            except BaseException as error:
+                if not isinstance(error, Overloaded):  # a proxy may ask another server with it
+                    _release_kv_transfer(request)
+                raise
 
         return handle_json
 
@@ -53,9 +66,23 @@ class JsonBodyRoute(APIRoute):
 async def _decode_json(request: Request) -> Any:
     body = await request.body()
     try:
-        return msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except (msgspec.DecodeError, RecursionError):
-        return json.loads(body)
+        decoded = json.loads(body)
+    if isinstance(decoded, dict):
+        request.scope[_TRANSFER_PARAMS] = decoded.get("kv_transfer_params")
+    return restore_client_fields(decoded)
+
+
+def _release_kv_transfer(request: Request) -> None:
+    """Let go of what another server has handed over with this request: nobody is going to fetch it, unless the engine
+    has begun to."""
+    params = request.scope.get(_TRANSFER_PARAMS)
+    if isinstance(params, dict):
+        engine = get_service(request).engine
+        with suppress(InvalidRequest):
+            if (encoded := encode_release_params(params, engine.info)) is not None:
+                engine.release_kv_transfer(encoded)
 
 
 def json_response(body: dict[str, Any]) -> Response:

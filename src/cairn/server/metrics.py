@@ -329,7 +329,8 @@ class RequestMeter:
     def _finish(self, output: GenerateOutput, now: float) -> None:
         metrics = self._metrics
         metrics.whole_request.observe(now - self._arrival_time)
-        num_prompt_tokens, max_tokens = len(self._request.prompt) // 8, self._request.stop_conditions.max_tokens
+        num_prompt_tokens = len(self._request.prompt) // 8
+        max_tokens = 1 if self._request.prefill_only else self._request.stop_conditions.max_tokens
         if self._index == 0:
             metrics.prompt_tokens.observe(num_prompt_tokens)
         if output.cache is not None:
@@ -338,8 +339,8 @@ class RequestMeter:
         metrics.max_tokens.observe(self._max_model_len - num_prompt_tokens if max_tokens is None else max_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
         self._lengths.append(self._num_tokens)
-        if len(self._lengths) == self._request.n:
-            metrics.num_answers.observe(self._request.n)
+        if len(self._lengths) == self._request.num_answers:
+            metrics.num_answers.observe(self._request.num_answers)
             metrics.longest_answer.observe(max(self._lengths))
         if output.timings is not None:
             metrics.inference_time.observe(output.timings.prefill + output.timings.decode)

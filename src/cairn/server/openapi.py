@@ -10,6 +10,7 @@ from msgspec.json import schema_components
 
 from cairn.engine.contract import CacheView
 from cairn.http.error_responses import ANTHROPIC_PATH
+from cairn.http.handover import RELEASE_PATH
 from cairn.server.anthropic.responses import (
     AnthropicErrorResponse,
     CountTokensResponse,
@@ -42,7 +43,7 @@ Schema: TypeAlias = dict[str, Any]
 
 _PROBES = frozenset({"/health", "/ping", "/ready"})
 _TEXT_BODIES: Mapping[str, str] = MappingProxyType({"/metrics": "text/plain", "/cache/ui": "text/html"})
-_EMPTY_BODIES = frozenset({*_PROBES, "/reset_prefix_cache"})
+_EMPTY_BODIES = frozenset({*_PROBES, "/reset_prefix_cache", RELEASE_PATH})
 _RESPONSES: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "/v1/completions": (CompletionResponse,),

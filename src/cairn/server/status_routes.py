@@ -7,11 +7,14 @@ from fastapi import APIRouter, Query
 from fastapi.openapi.docs import get_redoc_html, get_swagger_ui_html
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import BaseModel
 
 from cairn import __version__
 from cairn.errors import EngineDead, InvalidRequest, Overloaded
 from cairn.http.error_responses import make_error
+from cairn.http.handover import RELEASE_PATH
 from cairn.server.dependencies import ServiceDep
+from cairn.server.openai.engine_request import encode_release_params
 from cairn.server.openai.prompts import check_model
 from cairn.server.options import ServerOptions
 from cairn.server.service import Service
@@ -35,6 +38,7 @@ def router(options: ServerOptions) -> APIRouter:
     routes.add_api_route("/server_info", server_info, methods=["GET"], response_model=None)
     routes.add_api_route("/metrics", metrics, methods=["GET"], response_model=None)
     routes.add_api_route("/reset_prefix_cache", reset_prefix_cache, methods=["POST"], response_model=None)
+    routes.add_api_route(RELEASE_PATH, release_kv_transfer, methods=["POST"], response_model=None)
     if options.enable_tokenizer_info_endpoint:
         routes.add_api_route("/tokenizer_info", tokenizer_info, methods=["GET"], response_model=None)
     if options.enable_docs:
@@ -136,6 +140,21 @@ async def reset_prefix_cache(
     num_pages = await service.reset_queries.run(service.engine.reset_cache)
     if num_pages:
         raise make_error(f"{num_pages} pages are held by open requests: try again when they have ended", 409)
+    return Response(status_code=200)
+
+
+class ReleaseRequest(BaseModel):
+    """POST /release_kv_transfer. `kv_transfer_params`: as a prefill server has answered them."""
+
+    kv_transfer_params: dict[str, Any]
+
+
+async def release_kv_transfer(body: ReleaseRequest, service: ServiceDep) -> Response:
+    """Nobody is going to fetch this prompt: let go of it, unless somebody has begun to. Tried in the background, and
+    not an error where there is nothing to let go of. Whoever has the parameters could fetch the prompt as well."""
+    encoded = encode_release_params(body.kv_transfer_params, service.engine.info)
+    if encoded is not None:
+        service.engine.release_kv_transfer(encoded)
     return Response(status_code=200)
 
 

@@ -58,7 +58,7 @@ class Connector:
 
     def withdraw(self, remote_request_id: str) -> None:
         if (known := split_reference(remote_request_id)) is not None:
-            self._leases.withdraw(known[1])
+            self._leases.withdraw_offer(*known)
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None, nonce: bytes | None = None) -> str | None:
         """`nonce` as for `offer`. `Producer.take_frames` has the frame to send after this."""

@@ -245,7 +245,7 @@ class SchedulerSide(Protocol):
         """Lease pages, which must stay as they are until `LeaseEnded`. Returns the `remote_request_id`."""
 
     def withdraw(self, remote_request_id: str) -> None:
-        """End a lease early. Does nothing for unknown or ended ones."""
+        """End a lease that nobody has claimed. Does nothing for others."""
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
         """Answer a `LookupRequest`; None: nothing is cached. `offer.keys` are the cached tokens up to a mark or the end

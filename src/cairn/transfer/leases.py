@@ -241,6 +241,13 @@ class LeaseTable:
         if (lease := self._active.get(nonce)) is not None:
             self._end(lease, LeaseState.RELEASED)
 
+    def withdraw_offer(self, request_id: str, nonce: bytes) -> None:
+        """End the lease of this request that nobody has claimed: a claimed one is its claimant's to end."""
+        self.expire()
+        lease = self._active.get(nonce)
+        if lease is not None and lease.request_id == request_id and lease.state is LeaseState.OFFERED:
+            self._end(lease, LeaseState.RELEASED)
+
     def expire(self) -> None:
         """End the leases whose time is up, and forget those that ended long ago."""
         now = self._clock.now()

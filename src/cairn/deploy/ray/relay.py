@@ -23,7 +23,7 @@ from cairn.proxy.prefixes import HintCache
 from cairn.proxy.protocol import HANDOVER_PATHS
 from cairn.proxy.relay import ClientResponse, Relay
 from cairn.proxy.response_owners import ResponseOwners
-from cairn.proxy.server_pool import NoUpstream, UpstreamError
+from cairn.proxy.server_pool import NoUpstream, ReleaseTasks, UpstreamError
 from cairn.routing.rule import RoutedRequest
 
 _HAS_BODY = ("POST", "PUT", "PATCH")
@@ -60,6 +60,7 @@ class RequestRelay:
         self._read_prompt = read_prompt or _read_nothing
         self._hints = HintCache() if hints is None else hints
         self._owners = ResponseOwners()
+        self._releases = ReleaseTasks()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -118,10 +119,10 @@ class RequestRelay:
         retried = (*_RETRIED, 404) if stored else _RETRIED
         prefill = None
         if self._prefill is not None:
-            prefill = ReplicaPool(self._prefill, request, prompt, min(seconds, _MAX_PREFILL_SECONDS))
+            prefill = ReplicaPool(self._prefill, request, prompt, min(seconds, _MAX_PREFILL_SECONDS), self._releases)
         forwarder = RequestForwarder(
             forwarded,
-            ReplicaPool(self._send_to_replica, request, prompt, seconds, retried),
+            ReplicaPool(self._send_to_replica, request, prompt, seconds, self._releases, retried),
             prefill,
             self._hints,
             self._owners,

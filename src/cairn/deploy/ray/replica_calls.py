@@ -9,7 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from cairn.deploy.ray.exchange import AnswerHead, RelayedRequest
-from cairn.proxy.server_pool import Headers, NoUpstream, UpstreamError, UpstreamResponse
+from cairn.http.handover import RELEASE_PATH
+from cairn.proxy.server_pool import RELEASE_SECONDS, Headers, NoUpstream, ReleaseTasks, UpstreamError, UpstreamResponse
 from cairn.routing.rule import RoutedRequest
 
 REQUEST_ID = b"x-request-id"
@@ -71,12 +72,13 @@ class RelayLimits:
 @dataclass(frozen=True, slots=True)
 class ReplicaPool:
     """A `ServerPool` for one request. `prompt`: what is known of it; `seconds`: for a replica to take the request;
-    `retried`: statuses with which another one is tried."""
+    `retried`: statuses with which another one is tried; `releases`: of all requests."""
 
     send_to_replica: SendToReplica
     request: RelayedRequest
     prompt: RoutedRequest
     seconds: float
+    releases: ReleaseTasks
     retried: Sequence[int] = ()
 
     @asynccontextmanager
@@ -105,6 +107,20 @@ class ReplicaPool:
     def report_failure(self, server: str, error: UpstreamError) -> None:
         level = logging.DEBUG if error.kind == "status" else logging.WARNING
         logger.log(level, "replica %s has failed: %s", server or "of no name", error)
+
+    def release(self, server: str, content: bytes) -> None:
+        self.releases.start(self._release(server, content))
+
+    async def _release(self, server: str, content: bytes) -> None:
+        asked = replace(self.request, path=RELEASE_PATH, raw_path=RELEASE_PATH.encode(), query_string=b"")
+        call = self.send_to_replica(_with_body(asked, content), Destination(owner=server))
+        try:
+            async with asyncio.timeout(RELEASE_SECONDS):
+                await wait_replica(call, RELEASE_SECONDS)
+                async with aclosing(call.answer()) as items:
+                    await anext(items, None)
+        except (UpstreamError, NoUpstream, TimeoutError) as error:
+            logger.debug("replica %s has not been told to release: %s", server, error)
 
     def _own_headers(self, head: AnswerHead) -> Headers:
         """Without the request's id where Ray's proxy has named the request: it adds the header once more."""

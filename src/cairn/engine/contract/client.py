@@ -49,6 +49,11 @@ class EngineClient(Protocol):
         when no answer comes within the deadline."""
         ...
 
+    def release_kv_transfer(self, kv_transfer_params: bytes) -> None:
+        """What another server, or this one, has handed over with these parameters is not going to be fetched: let go of
+        it. Tried once, in the background; they are in nothing trusted."""
+        ...
+
     async def wait_dead(self) -> str:
         """Returns the reason when the engine has ended without being told to."""
         ...

@@ -172,6 +172,8 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
     tokens. `stop`: texts that end it; the answer has the one that ended it only with `include_stop_str_in_output`.
     `stop_token_ids`: tokens that end it besides the model's end-of-sequence tokens, which `ignore_eos` switches off.
     `repetition_detection`: None for none. `thinking`: when its thinking ends; None for whenever the model ends it.
+    `prefill_only`: another server is going to give the answer. All of the request is checked, and here one answer ends
+    after its first token, without log-probabilities.
     """
 
     max_tokens: int | None = None
@@ -182,6 +184,7 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     repetition_detection: RepetitionDetection | None = None
     thinking: ThinkingBudget | None = None
+    prefill_only: bool = False
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -212,6 +215,16 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     kv_transfer_params: bytes | None = None
     priority: int = 0
     client: Annotated[str, msgspec.Meta(max_length=64)] = ""
+
+    @property
+    def prefill_only(self) -> bool:
+        """See `StopConditions`."""
+        return self.stop_conditions.prefill_only
+
+    @property
+    def num_answers(self) -> int:
+        """How many are given here."""
+        return 1 if self.prefill_only else self.n
 
 
 def check_token_ids(tokens: Keys, vocab_size: int, name: str) -> None:

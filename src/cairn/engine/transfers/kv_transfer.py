@@ -25,7 +25,7 @@ from cairn.errors import ConfigError, EngineDead, InvalidRequest
 from cairn.scheduler.request import PromptOffer, Request
 from cairn.scheduler.transfers import LeaseQuota, RecentSequences, Transfers
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import Identity, Peer, TransferRole
+from cairn.transfer.contract import Identity, KvSource, Peer, TransferRole
 from cairn.transfer.credentials import check_secret, derive_credentials
 from cairn.transfer.digest import SequenceIndex
 from cairn.transfer.geometry import ModelUnits, geometry_of
@@ -127,6 +127,16 @@ def parse_role(params: object, transfer: KvTransfer | None) -> TransferRole:
             f"{_NAME}: this server takes no part in transfers: start it with --kv-transfer-config", _NAME
         )
     return role or TransferRole()
+
+
+def find_lease(params: object, transfer: KvTransfer) -> str | KvSource | None:
+    """The lease that a request to decode refers to: its name if it is this server's own, else where it is; None for
+    other requests. `params` as for `parse_role`. Raises InvalidRequest that names the key."""
+    if isinstance(params, dict) and params.get("remote_engine_id") == transfer.engine_id:
+        reference = params.get("remote_request_id")
+        return reference if isinstance(reference, str) else None
+    source = parse_role(params, transfer).source
+    return source if source is not None and source.nonce is not None else None
 
 
 def report(request: Request) -> TransferReport | None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from cairn.engine.contract import (
+    RANGES,
     EngineInfo,
     GenerateRequest,
     RenderedPrompt,
@@ -15,6 +16,7 @@ from cairn.engine.contract import (
     ThinkingBudget,
 )
 from cairn.errors import InvalidRequest, RequestError
+from cairn.http.handover import CLIENT_FIELDS
 from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from cairn.types import SamplingParams
 
@@ -25,6 +27,8 @@ _REQUEST_FIELDS = ("n", "skip_special_tokens", "priority", "cache_salt")
 """Fields of bodies that `SamplingParams`, `StopConditions` and `GenerateRequest` have under the same names."""
 
 _PARAMS = "kv_transfer_params"
+_REFERENCE = ("do_remote_prefill", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+_MAX_REFERENCE_BYTES = 8192
 _MAX_DEPTH = 32
 
 
@@ -57,14 +61,17 @@ def build_engine_request(
         sampling["logprob_token_ids"] = _logprob_token_ids(body, body.logprob_token_ids)
     bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    until = _fields_sent(body, _STOP_FIELDS) | {"thinking": thinking}
+    until = _fields_sent(body, _STOP_FIELDS) | {"thinking": thinking, "prefill_only": body.is_prefill_only}
     if body.repetition_detection is not None:
         until["repetition_detection"] = RepetitionDetection(**body.repetition_detection.model_dump(exclude_none=True))
     num_logprobs, num_prompt_logprobs = body.get_num_logprobs(), body.prompt_logprobs
     if num_prompt_logprobs is None and _echoes_logprobs(body):
         num_prompt_logprobs = num_logprobs
+    is_read_here = body.is_kv_export and not body.is_prefill_only
+    if is_read_here and body.n is not None and body.n not in RANGES["n"]:
+        raise InvalidRequest(f"n must be {RANGES['n']}, not {body.n}", "n")
     return GenerateRequest(
-        **_fields_sent(body, _REQUEST_FIELDS) | ({"n": 1} if body.is_kv_export else {}),
+        **_fields_sent(body, _REQUEST_FIELDS) | ({"n": 1} if is_read_here else {}),
         request_id=request_id,
         prompt=struct.pack(f"<{len(prompt.token_ids)}q", *prompt.token_ids),
         sampling=SamplingParams(**sampling, logit_bias=tuple(bias.items()), bad_words=tuple(map(tuple, bad_words))),
@@ -166,14 +173,17 @@ def encode_bad_words(encode: Callable[[str, bool], list[int]], words: Sequence[s
 
 def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> bytes | None:
     """The JSON that the engine gets, which checks what it says; None if there is nothing for it. `prompt_token_ids` are
-    the prompt already.
+    the prompt already, and a proxy's CLIENT_FIELDS the body's.
 
     Raises InvalidRequest for what is no JSON, is nested too deeply, or asks a server without a side channel for a
     transfer.
     """
     if params is None:
         return None
-    params = {name: value for name, value in params.items() if name != "prompt_token_ids"}
+    if not isinstance(fields := params.get(CLIENT_FIELDS) or {}, dict):
+        param = f"{_PARAMS}.{CLIENT_FIELDS}"
+        raise InvalidRequest(f"{param} must be an object, not {type(fields).__name__}", param)
+    params = {name: value for name, value in params.items() if name not in ("prompt_token_ids", CLIENT_FIELDS)}
     if info.side_channel is None:
         for flag in ("do_remote_decode", "do_remote_prefill"):
             value, param = params.get(flag), f"{_PARAMS}.{flag}"
@@ -185,6 +195,16 @@ def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> b
         return None
     # Not msgspec: it writes NaN as null, and null means something here.
     return encode_json(params, _PARAMS, _MAX_DEPTH, separators=(",", ":"))
+
+
+def encode_release_params(params: dict[str, Any], info: EngineInfo) -> bytes | None:
+    """What the engine is told of a prompt that was handed over and is not fetched: where it is and what it is called.
+    None where nothing was, and for more than a reference has. Raises InvalidRequest as `encode_transfer_params`."""
+    if params.get("do_remote_prefill") is not True:
+        return None
+    names = {name: params.get(name) for name in _REFERENCE}
+    encoded = encode_transfer_params(names | {"remote_block_ids": []}, info)
+    return encoded if encoded is not None and len(encoded) <= _MAX_REFERENCE_BYTES else None
 
 
 def encode_json(

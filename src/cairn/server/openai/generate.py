@@ -124,7 +124,7 @@ class Generation:
         meters = {
             (i, index): RequestMeter(metrics, self.arrival_time, request, index, lengths, limit)
             for i, (request, lengths) in enumerate((request, list[int]()) for request in self.requests)
-            for index in range(min(request.n, MAX_ANSWERS))  # the core refuses more
+            for index in range(min(request.num_answers, MAX_ANSWERS))  # the core refuses more
         }
         outputs = self.service.engine.generate(*self.requests)
         outcome, has_begun, is_refused = "abort", False, False

@@ -52,7 +52,8 @@ async def encode_prompts(service: Service, body: CompletionRequest) -> list[Rend
     prompts = body.prompt
     if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
         return [await _encode_prompt(service, body, cast(SinglePrompt, prompts), "prompt")]
-    most = _MAX_CHOICES // max(1, 1 if body.is_kv_export or body.n is None else body.n)
+    is_one_answer = body.n is None or (body.is_kv_export and not body.is_prefill_only)
+    most = _MAX_CHOICES // max(1, 1 if is_one_answer or body.n is None else body.n)
     if len(prompts) > most:
         text = f"{len(prompts)} prompts are too many: with this n, at most {most} can be answered"
         raise InvalidRequest(text, "prompt")

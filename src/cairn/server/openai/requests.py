@@ -22,6 +22,7 @@ from typing_extensions import TypedDict
 from cairn.engine.contract import MAX_BAD_WORDS, MAX_PATTERN_SIZE, RANGES
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.errors import InvalidRequest
+from cairn.http.handover import CLIENT_FIELDS
 from cairn.server.openai.field_types import (
     LENIENT,
     BadWord,
@@ -190,6 +191,17 @@ class SamplingFields(BaseModel):
     def is_kv_export(self) -> bool:
         """Whether only the prompt is computed here: another server decodes it."""
         return (self.kv_transfer_params or {}).get("do_remote_decode") is True
+
+    @property
+    def is_prefill_only(self) -> bool:
+        """Whether it comes from a proxy that lets nobody read the answer: the client's own fields are checked, and one
+        token is computed."""
+        return self.is_kv_export and CLIENT_FIELDS in (self.kv_transfer_params or {})
+
+    def as_prefill(self) -> Self:
+        """The body without the fields that make an answer long, for an answer that nobody reads."""
+        fields = ("stream", "stream_options", "n", "echo", "logprobs", "top_logprobs", "prompt_logprobs")
+        return self.model_copy(update={name: None for name in fields if name in type(self).model_fields})
 
     @property
     def max_tokens_field(self) -> str | None:

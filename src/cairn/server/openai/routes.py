@@ -163,8 +163,10 @@ async def _prepare(
         )
         for prompt, budget in zip(prompts, thinking, strict=True)
     )
+    if body.is_prefill_only:
+        body = body.as_prefill()
     prompts = await add_prompt_text(service, body, prompts)
-    n = min(requests[0].n, MAX_ANSWERS)  # the core refuses more
+    n = min(requests[0].num_answers, MAX_ANSWERS)  # the core refuses more
     created, model = int(service.wall()), service.options.model_name
     has_listed = bool(body.logprob_token_ids)
     formatter = service.logprobs_formatter.configure(body.return_tokens_as_token_ids, has_listed=has_listed)

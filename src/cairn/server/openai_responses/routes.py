@@ -55,7 +55,8 @@ async def create_response(
     chat = to_chat(body, history, items)
     encoded = msgspec.json.encode(items)
     keep: Callable[[bytes], None] | None = None
-    if body.store is not False and not chat.request.is_kv_export and service.responses.can_hold(len(encoded)):
+    can_keep = body.store is not False and service.responses.can_hold(len(encoded))
+    if can_keep and not chat.request.is_kv_export:
 
         def keep(response: bytes) -> None:
             stored = StoredResponse(response, encoded, body.previous_response_id)
@@ -68,9 +69,10 @@ async def create_response(
         return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]
 
     try:
-        if not body.background:
+        if body.background:
+            _check_background(body, service, can_keep=can_keep and (keep is not None or chat.request.is_prefill_only))
+        if not body.background or chat.request.is_prefill_only:
             return await generate(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
-        _check_background(body, service, can_keep=keep is not None)
         generation = await prepare(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
     except RequestError as error:
         raise chat.rename_error(error) from None

@@ -1,0 +1,38 @@
+"""What a proxy and the servers behind it tell each other of a prompt that is handed over, beside the client's fields.
+
+A prefill server is asked for one token, and not for a stream, whatever it is: that is how servers of other makes are
+asked, too. The client's own values of the fields that are replaced, or left out, go along in CLIENT_FIELDS of
+`kv_transfer_params`, and the prefill server puts them back: so it refuses what the decode server would refuse, before
+it computes anything.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+CLIENT_FIELDS = "cairn_client_fields"
+
+REPLACED_FIELDS = frozenset(
+    (
+        *("max_tokens", "max_completion_tokens", "max_output_tokens", "min_tokens", "min_completion_tokens", "n"),
+        *("stream", "stream_options", "echo", "logprobs", "top_logprobs", "prompt_logprobs", "include"),
+        *("background", "store"),
+    )
+)
+"""Fields of a client that say how it is answered: a prefill server answers with one token that nobody reads."""
+
+RELEASE_PATH = "/release_kv_transfer"
+"""Where a server is told that what it, or another server, has handed over is not fetched by anybody."""
+
+
+def restore_client_fields(body: Any) -> Any:
+    """The body of a request as its client sent it, if a proxy has put fields aside; else the body itself. An empty
+    CLIENT_FIELDS stays behind."""
+    params = body.get("kv_transfer_params") if isinstance(body, Mapping) else None
+    if not isinstance(params, Mapping) or params.get("do_remote_decode") is not True:
+        return body
+    given = params.get(CLIENT_FIELDS)
+    if not isinstance(given, Mapping):
+        return body
+    kept = {name: value for name, value in body.items() if name not in REPLACED_FIELDS}
+    fields = {name: value for name, value in given.items() if name in REPLACED_FIELDS}
+    return kept | fields | {"kv_transfer_params": {**params, CLIENT_FIELDS: {}}}
