@@ -59,16 +59,20 @@ KEEP_COMPILED := PYTHONDONTWRITEBYTECODE=
 # Where there is a GPU --device auto would take it: these are lanes of the CPU.
 ON_CPU := CUDA_VISIBLE_DEVICES=
 RUN := $(ONE_THREAD) $(OFFLINE) $(KEEP_COMPILED) $(ON_CPU) $(BIN)/python
+# Once a machine: else tests compile them side by side, and wait for each other.
+COMPILE := $(RUN) -m cairn.kernels.cpu.compile_worker
 
 .PHONY: test test-more test-avx2 test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm clean
 
 test: lint $(NIXL)
+	@$(COMPILE)
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
 test-ui: $(UI)
 	@$(RUN) -m pytest -m ui -n 0 tests/ui $(TEST_ARGS)
 
 test-more: $(NIXL)
+	@$(COMPILE)
 	@$(RUN) -m pytest -m more -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
 test-avx2: $(NIXL)

@@ -212,7 +212,7 @@ def test_a_leaked_lease_is_found_when_idle():
     run(engine, request())
     cache = engine._scheduler.state.cache
     cache.lookup(next(iter(cache.tree.roots)), np.arange(100), "leak")
-    with pytest.raises(AuditError, match="1 leases"):
+    with pytest.raises(AuditError, match="1 sequences"):
         engine.idle()
 
 
@@ -221,7 +221,7 @@ def test_pages_that_a_step_has_left_behind_are_found_when_idle():
     run(engine, request())
     cache = engine._scheduler.state.cache
     cache.pinned.steps[7] = [cache.pool.allocate(1)]
-    with pytest.raises(AuditError, match="0 leases"):
+    with pytest.raises(AuditError, match="0 sequences"):
         engine.idle()
 
 
