@@ -194,6 +194,7 @@ def test_a_killed_server_takes_its_core_with_it(serving):
     assert core.wait(10) is None
 
 
+@pytest.mark.more
 def test_a_signal_while_the_model_loads(serving):
     server = serving("echo:build_seconds=30", "--log-level", "debug", wait=False)
     deadline = time.monotonic() + 60

@@ -99,7 +99,7 @@ def test_prompts_fit_and_differ_in_length(num_tokens, limit):
     assert len(prompts[-1]) == min(num_tokens, limit)
 
 
-@pytest.mark.parametrize("num_prompts", [2, more(NUM_PROMPTS)])
+@pytest.mark.parametrize("num_prompts", [1, more(NUM_PROMPTS)])
 def test_a_made_model_is_the_same_model(model, tmp_path, capsys, monkeypatch, num_prompts):
     monkeypatch.setattr(generation, "NUM_PROMPTS", num_prompts)
     found = tmp_path / "found.json"

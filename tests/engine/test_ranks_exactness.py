@@ -132,6 +132,7 @@ def test_a_preempted_request(several, room, steps):
     assert_same(engine.logits[number], several.alone(TEXT[:150], 12))
 
 
+@pytest.mark.more
 def test_planning_ahead_and_after_eviction(several):
     engine = several.engine(num_pages=60, ahead=2)
     for prompt in (TEXT[:300], OTHER[:300], TEXT[:300], OTHER[:250] + TEXT[:40]):

@@ -169,7 +169,7 @@ def test_every_answer_is_valid_by_its_schema_beside_free_ones(turned, count):
     ("structure", "fits"),
     [
         (form("regex", r"[a-f]{3,9}(-[0-9]{2})?"), r"[a-f]{3,9}(-[0-9]{2})?"),
-        (form("choice", ["never", "now", "nowhere"]), "never|now|nowhere"),
+        more(form("choice", ["never", "now", "nowhere"]), "never|now|nowhere"),
         (form("grammar", 'start: "[" item ("," item){0,3} "]"\nitem: /[xy]/'), r"\[[xy](,[xy]){0,3}\]"),
         (
             form(
@@ -205,6 +205,7 @@ SCHEMA = {
 }
 
 
+@pytest.mark.more
 def test_beside_others_preempted_and_alone_are_the_same(turned):
     alone = turned(exact=True)
     alone.ask("x", form("json", SCHEMA), seed=5)

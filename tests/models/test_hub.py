@@ -110,6 +110,7 @@ def test_a_name_is_downloaded_once_and_then_found(machine, tiny, tiny_files):
     assert machine.hub.asked == [] and machine.log == ""
 
 
+@pytest.mark.more
 def test_a_hub_that_refuses_leaves_what_is_cached(machine, tiny):
     folder = machine.find()
     machine.hub.status = 401
@@ -125,6 +126,7 @@ def test_a_hub_that_is_gone_or_in_trouble_leaves_what_is_cached(machine, tiny, g
     assert machine.find(**variables) == folder and "Using cached commit" in machine.log
 
 
+@pytest.mark.more
 def test_a_branch_that_has_moved_is_followed(machine, tiny, tiny_files):
     old = machine.find()
     tiny.revisions["main"] = tiny_files | {"generation_config.json": b'{"eos_token_id": 5}'}
@@ -132,6 +134,7 @@ def test_a_branch_that_has_moved_is_followed(machine, tiny, tiny_files):
     assert new != old and machine.hub.fetched == ["generation_config.json"]
 
 
+@pytest.mark.more
 def test_a_connection_that_breaks_is_taken_up_where_it_broke(machine, tiny_files):
     part = 10 << 20
     weights = bytes(part) + b"the rest" * 1000
@@ -212,6 +215,7 @@ def test_a_download_dir(machine, tiny, tiny_files):
     assert "name another --download-dir" in machine.find(download_dir=machine.folder / "file")
 
 
+@pytest.mark.more
 def test_a_token_goes_to_the_hub_and_nowhere_else(machine, tiny):
     tiny.token = "hf_secret"
     said = machine.find()
@@ -273,6 +277,7 @@ def test_a_single_file_needs_no_index(machine, tiny_files):
     assert files_in(folder) == files | {"model.safetensors": b"weights"}
 
 
+@pytest.mark.more
 def test_a_folder_of_the_same_name_wins(machine, tiny):
     (machine.folder / NAME).mkdir(parents=True)
     assert machine.find() == NAME
@@ -324,6 +329,7 @@ def test_a_disk_without_room(machine, tiny, tiny_files):
     assert said.startswith("DownloadError: MODEL org/tiny: the disk is full: make room") and "--download-dir" in said
 
 
+@pytest.mark.more
 def test_check_reads_headers_only(machine, tiny, tiny_files, tiny_model, capsys):
     shown = machine.run("-m", "cairn", "check", NAME)
     assert shown.returncode == 0, shown.stderr
@@ -348,6 +354,7 @@ def test_check_of_what_is_no_safetensors_file(machine, tiny_files):
         assert said in machine.find(find="find_headers")
 
 
+@pytest.mark.more
 def test_bench_fetches_a_tokenizer_alone(machine, tiny):
     command = ["-m", "cairn", "bench", "serve", "--model", "m", "--base-url", "http://127.0.0.1:9"]
     done = machine.run(*command, "--num-prompts", "1", "--tokenizer", NAME)

@@ -8,7 +8,7 @@ from pd_world import World, alone, prefill
 
 from tiers import more
 
-ROUNDS = (range(10), more(range(10, 200)))
+ROUNDS = (range(5), more(range(5, 200)))
 
 
 @pytest.mark.parametrize("rounds", ROUNDS, ids=lambda rounds: f"{len(rounds)} rounds")

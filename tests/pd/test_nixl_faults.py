@@ -65,6 +65,7 @@ def hand_over(world: World, rng: random.Random) -> None:
     assert d.stats().transfers.received_tokens == before + 100
 
 
+@pytest.mark.more
 def test_what_is_given_up_is_let_go_of_once_the_peer_is_back(world):
     """Over TCP a read ends only with the help of the peer, whose lease has ended long before."""
     r = Round(world, "given up", ("tcp", "recompute"))

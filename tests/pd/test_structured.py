@@ -29,6 +29,7 @@ def servers(tiny_model):
         server.close()
 
 
+@pytest.mark.more
 def test_the_decode_server_holds_the_answer_to_its_form(servers):
     p, d, one = servers
     for seed, length in enumerate((40, 100, 300)):

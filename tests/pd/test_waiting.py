@@ -12,6 +12,7 @@ from cairn.scheduler.kv_import import MAX_OVERTAKEN, SLOW_SECONDS
 from cairn.scheduler.request import Phase
 from cairn.transfer.contract import LookupRequest
 from cairn.types import RequestId
+from tiers import more
 
 TEXT = np.random.default_rng(5).integers(0, 50, 9000).tolist()
 PLANS = 2
@@ -60,8 +61,8 @@ def clean(world) -> None:
 # -- fetches from a server that does not answer ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
-@pytest.mark.parametrize("running", [0, 1])
+@pytest.mark.parametrize("ahead", [more(1), 2])
+@pytest.mark.parametrize("running", [0, more(1)])
 def test_a_plain_request_does_not_wait_for_fetches_from_a_silent_server(ahead, running):
     world = World()
     d = world.server(2, max_num_seqs=8, ahead=ahead, num_pages=1000)

@@ -95,6 +95,7 @@ def test_one_cache_is_a_replay_of_all_copies():
 # -- rules -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.more
 def test_cached_tokens_of_every_rule():
     """Counts of a run that nothing but a change of the cache or of a rule moves."""
     trace = chats(12, 5)
@@ -288,6 +289,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.more
 def test_a_study_is_continued_and_told(folder, capsys):
     assert [request.session for request in read_trace(folder / "made.jsonl.gz").requests[:4]] == [0, 0, 0, 1]
     out, plot = folder / "rows.json", folder / "plot.svg"
