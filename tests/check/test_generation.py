@@ -22,7 +22,6 @@ from cairn.check.generation import (
 from cairn.check.reference import TransformersReference
 from cairn.cli import main
 from cairn.errors import ModelError
-from tiers import more
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +98,8 @@ def test_prompts_fit_and_differ_in_length(num_tokens, limit):
     assert len(prompts[-1]) == min(num_tokens, limit)
 
 
-@pytest.mark.parametrize("num_prompts", [1, more(NUM_PROMPTS)])
+@pytest.mark.more
+@pytest.mark.parametrize("num_prompts", [2, NUM_PROMPTS])
 def test_a_made_model_is_the_same_model(model, tmp_path, capsys, monkeypatch, num_prompts):
     monkeypatch.setattr(generation, "NUM_PROMPTS", num_prompts)
     found = tmp_path / "found.json"

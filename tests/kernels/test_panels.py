@@ -180,7 +180,7 @@ ALL_OFF = dict.fromkeys(("avx512bf16", "avx512vnni", "avx512f", "avx512bw", "avx
     ("changes", "counts", "layout"),
     [
         (ALL_OFF, [2, 1, 1, 0], "panels"),
-        (ALL_OFF | {"fma": False}, [0, 1, 0, 0], "float32"),
+        more(ALL_OFF | {"fma": False}, [0, 1, 0, 0], "float32"),
         more({"avx512bf16": False, "avx512vnni": False}, [0, 1, 0, 0], "onednn"),
     ],
 )

@@ -184,6 +184,7 @@ def test_a_signal_ends_a_download_at_once(machine, tiny, tiny_files, number):
     assert files_in(Path(machine.find())) == tiny_files and file in machine.hub.fetched
 
 
+@pytest.mark.more
 def test_a_revision(machine, tiny, tiny_files):
     other = tiny_files | {"generation_config.json": b'{"eos_token_id": 7}'}
     tiny.revisions["v2"] = other

@@ -25,6 +25,12 @@ MIB = 1 << 20
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def _populates_at_once(monkeypatch):
+    """With the priority of all else: at the least one it would wait for whatever else the machine does."""
+    monkeypatch.setattr(memory, "_LEAST_PRIORITY", 0)
+
+
 def resident_bytes():
     """Of this process: its own memory, without mapped files."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
