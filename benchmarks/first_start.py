@@ -109,21 +109,19 @@ def show(found: dict) -> None:
 
 
 def plot(found: dict, path: Path) -> None:
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(6, 3.5))
-    for offset, (name, values) in enumerate(
-        (
-            ("first start", [each["first"]["seconds"] for each in found["rounds"]]),
-            ("later start", [each["later"] for each in found["rounds"]]),
-        )
-    ):
-        axes.bar([number + 0.4 * offset for number in range(len(values))], values, width=0.38, label=name)
-    axes.set_xticks([number + 0.2 for number in range(len(found["rounds"]))], range(1, len(found["rounds"]) + 1))
-    axes.set_xlabel("round")
-    axes.set_ylabel("seconds until healthy")
-    axes.legend()
-    save_figure(figure, path)
+    rounds = found["rounds"]
+    starts = {
+        "first start": [each["first"]["seconds"] for each in rounds],
+        "later start": [each["later"] for each in rounds],
+    }
+    with save_figure(path) as figure:
+        axes = figure.subplots()
+        for offset, (name, values) in enumerate(starts.items()):
+            axes.bar([number + 0.4 * offset for number in range(len(values))], values, width=0.38, label=name)
+        axes.set_xticks([number + 0.2 for number in range(len(rounds))], range(1, len(rounds) + 1))
+        axes.set_xlabel("round")
+        axes.set_ylabel("seconds until healthy")
+        axes.legend()
 
 
 def main() -> int:
