@@ -118,12 +118,13 @@ EXPORTED = {
     "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks",
     "cairn.cache.audit": "audit",
     "cairn.deploy.ray": "app",
-    "cairn.cache.checkpoint": "Kind Lineage NO_LINEAGE Origin",
+    "cairn.cache.checkpoint": "Kind Lineage Origin",
+    "cairn.cache.divergence": "DivergenceStats",
     "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
     "cairn.cache.sequence_blocks": "MissSpan Namespace PagePin PageTable PageTables PendingFile "
     "PrefixMatch SequenceBlocks",
-    "cairn.cache.placement": "Align All Auto CheckpointPoint DivergenceStats Granular Junction PlacementPolicy "
+    "cairn.cache.placement": "Align All Auto CheckpointPoint Granular Junction PlacementPolicy "
     "PromptFacts hold_positions placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",

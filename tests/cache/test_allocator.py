@@ -1,5 +1,7 @@
 """Who gets a file when memory is full, and how the checkpoints that are there are kept in order."""
 
+from math import inf
+
 import pytest
 from benchmarks.ablation import WithoutInheritance
 from simulation import Simulation
@@ -32,8 +34,9 @@ def full(unreachable: int = 0, policy: ValuePerByte | None = None) -> Simulation
     return sim
 
 
-def reserved(sim: Simulation, kind: Kind, position: int = 64) -> bool:
-    return sim.cache.reserve_checkpoint(sim.requests[0].lease, CheckpointPoint(position, kind)) is not None
+def reserved(sim: Simulation, kind: Kind, position: int = 64, worth: float = 0.0) -> bool:
+    wanted = CheckpointPoint(position, kind, worth=worth)
+    return sim.cache.reserve_checkpoint(sim.requests[0].lease, wanted) is not None
 
 
 def test_what_can_never_be_hit_goes_before_a_checkpoint():
@@ -42,18 +45,21 @@ def test_what_can_never_be_hit_goes_before_a_checkpoint():
     assert not sim.cache.tree.unreachable and len(sim.cache.checkpoints.queue) == 1
 
 
-@pytest.mark.parametrize("kind", [Kind.PROMPT_END, Kind.JUNCTION, Kind.OFFSET, Kind.BREAKPOINT, Kind.PREEMPTION])
+@pytest.mark.parametrize("kind", [Kind.PROMPT_END, Kind.JUNCTION, Kind.BREAKPOINT, Kind.PREEMPTION])
 def test_what_is_new_takes_the_place_of_what_is_worth_least(kind):
     sim = full()
     assert reserved(sim, kind)
     assert not len(sim.cache.checkpoints.queue) and sim.cache.checkpoints.evicted[Kind.PROMPT_END] == 1
 
 
-@pytest.mark.parametrize("kind", [Kind.GRID, Kind.INNER_END])
-def test_what_is_on_probation_takes_nobodys_place(kind):
+@pytest.mark.parametrize("kind", [Kind.GRID, Kind.OFFSET, Kind.INNER_END])
+def test_what_is_on_probation_takes_the_place_of_what_is_worth_less(kind):
     sim = full(unreachable=8)
-    assert not reserved(sim, kind)
-    assert len(sim.cache.checkpoints.queue) == 1 and sim.cache.tree.unreachable
+    queue = sim.cache.checkpoints.queue
+    assert reserved(sim, kind, 60) and len(queue) == 1, "what can never be hit costs nothing"
+    assert not reserved(sim, kind, 56, queue.price()) and len(queue) == 1
+    assert reserved(sim, kind, 56, 1.01 * queue.price()) and not queue
+    assert queue.price() == inf
 
 
 def test_a_position_is_given_one_file():
