@@ -176,14 +176,14 @@ class Auto:
     def candidates(self, facts: PromptFacts, likely: Ints) -> tuple[Ints, Ints]:
         """Positions that earn a checkpoint by what they are, and others that may be worth one, `likely` among them;
         both ascending and distinct."""
-        n, stride = facts.num_tokens, grid_stride(facts.num_tokens)
+        stride = grid_stride(facts.num_tokens)
         others = [*likely.tolist(), *(end.position for end in facts.boundaries)]
         if facts.exact:
             others = [position // GRID * GRID for position in others]
+        others += range((facts.hit // stride + 1) * stride, facts.num_tokens, stride)
         earned = set(self._earned(facts))
-        others = {p for p in others if facts.hit < p < n and p % stride} - earned
-        grid = np.arange((facts.hit // stride + 1) * stride, n, stride)
-        return np.array(sorted(earned)), np.sort(np.append(grid, np.array([*others], np.int64)))
+        places = {position for position in others if facts.hit < position < facts.num_tokens} - earned
+        return np.array(sorted(earned)), np.array(sorted(places), np.int64)
 
     def _earned(self, facts: PromptFacts) -> dict[int, Kind]:
         kinds = _by_worth(facts)
