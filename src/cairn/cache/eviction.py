@@ -177,6 +177,7 @@ class ValuePerByte(EvictionPolicy):
         self.now = self.version = 0
         self.max_ghosts = MIN_GHOSTS
         self.table = table or HazardTable()
+        self.path_table = type(self.table)()
         self._records: dict[Node, ReuseStats] = {}
         self._ghosts: OrderedDict[Node, None] = OrderedDict()
         self._young: deque[tuple[int, Checkpoint]] = deque(maxlen=MAX_YOUNG)
@@ -202,15 +203,15 @@ class ValuePerByte(EvictionPolicy):
     # -- what happens --------------------------------------------------------------------------------------------
 
     def path_chance(self, path: Lineage) -> float:
-        return self.table.index(path.row, self.now - path.since)
+        return self.path_table.index(path.row, self.now - path.since)
 
     def begin_request(self, known: Node | None, lineage: Lineage, left: Lineage | None) -> None:
         self.now += 1
         record = self._records.get(known) if known is not None else None
         if left is not None and (record is None or record.node.end < lineage.start or record.kind.on_probation):
             self._divergences.observe(left, lineage.start)
-            self._count_time(left)
-            self.table.hit(left.row, self.now - left.since)
+            self._count_path_time(left)
+            self.path_table.hit(left.row, self.now - left.since)
             left.visits += 1
             self._add_path(left)
         if record is not None:
@@ -225,13 +226,12 @@ class ValuePerByte(EvictionPolicy):
     def _add_path(self, path: Lineage) -> None:
         """A path is new, or was left by one more request."""
         path.since = path.noted = self.now
-        path.row = self.table.row(
-            (len(Kind), min(3, path.visits), 3 if path.forked else path.turn, bisect_right(_FRESH, path.new_tokens))
-        )
+        kind = 3 if path.forked else path.turn
+        path.row = self.path_table.row((min(3, path.visits), kind, bisect_right(_FRESH, path.new_tokens)))
         self._paths[path] = None
         self._paths.move_to_end(path)
         if len(self._paths) > self.max_ghosts:
-            self._count_time(self._paths.popitem(last=False)[0])
+            self._count_path_time(self._paths.popitem(last=False)[0])
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         node = checkpoint.node
@@ -303,14 +303,16 @@ class ValuePerByte(EvictionPolicy):
         return True
 
     def _learn(self) -> None:
-        records = [*self._records.values(), *self._paths]
-        rows = np.array([record.row for record in records], np.int64)
-        since = np.array([record.since for record in records], np.float64)
-        noted = np.array([record.noted for record in records], np.float64)
-        self.table.all_at_risk(rows, noted - since, self.now - since)
-        for record in records:
-            record.noted = self.now
-        self.table.refresh()
+        known: tuple[tuple[HazardTable, Collection[ReuseStats | Lineage]], ...]
+        known = (self.table, self._records.values()), (self.path_table, self._paths)
+        for table, records in known:
+            rows = np.array([record.row for record in records], np.int64)
+            since = np.array([record.since for record in records], np.float64)
+            noted = np.array([record.noted for record in records], np.float64)
+            table.all_at_risk(rows, noted - since, self.now - since)
+            for record in records:
+                record.noted = self.now
+            table.refresh()
 
     def _demote(self, node: Node) -> None:
         """The hits of the ghost at `node` fall to the next shallower checkpoint."""
@@ -344,10 +346,14 @@ class ValuePerByte(EvictionPolicy):
         self._count_time(record)
         record.row = self.table.row(record.class_key())
 
-    def _count_time(self, record: ReuseStats | Lineage) -> None:
+    def _count_time(self, record: ReuseStats) -> None:
         """Count the time without use up to now."""
         self.table.at_risk(record.row, record.noted - record.since, self.now - record.since)
         record.noted = self.now
+
+    def _count_path_time(self, path: Lineage) -> None:
+        self.path_table.at_risk(path.row, path.noted - path.since, self.now - path.since)
+        path.noted = self.now
 
 
 def _path_of(record: ReuseStats) -> Lineage | None:
