@@ -43,7 +43,10 @@ def test_the_exact_json_to_both(setting, answers):
         "cairn_client_fields": {key: CHAT[key] for key in CHAT if key not in expected or key in ("stream", *LIMITS)},
     }
     assert [seen.path for seen in (*p.seen, *d.seen)] == ["/v1/chat/completions"] * 2
-    assert p.seen[0].json == expected
+    sent = p.seen[0].json
+    key = sent["kv_transfer_params"].pop("cairn_release_key")
+    assert len(key) == 32 and set(key) <= set("0123456789abcdef")
+    assert sent == expected
     assert d.seen[0].json == CHAT | {"kv_transfer_params": answers.handover(1)}
 
 

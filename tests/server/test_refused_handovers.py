@@ -301,7 +301,59 @@ def test_prompts_of_clients_that_leave_before_d_claims_them_are_released(trio, r
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
 
-    asyncio.run(leave())
+    asyncio.run(asyncio.wait_for(leave(), 30))
+    trio.assert_released()
+
+
+def test_prompts_of_clients_that_leave_while_p_answers_are_released(trio, run_app):
+    """All ten, when P has leased them and its answer is on its way: nobody but P knows yet what they are called."""
+    num_asked = 0
+
+    async def relay(request):
+        """P's answers are held back."""
+        nonlocal num_asked
+        async with httpx.AsyncClient(base_url=trio.p.url, timeout=30) as http:
+            sent = {"content": await request.body(), "headers": {"Content-Type": "application/json"}}
+            answer = await http.request(request.method, request.url.path, **sent)
+        if request.url.path == "/v1/completions":
+            assert answer.json()["kv_transfer_params"]["do_remote_prefill"] is True
+            num_asked += 1
+            while not await request.is_disconnected():
+                await asyncio.sleep(0.01)
+        return Response(answer.content, answer.status_code, media_type="application/json")
+
+    paths = ("/health", "/v1/completions", "/release_kv_transfer")
+    p = run_app(Starlette(routes=[Route(path, relay, methods=["GET", "POST"]) for path in paths]))
+    proxy = run_app(create_app(ProxyService(ProxyOptions(prefill=[p.url], decode=[trio.d.url]))))
+
+    async def leave():
+        async with httpx.AsyncClient(base_url=proxy.url, timeout=30) as http:
+            asking = [
+                asyncio.create_task(http.post("/v1/completions", json={"prompt": f"{number} {PROMPT}"}))
+                for number in range(10)
+            ]
+            while num_asked < 10:
+                await asyncio.sleep(0.01)
+            assert trio.costs()[2] >= 10
+            for task in asking:
+                task.cancel()
+            await asyncio.gather(*asking, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(leave(), 30))
+    trio.assert_released()
+
+
+@pytest.mark.parametrize("key", ["0" * 32, "", "-", "0", 5, None, "0" * 31 + "%"])
+def test_a_key_of_ones_own_lets_go_of_nobody_elses_prompt(trio, key):
+    params = trio.hand_over()
+    leased = trio.costs()[2]
+    for server in (trio.p, trio.d):
+        body = {"do_remote_decode": True, "cairn_release_key": key}
+        assert server.post("/release_kv_transfer", {"kv_transfer_params": body}).status_code == 200
+    # the engine looks at this after that
+    assert trio.p.post("/v1/completions", {"prompt": "x", "max_tokens": 1}).status_code == 200
+    assert trio.costs()[2] == leased > 0
+    trio.p.post("/release_kv_transfer", {"kv_transfer_params": params})
     trio.assert_released()
 
 
@@ -336,7 +388,7 @@ def test_prompts_of_clients_that_leave_d_itself_are_released(trio):
     trio.d.core.poll = wait
     assert blocked.wait(10)
     with suppress(asyncio.CancelledError):
-        asyncio.run(leave())
+        asyncio.run(asyncio.wait_for(leave(), 30))
     go_on.set()
     trio.assert_released()
 

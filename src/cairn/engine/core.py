@@ -27,13 +27,12 @@ from cairn.engine.request_log.log import RequestLog
 from cairn.engine.specs import SpecBuilder, as_prefill, check_request, transfer_params
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.thinking import ThinkingConstraint
-from cairn.engine.transfers.kv_transfer import KvTransfer, find_lease, parse_role
+from cairn.engine.transfers.kv_transfer import KvTransfer, find_lease, find_release_key, parse_role
 from cairn.errors import AuditError, InvalidRequest, RequestError
 from cairn.runner.contract import EncoderCounters, StepRunner
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.transfer.contract import TransferRole
-from cairn.types import RequestId
 
 __all__ = ["Core"]
 
@@ -166,14 +165,18 @@ class Core:
         if self._pending is not None:
             self._pending.cancel(request_id)
         self._outputs.abort(request_id)
-        self._scheduler.withdraw_offer(RequestId(request_id))
+        self._scheduler.withdraw_offers(lambda offered: offered == request_id)
 
     def release_kv_transfer(self, kv_transfer_params: bytes) -> None:
         """Let go of what was handed over with these parameters, here or by another server, if nobody has claimed it."""
         if self._transfer is None:
             return
         with suppress(InvalidRequest):
-            found = find_lease(transfer_params(kv_transfer_params), self._transfer)
+            params = transfer_params(kv_transfer_params)
+            if (key := find_release_key(params)) is not None:
+                self._scheduler.withdraw_offers(lambda request_id: request_id.endswith(f"-{key}"))
+                return
+            found = find_lease(params, self._transfer)
             if isinstance(found, str):
                 self._scheduler.withdraw(found)
             elif found is not None:

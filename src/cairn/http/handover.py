@@ -6,10 +6,15 @@ asked, too. The client's own values of the fields that are replaced, or left out
 it computes anything.
 """
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
 CLIENT_FIELDS = "cairn_client_fields"
+
+RELEASE_KEY = "cairn_release_key"
+"""In `kv_transfer_params` of a request to a prefill server: 32 hexadecimal digits that only its sender knows. By them
+the sender lets go of a prompt whose answer it has not waited for: it does not know what that is called."""
 
 REPLACED_FIELDS = frozenset(
     (
@@ -24,6 +29,9 @@ RELEASE_PATH = "/release_kv_transfer"
 """Where a server is told that what it, or another server, has handed over is not fetched by anybody."""
 
 
+_KEY = re.compile("[0-9a-f]{32}")
+
+
 def restore_client_fields(body: Any) -> Any:
     """The body of a request as its client sent it, if a proxy has put fields aside; else the body itself. An empty
     CLIENT_FIELDS stays behind."""
@@ -36,3 +44,9 @@ def restore_client_fields(body: Any) -> Any:
     kept = {name: value for name, value in body.items() if name not in REPLACED_FIELDS}
     fields = {name: value for name, value in given.items() if name in REPLACED_FIELDS}
     return kept | fields | {"kv_transfer_params": {**params, CLIENT_FIELDS: {}}}
+
+
+def find_release_key(params: Mapping[str, Any]) -> str | None:
+    """The sender's key among a request's `kv_transfer_params`; None for none, and for what is no key."""
+    key = params.get(RELEASE_KEY)
+    return key if isinstance(key, str) and _KEY.fullmatch(key) else None

@@ -15,6 +15,7 @@ What was handed over and is not fetched, because a decode server has refused the
 prefill server is told to release.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ from cairn.proxy.protocol import (
     parse_body,
     prefill_body,
     refuses_params,
+    release_body,
     stored_response_of,
     wants_prompt_logprobs,
 )
@@ -153,10 +155,11 @@ class RequestForwarder:
         digests = [] if request.digests is None else request.digests.digests
         tried, first, hint = list[str](), None, self.hints.find(digests)
         while not self.decode_only and len(tried) < self.max_attempts:
-            content = prefill_body(request.path, request.body, hint)
+            key = secrets.token_hex(16)
+            content = prefill_body(request.path, request.body, hint, key)
             self.num_hints_sent += hint is not None
             try:
-                async with pool.send(content, tried, first) as response:
+                async with pool.send(content, tried, first, release_body(key)) as response:
                     if response.server in tried:
                         break
                     response = await response.read(_MAX_READ_BYTES)

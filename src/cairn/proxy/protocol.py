@@ -11,7 +11,7 @@ What the proxy adds is the key DECODE_HINT, in both directions an object {"engin
   of this answer can be claimed. Further keys of the object are kept.
 - proxy -> prefill server: in `kv_transfer_params` of the next turn, the same object.
 
-and CLIENT_FIELDS, for a prefill server: see `http.handover`.
+and CLIENT_FIELDS and RELEASE_KEY, for a prefill server: see `http.handover`.
 """
 
 import re
@@ -23,7 +23,7 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 from cairn.errors import InvalidBody, InvalidRequest
-from cairn.http.handover import CLIENT_FIELDS, REPLACED_FIELDS
+from cairn.http.handover import CLIENT_FIELDS, RELEASE_KEY, REPLACED_FIELDS
 
 DECODE_HINT = "cairn_decode_hint"
 HANDOVER_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
@@ -166,18 +166,23 @@ def stored_response_of(body: Body) -> str:
     return previous if found is None else f"resp_{found[1].decode()}"
 
 
-def prefill_body(path: str, body: Body, hint: msgspec.Raw | None) -> bytes:
+def prefill_body(path: str, body: Body, hint: msgspec.Raw | None, key: str) -> bytes:
     """The body for the prefill server: the same prompt, one token, and `do_remote_decode`. What the client wants of its
-    answer goes along to be checked."""
+    answer goes along to be checked. `key`: what it is released by where its answer is not waited for."""
     one_token = dict(_ONE_TOKEN.get(path) or {"stream": False, "max_tokens": 1})
     if "max_completion_tokens" in body:
         one_token["max_completion_tokens"] = 1
     client_fields = {name: value for name, value in body.items() if name in REPLACED_FIELDS}
-    params: dict[str, object] = {**dict(_REMOTE_DECODE), CLIENT_FIELDS: client_fields}
+    params: dict[str, object] = {**dict(_REMOTE_DECODE), CLIENT_FIELDS: client_fields, RELEASE_KEY: key}
     if hint is not None:
         params[DECODE_HINT] = hint
     kept = {name: value for name, value in body.items() if name not in REPLACED_FIELDS}
     return msgspec.json.encode({**kept, **one_token, "kv_transfer_params": params})
+
+
+def release_body(key: str) -> bytes:
+    """What lets go of the prompt that a prefill server has computed for a `prefill_body` with this key."""
+    return msgspec.json.encode({"kv_transfer_params": {"do_remote_decode": True, RELEASE_KEY: key}})
 
 
 def decode_body(body: Body, handover: msgspec.Raw | None) -> bytes:

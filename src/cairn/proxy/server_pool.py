@@ -63,9 +63,10 @@ class ServerPool(Protocol):
     """The servers that can do one part of a request, prefill or decode."""
 
     def send(
-        self, content: bytes, tried: Sequence[str], first: str | None
+        self, content: bytes, tried: Sequence[str], first: str | None, abandoned: bytes | None = None
     ) -> AbstractAsyncContextManager[UpstreamResponse]:
         """A server's response to this body: of `first` if it is there, of one of `tried` only where there is no other.
+        `abandoned`: what is sent to its `RELEASE_PATH` where its answer is not waited for, or cannot be read.
 
         Raises NoUpstream, and UpstreamError; counts every UpstreamError that leaves the context as the server's.
         """

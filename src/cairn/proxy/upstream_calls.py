@@ -32,7 +32,9 @@ class UpstreamCalls:
     retries_404: bool = False
 
     @asynccontextmanager
-    async def send(self, content: bytes, tried: Sequence[str], first: str | None) -> AsyncIterator[UpstreamResponse]:
+    async def send(
+        self, content: bytes, tried: Sequence[str], first: str | None, abandoned: bytes | None = None
+    ) -> AsyncIterator[UpstreamResponse]:
         pool, prompt, metrics = self.pool, self.prompt, self.service.metrics
         upstream = self._choose(tried, first)
         if upstream is None:
@@ -52,9 +54,13 @@ class UpstreamCalls:
                         raise UpstreamError(f"it answers with {response.status}", kind="status")
                     pool.rule.record_prefilled(prompt, upstream.url)
                     yield replace(response, server=upstream.url)
-        except UpstreamError as error:
-            error.server = upstream.url
-            self.report_failure(upstream.url, error)
+        except BaseException as error:
+            was_sent = not isinstance(error, UpstreamError) or error.sent
+            if abandoned is not None and was_sent:
+                self.release(upstream.url, abandoned)
+            if isinstance(error, UpstreamError):
+                error.server = upstream.url
+                self.report_failure(upstream.url, error)
             raise
 
     def has_untried(self, tried: Sequence[str]) -> bool:

@@ -4,6 +4,8 @@ The file for the state is set aside when the request is admitted, whatever the p
 cache off, so a prompt that is computed can always be leased.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 
 from cairn.cache.sequence_blocks import SequenceBlocks
@@ -103,10 +105,10 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
     state.transfers.offers[reference] = OpenLease(hold, request.spec.client, request.id)
 
 
-def withdraw_offer(state: SchedulerState, request_id: RequestId) -> None:
-    """Nobody has been told of what this request has left for another server."""
+def withdraw_offers(state: SchedulerState, matches: Callable[[RequestId], bool]) -> None:
+    """Nobody waits for what these requests have left for other servers."""
     for reference, leased in state.transfers.offers.items():
-        if leased.request_id == request_id:
+        if leased.request_id is not None and matches(leased.request_id):
             withdraw(state, reference)
 
 

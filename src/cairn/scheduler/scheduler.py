@@ -2,7 +2,7 @@
 its own, no thread."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cairn.cache.layout import CacheLayout
@@ -11,7 +11,7 @@ from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.admit import admit, admit_fully_fetched
 from cairn.scheduler.advance import advance
 from cairn.scheduler.finish import finish, release_or_save
-from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer, withdraw, withdraw_offer
+from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer, withdraw, withdraw_offers
 from cairn.scheduler.kv_import import finish_pull, release_quarantine, release_source, slow_fetches, start_pulls
 from cairn.scheduler.kv_lookup import answer_lookup
 from cairn.scheduler.lease_limits import check_quota, reject_overdue
@@ -159,9 +159,9 @@ class Scheduler:
         if request is not None:
             self.finish(request, "abort")
 
-    def withdraw_offer(self, request_id: RequestId) -> None:
-        """Let go of the prompt that a request has left for another server, unless that has claimed it."""
-        withdraw_offer(self.state, request_id)
+    def withdraw_offers(self, matches: Callable[[RequestId], bool]) -> None:
+        """Let go of the prompts that these requests have left for other servers, unless those have claimed them."""
+        withdraw_offers(self.state, matches)
 
     def withdraw(self, reference: str) -> None:
         """Let go of the prompt that another server would ask for by `reference`, unless it has. Whoever does not know

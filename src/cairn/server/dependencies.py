@@ -78,7 +78,7 @@ def _release_kv_transfer(request: Request) -> None:
     """Let go of what another server has handed over with this request: nobody is going to fetch it, unless the engine
     has begun to."""
     params = request.scope.get(_TRANSFER_PARAMS)
-    if isinstance(params, dict):
+    if isinstance(params, dict) and params.get("do_remote_prefill") is True:
         engine = get_service(request).engine
         with suppress(InvalidRequest):
             if (encoded := encode_release_params(params, engine.info)) is not None:

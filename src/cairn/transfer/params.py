@@ -20,6 +20,9 @@ from cairn.transfer.wire import NONCE_BYTES
 HINT: Final = "cairn_decode_hint"
 """Where a decoding server says, in its answer, who it is; a proxy sends it along with the next turn's prefill."""
 
+RELEASE_KEY: Final = "cairn_release_key"
+"""What the id of a request to prefill ends with, so that its sender can let go of it without knowing its lease."""
+
 _NAME: Final = "kv_transfer_params"
 _MARK: Final = "~"
 _MAX_ENGINE_ID: Final = 256

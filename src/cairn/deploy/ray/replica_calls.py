@@ -82,7 +82,9 @@ class ReplicaPool:
     retried: Sequence[int] = ()
 
     @asynccontextmanager
-    async def send(self, content: bytes, tried: Sequence[str], first: str | None) -> AsyncIterator[UpstreamResponse]:
+    async def send(
+        self, content: bytes, tried: Sequence[str], first: str | None, abandoned: bytes | None = None
+    ) -> AsyncIterator[UpstreamResponse]:
         request, server = _with_body(self.request, content), ""
         call = self.send_to_replica(request, Destination(self.prompt, tuple(tried), first))
         try:
@@ -93,9 +95,12 @@ class ReplicaPool:
                     raise ReplicaFailed("it has ended without an answer")
                 rest = None if head.complete else _chunks(items)
                 yield UpstreamResponse(head.status, self._own_headers(head), head.body, rest, server)
-        except UpstreamError as error:
-            error.server, error.sent = server, error.sent and bool(server)
-            self.report_failure(server, error)
+        except BaseException as error:
+            if abandoned is not None and server:
+                self.release(server, abandoned)
+            if isinstance(error, UpstreamError):
+                error.server, error.sent = server, error.sent and bool(server)
+                self.report_failure(server, error)
             raise
 
     def has_untried(self, tried: Sequence[str]) -> bool:

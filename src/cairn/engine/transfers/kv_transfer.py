@@ -33,7 +33,7 @@ from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Link
 from cairn.transfer.links.gpu_paths import describe_gpu_paths
 from cairn.transfer.memory import PoolMemory
-from cairn.transfer.params import HINT, parse_kv_transfer_params
+from cairn.transfer.params import HINT, RELEASE_KEY, parse_kv_transfer_params
 from cairn.transfer.peers import PeerPolicy, is_loopback
 from cairn.transfer.planner import PairedPages, StagingArea
 from cairn.transfer.producer import Producer
@@ -43,6 +43,7 @@ from cairn.types import Clock
 
 _NAME = "kv_transfer_params"
 _MAX_SECRET = 4096
+_KEY_CHARS = 32
 _DESCRIBE_SECONDS = 60.0
 _LOOK_SECONDS = 0.001
 
@@ -127,6 +128,12 @@ def parse_role(params: object, transfer: KvTransfer | None) -> TransferRole:
             f"{_NAME}: this server takes no part in transfers: start it with --kv-transfer-config", _NAME
         )
     return role or TransferRole()
+
+
+def find_release_key(params: object) -> str | None:
+    """What the id of the request ends with whose answer has not been waited for; None where a lease is named."""
+    key = params.get(RELEASE_KEY) if isinstance(params, dict) else None
+    return key if isinstance(key, str) and len(key) == _KEY_CHARS else None
 
 
 def find_lease(params: object, transfer: KvTransfer) -> str | KvSource | None:

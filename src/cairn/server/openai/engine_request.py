@@ -16,7 +16,7 @@ from cairn.engine.contract import (
     ThinkingBudget,
 )
 from cairn.errors import InvalidRequest, RequestError
-from cairn.http.handover import CLIENT_FIELDS
+from cairn.http.handover import CLIENT_FIELDS, RELEASE_KEY, find_release_key
 from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from cairn.types import SamplingParams
 
@@ -27,6 +27,7 @@ _REQUEST_FIELDS = ("n", "skip_special_tokens", "priority", "cache_salt")
 """Fields of bodies that `SamplingParams`, `StopConditions` and `GenerateRequest` have under the same names."""
 
 _PARAMS = "kv_transfer_params"
+_READ_HERE = ("prompt_token_ids", CLIENT_FIELDS, RELEASE_KEY)
 _REFERENCE = ("do_remote_prefill", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 _MAX_REFERENCE_BYTES = 8192
 _MAX_DEPTH = 32
@@ -173,7 +174,7 @@ def encode_bad_words(encode: Callable[[str, bool], list[int]], words: Sequence[s
 
 def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> bytes | None:
     """The JSON that the engine gets, which checks what it says; None if there is nothing for it. `prompt_token_ids` are
-    the prompt already, and a proxy's CLIENT_FIELDS the body's.
+    the prompt already, a proxy's CLIENT_FIELDS the body's, and its RELEASE_KEY a part of the request's id.
 
     Raises InvalidRequest for what is no JSON, is nested too deeply, or asks a server without a side channel for a
     transfer.
@@ -183,7 +184,7 @@ def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> b
     if not isinstance(fields := params.get(CLIENT_FIELDS) or {}, dict):
         param = f"{_PARAMS}.{CLIENT_FIELDS}"
         raise InvalidRequest(f"{param} must be an object, not {type(fields).__name__}", param)
-    params = {name: value for name, value in params.items() if name not in ("prompt_token_ids", CLIENT_FIELDS)}
+    params = {name: value for name, value in params.items() if name not in _READ_HERE}
     if info.side_channel is None:
         for flag in ("do_remote_decode", "do_remote_prefill"):
             value, param = params.get(flag), f"{_PARAMS}.{flag}"
@@ -198,10 +199,14 @@ def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> b
 
 
 def encode_release_params(params: dict[str, Any], info: EngineInfo) -> bytes | None:
-    """What the engine is told of a prompt that was handed over and is not fetched: where it is and what it is called.
-    None where nothing was, and for more than a reference has. Raises InvalidRequest as `encode_transfer_params`."""
+    """What the engine is told of a prompt that was handed over and is not fetched: where it is and what it is called,
+    or the key of who had it computed. None where nothing was, and for more than a reference has.
+
+    Raises InvalidRequest as `encode_transfer_params`.
+    """
     if params.get("do_remote_prefill") is not True:
-        return None
+        key = find_release_key(params)
+        return None if key is None or info.side_channel is None else encode_json({RELEASE_KEY: key}, _PARAMS, 1)
     names = {name: params.get(name) for name in _REFERENCE}
     encoded = encode_transfer_params(names | {"remote_block_ids": []}, info)
     return encoded if encoded is not None and len(encoded) <= _MAX_REFERENCE_BYTES else None

@@ -22,7 +22,7 @@ from typing_extensions import TypedDict
 from cairn.engine.contract import MAX_BAD_WORDS, MAX_PATTERN_SIZE, RANGES
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.errors import InvalidRequest
-from cairn.http.handover import CLIENT_FIELDS
+from cairn.http.handover import CLIENT_FIELDS, find_release_key
 from cairn.server.openai.field_types import (
     LENIENT,
     BadWord,
@@ -197,6 +197,11 @@ class SamplingFields(BaseModel):
         """Whether it comes from a proxy that lets nobody read the answer: the client's own fields are checked, and one
         token is computed."""
         return self.is_kv_export and CLIENT_FIELDS in (self.kv_transfer_params or {})
+
+    @property
+    def release_key(self) -> str | None:
+        """What the sender of a prompt that is to be handed over lets go of it by, before it knows what it is called."""
+        return find_release_key(self.kv_transfer_params or {}) if self.is_kv_export else None
 
     def as_prefill(self) -> Self:
         """The body without the fields that make an answer long, for an answer that nobody reads."""

@@ -155,7 +155,7 @@ async def _prepare(
             body,
             prompt,
             # Two clients may send the same id; inside the engine an id has to be one request's alone.
-            request_id=f"{answer_id}-{service.new_id()}",
+            request_id=f"{answer_id}-{body.release_key or service.new_id()}",
             client=get_client_id(http.scope),
             structure=structure,
             bad_words=bad_words,
