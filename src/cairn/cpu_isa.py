@@ -7,15 +7,12 @@ they are loaded or first used, so these are set when `cairn` is imported.
 
 from collections.abc import Mapping, MutableMapping
 from types import MappingProxyType
-from typing import Literal
 
 from cairn.errors import ConfigError
 
-CpuIsa = Literal["avx2", "avx512"]
-
 VARIABLE = "CAIRN_MAX_CPU_ISA"
 
-_OF_LIBRARIES: Mapping[CpuIsa, Mapping[str, str]] = MappingProxyType(
+_OF_LIBRARIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
         "avx512": {
@@ -27,21 +24,20 @@ _OF_LIBRARIES: Mapping[CpuIsa, Mapping[str, str]] = MappingProxyType(
 )
 
 
-def max_cpu_isa(environ: Mapping[str, str]) -> CpuIsa | None:
-    """None where all instructions may be used. Raises ConfigError for a value that is none of them."""
-    asked = environ.get(VARIABLE, "").lower()
-    if not asked:
-        return None
-    for isa in _OF_LIBRARIES:
-        if asked == isa:
-            return isa
-    raise ConfigError(f"{VARIABLE}: must be one of {', '.join(_OF_LIBRARIES)}, not {asked!r}; unset it for all")
+def max_cpu_isa(environ: Mapping[str, str]) -> str | None:
+    """`avx2` or `avx512`; None where all instructions may be used. Raises ConfigError for a value that is none of
+    them."""
+    asked = _asked(environ)
+    if asked and asked not in _OF_LIBRARIES:
+        raise ConfigError(f"{VARIABLE}: must be one of {', '.join(_OF_LIBRARIES)}, not {asked!r}; unset it for all")
+    return asked or None
 
 
 def limit_libraries(environ: MutableMapping[str, str]) -> None:
     """Set what the libraries read, in the environment of this process and of its children. A value that is none of the
     switch's changes nothing: the command line refuses it."""
-    asked = environ.get(VARIABLE, "").lower()
-    for isa, variables in _OF_LIBRARIES.items():
-        if asked == isa:
-            environ.update(variables)
+    environ.update(_OF_LIBRARIES.get(_asked(environ), {}))
+
+
+def _asked(environ: Mapping[str, str]) -> str:
+    return environ.get(VARIABLE, "").lower()

@@ -198,5 +198,5 @@ def test_a_processor_without_them_is_not_asked_to_compile_them(
 
 def test_what_a_model_in_bfloat16_needs_is_compiled_at_the_start() -> None:
     """The output, in float32, too."""
-    assert len(panels._multiply.compile(torch.bfloat16)) == 2
-    assert not panels._multiply.compile(torch.float32)
+    assert len(panels._multiply.keys_for(torch.bfloat16)) == 2
+    assert not panels._multiply.keys_for(torch.float32)

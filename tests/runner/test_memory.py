@@ -37,9 +37,15 @@ def resident_bytes():
     return int(status["RssAnon"].split()[0]) << 10
 
 
+def wait(population):
+    """For its thread."""
+    if (thread := population._thread) is not None:
+        thread.join(30)
+
+
 def settled(population):
     """Its thread has ended."""
-    population.wait(30)
+    wait(population)
     assert population._thread is None
     return population.populated
 
@@ -81,7 +87,7 @@ def test_a_pool_is_as_good_where_it_cannot_be_populated(monkeypatch, caplog):
     with caplog.at_level("INFO"):
         for page in (-1, 2):
             population.reach(page)
-            population.wait(30)
+            wait(population)
     assert caplog.text.count("cannot be had before: Invalid argument") == 1
     assert population.populated == 0 and not pool.any()
 

@@ -76,20 +76,15 @@ class PoolPopulation:
     def reach(self, page: int) -> None:
         """`page`: the last one in use, -1 for none."""
         wanted = min(self._num_bytes, -(-((page + 1) * self._page_bytes + self._ahead) // PAGESIZE) * PAGESIZE)
+        growth = wanted - self._wanted
         # Not for every page: a thread is worth some megabytes.
-        if wanted - self._wanted < min(self._ahead // 4, self._num_bytes - self._wanted) or wanted <= self._wanted:
+        if growth <= 0 or (growth < self._ahead // 4 and wanted < self._num_bytes):
             return
         with self._lock:
             self._wanted = wanted
             if self._thread is None:
                 self._thread = threading.Thread(target=self._populate, name="populate", daemon=True)
                 self._thread.start()
-
-    def wait(self, seconds: float) -> None:
-        """Until the thread is ahead, or for so long."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(seconds)
 
     def _populate(self) -> None:
         with suppress(OSError):

@@ -35,14 +35,13 @@ class CompileCache(FunctionCache):  # type: ignore[misc]
     Each variant of a function has a folder of its own. In one folder variants would be numbered in the order in which
     they were compiled: of two processes that compile different ones at once, each would take the other's for its own.
 
-    `lock`: the file that is locked while a process compiles this variant. It stays.
+    `lock`: see `lock_path`.
     """
 
     def __init__(self, function: Any, argument_types: tuple[Any, ...], folder: Path) -> None:
         self._argument_types = argument_types
-        folder = folder / hashlib.sha256(str(argument_types).encode()).hexdigest()[:16]
-        self.lock = folder / f"{function.__module__}.{function.__qualname__}.lock"
-        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder)
+        self.lock = lock_path(function, argument_types, folder)
+        before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(self.lock.parent)
         try:
             super().__init__(function)
         finally:
@@ -50,10 +49,6 @@ class CompileCache(FunctionCache):  # type: ignore[misc]
 
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return *super()._index_key(sig, codegen), str(self._argument_types)
-
-    def was_begun(self) -> bool:
-        """Whether a process has compiled the variant, or is compiling it now."""
-        return self.lock.exists()
 
     @contextmanager
     def claimed(self, seconds: float) -> Iterator[bool]:
@@ -69,6 +64,13 @@ class CompileCache(FunctionCache):  # type: ignore[misc]
                 logger.warning("several processes may compile %s: %s", self.lock.stem, error)
                 free = False
             yield free
+
+
+def lock_path(function: Any, argument_types: tuple[Any, ...], folder: Path) -> Path:
+    """The file that is locked while a variant is compiled, in the folder of all variants with these types. It is there
+    from the first time on."""
+    own = folder / hashlib.sha256(str(argument_types).encode()).hexdigest()[:16]
+    return own / f"{function.__module__}.{function.__qualname__}.lock"
 
 
 def _lock_within(descriptor: int, seconds: float) -> bool:

@@ -27,7 +27,7 @@ from numba import types
 from numba.core import cgutils
 from numba.core.ccallback import CFunc
 
-from cairn.kernels.cpu.compile_cache import CompileCache, cache_folder
+from cairn.kernels.cpu.compile_cache import CompileCache, cache_folder, lock_path
 from cairn.kernels.cpu.features import features_text
 from cairn.kernels.cpu.inlined import InlinedFunction
 from cairn.kernels.cpu.threads import inline_limit, step_work, team
@@ -131,14 +131,15 @@ class Variant:
 
 
 class Kernel(dict[Hashable, Variant]):
-    """The variants of a kernel, each compiled when it is first asked for. `argument_types`: of each key. `size`: of its
-    code, by which one that takes long to compile can be told."""
+    """The variants of a kernel, each compiled when it is first asked for. `path`: its module and name.
+    `argument_types`: of each key. `size`: of its code, by which one that takes long to compile can be told."""
 
     def __init__(
         self, function: Callable[..., None], argument_types: Mapping[Hashable, tuple[types.Type, ...]]
     ) -> None:
         super().__init__()
-        self.name, self.module = function.__name__, function.__module__
+        self.name = function.__name__
+        self.path = f"{function.__module__}:{self.name}"
         self.argument_types = argument_types
         self.size = len(function.__code__.co_code)
         self._function = function
@@ -156,10 +157,6 @@ class Kernel(dict[Hashable, Variant]):
         single = len(firsts) == 1
         return [key for key, first in firsts.items() if dtype is None or single or first == dtype]
 
-    def compile(self, dtype: torch.dtype | None = None) -> Sequence[Variant]:
-        """The variants for a dtype, now, or all of them."""
-        return [self[key] for key in self.keys_for(dtype)]
-
     def compile_if_free(self, key: Hashable) -> bool:
         """Whether the variant is ready now: not if another process is compiling it."""
         if key not in self:
@@ -170,8 +167,8 @@ class Kernel(dict[Hashable, Variant]):
 
     def was_begun(self, key: Hashable) -> bool:
         """Whether a process has compiled the variant for later ones, or is compiling it."""
-        cache = _cache_for(self._function, self.argument_types[key])
-        return cache is not None and cache.was_begun()
+        folder = cache_folder()
+        return folder is not None and lock_path(self._function, self.argument_types[key], folder).exists()
 
 
 def _fields(argument_types: Iterable[types.Type]) -> Iterator[types.Type]:
@@ -193,21 +190,17 @@ def _compile_within(
     seconds: float, function: Callable[..., None], argument_types: tuple[types.Type, ...]
 ) -> CFunc | None:
     """None where another process was still compiling it after so many seconds."""
-    cache, compiled = _cache_for(function, argument_types), _declare(function, argument_types)
-    if cache is None:
+    folder, compiled = cache_folder(), _declare(function, argument_types)
+    if folder is None:
         compiled.compile()
         return compiled
+    cache = CompileCache(function, argument_types, folder)
     with cache.claimed(seconds) as free:
         if not free:
             return None
         compiled._cache = cache
         compiled.compile()
     return compiled
-
-
-def _cache_for(function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> CompileCache | None:
-    folder = cache_folder()
-    return None if folder is None else CompileCache(function, argument_types, folder)
 
 
 def _declare(function: Callable[..., None], argument_types: tuple[types.Type, ...]) -> CFunc:

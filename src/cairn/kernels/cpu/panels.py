@@ -16,7 +16,8 @@ product.
 Each sum is taken in the order of its inputs: a row has the same bits whatever rows it is multiplied with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import Any, NamedTuple
@@ -388,51 +389,72 @@ def _call_widened_tiles(
         call_shared(builder, f"cairn.tile.{rows}.widened", args, partial(_write_widened_tile, rows, outputs))
 
 
+@contextmanager
+def _tile_sums(
+    builder: Any, total: Any, fresh: Any, rows: int, columns: Sequence[int], vector: Any
+) -> Iterator[Mapping[tuple[int, int], Any]]:
+    """A tile's sums by row and first column, in registers inside: loaded before, 0 if `fresh`, and stored behind."""
+
+    def place(row: int, column: int) -> Any:
+        return _vector_at(builder, total, ir.Constant(_I64, row * PANEL + column), vector)
+
+    cells = [(row, column) for row in range(rows) for column in columns]
+    sums = {cell: cgutils.alloca_once(builder, vector) for cell in cells}
+    places = {cell: place(*cell) for cell in cells}
+    is_fresh = builder.icmp_signed("!=", fresh, ir.Constant(_I64, 0))
+    for cell in cells:
+        before = builder.load(places[cell], align=4)
+        builder.store(builder.select(is_fresh, ir.Constant(vector, [0] * vector.count), before), sums[cell])
+    yield sums
+    for cell in cells:
+        builder.store(builder.load(sums[cell]), places[cell], align=4)
+
+
+def _vector_at(builder: Any, pointer: Any, index: Any, kind: Any) -> Any:
+    return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
+
+
+def _everywhere(builder: Any, number: Any, vector: Any) -> Any:
+    """A vector that has the number in each lane."""
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(_I32, 0))
+    lanes = ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
+    return builder.shuffle_vector(one, one, lanes)
+
+
 def _write_widened_tile(rows: int, outputs: int, builder: Any, function: Any) -> None:
     """The body of a tile of so many rows, float32, and outputs of a panel in bfloat16."""
     x, panel, words, total, fresh, ahead, step = function.args
 
-    def at(pointer: Any, index: Any, kind: Any) -> Any:
-        return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
-
     def both(bits: int) -> Any:
         return ir.Constant(_SHORT_WORDS, [bits] * _HALF_LANES)
 
+    def half_of(pair: Any, half: int) -> Any:
+        bits = builder.and_(pair, both(-65536)) if half else builder.shl(pair, both(16))
+        return builder.bitcast(bits, _SHORT_FLOATS)
+
     columns = range(0, outputs, _HALF_LANES)
-    cells = [(i, column) for i in range(rows) for column in columns]
-    sums = {cell: cgutils.alloca_once(builder, _SHORT_FLOATS) for cell in cells}
-    places = {(i, column): at(total, ir.Constant(_I64, i * PANEL + column), _SHORT_FLOATS) for i, column in cells}
-    is_fresh = builder.icmp_signed("!=", fresh, ir.Constant(_I64, 0))
-    for cell in cells:
-        before = builder.load(places[cell], align=4)
-        builder.store(builder.select(is_fresh, ir.Constant(_SHORT_FLOATS, [0] * _HALF_LANES), before), sums[cell])
-    with cgutils.for_range(builder, words, intp=_I64) as loop:
+    with (
+        _tile_sums(builder, total, fresh, rows, columns, _SHORT_FLOATS) as sums,
+        cgutils.for_range(builder, words, intp=_I64) as loop,
+    ):
         first, next_word = builder.mul(loop.index, ir.Constant(_I64, PANEL)), builder.mul(loop.index, step)
         for line in range(0, outputs, LANES):
-            prefetch_line(builder, at(ahead, builder.add(next_word, ir.Constant(_I64, line)), ir.IntType(8)))
-        pairs = {
-            column: builder.load(at(panel, builder.add(first, ir.Constant(_I64, column)), _SHORT_WORDS), align=4)
-            for column in columns
-        }
+            wanted = builder.add(next_word, ir.Constant(_I64, line))
+            prefetch_line(builder, _vector_at(builder, ahead, wanted, ir.IntType(8)))
+        pairs = {}
+        for column in columns:
+            index = builder.add(first, ir.Constant(_I64, column))
+            pairs[column] = builder.load(_vector_at(builder, panel, index, _SHORT_WORDS), align=4)
         row = builder.mul(loop.index, ir.Constant(_I64, 2 * rows))
         for half in range(2):
-            parts = {
-                column: builder.bitcast(
-                    builder.and_(pair, both(-65536)) if half else builder.shl(pair, both(16)), _SHORT_FLOATS
-                )
-                for column, pair in pairs.items()
-            }
+            parts = {column: half_of(pair, half) for column, pair in pairs.items()}
             for i in range(rows):
                 place = builder.add(row, ir.Constant(_I64, half * rows + i))
-                number = builder.load(builder.gep(x, [place]))
-                one = builder.insert_element(ir.Constant(_SHORT_FLOATS, ir.Undefined), number, ir.Constant(_I32, 0))
-                everywhere = builder.shuffle_vector(one, one, both(0))
+                number = _everywhere(builder, builder.load(builder.gep(x, [place])), _SHORT_FLOATS)
                 for column in columns:
-                    products = builder.fmul(everywhere, parts[column], flags=("contract",))
+                    product = builder.fmul(number, parts[column], flags=("contract",))
                     total_so_far = builder.load(sums[i, column])
-                    builder.store(builder.fadd(products, total_so_far, flags=("contract",)), sums[i, column])
-    for cell in cells:
-        builder.store(builder.load(sums[cell]), places[cell], align=4)
+                    builder.store(builder.fadd(product, total_so_far, flags=("contract",)), sums[i, column])
 
 
 def _write_tile(rows: int, floats: bool, builder: Any, function: Any) -> None:
@@ -441,33 +463,22 @@ def _write_tile(rows: int, floats: bool, builder: Any, function: Any) -> None:
     vector = ir.VectorType(_FLOAT if floats else _I32, LANES)
     instruction = "llvm.x86.avx512bf16.dpbf16ps.512" if floats else "llvm.x86.avx512.vpdpbusd.512"
     add = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector, _WORDS, _WORDS]), instruction)
-
-    def at(pointer: Any, index: Any, kind: Any) -> Any:
-        return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
-
     columns = range(0, PANEL, LANES)
-    cells = [(i, column) for i in range(rows) for column in columns]
-    sums = {cell: cgutils.alloca_once(builder, vector) for cell in cells}
-    places = {(i, column): at(total, ir.Constant(_I64, i * PANEL + column), vector) for i, column in cells}
-    is_fresh = builder.icmp_signed("!=", fresh, ir.Constant(_I64, 0))
-    for cell in cells:
-        before = builder.load(places[cell], align=4)
-        builder.store(builder.select(is_fresh, ir.Constant(vector, [0] * LANES), before), sums[cell])
-    with cgutils.for_range(builder, words, intp=_I64) as loop:
+    with (
+        _tile_sums(builder, total, fresh, rows, columns, vector) as sums,
+        cgutils.for_range(builder, words, intp=_I64) as loop,
+    ):
         first = builder.mul(loop.index, ir.Constant(_I64, PANEL))
         parts = {}
         for column in columns:
             index = builder.add(first, ir.Constant(_I64, column))
             wanted = builder.add(builder.mul(loop.index, step), ir.Constant(_I64, column))
-            prefetch_line(builder, at(ahead, wanted, ir.IntType(8)))
-            parts[column] = builder.load(at(panel, index, _WORDS), align=4)
+            prefetch_line(builder, _vector_at(builder, ahead, wanted, ir.IntType(8)))
+            parts[column] = builder.load(_vector_at(builder, panel, index, _WORDS), align=4)
         row = builder.mul(loop.index, ir.Constant(_I64, rows))
         for i in range(rows):
             word = builder.load(builder.gep(x, [builder.add(row, ir.Constant(_I64, i))]))
-            one = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), word, ir.Constant(_I32, 0))
-            everywhere = builder.shuffle_vector(one, one, ir.Constant(_WORDS, [0] * LANES))
+            everywhere = _everywhere(builder, word, _WORDS)
             for column in columns:
                 operands = (parts[column], everywhere) if floats else (everywhere, parts[column])
                 builder.store(builder.call(add, [builder.load(sums[i, column]), *operands]), sums[i, column])
-    for cell in cells:
-        builder.store(builder.load(sums[cell]), places[cell], align=4)

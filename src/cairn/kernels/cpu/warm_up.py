@@ -29,12 +29,7 @@ MODULES: tuple[ModuleType, ...] = tuple(
 """Where the kernels are."""
 
 KERNELS: Mapping[str, Kernel] = MappingProxyType(
-    {
-        f"{module.__name__}:{name}": value
-        for module in MODULES
-        for name, value in vars(module).items()
-        if isinstance(value, Kernel) and value.module == module.__name__
-    }
+    {value.path: value for module in MODULES for value in vars(module).values() if isinstance(value, Kernel)}
 )
 """All of them, by where they are."""
 
@@ -138,20 +133,17 @@ def compile_workers(tasks: Sequence[Task], machine: Machine | None = None) -> It
 def _unused_names() -> Set[str]:
     """Of the kernels for weights of which none has been packed."""
     layouts = step_work().packed_layouts
-    unused = (
-        set()
-        if any(layout.startswith("int8") for layout in layouts)
-        else {name for name in KERNELS if ".int8:" in name}
-    )
+    unused: set[str] = set()
+    if not any(layout.startswith("int8") for layout in layouts):
+        unused |= {name for name in KERNELS if ".int8:" in name}
     if "panels" not in layouts:
-        unused |= {f"{panels.__name__}:{name}" for name in ("_group_rows", "_widen_rows", "_multiply")}
+        unused |= {kernel.path for kernel in (panels._group_rows, panels._widen_rows, panels._multiply)}
     return unused
 
 
 def _names_of(operations: Set[str]) -> Set[str]:
     """Of the kernels that the CPU backend's functions of these names use, themselves or through others."""
     backend = import_module("cairn.kernels.cpu")
-    names = {id(kernel): name for name, kernel in KERNELS.items()}
     found: set[str] = set()
     seen: set[object] = set()
     left: list[object] = [getattr(backend, operation) for operation in operations]
@@ -159,7 +151,7 @@ def _names_of(operations: Set[str]) -> Set[str]:
         each = left.pop()
         each = getattr(each, "__wrapped__", each)  # of a function whose results are kept
         if isinstance(each, Kernel):
-            found |= {names[id(each)]} if id(each) in names else set()
+            found.add(each.path)
         elif isinstance(each, FunctionType) and each.__module__.startswith(f"{backend.__name__}.") and each not in seen:
             seen.add(each)
             left += [each.__globals__[name] for name in names_in(each.__code__) if name in each.__globals__]

@@ -68,11 +68,10 @@ def build_engine_request(
     num_logprobs, num_prompt_logprobs = body.get_num_logprobs(), body.prompt_logprobs
     if num_prompt_logprobs is None and _echoes_logprobs(body):
         num_prompt_logprobs = num_logprobs
-    is_read_here = body.is_kv_export and not body.is_prefill_only
-    if is_read_here and body.n is not None and body.n not in RANGES["n"]:
+    if body.has_one_answer and body.n is not None and body.n not in RANGES["n"]:
         raise InvalidRequest(f"n must be {RANGES['n']}, not {body.n}", "n")
     return GenerateRequest(
-        **_fields_sent(body, _REQUEST_FIELDS) | ({"n": 1} if is_read_here else {}),
+        **_fields_sent(body, _REQUEST_FIELDS) | ({"n": 1} if body.has_one_answer else {}),
         request_id=request_id,
         prompt=struct.pack(f"<{len(prompt.token_ids)}q", *prompt.token_ids),
         sampling=SamplingParams(**sampling, logit_bias=tuple(bias.items()), bad_words=tuple(map(tuple, bad_words))),

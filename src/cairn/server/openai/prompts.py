@@ -52,8 +52,7 @@ async def encode_prompts(service: Service, body: CompletionRequest) -> list[Rend
     prompts = body.prompt
     if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
         return [await _encode_prompt(service, body, cast(SinglePrompt, prompts), "prompt")]
-    is_one_answer = body.n is None or (body.is_kv_export and not body.is_prefill_only)
-    most = _MAX_CHOICES // max(1, 1 if is_one_answer or body.n is None else body.n)
+    most = _MAX_CHOICES // max(1, 1 if body.has_one_answer or body.n is None else body.n)
     if len(prompts) > most:
         text = f"{len(prompts)} prompts are too many: with this n, at most {most} can be answered"
         raise InvalidRequest(text, "prompt")

@@ -199,6 +199,12 @@ class SamplingFields(BaseModel):
         return self.is_kv_export and CLIENT_FIELDS in (self.kv_transfer_params or {})
 
     @property
+    def has_one_answer(self) -> bool:
+        """Whether there is one whatever `n` says: a prompt for another server that was asked for without a proxy of
+        ours, and whose answer is read here."""
+        return self.is_kv_export and not self.is_prefill_only
+
+    @property
     def release_key(self) -> str | None:
         """What the sender of a prompt that is to be handed over lets go of it by, before it knows what it is called."""
         return find_release_key(self.kv_transfer_params or {}) if self.is_kv_export else None
