@@ -10,14 +10,13 @@ from torch import Tensor
 from cairn.kernels import cpu
 from cairn.kernels.cpu import onednn, panels, products
 from cairn.kernels.cpu.panels import (
-    GROUP,
-    PANEL,
     SEGMENT,
     multiply_panels,
     pack_panels,
     partition_expert_rows,
     partition_rows,
 )
+from cairn.kernels.cpu.tiles import GROUP, PANEL
 from kernels.comparison import same_bits
 from kernels.int8_products import NEEDS_INT8
 from tiers import more

@@ -20,7 +20,6 @@ from cairn.errors import ConfigError
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, I32, I64, INT, jit, kernel, optional_arg, row_args
 from cairn.kernels.cpu.onednn import ZERO_POINT, check_int8, height_of, reorder_int8, scaled_int8_sums
 from cairn.kernels.cpu.panels import (
-    PANEL,
     SUMS_OF_SEGMENT,
     RowPartition,
     add_segment,
@@ -33,6 +32,7 @@ from cairn.kernels.cpu.panels import (
 )
 from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load, product, store
 from cairn.kernels.cpu.threads import step_work
+from cairn.kernels.cpu.tiles import PANEL
 from cairn.kernels.cpu.vectors import LANES, aligned, pointer_to
 
 LARGEST = 127
