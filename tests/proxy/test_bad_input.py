@@ -159,7 +159,7 @@ def test_any_object_is_refused_or_forwarded_whole(body):
         return
     own = {name: value for name, value in body.items() if name != "kv_transfer_params"}
     assert json.loads(request.decode_content(None)) == own
-    sent = json.loads(prefill_body("/v1/completions", request.body, None))
+    sent = json.loads(prefill_body("/v1/completions", request.body, None, "a key"))
     changed = {"stream", "max_tokens", "max_completion_tokens", "kv_transfer_params", "min_tokens", "stream_options"}
     changed |= {"n", "echo"}  # of no use to a prefill server
     assert {name: sent[name] for name in own if name not in changed} == {
