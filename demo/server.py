@@ -14,6 +14,8 @@ from types import MappingProxyType
 
 import httpx
 
+from cairn.cpu_isa import VARIABLE as MAX_CPU_ISA
+
 __all__ = ["Child", "DemoError", "own_environment", "running", "serve_command", "serving"]
 
 START_SECONDS = 180.0
@@ -49,8 +51,9 @@ def serve_command(model: Path, *flags: str) -> list[str]:
 
 
 def own_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """`environ` without the settings that a person may have made for servers of their own."""
-    return {name: value for name, value in environ.items() if not name.startswith("CAIRN_")}
+    """`environ` without the settings that a person may have made for servers of their own. What the processor may use
+    stays: the variables of libraries that follow from it are inherited as well."""
+    return {name: value for name, value in environ.items() if name == MAX_CPU_ISA or not name.startswith("CAIRN_")}
 
 
 def free_port() -> int:

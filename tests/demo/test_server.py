@@ -84,6 +84,11 @@ def test_the_persons_own_settings_do_not_reach_the_server():
     assert own_environment({"CAIRN_API_KEY": "x", "PATH": "/bin"}) == {"PATH": "/bin"}
 
 
+def test_servers_are_held_to_the_instructions_that_this_process_is_held_to():
+    limited = {"CAIRN_MAX_CPU_ISA": "avx2", "ATEN_CPU_CAPABILITY": "avx2"}
+    assert own_environment(limited) == limited
+
+
 def test_the_command_listens_on_the_loopback_alone(tmp_path):
     command = serve_command(tmp_path, "--exact")
     assert command[1:4] == ["-m", "cairn", "serve"]
