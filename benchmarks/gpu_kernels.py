@@ -506,7 +506,7 @@ def files_case(name: str, model: Model, operation: str, load: Load, *, layer: bo
     assert spec.recurrent is not None and spec.attention is not None
     page_bytes = math.prod((model.kv_heads, model.attention_layers, 2, PAGE_SIZE, model.head_dim)) * BF16.itemsize
     sizes, hidden = LayerBytes(spec.recurrent, BF16), model.hidden * BF16.itemsize
-    file_pages = -(-(hidden + spec.recurrent.num_layers * sizes.unit * sizes.spec.units) // page_bytes)
+    file_pages = -(-(hidden + sizes.unit.total * sizes.spec.units) // page_bytes)
 
     def operands(seed: int) -> dict[str, Any]:
         order = np.random.default_rng(seed).permutation(count * file_pages)
@@ -518,7 +518,7 @@ def files_case(name: str, model: Model, operation: str, load: Load, *, layer: bo
             spans, distances = list(sizes.spans(0, hidden)), sizes.entry_bytes
         else:
             live = LiveStates(replace(spec, device=torch.device("meta")), count)
-            spans = live_spans(spec, live)
+            spans, _ = live_spans(spec, live)
             tensors = [
                 torch.empty_strided(part.shape, part.stride(), dtype=part.dtype, device=DEVICE) for part in live.tensors
             ]

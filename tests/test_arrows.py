@@ -35,6 +35,7 @@ CACHE_DOOR = (
 
 # What a config.json says of a model, without torch.
 MODEL_NUMBERS = (
+    "cairn.kernels.state_encoding",
     "cairn.models.decoder_config",
     "cairn.models.families",
     "cairn.models.layer_sizes",
@@ -63,6 +64,7 @@ ARROWS = MappingProxyType(
             "cairn.kernels.contract",
             "cairn.kernels.batch",
             "cairn.kernels.fp8",
+            "cairn.kernels.state_encoding",
             "cairn.cache.layout",
         ),
         "scheduler": (*CACHE_DOOR, "cairn.transfer.contract"),

@@ -332,6 +332,8 @@ TRANSFERS = '{"kv_connector": "NixlConnector"}'
     ("flags", "said"),
     [
         (["--request-log", "/no/such/folder/log"], "--request-log /no/such/folder/log: cannot be written"),
+        (["--checkpoint-dtype", "float16", "--exact"], "--checkpoint-dtype float16: not with --exact"),
+        (["--checkpoint-dtype", "fp8"], "--checkpoint-dtype"),
         (["--kv-events-config", '{"endpoint": "tcp://nowhere"}'], "--kv-events-config: cannot bind tcp://nowhere"),
         (["--generation-config", "/no/such/folder"], "--generation-config: there is no /no/such/folder"),
         (["--override-generation-config", '{"temperature": -1}'], "--override-generation-config: temperature"),

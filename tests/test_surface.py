@@ -19,7 +19,7 @@ from doubles.echo_core import build_echo_core
 FLAGS = """
 --allow-credentials --allowed-headers --allowed-media-domains --allowed-methods --allowed-origins --api-key
 --attention-backend
---block-size --chat-template --check-plans --config --cpu-threads --cudagraph-capture-sizes
+--block-size --chat-template --check-plans --checkpoint-dtype --config --cpu-threads --cudagraph-capture-sizes
 --default-chat-template-kwargs
 --device --disable-fastapi-docs --disable-log-stats --download-dir --dtype --enable-auto-tool-choice --enable-docs
 --enable-force-include-usage --enable-per-request-metrics --enable-prefix-caching --enable-prompt-tokens-details

@@ -98,6 +98,12 @@ def checkpoint_files(module: Any) -> Iterator[Configuration]:
         for tokens, row_bytes in copies if alignment == 16 else copies[:1]:
             tile = module._rows_tile(row_bytes + alignment % 16)
             yield rows, signature(rows, "", **types), {"TOKENS": tokens, **aligned, **tile}, options
+    heads, states = module._heads_kernel, {"tensor": "*fp32", "heads": "*i32", "pool_halves": "*i16"}
+    for half, head in ((True, (1, 64 * 128)), (False, (64, 128)), (False, (128, 256))):
+        types = {**numbers, **states, "pool": "*i16" if half else "*i8"}
+        for store, chosen in ways:
+            variant = {"STORE": store, "CHOSEN": chosen, "HALF": half, **module._heads_tile(*head)}
+            yield heads, signature(heads, "", **types), variant, options
 
 
 def conv(module: Any) -> Iterator[Configuration]:

@@ -1,6 +1,7 @@
 """Copies between states and checkpoint files: what is in both, in several layouts, and how a backend is held to the
 reference, byte by byte."""
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -9,10 +10,12 @@ from torch import Tensor
 from cairn.kernels import reference
 from cairn.kernels.checkpoint_files import FileSpan
 from cairn.kernels.contract import Kernels
+from cairn.kernels.state_encoding import ENCODINGS, EncodedStates, HeadSpan
 from kernels.backends import DEVICES
 from kernels.kernel_calls import CPU, moved_to, whole_memory
 
 BF16, F32 = torch.bfloat16, torch.float32
+F32_MAX = float(torch.finfo(F32).max)
 
 
 def any_bytes(seed: int, *shape: int) -> Tensor:
@@ -23,7 +26,8 @@ def any_bytes(seed: int, *shape: int) -> Tensor:
 @dataclass(frozen=True)
 class States:
     """Hidden states, convolution windows and states of some heads, in slots: sizes of an entry, in numbers of `dtype`
-    but for `state`, which are float32. `padding`: bytes from an entry's end to the next one."""
+    but for `state`, which are float32. `padding`: bytes from an entry's end to the next one. `encoding`: how files have
+    a state, of heads with `head` rows and columns."""
 
     dtype: torch.dtype
     hidden: int
@@ -33,16 +37,23 @@ class States:
     units: int
     layers: int
     padding: int = 0
+    encoding: str = "float32"
+    head: tuple[int, int] = (0, 0)
 
-    def tensors(self, num_entries: int) -> list[Tensor]:
+    def tensors(self, num_entries: int, seed: int = 0) -> list[Tensor]:
         sizes = [self.hidden * self.dtype.itemsize]
         if self.layers:
             sizes += [self.layers * self._conv_bytes, self.layers * self.state * 4]
         kept = [size for size in sizes if size]
-        return [
-            any_bytes(number, num_entries + 1, size + self.padding)[:-1, :size].view(F32 if number == 2 else self.dtype)
+        tensors = [
+            any_bytes(seed + number, num_entries + 1, size + self.padding)[:-1, :size].view(
+                F32 if number == 2 else self.dtype
+            )
             for number, size in enumerate(kept)
         ]
+        if self.encoding != "float32":
+            tensors[2].copy_(any_states(seed, num_entries, self.layers * self.state, self.head))
+        return tensors
 
     @property
     def entry_bytes(self) -> list[int]:
@@ -52,8 +63,9 @@ class States:
     def _conv_bytes(self) -> int:
         return self.columns * sum(self.channels) * self.dtype.itemsize
 
-    def spans(self) -> list[FileSpan]:
-        """Hidden states first, then by unit and layer its share of each part of the channels, and its heads."""
+    def spans(self) -> tuple[list[FileSpan], EncodedStates | None]:
+        """Hidden states first, then by unit and layer its share of each part of the channels, and its heads. Behind a
+        unit's layers the scales of its heads, if it has any."""
         spans = [FileSpan(0, 0, 0, self.hidden * self.dtype.itemsize)]
         at = spans[0].num_bytes
 
@@ -64,6 +76,8 @@ class States:
                 at += num_bytes
 
         size, row = self.dtype.itemsize, sum(self.channels) * self.dtype.itemsize
+        encoding, rows, columns = ENCODINGS[self.encoding], *self.head
+        heads = list[HeadSpan]()
         for unit in range(self.units):
             for layer in range(self.layers):
                 for column in range(self.columns):
@@ -73,8 +87,37 @@ class States:
                         add(1, first + unit * own, own)
                         first += channels * size
                 share = self.state // self.units * 4
-                add(2, layer * self.state * 4 + unit * share, share)
-        return spans
+                if self.encoding == "float32":
+                    add(2, layer * self.state * 4 + unit * share, share)
+                else:
+                    num_heads = share // 4 // (rows * columns)
+                    heads.append(HeadSpan(layer * self.state * 4 + unit * share, num_heads, at, 0))
+                    at += share // 4 * encoding.value_bytes
+                    at += at % 2
+            for index in range(max(0, len(heads) - self.layers), len(heads)):
+                heads[index] = replace(heads[index], scales_offset=at)
+                at += heads[index].num_heads * encoding.num_scales(self.head) * 4
+        return spans, EncodedStates(2, encoding, rows, columns, tuple(heads)) if heads else None
+
+    @property
+    def file_bytes(self) -> int:
+        spans, states = self.spans()
+        ends = [span.file_offset + span.num_bytes for span in spans]
+        if states is not None:
+            ends += [head.scales_offset + head.num_heads * states.scale_bytes for head in states.spans]
+        return max(ends)
+
+
+def any_states(seed: int, num_entries: int, numbers: int, head: tuple[int, int]) -> Tensor:
+    """Float32 numbers, but in some heads all 0, and in others as large or as small as there are: whatever a number is,
+    its neighbour is of another size."""
+    generator = torch.Generator().manual_seed(seed)
+    heads = torch.randn(num_entries, numbers // math.prod(head), *head, generator=generator)
+    sizes = torch.tensor([0.0, 2.0**-149, 2.0**-126, 2.0**-112, 2.0**-3, 1.0, 1000.0, 2.0**100, F32_MAX])
+    wanted = sizes[torch.randint(len(sizes), heads.shape[:2], generator=generator)][..., None, None]
+    spread = torch.exp2(torch.randint(-9, 1, heads.shape, generator=generator).float())
+    largest = heads.abs().amax((-2, -1), keepdim=True)
+    return ((heads / largest * spread).double() * wanted).float().view(num_entries, -1)
 
 
 SMALL = States(BF16, hidden=40, columns=3, channels=(16, 8, 8), state=64, units=2, layers=2)
@@ -92,6 +135,21 @@ CASES = {
     "entries apart": (States(BF16, 40, 3, (16, 8, 8), 64, 2, 2, padding=48), 256),
 }
 
+ENCODED = {
+    f"{case}, {encoding}": (replace(states, encoding=encoding), page_bytes)
+    for encoding in ("float16", "int8")
+    for case, (states, page_bytes) in {
+        "two heads a unit": (replace(SMALL, head=(4, 4)), 256),
+        "one row a head": (States(F32, 24, 3, (12, 8), 40, 4, 1, head=(1, 10)), 128),
+        "a head over pages": (States(F32, 16, 2, (8,), 600, 1, 2, head=(20, 30)), 256),
+        "longer than a tile's row": (States(BF16, 16, 2, (8,), 2 * 2500, 2, 1, head=(1, 2500)), 4096),
+        "odd sizes": (States(BF16, 7, 3, (3, 5), 105, 1, 2, head=(7, 5)), 26),
+        "pages of two bytes": (States(BF16, 3, 1, (2,), 6, 1, 1, head=(2, 3)), 2),
+        "entries apart": (States(BF16, 40, 3, (16, 8, 8), 64, 2, 2, padding=48, head=(2, 16)), 66),
+    }.items()
+}
+"""Of states that files have in another form."""
+
 
 @dataclass(frozen=True)
 class FileCopy:
@@ -105,16 +163,22 @@ class FileCopy:
 
     def run(self, kernels: Kernels, name: str) -> list[Tensor]:
         """The pool and the tensors with all that they are parts of, after the copy: there is memory behind each."""
-        device, spans = DEVICES.get(kernels, CPU), self.states.spans()
-        end = max(span.file_offset + span.num_bytes for span in spans)
-        file_pages = -(-end // self.page_bytes)
+        device, (spans, states) = DEVICES.get(kernels, CPU), self.states.spans()
+        file_pages = -(-self.states.file_bytes // self.page_bytes)
         count = self.num_entries if self.entries is None else len(self.entries)
         pages = torch.randperm(6 * file_pages + 3, generator=torch.Generator().manual_seed(count))
         lists = pages[: 6 * file_pages].view(6, file_pages)[list(self.files or range(count))]
         pool = any_bytes(9, len(pages) + 1, self.page_bytes).to(device)[:-1]
         tensors = [moved_to(device, each) for each in self.states.tensors(self.num_entries)]
         entries = None if self.entries is None else torch.tensor(self.entries, dtype=torch.int64, device=device)
-        packed = kernels.pack_file_spans(spans, self.states.entry_bytes, pool)
+        if states is not None and name == "load_states":
+            # Files have no other numbers than those that were stored there.
+            stored = [moved_to(CPU, each) for each in self.states.tensors(6, seed=50)]
+            on_host, every_file = pool.to(CPU), pages[: 6 * file_pages].view(6, file_pages)
+            truth = reference.pack_file_spans(spans, self.states.entry_bytes, on_host, states)
+            reference.store_states(on_host, every_file, stored, None, truth)
+            pool.copy_(on_host)
+        packed = kernels.pack_file_spans(spans, self.states.entry_bytes, pool, states)
         getattr(kernels, name)(pool, lists.to(device).contiguous(), tensors, entries, packed)
         return [whole_memory(each).view(torch.uint8).to(CPU) for each in (pool, *tensors)]
 

@@ -1,6 +1,8 @@
 """Copies between states and checkpoint files, of pages and of tokens: the bytes that the reference moves, and no other
 one, whatever lay there before."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -8,8 +10,9 @@ from cairn.kernels import reference
 from cairn.kernels.checkpoint_files import FileSpan
 from cairn.kernels.contract import Kernels
 from kernels.backends import DEVICES, every_backend
-from kernels.file_copies import CASES, SMALL, FileCopy, TokenCopy, any_bytes
+from kernels.file_copies import CASES, ENCODED, SMALL, FileCopy, TokenCopy, any_bytes
 from kernels.kernel_calls import CPU
+from tiers import first
 
 every_direction = pytest.mark.parametrize("name", ["store_states", "load_states"])
 
@@ -20,6 +23,22 @@ every_direction = pytest.mark.parametrize("name", ["store_states", "load_states"
 def test_states_to_and_from_files(kernels: Kernels, name: str, case: str) -> None:
     states, page_bytes = CASES[case]
     FileCopy(states, page_bytes, (4, 0, 2)).check(kernels, name)
+
+
+@every_backend
+@every_direction
+@pytest.mark.parametrize("case", first(7, ENCODED))
+def test_states_that_files_have_in_another_form(kernels: Kernels, name: str, case: str) -> None:
+    states, page_bytes = ENCODED[case]
+    FileCopy(states, page_bytes, (4, 0, 2)).check(kernels, name)
+
+
+@every_backend
+@every_direction
+@pytest.mark.parametrize("encoding", ["float16", "int8"])
+@pytest.mark.parametrize("entries", [(), (3,), None], ids=["no entry", "one", "all in their order"])
+def test_which_entries_are_encoded(kernels: Kernels, name: str, encoding: str, entries: tuple[int, ...] | None) -> None:
+    FileCopy(replace(SMALL, encoding=encoding, head=(2, 8)), 256, entries).check(kernels, name)
 
 
 @every_backend

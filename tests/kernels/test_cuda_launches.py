@@ -26,7 +26,7 @@ from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging
 from cairn.types import SamplingParams
 from doubles.launching_driver import Launch, RefusedLaunch, launches_recorded
-from kernels.file_copies import CASES, FileCopy, any_bytes
+from kernels.file_copies import CASES, ENCODED, FileCopy, any_bytes
 from kernels.fixed_calls import (
     MIXED,
     conv_call,
@@ -209,6 +209,18 @@ def test_copies_of_states_are_launched(case: str) -> None:
             for entries in ((), (3,), (4, 0, 2), None):
                 FileCopy(states, page_bytes, entries).run(cuda, name)
     assert len(launches) == 6 and variants_of(launches) == {"checkpoint_files._files_kernel": 4}
+
+
+@pytest.mark.parametrize("case", ["two heads a unit, float16", "two heads a unit, int8"])
+def test_copies_of_states_that_are_encoded_take_a_second_launch(case: str) -> None:
+    """Of none, of one, and of all in their order: a variant for each direction, and one for what is in its order."""
+    states, page_bytes = ENCODED[case]
+    with launches_recorded() as launches:
+        for name in ("store_states", "load_states"):
+            for entries in ((), (3,), (4, 0, 2), None):
+                FileCopy(states, page_bytes, entries).run(cuda, name)
+    assert len(launches) == 12
+    assert variants_of(launches) == {"checkpoint_files._files_kernel": 4, "checkpoint_files._heads_kernel": 4}
 
 
 @pytest.mark.parametrize("row_bytes", [512, 24])

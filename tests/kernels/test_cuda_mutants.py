@@ -4,6 +4,7 @@ few fixed calls have to find it, which the source as it is passes."""
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +15,7 @@ import torch
 from cairn.kernels.contract import Kernels
 from kernels.backends import BACKENDS, DEVICES, name_of
 from kernels.comparison import check_against_reference
-from kernels.file_copies import CASES, LONG, SMALL, FileCopy, TokenCopy
+from kernels.file_copies import CASES, ENCODED, LONG, SMALL, FileCopy, TokenCopy
 from kernels.fixed_calls import MIXED, fp8_experts_call, fp8_linear_call, paged_call, small_call
 from kernels.kernel_calls import Call
 from kernels.random_batches import RandomBatch, SequenceRows
@@ -53,10 +54,20 @@ CALLS: Mapping[str, Callable[[], tuple[Call, ...]]] = {
 }
 """What a function is held to."""
 
+
+def check_encoded(case: str, name: str, kernels: Kernels) -> None:
+    FileCopy(*ENCODED[case], (3, 0, 2)).check(kernels, name)
+
+
 COPIES: Mapping[str, Callable[[Kernels], None]] = {
     "store_states": lambda kernels: FileCopy(SMALL, 256, (3, 0, 2)).check(kernels, "store_states"),
     "load_states": lambda kernels: FileCopy(SMALL, 256, (3, 0, 2)).check(kernels, "load_states"),
     "states longer than a tile's row": lambda kernels: FileCopy(*CASES[LONG], (3, 0, 2)).check(kernels, "load_states"),
+    **{
+        f"{name} in {encoding}": partial(check_encoded, f"two heads a unit, {encoding}", name)
+        for encoding in ("float16", "int8")
+        for name in ("store_states", "load_states")
+    },
     "copy_tokens": lambda kernels: TokenCopy(512, 23).check(kernels),
 }
 """The same of those that move bytes."""
@@ -74,6 +85,7 @@ class Mutant:
 
 
 FILES, MOVES = "checkpoint_files", ("store_states", "load_states")
+ENCODED_STORES = ("store_states in float16", "store_states in int8")
 
 MUTANTS = (
     *(
@@ -282,6 +294,19 @@ MUTANTS = (
         "in_entry, min",
         ("states longer than a tile's row",),
     ),
+    Mutant(
+        "all of a file's states are in its first page",
+        FILES,
+        "tl.load(file_pages + offset // page_bytes",
+        "tl.load(file_pages + 0 * offset",
+        (*ENCODED_STORES, "load_states in float16", "load_states in int8"),
+    ),
+    Mutant("a scale is twice as large", FILES, "254) - _HALF_TOP", "254) - _HALF_TOP + 1", ENCODED_STORES[:1]),
+    Mutant("what would be infinity is", FILES, "tl.maximum(scaled, -_MOST_HALF)", "2 * scaled", ENCODED_STORES[:1]),
+    Mutant("numbers of fewer bits are scaled", FILES, "(most < _LEAST_BITS) | broken", "broken", ENCODED_STORES),
+    Mutant("a tie goes up", FILES, "(scaled + _INT8_ROUNDING)", "(scaled + 0.25 + _INT8_ROUNDING)", ENCODED_STORES[1:]),
+    Mutant("a scale has all its bits", FILES, "scale & -(2 * _ROW_ROUNDING)", "scale", ENCODED_STORES[1:]),
+    Mutant("a scale's second half is its first", FILES, "<< (16 * half[None, :])", "<< 0", ("load_states in int8",)),
     Mutant(
         "the last tokens are not copied",
         FILES,

@@ -79,7 +79,8 @@ def shown(report: CheckReport) -> str:
 
 def test_published_shapes(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, NANO, published_headers(), num_shards=13)
-    report = check(tmp_path, CheckSettings(kv_cache_memory_bytes=64 << 30, max_num_seqs=4))
+    asked = CheckSettings(kv_cache_memory_bytes=64 << 30, max_num_seqs=4, checkpoint_dtype="float32")
+    report = check(tmp_path, asked)
     assert report.ok
     assert report.layers == {"Mamba2": 23, "attention": 6, "mixture of experts": 23}
     assert (report.num_tensors, report.num_files) == (6243, 13)
@@ -94,6 +95,12 @@ def test_published_shapes(tmp_path: Path) -> None:
     assert report.max_model_len == 262144
     assert report.pages_for_longest == 262144 // 16 + 500
     assert report.num_pages == (64 << 30) // 98304
+    # auto: half the states, and of each of 8 units and 23 layers 8 scales
+    smaller = check(tmp_path, replace(asked, checkpoint_dtype="auto"))
+    saved = 23 * 64 * 64 * 128 * 2 - 8 * (23 * 8 * 4 + 32)
+    assert smaller.layout.checkpoint_bytes == 49_087_744 - saved == 24_976_640
+    assert smaller.layout.pages_per_checkpoint == 255 and smaller.checkpoint_tokens == 4080
+    assert smaller.sizes == report.sizes, "running states are what they were"
 
 
 def test_weights_of_a_cpu_without_bfloat16_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,9 +132,9 @@ def test_what_is_printed(tmp_path: Path) -> None:
         "31,577,940,288 (31.58 B)",
         "58.82 GiB in bfloat16",
         "6,144 bytes per token",
-        "49,087,744 bytes = 500 pages, as much as 8,000 tokens",
+        "24,976,640 bytes = 255 pages, states in float16, as much as 4,080 tokens",
         "2.97 GiB for 64 sequences, with their block tables",
-        "262,144 tokens and a checkpoint: 16,884 pages, 1.55 GiB",
+        "262,144 tokens and a checkpoint: 16,639 pages, 1.52 GiB",
         "1.00 GiB = 10,922 pages: too small for that; raise --kv-cache-memory-bytes or lower --max-model-len",
         "a repeated prompt of 1 token, or 64 tokens shared with another prompt",
     ):
@@ -214,7 +221,8 @@ def test_unreadable_folder(tmp_path: Path) -> None:
 
 def test_what_a_gpu_has_left_is_the_pool(tmp_path):
     write_checkpoint(tmp_path, NANO, published_headers(), 1)
-    asked = CheckSettings(gpu_memory_bytes=GPU_MEMORY["h100"], max_model_len=8192, max_num_seqs=64)
+    own = {"max_model_len": 8192, "max_num_seqs": 64, "checkpoint_dtype": "float32"}
+    asked = CheckSettings(gpu_memory_bytes=GPU_MEMORY["h100"], **own)
     fits = check(tmp_path, asked)
     assert fits.ok and fits.fits_gpu
     gpu, usable = fits.sizes.gpu, int(0.9 * (81559 << 20))
@@ -236,7 +244,7 @@ def test_what_a_gpu_has_left_is_the_pool(tmp_path):
     text = shown(small)
     assert "too little for" in text and "every one accounted for" in text and "a larger GPU" in text
     # all that there is, and not one page less
-    exact = CheckSettings(gpu_memory_utilization=1.0, max_num_seqs=1, max_model_len=64)
+    exact = CheckSettings(gpu_memory_utilization=1.0, max_num_seqs=1, max_model_len=64, checkpoint_dtype="float32")
     roomy = check(tmp_path, replace(exact, gpu_memory_bytes=80 << 30))
     needed = roomy.weight_bytes + roomy.state_bytes + roomy.sizes.gpu.taken_bytes
     needed += (fits.layout.pages_for(64) + fits.layout.pages_per_checkpoint + 1) * fits.layout.page_bytes
@@ -246,7 +254,7 @@ def test_what_a_gpu_has_left_is_the_pool(tmp_path):
 
 def test_requests_at_once_are_those_that_the_server_takes_on_a_gpu(tmp_path):
     write_checkpoint(tmp_path, NANO, published_headers(), 1)
-    report = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["h200"]))
+    report = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["h200"], checkpoint_dtype="float32"))
     sizes = report.sizes
     room = sizes.gpu.usable_bytes - sizes.gpu.taken_bytes - report.weight_bytes
     config = EngineConfig(model="m", kv_cache_memory_bytes=None, max_num_seqs=None, device="cuda")

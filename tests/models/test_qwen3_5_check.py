@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.check.report import check
+from cairn.check.report import CheckSettings, check
 from cairn.models.registry import open_model
 from models.published_qwen3_5 import QWEN35, QWEN35_FP8, Headers, fp8_headers, qwen35_headers, shallow
 from models.test_check import rendered, write_checkpoint
@@ -24,8 +24,11 @@ def test_published_shapes(tmp_path: Path) -> None:
     assert report.parameters == sum(_count(shape) for name, (_, shape) in headers.items() if _served(name))
     assert 35.0e9 < report.parameters < 35.2e9  # the vision tower included
     assert report.layout.bytes_per_token == 20 * 1024
-    state = 30 * 32 * 128 * 128 * 4
-    assert report.layout.checkpoint_bytes == state + 30 * 3 * (2 * 2048 + 4096) * 2 + 2048 * 2
+    numbers, others = 30 * 32 * 128 * 128, 30 * 3 * (2 * 2048 + 4096) * 2 + 2048 * 2
+    # of each of 16 units and 30 layers two scales
+    assert report.layout.checkpoint_bytes == numbers * 2 + 16 * (30 * 2 * 4 + 16) + others
+    plain = check(tmp_path, CheckSettings(checkpoint_dtype="float32"))
+    assert plain.layout.checkpoint_bytes == numbers * 4 + others
     assert report.layout.state_units == 16
     assert report.max_model_len == 262144
     assert "every one accounted for" in rendered(tmp_path)

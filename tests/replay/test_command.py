@@ -161,6 +161,7 @@ def test_flags_are_checked(trace, words):
         (("--max-num-batched-tokens", "63"), "--max-num-batched-tokens"),
         (("--block-size", "0"), "--block-size"),
         (("--state-dtype", "int8"), "--state-dtype"),
+        (("--checkpoint-dtype", "bfloat16"), "--checkpoint-dtype"),
         (("--layout", "gpt"), "--layout"),
         (("--per-request",), "--json FILE"),
         (("--no-bounds", "--json", "/nowhere/at/all.json"), "--json"),

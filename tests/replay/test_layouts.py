@@ -214,6 +214,7 @@ def test_what_is_no_config_is_refused(tmp_path):
         (("nemotron-4",), LAYOUT_NAMES[0]),
         (("nemotron-3-nano", 0), "--block-size"),
         (("nemotron-3-nano", 16, "int8"), "--state-dtype"),
+        (("nemotron-3-nano", 16, None, "bfloat16"), "--checkpoint-dtype must be one of float32, float16, int8"),
     ]:
         with pytest.raises(ConfigError, match=says):
             layout_for(*arguments)
@@ -221,3 +222,14 @@ def test_what_is_no_config_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ConfigError, match="--layout"):
             layout_for(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", LAYOUT_NAMES)
+def test_checkpoints_in_smaller_forms(name):
+    """Of published models scales are less than a hundredth of the state in float16, and a few hundredths in int8."""
+    found = {dtype: layout_for(name, checkpoint_dtype=dtype) for dtype in ("float32", "float16", "int8")}
+    state = found["float32"].state_bytes
+    assert 0.5 * state <= found["float16"].state_bytes < 0.54 * state
+    assert 0.25 * state <= found["int8"].state_bytes < 0.31 * state
+    assert len({(layout.page_bytes, layout.header_bytes) for layout in found.values()}) == 1
+    assert {layout.checkpoint_dtype for layout in found.values()} == set(found)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.sampling.metadata import SamplingMetadata
+from cairn.kernels.state_encoding import ENCODINGS
 from cairn.layers.communicator import Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
@@ -140,6 +141,7 @@ class Driver:
     num_slots: int = 8
     block_size: int = 16
     vision: VisionEncoder | None = None
+    checkpoint_dtype: str = "float32"
     runner: Runner = field(init=False)
     logits: list[tuple[SamplingMetadata, Tensor]] = field(init=False, default_factory=list)
     step: int = field(init=False, default=0)
@@ -148,7 +150,8 @@ class Driver:
     checked: CheckedRunner = field(init=False)
 
     def __post_init__(self) -> None:
-        self.layout = self.config.layout(self.block_size, self.model.spec.dtype.itemsize)
+        encoding = ENCODINGS[self.checkpoint_dtype]
+        self.layout = self.config.layout(self.block_size, self.model.spec.dtype.itemsize, encoding=encoding)
         self.runner = Runner(
             self.model,
             self.layout,
@@ -279,7 +282,8 @@ def ranks(config: Any, weights: dict[str, Tensor], size: int, exact: bool, **opt
 
 
 def tiny(pattern: str, *, exact: bool, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Driver:
-    driver = {name: changes.pop(name) for name in ("num_pages", "num_slots", "block_size") if name in changes}
+    names = ("num_pages", "num_slots", "block_size", "checkpoint_dtype")
+    driver = {name: changes.pop(name) for name in names if name in changes}
     config = parse(raw_config(pattern, **changes))
     return Driver(config, build_tiny(config, random_weights(config, seed), exact, dtype), exact, **driver)
 

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from cairn.kernels.reference.checkpoint_files import encode_head
+from cairn.kernels.state_encoding import ENCODINGS
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.launched_step import independent_copies
 from cairn.runner.memory import LiveStates
@@ -72,6 +74,54 @@ def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype
     CheckpointFiles(again, spec, layout, live, kernels).save(three[[2, 1]], torch.tensor([2, 3]))
     assert torch.equal(again[pages.tolist()], pool[pages.tolist()])
     assert again.count_nonzero() == again[pages.tolist()].count_nonzero(), "slot 2 has zeros"
+
+
+@pytest.mark.parametrize("checkpoint_dtype", ["float16", "int8"])
+@pytest.mark.parametrize(("pattern", "changes", "dtype", "block_size"), CASES)
+def test_bytes_of_smaller_states_follow_the_layout(
+    pattern: str, changes: dict, dtype: torch.dtype, block_size: int, checkpoint_dtype: str
+) -> None:
+    """Hidden states and convolutions lie where they would, and behind each unit's layers the scales; what a layer's
+    snapshots are stored as is what all layers of a slot are stored as."""
+    options = {"dtype": dtype, "block_size": block_size, "num_pages": 400, "checkpoint_dtype": checkpoint_dtype}
+    driver = tiny(pattern, exact=False, **options, **changes)
+    spec, layout = driver.model.spec, driver.layout
+    recurrent, encoding = spec.recurrent, ENCODINGS[checkpoint_dtype]
+    assert recurrent is not None and layout.checkpoint_dtype == checkpoint_dtype
+    pool, again = (torch.zeros(400, layout.page_bytes, dtype=torch.uint8) for _ in range(2))
+    live = LiveStates(spec, 4)
+    files = CheckpointFiles(pool, spec, layout, live, driver.model.kernels)
+    order = np.random.default_rng(0).permutation(400)[: 2 * layout.pages_per_checkpoint]
+    two = torch.from_numpy(order.reshape(2, -1).astype(np.int64))
+    hidden = torch.randn(2, spec.hidden_size).to(dtype)
+    conv = torch.randn(2, recurrent.num_layers, recurrent.columns, recurrent.channels).to(dtype)
+    state = torch.randn(2, recurrent.num_layers, *recurrent.state)
+    files.write_hidden(two, hidden, torch.arange(2))
+    for layer in range(recurrent.num_layers):
+        files.write_layer(two, layer, conv[:, layer].contiguous(), state[:, layer].contiguous())
+
+    unit = recurrent.unit_bytes(dtype.itemsize, encoding)
+    stored = pool[two[1].tolist()].flatten()
+    assert layout.state_bytes == recurrent.units * unit.total and not stored[layout.checkpoint_bytes :].any()
+    heads = recurrent.state[0] // recurrent.units
+    for number in range(recurrent.units):
+        own = stored[layout.header_bytes + number * unit.total :][: unit.total]
+        for layer in range(recurrent.num_layers):
+            values = own[layer * unit.layer + unit.conv :][: unit.values].clone()
+            scales = own[unit.first_scales + layer * unit.scales :][: unit.scales].clone()
+            for index in range(heads):
+                head = state[1, layer, number * heads + index]
+                wanted, wanted_scales = encode_head(head.flatten(0, -2), encoding)
+                assert torch.equal(values.view(wanted.dtype).view(heads, *wanted.shape)[index], wanted)
+                assert torch.equal(scales.view(torch.float32).view(heads, -1)[index], wanted_scales)
+
+    files.restore(two, torch.tensor([2, 0]))
+    assert torch.equal(live.hidden[[2, 0]], hidden)
+    for layer, own in enumerate(live.recurrent):
+        assert torch.equal(own.conv[[2, 0]], conv[:, layer])
+        torch.testing.assert_close(own.state[[2, 0]], state[:, layer], rtol=0, atol=0.03)
+    CheckpointFiles(again, spec, layout, live, driver.model.kernels).save(two, torch.tensor([2, 0]))
+    assert torch.equal(again, pool), "stored once more, what was restored is the same"
 
 
 def test_no_file_at_all_is_no_work() -> None:

@@ -32,12 +32,14 @@ def test_the_view_has_its_form(server):
 def test_a_checkpoint_takes_whole_pages_where_the_setup_is_told_as_well(serve):
     def build(config):
         core = build_echo_core(config)
-        cache = msgspec.structs.replace(core._info.cache, checkpoint_bytes=1, pages_per_checkpoint=3)
+        sizes = {"checkpoint_bytes": 1, "pages_per_checkpoint": 3, "checkpoint_dtype": "int8"}
+        cache = msgspec.structs.replace(core._info.cache, **sizes)
         core._info = msgspec.structs.replace(core._info, cache=cache)
         return core
 
     body = serve(build=build).get("/cache").json()
     assert body["server"]["checkpoint_bytes"] == 3 * body["pool"]["page_bytes"]
+    assert body["server"]["checkpoint_dtype"] == "int8"
 
 
 @pytest.mark.parametrize("number", ["0", "-1", "5001", "9" * 30, "many", "1.5", ""])

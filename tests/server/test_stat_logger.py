@@ -70,11 +70,15 @@ def test_the_start_lines_say_what_the_pool_holds():
         pages_per_checkpoint=3,
         min_cacheable_tokens=64,
         mamba_cache_mode="align",
+        checkpoint_dtype="float16",
     )
     text = "\n".join(format_startup_lines(msgspec.structs.replace(info, cache=cache)))
     assert "8192 pages of 128 bytes (1 MiB in all)" in text
     assert "8 bytes per token; the pool alone would hold 131072 tokens" in text
-    assert "300 bytes per state checkpoint (3 pages); the pool alone would hold 2730 checkpoints" in text
+    assert (
+        "300 bytes per state checkpoint (3 pages, states in float16); the pool alone would hold 2730 checkpoints"
+        in text
+    )
     assert "the smallest prefix that can be hit, in tokens: 64" in text and "'align'" in text
 
 

@@ -6,7 +6,7 @@ and puts it where a rank of some size and block size keeps it, one address at a 
 
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -392,6 +392,13 @@ def test_no_range_leaves_its_page() -> None:
         (model(4), geometry(2, kv_heads=8), geometry(2, kv_heads=4), 0, "the peer's pages have 4 kv heads"),
         (model(1, 4), geometry(1, state_units=2), geometry(1, state_units=4), 0, "the peer's checkpoints have 2 units"),
         (model(), geometry(1, header=8), geometry(1), 0, "header_bytes: 8 at the peer, 7 here"),
+        (
+            model(),
+            replace(geometry(1), checkpoint_dtype="float16"),
+            geometry(1),
+            0,
+            "checkpoint_dtype: float16 at the peer, float32 here; start both with the same --checkpoint-dtype",
+        ),
         (model(), geometry(1, unit_bytes=8), geometry(1, unit_bytes=9), 0, "bytes of a state unit: 8 at the peer, 9"),
         (model(), geometry(1), geometry(2), 2, "rank 2 is none of the 2"),
         (model(), geometry(1, 48), geometry(1, 32), 0, "--block-size 32 and the peer's 48"),

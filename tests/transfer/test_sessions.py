@@ -1,6 +1,7 @@
 """The handshake between servers that hold the same secret: both learn of each other, or why they do not fit."""
 
 import random
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -84,6 +85,21 @@ def test_another_layout_is_refused_by_whoever_sees_it_first():
     welcome = wire.ask(wire.said[0])
     wire.session.receive(replies().encode(msgspec.structs.replace(welcome, layout=b"M" * 32)))
     assert wire.session.state is SessionState.CLOSED and "layouts differ" in wire.session.failure
+
+
+def test_checkpoints_in_two_forms_are_refused_by_name():
+    """Whoever sees it first: the sentence is about the peer of whoever reads it."""
+    smaller = Identity(Peer("d", replace(GEOMETRY, checkpoint_dtype="int8"), RANKS), b"M" * 32)
+    wire = Wire(d=smaller)
+    wire.session.open()
+    wire.pump()
+    assert "checkpoint_dtype: float32 at the peer, int8 here" in wire.session.failure
+    wire = Wire()
+    wire.session.open()
+    welcome = wire.ask(wire.said[0])
+    other = msgspec.structs.replace(welcome, layout=b"M" * 32, geometry=smaller.me.geometry)
+    wire.session.receive(replies().encode(other))
+    assert "checkpoint_dtype: int8 at the peer, float32 here" in wire.session.failure
 
 
 @pytest.mark.parametrize("version", [4, 99])

@@ -5,10 +5,11 @@ same bytes, whatever the group. A *checkpoint* is a file of `pages_per_checkpoin
 
     page        [unit][layer][k|v][token][dim]
     checkpoint  [header | unit 0 | unit 1 | ...]   header: what every tensor-parallel rank keeps whole
-                                                   unit:   [layer][conv | ssm] of one smallest share
+                                                   unit:   [layer][conv | ssm] [layer][scales] of one smallest share
 
 A unit is the smallest share that tensor parallelism may cut: a kv head of a page; of a checkpoint one state head with
-its own convolution channels or, where several heads share B and C, one such group of heads with its B and C.
+its own convolution channels or, where several heads share B and C, one such group of heads with its B and C. Scales
+are there where a state is stored in a smaller form than it has while it runs.
 """
 
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class CacheLayout:
 
     `page_units` and `state_units` count the units of a page and of a checkpoint; the bytes of a page divide evenly
     among its units. `state_bytes` 0 means a model without recurrent state: any matched length can be resumed.
+    `checkpoint_dtype`: how checkpoints have the recurrent state, a name of `kernels.state_encoding.ENCODINGS`.
     """
 
     block_size: int
@@ -44,6 +46,7 @@ class CacheLayout:
     header_bytes: int
     state_bytes: int
     state_units: int
+    checkpoint_dtype: str = "float32"
     pages_per_checkpoint: int = field(init=False)
 
     def __post_init__(self) -> None:

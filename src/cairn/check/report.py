@@ -58,6 +58,7 @@ class CheckSettings:
     dtype: DType = "auto"
     quantization: AskedQuantization | None = None
     block_size: int = 16
+    checkpoint_dtype: str = "auto"
     kv_cache_memory_bytes: int = 1 << 30
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -199,7 +200,7 @@ def check(
         sizes=sizes,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=settings.max_model_len or model.config.max_position_embeddings,
-        layout=model.layout(settings.block_size, settings.tensor_parallel_size),
+        layout=_layout(model, settings),
     )
 
 
@@ -216,10 +217,14 @@ def _gpu_bytes(model: OpenModel, settings: CheckSettings, memory_bytes: int, ima
     )
 
 
+def _layout(model: OpenModel, settings: CheckSettings) -> CacheLayout:
+    return model.layout(settings.block_size, settings.tensor_parallel_size, settings.checkpoint_dtype)
+
+
 def _served_sizes(model: OpenModel, settings: CheckSettings, gpu: GpuBytes | None, weight_bytes: int) -> ServedSizes:
     """As the server chooses them."""
     num_ranks, asked = settings.tensor_parallel_size, settings.max_num_seqs
-    layout = model.layout(settings.block_size, num_ranks)
+    layout = _layout(model, settings)
     spec = model.config.cache_spec(0, num_ranks).memory_spec(model.dtype, torch.device("cpu"))
     longest = settings.max_model_len or model.config.max_position_embeddings
     if gpu is None:
@@ -265,6 +270,7 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
     layout, settings = report.layout, report.settings
     layers = ", ".join(f"{count} {kind}" for kind, count in report.layers.items())
     worth = f", as much as {report.checkpoint_tokens:,.0f} tokens" if report.checkpoint_tokens else ""
+    form = "" if layout.checkpoint_dtype == "float32" else f", states in {layout.checkpoint_dtype}"
     pool = f"{_size(max(0, report.pool_bytes))} = {report.num_pages:,} pages"
     if report.pages_for_longest > report.num_pages:
         more = "raise --kv-cache-memory-bytes or lower --max-model-len"
@@ -282,7 +288,7 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         ("weights", f"{_size(report.weight_bytes)} in {_served_in(report)}"),
         ("keys and values", f"{layout.bytes_per_token:,.0f} bytes per token"),
         ("page", f"{layout.block_size} tokens, {layout.page_bytes:,} bytes"),
-        ("checkpoint", f"{layout.checkpoint_bytes:,} bytes = {layout.pages_per_checkpoint:,} pages{worth}"),
+        ("checkpoint", f"{layout.checkpoint_bytes:,} bytes = {layout.pages_per_checkpoint:,} pages{form}{worth}"),
         (
             "running states",
             f"{_size(report.state_bytes)} for {_count(report.sizes.max_num_seqs, 'sequence')}, with their block tables",

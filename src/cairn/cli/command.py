@@ -156,6 +156,12 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     )
     check.add_argument("--block-size", type=_count, default=16, help="tokens per page; default: %(default)s")
     check.add_argument(
+        "--checkpoint-dtype",
+        choices=("auto", "float32", "float16", "int8"),
+        default="auto",
+        help="form in which checkpoints have the recurrent state; default: %(default)s",
+    )
+    check.add_argument(
         "--kv-cache-memory-bytes", type=_size, default="1GiB", help="the pool to count with; default: %(default)s"
     )
     check.add_argument("--max-model-len", type=_count, help="longest prompt and answer; default: the model's")

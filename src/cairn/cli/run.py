@@ -61,6 +61,7 @@ def prepare_server(
     from cairn.engine.client import CoreClient, EngineDeadlines
     from cairn.engine.process import ProcessTransport
     from cairn.engine.sizing import choose_cpu_threads
+    from cairn.models.checkpoint_dtypes import check_checkpoint_dtype
     from cairn.server.generation_config import check_default_sampling, load_default_sampling
     from cairn.server.openai.prompts import parse_template_kwargs
     from cairn.server.options import ServerLimits
@@ -69,6 +70,7 @@ def prepare_server(
     chat_template = read_chat_template(settings.chat_template)
     template_kwargs = parse_template_kwargs(settings.default_chat_template_kwargs)
     asked, images = engine_config(settings), image_options(settings)
+    check_checkpoint_dtype(asked.checkpoint_dtype, asked.exact)
     max_cpu_isa(os.environ)
     source, overrides = settings.generation_config, settings.override_generation_config
     check_default_sampling(source, overrides)

@@ -23,6 +23,7 @@ from cairn.engine.devices import (
     OpenFolder,
     choose_device,
     explain_out_of_memory,
+    layout_of,
     open_encoder,
     open_for_device,
     placement_of,
@@ -88,7 +89,7 @@ def build_core(
     clock = clock or SystemClock()
     machine = machine or Machine()
     config, opened = open_for_device(config, open_folder, machine)
-    layout = opened.layout(config.block_size, config.tensor_parallel_size)
+    layout = layout_of(config, opened)
     placement = placement_of(config)
     device = choose_device(config, opened)
     if make_graphs is None and device.is_gpu:
@@ -172,6 +173,7 @@ def _plain_info(
             bytes_per_token=layout.bytes_per_token,
             checkpoint_bytes=layout.checkpoint_bytes,
             pages_per_checkpoint=layout.pages_per_checkpoint,
+            checkpoint_dtype=layout.checkpoint_dtype,
             min_cacheable_tokens=placement.min_cacheable if placement is not None else 0,
             mamba_cache_mode=config.mamba_cache_mode,
             enable_prefix_caching=placement is not None,
@@ -245,12 +247,21 @@ def _build_transfer(
     pool = open_pool(ranks.own.pool, ranks.own.kernels, on_host=device.backend is None)
     tp_size = config.tensor_parallel_size
     memory = RankMemory(pool, num_pages, ranks.own.layout, _model_units(opened), tp_size=tp_size)
-    content = layout_hash(opened.transfer_facts() | {"exact": config.exact})
+    content = layout_hash(opened.transfer_facts() | _cache_facts(config, ranks.own.layout))
     channels = () if ranks.sockets is None else ranks.sockets.channels
     transfer = build_transfer(config.kv_transfer, memory, content, clock, make_link=make_link, ranks=channels)
     if ranks.sockets is not None:
         transfer.resources.callback(ranks.sockets.close)
     return transfer
+
+
+def _cache_facts(config: EngineConfig, layout: CacheLayout) -> dict[str, str | int]:
+    """What must be equal besides the model for bytes to mean the same on two servers. What all of them once were is
+    not said, so that those pair which do not know of anything else."""
+    facts: dict[str, str | int] = {"exact": config.exact}
+    if layout.checkpoint_dtype != "float32":
+        facts["checkpoint_dtype"] = layout.checkpoint_dtype
+    return facts
 
 
 def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> SchedulerConfig:

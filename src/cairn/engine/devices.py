@@ -205,6 +205,11 @@ def keeps_fp8(config: EngineConfig) -> bool:
     return config.device == "cuda" and not config.exact
 
 
+def layout_of(config: EngineConfig, opened: OpenModel) -> CacheLayout:
+    """Pages and checkpoints of each rank. Raises ConfigError as `OpenModel.layout`."""
+    return opened.layout(config.block_size, config.tensor_parallel_size, config.checkpoint_dtype, config.exact)
+
+
 def placement_of(config: EngineConfig) -> PlacementPolicy | None:
     """Where checkpoints are kept; None without a cache."""
     if not config.enable_prefix_caching or config.mamba_cache_mode == "none":
@@ -332,7 +337,7 @@ class LoadedModel:
         capture_for: Callable[[int], DecodeCapture | None],
     ) -> None:
         self._config, self._device, self._model, self._vision = config, device, model, vision
-        self._layout = opened.layout(config.block_size, config.tensor_parallel_size)
+        self._layout = layout_of(config, opened)
         self._model_limit = opened.config.max_position_embeddings
         self._capture_for = capture_for
         self._memory = CudaMemory(device.place) if device.is_gpu else None

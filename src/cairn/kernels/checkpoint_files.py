@@ -9,6 +9,9 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from cairn.kernels.state_codec import CODECS
+from cairn.kernels.state_encoding import SCALE_BYTES, EncodedStates, HeadSpan
+
 _GROUP_BYTES = 4 << 20
 """Of a file that are copied at once: so much memory for each file is taken on the way."""
 
@@ -105,11 +108,78 @@ class RowGroup:
         return self.row_bytes // word_of(self.row_bytes).itemsize
 
 
-RowGroups = tuple[RowGroup, ...]
-"""What `pack_file_spans` makes here."""
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadGroup:
+    """Heads that follow one another in an entry, from byte `offset` on, as `parts` parts of `numbers` numbers with a
+    scale each. `values`, `scales`: of tensors that have nothing else."""
+
+    offset: int
+    parts: int
+    numbers: int
+    values: RowGroup
+    scales: RowGroup
+
+    @staticmethod
+    def of(spans: Sequence[HeadSpan], states: EncodedStates, pool: Tensor) -> "HeadGroup":
+        num_scales = states.scale_bytes // SCALE_BYTES
+        return HeadGroup(
+            spans[0].offset,
+            sum(span.num_heads for span in spans) * num_scales,
+            states.rows * states.columns // num_scales,
+            _places(spans, [span.values_offset for span in spans], states.value_bytes, pool),
+            _places(spans, [span.scales_offset for span in spans], states.scale_bytes, pool),
+        )
+
+    def in_tensor(self, tensor: Tensor) -> Tensor:
+        """A view, [entry, parts, numbers]."""
+        shape, strides = (len(tensor), self.parts, self.numbers), (tensor.stride(0), self.numbers, 1)
+        return tensor.as_strided(shape, strides, tensor.storage_offset() + self.offset // tensor.itemsize)
 
 
-def pack_file_spans(spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor) -> RowGroups:
+def _head_groups(states: EncodedStates, pool: Tensor) -> Iterator[HeadGroup]:
+    """Spans that follow one another in an entry are one group, up to a size."""
+    run = list[HeadSpan]()
+    for span in sorted(states.spans, key=lambda span: span.offset):
+        length = sum(each.num_heads for each in run) * states.head_bytes
+        if run and not (run[0].offset + length == span.offset and length < _GROUP_BYTES):
+            yield HeadGroup.of(run, states, pool)
+            run = []
+        run.append(span)
+    yield HeadGroup.of(run, states, pool)
+
+
+def _places(spans: Sequence[HeadSpan], file_offsets: Sequence[int], bytes_per_head: int, pool: Tensor) -> RowGroup:
+    """Where what becomes of the spans' heads lies in files, out of a tensor that has nothing else."""
+    pieces, offset = list[FileSpan](), 0
+    for span, file_offset in zip(spans, file_offsets, strict=True):
+        pieces.append(FileSpan(0, offset, file_offset, span.num_heads * bytes_per_head))
+        offset += pieces[-1].num_bytes
+    return RowGroup.of(pieces, [offset], pool)
+
+
+def _write(pool: Tensor, files: Tensor, group: RowGroup, values: Tensor) -> None:
+    rows, index = group.in_pool(pool, files)
+    rows.index_copy_(0, index, values.view(len(files), -1).view(rows.dtype).view(-1, rows.shape[1]))
+
+
+def _read(pool: Tensor, files: Tensor, group: RowGroup, dtype: torch.dtype) -> Tensor:
+    """[files, numbers]."""
+    rows, index = group.in_pool(pool, files)
+    return rows.index_select(0, index).view(len(files), -1).view(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IndexedCopies:
+    """What `pack_file_spans` makes here: what is copied as it is, and heads that are encoded."""
+
+    rows: tuple[RowGroup, ...]
+    heads: tuple[HeadGroup, ...]
+    states: EncodedStates | None
+
+
+def pack_file_spans(
+    spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
+) -> IndexedCopies:
     """See `Kernels.pack_file_spans`."""
     groups: list[list[FileSpan]] = []
     for _, own in groupby(sorted(spans, key=lambda span: (span.tensor, span.file_offset)), lambda span: span.tensor):
@@ -120,34 +190,51 @@ def pack_file_spans(spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool:
                 size = 0
             groups[-1].append(span)
             size += span.num_bytes
-    return tuple(RowGroup.of(group, entry_bytes, pool) for group in groups)
+    rows = tuple(RowGroup.of(group, entry_bytes, pool) for group in groups)
+    return IndexedCopies(rows, () if states is None else tuple(_head_groups(states, pool)), states)
 
 
 def store_states(
-    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: RowGroups
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: IndexedCopies
 ) -> None:
     """See `Kernels.store_states`."""
     if not len(files):
         return
-    for group in spans:
+    for group in spans.rows:
         values, chosen = group.in_tensor(tensors[group.tensor], entries, len(files))
         rows, index = group.in_pool(pool, files)
         rows.index_copy_(0, index, values if chosen is None else values.index_select(0, chosen))
+    if spans.states is None:
+        return
+    codec, tensor = CODECS[spans.states.encoding.name], tensors[spans.states.tensor]
+    for heads in spans.heads:
+        numbers = heads.in_tensor(tensor)
+        stored, scales = codec.encode(numbers if entries is None else numbers.index_select(0, entries))
+        _write(pool, files, heads.values, stored)
+        _write(pool, files, heads.scales, scales)
 
 
 def load_states(
-    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: RowGroups
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: IndexedCopies
 ) -> None:
     """See `Kernels.load_states`."""
     if not len(files):
         return
-    for group in spans:
+    for group in spans.rows:
         rows, index = group.in_pool(pool, files)
         target, chosen = group.in_tensor(tensors[group.tensor], entries, len(files))
         if chosen is None:
             torch.index_select(rows, 0, index, out=target)
         else:
             target.index_copy_(0, chosen, rows.index_select(0, index))
+    if spans.states is None:
+        return
+    codec, tensor = CODECS[spans.states.encoding.name], tensors[spans.states.tensor]
+    for heads in spans.heads:
+        target = heads.in_tensor(tensor)
+        stored = _read(pool, files, heads.values, codec.dtype).view(len(files), heads.parts, heads.numbers)
+        scales = _read(pool, files, heads.scales, torch.float32).view(len(files), heads.parts, 1)
+        target[slice(None) if entries is None else entries] = codec.decode(stored, scales)
 
 
 def copy_pages(pool: Tensor, targets: Tensor, sources: Tensor) -> None:

@@ -25,6 +25,7 @@ from cairn.kernels.fp8 import WeightRows
 from cairn.kernels.sampling.logprobs import LogprobTensors
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging
+from cairn.kernels.state_encoding import EncodedStates
 from cairn.types import SamplingParams
 
 Weight = Any
@@ -87,11 +88,18 @@ class Kernels(Protocol):
         """In which dtype `pack` keeps a weight of this one."""
         ...
 
-    def pack_file_spans(self, spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor) -> FileSpans:
+    def pack_file_spans(
+        self,
+        spans: Sequence[FileSpan],
+        entry_bytes: Sequence[int],
+        pool: Tensor,
+        states: EncodedStates | None = None,
+    ) -> FileSpans:
         """Where the states of some tensors lie in checkpoint files, in the form that this backend copies with. At least
-        one span; no byte is in two, neither of a file nor of an entry. `entry_bytes`: from one entry of each tensor to
-        the next. `pool`: uint8 [pages, page_bytes], contiguous; of the ones that are copied with, page_bytes and device
-        are the same."""
+        one span; no byte is in two, neither of a file nor of an entry. `states`: what files have in another form than
+        entries, which is converted while it is copied. `entry_bytes`: from one entry of each tensor to the next.
+        `pool`: uint8 [pages, page_bytes], contiguous; of the ones that are copied with, page_bytes and device are the
+        same."""
         ...
 
     def warm_up(self, dtype: torch.dtype | None = None, operations: Set[str] | None = None) -> int:
@@ -304,7 +312,7 @@ class Kernels(Protocol):
         self, pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FileSpans
     ) -> None:
         """States into checkpoint files: the bytes of `spans` of entry `entries[i]` of each tensor go to file i, whose
-        pages `files[i]` are; nothing else is written.
+        pages `files[i]` are; nothing else is written. States that are encoded are the same bytes on every backend.
 
         pool as for `pack_file_spans`; files int64 [n, pages of a file], no page in two of them, n may be 0; tensors
         [entry, ...], whose entries may be apart; entries int64 [n], or None for 0, 1, ... n - 1.

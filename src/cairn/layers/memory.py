@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from cairn.kernels.state_encoding import StateEncoding, UnitBytes
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -49,6 +51,21 @@ class RecurrentSpec:
     @property
     def channels(self) -> int:
         return sum(part.channels for part in self.parts)
+
+    @property
+    def shared_channels(self) -> int:
+        return sum(part.channels for part in self.parts if part.shared)
+
+    def unit_bytes(self, number_bytes: int, encoding: StateEncoding) -> UnitBytes:
+        """A unit in a checkpoint file, where a convolution's input takes `number_bytes`. Raises ValueError where
+        channels or heads do not divide among the units."""
+        for part in self.parts:
+            if not part.shared and part.channels % self.units:
+                raise ValueError(f"{part.channels} convolution channels do not divide among {self.units} units")
+        if self.state[0] % self.units:
+            raise ValueError(f"{self.state[0]} heads do not divide among {self.units} units")
+        conv = self.columns * (self.channels - self.shared_channels) // self.units * number_bytes
+        return encoding.unit_bytes(self.num_layers, conv, self.state[0] // self.units, self.state[1:])
 
 
 @dataclass(frozen=True, slots=True)

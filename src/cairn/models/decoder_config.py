@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
+from cairn.kernels.state_encoding import FLOAT32, StateEncoding
 from cairn.models.attention import AttentionSizes
 from cairn.models.config_schema import Fields, boolean, custom, integer, number, token_ids, transfer_facts
 from cairn.models.feed_forward import FeedForwardSizes
-from cairn.models.layer_sizes import STATE_BYTES, CacheSpec, ForwardSizes, LayerSizes
+from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes
 from cairn.models.sharding import check_rank
 
 ServedDType = Literal["float32", "bfloat16"]
@@ -112,11 +113,11 @@ class DecoderConfig(ABC):
         return CacheSpec(self.hidden_size, recurrent, attention)
 
     def layout(
-        self, block_size: int, dtype_bytes: int, tp_size: int = 1, state_bytes: int = STATE_BYTES
+        self, block_size: int, dtype_bytes: int, tp_size: int = 1, encoding: StateEncoding = FLOAT32
     ) -> CacheLayout:
-        """Pages and checkpoints of one of `tp_size` ranks, the same on every rank: a number of recurrent state takes
-        `state_bytes`, every other one `dtype_bytes`. Raises ConfigError as `cache_spec` does."""
-        return self.cache_spec(0, tp_size).layout(block_size, dtype_bytes, state_bytes)
+        """Pages and checkpoints of one of `tp_size` ranks, the same on every rank: see `CacheSpec.layout`. Raises
+        ConfigError as `cache_spec` does."""
+        return self.cache_spec(0, tp_size).layout(block_size, dtype_bytes, encoding)
 
     def forward_sizes(self) -> ForwardSizes:
         """What computing a prompt's token takes, counted over the whole model."""

@@ -1,17 +1,14 @@
 """What layers' sizes decide besides their tensors, without torch: the cost of a token, and what is cached of it."""
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.kernels.state_encoding import FLOAT32, StateEncoding
 from cairn.layers.memory import AttentionSpec, MemorySpec, RecurrentSpec
 
 if TYPE_CHECKING:
     import torch
-
-STATE_BYTES = 4
-"""Of one number of the recurrent state, which is served in float32 whatever the serving dtype."""
 
 PAGE_BYTES_WITHOUT_ATTENTION = 65536
 
@@ -92,31 +89,33 @@ class CacheSpec:
     def memory_spec(self, dtype: "torch.dtype", device: "torch.device") -> MemorySpec:
         return MemorySpec(dtype, device, self.hidden_size, self.recurrent, self.attention)
 
-    def layout(self, block_size: int, dtype_bytes: int, state_bytes: int = STATE_BYTES) -> CacheLayout:
-        """Bytes of pages and checkpoints; a number of recurrent state takes `state_bytes`, one of keys, values,
-        convolution and hidden state `dtype_bytes`.
+    def layout(self, block_size: int, dtype_bytes: int, encoding: StateEncoding = FLOAT32) -> CacheLayout:
+        """Bytes of pages and checkpoints; a number of keys, values, convolution and hidden state takes `dtype_bytes`,
+        and checkpoints have the recurrent state as `encoding` says.
 
         page        [kv head][attention layer][k|v][block_size][head_dim]
         checkpoint  header: final hidden state, and of each recurrent layer the convolution's shared channels
-                    unit:   of each recurrent layer the convolution's last inputs and the state
+                    unit:   of each recurrent layer the convolution's last inputs and the state; see `UnitBytes`
         """
         page_bytes = PAGE_BYTES_WITHOUT_ATTENTION
         groups: tuple[AttentionGroup, ...] = ()
         if self.attention is not None:
             numbers = self.attention.num_kv_heads * self.attention.num_layers * 2 * self.attention.head_dim
             page_bytes, groups = numbers * dtype_bytes * block_size, (AttentionGroup("full", block_size),)
-        shared_bytes = unit_bytes = 0
+        shared_bytes = state_bytes = 0
         if self.recurrent is not None:
-            column = self.recurrent.num_layers * self.recurrent.columns * dtype_bytes
-            shared = sum(part.channels for part in self.recurrent.parts if part.shared)
-            state = self.recurrent.num_layers * math.prod(self.recurrent.state) * state_bytes
-            shared_bytes, unit_bytes = column * shared, column * (self.recurrent.channels - shared) + state
+            spec, unit = self.recurrent, self.recurrent.unit_bytes(dtype_bytes, encoding)
+            shared_bytes = spec.num_layers * spec.columns * spec.shared_channels * dtype_bytes
+            state_bytes = spec.units * unit.total
+            # Without numbers there is nothing to be encoded, whatever was asked for.
+            encoding = encoding if unit.values else FLOAT32
         return CacheLayout(
             block_size=block_size,
             page_bytes=page_bytes,
             page_units=self.num_kv_heads or 1,
             groups=groups,
             header_bytes=self.hidden_size * dtype_bytes + shared_bytes,
-            state_bytes=unit_bytes,
+            state_bytes=state_bytes,
             state_units=self.num_state_units,
+            checkpoint_dtype=encoding.name if self.recurrent is not None else FLOAT32.name,
         )

@@ -11,8 +11,10 @@ import torch
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
+from cairn.kernels.state_encoding import ENCODINGS
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
+from cairn.models.checkpoint_dtypes import choose_checkpoint_dtype
 from cairn.models.contract import Family
 from cairn.models.decoder_builder import OUTPUT, Backend, Execution, trace_rank
 from cairn.models.decoder_config import AskedQuantization, DecoderConfig, ServedQuantization
@@ -54,10 +56,14 @@ class OpenModel:
         """Whether matrices are served as they are stored."""
         return self.quantization is not None and self.served_quantization == self.quantization.method
 
-    def layout(self, block_size: int, tp_size: int = 1) -> CacheLayout:
+    def layout(
+        self, block_size: int, tp_size: int = 1, checkpoint_dtype: str = "float32", exact: bool = False
+    ) -> CacheLayout:
         """Pages and checkpoints of one of `tp_size` ranks; the same on every rank. Raises ConfigError naming
-        --tensor-parallel-size and the field that does not divide."""
-        return self.config.layout(block_size, self.dtype.itemsize, tp_size)
+        --tensor-parallel-size and the field that does not divide, or --checkpoint-dtype."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        resolved = choose_checkpoint_dtype(checkpoint_dtype, self.family.model_type, dtype, exact)
+        return self.config.layout(block_size, self.dtype.itemsize, tp_size, ENCODINGS[resolved])
 
     def stored_tensors(self) -> Mapping[str, TensorHeader]:
         """The folder's tensors. Raises ModelError as `read_headers`."""

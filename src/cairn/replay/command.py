@@ -120,14 +120,15 @@ def _print_table(table: Table) -> None:
 def _choose_layout(arguments: argparse.Namespace, log: LogHeader | None) -> tuple[str, CacheLayout, ForwardSizes]:
     """Name, layout and forward sizes: those of the flags, else those of the log."""
     if log is not None and arguments.layout is None:
-        for flag, value in (("--state-dtype", arguments.state_dtype), ("--block-size", arguments.block_size)):
-            if value is not None:
+        for name in ("state_dtype", "checkpoint_dtype", "block_size"):
+            flag = f"--{name.replace('_', '-')}"
+            if getattr(arguments, name) is not None:
                 raise ConfigError(f"{flag} needs --layout: a server's own log has the sizes that its layout had")
         return LOGGED, log.layout, log.forward_sizes
     name, block_size = DEFAULT_LAYOUT if arguments.layout is None else arguments.layout, arguments.block_size
     if block_size is None:
         block_size = log.layout.block_size if log is not None else BLOCK_SIZE
-    return name, layout_for(name, block_size, arguments.state_dtype), sizes_for(name)
+    return name, layout_for(name, block_size, arguments.state_dtype, arguments.checkpoint_dtype), sizes_for(name)
 
 
 def _choose_budgets(
@@ -171,7 +172,13 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(LAYOUT_NAMES)}, or the path of a config.json; default: {DEFAULT_LAYOUT}, or what a server's "
         "own log says",
     )
-    parser.add_argument("--state-dtype", help="of the recurrent state: float32, bfloat16; default: the model's")
+    states = parser.add_mutually_exclusive_group()
+    states.add_argument("--state-dtype", help="of the recurrent state: float32, bfloat16; default: the model's")
+    states.add_argument(
+        "--checkpoint-dtype",
+        help="form in which checkpoints have the recurrent state, as that of `cairn serve`: float32, float16, int8; "
+        "default: the state's own",
+    )
     budget = parser.add_mutually_exclusive_group()
     budget.add_argument("--budget", type=_size, metavar="BYTES", help="the cache's memory: 40GiB, 50GB or plain bytes")
     budget.add_argument(

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError, ModelError
+from cairn.kernels.state_encoding import ENCODINGS, StateEncoding
 from cairn.models.decoder_config import DTYPE_BYTES, DecoderConfig, served_dtype
 from cairn.models.families import family_of
 from cairn.models.layer_sizes import ForwardSizes
@@ -95,7 +96,10 @@ HALF_BY_DEFAULT = frozenset({"granite-4-h-small"})
 
 LAYOUT_NAMES = tuple(PUBLISHED)
 
-STATE_DTYPES = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+STATE_DTYPES = MappingProxyType(
+    {name: StateEncoding(name, size) for name, size in (("float32", 4), ("bfloat16", 2), ("float16", 2))}
+)
+"""Of states that are in this dtype while they run, too, and so have no scales."""
 
 UNNEEDED = MappingProxyType({"vocab_size": 1 << 24, "max_position_embeddings": 1 << 20})
 """Fields that decide no size here: a config.json written for a replay may leave them out."""
@@ -109,18 +113,24 @@ def sizes_for(name: str) -> ForwardSizes:
     return _parse_config(name)[0].forward_sizes()
 
 
-def layout_for(name: str, block_size: int = 16, state_dtype: str | None = None) -> CacheLayout:
+def layout_for(
+    name: str, block_size: int = 16, state_dtype: str | None = None, checkpoint_dtype: str | None = None
+) -> CacheLayout:
     """The layout of a published model or of a config.json. `state_dtype` None: float32, for granite-4-h-small bfloat16.
+    `checkpoint_dtype`: as the server's; None for checkpoints that are as the state is.
 
-    Raises ConfigError naming --layout, --state-dtype or --block-size, and the fix.
+    Raises ConfigError naming --layout, --state-dtype, --checkpoint-dtype or --block-size, and the fix.
     """
     if not 1 <= block_size <= 4096:
         raise ConfigError(f"--block-size must be from 1 to 4096, not {block_size}")
     dtype = state_dtype or ("bfloat16" if name in HALF_BY_DEFAULT else "float32")
     if dtype not in STATE_DTYPES:
         raise ConfigError(f"--state-dtype must be one of {', '.join(STATE_DTYPES)}, not {dtype!r}")
+    if checkpoint_dtype is not None and checkpoint_dtype not in ENCODINGS:
+        raise ConfigError(f"--checkpoint-dtype must be one of {', '.join(ENCODINGS)}, not {checkpoint_dtype!r:.60}")
     config, dtype_bytes = _parse_config(name)
-    return config.layout(block_size, dtype_bytes, state_bytes=STATE_DTYPES[dtype])
+    encoding = STATE_DTYPES[dtype] if checkpoint_dtype is None else ENCODINGS[checkpoint_dtype]
+    return config.layout(block_size, dtype_bytes, encoding=encoding)
 
 
 def _parse_config(name: str) -> tuple[DecoderConfig, int]:

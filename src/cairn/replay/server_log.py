@@ -47,6 +47,7 @@ class _Layout(msgspec.Struct, frozen=True):
     header_bytes: Size
     state_bytes: Size
     state_units: Count
+    checkpoint_dtype: str = "float32"
 
 
 class _ForwardSizes(msgspec.Struct, frozen=True):

@@ -2,11 +2,14 @@
 
     file    [header | unit 0 | unit 1 | ...], cut into pages anywhere
     header  [hidden | shared convolution channels [layer][column][channel]]
-    unit    [layer][conv [column][own channels] | state [own heads][...]]
+    unit    [layer][conv [column][own channels] | state [own heads][...]] [layer][scales [own heads][...]]
+
+Scales, and so a state that is smaller than the running one, are there as the layout's `checkpoint_dtype` says.
 
 A running state of all layers is moved by one call, and so are one layer's snapshots of a pass.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -16,6 +19,7 @@ from torch import Tensor
 from cairn.cache.layout import CacheLayout
 from cairn.kernels.checkpoint_files import FileSpan
 from cairn.kernels.contract import FileSpans, Kernels
+from cairn.kernels.state_encoding import ENCODINGS, FLOAT32, EncodedStates, HeadSpan, StateEncoding
 from cairn.layers.memory import MemorySpec, RecurrentSpec
 from cairn.runner.memory import LiveStates
 
@@ -24,18 +28,20 @@ class CheckpointFiles:
     """Reads and writes checkpoint files in a pool of pages, uint8 [num_pages, page_bytes]. `files` are the page lists
     of n files, int64 [n, pages_per_checkpoint]; n may be 0. `slots`: int64 [n].
 
+    `operations`: names of the kernels' functions that have something to compile for it.
+
     Raises ValueError when the layout's sizes are not those of the model.
     """
 
     def __init__(self, pool: Tensor, spec: MemorySpec, layout: CacheLayout, live: LiveStates, kernels: Kernels) -> None:
         self._pool, self._kernels = pool, kernels
         self._live = live.tensors
-        hidden = spec.hidden_size * spec.dtype.itemsize
-        sizes = None if spec.recurrent is None else LayerBytes(spec.recurrent, spec.dtype)
+        hidden, encoding = spec.hidden_size * spec.dtype.itemsize, ENCODINGS[layout.checkpoint_dtype]
+        sizes = None if spec.recurrent is None else LayerBytes(spec.recurrent, spec.dtype, encoding)
         header, state = hidden, 0
         if sizes is not None:
             header += sizes.spec.num_layers * sizes.shared
-            state = sizes.spec.num_layers * sizes.unit * sizes.spec.units
+            state = sizes.unit.total * sizes.spec.units
         if (header, state) != (layout.header_bytes, layout.state_bytes):
             raise ValueError(
                 f"layout has header_bytes {layout.header_bytes} and state_bytes {layout.state_bytes}, "
@@ -45,10 +51,12 @@ class CheckpointFiles:
         self._layers = list[FileSpans]()
         if sizes is not None:
             for layer in range(sizes.spec.num_layers):
-                spans = list(sizes.spans(layer, hidden))
-                self._layers.append(kernels.pack_file_spans(spans, sizes.entry_bytes, pool))
+                spans, states = list(sizes.spans(layer, hidden)), sizes.states(layer, hidden)
+                self._layers.append(kernels.pack_file_spans(spans, sizes.entry_bytes, pool, states))
         entry_bytes = [part.stride(0) * part.itemsize for part in self._live]
-        self._whole = kernels.pack_file_spans(live_spans(spec, live), entry_bytes, pool)
+        whole, states = live_spans(spec, live, encoding)
+        self._whole = kernels.pack_file_spans(whole, entry_bytes, pool, states)
+        self.operations = frozenset({"store_states", "load_states"} if sizes is not None and sizes.unit.scales else ())
 
     def restore(self, files: Tensor, slots: Tensor) -> None:
         """From files to slots, which are all different."""
@@ -68,55 +76,79 @@ class CheckpointFiles:
         self._kernels.store_states(self._pool, files, states, None, self._layers[layer])
 
 
-def live_spans(spec: MemorySpec, live: LiveStates) -> list[FileSpan]:
-    """Where a slot's `LiveStates.tensors` lie in a file."""
+def live_spans(
+    spec: MemorySpec, live: LiveStates, encoding: StateEncoding = FLOAT32
+) -> tuple[list[FileSpan], EncodedStates | None]:
+    """Where a slot's `LiveStates.tensors` lie in a file: what is there as it is, and what is encoded."""
     hidden = spec.hidden_size * spec.dtype.itemsize
     spans = [FileSpan(0, 0, 0, hidden)]
+    states = None
     if spec.recurrent is not None:
-        sizes = LayerBytes(spec.recurrent, spec.dtype)
+        sizes = LayerBytes(spec.recurrent, spec.dtype, encoding)
         layer_bytes = [part.stride(1) * part.itemsize for part in live.tensors[1:]]
+        heads = list[HeadSpan]()
         for layer in range(spec.recurrent.num_layers):
             for span in sizes.spans(layer, hidden):
                 offset = span.offset + layer * layer_bytes[span.tensor]
                 spans.append(replace(span, tensor=span.tensor + 1, offset=offset))
-    return spans
+            states = sizes.states(layer, hidden)
+            if states is not None:
+                offset = layer * layer_bytes[states.tensor]
+                heads += [replace(span, offset=span.offset + offset) for span in states.spans]
+        if states is not None:
+            states = replace(states, tensor=states.tensor + 1, spans=tuple(heads))
+    return spans, states
 
 
 class LayerBytes:
-    """Sizes of one layer's state in a file. `shared`: the channels that all units have together; `unit`: a unit's
-    convolution channels (`conv`) and state. `entry_bytes`: of a layer's convolution inputs and state, contiguous, less
-    what has no bytes.
+    """Sizes of one layer's state in a file. `shared`: the channels that all units have together. `entry_bytes`: of a
+    layer's convolution inputs and state, contiguous, less what has no bytes.
 
     Raises ValueError where channels or heads do not divide among the units.
     """
 
-    def __init__(self, spec: RecurrentSpec, dtype: torch.dtype) -> None:
-        for part in spec.parts:
-            if not part.shared and part.channels % spec.units:
-                raise ValueError(f"{part.channels} convolution channels do not divide among {spec.units} units")
-        if spec.state[0] % spec.units:
-            raise ValueError(f"{spec.state[0]} heads do not divide among {spec.units} units")
-        self.spec, self._number = spec, dtype.itemsize
+    def __init__(self, spec: RecurrentSpec, dtype: torch.dtype, encoding: StateEncoding = FLOAT32) -> None:
+        self.spec, self.encoding, self._number = spec, encoding, dtype.itemsize
+        self.unit = spec.unit_bytes(dtype.itemsize, encoding)
         column = dtype.itemsize * spec.columns
-        self.shared = column * sum(part.channels for part in spec.parts if part.shared)
-        self.conv = column * sum(part.channels for part in spec.parts if not part.shared) // spec.units
-        self._state = torch.Size(spec.state).numel() // spec.units * torch.float32.itemsize
-        self.unit = self.conv + self._state
-        self.entry_bytes = [size for size in (column * spec.channels, self._state * spec.units) if size]
+        self.shared = column * spec.shared_channels
+        self._own_heads = spec.state[0] // spec.units
+        self._own_bytes = torch.float32.itemsize * math.prod(spec.state) // spec.units
+        self.entry_bytes = [size for size in (column * spec.channels, self._own_bytes * spec.units) if size]
 
     def spans(self, layer: int, header: int) -> Iterator[FileSpan]:
         """Of recurrent layer `layer`: convolution inputs [columns, channels] and state, which are tensors 0 and 1, or 0
-        alone where there is one of them. `header`: bytes of a file before the first layer's shared channels."""
-        spec = self.spec
+        alone where there is one of them; the state only if it is not encoded. `header`: bytes of a file before the
+        first layer's shared channels."""
         if self.shared:
             yield from self._channels(header + layer * self.shared, None)
-        units = header + spec.num_layers * self.shared
-        for unit in range(spec.units):
-            at = units + (unit * spec.num_layers + layer) * self.unit
-            if self.conv:
+        for unit in range(self.spec.units):
+            at = self._unit_at(unit, header) + layer * self.unit.layer
+            if self.unit.conv:
                 yield from self._channels(at, unit)
-            if self._state:
-                yield FileSpan(len(self.entry_bytes) - 1, unit * self._state, at + self.conv, self._state)
+            if self.unit.values and not self.unit.scales:
+                yield FileSpan(self._state, unit * self._own_bytes, at + self.unit.conv, self.unit.values)
+
+    def states(self, layer: int, header: int) -> EncodedStates | None:
+        """The state of recurrent layer `layer`, if it is encoded; tensors and `header` as for `spans`."""
+        if not self.unit.scales:
+            return None
+        spans = list[HeadSpan]()
+        for unit in range(self.spec.units):
+            at = self._unit_at(unit, header)
+            values = at + layer * self.unit.layer + self.unit.conv
+            scales = at + self.unit.first_scales + layer * self.unit.scales
+            spans.append(HeadSpan(unit * self._own_bytes, self._own_heads, values, scales))
+        *rows, columns = self.spec.state[1:]
+        return EncodedStates(self._state, self.encoding, math.prod(rows), columns, tuple(spans))
+
+    @property
+    def _state(self) -> int:
+        """The number of the tensor with states."""
+        return len(self.entry_bytes) - 1
+
+    def _unit_at(self, unit: int, header: int) -> int:
+        return header + self.spec.num_layers * self.shared + unit * self.unit.total
 
     def _channels(self, file_offset: int, unit: int | None) -> Iterator[FileSpan]:
         """A unit's own channels, or those that are shared, column by column."""

@@ -140,7 +140,7 @@ class Runner(StepRunner):
         if self.pool.device.type == "cpu":
             self._population = PoolPopulation(self.pool)
             self._population.reach(-1)
-        self._model.kernels.warm_up(self._model.spec.dtype, operations_of(self._model))
+        self._model.kernels.warm_up(self._model.spec.dtype, operations_of(self._model) | self._files.operations)
         if self._extra_pages:
             self._copy_no_tokens()
         if self._model.exact:

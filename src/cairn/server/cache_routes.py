@@ -45,7 +45,7 @@ def _body(service: Service, view: CacheView) -> dict[str, Any]:
     about |= {"mamba_cache_mode": cache.mamba_cache_mode, "exact": service.engine.info.exact}
     # A file takes whole pages, and so does each checkpoint in the list.
     about |= {"block_size": cache.block_size, "checkpoint_bytes": cache.pages_per_checkpoint * cache.page_bytes}
-    about["bytes_per_token"] = cache.bytes_per_token
+    about |= {"bytes_per_token": cache.bytes_per_token, "checkpoint_dtype": cache.checkpoint_dtype}
     return {"object": "cairn.cache", "server": about} | {
         name: getattr(view, name)
         for name in ("enabled", "pool", "tree", "paths", "history", "lost", "unlisted_tokens", "visits")

@@ -23,7 +23,8 @@ def format_startup_lines(info: EngineInfo) -> list[str]:
     if cache.checkpoint_bytes:
         count = cache.num_pages // cache.pages_per_checkpoint
         lines.append(
-            f"cache: {_size(cache.checkpoint_bytes)} per state checkpoint ({cache.pages_per_checkpoint} pages); "
+            f"cache: {_size(cache.checkpoint_bytes)} per state checkpoint ({cache.pages_per_checkpoint} pages, states "
+            f"in {cache.checkpoint_dtype}); "
             f"the pool alone would hold {count} checkpoints"
         )
     else:

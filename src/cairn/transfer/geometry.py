@@ -96,6 +96,7 @@ def geometry_of(layout: CacheLayout, tp_size: int) -> PeerGeometry:
         state_bytes=layout.state_bytes,
         state_units=layout.state_units,
         tp_size=tp_size,
+        checkpoint_dtype=layout.checkpoint_dtype,
     )
 
 
@@ -103,6 +104,7 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
     """How local rank `rank` reads from a peer. Raises ConfigError where the two cannot hold the same model."""
     if not 0 <= rank < local.tp_size:
         raise ConfigError(f"rank {rank} is none of the {local.tp_size} of --tensor-parallel-size")
+    check_checkpoint_dtypes(remote, local)
     _check_files(model, remote, local)
     runs = 2 * model.attention_layers if model.kv_heads else 0
     row_bytes = _checked_row_bytes(model, remote, local) if runs else 0
@@ -121,6 +123,15 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
         for each in sorted(pages.keys() | files.keys())
     )
     return Pairing(remote, local, sources, slot_bytes, runs, row_bytes)
+
+
+def check_checkpoint_dtypes(remote: PeerGeometry, local: PeerGeometry) -> None:
+    """Raises ConfigError for two servers whose checkpoints have states in two forms."""
+    if remote.checkpoint_dtype != local.checkpoint_dtype:
+        raise ConfigError(
+            f"checkpoint_dtype: {remote.checkpoint_dtype} at the peer, {local.checkpoint_dtype} here; start both with "
+            "the same --checkpoint-dtype"
+        )
 
 
 def _units_per_rank(what: str, total: int, tp_size: int) -> int:

@@ -12,7 +12,9 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TypeAlias
 
-from cairn.transfer.contract import Identity, Peer
+from cairn.errors import ConfigError
+from cairn.transfer.contract import Identity, Peer, PeerGeometry
+from cairn.transfer.geometry import check_checkpoint_dtypes
 from cairn.transfer.wire import (
     NONCE_BYTES,
     VERSION,
@@ -40,6 +42,15 @@ Serve: TypeAlias = Callable[[bytes, Request], Reply | None]
 _SILENT_SECONDS = 1.0
 _MAX_OPEN = 1024
 _OTHER_LAYOUT = "the layouts differ: both sides must serve the same model with the same dtype and quantization"
+
+
+def _explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
+    """Why two hashes of layouts differ, as far as the geometries tell."""
+    try:
+        check_checkpoint_dtypes(remote, local)
+    except ConfigError as error:
+        return str(error)
+    return _OTHER_LAYOUT
 
 
 class SessionState(Enum):
@@ -149,7 +160,7 @@ class ProducerSession:
 
     def _welcome(self, welcome: Welcome) -> None:
         if welcome.layout != self._layout:
-            self.close(_OTHER_LAYOUT)
+            self.close(_explain_layouts(welcome.geometry, self._hello.geometry))
             return
         self.peer = Peer(welcome.engine_id, welcome.geometry, tuple(welcome.ranks))
         self._to(SessionState.OPEN)
@@ -213,7 +224,8 @@ class ConsumerSessions:
                 hello.nonce, f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
             )
         if hello.layout != own.layout:
-            return Denied(hello.nonce, _OTHER_LAYOUT)
+            # It is read at the other end.
+            return Denied(hello.nonce, _explain_layouts(own.me.geometry, hello.geometry))
         self._greeted[sender] = None
         if len(self._greeted) > _MAX_OPEN:
             self._greeted.popitem(last=False)

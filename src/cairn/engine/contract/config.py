@@ -165,6 +165,11 @@ class CacheOptions(_Options):
     mamba_cache_mode: Literal["none", "align", "all", "granular", "junction", "auto"] = Field(
         "auto", description="where state checkpoints are kept"
     )
+    checkpoint_dtype: Literal["auto", "float32", "float16", "int8"] = Field(
+        "auto",
+        description="form in which checkpoints have the recurrent state: float16 is half of float32, int8 a quarter; "
+        "auto is float16 for bfloat16 models of families whose answers it changes less than bfloat16 does",
+    )
     eviction: Literal["lru", "value"] = Field("value", description="what is dropped when the pool is full")
     mm_encoder_cache_bytes: BytesOrZero = Field(
         ByteSize(256 << 20), description="most bytes of encoded images that are kept", validate_default=False

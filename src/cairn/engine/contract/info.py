@@ -10,6 +10,7 @@ class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The cache's configuration. `num_pages` of `page_bytes` each are the whole pool; bytes are those of one rank.
 
     `min_cacheable_tokens`: a shorter prompt cannot be hit. `shares_in_flight`: requests may wait for others' prefill.
+    `checkpoint_dtype`: the form of the recurrent state in checkpoints.
     """
 
     block_size: int
@@ -22,6 +23,7 @@ class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
     mamba_cache_mode: str
     enable_prefix_caching: bool
     shares_in_flight: bool = False
+    checkpoint_dtype: str = "float32"
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,7 +1,8 @@
 """The CPU backend: packed oneDNN products, and loops that numba compiles, over torch's own threads."""
 
-from cairn.kernels.checkpoint_files import copy_pages, copy_tokens, load_states, pack_file_spans, store_states
+from cairn.kernels.checkpoint_files import copy_pages, copy_tokens
 from cairn.kernels.cpu.attention import attention, write_kv
+from cairn.kernels.cpu.checkpoint_files import load_states, pack_file_spans, store_states
 from cairn.kernels.cpu.conv import conv
 from cairn.kernels.cpu.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cpu.experts import experts, gated_experts

@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 MODULES: tuple[ModuleType, ...] = tuple(
     import_module(f"cairn.kernels.cpu.{name}")
-    for name in ("attention", "conv", "elementwise", "experts", "gdn", "int8", "norms", "panels", "routers", "ssd")
+    for name in (
+        *("attention", "checkpoint_files", "conv", "elementwise", "experts", "gdn", "int8", "norms", "panels"),
+        *("routers", "ssd"),
+    )
 )
 """Where the kernels are."""
 

@@ -3,8 +3,11 @@ the bound is the memory, in one launch for all layers, files and kinds of states
 
 Bytes go in words of up to eight, two of which a thread takes at once where everything begins at multiples of 16 bytes.
 Where a file's bytes lie is in a table: a span is cut where a page ends and into pieces no longer than a tile's row, and
-a tile is some pieces of one tensor. All sizes of the two kernels are plain arguments that are not specialized, so that
-one variant does for hidden states, a layer's snapshots and all layers of a slot.
+a tile is some pieces of one tensor. All sizes of the kernels are plain arguments that are not specialized, so that one
+variant does for hidden states, a layer's snapshots and all layers of a slot.
+
+States that are encoded take a second launch, with the arithmetic of `state_codec`, bit for bit: a program has some
+parts of a head that have a scale each, and every number of theirs finds its page by itself.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,8 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cairn.kernels import state_codec
 from cairn.kernels.checkpoint_files import FileSpan, common_alignment, word_of
 from cairn.kernels.cuda.device import power_of_2
+from cairn.kernels.state_encoding import SCALE_BYTES, EncodedStates, head_table
 
 _ROW_BYTES = 512
 """Of a tile's row at most: convolution channels of a unit are some hundred bytes, and a row has one piece."""
@@ -25,13 +30,25 @@ _ROW_BYTES = 512
 _TILE_BYTES = 8192
 """64 bytes a thread under way at once. Chosen without a measurement."""
 
+_TILE_NUMBERS = 2048
+"""Of a tile of a head. Chosen without a measurement."""
+
 _NUM_WARPS = 4
 
 _MAX_TENSORS = 3
 
+_LEAST_BITS, _INFINITY_BITS = tl.constexpr(state_codec.LEAST_BITS), tl.constexpr(state_codec.INFINITY_BITS)
+_HALF_TOP, _HALF_ROUNDING = tl.constexpr(state_codec.HALF_TOP), tl.constexpr(state_codec.HALF_ROUNDING)
+_MOST_HALF, _MOST_INT8 = tl.constexpr(state_codec.MOST_HALF), tl.constexpr(state_codec.MOST_INT8)
+_ROW_ROUNDING = tl.constexpr(state_codec.ROW_ROUNDING)
+
+_INT8_ROUNDING = tl.constexpr(1.5 * 2**23)
+"""Added to a small float32, it leaves the nearest whole number in the lowest bits, the even one of two."""
+
 _SIZES = (
     "num_tiles", "file_pages", "page_words", "first_words", "second_words", "third_words",
     "num_copies", "row_words", "target_words", "target_run_words", "source_words", "source_run_words",
+    "num_heads", "num_blocks", "page_bytes", "entry_numbers", "num_parts", "part_numbers",
 )  # fmt: skip
 
 _sized = triton.jit(do_not_specialize=list(_SIZES))
@@ -82,6 +99,86 @@ def _files_kernel(
         tl.store(own, tl.load(paged, mask=mask, other=0), mask=mask)
 
 
+@triton.jit
+def _in_pool(file_pages, page_bytes, offset, mask):
+    """Where byte `offset` of a file with these pages lies in the pool."""
+    page = tl.load(file_pages + offset // page_bytes, mask=mask, other=0)
+    return page * page_bytes + offset % page_bytes
+
+
+@_sized
+def _heads_kernel(
+    pool, pool_halves, files, entries, tensor, heads,
+    num_heads, num_blocks, file_pages, page_bytes, entry_numbers, num_parts, part_numbers,
+    STORE: tl.constexpr, CHOSEN: tl.constexpr, HALF: tl.constexpr, PARTS: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    """PARTS of the parts of a head that have a scale each. `heads` int32 [heads, 3]: see `head_table`. `pool`: in
+    numbers of 16 bits if HALF, else in bytes. `entry_numbers`: from an entry to the next."""
+    block = tl.program_id(0) % num_blocks
+    head = tl.program_id(0) // num_blocks % num_heads
+    file = tl.program_id(0) // num_blocks // num_heads
+    if CHOSEN:
+        entry = tl.load(entries + file)
+    else:
+        entry = file.to(tl.int64)
+    pages = files + file.to(tl.int64) * file_pages
+    part = block * PARTS + tl.arange(0, PARTS)
+    values_at = tl.load(heads + 3 * head + 1)
+    own = tensor + entry * entry_numbers + tl.load(heads + 3 * head)
+    column = tl.arange(0, NUMBERS)
+    # A scale may lie in two pages, a half of it may not.
+    half = tl.arange(0, 2)
+    scale_offset = tl.load(heads + 3 * head + 2) + 4 * part[:, None] + 2 * half[None, :]
+    scale_mask = part[:, None] < num_parts + 0 * half[None, :]
+    scale_halves = pool_halves + _in_pool(pages, page_bytes, scale_offset, scale_mask) // 2
+
+    if STORE:
+        most = tl.zeros([PARTS], tl.int32)
+        for start in range(0, part_numbers, NUMBERS):
+            mask = (part[:, None] < num_parts) & (start + column[None, :] < part_numbers)
+            x = tl.load(own + (part[:, None] * part_numbers + start + column[None, :]), mask=mask, other=0.0)
+            most = tl.maximum(most, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+        if HALF:
+            exponent = tl.minimum(tl.maximum((most + _HALF_ROUNDING) >> 23, _HALF_TOP + 1), 254) - _HALF_TOP
+            scale = exponent << 23
+        else:
+            whole = most.to(tl.float32, bitcast=True)
+            scale = tl.div_rn(whole, tl.zeros_like(whole) + _MOST_INT8).to(tl.int32, bitcast=True) + _ROW_ROUNDING
+            scale = tl.maximum(scale & -(2 * _ROW_ROUNDING), _LEAST_BITS)
+        broken = most >= _INFINITY_BITS
+        # 1 where there is nothing to be scaled.
+        scale = tl.where((most < _LEAST_BITS) | broken, 0x3F800000, scale)
+        stored_scale = tl.where(broken, 0x7FC00000, scale)
+        tl.store(scale_halves, (stored_scale[:, None] >> (16 * half[None, :])).to(tl.int16), mask=scale_mask)
+        by = scale.to(tl.float32, bitcast=True)
+    else:
+        parted = tl.load(scale_halves, mask=scale_mask, other=0).to(tl.int32) & 0xFFFF
+        by = tl.sum(parted << (16 * half[None, :]), 1).to(tl.float32, bitcast=True)
+
+    for start in range(0, part_numbers, NUMBERS):
+        mask = (part[:, None] < num_parts) & (start + column[None, :] < part_numbers)
+        place = part[:, None] * part_numbers + start + column[None, :]
+        if HALF:
+            stored = pool + _in_pool(pages, page_bytes, values_at + 2 * place, mask) // 2
+        else:
+            stored = pool + _in_pool(pages, page_bytes, values_at + place, mask)
+        if STORE:
+            x = tl.where(broken[:, None], 0.0, tl.load(own + place, mask=mask, other=0.0))
+            scaled = tl.div_rn(x, by[:, None] + tl.zeros_like(x))
+            if HALF:
+                scaled = tl.minimum(tl.maximum(scaled, -_MOST_HALF), _MOST_HALF)
+                tl.store(stored, scaled.to(tl.float16).to(tl.int16, bitcast=True), mask=mask)
+            else:
+                rounded = (scaled + _INT8_ROUNDING).to(tl.int32, bitcast=True)
+                tl.store(stored, rounded.to(tl.int8), mask=mask)
+        elif HALF:
+            values = tl.load(stored, mask=mask, other=0).to(tl.float16, bitcast=True)
+            tl.store(own + place, values.to(tl.float32) * by[:, None], mask=mask)
+        else:
+            values = tl.load(stored, mask=mask, other=0)
+            tl.store(own + place, values.to(tl.float32) * by[:, None], mask=mask)
+
+
 @_sized
 def _rows_kernel(
     target, source, targets, target_tokens, sources, source_tokens,
@@ -112,16 +209,21 @@ def _rows_kernel(
 @dataclass(frozen=True, slots=True, eq=False)
 class FilePieces:
     """What `pack_file_spans` makes here. `alignment`: the bytes that everything begins at a multiple of. `tile_tensors`
-    int32 [tiles] and `pieces` int32 [4, tiles * rows]: see `_files_kernel`. `entry_bytes`: of each tensor."""
+    int32 [tiles] and `pieces` int32 [4, tiles * rows]: see `_files_kernel`. `entry_bytes`: of each tensor. `states`:
+    what is encoded; `heads` int32 [heads, 3]: see `head_table`."""
 
     alignment: int
     entry_bytes: tuple[int, ...]
     tile: dict[str, int]
     tile_tensors: Tensor
     pieces: Tensor
+    states: EncodedStates | None
+    heads: Tensor
 
 
-def pack_file_spans(spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor) -> FilePieces:
+def pack_file_spans(
+    spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
+) -> FilePieces:
     """See `Kernels.pack_file_spans`."""
     assert len(entry_bytes) <= _MAX_TENSORS, f"{len(entry_bytes)} tensors, {_MAX_TENSORS} are taken"
     alignment = common_alignment(spans, entry_bytes, pool.shape[1])
@@ -138,7 +240,9 @@ def pack_file_spans(spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool:
         tile_tensors += [tensor] * own_tiles
     pieces = torch.from_numpy(np.ascontiguousarray(np.concatenate(tables).T)).to(pool.device)
     numbers = torch.tensor(tile_tensors, dtype=torch.int32).to(pool.device)
-    return FilePieces(alignment, tuple(entry_bytes), tile, numbers, pieces)
+    table = np.zeros((0, 3), np.int32) if states is None else head_table(states, pool.shape[1]).astype(np.int32)
+    heads = torch.from_numpy(table).to(pool.device)
+    return FilePieces(alignment, tuple(entry_bytes), tile, numbers, pieces, states, heads)
 
 
 def _pieces(span: FileSpan, page_bytes: int, size: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
@@ -183,6 +287,36 @@ def _copy(
         CHOSEN=entries is not None,
         ALIGNED=spans.alignment % 16 == 0,
         **spans.tile,
+        num_warps=_NUM_WARPS,
+    )
+    if spans.states is not None:
+        _convert(pool, files, tensors[spans.states.tensor], entries, spans.states, spans.heads, store=store)
+
+
+def _convert(
+    pool: Tensor,
+    files: Tensor,
+    tensor: Tensor,
+    entries: Tensor | None,
+    states: EncodedStates,
+    heads: Tensor,
+    *,
+    store: bool,
+) -> None:
+    """What is encoded; `heads` as in `FilePieces`."""
+    halves, is_half = pool.view(torch.int16), states.encoding.value_bytes == 2
+    parts = states.scale_bytes // SCALE_BYTES
+    numbers = states.rows * states.columns // parts
+    tile = _heads_tile(parts, numbers)
+    num_blocks = triton.cdiv(parts, tile["PARTS"])
+    _heads_kernel[(len(files) * len(heads) * num_blocks,)](
+        *(halves if is_half else pool.view(torch.int8), halves),
+        *(files, files if entries is None else entries, tensor, heads),
+        *(len(heads), num_blocks, files.stride(0), pool.shape[1], tensor.stride(0), parts, numbers),
+        STORE=store,
+        CHOSEN=entries is not None,
+        HALF=is_half,
+        **tile,
         num_warps=_NUM_WARPS,
     )
 
@@ -239,6 +373,12 @@ def _tile(span_bytes: int, alignment: int) -> dict[str, int]:
     size = word_of(alignment).itemsize
     columns = power_of_2(min(span_bytes, _ROW_BYTES) // size)
     return {"ROWS": _TILE_BYTES // (columns * size), "COLUMNS": columns}
+
+
+def _heads_tile(parts: int, numbers: int) -> dict[str, int]:
+    """Of heads with so many parts of so many numbers."""
+    columns = min(power_of_2(numbers), _TILE_NUMBERS)
+    return {"PARTS": min(power_of_2(parts), _TILE_NUMBERS // columns), "NUMBERS": columns}
 
 
 def _rows_tile(row_bytes: int) -> dict[str, int]:

@@ -1,0 +1,359 @@
+"""States to and from checkpoint files: what is copied as it is by torch's index operations, and states that are encoded
+head by head, in one pass over the memory: a head's numbers stay in the core's cache between looking for the largest one
+and writing them where they go.
+
+The arithmetic is that of `state_codec`, bit for bit.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import types
+from torch import Tensor
+
+from cairn.kernels import checkpoint_files
+from cairn.kernels.checkpoint_files import FileSpan
+from cairn.kernels.cpu.compiled import F32, I64, INT, exact_jit, intrinsic, jit, kernel, record
+from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load
+from cairn.kernels.state_codec import (
+    HALF_ROUNDING,
+    HALF_TOP,
+    INFINITY_BITS,
+    LEAST_BITS,
+    MOST_HALF,
+    MOST_INT8,
+    ROW_ROUNDING,
+)
+from cairn.kernels.state_encoding import SCALE_BYTES, EncodedStates, head_table
+
+_U8 = types.CPointer(types.uint8)
+_U16 = types.CPointer(types.uint16)
+_NUMBERS_PER_NS = 2
+
+_ROUNDING = np.float32(1.5 * 2**23)
+"""Added to a small float32, it leaves the nearest whole number in the lowest bits, the even one of two."""
+
+_ONE, _MOST_INT8 = np.float32(1), np.float32(MOST_INT8)
+
+
+class _Copies(NamedTuple):
+    """Files of `file_pages` pages of a pool, and entries of a tensor, which are `entry_stride` numbers apart; without
+    `has_entries` a file's entry has its number. `heads`: of each of `num_heads` its place in an entry, in numbers, and
+    in a file, in bytes, those of its numbers and of its scales. A head has `parts` parts of `numbers` numbers with a
+    scale each."""
+
+    pool: Any
+    page_bytes: int
+    files: Any
+    file_pages: int
+    tensor: Any
+    entry_stride: int
+    entries: Any
+    has_entries: int
+    heads: Any
+    num_heads: int
+    parts: int
+    numbers: int
+
+
+_COPIES = record(_Copies, _U8, INT, I64, INT, F32, INT, I64, INT, I64, INT, INT, INT)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EncodedCopies:
+    """What `pack_file_spans` makes here. `copies`: of what is not encoded; `heads`: see `_Copies`."""
+
+    copies: checkpoint_files.IndexedCopies
+    states: EncodedStates | None
+    heads: Tensor
+
+
+def pack_file_spans(
+    spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
+) -> EncodedCopies:
+    """See `Kernels.pack_file_spans`."""
+    heads = np.zeros((0, 3), np.int64) if states is None else head_table(states, pool.shape[1])
+    return EncodedCopies(
+        checkpoint_files.pack_file_spans(spans, entry_bytes, pool), states, torch.from_numpy(heads.flatten())
+    )
+
+
+def store_states(
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: EncodedCopies
+) -> None:
+    """See `Kernels.store_states`."""
+    checkpoint_files.store_states(pool, files, tensors, entries, spans.copies)
+    if spans.states is not None and len(files):
+        _run(_STORES[spans.states.encoding.name], pool, files, tensors[spans.states.tensor], entries, spans)
+
+
+def load_states(
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: EncodedCopies
+) -> None:
+    """See `Kernels.load_states`."""
+    checkpoint_files.load_states(pool, files, tensors, entries, spans.copies)
+    if spans.states is not None and len(files):
+        _run(_LOADS[spans.states.encoding.name], pool, files, tensors[spans.states.tensor], entries, spans)
+
+
+def _run(
+    convert: Any, pool: Tensor, files: Tensor, tensor: Tensor, entries: Tensor | None, spans: EncodedCopies
+) -> None:
+    states, num_heads = spans.states, len(spans.heads) // 3
+    assert states is not None
+    files, entries = files.contiguous(), None if entries is None else entries.contiguous()
+    parts = states.scale_bytes // SCALE_BYTES
+    numbers = states.rows * states.columns
+    count = len(files) * num_heads
+    convert[None](
+        *(count, count * numbers // _NUMBERS_PER_NS),
+        *(pool.data_ptr(), pool.shape[1], files.data_ptr(), files.shape[1], tensor.data_ptr(), tensor.stride(0)),
+        *(files.data_ptr() if entries is None else entries.data_ptr(), entries is not None),
+        *(spans.heads.data_ptr(), num_heads, parts, numbers // parts),
+    )
+
+
+# -- the memory --------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _as_halves(typingctx: Any, pointer: Any) -> Any:
+    """The same place, of numbers of 16 bits."""
+    return _U16(_U8), lambda context, builder, _, args: builder.bitcast(args[0], ir.IntType(16).as_pointer())
+
+
+@jit
+def _at(c: Any, file: int, offset: int) -> Any:
+    """Byte `offset` of a file."""
+    page = c.files[file * c.file_pages + offset // c.page_bytes]
+    return advance(c.pool, page * c.page_bytes + offset % c.page_bytes)
+
+
+@jit
+def _left(c: Any, offset: int) -> int:
+    """Bytes from `offset` to the end of its page."""
+    left: int = c.page_bytes - offset % c.page_bytes
+    return left
+
+
+@jit
+def _entry(c: Any, file: int, head: int) -> Any:
+    """The numbers of a head in the entry of a file."""
+    entry = c.entries[file] if c.has_entries else file
+    return advance(c.tensor, entry * c.entry_stride + c.heads[3 * head])
+
+
+@jit
+def _store_scale(c: Any, file: int, offset: int, scale: Any) -> None:
+    """In halves: it may lie in two pages."""
+    bits = bits_of(scale)
+    _as_halves(_at(c, file, offset))[0] = np.uint16(bits & np.uint32(0xFFFF))
+    _as_halves(_at(c, file, offset + 2))[0] = np.uint16(bits >> np.uint32(16))
+
+
+@jit
+def _load_scale(c: Any, file: int, offset: int) -> Any:
+    low, high = _as_halves(_at(c, file, offset))[0], _as_halves(_at(c, file, offset + 2))[0]
+    return float_of(np.uint32(np.uint32(low) | np.uint32(np.uint32(high) << np.uint32(16))))
+
+
+@intrinsic
+def _magnitude(typingctx: Any, x: Any) -> Any:
+    """uint32 with the bits of a float32 but for its sign."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.and_(builder.bitcast(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 0x7FFFFFFF))
+
+    return types.uint32(types.float32), code
+
+
+@jit
+def _find_most(x: Any, count: int) -> Any:
+    """The bits of the largest magnitude: NaN is above infinity."""
+    most = np.uint32(0)
+    for j in range(count):
+        bits = _magnitude(load(x, j))
+        most = bits if bits > most else most
+    return most
+
+
+# -- float16 -----------------------------------------------------------------------------------------------------------
+
+
+@intrinsic
+def _narrow_half(typingctx: Any, x: Any) -> Any:
+    """uint16 with the bits of the float16 nearest to a float32, the even one of two; beyond MOST_HALF that."""
+    i32 = ir.IntType(32)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        def constant(number: int) -> Any:
+            return ir.Constant(i32, number)
+
+        bits = builder.bitcast(args[0], i32)
+        magnitude = builder.and_(bits, constant(0x7FFFFFFF))
+        limit = constant(int(np.float32(MOST_HALF).view(np.uint32)))
+        magnitude = builder.select(builder.icmp_unsigned("<", magnitude, limit), magnitude, limit)
+        # The exponent counts from -14 in the place of -126, and 13 bits are cut off, of which a tie goes to the even.
+        even = builder.and_(builder.lshr(magnitude, constant(13)), constant(1))
+        moved = builder.add(builder.add(magnitude, constant(0xFFF - (112 << 23) & 0xFFFFFFFF)), even)
+        normal = builder.lshr(moved, constant(13))
+        # The last bit of one half is worth 2^-24, as that of a float16 below 2^-14 is.
+        half = ir.Constant(ir.FloatType(), 0.5)
+        added = builder.bitcast(builder.fadd(builder.bitcast(magnitude, ir.FloatType()), half), i32)
+        small = builder.sub(added, constant(0x3F000000))
+        chosen = builder.select(builder.icmp_unsigned("<", magnitude, constant(113 << 23)), small, normal)
+        sign = builder.and_(builder.lshr(bits, constant(16)), constant(0x8000))
+        return builder.trunc(builder.or_(chosen, sign), ir.IntType(16))
+
+    return types.uint16(types.float32), code
+
+
+@intrinsic
+def _widen_half(typingctx: Any, bits: Any) -> Any:
+    """float32 of a finite float16 that is given as uint16."""
+    i32 = ir.IntType(32)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        wide = builder.zext(args[0], i32)
+        magnitude = builder.and_(wide, ir.Constant(i32, 0x7FFF))
+        normal = builder.add(builder.shl(magnitude, ir.Constant(i32, 13)), ir.Constant(i32, 112 << 23))
+        small = builder.fmul(builder.sitofp(magnitude, ir.FloatType()), ir.Constant(ir.FloatType(), 2.0**-24))
+        is_small = builder.icmp_unsigned("<", magnitude, ir.Constant(i32, 0x400))
+        chosen = builder.select(is_small, builder.bitcast(small, i32), normal)
+        sign = builder.shl(builder.and_(wide, ir.Constant(i32, 0x8000)), ir.Constant(i32, 16))
+        return builder.bitcast(builder.or_(chosen, sign), ir.FloatType())
+
+    return types.float32(types.uint16), code
+
+
+@exact_jit
+def _half_scale(most: Any) -> Any:
+    """See `state_codec`."""
+    exponent = (np.int64(most) + np.int64(HALF_ROUNDING)) >> np.int64(23)
+    exponent = min(max(exponent, np.int64(HALF_TOP + 1)), np.int64(254)) - np.int64(HALF_TOP)
+    return float_of(np.uint32(exponent << np.int64(23)))
+
+
+@exact_jit
+def _halve_all(x: Any, count: int, inverse: Any, out: Any) -> None:
+    for j in range(count):
+        out[j] = _narrow_half(x[j] * inverse)
+
+
+@exact_jit
+def _double_all(values: Any, count: int, scale: Any, out: Any) -> None:
+    for j in range(count):
+        out[j] = _widen_half(values[j]) * scale
+
+
+@kernel({None: (_COPIES,)})
+def _store_halves(begin: int, end: int, c: Any) -> None:
+    """Items are heads of files."""
+    for item in range(begin, end):
+        file, head = item // c.num_heads, item % c.num_heads
+        x, offset = _entry(c, file, head), c.heads[3 * head + 1]
+        most = _find_most(x, c.numbers)
+        scale = _half_scale(most) if most >= np.uint32(LEAST_BITS) else _ONE
+        is_broken = most >= np.uint32(INFINITY_BITS)
+        done = 0
+        while done < c.numbers:
+            count = min(_left(c, offset) // 2, c.numbers - done)
+            out = _as_halves(_at(c, file, offset))
+            if is_broken:
+                for j in range(count):
+                    out[j] = np.uint16(0)
+            else:
+                _halve_all(advance(x, done), count, _ONE / scale, out)
+            done, offset = done + count, offset + 2 * count
+        _store_scale(c, file, c.heads[3 * head + 2], np.float32(np.nan) if is_broken else scale)
+
+
+@kernel({None: (_COPIES,)})
+def _load_halves(begin: int, end: int, c: Any) -> None:
+    """Items are heads of files."""
+    for item in range(begin, end):
+        file, head = item // c.num_heads, item % c.num_heads
+        x, offset = _entry(c, file, head), c.heads[3 * head + 1]
+        scale = _load_scale(c, file, c.heads[3 * head + 2])
+        done = 0
+        while done < c.numbers:
+            count = min(_left(c, offset) // 2, c.numbers - done)
+            _double_all(_as_halves(_at(c, file, offset)), count, scale, advance(x, done))
+            done, offset = done + count, offset + 2 * count
+
+
+# -- int8 --------------------------------------------------------------------------------------------------------------
+
+
+@exact_jit
+def _row_scale(most: Any) -> Any:
+    """See `state_codec`."""
+    bits = np.int64(bits_of(np.float32(float_of(most) / _MOST_INT8))) + np.int64(ROW_ROUNDING)
+    return float_of(np.uint32(max(bits & np.int64(~(2 * ROW_ROUNDING - 1)), np.int64(LEAST_BITS))))
+
+
+@exact_jit
+def _round_all(x: Any, count: int, scale: Any, out: Any) -> None:
+    for j in range(count):
+        out[j] = np.uint8(bits_of(x[j] / scale + _ROUNDING))
+
+
+@intrinsic
+def _signed(typingctx: Any, byte: Any) -> Any:
+    """float32 of an int8 that is given as uint8."""
+    return types.float32(types.uint8), lambda context, builder, _, args: builder.sitofp(args[0], ir.FloatType())
+
+
+@exact_jit
+def _scale_all(values: Any, count: int, scale: Any, out: Any) -> None:
+    for j in range(count):
+        out[j] = _signed(values[j]) * scale
+
+
+@kernel({None: (_COPIES,)})
+def _store_int8(begin: int, end: int, c: Any) -> None:
+    """Items are heads of files."""
+    for item in range(begin, end):
+        file, head = item // c.num_heads, item % c.num_heads
+        x, offset = _entry(c, file, head), c.heads[3 * head + 1]
+        for part in range(c.parts):
+            row = advance(x, part * c.numbers)
+            most = _find_most(row, c.numbers)
+            scale = _row_scale(most) if most >= np.uint32(LEAST_BITS) else _ONE
+            is_broken = most >= np.uint32(INFINITY_BITS)
+            done = 0
+            while done < c.numbers:
+                count = min(_left(c, offset), c.numbers - done)
+                out = _at(c, file, offset)
+                if is_broken:
+                    for j in range(count):
+                        out[j] = np.uint8(0)
+                else:
+                    _round_all(advance(row, done), count, scale, out)
+                done, offset = done + count, offset + count
+            place = c.heads[3 * head + 2] + part * SCALE_BYTES
+            _store_scale(c, file, place, np.float32(np.nan) if is_broken else scale)
+
+
+@kernel({None: (_COPIES,)})
+def _load_int8(begin: int, end: int, c: Any) -> None:
+    """Items are heads of files."""
+    for item in range(begin, end):
+        file, head = item // c.num_heads, item % c.num_heads
+        x, offset = _entry(c, file, head), c.heads[3 * head + 1]
+        for part in range(c.parts):
+            scale = _load_scale(c, file, c.heads[3 * head + 2] + part * SCALE_BYTES)
+            done = 0
+            while done < c.numbers:
+                count = min(_left(c, offset), c.numbers - done)
+                _scale_all(_at(c, file, offset), count, scale, advance(x, part * c.numbers + done))
+                done, offset = done + count, offset + count
+
+
+_STORES: Mapping[str, Any] = MappingProxyType({"float16": _store_halves, "int8": _store_int8})
+_LOADS: Mapping[str, Any] = MappingProxyType({"float16": _load_halves, "int8": _load_int8})
