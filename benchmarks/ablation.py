@@ -25,7 +25,8 @@ from benchmarks.replay_policies import add_trace_flags, trace_files, words
 from rich.console import Console
 from rich.table import Table
 
-from cairn.cache.checkpoint import NO_LINEAGE, Lineage
+from cairn.cache.checkpoint import Lineage
+from cairn.cache.divergence import DivergenceStats
 from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
 from cairn.cache.hazard import BINS, Floats, HazardTable
 from cairn.cache.placement import Auto, CheckpointPoint, PromptFacts
@@ -66,8 +67,8 @@ class WithoutAges(WithoutNeighbours, WithoutGittins):
 class WithoutGhosts(ValuePerByte):
     """Nothing is learned from dropped checkpoints."""
 
-    def start(self, max_checkpoints: int) -> None:
-        super().start(max_checkpoints)
+    def start(self, max_checkpoints: int, divergences: DivergenceStats) -> None:
+        super().start(max_checkpoints, divergences)
         self.max_ghosts = 0
 
 
@@ -90,14 +91,17 @@ class WithoutLineage(ValuePerByte):
     """Classes without the length of the conversation and the new tokens of the prompt."""
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
-        super().add(checkpoint, NO_LINEAGE)
+        super().add(checkpoint, lineage)
+        record = self._records[checkpoint.node]
+        record.turn = record.fresh = 0
+        self._reclassify(record)
 
 
-class WithoutOffsets(Auto):
+class WithoutGrid(Auto):
     """No position is kept because prompts are predicted to diverge there."""
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
-        return super().in_prefill(replace(facts, predicted=()), start, end)
+        return super().in_prefill(replace(facts, predicted={}), start, end)
 
 
 ALL = "all"
@@ -108,10 +112,10 @@ EVICTION_PARTS = {
     "young": WithoutYoung,
     "lineage": WithoutLineage,
 }
-OFFSETS = "offsets"
+GRID = "grid"
 """The part of the placement policy that learns."""
 
-PARTS = (*TABLE_PARTS, *EVICTION_PARTS, OFFSETS)
+PARTS = (*TABLE_PARTS, *EVICTION_PARTS, GRID)
 POLICIES = (OFFLINE, ALL, *(f"-{part}" for part in PARTS), "gdsf", "lru")
 SHARES = (0.05, 0.10)
 MAX_NUM_BATCHED_TOKENS = 8192
@@ -138,7 +142,7 @@ def cache_policy(name: str) -> CachePolicy:
         raise SystemExit(f"--policies: {name!r} names {unknown[0]!r}, not one of {', '.join(PARTS)}")
     table: type[HazardTable] = without(HazardTable, TABLE_PARTS, off)
     eviction: type[ValuePerByte] = without(ValuePerByte, EVICTION_PARTS, off)
-    return CachePolicy(WithoutOffsets() if OFFSETS in off else Auto(), eviction(table()))
+    return CachePolicy(WithoutGrid() if GRID in off else Auto(), eviction(table()))
 
 
 def without(base: type[Any], classes: dict[str, type[Any]], names: list[str]) -> type[Any]:

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from cairn.cache.eviction import ValuePerByte
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.placement import Auto, PromptFacts
+from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.contract import GenerateRequest
@@ -57,7 +57,7 @@ def insert(cache: PrefixCache, keys: np.ndarray, name: str) -> None:
     assert placement is not None
     lease = cache.lookup(PLAIN, keys, name)
     cache.begin_request(lease)
-    facts = PromptFacts(len(keys), lease.hit, lease.matched, lease.seen, idle_files=cache.num_idle_files())
+    facts = cache.prompt_facts(lease, len(keys))
     assert cache.extend(lease, len(keys)) is not None
     kept = [
         w.position

@@ -2,7 +2,7 @@
 
 from math import log2
 
-from cairn.cache.checkpoint import NO_LINEAGE, Lineage
+from cairn.cache.checkpoint import Lineage
 from cairn.cache.eviction import CheckpointFacts, EvictionPolicy
 from cairn.cache.tree import Checkpoint, Node
 
@@ -26,9 +26,8 @@ class DecayedFrequency(EvictionPolicy):
         self._uses: dict[Node, tuple[float, int]] = {}
         """The frequency of the checkpoint at a node, and the request at which it was that."""
 
-    def begin_request(self, known: Node | None, new_tokens: int) -> Lineage:
+    def begin_request(self, known: Node | None, lineage: Lineage, left: Lineage | None) -> None:
         self._now += 1
-        return NO_LINEAGE
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         self._uses.setdefault(checkpoint.node, (1.0, self._now))

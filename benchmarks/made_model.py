@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from cairn.models.families import family_of
 from cairn.models.random_weights.make_model import RECIPES, SIZES, SavedDType, draw_tensor, make_model
@@ -20,6 +20,7 @@ __all__ = [
     "MODEL_SIZES",
     "PEER_SHAPES",
     "PUBLISHED_VOCABULARY",
+    "make_heavy_model",
     "make_peer_model",
     "make_sized_model",
     "make_thin_model",
@@ -103,6 +104,11 @@ _THIN: Mapping[str, Any] = MappingProxyType(
 )
 """A token's keys and values take 64 bytes, a checkpoint 8 KB: millions of tokens fit into any machine."""
 
+_HEAVY: Mapping[str, Any] = MappingProxyType(
+    {"num_key_value_heads": 1, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
+)
+"""A token's keys and values take 512 bytes, a checkpoint 824 KB."""
+
 
 def make_sized_model(out: Path, *, size: str, seed: int) -> None:
     """Write a Nemotron-H checkpoint of one of MODEL_SIZES to `out`, a new or empty folder."""
@@ -131,14 +137,24 @@ def make_thin_model(out: Path, *, seed: int) -> None:
     redraw(PEER_FAMILY, out, _THIN, seed, "bfloat16")
 
 
+def make_heavy_model(out: Path, *, seed: int) -> None:
+    """Write a checkpoint of a Qwen3.5 that sees images to `out`, a new or empty folder: tiny but for its states, one of
+    which takes the bytes of 1,610 tokens' keys and values, as that of the 333 M model does."""
+    make_model("qwen3_5_vl", out, seed=seed)
+    text = json.loads((out / "config.json").read_text())["text_config"]
+    redraw("qwen3_5_vl", out, {"text_config": text | _HEAVY}, seed, "float32")
+
+
 def redraw(family: str, folder: Path, fields: Mapping[str, Any], seed: int, dtype: SavedDType) -> None:
-    """Change fields of config.json of the checkpoint in `folder`, and draw tensors of the shapes that follow."""
+    """Change fields of config.json of the checkpoint in `folder`, and draw tensors of the shapes that follow. Those of
+    a vision model stay."""
     raw: dict[str, Any] = json.loads((folder / "config.json").read_text()) | dict(fields)
+    tensors: dict[str, torch.Tensor] = {}
     for shard in set(json.loads((folder / INDEX).read_text())["weight_map"].values()):
+        tensors |= {name: held for name, held in load_file(folder / shard).items() if ".visual." in name}
         (folder / shard).unlink()
     (folder / INDEX).unlink()
     recipe, parsed, generator = RECIPES[family], family_of(raw), torch.Generator().manual_seed(seed)
-    tensors = {}
     for name, shape in parsed.tensors(parsed.parse(raw)).items():
         saved = torch.float32 if name.endswith(recipe.float32) else getattr(torch, dtype)
         tensors[name] = draw_tensor(recipe, name, shape, generator).to(saved)

@@ -1,4 +1,4 @@
-"""`make demo`: the main job on four servers, a table, and an exit code that says whether the promises were kept."""
+"""`make demo`: the main job on five servers, a table, and an exit code that says whether the promises were kept."""
 
 import json
 import os
@@ -15,10 +15,10 @@ from typing import TypeVar
 import httpx
 from rich.console import Console
 
-from demo.checks import check_default, check_exact
+from demo.checks import check_default, check_exact, check_full_pool
 from demo.client import Client
 from demo.corpus import Corpus
-from demo.job import Outcome, run_job
+from demo.job import Outcome, run_full_pool, run_job
 from demo.samples import Sample, show_samples, write_samples
 from demo.server import DemoError, serve_command, serving
 from demo.table import EXACT_NOTE, as_json, check_lines, default_table, exact_table
@@ -26,7 +26,7 @@ from demo.terminal import leave, run_demo
 
 __all__ = ["main"]
 
-CACHED, OFF, ALIGN, DEFAULT = "cairn", "no-cache", "align", "default"
+CACHED, OFF, ALIGN, DEFAULT, FULL = "cairn", "no-cache", "align", "default", "full-pool"
 EXACT = ("--exact", "--dtype", "float32")
 SERVERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -34,6 +34,7 @@ SERVERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         OFF: (*EXACT, "--no-enable-prefix-caching"),
         ALIGN: (*EXACT, "--mamba-cache-mode", "align"),
         DEFAULT: (),
+        FULL: ("--kv-cache-memory-bytes", "24MiB"),
     }
 )
 
@@ -57,11 +58,14 @@ def _run(model: Path, out: Path, console: Console) -> int:
 
     runs = {name: _ask(name, model, out, console, job) for name in (CACHED, OFF, ALIGN)}
     runs[DEFAULT], samples = _ask(DEFAULT, model, out, console, job_and_samples)
+    runs[FULL] = _ask(FULL, model, out, console, lambda client: run_full_pool(client, corpus))
     checks = check_exact(runs[CACHED], {name: runs[name] for name in (OFF, ALIGN)}) + check_default(runs[DEFAULT])
+    checks += check_full_pool(runs[FULL])
     console.print(exact_table(runs[CACHED], runs[OFF], runs[ALIGN]))
     console.print(EXACT_NOTE, style="dim")
     console.print()
     console.print(default_table(runs[DEFAULT]))
+    console.print(default_table(runs[FULL], "A pool that is full"))
     console.print("What the model writes")
     console.print(show_samples(samples))
     console.print(check_lines(checks))

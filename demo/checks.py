@@ -3,12 +3,15 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from demo.job import AGAIN, BRANCHED, ONE_TOKEN, Outcome
+from demo.job import AGAIN, BRANCHED, ONE_TOKEN, PAIR, Outcome
 
-__all__ = ["SLACK", "Check", "check_default", "check_exact"]
+__all__ = ["SLACK", "Check", "check_default", "check_exact", "check_full_pool"]
 
 SLACK = 63
-"""Sharing that ends anywhere is hit at the last multiple of 64 before its end."""
+"""Sharing that ends anywhere is hit at the last multiple of 64 before its end, while memory is idle."""
+
+LEAST_SHARE = 0.8
+"""Of what two prompts share without saying so, so much is hit at the second sighting when memory is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,19 @@ def check_default(outcomes: Sequence[Outcome]) -> list[Check]:
         _check(
             "without --exact the same holds for earlier prompts with their answers",
             *(_too_few(outcome, outcome.shared.paths) for outcome in outcomes if _misses(outcome, exact=False)),
+        )
+    ]
+
+
+def check_full_pool(outcomes: Sequence[Outcome]) -> list[Check]:
+    """What holds while the pool is full, once the server has seen that prompts share what nobody announces."""
+    seconds = [outcome for outcome in outcomes if outcome.label == PAIR]
+    few = [outcome for outcome in seconds[1:] if outcome.reply.cached_tokens < LEAST_SHARE * outcome.shared.prompts]
+    return [
+        _check(
+            f"in a full pool {LEAST_SHARE:.0%} at least of what a pair shares are cached at the second sighting, "
+            "from the second pair on",
+            *(_too_few(outcome, outcome.shared.prompts) for outcome in few),
         )
     ]
 

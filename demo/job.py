@@ -14,7 +14,7 @@ from demo.client import Client, Reply
 from demo.corpus import Corpus
 from demo.shared_prefix import SeenPaths, Shared, branch
 
-__all__ = ["AGAIN", "BRANCHED", "ONE_TOKEN", "TURNS", "Outcome", "run_job"]
+__all__ = ["AGAIN", "BRANCHED", "ONE_TOKEN", "PAIR", "TURNS", "Outcome", "run_full_pool", "run_job"]
 
 PROMPT_CHARACTERS = 8_000
 BRANCH_TOKENS, BRANCH_AT, BRANCH_CHARACTERS = 2_200, 1_500, 16_000
@@ -22,6 +22,10 @@ TURNS = 6
 SYSTEM_CHARACTERS, TURN_CHARACTERS = 1_200, 700
 ANSWER_TOKENS = 12
 END_OF_MESSAGE = "<|im_end|>\n"
+
+FILLERS, PAIRS = 24, 6
+"""Prompts that fill a small pool twice over, and pairs of prompts that come after them."""
+PAIR = "shares 1,500 tokens with the last but one"
 
 FIRST, AGAIN, ONE_TOKEN = "a prompt", "the same again", "the same, for 1 token"
 BRANCHED, BRANCHED_AGAIN = "shares 1,500 tokens", "shares the same 1,500"
@@ -67,6 +71,23 @@ def run_job(client: Client, corpus: Corpus) -> list[Outcome]:
     _chat_as_messages(client, corpus, record)
     _chat_as_ids(client, corpus, record)
     _other_salt(client, corpus, record)
+    return record.outcomes
+
+
+def run_full_pool(client: Client, corpus: Corpus) -> list[Outcome]:
+    """Prompts that nobody asks again fill the pool; then pairs that share their beginning and say so nowhere, with
+    another prompt in between."""
+    passages = (client.tokenize(corpus.passage(number, BRANCH_CHARACTERS)) for number in range(20, 20 + FILLERS))
+    fillers, record = [passage[:BRANCH_TOKENS] for passage in passages], _Record()
+    for filler in fillers:
+        client.complete(filler, max_tokens=1)
+    for number in range(PAIRS):
+        first = 20 + FILLERS + 2 * number
+        trunk, tail = (client.tokenize(corpus.passage(first + other, BRANCH_CHARACTERS)) for other in (0, 1))
+        record.ask("e", f"pair {number + 1}", client.complete, trunk[:BRANCH_TOKENS], max_tokens=1)
+        client.complete([*fillers[number][1:], fillers[number][0]], max_tokens=1)
+        prompt = branch(trunk, BRANCH_AT, tail, BRANCH_TOKENS)
+        record.ask("e", PAIR, client.complete, prompt, max_tokens=1)
     return record.outcomes
 
 

@@ -38,9 +38,9 @@ def exact_table(cached: Sequence[Outcome], off: Sequence[Outcome], align: Sequen
     return table
 
 
-def default_table(outcomes: Sequence[Outcome]) -> Table:
+def default_table(outcomes: Sequence[Outcome], title: str = "The same without --exact") -> Table:
     """The requests without --exact."""
-    table = _table("The same without --exact")
+    table = _table(title)
     for header in ("prompt\ntokens", "shared\nearlier", "cached\ntokens"):
         table.add_column(header, justify="right")
     table.add_column("why not more")

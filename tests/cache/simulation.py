@@ -94,11 +94,12 @@ class Simulation:
     def start(self, name: str, prompt: Prefix, namespace: Namespace = PLAIN, boundaries=()) -> Request:
         boundaries = tuple(end if isinstance(end, Boundary) else Boundary(end) for end in boundaries)
         lease = self.cache.lookup(namespace, np.array(prompt, np.int64), name)
-        facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, boundaries, self.cache.policy.exact)
+        facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen)
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
         self.requests.append(request)
         self.check_hit(request)
         self.cache.begin_request(lease)
+        request.facts = self.cache.prompt_facts(lease, len(prompt), boundaries)
         self.cache.hold_breakpoints(lease, boundaries)
         self._hold(request)
         return request
@@ -136,10 +137,10 @@ class Simulation:
         assert lease.hit + sum(lease.lost.values()) == len(prompt)
         assert lease.reason is Reason.DISABLED or lease.reason in lease.lost or lease.reason is Reason.NONE
         request.computed = lease.hit
-        request.facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, (), self.cache.policy.exact)
         restored = set() if lease.restore is None else {self.files[page] for page in lease.restore.tolist()}
         assert restored == {self._tag(request, at - 1) for at in came}
         self.cache.begin_request(lease)
+        request.facts = self.cache.prompt_facts(lease, len(prompt))
         self._hold(request)
         return request
 

@@ -1,10 +1,13 @@
 """Who gets a file when memory is full, and how the checkpoints that are there are kept in order."""
 
+from math import inf
+
 import pytest
 from benchmarks.ablation import WithoutInheritance
 from simulation import Simulation
 
 from cairn.cache.checkpoint import Kind
+from cairn.cache.checkpoint_store import COPY_TOKENS
 from cairn.cache.eviction import MAX_YOUNG, YOUNG, ValuePerByte
 from cairn.cache.placement import CheckpointPoint, Junction
 
@@ -32,8 +35,9 @@ def full(unreachable: int = 0, policy: ValuePerByte | None = None) -> Simulation
     return sim
 
 
-def reserved(sim: Simulation, kind: Kind, position: int = 64) -> bool:
-    return sim.cache.reserve_checkpoint(sim.requests[0].lease, CheckpointPoint(position, kind)) is not None
+def reserved(sim: Simulation, kind: Kind, position: int = 64, worth: float = 0.0) -> bool:
+    wanted = CheckpointPoint(position, kind, worth=worth)
+    return sim.cache.reserve_checkpoint(sim.requests[0].lease, wanted) is not None
 
 
 def test_what_can_never_be_hit_goes_before_a_checkpoint():
@@ -42,7 +46,7 @@ def test_what_can_never_be_hit_goes_before_a_checkpoint():
     assert not sim.cache.tree.unreachable and len(sim.cache.checkpoints.queue) == 1
 
 
-@pytest.mark.parametrize("kind", [Kind.PROMPT_END, Kind.JUNCTION, Kind.OFFSET, Kind.BREAKPOINT, Kind.PREEMPTION])
+@pytest.mark.parametrize("kind", [Kind.PROMPT_END, Kind.JUNCTION, Kind.BREAKPOINT, Kind.PREEMPTION])
 def test_what_is_new_takes_the_place_of_what_is_worth_least(kind):
     sim = full()
     assert reserved(sim, kind)
@@ -50,10 +54,14 @@ def test_what_is_new_takes_the_place_of_what_is_worth_least(kind):
 
 
 @pytest.mark.parametrize("kind", [Kind.GRID, Kind.INNER_END])
-def test_what_is_on_probation_takes_nobodys_place(kind):
+def test_what_is_on_probation_takes_the_place_of_what_is_worth_less(kind):
     sim = full(unreachable=8)
-    assert not reserved(sim, kind)
-    assert len(sim.cache.checkpoints.queue) == 1 and sim.cache.tree.unreachable
+    queue = sim.cache.checkpoints.queue
+    assert reserved(sim, kind, 60) and len(queue) == 1, "what can never be hit costs nothing"
+    price = queue.price() + COPY_TOKENS / (sim.cache.pool.num_pages * sim.cache.layout.page_bytes)
+    assert not reserved(sim, kind, 56, 0.99 * price) and len(queue) == 1
+    assert reserved(sim, kind, 56, 1.01 * price) and not queue
+    assert queue.price() == inf
 
 
 def test_a_position_is_given_one_file():

@@ -7,7 +7,7 @@ import pytest
 from simulation import Simulation
 
 from cairn.cache.audit import audit
-from cairn.cache.checkpoint import NO_LINEAGE, Kind, Origin
+from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.eviction import LeastRecentlyUsed, ReuseStats
 from cairn.cache.placement import Auto
 from cairn.cache.sequence_blocks import Namespace
@@ -201,7 +201,7 @@ def checkpoint_without_a_record(w: World) -> None:
 
 def record_in_no_tree(w: World) -> None:
     stray = w.stray()
-    w.policy._records[stray.node] = ReuseStats(stray, NO_LINEAGE, 0)
+    w.policy._records[stray.node] = ReuseStats(stray, Lineage(), 0)
 
 
 def ghost_record_not_counted(w: World) -> None:

@@ -5,7 +5,7 @@ import pytest
 from simulation import PLAIN, Simulation
 
 from cairn.cache import lookup
-from cairn.cache.checkpoint import NO_LINEAGE, Kind, Origin
+from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.placement import Auto, CheckpointPoint, Junction
 from cairn.cache.sequence_blocks import Namespace
@@ -42,7 +42,7 @@ def probe(sim, prompt=PROBE, name="probe", namespace=PLAIN):
         lease.seen,
         lease.checkpoint,
         lease.match.known,
-        lease.match.divergence,
+        lease.match.left,
         lease.node,
     )
     told = (facts, [pages.tolist() for pages in lease.pages], lease.match.walk.path, lease.match.walk.beyond)
@@ -114,7 +114,7 @@ def recorded(sim):
     upper = tree.split(next(node for node in tree.nodes() if node.start < 70 < node.end), 70)
     probe(sim)
     version = tree.version
-    policy.add(Checkpoint(upper, np.empty(0, np.int32), Kind.GRID, Origin.TAIL, "nobody"), NO_LINEAGE)
+    policy.add(Checkpoint(upper, np.empty(0, np.int32), Kind.GRID, Origin.TAIL, "nobody"), Lineage())
     assert tree.version == version
 
 

@@ -1,14 +1,17 @@
 """What the cache learns of reuse: hazards by age, records and their ghosts, and where prompts diverge."""
 
+from itertools import combinations
+from math import e, inf
+
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.cache.checkpoint import Kind, Lineage, Origin
+from cairn.cache.divergence import MAX_DIVERGENCES, DivergenceStats
 from cairn.cache.eviction import MIN_REFRESH_INTERVAL, ValuePerByte
 from cairn.cache.hazard import BINS, MAX_HITS, HazardTable
-from cairn.cache.placement import MAX_DIVERGENCES, MIN_DIVERGENCES, MIN_DIVERGENCES_IDLE, DivergenceStats
 from cairn.cache.tree import Checkpoint, Node
 from cairn.step import GRID
 
@@ -116,7 +119,7 @@ def chain(length):
 
 def learner(max_ghosts=8):
     policy = ValuePerByte()
-    policy.start(100)
+    policy.start(100, DivergenceStats())
     policy.max_ghosts = max_ghosts
     return policy
 
@@ -124,7 +127,7 @@ def learner(max_ghosts=8):
 def made(policy, node, kind=Kind.PROMPT_END, turn=0):
     """A checkpoint at `node`, which the policy is told of."""
     node.checkpoint = Checkpoint(node, np.empty(0, np.int32), kind, Origin.GRID, "r")
-    policy.add(node.checkpoint, Lineage(turn, 1000))
+    policy.add(node.checkpoint, Lineage(turn, 0, 1000))
     return policy._records[node]
 
 
@@ -135,7 +138,9 @@ def dropped(policy, node):
 
 def used(policy, node, now):
     policy.now = now - 1
-    return policy.begin_request(node, 0)
+    lineage = Lineage()
+    policy.begin_request(node, lineage, None)
+    return lineage
 
 
 def test_a_ghost_is_used_as_if_it_were_there_and_comes_back_with_what_it_knew():
@@ -231,62 +236,112 @@ def test_a_policy_serves_one_cache():
     policy, (node,) = learner(), chain(1)
     made(policy, node)
     with pytest.raises(AssertionError, match="one cache"):
-        policy.start(100)
+        policy.start(100, DivergenceStats())
 
 
 # -- where prompts diverge ------------------------------------------------------------------------------------------
 
 
-def after(*distances):
+def after(*distances, length=5000):
+    """What is learned from paths of `length` tokens that were left so many tokens before their ends."""
     stats = DivergenceStats()
     for distance in distances:
-        stats.observe_divergence(distance)
+        stats.observe(Lineage(end=length), length - distance)
     return stats
 
 
-def test_one_distance_is_predicted_to_the_token():
-    stats = after(*[901] * MIN_DIVERGENCES)
-    assert stats.predict(5000, 0, 4) == [4099]
-    assert stats.predict(5000, 4099, 4) == [], "that is cached"
-    assert stats.predict(900, 0, 4) == [], "the prompt is not so long"
+def chosen(stats, length, most, hit=0, start=0):
+    """The best `most` positions of a path, among the grid of 64."""
+    path, grid = Lineage(start=start, end=length), np.arange(64, length, 64)
+    found = stats.choose(path, hit, np.array([length]), grid[grid > hit], lambda number, _: number < most)
+    return list(found)
 
 
-def test_nothing_is_predicted_from_a_few():
-    assert after(*[900] * (MIN_DIVERGENCES - 1)).predict(5000, 0, 1) == []
-    assert after(*[900] * (MIN_DIVERGENCES_IDLE - 1)).predict(5000, 0, 4) == []
+def test_one_distance_is_predicted():
+    stats = DivergenceStats()
+    for length in range(3000, 6000, 97):
+        stats.observe(Lineage(end=length), length - 901)
+    assert chosen(stats, 5000, 1) == [4096]
+    assert chosen(stats, 7000, 1) == [6080], "also on a path of another length"
+    assert chosen(stats, 5000, 1, hit=4096) != [4096], "that is cached"
 
 
-def test_while_memory_is_idle_a_few_are_enough():
-    assert after(*[900] * MIN_DIVERGENCES_IDLE).predict(5000, 0, 4) == [4096]
+def test_places_from_the_start_and_shares_of_the_path_are_learned_as_well():
+    lengths = [2000 + 97 * number for number in range(60)]
+    for place in (lambda length: 1280, lambda length: length * 3 // 4):
+        stats = DivergenceStats()
+        for length in lengths:
+            stats.observe(Lineage(end=length), place(length))
+        (best,) = chosen(stats, 9000, 1)
+        assert 0 <= place(9000) - best < 128
+
+
+def test_before_anything_is_known_all_places_are_as_likely():
+    stats, path = DivergenceStats(), Lineage(start=1000, end=3000)
+    assert [stats.share(path, 0, end) for end in (500, 1000, 2000, 3000, inf)] == [0, 0, 0.5, 1, 1]
+    assert abs(chosen(stats, 4096, 1)[0] - 2048) <= 64
+    assert np.diff(sorted(chosen(stats, 4096, 7))).max() <= 1024
+
+
+def test_shares_add_up_and_count_what_lies_on_the_path():
+    stats = after(*range(100, 3000, 50), *[700] * 30)
+    path = Lineage(start=1500, end=5000)
+    places = np.array([1500, 2000, 3210, 4300, 4301, 5000])
+    shares = stats.shares_from(path, places)
+    assert shares[0] == pytest.approx(1) and (np.diff(shares) <= 0).all() and shares[-1] >= 0
+    assert shares == pytest.approx([stats.share(path, int(place), inf) for place in places], abs=0.01)
+    assert stats.share(path, 4300, 4301) > 0.3 / 3, "the position itself is where the share begins"
 
 
 def test_distances_that_scatter_are_served_from_the_grid_below_them():
     distances = [300 + 37 * number for number in range(64)]
-    chosen = after(*distances).predict(10_001, 0, 4)
-    assert len(chosen) > 1 and all(position % GRID == 0 for position in chosen)
-    served = [max((p for p in chosen if p <= 10_001 - d), default=0) for d in distances]
+    picked = chosen(after(*distances, length=10_001), 10_001, 4)
+    assert len(picked) == 4 and all(position % GRID == 0 for position in picked)
+    served = [max((p for p in picked if p <= 10_001 - d), default=0) for d in distances]
     assert sum(served) / len(served) > 0.9 * sum(10_001 - d for d in distances) / len(distances)
 
 
-def test_the_first_position_saves_the_most_alone():
-    # nine of ten are left near the end: one position there is worth more than one that serves all
-    stats = after(*[100] * 90, *[3000] * 10)
-    assert stats.predict(10_000, 0, 2) == [9900, 7000]
-    assert stats.predict(3064, 0, 2) == [2964], "what saves next to nothing is not named"
-
-
-def test_only_the_last_branches_count():
+def test_only_the_last_divergences_count():
     stats = after(*[100] * MAX_DIVERGENCES, *[700] * MAX_DIVERGENCES)
-    assert stats.predict(5000, 0, 4) == [4300]
+    assert chosen(stats, 5000, 1) == [4288] and len(stats._recent) == MAX_DIVERGENCES
 
 
+def test_nothing_is_chosen_that_does_not_pay_and_all_if_that_costs_nothing():
+    stats, path, grid = after(*[900] * 20), Lineage(end=5000), np.arange(64, 5000, 64)
+    asked = []
+
+    def pays(number, saved):
+        asked.append((number, saved))
+        return saved > 100
+
+    best = stats.choose(path, 0, np.array([5000]), grid, pays)
+    assert asked[0] == (len(grid) - 1, 0.0) and [number for number, _ in asked[1:]] == list(range(len(best) + 1))
+    assert list(best.values()) == [saved for _, saved in asked[1:-1]] and min(best.values()) > 100 >= asked[-1][1]
+    assert list(stats.choose(path, 0, np.array([5000]), grid, lambda *_: True)) == grid[::-1].tolist()
+    assert stats.choose(path, 0, np.array([5000]), grid[:0], pays) == {}
+
+
+@settings(deadline=None)
 @given(
-    st.lists(st.integers(1, 20_000), min_size=MIN_DIVERGENCES, max_size=80),
-    st.integers(1, 20_000),
-    st.integers(0, 20_000),
-    st.integers(1, 6),
+    st.lists(st.integers(1, 5000), max_size=40),
+    st.integers(1, 4),
+    st.sets(st.integers(1, 40), min_size=1, max_size=7),
+    st.sets(st.integers(1, 40), max_size=3),
+    st.integers(0, 640),
 )
-def test_positions_lie_between_hit_and_end(distances, num_tokens, hit, most):
-    chosen = after(*distances).predict(num_tokens, hit, most)
-    assert len(chosen) <= most and len(set(chosen)) == len(chosen)
-    assert all(hit < position < num_tokens for position in chosen)
+def test_the_greedy_choice_is_near_the_best_there_is(distances, most, places, others, hit):
+    stats, path, length = after(*distances), Lineage(end=2600), 2600
+    candidates = np.array(sorted(64 * place for place in places - others if 64 * place > hit), np.int64)
+    fixed = np.array(sorted({64 * place for place in others if 64 * place > hit} | {length}))
+
+    def saved(points):
+        ascending = sorted({*points, *fixed.tolist()})
+        ends = [*ascending[1:], inf]
+        return sum((p - hit) * stats.share(path, p, end) for p, end in zip(ascending, ends, strict=True))
+
+    found = stats.choose(path, hit, fixed, candidates, lambda number, _: number < most)
+    assert set(found) <= set(candidates.tolist()) and len(found) <= max(most, len(candidates))
+    best = max(saved(points) for points in combinations(candidates.tolist(), min(most, len(candidates))))
+    assert saved(found) - saved(()) >= (1 - 1 / e) * (best - saved(())) - 1e-6
+    if len(found) < len(candidates):
+        assert sum(found.values()) == pytest.approx(saved(found) - saved(()), abs=1e-6), "each gain is what it adds"

@@ -3,9 +3,9 @@
 import pytest
 
 from cairn.cache.checkpoint import Kind, Origin
-from cairn.cache.checkpoint_store import EvictionQueue
+from cairn.cache.checkpoint_store import PEEKED, EvictionQueue
 from cairn.cache.eviction import CheckpointFacts, EvictionPolicy, LeastRecentlyUsed, ValuePerByte, eviction_for
-from cairn.cache.placement import CheckpointPoint, PromptFacts, placement_for
+from cairn.cache.placement import Auto, CheckpointPoint, PromptFacts, placement_for
 from cairn.cache.tree import Checkpoint, Node
 from cairn.types import Boundary
 
@@ -30,7 +30,9 @@ def in_chunks(mode, facts, chunk, block_size=16):
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("length", [1, 15, 16, 63, 64, 65, 1000, 4096, 5000, 131072])
 def test_every_placement_keeps_the_contract(mode, exact, length):
-    facts = PromptFacts(length, 0, length // 2, length * 3 // 4, ends(1, length // 3 + 1, length), exact)
+    predicted = {position // 64 * 64: 1.0 for position in range(70, length, max(97, length // 20))}
+    boundaries = ends(1, length // 3 + 1, length)
+    facts = PromptFacts(length, 0, length // 2, length * 3 // 4, boundaries, exact, predicted)
     for chunk in (1, 3, 1 << 20):
         positions = [w.position for w in in_chunks(mode, facts, chunk)]
         assert positions == sorted(set(positions))
@@ -42,23 +44,24 @@ def test_every_placement_keeps_the_contract(mode, exact, length):
 
 @pytest.mark.parametrize("mode", ["junction", "auto"])
 def test_chunking_does_not_change_what_is_kept(mode):
-    facts = PromptFacts(3000, 0, 100, 1500, ends(70, 2900))
+    facts = PromptFacts(3000, 0, 100, 1500, ends(70, 2900), predicted={640: 1.0, 2000: 0.5})
     assert in_chunks(mode, facts, 1) == in_chunks(mode, facts, 32)
 
 
 def test_auto_names_every_position_that_earns_it():
-    facts = PromptFacts(2200, 0, 1500, 1500, (Boundary(300, "system_end"), Boundary(2190)))
+    marked = (Boundary(300, "system_end"), Boundary(1000), Boundary(2190))
+    facts = PromptFacts(2200, 0, 1500, 1500, marked, predicted={640: 0.1, 1000: 0.2})
     kinds = {w.position: w.kind for w in in_chunks("auto", facts, 100)}
     assert kinds[2200] is Kind.PROMPT_END and kinds[2190] is Kind.MESSAGE_END
     assert kinds[300] is Kind.SYSTEM_END and kinds[1500] is Kind.JUNCTION
-    assert [p for p, kind in kinds.items() if kind is Kind.GRID] == list(range(64, 2200, 64))
+    assert kinds[640] is Kind.GRID and kinds[1000] is Kind.INNER_END and len(kinds) == 6
 
 
 def test_what_is_at_the_hit_already_takes_nobodys_place():
     """Six positions off the grid may be named: the prompt's end and five others."""
     inner = (101, 201, 301, 401, 501)
     here = Boundary(70, "message_end", hold_seconds=300)
-    facts = PromptFacts(1001, 70, 70, 70, (here, *ends(*inner)))
+    facts = PromptFacts(1001, 70, 70, 70, (here, *ends(*inner)), predicted=dict.fromkeys(inner, 1.0))
     named = [w.position for w in placement_for("auto", 16, False).in_prefill(facts, 70, 1001) if w.position % 64]
     assert named == [*inner, 1001]
 
@@ -69,18 +72,20 @@ def test_auto_in_exact_mode_keeps_the_grid_point_below():
     assert kinds[320] is Kind.MESSAGE_END and kinds[333] is Kind.MESSAGE_END
 
 
-def test_the_grid_has_at_most_64_points():
-    for length in (4096, 4097, 8192, 8193, 131072):
-        grid = [w for w in in_chunks("auto", PromptFacts(length, 0, 0, 0), 64) if w.kind is Kind.GRID]
-        assert 30 <= len(grid) <= 64
+@pytest.mark.parametrize(("length", "points"), [(64, 0), (65, 1), (16384, 255), (32768, 511), (131072, 511)])
+def test_the_grid_is_64_tokens_apart_or_has_at_most_512_places(length, points):
+    fixed, candidates = Auto().candidates(PromptFacts(length, 0, 0, 0))
+    assert fixed.tolist() == [length] and len(candidates) == points and not (candidates % 64).any()
 
 
-@pytest.mark.parametrize(
-    ("length", "idle_files", "points"), [(16384, 512, 255), (16384, 256, 127), (32768, 1024, 511), (131072, 9999, 255)]
-)
-def test_the_grid_is_denser_while_memory_is_idle(length, idle_files, points):
-    facts = PromptFacts(length, 0, 0, 0, idle_files=idle_files)
-    assert sum(w.kind is Kind.GRID for w in in_chunks("auto", facts, 64)) == points
+def test_what_is_earned_is_no_candidate_and_what_is_marked_is_one():
+    marked = (Boundary(300), Boundary(1000), Boundary(1500))
+    for exact in (False, True):
+        facts = PromptFacts(2000, 128, 128, 1000, marked, exact)
+        fixed, candidates = Auto().candidates(facts)
+        assert fixed.tolist() == [960, 1000, 1472, 1500, 1984, 2000] if exact else [1000, 1500, 2000]
+        inner = set() if exact else {300}
+        assert candidates.tolist() == sorted({*range(192, 2000, 64)} - {*fixed.tolist()} | inner)
 
 
 def test_align_keeps_the_last_boundary_of_each_step():
@@ -109,8 +114,8 @@ def checkpoint(kind=Kind.PROMPT_END):
     return Checkpoint(Node(None, b"", 0, 0), None, kind, Origin.GRID, "r")
 
 
-def facts(kind=Kind.PROMPT_END, saved=100, freed=100, hits=0, last_used=0):
-    return CheckpointFacts(kind, saved, freed, hits, last_used)
+def facts(saved=100, freed=100, last_used=0):
+    return CheckpointFacts(saved, freed, last_used)
 
 
 @pytest.mark.parametrize("policy", [LeastRecentlyUsed, ValuePerByte])
@@ -131,14 +136,17 @@ def test_every_eviction_queue_keeps_the_contract(policy):
     assert len(popped) == 49 and kept[7] not in popped and len(queue) == 0
 
 
-@pytest.mark.parametrize("policy", [LeastRecentlyUsed, ValuePerByte])
-def test_grid_checkpoints_go_first_until_they_are_hit(policy):
-    queue = EvictionQueue(policy())
-    earned, probation, proven = checkpoint(), checkpoint(Kind.GRID), checkpoint(Kind.GRID)
-    queue.push(earned, facts(saved=1, last_used=1))
-    queue.push(probation, facts(Kind.GRID, saved=10_000, last_used=3))
-    queue.push(proven, facts(Kind.GRID, saved=10_000, hits=1, last_used=2))
-    assert [queue.pop() for _ in range(3)] == [probation, earned, proven]
+def test_prices_are_those_of_what_goes_next():
+    queue = EvictionQueue(LeastRecentlyUsed())
+    assert queue.prices() == []
+    kept = [checkpoint() for _ in range(100)]
+    for tick, item in enumerate(kept):
+        queue.push(item, facts(last_used=100 - tick))
+    queue.push(kept[99], facts(last_used=1)._replace(held=True))
+    queue.remove(kept[97])
+    prices = queue.prices()
+    assert prices == sorted(prices) and prices[:2] == [2, 4], "what is held or was taken out has no price"
+    assert len(prices) <= PEEKED
 
 
 def test_lru_drops_the_longest_unused():
@@ -171,7 +179,6 @@ def test_what_would_go_first(policy):
     assert queue.goes_first(best, facts(last_used=9)), "alone"
     queue.push(item, facts(last_used=5))
     assert queue.goes_first(worst, facts(last_used=0)) and not queue.goes_first(best, facts(last_used=9))
-    assert queue.goes_first(best, facts(Kind.GRID, last_used=9)), "on probation"
     queue.remove(item)
     assert queue.goes_first(best, facts(last_used=9)), "what was taken out does not count"
 

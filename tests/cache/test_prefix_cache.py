@@ -264,16 +264,12 @@ def test_the_cache_switched_off_keeps_nothing():
         assert sim.cache.pool.num_free == 60
 
 
-def test_the_grid_takes_plentiful_free_pages_only():
-    sim = simulation(num_pages=80)
+def test_the_grid_takes_free_pages():
+    sim = simulation(num_pages=58)
     run(sim, LONG)
     kinds = [checkpoint.kind for checkpoint in sim.cache.checkpoints.queue]
-    # 50 pages of keys leave 30 of 80; each file is 2 pages, so the prompt end and all three grid points fit
-    assert kinds.count(Kind.GRID) == 3
-    sim = simulation(num_pages=68)
-    run(sim, LONG)
-    # 18 free are above a quarter of 68 for one file only
-    assert [c.kind for c in sim.cache.checkpoints.queue].count(Kind.GRID) == 1
+    # 50 pages of keys leave 8 of 58; each file is 2 pages, so the prompt end and all three grid points fit
+    assert kinds.count(Kind.GRID) == 3 and sim.cache.pool.num_free == 0
 
 
 def test_dropping_a_checkpoint_frees_its_file_and_what_only_it_makes_useful():
@@ -289,15 +285,6 @@ def test_dropping_a_checkpoint_frees_its_file_and_what_only_it_makes_useful():
     queue.remove(above)
     sim.cache.checkpoints._drop(above)
     assert {pages_freed(layout, checkpoint) for checkpoint in queue} == {16 + 2}
-
-
-def test_grid_checkpoints_go_first_and_earned_ones_are_not_pushed_out_by_them():
-    sim = simulation(num_pages=100)
-    run(sim, LONG)
-    cache = sim.cache
-    cache.checkpoints.make_room(cache.pool.num_free + 6)
-    assert sorted(c.kind for c in cache.checkpoints.queue) == [Kind.PROMPT_END]
-    assert cache.checkpoints.evicted[Kind.GRID] == 3
 
 
 def test_runs_without_a_checkpoint_go_before_any_checkpoint():

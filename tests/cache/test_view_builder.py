@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from simulation import PLAIN, Simulation
 from trees import grown
 
-from cairn.cache.eviction import LeastRecentlyUsed
+from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
 from cairn.cache.journal import Journal, PrefixNames
 from cairn.cache.placement import Auto
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
+from cairn.cache.view import PolicyView
 from cairn.cache.view_builder import build_view
 from cairn.types import ManualClock
 
@@ -283,3 +284,34 @@ def test_the_books_are_bounded_and_keep_the_costliest():
 @pytest.mark.parametrize("most", [1, 2, 7])
 def test_no_more_paths_than_asked_for(most):
     assert len(whole(grown(300), most).paths) == most
+
+
+def test_it_shows_what_is_kept_for_what_and_what_it_has_earned():
+    sim = Simulation.build(400, Auto(), ValuePerByte())
+    assert whole(sim.cache).policy == PolicyView(price=None, kinds=[])
+    run(sim, range(300))
+    run(sim, (*range(200), *range(1000, 1100)))
+    run(sim, (*range(300), 1, 2, 3))
+    policy, store = whole(sim.cache).policy, sim.cache.checkpoints
+    kinds = {row.kind: row for row in policy.kinds}
+    assert [*kinds] == ["prompt_end", "junction", "grid"]
+    assert (kinds["grid"].used, kinds["grid"].earned_tokens) == (1, 64), (
+        "192 tokens, of which 128 were not its own to save"
+    )
+    assert (kinds["prompt_end"].used, kinds["prompt_end"].earned_tokens) == (1, 44)
+    for row in policy.kinds:
+        assert row.present == row.taken == sum(each.kind == row.kind for each in store.queue) and row.evicted == 0
+    assert all(row.expected_tokens > 0 for row in policy.kinds)
+    assert policy.price == pytest.approx(1000 * store.queue.price() * (1 << 20), abs=0.01)
+
+
+def test_second_sightings_are_counted():
+    sim = Simulation.build(400, Auto(), ValuePerByte())
+    counters = sim.cache.counters
+    run(sim, range(300))
+    run(sim, (*range(30), *range(5000, 5100)))
+    assert counters.second_shared == 0, "too short for a checkpoint of the grid"
+    run(sim, (*range(200), *range(1000, 1100)))
+    assert (counters.second_shared, counters.second_hits) == (200, 192)
+    run(sim, (*range(200), *range(2000, 2100)))
+    assert counters.second_shared == 200, "the third"

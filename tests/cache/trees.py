@@ -7,7 +7,7 @@ from simulation import PLAIN
 
 from cairn.cache.eviction import ValuePerByte
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.cache.placement import Auto, PromptFacts
+from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.sequence_blocks import Namespace
 from cairn.types import Boundary, Clock, ManualClock
@@ -52,7 +52,7 @@ def request(cache: PrefixCache, prompt: np.ndarray, namespace: Namespace, name: 
     assert cache.extend(lease, len(prompt)) is not None
     cache.begin_request(lease)
     ends = (Boundary(max(1, len(prompt) - 7), "message_end"),)
-    facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, ends, False, cache.num_idle_files())
+    facts = cache.prompt_facts(lease, len(prompt), ends)
     wanted = cache.policy.placement.in_prefill(facts, lease.hit, len(prompt))
     kept = [want.position for want in wanted if cache.reserve_checkpoint(lease, want) is not None]
     before = cache.checkpoints.taken.total()

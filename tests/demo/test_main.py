@@ -39,6 +39,6 @@ def test_the_exit_code_says_whether_answers_were_identical(tmp_path, monkeypatch
     printed = capsys.readouterr().out
     assert f"{verdict}  " in printed and "    return 1" in printed
     result = json.loads((tmp_path / "result.json").read_text())
-    assert [check["kept"] for check in result["checks"]] == [code == 0] + [True] * 6
+    assert [check["kept"] for check in result["checks"]] == [code == 0] + [True] * 7
     assert result["requests"][program.OFF][0]["answer_ids"] == list(without_cache)
     assert result["samples"] == [{"prompt": "def f():\n", "answer": "    return 1"}]

@@ -9,7 +9,8 @@ import pytest
 from benchmarks import ablation
 from benchmarks.gdsf import DecayedFrequency
 
-from cairn.cache.checkpoint import NO_LINEAGE, Kind, Lineage, Origin
+from cairn.cache.checkpoint import Kind, Lineage, Origin
+from cairn.cache.divergence import DivergenceStats
 from cairn.cache.eviction import YOUNG, CheckpointFacts, LeastRecentlyUsed, ValuePerByte
 from cairn.cache.hazard import HazardTable
 from cairn.cache.placement import PromptFacts
@@ -97,13 +98,13 @@ def test_without_neighbours_an_age_counts_for_itself():
 
 def kept_checkpoints(policy, num_nodes, turn=0):
     """Checkpoints at the ends of a path of so many nodes, which the policy knows; the deepest one last."""
-    policy.start(0)
+    policy.start(0, DivergenceStats())
     nodes = [Node(None, b"", 0, 0)]
     for number in range(num_nodes):
         nodes.append(Node(nodes[-1], bytes(8), number, number + 1))
         nodes[-2].adopt(nodes[-1])
         nodes[-1].checkpoint = Checkpoint(nodes[-1], np.empty(0, np.int32), Kind.PROMPT_END, Origin.GRID, "r")
-        policy.add(nodes[-1].checkpoint, Lineage(turn, 1000))
+        policy.add(nodes[-1].checkpoint, Lineage(turn, 0, 1000))
     return [node.checkpoint for node in nodes[1:]]
 
 
@@ -141,37 +142,37 @@ def test_without_young_only_the_regular_ranking_is_left():
         kept_checkpoints(policy, 1)
         assert policy.refresh(()) == []
         for _ in range(YOUNG):
-            policy.begin_request(None, 0)
+            policy.begin_request(None, Lineage(), None)
         policy._rank_at = 2 * YOUNG
         assert len(policy.refresh(())) == ranked
 
 
-def test_without_offsets_no_predicted_position_is_kept():
-    facts = PromptFacts(1000, 0, 0, 0, predicted=(320,))
-    for name, kept in (("all", True), ("-offsets", False)):
+def test_without_the_grid_no_predicted_position_is_kept():
+    facts = PromptFacts(1000, 0, 0, 0, predicted={320: 1.0})
+    for name, kept in (("all", True), ("-grid", False)):
         wanted = ablation.cache_policy(name).placement.in_prefill(facts, 0, 1000)
-        assert any(want.kind is Kind.OFFSET for want in wanted) is kept
+        assert any(want.kind is Kind.GRID for want in wanted) is kept
 
 
 def test_frequencies_decay():
     policy = DecayedFrequency(half_life=10)
     old, new = (Checkpoint(Node(None, b"", 0, 0), np.empty(0, np.int32), Kind.GRID, Origin.GRID, "r") for _ in range(2))
-    facts = CheckpointFacts(Kind.PROMPT_END, 100, 10, 0, 0)
+    facts = CheckpointFacts(100, 10, 0)
 
     def wait(requests):
         for _ in range(requests):
-            policy.begin_request(None, 0)
+            policy.begin_request(None, Lineage(), None)
 
-    policy.add(old, NO_LINEAGE)
+    policy.add(old, Lineage())
     for _ in range(3):
         policy.use(old)
     wait(10)
-    policy.add(new, NO_LINEAGE)
+    policy.add(new, Lineage())
     assert policy.priority(old, facts) == pytest.approx(policy.priority(new, facts) + 1), "four uses count as two"
     wait(10)
     policy.use(new)
     assert policy.priority(new, facts) > policy.priority(old, facts), "one and a half against one"
     assert policy.priority(new, facts._replace(saved_tokens=200)) == pytest.approx(policy.priority(new, facts) + 1)
     policy.drop(old)
-    policy.add(old, NO_LINEAGE)
+    policy.add(old, Lineage())
     assert policy.priority(old, facts) < policy.priority(new, facts), "what was dropped is forgotten"

@@ -212,7 +212,7 @@ def test_only_the_cache_is_timed(monkeypatch):
     clock, calls = ManualClock(), Counter()
     inside = {
         PrefixCache: (
-            *("lookup", "extend", "begin_request", "num_idle_files", "reserve_checkpoint"),
+            *("lookup", "extend", "begin_request", "prompt_facts", "reserve_checkpoint"),
             *("pin_until", "commit", "release_step", "release"),
         ),
         Auto: ("in_prefill", "in_decode"),

@@ -3,7 +3,7 @@
 import msgspec
 
 from cairn.engine.contract import EngineConfig, EngineStats, PoolStats, PrefixCacheStats, TokenStats, TransferStats
-from cairn.server.stat_logger import ThroughputLogger, format_startup_lines
+from cairn.server.stat_logger import SecondSightingsLogger, ThroughputLogger, format_startup_lines
 from doubles.echo_core import build_echo_core
 
 
@@ -102,3 +102,18 @@ def test_the_start_lines_of_a_server_that_takes_part_in_transfers():
     info = build_echo_core(EngineConfig(model="echo", tensor_parallel_size=4)).info
     text = "\n".join(format_startup_lines(msgspec.structs.replace(info, side_channel="localhost:5601")))
     assert "other servers ask for pages at localhost:5601" in text and "tensor parallel over 4 processes" in text
+
+
+def test_every_hour_it_is_said_what_second_sightings_hit():
+    line = SecondSightingsLogger(0.0)
+
+    def update(shared, hits, now):
+        return line.update(EngineStats(prefix_cache=PrefixCacheStats(second_shared=shared, second_hits=hits)), now)
+
+    assert update(1000, 600, 3599.0) is None
+    assert update(2000, 1500, 3600.0) == (
+        "cache: second sightings hit 1500 of 2000 shared tokens in the last hour (75.0%), 1500 of 2000 since the start"
+    )
+    assert update(3000, 2500, 3700.0) is None
+    assert "1000 of 1000 shared" in update(3000, 2500, 7200.0)
+    assert update(3000, 2500, 10_800.0) is None, "nobody came"

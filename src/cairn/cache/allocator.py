@@ -16,10 +16,6 @@ from cairn.cache.tree import Node, TokenKey, common_prefix
 from cairn.step import GRID, PageCopy
 from cairn.types import Pages
 
-MAX_PREDICTED = 4
-"""Predicted positions of a prompt that are kept while memory is idle or holds checkpoints on probation; one
-otherwise."""
-
 
 @dataclass(frozen=True, slots=True)
 class BlockAllocator:
@@ -80,7 +76,7 @@ class BlockAllocator:
         """Allocate a file for the checkpoint at `wanted.position`. Returns its pages, or None if there is no room or
         the position has a file already.
 
-        Checkpoints on probation take free pages only, and only while a quarter of the pool is free.
+        One on probation takes free pages, or the place of what is worth less.
         """
         if wanted.position in sequence.files:
             pending = sequence.files[wanted.position]
@@ -91,10 +87,9 @@ class BlockAllocator:
         if self.layout.state_bytes == 0 and wanted.position != sequence.num_prompt_tokens and not wanted.hold_seconds:
             return None
         size = self.layout.pages_per_checkpoint
-        if wanted.kind.on_probation:
-            if 4 * self.pool.num_free < self.pool.num_pages or self.pool.num_free < size:
-                return None
-        elif not self.checkpoints.make_room(size):
+        if wanted.kind.on_probation and not self.checkpoints.is_worth(size, wanted.worth):
+            return None
+        if not self.checkpoints.make_room(size):
             return None
         pages = self.pool.allocate(size)
         sequence.files[wanted.position] = PendingFile(pages, wanted.kind, wanted.hold_seconds)
@@ -117,15 +112,6 @@ class BlockAllocator:
         will take it from the sequence then."""
         if not self.enabled and position in sequence.files:
             self.pool.release(sequence.files.pop(position).pages)
-
-    def num_idle_files(self) -> int:
-        """How many checkpoint files fit into the free pages beyond a quarter of the pool."""
-        return max(0, self.pool.num_free - self.pool.num_pages // 4) // self.layout.pages_per_checkpoint
-
-    def max_predicted(self, num_idle_files: int) -> int:
-        """How many predicted positions of a prompt may be kept."""
-        unproven = num_idle_files + self.checkpoints.queue.num_on_probation
-        return MAX_PREDICTED if unproven >= 2 * MAX_PREDICTED else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,9 +157,7 @@ class TreeWriter:
             child = node.child(int(new.tokens[position - base]))
             if child is None:
                 run = new.slice_raw(position - base, stop - base)
-                node = tree.add(
-                    node, run, stop, sequence.blocks.span(position, stop), maker, sequence.num_prompt_tokens
-                )
+                node = tree.add(node, run, stop, sequence.blocks.span(position, stop), maker, sequence.match.lineage)
                 position = stop
                 continue
             end = min(stop, position + common_prefix(child.raw, child.num_tokens, new, position - base))

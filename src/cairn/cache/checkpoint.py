@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
-__all__ = ["NO_LINEAGE", "Kind", "Lineage", "Origin"]
+__all__ = ["Kind", "Lineage", "Origin"]
 
 
 class Kind(StrEnum):
@@ -23,17 +23,15 @@ class Kind(StrEnum):
     JUNCTION = "junction"
     BLOCK = "block"
     PREEMPTION = "preemption"
-    OFFSET = "offset"
-    """Where, measured from its end, prompts before it were left by later ones."""
     GRID = "grid"
 
     on_probation: bool
-    """Made from plentifully free pages or not at all, and the first to go until it is hit."""
+    """Nothing says that prompts diverge there: until it is hit, it is worth what is expected of its place."""
     number: int
     """Its place among the kinds."""
 
     def __init__(self, value: str) -> None:
-        # looked at some fifty times a request, so they are worked out once
+        # looked at some fifty times a request, so it is worked out once
         self.on_probation = value in ("grid", "inner_end")
         self.number = len(type(self).__members__)
 
@@ -49,13 +47,25 @@ class Origin(Enum):
     """With the help of decode steps, which round differently."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Lineage:
-    """What is known of the request that makes a checkpoint. `turn`: how many requests in a row went on from where the
-    one before had ended, up to 2. `new_tokens`: tokens of its prompt that were never seen before."""
+    """What is known of the request that makes a checkpoint, and of the path that it adds: tokens `start` to `end` of
+    its prompt were never seen before. `turn`: how many requests in a row went on from where the one before had ended,
+    up to 2. `forked`: it begins inside the path of an earlier request.
+
+    `visits`: later requests that left the path at a place that was not known for that, and the rest of the path's
+    record, as in `ReuseStats`: when it was added or last visited, counted up to when, its class.
+    """
 
     turn: int = 0
-    new_tokens: int = 0
+    start: int = 0
+    end: int = 0
+    forked: bool = False
+    visits: int = 0
+    since: int = 0
+    noted: int = 0
+    row: int = 0
 
-
-NO_LINEAGE = Lineage()
+    @property
+    def new_tokens(self) -> int:
+        return self.end - self.start

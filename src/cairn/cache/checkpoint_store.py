@@ -1,19 +1,22 @@
 """The checkpoints of all trees: the eviction queue, the holds of clients, and how room is made.
 
 When room is needed, nodes without a checkpoint at or below them go first, the longest unused before others; then
-checkpoints: those on probation that were never hit, others as the eviction policy ranks them, and last those that
-clients hold. Dropping a checkpoint may make nodes unreachable.
+checkpoints, as the eviction policy ranks them, and last those that clients hold. Dropping a checkpoint may make nodes
+unreachable.
 """
 
 import heapq
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from math import inf
 
-from cairn.cache.checkpoint import NO_LINEAGE, Kind, Lineage, Origin
+from cairn.cache.checkpoint import Kind, Lineage, Origin
+from cairn.cache.divergence import DivergenceStats
 from cairn.cache.eviction import CheckpointFacts, EvictionPolicy
 from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
+from cairn.cache.placement import PlacementPolicy, PromptFacts, grid_stride
 from cairn.cache.reasons import Reason
 from cairn.cache.tree import Checkpoint, Node, next_above
 from cairn.cache.tree_store import TreeStore
@@ -24,11 +27,18 @@ HELD_SHARE = 0.25
 other clients, and a pool full of it would leave the eviction policy nothing to choose from."""
 
 
-Entry = tuple[int, float, int, Checkpoint]
+Entry = tuple[bool, float, int, Checkpoint]
+
+PEEKED = 63
+"""Entries of the eviction queue's heap that are looked at for what goes next: its first six levels."""
+
+COPY_TOKENS = 1
+"""What a copy of a state costs: a checkpoint on probation takes the place of another one only if a pool full of its
+like would save so many tokens a request more than a pool full of the other's."""
 
 
 class EvictionQueue:
-    """Checkpoints by priority: those on probation first, those that a client holds last. O(log n) a push or pop.
+    """Checkpoints by priority, those that a client holds last. O(log n) a push or pop.
 
     A heap whose outdated entries are passed over when they come up, and swept when they outnumber the live ones.
     """
@@ -37,16 +47,10 @@ class EvictionQueue:
         self._policy = policy
         self._heap: list[Entry] = []
         self._live: dict[int, Checkpoint] = {}
-        self._unproven: set[int] = set()
         self._version = 0
 
     def __len__(self) -> int:
         return len(self._live)
-
-    @property
-    def num_on_probation(self) -> int:
-        """How many checkpoints are on probation and were never hit."""
-        return len(self._unproven)
 
     def __contains__(self, checkpoint: object) -> bool:
         return isinstance(checkpoint, Checkpoint) and checkpoint.version in self._live
@@ -60,10 +64,7 @@ class EvictionQueue:
         self._version += 1
         checkpoint.version = self._version
         self._live[self._version] = checkpoint
-        first, priority = self._place(checkpoint, facts)
-        if first == 0:
-            self._unproven.add(self._version)
-        heapq.heappush(self._heap, (first, priority, self._version, checkpoint))
+        heapq.heappush(self._heap, (*self._place(checkpoint, facts), self._version, checkpoint))
         if len(self._heap) > 2 * len(self._live) + 64:
             self._heap = [entry for entry in self._heap if entry[2] in self._live]
             heapq.heapify(self._heap)
@@ -71,7 +72,6 @@ class EvictionQueue:
     def remove(self, checkpoint: Checkpoint) -> None:
         """Take a checkpoint out, if it is in."""
         self._live.pop(checkpoint.version, None)
-        self._unproven.discard(checkpoint.version)
 
     def pop(self) -> Checkpoint | None:
         """Take out the checkpoint that goes next and return it; None if there is none."""
@@ -84,14 +84,26 @@ class EvictionQueue:
 
     def goes_first(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> bool:
         """Whether a checkpoint that is not in, with these facts, would be the next to go."""
+        first = self._first()
+        return first is None or self._place(checkpoint, facts) <= first[:2]
+
+    def price(self) -> float:
+        """The priority of the one that goes next; infinite if that is held or there is none."""
+        first = self._first()
+        return inf if first is None or first[0] else first[1]
+
+    def _first(self) -> Entry | None:
         while self._heap and self._heap[0][2] not in self._live:
             heapq.heappop(self._heap)
-        return not self._heap or self._place(checkpoint, facts) <= self._heap[0][:2]
+        return self._heap[0] if self._heap else None
 
-    def _place(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> tuple[int, float]:
+    def prices(self) -> list[float]:
+        """The priorities of those that go next, ascending; approximately, and of a few only."""
+        return sorted(entry[1] for entry in self._heap[:PEEKED] if entry[2] in self._live and not entry[0])
+
+    def _place(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> tuple[bool, float]:
         """Its place in the queue: the least goes first."""
-        earned = not facts.kind.on_probation or facts.hits > 0
-        return 2 if facts.held else int(earned), self._policy.priority(checkpoint, facts)
+        return facts.held, self._policy.priority(checkpoint, facts)
 
 
 class CheckpointHolds:
@@ -168,7 +180,8 @@ class CheckpointHolds:
 class CheckpointStore:
     """The checkpoints at the nodes of `tree`: `queue` has their order, `holds` those that clients hold.
 
-    `taken` and `evicted`: how many there were so far, by kind. `clock` says when what a client holds is ended.
+    `taken` and `evicted`: how many there were so far, by kind, and `earned` the tokens that using them has saved.
+    `clock` says when what a client holds is ended.
     """
 
     def __init__(
@@ -180,10 +193,13 @@ class CheckpointStore:
         self.holds = CheckpointHolds(layout, pool.num_pages, clock)
         self.taken: Counter[Kind] = Counter()
         self.evicted: Counter[Kind] = Counter()
+        self.earned: Counter[Kind] = Counter()
         self._layout = layout
         self.pool = pool
         self._tick = 0
-        eviction.start(pool.num_pages // layout.pages_per_checkpoint)
+        self._copy_price = COPY_TOKENS / (pool.num_pages * layout.page_bytes)
+        self.divergences = DivergenceStats()
+        eviction.start(pool.num_pages // layout.pages_per_checkpoint, self.divergences)
 
     @property
     def version(self) -> int:
@@ -193,7 +209,7 @@ class CheckpointStore:
     # -- what comes and goes -------------------------------------------------------------------------------------
 
     def attach(
-        self, node: Node, pages: Pages, kind: Kind, origin: Origin, maker: str, lineage: Lineage = NO_LINEAGE
+        self, node: Node, pages: Pages, kind: Kind, origin: Origin, maker: str, lineage: Lineage | None = None
     ) -> bool:
         """Hang a checkpoint file at the end of `node`, taking over the caller's reference to its pages.
 
@@ -202,14 +218,14 @@ class CheckpointStore:
         old = node.checkpoint
         if old is not None:
             if old.origin is not Origin.DECODE or origin is Origin.DECODE:
-                self._end_probation(old, kind)
+                self._change_kind(old, kind)
                 return False
             self.pool.release(old.pages)
         node.checkpoint = checkpoint = Checkpoint(node, pages, kind, origin, maker)
         node.loss = None
         self.tree.unreachable.pop(node, None)
         self.taken[kind] += 1
-        self.eviction.add(checkpoint, lineage)
+        self.eviction.add(checkpoint, lineage or Lineage())
         if old is not None:
             self.queue.remove(old)
             self.holds.replace(old, checkpoint)
@@ -259,17 +275,47 @@ class CheckpointStore:
 
     # -- use -----------------------------------------------------------------------------------------------------
 
-    def begin_request(self, known: Node | None, hit: Checkpoint | None, new_tokens: int) -> Lineage:
-        """A request begins to run that resumes from `hit`. `known` and `new_tokens` as in `EvictionPolicy`."""
-        lineage = self.eviction.begin_request(known, new_tokens)
+    def begin_request(self, known: Node | None, hit: Checkpoint | None, lineage: Lineage, left: Lineage | None) -> None:
+        """A request begins to run that resumes from `hit`. The others as in `EvictionPolicy`."""
+        self.eviction.begin_request(known, lineage, left)
         if known is not None and known.checkpoint is not hit:
             self._rank(known.checkpoint)
-        return lineage
+
+    def predict(self, placement: PlacementPolicy, facts: PromptFacts, path: Lineage) -> PromptFacts:
+        """`facts` with the positions where a checkpoint is worth its bytes because later prompts are likely to leave
+        `path` behind it."""
+        size, stride, stats = self._layout.pages_per_checkpoint, grid_stride(facts.num_tokens), self.divergences
+        chance = self.eviction.path_chance(path) / (size * self._layout.page_bytes)
+        answer_worth = chance * stride * stats.share(path, facts.num_tokens, inf)
+        facts = replace(facts, stride=stride, answer_worth=answer_worth)
+        most = facts.num_tokens - facts.hit
+        if self.pool.num_free < size and most * chance < self.queue.price() < inf:
+            return facts  # no position saves as much
+        places = placement.candidates(facts)
+        if places is None:
+            return facts
+        fixed, candidates = places
+        idle = self.pool.num_free // size - len(fixed)
+        prices = [self._copy_price + price for price in self.queue.prices()]
+
+        def pays(number: int, saved: float) -> bool:
+            return number < idle or not prices or saved * chance > prices[min(number - max(0, idle), len(prices) - 1)]
+
+        gains = stats.choose(path, facts.hit, fixed, candidates, pays) if pays(0, most) else {}
+        return replace(facts, predicted={position: gain * chance for position, gain in gains.items()})
+
+    def is_worth(self, num_pages: int, worth: float) -> bool:
+        """Whether a checkpoint on probation, of `num_pages` pages, is worth its place: that is free, or it is worth
+        more than what goes next."""
+        if self.pool.num_free >= num_pages or self.tree.drop_unreachable(num_pages):
+            return True
+        return worth > self._copy_price + self.queue.price()
 
     def use(self, checkpoint: Checkpoint) -> None:
         """Note that a request resumes from a checkpoint, unless that was dropped meanwhile."""
         if checkpoint in self.queue:
             checkpoint.hits += 1
+            self.earned[checkpoint.kind] += self.facts(checkpoint).saved_tokens
             self.eviction.use(checkpoint)
             self._touch(checkpoint)
 
@@ -278,8 +324,8 @@ class CheckpointStore:
         checkpoint.last_used = self._tick
         self.queue.push(checkpoint, self.facts(checkpoint))
 
-    def _end_probation(self, checkpoint: Checkpoint, kind: Kind) -> None:
-        """A checkpoint was made once more, as one of `kind`, which may end its probation."""
+    def _change_kind(self, checkpoint: Checkpoint, kind: Kind) -> None:
+        """A checkpoint was made once more, as one of `kind`. One on probation is of that kind from now on."""
         if checkpoint.kind.on_probation and not kind.on_probation:
             checkpoint.kind = kind
             self.eviction.change_kind(checkpoint)
@@ -316,10 +362,8 @@ class CheckpointStore:
         above = next_above(node)
         # by place: it is asked for some twenty times a request, and names take as long again
         return CheckpointFacts(
-            checkpoint.kind,
             node.end - (above.node.end if above is not None else 0),
             pages_freed(self._layout, checkpoint) * self._layout.page_bytes,
-            checkpoint.hits,
             checkpoint.last_used,
             checkpoint.held_until is not None,
         )

@@ -14,10 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cairn.cache.checkpoint import NO_LINEAGE, Kind, Lineage, Origin
-from cairn.cache.hazard import Class, HazardTable
-from cairn.cache.tree import Checkpoint, Node, next_above
+from cairn.cache.checkpoint import Lineage, Origin
+from cairn.cache.divergence import DivergenceStats
+from cairn.cache.hazard import PSEUDO_HITS, Class, HazardTable
+from cairn.cache.tree import Checkpoint, Node, next_above, next_below
 from cairn.cache.tree_store import TreeObserver
+from cairn.step import GRID
 
 __all__ = [
     "CheckpointFacts",
@@ -40,6 +42,11 @@ beginning; and how many checkpoints at most wait for that."""
 GHOST_FACTOR, MIN_GHOSTS = 4, 2048
 """Ghosts at most: so many, and as many times the checkpoints that fit the pool."""
 
+DISCOUNT = 0.25
+"""What the chance of a path counts for: the positions on it are the best of many that are estimated, so that what they
+are expected to save is too much ("The optimizer's curse", Smith and Winkler, Management Science 52, 2006). What is not
+known yet is not discounted, so that it is found out."""
+
 _FRESH = (512, 2048, 8192)
 """Where the classes of new tokens begin."""
 
@@ -49,10 +56,8 @@ class CheckpointFacts(NamedTuple):
     shallower checkpoint. `freed_bytes`: what dropping it frees, with the pages that only it makes useful. `last_used`:
     a tick, larger the later."""
 
-    kind: Kind
     saved_tokens: int
     freed_bytes: int
-    hits: int
     last_used: int
     held: bool = False
 
@@ -68,21 +73,26 @@ class EvictionPolicy(TreeObserver):
     version = 0
     """Changes whenever `recorded_origin` may have another answer."""
 
-    def start(self, max_checkpoints: int) -> None:
-        """The policy serves a cache whose pool has room for `max_checkpoints`. Called once, before all else."""
+    def start(self, max_checkpoints: int, divergences: DivergenceStats) -> None:
+        """The policy serves a cache whose pool has room for `max_checkpoints`; where prompts leave the paths of others
+        is for it to say to `divergences`. Called once, before all else."""
 
     def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
-        """The rank of a checkpoint, asked for whenever its facts change; the lowest goes first."""
+        """The rank of a checkpoint, asked for whenever its facts change; the lowest goes first. One on probation
+        is taken where it is expected to save more tokens per request and byte than that."""
         raise NotImplementedError
 
     def chance(self, node: Node) -> float:
         """The expected uses per request of the checkpoint at `node`, to be shown; 0 if the policy expects nothing."""
         return 0.0
 
-    def begin_request(self, known: Node | None, new_tokens: int) -> Lineage:
-        """A request begins to run, `new_tokens` of whose prompt were never seen. `known`: the deepest node on its path
-        that `recorded_origin` knows. Returns the lineage of the checkpoints that it takes."""
-        return NO_LINEAGE
+    def path_chance(self, path: Lineage) -> float:
+        """The expected requests, per request, that leave `path` where nothing says so."""
+        return 0.0
+
+    def begin_request(self, known: Node | None, lineage: Lineage, left: Lineage | None) -> None:
+        """A request of `lineage` begins to run, which leaves the path of `left` as nobody did before. `known`: the
+        deepest node on its path that `recorded_origin` knows."""
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         """A checkpoint was taken, perhaps in the place of another one at the same node."""
@@ -91,7 +101,7 @@ class EvictionPolicy(TreeObserver):
         """A request resumes from a checkpoint."""
 
     def change_kind(self, checkpoint: Checkpoint) -> None:
-        """A checkpoint on probation was taken once more, as one of a kind that is not."""
+        """A checkpoint on probation was taken once more, as one of another kind."""
 
     def drop(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was dropped and is no longer at its node."""
@@ -169,14 +179,17 @@ class ValuePerByte(EvictionPolicy):
         self.now = self.version = 0
         self.max_ghosts = MIN_GHOSTS
         self.table = table or HazardTable()
+        self.path_table = type(self.table)(pseudo_hits=PSEUDO_HITS / DISCOUNT)
         self._records: dict[Node, ReuseStats] = {}
         self._ghosts: OrderedDict[Node, None] = OrderedDict()
         self._young: deque[tuple[int, Checkpoint]] = deque(maxlen=MAX_YOUNG)
         self._learn_at = self._rank_at = 0
+        self._paths: OrderedDict[Lineage, None] = OrderedDict()
 
-    def start(self, max_checkpoints: int) -> None:
+    def start(self, max_checkpoints: int, divergences: DivergenceStats) -> None:
         assert self.version == 0 and not self._records, "one policy object serves one cache"
         self.max_ghosts = GHOST_FACTOR * max_checkpoints + MIN_GHOSTS
+        self._divergences = divergences
 
     def priority(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> float:
         return self.chance(checkpoint.node) * facts.saved_tokens / max(1, facts.freed_bytes)
@@ -191,18 +204,38 @@ class ValuePerByte(EvictionPolicy):
 
     # -- what happens --------------------------------------------------------------------------------------------
 
-    def begin_request(self, known: Node | None, new_tokens: int) -> Lineage:
+    def path_chance(self, path: Lineage) -> float:
+        return DISCOUNT * self.path_table.index(path.row, self.now - path.since)
+
+    def begin_request(self, known: Node | None, lineage: Lineage, left: Lineage | None) -> None:
         self.now += 1
         record = self._records.get(known) if known is not None else None
-        if record is None:
-            return Lineage(0, new_tokens)
-        turn = 0 if record.branches else min(2, record.turn + 1)
-        self._count_time(record)
-        self.table.hit(record.row, self.now - record.since)
-        record.hits += 1
-        record.since = self.now
-        record.row = self.table.row(record.class_key())
-        return Lineage(turn, new_tokens)
+        known_there = record is not None and record.node.end >= lineage.start and not record.kind.on_probation
+        # nothing on the path could serve those who leave it before its first place on the grid
+        if left is not None and not known_there and lineage.start - left.start >= GRID:
+            self._divergences.observe(left, lineage.start)
+            self._count_path_time(left)
+            self.path_table.hit(left.row, self.now - left.since)
+            left.visits += 1
+            self._add_path(left)
+        if record is not None:
+            lineage.turn = 0 if record.branches else min(2, record.turn + 1)
+            self._count_time(record)
+            self.table.hit(record.row, self.now - record.since)
+            record.hits += 1
+            record.since = self.now
+            record.row = self.table.row(record.class_key())
+        self._add_path(lineage)
+
+    def _add_path(self, path: Lineage) -> None:
+        """A path is new, or was left by one more request."""
+        path.since = path.noted = self.now
+        kind = 3 if path.forked else path.turn
+        path.row = self.path_table.row((min(3, path.visits), kind, bisect_right(_FRESH, path.new_tokens)))
+        self._paths[path] = None
+        self._paths.move_to_end(path)
+        if len(self._paths) > self.max_ghosts:
+            self._count_path_time(self._paths.popitem(last=False)[0])
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         node = checkpoint.node
@@ -214,8 +247,7 @@ class ValuePerByte(EvictionPolicy):
         record.row = self.table.row(record.class_key())
         self._records[node] = record
         self.version += 1
-        if not checkpoint.kind.on_probation:
-            self._young.append((self.now, checkpoint))
+        self._young.append((self.now, checkpoint))
 
     def change_kind(self, checkpoint: Checkpoint) -> None:
         record = self._records.get(checkpoint.node)
@@ -275,14 +307,16 @@ class ValuePerByte(EvictionPolicy):
         return True
 
     def _learn(self) -> None:
-        records = list(self._records.values())
-        rows = np.array([record.row for record in records], np.int64)
-        since = np.array([record.since for record in records], np.float64)
-        noted = np.array([record.noted for record in records], np.float64)
-        self.table.all_at_risk(rows, noted - since, self.now - since)
-        for record in records:
-            record.noted = self.now
-        self.table.refresh()
+        known: tuple[tuple[HazardTable, Collection[ReuseStats | Lineage]], ...]
+        known = (self.table, self._records.values()), (self.path_table, self._paths)
+        for table, records in known:
+            rows = np.array([record.row for record in records], np.int64)
+            since = np.array([record.since for record in records], np.float64)
+            noted = np.array([record.noted for record in records], np.float64)
+            table.all_at_risk(rows, noted - since, self.now - since)
+            for record in records:
+                record.noted = self.now
+            table.refresh()
 
     def _demote(self, node: Node) -> None:
         """The hits of the ghost at `node` fall to the next shallower checkpoint."""
@@ -292,8 +326,10 @@ class ValuePerByte(EvictionPolicy):
         above = next_above(node)
         parent = self._records.get(above.node) if above is not None else None
         if parent is not None:
-            candidates = (record, child, self._demoted_child(parent))
-            parent.demoted_child = max((each for each in candidates if each is not None), key=self._own_chance)
+            # the part of a path that both are on falls to the one above by itself
+            own = None if _path_of(record) is not None and _path_of(record) is _path_of(parent) else record
+            candidates = [each for each in (own, child, self._demoted_child(parent)) if each is not None]
+            parent.demoted_child = max(candidates, key=self._own_chance, default=None)
 
     def _demoted_child(self, record: ReuseStats) -> ReuseStats | None:
         """The demoted child of `record`, as long as it is a ghost."""
@@ -303,7 +339,10 @@ class ValuePerByte(EvictionPolicy):
         return child
 
     def _own_chance(self, record: ReuseStats) -> float:
-        return self.table.index(record.row, self.now - record.since)
+        path = _path_of(record)
+        if path is None:
+            return self.table.index(record.row, self.now - record.since)
+        return self.path_chance(path) * self._divergences.share(path, record.node.end, next_below(record.node))
 
     def _reclassify(self, record: ReuseStats) -> None:
         """The kind of `record` or the number of its branches is another."""
@@ -315,6 +354,15 @@ class ValuePerByte(EvictionPolicy):
         """Count the time without use up to now."""
         self.table.at_risk(record.row, record.noted - record.since, self.now - record.since)
         record.noted = self.now
+
+    def _count_path_time(self, path: Lineage) -> None:
+        self.path_table.at_risk(path.row, path.noted - path.since, self.now - path.since)
+        path.noted = self.now
+
+
+def _path_of(record: ReuseStats) -> Lineage | None:
+    """The path whose chance that of a checkpoint on probation is a part of; None if it has one of its own."""
+    return record.node.lineage if record.kind.on_probation and not record.hits else None
 
 
 class LeastRecentlyUsed(ValuePerByte):

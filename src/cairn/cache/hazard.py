@@ -42,12 +42,12 @@ class HazardTable:
 
     prior = _PRIOR
 
-    def __init__(self, max_classes: int = 4096) -> None:
-        """At most `max_classes` rows."""
+    def __init__(self, max_classes: int = 4096, pseudo_hits: float = PSEUDO_HITS) -> None:
+        """At most `max_classes` rows. `pseudo_hits`: for how many hits `prior` counts."""
         self._rows: dict[Class, int] = {(): 0}
         self._levels: list[list[int]] = [[0]]
         self._parents: list[int] = [-1]
-        self._max_classes = max_classes
+        self._max_classes, self._pseudo_hits = max_classes, pseudo_hits
         self._hits: Floats = np.zeros((64, BINS))
         self._risk: Floats = np.zeros((64, BINS))
         # read one at a time, for which lists are several times as fast as arrays
@@ -144,7 +144,7 @@ class HazardTable:
         """
         near_hits, near_risk = self.smooth(hits), self.smooth(risk)
         hazards = np.empty_like(hits)
-        hazards[0] = (near_hits[0] + PSEUDO_HITS) / (near_risk[0] + PSEUDO_HITS / self.prior)
+        hazards[0] = (near_hits[0] + self._pseudo_hits) / (near_risk[0] + self._pseudo_hits / self.prior)
         known = int(np.flatnonzero(risk[0])[-1]) if risk[0].any() else 0
         for position in range(known + 1, BINS):
             hazards[0, position] = hazards[0, position - 1] * _WIDTHS[position - 1] / _WIDTHS[position] / 2

@@ -137,7 +137,7 @@ class PrefixLookup:
                 checkpoint=checkpoint,
                 restore=checkpoint.pages if checkpoint is not None else None,
                 known=may.deepest_known(found, self._eviction),
-                divergence=found.divergence(),
+                left=found.left(),
                 miss_reason=Reason.DISABLED,
                 walk=found,
             ),

@@ -19,19 +19,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cairn.cache.allocator import BlockAllocator, PinnedPages, TreeWriter
-from cairn.cache.checkpoint import Kind
+from cairn.cache.checkpoint import Kind, Lineage
 from cairn.cache.checkpoint_store import CheckpointStore
 from cairn.cache.eviction import EvictionPolicy
 from cairn.cache.journal import Journal
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lookup import PrefixLookup, miss_reasons
 from cairn.cache.pages import PagePool
-from cairn.cache.placement import CheckpointPoint, DivergenceStats, PlacementPolicy, PromptFacts, hold_positions
+from cairn.cache.placement import CheckpointPoint, PlacementPolicy, PromptFacts, hold_positions
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.cache.tree_store import TreeObserver, TreeStore
 from cairn.errors import ConfigError
-from cairn.step import PageCopy
+from cairn.step import GRID, PageCopy
 from cairn.types import Boundary, Clock, Keys, Pages, SystemClock
 
 __all__ = ["CacheCounters", "CachePolicy", "PrefixCache"]
@@ -53,11 +53,14 @@ class CachePolicy:
 @dataclass(slots=True)
 class CacheCounters:
     """In prompt tokens (`queries`, `hits`, `received` from other servers, `lost`) and in requests (`reasons`) or
-    checkpoints (`used`)."""
+    checkpoints (`used`). `second_shared`: tokens that prompts shared with earlier ones which they left where nobody had
+    left them before, and `second_hits`: those of them that were hit."""
 
     queries: int = 0
     hits: int = 0
     received: int = 0
+    second_shared: int = 0
+    second_hits: int = 0
     reasons: Counter[Reason] = field(default_factory=Counter)
     lost: Counter[Reason] = field(default_factory=Counter)
     used: Counter[Kind] = field(default_factory=Counter)
@@ -95,7 +98,6 @@ class PrefixCache:
         self._writer = TreeWriter(self.checkpoints, policy.exact)
         self.counters = CacheCounters()
         self.journal = Journal(clock)
-        self.divergences = DivergenceStats()
 
     @property
     def enabled(self) -> bool:
@@ -145,6 +147,7 @@ class PrefixCache:
 
     def begin_request(self, sequence: SequenceBlocks, resumed: bool = False) -> None:
         """The request goes on from this lookup: count it. `resumed`: its prompt was counted before."""
+        sequence.match.lineage = Lineage(start=sequence.seen, end=sequence.num_prompt_tokens)
         if not resumed:
             self._learn(sequence)
         if sequence.checkpoint is not None and not sequence.closed:
@@ -155,6 +158,9 @@ class PrefixCache:
             self.counters.queries += sequence.num_prompt_tokens
             self.counters.hits += sequence.hit - sequence.received
             self.counters.received += sequence.received
+            if sequence.match.left is not None and sequence.seen >= GRID:
+                self.counters.second_shared += sequence.seen
+                self.counters.second_hits += sequence.hit - sequence.received
             self.counters.reasons[sequence.reason] += 1
             self.counters.lost.update(sequence.lost)
             self.journal.record(sequence)
@@ -184,28 +190,21 @@ class PrefixCache:
     def prompt_facts(
         self, sequence: SequenceBlocks, num_tokens: int, boundaries: tuple[Boundary, ...] = ()
     ) -> PromptFacts:
-        """What the placement policy may know of `sequence`, which is going to prefill up to `num_tokens`, and whose
-        messages and images end at `boundaries`."""
-        idle_files = self.num_idle_files()
-        most = self._allocator.max_predicted(idle_files)
-        return PromptFacts(
-            num_tokens=num_tokens,
-            hit=sequence.hit,
-            matched=sequence.matched,
-            seen=sequence.seen,
-            boundaries=boundaries,
-            exact=self.policy.exact,
-            idle_files=idle_files,
-            predicted=tuple(self.divergences.predict(num_tokens, sequence.hit, most)),
+        """What the placement policy may know of `sequence`, which has its pages and is going to prefill up to
+        `num_tokens`, and whose messages and images end at `boundaries`."""
+        facts = PromptFacts(
+            num_tokens, sequence.hit, sequence.matched, sequence.seen, boundaries, exact=self.policy.exact
         )
+        placement = self.policy.placement
+        if placement is None or not self.layout.state_bytes:
+            return facts
+        return self.checkpoints.predict(placement, facts, sequence.match.lineage)
 
     def _learn(self, sequence: SequenceBlocks) -> None:
         """What this prompt teaches of the reuse of those before it."""
         match = sequence.match
-        if match.divergence:
-            self.divergences.observe_divergence(match.divergence)
-        new_tokens = sequence.num_prompt_tokens - match.seen
-        match.lineage = self.checkpoints.begin_request(match.known, match.checkpoint, new_tokens)
+        match.lineage.forked = match.left is not None
+        self.checkpoints.begin_request(match.known, match.checkpoint, match.lineage, match.left)
 
     def _open(self, sequence: SequenceBlocks) -> None:
         self.pinned.open(sequence)
@@ -268,10 +267,6 @@ class PrefixCache:
             self.pool.release(file.pages)
         self.commit(sequence, num_tokens, kept)
         sequence.receive(num_tokens, position, file.pages if kept else None)
-
-    def num_idle_files(self) -> int:
-        """How many checkpoint files fit into the free pages beyond a quarter of the pool."""
-        return self._allocator.num_idle_files()
 
     # -- commit and release --------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cairn.cache.checkpoint import NO_LINEAGE, Kind, Lineage
+from cairn.cache.checkpoint import Kind, Lineage
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason, first_reason
 from cairn.cache.tree import Checkpoint, Node, Walk
@@ -159,9 +159,9 @@ class PrefixMatch:
     prefix that was ever cached.
 
     `checkpoint`: that of the hit; `restore`: its file; `received`: tokens of `hit` that came from another server.
-    `known`: the node of the deepest checkpoint that is or was on the path. `divergence`: tokens between the end of the
-    earlier prompt and the point where this one diverges from it, 0 if it does not or is not the first. `lineage`: of
-    the checkpoints that this request takes, once it runs.
+    `known`: the node of the deepest checkpoint that is or was on the path. `left`: the lineage of the path
+    that goes on where this prompt leaves it as the first one. `lineage`: of the checkpoints that this request takes,
+    once it runs.
     `miss_spans`: why the tokens behind the hit were not hit, ascending from the hit on; tokens behind the last span
     have `miss_reason`, which also speaks for the whole prompt. `walk`: of a probe, until it is explained.
     """
@@ -173,8 +173,8 @@ class PrefixMatch:
     restore: Pages | None = None
     received: int = 0
     known: Node | None = None
-    divergence: int = 0
-    lineage: Lineage = NO_LINEAGE
+    left: Lineage | None = None
+    lineage: Lineage = field(default_factory=Lineage)
     miss_reason: Reason = Reason.NONE
     miss_spans: tuple[MissSpan, ...] = ()
     walk: Walk | None = None
@@ -332,7 +332,7 @@ class SequenceBlocks:
                 match.restore,
                 match.received,
                 match.known,
-                match.divergence,
+                match.left,
                 match.lineage,
                 match.miss_reason,
                 match.miss_spans,
@@ -353,7 +353,7 @@ class SequenceBlocks:
             request_id=request_id,
             namespace=self.namespace,
             num_prompt_tokens=length,
-            match=PrefixMatch(length, length, length, restore=state),
+            match=PrefixMatch(length, length, length, restore=state, lineage=self.match.lineage),
             blocks=PageTables(self.blocks.groups, tuple(map(PageTable, self.blocks.pages_upto(length)))),
             tokens=KeyBuffer(self.keys[:length]),
             node=self.node,

@@ -17,11 +17,12 @@ one width for all its tokens, so that comparing it with a prompt of the same wid
 import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
 from cairn.keys import common_tokens
@@ -82,7 +83,7 @@ class Node:
 
     `decode_by` names the request whose decode steps built the keys and values, None if prefill built them.
     `locks` counts the sequences whose path goes through here. `loss` is why the checkpoint at `end` is gone.
-    `prompt_end`: where the prompt ended that added this node.
+    `lineage`: of the request that added this node.
     """
 
     __slots__ = (
@@ -90,11 +91,11 @@ class Node:
         "checkpoint",
         "decode_by",
         "end",
+        "lineage",
         "locks",
         "loss",
         "pages",
         "parent",
-        "prompt_end",
         "raw",
         "resident_children",
         "start",
@@ -113,7 +114,7 @@ class Node:
         self.decode_by: str | None = None
         self.locks = 0
         self.loss: Reason | None = None
-        self.prompt_end = 0
+        self.lineage: Lineage | None = None
 
     @property
     def resident(self) -> bool:
@@ -220,13 +221,14 @@ class Walk:
     matched: int = 0
     seen: int = 0
 
-    def divergence(self) -> int:
-        """Tokens between the end of the prompt that was here first and the point inside a node where this one diverges
-        from it, as nobody did before; 0 if it does not."""
+    def left(self) -> Lineage | None:
+        """The lineage of the path that goes on where this prompt leaves it as nobody did before; None if it does
+        not."""
         last = self.beyond[-1] if self.beyond else self.path[-1] if self.path else None
-        if last is None or self.seen >= last.end:
-            return 0
-        return max(0, last.prompt_end - self.seen)
+        if last is None or self.seen < last.end:
+            return last.lineage if last is not None else None
+        (below, *others) = last.children or (None,)
+        return last.lineage if below is not None and not others and below.lineage is last.lineage else None
 
 
 def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None) -> Walk:
@@ -301,7 +303,7 @@ def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node
     assert node.parent is not None and node.start < at < node.end
     cut = (at - node.start) * (len(node.raw) // node.num_tokens)
     upper = Node(node.parent, node.raw[:cut], node.start, at)
-    upper.locks, upper.decode_by, upper.prompt_end = node.locks, node.decode_by, node.prompt_end
+    upper.locks, upper.decode_by, upper.lineage = node.locks, node.decode_by, node.lineage
     node.parent.adopt(upper)
     shared: list[Pages] = []
     if node.pages is not None:
@@ -327,3 +329,13 @@ def next_above(node: Node) -> Checkpoint | None:
     while above is not None and above.checkpoint is None:
         above = above.parent
     return above.checkpoint if above is not None else None
+
+
+def next_below(node: Node) -> float:
+    """Where the next deeper checkpoint lies on the path that `node` was added with; infinite if there is none."""
+    step: Node | None = node
+    while step is not None:
+        step = next((child for child in step.children if child.lineage is node.lineage), None)
+        if step is not None and step.checkpoint is not None:
+            return step.end
+    return inf

@@ -8,6 +8,7 @@ lost.
 from collections import OrderedDict
 from collections.abc import Iterator
 
+from cairn.cache.checkpoint import Lineage
 from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.sequence_blocks import Namespace
@@ -81,11 +82,11 @@ class TreeStore:
         return root
 
     def add(
-        self, parent: Node, raw: bytes, end: int, pages: tuple[Pages, ...], decode_by: str | None, prompt_end: int
+        self, parent: Node, raw: bytes, end: int, pages: tuple[Pages, ...], decode_by: str | None, lineage: Lineage
     ) -> Node:
         """A new node below `parent` for the key tokens `raw` up to token `end`, referring to `pages` (per group)."""
         node = Node(parent, raw, parent.end, end)
-        node.prompt_end = prompt_end
+        node.lineage = lineage
         parent.adopt(node)
         for observer in self.observers:
             observer.node_branched(parent)

@@ -50,6 +50,30 @@ class CheckpointView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KindView:
+    """Checkpoints of one kind. `taken`, `evicted`, `used`: so far, the last one by requests. `earned_tokens`: what
+    those requests needed not to compute, over the next shallower ones. `present`: those that are there, and
+    `expected_tokens` what they are expected to save in the next 1,000 requests."""
+
+    kind: str
+    taken: int
+    evicted: int
+    used: int
+    earned_tokens: int
+    present: int
+    expected_tokens: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyView:
+    """What is kept for what. `price`: the value of what goes next, as `CheckpointView.value`; None while nothing would
+    go. `kinds`: those that there were, as `Kind` has them in order."""
+
+    price: float | None
+    kinds: list[KindView]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
     """Sums over what is not shown one by one."""
 
@@ -147,6 +171,7 @@ class CacheView:
 
     enabled: bool
     pool: PoolView
+    policy: PolicyView
     tree: TreeView
     paths: list[PathView]
     history: list[IntervalView]

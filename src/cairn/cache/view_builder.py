@@ -5,12 +5,15 @@ may change meanwhile. The view is then of several moments, but its sums still ad
 """
 
 import heapq
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import TypeAlias
 
 import numpy as np
 
+from cairn.cache.checkpoint import Kind
 from cairn.cache.checkpoint_store import pages_freed
 from cairn.cache.journal import NAMED_TOKENS
 from cairn.cache.layout import CacheLayout
@@ -22,8 +25,10 @@ from cairn.cache.view import (
     CacheView,
     CheckpointView,
     Folded,
+    KindView,
     LostView,
     PathView,
+    PolicyView,
     PoolView,
     TreeView,
 )
@@ -187,11 +192,19 @@ def build_view(cache: PrefixCache, max_paths: int) -> Iterator[CacheView | None]
     yield None
     paths, below = _paths(cache, table, shown)
     yield None
+    present: Counter[Kind] = Counter()
+    expected: defaultdict[Kind, float] = defaultdict(float)
+    for index, row in enumerate(table.checkpoints):
+        present[row.checkpoint.kind] += 1
+        expected[row.checkpoint.kind] += 1000 * cache.policy.eviction.chance(row.checkpoint.node) * row.saved
+        if index % _SLICE == _SLICE - 1:
+            yield None
     journal, now = cache.journal, cache.journal.clock.now()
     facts = _hint_facts(cache, table.dropped_tokens, table.dropped_checkpoints)
     yield CacheView(
         enabled=cache.enabled,
         pool=_pool(cache),
+        policy=_policy(cache, present, expected),
         tree=_tree(cache, table, below),
         paths=paths,
         history=[
@@ -282,7 +295,7 @@ def _checkpoint(cache: PrefixCache, row: CheckpointRow, tick: int) -> Checkpoint
         idle=max(0, tick - checkpoint.last_used),
         saved_tokens=row.saved,
         freed_bytes=freed,
-        value=round(1000 * chance * row.saved * (1 << 20) / max(1, freed), 3),
+        value=round(_per_mib(chance * row.saved / max(1, freed)), 3),
         held=checkpoint.held_until is not None,
         probation=checkpoint.kind.on_probation and not row.hits,
     )
@@ -319,6 +332,31 @@ def _hint_facts(cache: PrefixCache, dropped_tokens: int, dropped_checkpoints: in
         exact=cache.policy.exact,
         min_shared=placement.min_shared if placement is not None else GRID,
     )
+
+
+def _policy(cache: PrefixCache, present: Mapping[Kind, int], expected: Mapping[Kind, float]) -> PolicyView:
+    store, used, price = cache.checkpoints, cache.counters.used, cache.checkpoints.queue.price()
+    return PolicyView(
+        price=round(_per_mib(price), 3) if isfinite(price) else None,
+        kinds=[
+            KindView(
+                kind=kind.value,
+                taken=store.taken[kind],
+                evicted=store.evicted[kind],
+                used=used[kind],
+                earned_tokens=store.earned[kind],
+                present=present.get(kind, 0),
+                expected_tokens=round(expected.get(kind, 0.0), 1),
+            )
+            for kind in Kind
+            if store.taken[kind]
+        ],
+    )
+
+
+def _per_mib(value: float) -> float:
+    """Tokens in the next 1,000 requests per MiB, from tokens per request and byte."""
+    return 1000 * value * (1 << 20)
 
 
 def _pool(cache: PrefixCache) -> PoolView:

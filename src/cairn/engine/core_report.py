@@ -81,6 +81,8 @@ def engine_stats(
         prefix_cache=PrefixCacheStats(
             queries=cache.counters.queries,
             hits=hits,
+            second_shared=cache.counters.second_shared,
+            second_hits=cache.counters.second_hits,
             miss_reasons={reason.value: cache.counters.reasons[reason] for reason in Reason},
             lost_tokens={reason.value: cache.counters.lost[reason] for reason in Reason},
             checkpoints_taken={kind.value: count for kind, count in cache.checkpoints.taken.items()},

@@ -115,7 +115,8 @@ def _snapshots(placement: PlacementPolicy | None, row: int, start: int, end: int
     """Where an idle pool has room for all that the policy would keep."""
     if placement is None:
         return ()
-    facts = PromptFacts(end, hit=start, matched=start, seen=start, idle_files=end)
+    grid = dict.fromkeys(range((start // GRID + 1) * GRID, end, GRID), 0.0)
+    facts = PromptFacts(end, hit=start, matched=start, seen=start, predicted=grid)
     return tuple(Snapshot(row, point.position, file) for point in placement.in_prefill(facts, start, end))
 
 

@@ -19,7 +19,7 @@ from cairn.server.openai_responses import routes as responses_routes
 from cairn.server.openapi import build_openapi_document
 from cairn.server.options import CorsOptions, ServerOptions
 from cairn.server.service import Service
-from cairn.server.stat_logger import ThroughputLogger
+from cairn.server.stat_logger import SecondSightingsLogger, ThroughputLogger
 from cairn.server.status_routes import DOCS_PATHS
 from cairn.setting_types import list_entries
 
@@ -98,10 +98,12 @@ def _allow_origins(app: FastAPI, options: CorsOptions) -> None:
 
 
 async def _report(service: Service) -> None:
-    """Log the throughput line until cancelled."""
-    line = ThroughputLogger(service.clock.now())
+    """Log throughput and second sightings until cancelled."""
+    now = service.clock.now()
+    lines = (ThroughputLogger(now), SecondSightingsLogger(now))
     while True:
         await asyncio.sleep(service.limits.log_seconds)
-        text = line.update(await service.get_stats(), service.clock.now())
-        if text is not None:
-            logger.info(text)
+        stats, now = await service.get_stats(), service.clock.now()
+        for line in lines:
+            if (text := line.update(stats, now)) is not None:
+                logger.info(text)

@@ -48,7 +48,7 @@ def _body(service: Service, view: CacheView) -> dict[str, Any]:
     about |= {"bytes_per_token": cache.bytes_per_token, "checkpoint_dtype": cache.checkpoint_dtype}
     return {"object": "cairn.cache", "server": about} | {
         name: getattr(view, name)
-        for name in ("enabled", "pool", "tree", "paths", "history", "lost", "unlisted_tokens", "visits")
+        for name in ("enabled", "pool", "policy", "tree", "paths", "history", "lost", "unlisted_tokens", "visits")
     }
 
 

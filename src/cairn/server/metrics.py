@@ -57,6 +57,14 @@ _TRANSFER_BUCKETS = (
 _COUNTERS = (
     ("vllm:prefix_cache_queries", "prefix_cache.queries", "Prompt tokens looked up in the prefix cache."),
     ("vllm:prefix_cache_hits", "prefix_cache.hits", "Prompt tokens found in the prefix cache."),
+    (
+        *("cairn:second_sighting_tokens", "prefix_cache.second_shared"),
+        "Prompt tokens shared with an earlier prompt where nobody had left it before.",
+    ),
+    (
+        *("cairn:second_sighting_hit_tokens", "prefix_cache.second_hits"),
+        "Those of cairn:second_sighting_tokens that were found in the prefix cache.",
+    ),
     ("vllm:prompt_tokens", "tokens.prompt", "Prompt tokens of requests that were started, cached ones included."),
     (
         *("vllm:prompt_tokens_by_source", "tokens.prompt_by_source"),

@@ -50,6 +50,10 @@ def _size(count: int) -> str:
     return f"{size:.4g} GiB"
 
 
+SIGHTINGS_SECONDS = 3600.0
+"""Between two lines about second sightings."""
+
+
 class ThroughputLogger:
     """vLLM's throughput line from successive counters; none while nothing happens.
 
@@ -86,4 +90,25 @@ class ThroughputLogger:
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
             f"KV cache usage: {stats.pool.usage:.1%}, Prefix cache hit rate: {self._hit_rate:.1%}, "
             f"External prefix cache hit rate: {self._external_hit_rate:.1%}"
+        )
+
+
+class SecondSightingsLogger:
+    """Every hour a line that says what second sightings have hit: prompts that left an earlier one where nobody had
+    left it before. None in an hour without any."""
+
+    def __init__(self, now: float) -> None:
+        self._then, self._shared, self._hits = now, 0, 0
+
+    def update(self, stats: EngineStats, now: float) -> str | None:
+        """The line when it is time for it. `now`: seconds of the same clock."""
+        if now < self._then + SIGHTINGS_SECONDS:
+            return None
+        shared, hits = stats.prefix_cache.second_shared - self._shared, stats.prefix_cache.second_hits - self._hits
+        self._then, self._shared, self._hits = now, self._shared + shared, self._hits + hits
+        if shared <= 0:
+            return None
+        return (
+            f"cache: second sightings hit {hits} of {shared} shared tokens in the last hour ({hits / shared:.1%}), "
+            f"{self._hits} of {self._shared} since the start"
         )

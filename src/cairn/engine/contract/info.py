@@ -96,10 +96,13 @@ class PrefixCacheStats(msgspec.Struct, frozen=True, kw_only=True):
     was not longer; `lost_tokens`: prompt tokens that were not cached, by the same reasons. `checkpoints_taken`, `_hit`,
     `_evicted`: by kind; `held_checkpoints`: those that clients hold now. `audits`: recounts of the accounting that came
     out right. `in_flight_shared_requests`: those that waited for another one's prefill and started from it, and
-    `in_flight_shared_tokens` the tokens that this has saved."""
+    `in_flight_shared_tokens` the tokens that this has saved. `second_shared`, `second_hits`: prompt tokens shared with
+    a prompt that nobody had left there before, and those of them that were hit."""
 
     queries: int = 0
     hits: int = 0
+    second_shared: int = 0
+    second_hits: int = 0
     miss_reasons: dict[str, int] = {}
     lost_tokens: dict[str, int] = {}
     checkpoints_taken: dict[str, int] = {}

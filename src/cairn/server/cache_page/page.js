@@ -111,6 +111,7 @@
     $("stones-note").textContent = `${size(tree.checkpoint_bytes)}, ${many(tree.hits, "hit")}`;
     showTime();
     showTree();
+    showPolicy();
     showLost();
     showVisits();
   }
@@ -439,6 +440,20 @@
     const word = make("span", REASONS[known(reason)], "reason");
     word.style.setProperty("--tint", tint(known(reason)));
     return word;
+  }
+  function showPolicy() {
+    const { price, kinds } = latest.policy;
+    $("policy-note").textContent = price === null
+      ? "Nothing would go for a new checkpoint now."
+      : `What goes next is expected to save ${brief.format(price)} tokens in the next 1,000 requests for each MiB.`;
+    $("policy").replaceChildren(...kinds.map((row) => {
+      const item = make("li"), left = make("div"), rest = make("div");
+      left.append(make("strong", whole.format(row.earned_tokens)), make("span", " tokens saved"));
+      rest.textContent = `${whole.format(row.present)} of ${whole.format(row.taken)} taken are there, expected to save ` +
+        `${brief.format(row.expected_tokens)} tokens in the next 1,000 requests; ${many(row.used, "hit")} so far`;
+      item.append(left, make("span", row.kind.replaceAll("_", " ")), rest);
+      return item;
+    }));
   }
   function showLost() {
     $("lost-note").textContent = latest.lost.length

@@ -1,0 +1,128 @@
+"""Where later prompts leave the paths of others: learned, and the positions that save most by it."""
+
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator
+from math import exp, log
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.cache.checkpoint import Lineage
+from cairn.step import GRID
+
+__all__ = ["DivergenceStats"]
+
+MAX_DIVERGENCES, MIN_NEW = 512, 8
+"""Divergences that are remembered; and how many new ones are waited for, at most, before they count."""
+
+PRIOR, DECAY, MIN_WEIGHT = 4.0, 0.99, 0.002
+"""How many divergences the guess counts for that all places are as likely; what is left, after each divergence, of how
+well a view foretold those before; and a view of less weight is left out."""
+
+Ints = NDArray[np.int64]
+Floats = NDArray[np.float64]
+
+
+class DivergenceStats:
+    """Where later prompts are likely to leave a path, learned from where they have left others.
+
+    A prompt that leaves a known path for the first time makes a junction, and the state there comes too late for it:
+    only the third prompt that goes that way hits. But prompts of one make leave at like places, so these can be
+    predicted. Three views of the same divergences: tokens before the path's end (an instruction that is always last, a
+    question behind a document), tokens from the prompt's start, and the share of the path. Each counts by how well it
+    has foretold the last divergences. Before it has seen any, all places are as likely.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[float, ...]] = deque(maxlen=MAX_DIVERGENCES)
+        self._views: list[list[float]] = [[], [], []]
+        self._arrays: list[Floats] = [np.empty(0)] * 3
+        self._scores = [0.0] * 3
+        self._weights = [1 / 3] * 3
+        self._new = 0
+
+    def observe(self, path: Lineage, position: int) -> None:
+        """A prompt left `path` at `position`, as nobody did before."""
+        near = np.array([position - GRID // 2, position + GRID // 2])
+        foretold = [-np.diff(shares)[0] for shares in self._by_view(path, near)]
+        self._scores = [DECAY * s + log(max(share, 1e-4)) for s, share in zip(self._scores, foretold, strict=True)]
+        odds = [exp(score - max(self._scores)) for score in self._scores]
+        self._weights = [each / sum(odds) for each in odds]
+        lines = [_in_view(view, path) for view in range(3)]
+        self._recent.append(tuple(position * scale + shift for scale, shift in lines))
+        self._new += 1
+        if self._new >= MIN_NEW or 2 * self._new > len(self._recent):
+            self._sum_up()
+
+    def share(self, path: Lineage, start: float, end: float) -> float:
+        """The part of all divergences from `path` that are expected at [start, end)."""
+        # asked some thirty times a request, so what all views have in common is worked out once
+        begin, length = path.start, path.end - path.start or 1
+        first = start if start > begin else begin
+        last = end if end > first else first
+        even = PRIOR * (min(last, path.end) - first) / length if first < path.end else 0.0
+        total = 0.0
+        for view, weight in enumerate(self._weights):
+            if weight > MIN_WEIGHT:
+                places, (scale, shift) = self._views[view], _in_view(view, path)
+                inside = bisect_left(places, last * scale + shift) - bisect_left(places, first * scale + shift)
+                seen = len(places) - bisect_left(places, begin * scale + shift)
+                total += weight * (inside + even) / (seen + PRIOR)
+        return total
+
+    def shares_from(self, path: Lineage, positions: Ints) -> Floats:
+        """`share` from each of `positions` on; shape [n]."""
+        total = np.zeros(len(positions))
+        for weight, shares in zip(self._weights, self._by_view(path, positions), strict=True):
+            total += weight * shares
+        return total
+
+    def _by_view(self, path: Lineage, positions: Ints) -> Iterator[Floats]:
+        """`shares_from` by each view alone."""
+        first = np.maximum(positions, path.start)
+        even = (path.end - first).clip(0) / (path.end - path.start or 1)
+        for view, places in enumerate(self._arrays):
+            scale, shift = _in_view(view, path)
+            seen = len(places) - places.searchsorted(path.start * scale + shift)
+            left = len(places) - places.searchsorted(first * scale + shift)
+            yield (left + PRIOR * even) / (seen + PRIOR)
+
+    def choose(
+        self, path: Lineage, hit: int, fixed: Ints, candidates: Ints, pays: Callable[[int, float], bool]
+    ) -> dict[int, float]:
+        """Positions among `candidates` in the order of what each saves in addition to those before it and to `fixed`
+        (both ascending; the greedy rule for such coverage: Nemhauser, Wolsey and Fisher, 1978), as long as
+        `pays(number chosen, tokens saved per visit)`. Returns these tokens by position.
+
+        A prompt that leaves the path at b goes on from the deepest position p <= b and saves p - hit.
+        """
+        shares = self.shares_from(path, np.append(candidates, fixed))
+        shares, behind, below = shares[: len(candidates)], shares[len(candidates) :], fixed.searchsorted(candidates)
+        above, until = np.append(fixed, hit)[below - 1], np.append(behind, 0.0)[below]
+        if len(candidates) and pays(len(candidates) - 1, 0.0):  # all of them
+            gains = np.diff(np.append(hit, candidates)) * -np.diff(np.append(shares, until[-1]))
+            return dict(zip(candidates[::-1].tolist(), gains[::-1].tolist(), strict=True))
+        chosen: dict[int, float] = {}
+        while len(chosen) < len(candidates):
+            gains = (candidates - above) * (shares - until)
+            best = int(gains.argmax())
+            if gains[best] <= 0 or not pays(len(chosen), float(gains[best])):
+                break
+            chosen[int(candidates[best])] = float(gains[best])
+            above[best:] = np.maximum(above[best:], candidates[best])
+            until[: best + 1] = np.maximum(until[: best + 1], shares[best])
+        return chosen
+
+    def _sum_up(self) -> None:
+        self._new = 0
+        self._arrays = [np.sort(np.array(places)) for places in zip(*self._recent, strict=True)]
+        self._views = [view.tolist() for view in self._arrays]
+
+
+def _in_view(view: int, path: Lineage) -> tuple[float, float]:
+    """Scale and shift that make a position on `path` a place in a view."""
+    if view == 2:
+        scale = 1 / (path.end - path.start or 1)
+        return scale, -path.start * scale
+    return 1.0, -path.end if view == 0 else 0.0
