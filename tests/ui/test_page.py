@@ -37,6 +37,10 @@ def test_it_shows_the_tree_the_requests_and_the_losses(watched, visit, picture):
     assert page.locator("#visits li").count() == 20
     assert page.locator("#lost li").count() == len(view["lost"]) > 3
     assert view["lost"][0]["cure"] in page.inner_text("#lost li:first-child")
+    kinds = view["policy"]["kinds"]
+    assert page.locator("#policy li").count() == len(kinds) > 2
+    assert kinds[0]["kind"].replace("_", " ") in page.inner_text("#policy li:first-child")
+    assert "MiB" in page.inner_text("#policy-note") or view["policy"]["price"] is None
     assert "GiB" in page.inner_text("#pool-key") or "MiB" in page.inner_text("#pool-key")
     assert page.locator("#time rect").count() > 0
     page.screenshot(path=picture("light"), full_page=True)
