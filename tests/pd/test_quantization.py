@@ -12,7 +12,7 @@ from kernels.int8_products import NEEDS_INT8
 from tiers import first
 
 TEXT = np.random.default_rng(7).integers(20, 4000, 200).tolist()
-PREFILL = {"exact": False, "dtype": "bfloat16", "quantization": "int8"}
+PREFILL = {"exact": False, "dtype": "bfloat16", "quantization": "int8", "checkpoint_dtype": "float32"}
 OTHERS = [
     ({"quantization": "int8"}, True),
     ({"quantization": None}, False),

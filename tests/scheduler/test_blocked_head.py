@@ -11,6 +11,7 @@ from test_random_mixes import MIX, check_mix
 
 from cairn.cache import lookup, prefix_cache
 from cairn.cache.allocator import PinnedPages
+from cairn.cache.checkpoint import Lineage
 from cairn.cache.lookup import PrefixLookup
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
@@ -128,7 +129,7 @@ def plain(value):
         return plain(value.tables), value.copied
     if isinstance(value, KeyBuffer):
         return value.keys.tolist()
-    if isinstance(value, PrefixMatch):
+    if isinstance(value, PrefixMatch | Lineage):
         return [plain(getattr(value, field.name)) for field in fields(value)]
     if isinstance(value, PageTable):
         return value.pages.tolist(), value.num_shared, value.num_sent

@@ -55,7 +55,7 @@ def embed(tokens: Tensor, weight: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, batch: Batch) -> Tensor:
     """See `Kernels.linear`. Decode rows and prefill rows are in tiles of their own, by heights of their own."""
     if not has_fixed_shapes(x):
-        return F.linear(x, weight, bias)
+        return F.linear(*_in_pairs(x, weight), bias)
     decodes = batch.host.num_decodes
     parts = [multiply_tiles(x[:decodes], weight, bias, ROW_TILE), multiply_tiles(x[decodes:], weight, bias, TILE)]
     parts = [part for part in parts if part.shape[0]]
@@ -65,8 +65,14 @@ def linear(x: Tensor, weight: Weight, bias: Tensor | None, batch: Batch) -> Tens
 def lm_head(hidden: Tensor, weight: Weight) -> Tensor:
     """See `Kernels.lm_head`."""
     if not has_fixed_shapes(hidden):
-        return widen(F.linear(hidden, weight))
+        return widen(F.linear(*_in_pairs(hidden, weight)))
     return multiply_tiles(hidden, weight, None, ROW_TILE)
+
+
+def _in_pairs(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with a column of zeros more where they have an odd number of them. AMX multiplies pairs of bfloat16 numbers,
+    and torch 2.13 has it multiply what lies behind an odd last one by zero, which may be NaN."""
+    return (F.pad(x, (0, 1)), F.pad(weight, (0, 1))) if x.shape[1] % 2 else (x, weight)
 
 
 def has_fixed_shapes(x: Tensor) -> bool:
