@@ -45,8 +45,8 @@ class DivergenceStats:
     def observe(self, path: Lineage, position: int) -> None:
         """A prompt left `path` at `position`, as nobody did before."""
         near = np.array([position - GRID // 2, position + GRID // 2])
-        foretold = [-np.diff(shares)[0] for shares in self._by_view(path, near)]
-        self._scores = [DECAY * s + log(max(share, 1e-4)) for s, share in zip(self._scores, foretold, strict=True)]
+        found_by = [-np.diff(shares)[0] for shares in self._by_view(path, near)]
+        self._scores = [DECAY * s + log(max(share, 1e-4)) for s, share in zip(self._scores, found_by, strict=True)]
         odds = [exp(score - max(self._scores)) for score in self._scores]
         self._weights = [each / sum(odds) for each in odds]
         lines = [_in_view(view, path) for view in range(3)]
