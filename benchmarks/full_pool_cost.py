@@ -1,18 +1,21 @@
 """What a cold prompt costs in a full pool, where states are written and others go for them, over no cache at all.
 
     python -m benchmarks.full_pool_cost [--model FOLDER] [--size tiny|small] [--tokens 4800] [--states 80] [--rounds 6]
-                                        [--checkpoint-dtype auto] [--threads 1] [--json FILE] [--seed N]
+                                        [--checkpoint-dtype auto] [--threads 1] [--clock wall|processor]
+                                        [--json FILE] [--seed N]
 
 Two engine cores in one process are asked for the first token of prompts that nobody has asked before, in turn: one with
 a pool for --states state checkpoints that is full, and one with `--no-enable-prefix-caching`, which is the baseline.
-The ratio is the median over rounds that are next to each other. Every third prompt that fills the pool shares a half
+The ratio is the median over rounds that are next to each other; --clock processor counts what the process computes,
+for machines with other work on them. Every third prompt that fills the pool shares a half
 with the one before it, so that the server has learned to take checkpoints where nobody announces them.
 """
 
 import argparse
 import statistics
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -29,16 +32,17 @@ from cairn.engine.core import Core
 from cairn.types import SamplingParams
 
 
-def ask(core: Core, name: str, prompt: np.ndarray) -> tuple[float, int]:
-    """Seconds to the first token, and cached tokens."""
+def ask(core: Core, name: str, prompt: np.ndarray, clock: Callable[[], float]) -> tuple[float, int]:
+    """Seconds until the request has ended, after one token, and cached tokens."""
     request = GenerateRequest(
         request_id=name,
         prompt=prompt.tobytes(),
         sampling=SamplingParams(temperature=0.0),
         stop_conditions=StopConditions(max_tokens=1, ignore_eos=True),
     )
-    seconds, _, cached = run_request(core, request)
-    return seconds, cached
+    begin = clock()
+    _, _, cached = run_request(core, request)
+    return clock() - begin, cached
 
 
 def fillers(rng: np.random.Generator, vocabulary: int, tokens: int) -> Iterator[np.ndarray]:
@@ -60,19 +64,20 @@ def measure(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
     del idle
     full = build_core(EngineConfig(**settings, kv_cache_memory_bytes=pool))
     off = build_core(EngineConfig(**settings, kv_cache_memory_bytes=1 << 30, enable_prefix_caching=False))
+    clock = time.process_time if arguments.clock == "processor" else time.perf_counter
     rng, number = np.random.default_rng(arguments.seed), 0
     for prompt in fillers(rng, full.info.vocab_size, arguments.tokens):
-        ask(full, f"fill-{number}", prompt)
+        ask(full, f"fill-{number}", prompt, clock)
         number += 1
         evicted = sum(full.stats().prefix_cache.checkpoints_evicted.values())
         if evicted >= arguments.states // 2 and number % 3 == 0:
             break
-    ask(off, "first", rng.integers(300, full.info.vocab_size, arguments.tokens))
+    ask(off, "first", rng.integers(300, full.info.vocab_size, arguments.tokens), clock)
     before = sum(full.stats().prefix_cache.checkpoints_taken.values())
     rounds = []
     for index in track(range(arguments.rounds), "rounds", console=Console(stderr=True)):
         prompt = rng.integers(300, full.info.vocab_size, arguments.tokens)
-        seconds = {name: ask(core, f"{name}-{index}", prompt) for name, core in (("full", full), ("off", off))}
+        seconds = {name: ask(core, f"{name}-{index}", prompt, clock) for name, core in (("full", full), ("off", off))}
         assert not seconds["full"][1], "the prompt was not cold"
         rounds.append({name: found for name, (found, _) in seconds.items()})
     taken = sum(full.stats().prefix_cache.checkpoints_taken.values()) - before
@@ -97,6 +102,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--checkpoint-dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     add_output_flags(parser, with_plot=False)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -112,6 +118,7 @@ def main() -> None:
     )
     if arguments.json:
         how = {"tokens": arguments.tokens, "states": arguments.states, "threads": arguments.threads}
+        how |= {"clock": arguments.clock}
         arguments.json.write_text(as_json({**circumstances(), **how, "seed": arguments.seed, **found}))
 
 
