@@ -2,8 +2,21 @@
 
 import time
 
-from cairn.engine.contract import GenerateRequest
+import numpy as np
+
+from cairn.engine.contract import GenerateRequest, StopConditions
 from cairn.engine.core import Core
+from cairn.types import SamplingParams
+
+
+def greedy_request(name: str, prompt: np.ndarray, max_tokens: int) -> GenerateRequest:
+    """Of a prompt of token ids, int64 [n]; answered in full length."""
+    return GenerateRequest(
+        request_id=name,
+        prompt=prompt.tobytes(),
+        sampling=SamplingParams(temperature=0.0),
+        stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
+    )
 
 
 def run_request(core: Core, request: GenerateRequest) -> tuple[float, list[int], int]:

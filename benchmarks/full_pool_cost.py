@@ -20,28 +20,21 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.core_requests import run_request
+from benchmarks.core_requests import greedy_request, run_request
 from benchmarks.made_model import PEER_SHAPES, make_peer_model
 from benchmarks.reporting import add_output_flags, as_json, circumstances, make_console
 from rich.console import Console
 from rich.progress import track
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateRequest, StopConditions
+from cairn.engine.contract import EngineConfig
 from cairn.engine.core import Core
-from cairn.types import SamplingParams
 
 
 def ask(core: Core, name: str, prompt: np.ndarray, clock: Callable[[], float]) -> tuple[float, int]:
     """Seconds until the request has ended, after one token, and cached tokens."""
-    request = GenerateRequest(
-        request_id=name,
-        prompt=prompt.tobytes(),
-        sampling=SamplingParams(temperature=0.0),
-        stop_conditions=StopConditions(max_tokens=1, ignore_eos=True),
-    )
     begin = clock()
-    _, _, cached = run_request(core, request)
+    _, _, cached = run_request(core, greedy_request(name, prompt, 1))
     return clock() - begin, cached
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.core_requests import run_request
+from benchmarks.core_requests import greedy_request, run_request
 from benchmarks.reporting import (
     add_model_flags,
     add_output_flags,
@@ -31,9 +31,8 @@ from rich.progress import track
 from rich.table import Table
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateRequest, StopConditions
+from cairn.engine.contract import EngineConfig
 from cairn.engine.core import Core
-from cairn.types import SamplingParams
 
 POLICIES = {"auto": {}, "align": {"mamba_cache_mode": "align"}, "off": {"enable_prefix_caching": False}}
 WORKLOADS = ("repeat", "shared", "next turn")
@@ -50,13 +49,7 @@ class Asker:
     def ask(self, prompt: np.ndarray, max_tokens: int) -> tuple[float, list[int], int]:
         """Seconds to the first token, the answer's tokens, and the cached tokens."""
         self.count += 1
-        request = GenerateRequest(
-            request_id=str(self.count),
-            prompt=prompt.tobytes(),
-            sampling=SamplingParams(temperature=0.0),
-            stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
-        )
-        return run_request(self.core, request)
+        return run_request(self.core, greedy_request(str(self.count), prompt, max_tokens))
 
 
 def one_round(asker: Asker, rng: np.random.Generator, vocabulary: int) -> dict[str, tuple[float, int]]:

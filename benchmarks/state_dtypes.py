@@ -30,6 +30,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
+from benchmarks.core_requests import greedy_request
 from benchmarks.quantization import errors
 from benchmarks.reporting import add_output_flags, as_json, circumstances, make_console, save_figure
 from demo.corpus import LEAST_CHARACTERS, Corpus
@@ -38,7 +39,7 @@ from rich.table import Table
 from torch import Tensor
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig, GenerateRequest, StopConditions
+from cairn.engine.contract import EngineConfig
 from cairn.engine.core import Core
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import CairnError
@@ -49,7 +50,6 @@ from cairn.models.layer_sizes import CacheSpec
 from cairn.models.random_weights.make_model import make_model
 from cairn.runner.checkpoint import CheckpointFiles
 from cairn.runner.memory import LiveStates
-from cairn.types import SamplingParams
 
 Ids = NDArray[np.int64]
 
@@ -91,13 +91,7 @@ class Engine:
     def logits_behind(self, prompt: Ids, restored: int | None = None) -> Tensor:
         """float64 [vocabulary]. Raises RuntimeError where other tokens than the first `restored` were cached."""
         self._count += 1
-        request = GenerateRequest(
-            request_id=str(self._count),
-            prompt=prompt.tobytes(),
-            sampling=SamplingParams(temperature=0.0),
-            stop_conditions=StopConditions(max_tokens=1, ignore_eos=True),
-        )
-        self.core.submit(request)
+        self.core.submit(greedy_request(str(self._count), prompt, 1))
         cached: list[int] = []
         while self.core.has_work:
             cached += [output.cache.cached_tokens for output in self.core.step() if output.cache is not None]

@@ -214,7 +214,7 @@ class ValuePerByte(EvictionPolicy):
         # nothing on the path could serve those who leave it before its first place on the grid
         if left is not None and not known_there and lineage.start - left.start >= GRID:
             self._divergences.observe(left, lineage.start)
-            self._count_path_time(left)
+            self._count_time(left)
             self.path_table.hit(left.row, self.now - left.since)
             left.visits += 1
             self._add_path(left)
@@ -235,7 +235,7 @@ class ValuePerByte(EvictionPolicy):
         self._paths[path] = None
         self._paths.move_to_end(path)
         if len(self._paths) > self.max_ghosts:
-            self._count_path_time(self._paths.popitem(last=False)[0])
+            self._count_time(self._paths.popitem(last=False)[0])
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         node = checkpoint.node
@@ -350,14 +350,11 @@ class ValuePerByte(EvictionPolicy):
         self._count_time(record)
         record.row = self.table.row(record.class_key())
 
-    def _count_time(self, record: ReuseStats) -> None:
+    def _count_time(self, record: ReuseStats | Lineage) -> None:
         """Count the time without use up to now."""
-        self.table.at_risk(record.row, record.noted - record.since, self.now - record.since)
+        table = self.path_table if isinstance(record, Lineage) else self.table
+        table.at_risk(record.row, record.noted - record.since, self.now - record.since)
         record.noted = self.now
-
-    def _count_path_time(self, path: Lineage) -> None:
-        self.path_table.at_risk(path.row, path.noted - path.since, self.now - path.since)
-        path.noted = self.now
 
 
 def _path_of(record: ReuseStats) -> Lineage | None:
