@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
@@ -19,6 +20,13 @@ from cairn.models.random_weights.make_tokenizer import make_tokenizer
 collect_ignore = ["clients", "ray_serve"]
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests of properties draw the same examples in each run; `make test-long` looks for others."""
+    hypothesis.settings.register_profile("repeatable", derandomize=True)
+    if config.option.markexpr != "long":
+        hypothesis.settings.load_profile("repeatable")
 
 
 def pytest_collection_finish() -> None:

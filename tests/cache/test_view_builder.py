@@ -194,7 +194,7 @@ def test_many_nodes_are_folded():
     assert len(names) == everything.tree.paths == view.tree.paths and names > {path.name for path in view.paths}
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=5), st.booleans()), min_size=1, max_size=12),
     st.integers(1, 40),

@@ -49,7 +49,7 @@ def test_a_template_that_hides_the_message_is_refused(plain_tokenizer: Path, tmp
     assert caught.value.param == "messages"
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=40))
 def test_tokens_spell_their_text(tokenizers, text):
     tokenizer = tokenizers["plain"]

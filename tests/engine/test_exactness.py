@@ -320,7 +320,7 @@ MIX = {
 @pytest.mark.parametrize("loaded", NEMOTRON_FIRST, indirect=True, scope="module")
 @pytest.mark.parametrize("max_examples", [2, more(6)])
 def test_random_mixes_in_a_tiny_pool(loaded, max_examples):
-    @settings(max_examples=max_examples, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(**MIX)
     def check(num_pages, ahead, mixes):
         check_mix(loaded, num_pages, ahead, mixes)

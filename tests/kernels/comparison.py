@@ -13,7 +13,7 @@ from kernels.backends import BF16_PRODUCTS, INTERPRETED, ON_GPU
 from kernels.kernel_calls import Call, Kind, whole_memory
 from tiers import more
 
-FEW = settings(max_examples=16, deadline=None, derandomize=True)
+FEW = settings(max_examples=16, deadline=None)
 if ON_GPU:
     # Nearly each has kernels of its own to compile.
     FEW = settings(FEW, max_examples=12)

@@ -364,7 +364,7 @@ def test_a_penalty_without_what_it_looks_at_is_a_bug() -> None:
         draw(torch.zeros(4), SamplingParams(presence_penalty=1.0), 3)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None)
 @given(
     st.integers(0, 10_000),
     st.floats(-2, 2),

@@ -139,7 +139,6 @@ def plain(value):
 @pytest.mark.more
 @settings(
     max_examples=60,
-    derandomize=True,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )

@@ -272,7 +272,7 @@ MIX = {
 
 
 @pytest.mark.more
-@settings(max_examples=100, derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(**MIX)
 def test_random_mixes_of_branches(mode, exact, ahead, num_pages, slots, requests):
     config = {"max_in_flight": ahead, "max_num_seqs": slots, "max_num_batched_tokens": 100}

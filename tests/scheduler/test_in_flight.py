@@ -578,7 +578,7 @@ def check_mix(**mix):
     budget=80,
     requests=[((64, 1, 1), 3, 0, 3, -1), ((65, 2, 100), 40, 1, 3, 1), ((200, 2, 100), 1, 3, 0, -1)],
 )
-@settings(max_examples=60, derandomize=True, **COMMON)
+@settings(max_examples=60, **COMMON)
 @given(**MIX)
 def test_random_mixes_end_with_the_right_answers_and_compute_no_more_than_without(**mix):
     check_mix(**mix)

@@ -63,14 +63,14 @@ def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests):
     assert driver.cache.clear(), "a page leaked"
 
 
-@settings(max_examples=20, derandomize=True, **COMMON)
+@settings(max_examples=20, **COMMON)
 @given(**MIX)
 def test_every_answer_is_right_whatever_happens(**mix):
     check_mix(**mix)
 
 
 @pytest.mark.more
-@settings(max_examples=300, derandomize=True, **COMMON)
+@settings(max_examples=300, **COMMON)
 @given(**MIX)
 def test_every_answer_of_more_mixes_is_right(**mix):
     check_mix(**mix)

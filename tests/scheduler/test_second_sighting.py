@@ -29,9 +29,7 @@ def runs(max_examples):
         block_size=st.sampled_from([1, 16, 48]),
         budget=st.sampled_from([70, 128, 2048]),
     )
-    how = settings(
-        max_examples=max_examples, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-    )
+    how = settings(max_examples=max_examples, deadline=None, suppress_health_check=[HealthCheck.too_slow])
     return lambda test: how(given_turns(test))
 
 

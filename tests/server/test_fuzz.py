@@ -22,9 +22,7 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5)
 
 
 @pytest.mark.more
-@settings(
-    max_examples=250, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=BODIES, prompt=st.text(max_size=5) | st.lists(st.integers(-1, 260), max_size=5), messages=MESSAGES)
 def test_any_json(server, body, prompt, messages):
     for path, needed in (("/v1/completions", {"prompt": prompt}), ("/v1/chat/completions", {"messages": messages})):

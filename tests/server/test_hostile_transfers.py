@@ -85,7 +85,7 @@ def check(answer, right):
         assert error["message"] and error["param"].startswith("kv_transfer_params"), error
 
 
-QUICK = settings(deadline=None, derandomize=True)
+QUICK = settings(deadline=None)
 NUM_EXAMPLES = pytest.mark.parametrize("max_examples", [50, more(150)])
 
 

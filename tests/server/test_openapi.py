@@ -82,7 +82,6 @@ def ask(operation, mode, most):
     @settings(
         max_examples=most,
         deadline=None,
-        derandomize=True,
         phases=[Phase.generate],
         suppress_health_check=list(HealthCheck),
     )

@@ -343,7 +343,7 @@ class Transfers(RuleBasedStateMachine):
 
 
 TestTransfers = Transfers.TestCase
-TestTransfers.settings = settings(max_examples=100, stateful_step_count=15, deadline=None, derandomize=True)
+TestTransfers.settings = settings(max_examples=100, stateful_step_count=15, deadline=None)
 
 
 @pytest.mark.more

@@ -196,7 +196,7 @@ def test_hostile_frames_are_counted_and_nothing_else(frame):
     assert world.consumer.dropped == 1
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_no_records(frame):
     for frames in (requests(), replies()):
