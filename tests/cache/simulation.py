@@ -234,6 +234,11 @@ class Simulation:
             if other is not request and other.namespace == space and other.lease.committed < len(other.prompt)
         ]
         running = max((shared_tokens(keys, other) for other in here), default=0)
+        rewritten = next((end for end, reason in lease.match.miss_spans if reason is Reason.REWRITTEN), 0)
+        assert not rewritten or any(
+            owner == space and len(path) == rewritten and shared_tokens(path, keys) == lease.seen
+            for owner, path in self.committed
+        )
         for token in range(lease.hit, length):
             reason = next(reason for end, reason in lease.match.miss_spans if token < end)
             if token < lease.seen:
@@ -244,6 +249,8 @@ class Simulation:
                 assert reason is not Reason.NO_CHECKPOINT or token < lease.matched or self.cache.policy.exact
             elif token < running:
                 assert reason is Reason.IN_PROGRESS
+            elif reason is Reason.REWRITTEN:
+                assert token >= lease.seen
             else:
                 assert reason in (Reason.NEVER_SEEN, Reason.NAMESPACE)
                 assert reason is Reason.NEVER_SEEN or (PLAIN, keys[: token + 1]) in self.committed

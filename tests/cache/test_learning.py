@@ -276,11 +276,13 @@ def test_places_from_the_start_and_shares_of_the_path_are_learned_as_well():
         assert 0 <= place(9000) - best < 128
 
 
-def test_before_anything_is_known_all_places_are_as_likely():
+def test_before_anything_is_known_the_middle_is_likelier_than_the_ends():
     stats, path = DivergenceStats(), Lineage(start=1000, end=3000)
-    assert [stats.share(path, 0, end) for end in (500, 1000, 2000, 3000, inf)] == [0, 0, 0.5, 1, 1]
-    assert abs(chosen(stats, 4096, 1)[0] - 2048) <= 64
-    assert np.diff(sorted(chosen(stats, 4096, 7))).max() <= 1024
+    assert [stats.share(path, 0, end) for end in (500, 1000, 1500, 2000, 3000, inf)] == [0, 0, 10 / 64, 0.5, 1, 1]
+    assert [stats.share(Lineage(start=9, end=9), 0, end) for end in (9, inf)] == [0, 0]
+    # where x (1 - 3x² + 2x³) is largest, and then again
+    assert chosen(stats, 4096, 1) == [1728]
+    assert np.diff([0, *sorted(chosen(stats, 4096, 7)), 4096]).max() <= 1024
 
 
 def test_shares_add_up_and_count_what_lies_on_the_path():

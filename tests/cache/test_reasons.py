@@ -9,6 +9,7 @@ from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.placement import Auto, Junction
 from cairn.cache.reasons import HintFacts, Reason, first_reason, hint
 from cairn.cache.sequence_blocks import Namespace
+from cairn.types import Boundary
 
 A, B = tuple(range(1000, 1200)), tuple(range(2000, 2200))
 
@@ -218,3 +219,39 @@ def test_what_has_come_back_is_not_called_dropped():
     cache.commit(lease, 200)
     cache.release(lease)
     assert lost(sim) == {Reason.NO_CHECKPOINT: 200}
+
+
+ANSWER = tuple(range(3000, 3050))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lost"),
+    [
+        # as it was: the last token of an answer is never computed
+        (A + ANSWER + B, {Reason.NEVER_SEEN: 201}),
+        # another answer from its 21st token on, and none of it: 29 tokens are computed that come after its 20th
+        (A + ANSWER[:20] + B, {Reason.NO_CHECKPOINT: 20, Reason.REWRITTEN: 29, Reason.NEVER_SEEN: 171}),
+        (A + B, {Reason.REWRITTEN: 49, Reason.NEVER_SEEN: 151}),
+        (A + B[:10], {Reason.REWRITTEN: 10}),
+        # the last message ends at 190, and ten tokens open the answer
+        (A[:195] + B, {Reason.NO_CHECKPOINT: 3, Reason.REWRITTEN: 54, Reason.NEVER_SEEN: 146}),
+        (A[:190] + B, {Reason.REWRITTEN: 59, Reason.NEVER_SEEN: 141}),
+        (A[:189] + B, {Reason.NO_CHECKPOINT: 61, Reason.NEVER_SEEN: 200}),
+    ],
+)
+def test_what_stands_in_the_place_of_an_answer_is_rewritten(prompt, lost):
+    sim = simulation()
+    first = sim.start("first", A, boundaries=(Boundary(128), Boundary(190)))
+    sim.prefill(first, len(A))
+    for token in ANSWER:
+        sim.decode(first, token)
+    sim.finish(first)
+    lease = sim.start("second", prompt).lease
+    assert lease.lost == lost
+    assert lease.reason is first_reason(lost)
+
+
+def test_a_prompt_without_an_answer_is_not_rewritten():
+    sim = simulation()
+    run(sim, A)
+    assert sim.start("second", A[:199] + B).lease.lost.keys() == {Reason.NO_CHECKPOINT, Reason.NEVER_SEEN}

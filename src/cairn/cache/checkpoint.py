@@ -51,7 +51,8 @@ class Origin(Enum):
 class Lineage:
     """What is known of the request that makes a checkpoint, and of the path that it adds: tokens `start` to `end` of
     its prompt were never seen before. `turn`: how many requests in a row went on from where the one before had ended,
-    up to 2. `forked`: it begins inside the path of an earlier request.
+    up to 2. `forked`: it begins inside the path of an earlier request. `message_end`: where the prompt's last message
+    ends, as far as that is known, and otherwise the prompt: its answer comes after that.
 
     `visits`: later requests that left the path at a place that was not known for that, and the rest of the path's
     record, as in `ReuseStats`: when it was added or last visited, counted up to when, its class.
@@ -61,6 +62,7 @@ class Lineage:
     start: int = 0
     end: int = 0
     forked: bool = False
+    message_end: int = 0
     visits: int = 0
     since: int = 0
     noted: int = 0

@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from math import exp, log
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,11 +18,12 @@ MAX_DIVERGENCES, MIN_NEW = 512, 8
 """Divergences that are remembered; and how many new ones are waited for, at most, before they count."""
 
 PRIOR, DECAY, MIN_WEIGHT = 4.0, 0.99, 0.002
-"""How many divergences the guess counts for that all places are as likely; what is left, after each divergence, of how
-well a view foretold those before; and a view of less weight is left out."""
+"""How many divergences `_guess` counts for; what is left, after each divergence, of how well a view foretold those
+before; and a view of less weight is left out."""
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
+Number = TypeVar("Number", float, Floats)
 
 
 class DivergenceStats:
@@ -31,7 +33,7 @@ class DivergenceStats:
     only the third prompt that goes that way hits. But prompts of one make leave at like places, so these can be
     predicted. Three views of the same divergences: tokens before the path's end (an instruction that is always last, a
     question behind a document), tokens from the prompt's start, and the share of the path. Each counts by how well it
-    has foretold the last divergences. Before it has seen any, all places are as likely.
+    has foretold the last divergences. Before it has seen any, the middle of a path is likelier than its ends.
     """
 
     def __init__(self) -> None:
@@ -61,14 +63,14 @@ class DivergenceStats:
         begin, length = path.start, path.end - path.start or 1
         first = start if start > begin else begin
         last = end if end > first else first
-        even = PRIOR * (min(last, path.end) - first) / length if first < path.end else 0.0
+        guess = PRIOR * (_guess(max(0.0, path.end - first) / length) - _guess(max(0.0, path.end - last) / length))
         total = 0.0
         for view, weight in enumerate(self._weights):
             if weight > MIN_WEIGHT:
                 places, (scale, shift) = self._views[view], _in_view(view, path)
                 inside = bisect_left(places, last * scale + shift) - bisect_left(places, first * scale + shift)
                 seen = len(places) - bisect_left(places, begin * scale + shift)
-                total += weight * (inside + even) / (seen + PRIOR)
+                total += weight * (inside + guess) / (seen + PRIOR)
         return total
 
     def shares_from(self, path: Lineage, positions: Ints) -> Floats:
@@ -81,12 +83,12 @@ class DivergenceStats:
     def _by_view(self, path: Lineage, positions: Ints) -> Iterator[Floats]:
         """`shares_from` by each view alone."""
         first = np.maximum(positions, path.start)
-        even = (path.end - first).clip(0) / (path.end - path.start or 1)
+        guess = _guess((path.end - first).clip(0) / (path.end - path.start or 1))
         for view, places in enumerate(self._arrays):
             scale, shift = _in_view(view, path)
             seen = len(places) - places.searchsorted(path.start * scale + shift)
             left = len(places) - places.searchsorted(first * scale + shift)
-            yield (left + PRIOR * even) / (seen + PRIOR)
+            yield (left + PRIOR * guess) / (seen + PRIOR)
 
     def choose(
         self, path: Lineage, hit: int, fixed: Ints, candidates: Ints, pays: Callable[[int, float], bool]
@@ -118,6 +120,12 @@ class DivergenceStats:
         self._new = 0
         self._arrays = [np.sort(np.array(places)) for places in zip(*self._recent, strict=True)]
         self._views = [view.tolist() for view in self._arrays]
+
+
+def _guess(remaining: Number) -> Number:
+    """The part of all divergences behind a place after which the share `remaining` of the path comes, as long as
+    nothing is known: a beta distribution, of which both parameters are 2."""
+    return remaining * remaining * (3 - 2 * remaining)
 
 
 def _in_view(view: int, path: Lineage) -> tuple[float, float]:

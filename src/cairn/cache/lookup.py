@@ -165,8 +165,8 @@ def miss_reasons(
     """Why each prompt token behind `sequence.hit` was not hit: spans that follow one another from the hit to the
     prompt's end, ascending. O(nodes behind the hit).
 
-    hit ........... matched ........ seen ............ computed now ....... n
-        no checkpoint       dropped        in progress          never seen
+    hit ........... matched ........ seen ............ computed now .......... n
+        no checkpoint       dropped        in progress        rewritten, never seen
 
     A checkpoint that is gone says why, and would have saved what is above it, down to the next one that is gone.
     """
@@ -187,6 +187,9 @@ def miss_reasons(
     if root is not None and (elsewhere := walk(root, TokenKey(sequence.keys[:length])).seen) > position:
         ends.append((elsewhere, Reason.NAMESPACE))
         position = elsewhere
+    if position < (answer_end := min(found.seen + found.unused_answer(), length)):
+        ends.append((answer_end, Reason.REWRITTEN))
+        position = answer_end
     if position < length:
         ends.append((length, Reason.NEVER_SEEN))
     # where two neighbours have one reason, the later end speaks for both

@@ -147,7 +147,8 @@ class PrefixCache:
 
     def begin_request(self, sequence: SequenceBlocks, resumed: bool = False) -> None:
         """The request goes on from this lookup: count it. `resumed`: its prompt was counted before."""
-        sequence.match.lineage = Lineage(start=sequence.seen, end=sequence.num_prompt_tokens)
+        end = sequence.num_prompt_tokens
+        sequence.match.lineage = Lineage(start=sequence.seen, end=end, message_end=end)
         if not resumed:
             self._learn(sequence)
         if sequence.checkpoint is not None and not sequence.closed:
@@ -195,10 +196,13 @@ class PrefixCache:
         facts = PromptFacts(
             num_tokens, sequence.hit, sequence.matched, sequence.seen, boundaries, exact=self.policy.exact
         )
+        lineage = sequence.match.lineage
+        message_ends = (end.position for end in boundaries if end.kind == "message_end" and end.position < lineage.end)
+        lineage.message_end = max(message_ends, default=lineage.end)
         placement = self.policy.placement
         if placement is None or not self.layout.state_bytes:
             return facts
-        return self.checkpoints.predict(placement, facts, sequence.match.lineage)
+        return self.checkpoints.predict(placement, facts, lineage)
 
     def _learn(self, sequence: SequenceBlocks) -> None:
         """What this prompt teaches of the reuse of those before it."""

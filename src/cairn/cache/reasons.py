@@ -33,6 +33,8 @@ class Reason(StrEnum):
     """The prompt is known without its `cache_salt`; entries of other salts are never looked at."""
     REMOTE_FAILED = "remote_failed"
     """Another server had more, and the transfer failed."""
+    REWRITTEN = "rewritten"
+    """It stands where an earlier request's answer was computed, and is not that answer."""
     NEVER_SEEN = "never_seen"
     """All that was seen before was cached; the rest is new."""
 
@@ -75,6 +77,11 @@ def hint(reason: Reason, depth: int, facts: HintFacts) -> str:
             return "a transfer that arrives: the log says what failed"
         case Reason.DISABLED:
             return "a prefix cache that is switched on"
+        case Reason.REWRITTEN:
+            return (
+                "the answer sent back as it came, reasoning_content included, and a template that keeps it"
+                " (some need chat_template_kwargs: preserve_thinking)"
+            )
         case Reason.NEVER_SEEN | Reason.NONE:
             return "nothing: it is new"
 

@@ -221,14 +221,32 @@ class Walk:
     matched: int = 0
     seen: int = 0
 
+    @property
+    def last(self) -> Node | None:
+        """The deepest node that the prompt has reached."""
+        return self.beyond[-1] if self.beyond else self.path[-1] if self.path else None
+
     def left(self) -> Lineage | None:
         """The lineage of the path that goes on where this prompt leaves it as nobody did before; None if it does
         not."""
-        last = self.beyond[-1] if self.beyond else self.path[-1] if self.path else None
+        last = self.last
         if last is None or self.seen < last.end:
             return last.lineage if last is not None else None
         (below, *others) = last.children or (None,)
         return last.lineage if below is not None and not others and below.lineage is last.lineage else None
+
+    def unused_answer(self) -> int:
+        """Tokens of an earlier request's path, up to the end of its answer, that come after what this prompt shares with
+        it, if that ends behind the last message: within the answer or the tokens that open it. Otherwise 0."""
+        node = self.last
+        if node is not None and self.seen == node.end:
+            node = _next_of_lineage(node)
+        lineage = node.lineage if node is not None else None
+        if node is None or lineage is None or self.seen < lineage.message_end:
+            return 0
+        while (below := _next_of_lineage(node)) is not None:
+            node = below
+        return node.end - self.seen if node.end > lineage.end else 0
 
 
 def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None) -> Walk:
@@ -335,7 +353,12 @@ def next_below(node: Node) -> float:
     """Where the next deeper checkpoint lies on the path that `node` was added with; infinite if there is none."""
     step: Node | None = node
     while step is not None:
-        step = next((child for child in step.children if child.lineage is node.lineage), None)
+        step = _next_of_lineage(step)
         if step is not None and step.checkpoint is not None:
             return step.end
     return inf
+
+
+def _next_of_lineage(node: Node) -> Node | None:
+    """Where the path goes on that `node` was added with."""
+    return next((child for child in node.children if child.lineage is node.lineage), None)

@@ -447,11 +447,13 @@ class Replay:
         outcome.prefill_tokens += length - hit
         remaining = num_seen - hit
         for reason, tokens in lost.items():
-            if reason is not Reason.NEVER_SEEN:
+            if reason not in (Reason.REWRITTEN, Reason.NEVER_SEEN):
                 outcome.lost[reason] += min(tokens, remaining)
                 remaining -= min(tokens, remaining)
         outcome.lost[Reason.EVICTED] += remaining
-        outcome.lost[Reason.NEVER_SEEN] += length - num_seen
+        rewritten = min(lost.get(Reason.REWRITTEN, 0), length - num_seen)
+        outcome.lost[Reason.REWRITTEN] += rewritten
+        outcome.lost[Reason.NEVER_SEEN] += length - num_seen - rewritten
         outcome.lost += Counter()  # drops reasons without tokens
 
 
