@@ -143,7 +143,7 @@ def test_what_cannot_be_read_has_no_names(settings, path, body):
 def test_a_session_has_the_name_that_it_has_in_cairn_proxy(settings, more, salt):
     body = {"messages": CHAT, **more}
     session = read(settings, "/v1/chat/completions", body | salt).session
-    assert session is not None and "s1" in session
+    assert session is not None
     assert session == routed_request(parse_body(json.dumps(body | salt).encode()), None).session
     assert session != read(settings, "/v1/chat/completions", body | {"cache_salt": "t2"}).session
 

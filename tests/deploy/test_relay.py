@@ -51,7 +51,7 @@ def test_a_stream_goes_through_chunk_by_chunk_and_the_id_that_ray_adds_is_left_o
 def test_a_stranger_is_refused_before_the_prompt_is_read_or_a_replica_is_asked(path, key, status):
     read = []
 
-    async def read_prompt(path, content):
+    async def read_prompt(path, content, headers):
         read.append(path)
         return RoutedRequest()
 

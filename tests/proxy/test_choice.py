@@ -81,6 +81,53 @@ def test_other_models_and_salts_have_other_blocks_and_sessions():
     assert routed(prompt="a").session is None
 
 
+SESSIONS = [
+    ({"prompt_cache_key": "s"}, ()),
+    ({"session_id": "s"}, ()),
+    ({"vllm_xargs": {"session_id": "s"}}, ()),
+    ({"vllm_xargs": {"prompt_cache_key": "s"}}, ()),
+    *(
+        ({}, [(b"accept", b"*/*"), (name, b"s")])
+        for name in (b"x-session-affinity", b"x-claude-code-session-id", b"session-id", b"session_id", b"x-session-id")
+    ),
+    ({"metadata": {"user_id": "s"}}, ()),
+]
+
+
+@pytest.mark.parametrize(("fields", "headers"), SESSIONS)
+def test_a_session_is_what_a_field_or_a_header_names(fields, headers):
+    def name(fields, headers=()):
+        body = json.dumps({"prompt": "a", "model": "m"} | fields).encode()
+        return routed_request(parse_body(body), None, headers).session
+
+    assert name(fields, headers) == name({"prompt_cache_key": "s"}) is not None
+    assert name(fields | {"cache_salt": "t"}, headers) != name(fields, headers)
+    # the first in the list counts
+    for others, other_headers in SESSIONS[SESSIONS.index((fields, headers)) + 1 :]:
+        changed = json.loads(json.dumps(others).replace('"s"', '"other"'))
+        arguments = changed.pop("vllm_xargs", {}) | fields.get("vllm_xargs", {})
+        mixed = {**changed, **fields, "vllm_xargs": arguments}
+        assert name(mixed, [*headers, *((key, b"other") for key, _ in other_headers)]) == name(fields, headers)
+
+
+@pytest.mark.parametrize(
+    ("fields", "headers"),
+    [
+        ({"prompt_cache_key": 7, "session_id": ["s"], "vllm_xargs": "s", "metadata": ["s"]}, ()),
+        ({"prompt_cache_key": "", "metadata": {"user_id": {"id": "s"}}}, [(b"session-id", b"")]),
+    ],
+)
+def test_what_is_no_text_names_no_session(fields, headers):
+    body = json.dumps({"prompt": "a"} | fields).encode()
+    assert routed_request(parse_body(body), None, headers).session is None
+
+
+def test_a_name_may_be_long_and_is_not_kept():
+    for field in ({"prompt_cache_key": "s" * 100_000}, {"prompt_cache_key": "s"}):
+        name = routed(prompt="a", **field).session
+        assert name is not None and len(name) == 32
+
+
 @pytest.mark.parametrize(
     "body",
     [

@@ -236,8 +236,8 @@ class Walk:
         return last.lineage if below is not None and not others and below.lineage is last.lineage else None
 
     def unused_answer(self) -> int:
-        """Tokens of an earlier request's path, up to the end of its answer, that come after what this prompt shares with
-        it, if that ends behind the last message: within the answer or the tokens that open it. Otherwise 0."""
+        """Tokens of an earlier request's path, up to the end of its answer, that come after what this prompt shares
+        with it, if that ends behind the last message: within the answer or the tokens that open it. Otherwise 0."""
         node = self.last
         if node is not None and self.seen == node.end:
             node = _next_of_lineage(node)

@@ -65,9 +65,10 @@ def generate(path: str) -> Callable[[Request, Service], Coroutine[Any, Any, Resp
 
     async def endpoint(request: Request, service: Service) -> Response:
         content, headers, arrival = await request.body(), _upstream_headers(request), service.clock.now()
+        client_headers = request.scope["headers"]
 
         async def answer(client: ClientResponse) -> int:
-            forwarder = _create_forwarder(service, path, content, headers, arrival)
+            forwarder = _create_forwarder(service, path, content, headers, client_headers, arrival)
             try:
                 async with service.gate.time_limit():
                     return await forwarder.run(client)
@@ -91,13 +92,13 @@ def generate(path: str) -> Callable[[Request, Service], Coroutine[Any, Any, Resp
 
 
 def _create_forwarder(
-    service: ProxyService, path: str, content: bytes, headers: Headers, arrival: float
+    service: ProxyService, path: str, content: bytes, headers: Headers, client_headers: Headers, arrival: float
 ) -> RequestForwarder:
-    """Raises InvalidRequest."""
+    """`headers`: what the servers get. Raises InvalidRequest."""
     request, options = parse_request(path, content), service.options
     # Counting computes nothing that could be cached or handed over.
     counts = path not in HANDOVER_PATHS
-    prompt = RoutedRequest() if counts else routed_request(request.body or {}, request.digests)
+    prompt = RoutedRequest() if counts else routed_request(request.body or {}, request.digests, client_headers)
     prefill = UpstreamCalls(service, service.prefill, "POST", path, headers, prompt, options.prefill_timeout)
     return RequestForwarder(
         request,

@@ -10,8 +10,10 @@ import msgspec
 
 from cairn.proxy.options import HINT_SECONDS, MAX_HINTS
 from cairn.proxy.protocol import Body, text_field
+from cairn.proxy.server_pool import Headers
 from cairn.proxy.stream_inspector import AnswerSummary
-from cairn.routing.rule import RoutedRequest, session_name
+from cairn.routing.rule import RoutedRequest
+from cairn.routing.sessions import session_name
 from cairn.types import Clock, SystemClock
 
 _UNITS_PER_DIGEST = 64
@@ -117,17 +119,10 @@ def prefix_digests(body: Body) -> PrefixDigests | None:
     return digests
 
 
-def routed_request(body: Body, digests: PrefixDigests | None) -> RoutedRequest:
-    """A request as the routing rule knows it; of a prompt that cannot be read, its session alone.
-
-    Requests with the same `prompt_cache_key` are a session, or with the same `session_id` in `vllm_xargs`.
-    """
-    try:
-        arguments = _decode(body.get("vllm_xargs"), dict[str, Any] | None) or {}
-    except ValueError:
-        arguments = {}  # a server will say what is wrong with it
-    model, cache_salt, cache_key = (text_field(body, name) for name in ("model", "cache_salt", "prompt_cache_key"))
-    session = session_name(model, cache_salt, cache_key, arguments)
+def routed_request(body: Body, digests: PrefixDigests | None, headers: Headers = ()) -> RoutedRequest:
+    """A request as the routing rule knows it; of a prompt that cannot be read, its session alone. `headers`: the
+    client's own."""
+    session = session_name(body, headers)
     return RoutedRequest(session=session) if digests is None else digests.routed_request(session)
 
 

@@ -18,7 +18,6 @@ what matters most: with 0 prompts move, are computed again, make others wait, an
 the fleet has 90.8 % of one large cache's hits then, and 98 % with 8.
 """
 
-import json
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,15 +131,6 @@ class _Replica:
         """So are those that were routed here until then."""
         while self.prefills and (first := next(iter(self.prefills.items())))[1][0] <= time:
             self.settle(first[0])
-
-
-def session_name(
-    model: str, cache_salt: str, prompt_cache_key: str | None, vllm_xargs: Mapping[str, object]
-) -> str | None:
-    """The name of the session that a request's fields tell of: each model and salt has its own. None for none."""
-    named = (prompt_cache_key, vllm_xargs.get("session_id"), vllm_xargs.get("prompt_cache_key"))
-    session = next((name for name in named if isinstance(name, str) and name), None)
-    return json.dumps([model, cache_salt, session]) if session else None
 
 
 class RoutingRule:

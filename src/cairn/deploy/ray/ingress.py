@@ -19,6 +19,7 @@ from cairn.deploy.ray.route_prefix import RoutePrefix
 from cairn.deploy.ray.settings import RaySettings, load_ray_settings
 from cairn.errors import CairnError
 from cairn.http.middleware import ApiKey
+from cairn.proxy.server_pool import Headers
 from cairn.routing.rule import RoutedRequest
 from cairn.server.app import find_open_paths
 
@@ -55,8 +56,8 @@ class Ingress:
         except CairnError as error:
             logger.warning("requests are routed by load alone: their prompts cannot be read here: %s", error)
 
-    async def _read_prompt(self, path: str, content: bytes) -> RoutedRequest:
-        return RoutedRequest() if self._reader is None else await self._reader.read(path, content)
+    async def _read_prompt(self, path: str, content: bytes, headers: Headers) -> RoutedRequest:
+        return RoutedRequest() if self._reader is None else await self._reader.read(path, content, headers)
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app

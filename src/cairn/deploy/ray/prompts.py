@@ -23,7 +23,10 @@ from cairn.engine.contract import CacheInfo, EngineClient, EngineInfo, RenderedP
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.models.weights.hub import ModelSource, find_tokenizer
-from cairn.routing.rule import RoutedRequest, session_name
+from cairn.proxy.protocol import parse_body
+from cairn.proxy.server_pool import Headers
+from cairn.routing.rule import RoutedRequest
+from cairn.routing.sessions import session_name
 from cairn.server.anthropic import translation as anthropic
 from cairn.server.anthropic.requests import MessagesRequest
 from cairn.server.images.memory import ImageAllocation
@@ -61,8 +64,9 @@ class PromptReader:
         self._seconds = seconds
         self._num_reading = 0
 
-    async def read(self, path: str, content: bytes) -> RoutedRequest:
-        """What the router gets to know of a request to this path; of several prompts the first counts."""
+    async def read(self, path: str, content: bytes, headers: Headers = ()) -> RoutedRequest:
+        """What the router gets to know of a request to this path; of several prompts the first counts. `headers`: the
+        client's."""
         parse = _BODIES.get(path)
         if parse is None or self._num_reading >= _MAX_READING:
             return RoutedRequest()
@@ -71,8 +75,7 @@ class PromptReader:
         run = _run_here if len(content) <= _SMALL_BYTES else self._service.tokenizer.run
         try:
             async with asyncio.timeout(self._seconds):
-                body = await run(partial(parse, content))
-                session = _session(body)
+                body, session = await run(lambda: (parse(content), session_name(parse_body(content), headers)))
                 prompt = await self._render(body)
                 return await run(partial(self._name, prompt, body.cache_salt, session))
         except Exception as error:  # whatever is wrong with it, the replica says it
@@ -156,10 +159,6 @@ def _before_images(messages: list[Message]) -> list[Message]:
         if len(before) < len(message.parts):
             return [*messages[:number], *([message.model_copy(update={"content": before})] if before else [])]
     return messages
-
-
-def _session(body: SamplingFields) -> str | None:
-    return session_name(body.model or "", body.cache_salt or "", body.prompt_cache_key, body.vllm_xargs or {})
 
 
 def _parse_response(content: bytes) -> SamplingFields:

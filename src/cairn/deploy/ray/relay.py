@@ -23,7 +23,7 @@ from cairn.proxy.prefixes import HintCache
 from cairn.proxy.protocol import HANDOVER_PATHS
 from cairn.proxy.relay import ClientResponse, Relay
 from cairn.proxy.response_owners import ResponseOwners
-from cairn.proxy.server_pool import NoUpstream, ReleaseTasks, UpstreamError
+from cairn.proxy.server_pool import Headers, NoUpstream, ReleaseTasks, UpstreamError
 from cairn.routing.rule import RoutedRequest
 
 _HAS_BODY = ("POST", "PUT", "PATCH")
@@ -34,8 +34,8 @@ _MAX_PREFILL_SECONDS = 5.0
 """For a prefill replica to take a prompt: one that is there does so at once, and others can compute it."""
 
 
-ReadPrompt = Callable[[str, bytes], Awaitable[RoutedRequest]]
-"""Of a request's path and body; it never fails."""
+ReadPrompt = Callable[[str, bytes, Headers], Awaitable[RoutedRequest]]
+"""Of a request's path, body and headers; it never fails."""
 
 
 class RequestRelay:
@@ -115,7 +115,7 @@ class RequestRelay:
     async def _answer(self, request: RelayedRequest, client: ClientResponse) -> int:
         forwarded = self._client_request(request)
         stored, seconds = bool(forwarded.stored), self._limits.replica_seconds
-        prompt = RoutedRequest() if stored else await self._read_prompt(request.path, request.body)
+        prompt = RoutedRequest() if stored else await self._read_prompt(request.path, request.body, request.headers)
         retried = (*_RETRIED, 404) if stored else _RETRIED
         prefill = None
         if self._prefill is not None:
@@ -155,7 +155,7 @@ class RequestRelay:
         return ClientRequest(path, request.body)
 
 
-async def _read_nothing(path: str, content: bytes) -> RoutedRequest:
+async def _read_nothing(path: str, content: bytes, headers: Headers) -> RoutedRequest:
     return RoutedRequest()
 
 
