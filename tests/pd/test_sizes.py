@@ -43,3 +43,38 @@ def test_any_sizes_hand_over(tiny_model, p_size, d_size):
     finally:
         for server in servers:
             server.close()
+
+
+SMALL = [("float16", 2e-3, (1, 16), (2, 64)), ("int8", 0.05, (2, 64), (1, 16)), ("int8", 0.05, (2, 16), (4, 32))]
+
+
+@pytest.mark.parametrize(("dtype", "error", "p_size", "d_size"), first(1, SMALL), ids=str)
+def test_states_in_small_forms_go_to_other_numbers_of_ranks(tiny_model, dtype, error, p_size, d_size):
+    p, d = (
+        RealServer(
+            tiny_model,
+            nixl_link,
+            name,
+            exact=False,
+            checkpoint_dtype=dtype,
+            tensor_parallel_size=tp,
+            block_size=block,
+            kv_cache_memory_bytes=16 << 20,
+        )
+        for name, (tp, block) in (("p", p_size), ("d", d_size))
+    )
+    try:
+        for length in (129, 400):
+            _, last, _ = hand_over(p, d, TEXT[:length])
+            assert last.cache.received_tokens == length - last.cache.cached_tokens > 0
+            remote = d.logits[d.count]
+            finish(d, d.submit(TEXT[:length], 4, cache_salt="another"))
+            local = d.logits[d.count]
+            # each head's or row's scale has come along with its numbers: the forms' own errors are all there is
+            assert all(np.abs(a - b).max() <= error * np.abs(b).max() for a, b in zip(remote, local, strict=True))
+            assert not all(np.array_equal(a, b) for a, b in zip(remote, local, strict=True))
+        assert d.core.stats().transfers.num_failed == 0
+        settle(p, d)
+    finally:
+        p.close()
+        d.close()
