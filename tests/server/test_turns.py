@@ -11,6 +11,7 @@ import pytest
 from cairn.models.random_weights.make_tokenizer import make_tokenizer
 from doubles.scripted_core import scripted_core
 from engine.chat_templates import TEMPLATES, TOOLS, tokenizer_with
+from tiers import first_of
 
 SLACK = 6
 """Tokens between what could be hit and what is, at most."""
@@ -53,15 +54,20 @@ class Agent:
         self.prompt = spec.prompt.tolist()
         return self._script
 
-    def turn(self, usage):
-        """Cached tokens of the request that was just answered, and how many they could have been."""
+    @property
+    def writes_calls(self):
+        """Whether the calls that `says` writes are ones that are parsed."""
+        return self.name == "drops_reasoning"
+
+    def turn(self, cached):
+        """`cached` tokens of the request that was just answered, and how many they could have been."""
         possible = max((common(self.prompt, tokens) for tokens in self.computed), default=0)
         # the end of an answer is drawn and never computed, and of a prompt one token has to be
         answer = self.tokenizer.encode(self._script, add_special_tokens=False)
         self.computed.append(self.prompt + answer)
         # the client may have an answer before its end is cached
         self.server.until(lambda: not self.server.core.has_work)
-        return usage["prompt_tokens_details"]["cached_tokens"], min(possible, len(self.prompt) - 1)
+        return cached, min(possible, len(self.prompt) - 1)
 
     def end(self):
         self.server.drain()
@@ -72,54 +78,166 @@ def common(one, other):
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-@pytest.fixture(params=["drops_reasoning", "hollows_reasoning", "role_lines"], scope="module")
-def agent(request, running_server, tiny_model, make_once, tmp_path_factory):
+@pytest.fixture(scope="module")
+def agent_with(running_server, tiny_model, make_once, tmp_path_factory):
+    """The name of a template -> its agent."""
+    folder, agents = tmp_path_factory.mktemp("turns"), {}
     # the model has 4,096 tokens, and templates need some of their own
     plain = make_once("tokenizer-4000", lambda folder: make_tokenizer(folder, vocab_size=4000, max_length=1 << 20))
-    folder = tmp_path_factory.mktemp("turns") / request.param
-    agent = Agent(running_server, tiny_model, tokenizer_with(plain, folder, TEMPLATES[request.param]), request.param)
+
+    def agent(name):
+        if name not in agents:
+            tokenizer = tokenizer_with(plain, folder / name, TEMPLATES[name])
+            agents[name] = Agent(running_server, tiny_model, tokenizer, name)
+        return agents[name]
+
     yield agent
-    agent.end()
+    for each in agents.values():
+        each.end()
 
 
-def chat(agent, keeps_reasoning):
-    """A conversation over /v1/chat/completions. Returns hits and possible hits, and the cache's account of each."""
-    hits, reports = [], []
-    messages = [{"role": "system", "content": f"{SYSTEM}{keeps_reasoning}"}]
+class Chats:
+    """/v1/chat/completions, with the assistant's messages sent back as they came."""
+
+    path = "/v1/chat/completions"
+    keeps_reasoning = True
+
+    def __init__(self, system):
+        self._messages = [{"role": "system", "content": system}]
+
+    def body(self):
+        return {"messages": self._messages, "tools": TOOLS, "max_tokens": 300}
+
+    def user(self, text):
+        self._messages.append({"role": "user", "content": text})
+
+    def result(self, call_id, text):
+        self._messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
+
+    def take(self, answer):
+        """Keep an answer, and return the ids of its calls."""
+        message = answer["choices"][0]["message"]
+        if not self.keeps_reasoning:
+            message = {name: value for name, value in message.items() if not name.startswith("reasoning")}
+        self._messages.append(message)
+        return [call["id"] for call in message.get("tool_calls") or []]
+
+
+class ChatsWithoutReasoning(Chats):
+    """The same by a client that sends no reasoning back."""
+
+    keeps_reasoning = False
+
+
+class StoredResponses:
+    """/v1/responses by the id of the one before: the server has the reasoning."""
+
+    path = "/v1/responses"
+    keeps_reasoning = True
+
+    def __init__(self, system):
+        self._items, self._more = [{"role": "system", "content": system}], {}
+
+    def body(self):
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        return {"input": self._items, "tools": tools, "max_output_tokens": 300, **self._more}
+
+    def user(self, text):
+        self._items.append({"role": "user", "content": text})
+
+    def result(self, call_id, text):
+        self._items.append({"type": "function_call_output", "call_id": call_id, "output": text})
+
+    def take(self, answer):
+        self._items, self._more = [], {"previous_response_id": answer["id"]}
+        return [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
+
+
+class ResponsesAsTheyCame(StoredResponses):
+    """/v1/responses with nothing stored: the client sends all items back, and the reasoning among them."""
+
+    def __init__(self, system):
+        super().__init__(system)
+        self._more = {"store": False}
+
+    def take(self, answer):
+        self._items += answer["output"]
+        return [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
+
+
+class Messages:
+    """/v1/messages, with the blocks sent back as they came."""
+
+    path = "/v1/messages"
+    keeps_reasoning = True
+
+    def __init__(self, system):
+        self._system, self._messages = system, []
+
+    def body(self):
+        tools = [{"name": tool["function"]["name"], "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
+        return {"system": self._system, "messages": self._messages, "tools": tools, "max_tokens": 300}
+
+    def user(self, text):
+        self._messages.append({"role": "user", "content": text})
+
+    def result(self, call_id, text):
+        block = {"type": "tool_result", "tool_use_id": call_id, "content": text}
+        self._messages.append({"role": "user", "content": [block]})
+
+    def take(self, answer):
+        self._messages.append({"role": "assistant", "content": answer["content"]})
+        return [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
+
+
+APIS = (Chats, ChatsWithoutReasoning, StoredResponses, ResponsesAsTheyCame, Messages)
+NAMES = ("drops_reasoning", "hollows_reasoning", "role_lines")
+
+
+def converse(agent, client):
+    """Hits and possible hits of each turn, the cache's account of it, and before which of them the user spoke."""
+    hits, reports, spoken = [], [], set()
     for question in range(QUESTIONS):
-        messages.append({"role": "user", "content": f"Question {question}: where does trail {question * 7} lead to?"})
+        client.user(f"Question {question}: where does trail {question * 7} lead to?")
+        spoken.add(len(hits))
         for number in range(ROUNDS + 1):
             path = f"trails/{question}/{number}.txt" if number < ROUNDS else None
             says = f"I look at {number}." if number % 2 or path is None else ""
             agent.says(f"Trail {question} is in folder {number}, I think.", says, path)
-            response = agent.server.post(
-                "/v1/chat/completions", {"model": "tiny", "messages": messages, "tools": TOOLS, "max_tokens": 300}
-            )
+            response = agent.server.post(client.path, {"model": "tiny"} | client.body())
             assert response.status_code == 200, response.text
             answer = response.json()
-            hits.append(agent.turn(answer["usage"]))
             reports.append(answer["cairn"]["cache"])
-            message = answer["choices"][0]["message"]
-            if not keeps_reasoning:
-                message = {name: value for name, value in message.items() if not name.startswith("reasoning")}
-            messages.append(message)
-            for call in message.get("tool_calls") or []:
-                text = f"trail {question}: step {number}\n" * (5 + number)
-                messages.append({"role": "tool", "tool_call_id": call["id"], "content": text})
-    return hits, reports
+            hits.append(agent.turn(reports[-1]["cached_tokens"]))
+            calls = client.take(answer)
+            assert len(calls) == (path is not None and agent.writes_calls)
+            for call_id in calls:
+                client.result(call_id, f"trail {question}: step {number}\n" * (5 + number))
+            if path is not None and not calls:
+                client.user(f"It says: trail {question}: step {number}")
+                spoken.add(len(hits))
+    return hits, reports, spoken - {0}
 
 
-@pytest.mark.parametrize("keeps_reasoning", [True, False])
-def test_each_turn_hits_what_its_prompt_shares_with_what_was_computed(agent, keeps_reasoning):
-    hits, reports = chat(agent, keeps_reasoning)
+@pytest.mark.parametrize(
+    ("name", "api"),
+    first_of(
+        [(NAMES[0], Chats), (NAMES[0], StoredResponses), (NAMES[0], Messages), (NAMES[1], Chats), (NAMES[2], APIS[1])],
+        NAMES,
+        APIS,
+    ),
+)
+def test_each_turn_hits_what_its_prompt_shares_with_what_was_computed(agent_with, name, api):
+    agent = agent_with(name)
+    hits, reports, spoken = converse(agent, api(f"{api.__name__}: {SYSTEM}"))
     assert len(hits) == len(reports) == QUESTIONS * (ROUNDS + 1)
     assert all(possible - hit <= SLACK for hit, possible in hits[1:])
     assert sum(hit for hit, _ in hits[1:]) >= SHARE * sum(possible for _, possible in hits[1:])
     rewritten = {i for i, report in enumerate(reports) if "rewritten" in report["lost_tokens"]}
-    if agent.name == "role_lines":
+    if name == "role_lines":
         assert not rewritten
-    elif keeps_reasoning:
+    elif api.keeps_reasoning:
         # the templates leave it out once the user has asked again
-        assert rewritten == {i for i in range(ROUNDS + 1, len(reports)) if i % (ROUNDS + 1) == 0}
+        assert rewritten == spoken
     else:
         assert rewritten == set(range(1, len(reports)))
