@@ -113,11 +113,11 @@ HOLLOWS_REASONING = """\
 {%- set content = '<think></think>' + content -%}
 {%- endif -%}
 {{- '<|im_start|>assistant\\n' + content -}}
-{%- if message.tool_calls -%}{{- '<TOOLCALL>' -}}
+{%- if message.tool_calls -%}{{- '<TOOLCALL>[' -}}
 {%- for call in message.tool_calls -%}
 {{- ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) + (', ' if not loop.last else '') -}}
 {%- endfor -%}
-{{- '</TOOLCALL>' -}}{%- endif -%}
+{{- ']</TOOLCALL>' -}}{%- endif -%}
 {{- '<|im_end|>\\n' -}}
 {%- elif message.role == 'tool' -%}
 {%- if loop.first or turns[loop.index0 - 1].role != 'tool' -%}{{- '<|im_start|>user\\n' -}}{%- endif -%}
@@ -190,6 +190,38 @@ MELTS = """\
 {%- if add_generation_prompt -%}{{- '>' -}}{%- endif -%}
 """
 
+# Calls in Python's form; reasoning stays behind the last question of the user alone, unless `keep_past_thinking`.
+PYTHON_CALLS = """\
+{%- set turns = messages[1:] if messages[0].role == 'system' else messages -%}
+{%- set ns = namespace(last=-1) -%}
+{%- for message in turns -%}
+{%- if message.role == 'user' -%}{%- set ns.last = loop.index0 -%}{%- endif -%}
+{%- endfor -%}
+{{- '<|im_start|>system\\n' + (messages[0].content if messages[0].role == 'system' else '') -}}
+{%- if tools -%}{{- '\\nList of tools: ' + (tools | tojson) -}}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- for message in turns -%}
+{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.role == 'assistant' -%}
+{%- if message.reasoning_content and (keep_past_thinking or loop.index0 > ns.last) -%}
+{{- '<think>' + message.reasoning_content + '</think>' -}}
+{%- endif -%}
+{{- (message.content or '').split('</think>')[-1] -}}
+{%- if message.tool_calls -%}{{- '<|tool_call_start|>[' -}}
+{%- for call in message.tool_calls -%}
+{{- call.function.name + '(' -}}
+{%- for name, value in call.function.arguments | items -%}
+{{- name + '=' + (value | tojson) + (', ' if not loop.last else '') -}}
+{%- endfor -%}
+{{- ')' + (', ' if not loop.last else '') -}}
+{%- endfor -%}
+{{- ']<|tool_call_end|>' -}}{%- endif -%}
+{%- else -%}{{- message.content -}}{%- endif -%}
+{{- '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+
 TEMPLATES = {
     "drops_reasoning": DROPS_REASONING,
     "hollows_reasoning": HOLLOWS_REASONING,
@@ -199,6 +231,7 @@ TEMPLATES = {
 
 _MORE_TOKENS = (
     *("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"),
+    *("<|tool_call_start|>", "<|tool_call_end|>"),
     *("<start_of_turn>", "<end_of_turn>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"),
 )
 

@@ -14,11 +14,14 @@ from tiers import more
 
 PROMPT = np.random.default_rng(5).integers(20, 4000, 150).tolist()
 END = [*b"</think>"]
+HEADS = ["<tool_call><function=f>", "<function=f>"]
 
 
-def constraint(num_tokens, *, is_open, grammar=None):
-    budget = ThinkingBudget(num_tokens=num_tokens, start="<think>", end="</think>", is_open=is_open)
-    return ThinkingConstraint(budget, END, lambda token: bytes([token]), 259, grammar)
+def constraint(num_tokens, *, is_open, grammar=None, call_heads=()):
+    budget = ThinkingBudget(
+        num_tokens=num_tokens, start="<think>", end="</think>", is_open=is_open, call_heads=list(call_heads)
+    )
+    return ThinkingConstraint(budget, lambda text: [*text.encode()], lambda token: bytes([token]), 259, grammar)
 
 
 def forced(mask):
@@ -45,7 +48,10 @@ def written(made, text):
         (3, True, "abcdef", "abc</think>def"),
         (0, True, "abc", "</think>abc"),
         (6, True, "abcdef", "abcdef"),
-        (5, True, "ab</think>cdefgh", "ab</think>cdefgh".replace("</think>", "</t</think>hink>")),
+        # of an end that has begun, only the rest is forced
+        (5, True, "ab</think>cdefgh", "ab</t" + "hink>" + "hink>cdefgh"),
+        (5, True, "ab</tooth>", "ab</think>ooth>"),
+        (3, True, "ab<cd", "ab</think>cd"),
         (10, True, "ab</think>cdefgh", "ab</think>cdefgh"),
         (2, False, "<think>abc", "<think>ab</think>c"),
         (2, False, "\n\n<think>abc", "\n\n<think>ab</think>c"),
@@ -57,6 +63,36 @@ def written(made, text):
 )
 def test_the_end_is_forced_behind_so_many_tokens(num_tokens, is_open, text, expected):
     assert written(constraint(num_tokens, is_open=is_open), text) == expected
+
+
+CALL = "<tool_call>\n<function=f>\n<parameter=p>\nvalue\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "text", "expected"),
+    [
+        # a call ends the thinking, also one whose head has begun
+        *((num_tokens, f"ab\n{CALL} and on", f"ab\n{CALL} and on") for num_tokens in (40, 15, 14, 5, 4)),
+        (3, f"ab\n{CALL}", f"ab\n</think>{CALL}"),
+        # what is none does not
+        (5, "ab <tool_call> tags", "ab <tool_call> t</think>ags"),
+        (5, "ab <tool_box> of tools", "ab <tool_b</think>ox> of tools"),
+        (4, "ab <cdefg", "ab <c</think>defg"),
+        (5, f"ab <tool_call>{' ' * 99}", f"ab <tool_call>{' ' * 55}</think>{' ' * 44}"),
+        (16, "ab <tool_call>\n<function=g>\n", "ab <tool_call>\n<function=g</think>>\n"),
+    ],
+)
+def test_a_call_ends_the_thinking(num_tokens, text, expected):
+    assert written(constraint(num_tokens, is_open=True, call_heads=HEADS), text) == expected
+
+
+def test_tokens_that_only_spell_a_part_of_the_end_are_completed_or_the_end_is_repeated():
+    """What is left of the end may have no tokens of its own."""
+    vocabulary = {1: b"a", 2: b"</th", 3: b"ink>", 4: b"</think>", 5: b" ink>"}
+    for ink, expected in ((3, [1, 2, 3]), (5, [1, 2, 4])):
+        budget = ThinkingBudget(num_tokens=2, start="<think>", end="</think>", is_open=True)
+        made = ThinkingConstraint(budget, lambda text, ink=ink: [{"</think>": 4}.get(text, ink)], vocabulary.get, 6)
+        assert [*[1, 2], forced(made.allowed([1, 2]))] == expected and made.allowed(expected) is None
 
 
 def test_it_is_a_function_of_the_answer_alone():

@@ -70,6 +70,18 @@ def test_round_trip(tokenizer: ModelTokenizer, text: str) -> None:
     assert "".join(pieces) + stream.finish() == text
 
 
+def test_marks_of_calls_are_text_though_they_are_special_tokens(folder: Path, tmp_path: Path) -> None:
+    """LFM2's are special: without them its calls could not be told from other text."""
+    copy = Path(shutil.copytree(folder, tmp_path / "lfm2"))
+    source = Tokenizer.from_file(str(copy / "tokenizer.json"))
+    source.add_special_tokens(["<|tool_call_start|>", "<|tool_call_end|>", "<|other|>"])
+    source.save(str(copy / "tokenizer.json"))
+    tokenizer = ModelTokenizer(copy)
+    token_ids = tokenizer.encode("<|other|><|tool_call_start|>[f()]<|tool_call_end|><|im_end|>")
+    stream = tokenizer.stream()
+    assert "".join(map(stream.push, token_ids)) == "<|tool_call_start|>[f()]<|tool_call_end|>"
+
+
 def test_special_tokens(tokenizer: ModelTokenizer) -> None:
     token_ids = tokenizer.encode("a<|im_end|><think>b</think>")
     assert len(token_ids) == 5

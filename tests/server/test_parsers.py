@@ -2,23 +2,37 @@
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
+from cairn.engine.contract import Structure
+from cairn.engine.grammars.structure import grammar_of
+from cairn.engine.grammars.worker import byte_tokenizer
+from cairn.engine.text.tokenizer import MARKS
 from cairn.errors import ConfigError
+from cairn.server.openai.chat_message import ChatMessage
+from cairn.server.options import ServerOptions
+from cairn.server.parsers.json_mender import JsonMender
 from cairn.server.parsers.json_tool_parser import MAX_CALL, JsonToolParser
+from cairn.server.parsers.lfm2_tool_parser import MAX_VALUE as MAX_LITERAL
+from cairn.server.parsers.lfm2_tool_parser import Lfm2ToolParser
+from cairn.server.parsers.nemotron_tool_parser import NemotronToolParser
 from cairn.server.parsers.output_parser import (
     Content,
     OutputParser,
     Reasoning,
     ToolCallArguments,
+    ToolCallBroken,
     ToolCallEnd,
     ToolCallStart,
 )
+from cairn.server.parsers.pythonic_tool_parser import PythonicToolParser
 from cairn.server.parsers.reasoning import ReasoningParser
-from cairn.server.parsers.registry import ParserFactory, select_parsers
+from cairn.server.parsers.registry import TOOL_PARSERS, ParserFactory, select_parsers
 from cairn.server.parsers.values import convert_value, get_json_types
 from cairn.server.parsers.xml_tool_parser import MAX_VALUE, XmlToolParser
 
@@ -54,16 +68,24 @@ MAKE = {
     "plain": lambda: OutputParser(),
     "xml": lambda: XmlToolParser(TOOLS),
     "json": lambda: JsonToolParser(TOOLS),
+    "nemotron": lambda: NemotronToolParser(TOOLS),
+    "lfm2": lambda: Lfm2ToolParser(TOOLS),
+    "pythonic": lambda: PythonicToolParser(TOOLS),
     "think": lambda: ReasoningParser(OutputParser(), opened=False),
     "opened": lambda: ReasoningParser(OutputParser(), opened=True),
     "think+xml": lambda: ParserFactory(XmlToolParser, has_reasoning=True).make_parser(TOOLS, opened=False),
     "opened+xml": lambda: ParserFactory(XmlToolParser, has_reasoning=True).make_parser(TOOLS, opened=True),
     "opened+json": lambda: ParserFactory(JsonToolParser, has_reasoning=True).make_parser(TOOLS, opened=True),
+    "opened+lfm2": lambda: ParserFactory(Lfm2ToolParser, has_reasoning=True).make_parser(TOOLS, opened=True),
+    "think+pythonic": lambda: ParserFactory(PythonicToolParser, has_reasoning=True).make_parser(TOOLS, opened=False),
+    "opened+form": lambda: ParserFactory(XmlToolParser, has_reasoning=True).make_parser(
+        TOOLS, opened=True, calls_end_reasoning=False
+    ),
 }
 
 
 def told(events):
-    """Content, reasoning, and per call its name, its arguments and whether it has ended."""
+    """Content, reasoning, and per call its name, its arguments and whether it has ended; of a broken one its text."""
     content, reasoning, calls = "", "", []
     for event in events:
         match event:
@@ -82,6 +104,10 @@ def told(events):
             case ToolCallEnd(index):
                 assert index == len(calls) - 1 and not calls[index][2]
                 calls[index][2] = True
+                json.loads(calls[index][1])
+            case ToolCallBroken(index, text):
+                assert index == len(calls) - 1 and not calls[index][2] and text
+                calls[index][2] = text
     return content, reasoning, [tuple(call) for call in calls]
 
 
@@ -91,6 +117,10 @@ def parsed(kind, pieces, **how):
     return told([*events, *parser.finish(**how)])
 
 
+NOW = ("now", "{}", True)
+OSLO = ("weather", '{"city": "Oslo"}', True)
+A1 = ("now", '{"a": 1}', True)
+HEAD = '<tool_call>{"name": "now", "arguments": '
 EXAMPLES = [
     ("plain", "a <tool_call> b", ("a <tool_call> b", "", [])),
     ("xml", "Hello, world.\n", ("Hello, world.\n", "", [])),
@@ -164,14 +194,49 @@ EXAMPLES = [
     # what is wrong within a call
     (
         "xml",
-        "<tool_call><function=weather>\n so be it <b>\n<parameter=days>\n1\n</parameter></function> and on",
-        ("so be it <b>\n and on", "", [("weather", '{"days": 1}', True)]),
+        "<tool_call><function=weather><parameter=city>Oslo</parameter>\n so be it <b>\n"
+        "<parameter=days>\n1\n</parameter></function> and on",
+        ("so be it <b>\n and on", "", [("weather", '{"city": "Oslo", "days": 1}', True)]),
     ),
-    ("xml", "<tool_call><function=now><parameter=a\nb>", ("<parameter=a\nb>", "", [("now", "{", False)])),
-    # what is cut off
-    ("xml", "<tool_call><function=weather><parameter=city>\nPar", ("", "", [("weather", '{"city": "Par', False)])),
-    ("xml", "<tool_call><function=weather><parameter=days>\n12", ("", "", [("weather", '{"days": 12', False)])),
-    ("xml", "<tool_call><function=weather><para", ("<para", "", [("weather", "{", False)])),
+    (
+        "xml",
+        "<tool_call><function=now><parameter=b>x</parameter><parameter=a\nb>",
+        ("<parameter=a\nb>", "", [("now", '{"b": "x"}', True)]),
+    ),
+    # what only speaks of calls
+    *(
+        ("xml", text, (text, "", []))
+        for text in (
+            "Write `<tool_call>` and `<function=now>` then.",
+            "<tool_call><function=weather>\n so be it <b>\n<parameter=days>\n1\n</parameter></function> and on",
+            "<tool_call><function=now><parameter=a\nb>",
+            "<tool_call><function=weather><para",
+            "<tool_call>\n<function=now>\n",
+        )
+    ),
+    # an answer that ends by itself within a call: behind a value it is complete
+    *(
+        ("xml", f"<tool_call><function=weather><parameter=city>\nOslo\n</parameter>{end}", ("", "", [OSLO]))
+        for end in ("", "\n", "\n</func", "</tool_c", "\n</function>\n</tool", "<")
+    ),
+    *(
+        ("xml", "So.\n" + head + rest, ("So." + rest, "", [("weather", arguments, "\n" + head)]))
+        for head, arguments, rest in (
+            ("<tool_call><function=weather><parameter=city>", '{"city": ', "Par"),
+            ("<tool_call><function=weather><parameter=days>\n", '{"days": ', "12"),
+            ("<tool_call><function=weather><parameter=days>12</parameter>", '{"days": 12', "<para"),
+            ("<tool_call><function=weather><parameter=days>12</parameter><parameter=", '{"days": 12', "ci"),
+        )
+    ),
+    (
+        "xml",
+        "<tool_call><function=weather><parameter=city>" + "word " * 20,
+        (
+            "",
+            "",
+            [("weather", '{"city": "' + "word " * 20, "<tool_call><function=weather><parameter=city>" + "word " * 20)],
+        ),
+    ),
     ("json", hermes("now", "{}"), ("", "", [("now", "{}", True)])),
     (
         "json",
@@ -192,15 +257,133 @@ EXAMPLES = [
     ("json", hermes("now", "{}").removesuffix("</tool_call>") + "and on", ("and on", "", [("now", "{}", True)])),
     # what is no call
     ("json", "<tool_call>\nnot JSON</tool_call>", ("<tool_call>\nnot JSON</tool_call>", "", [])),
+    # lists, and what is mended
+    ("json", '<tool_call>\n[{"name": "now", "arguments": {"a": 1}}]\n</tool_call>!', ("!", "", [A1])),
+    (
+        "json",
+        '<tool_call>[{"name": "now", "arguments": {"a": 1}}, {"arguments": {"a": 1}, "name": "now"}]',
+        ("", "", [A1, A1]),
+    ),
+    (
+        "json",
+        '<tool_call>[{"name": "now", "arguments": {"a": 1}},\n{"name": "now", "parameters": {}}]',
+        ("", "", [A1, NOW]),
+    ),
+    ("json", '<tool_call>[{"name": "now", "arguments": {}}, or so', (", or so", "", [NOW])),
+    *(
+        ("json", f"{HEAD}{written}}}</tool_call>", ("", "", [("now", mended, True)]))
+        for written, mended in (
+            ('{"a": "one\ntwo\t"}', '{"a": "one\\ntwo\\t"}'),
+            (r'{"a": "C:\dir"}', r'{"a": "C:\\dir"}'),
+            (r'{"a": "\u00e9\u12\uXY"}', r'{"a": "\u00e9\\u12\\uXY"}'),
+            ('{"a": [1, 2, ], "b": {"c": True,}, }', '{"a": [1, 2 ], "b": {"c": true} }'),
+            ('{"a": None, "b": False}', '{"a": null, "b": false}'),
+            ("{ }", "{ }"),
+        )
+    ),
+    ("json", "<tool_call>{'name': 'now', 'arguments': {'a': 1}}</tool_call>", ("", "", [A1])),
+    ("json", "<tool_call>{'name': 'now', 'arguments': {'a': f()}}</tool_call>", None),
+    ("json", '<tool_call>{"arguments": {"a": 1,}, "name": "now"}</tool_call>', ("", "", [A1])),
+    ("json", '<tool_call>{"name": "now", "arguments": "{\'a\': 1}"}</tool_call>', ("", "", [A1])),
+    # brackets that are missing, where an answer ends by itself or the call is closed
+    *(("json", f'{HEAD}{{"a": 1{end}', ("", "", [A1])) for end in ("", "}", "</tool_call>", "</tool", "}</tool_call>")),
+    ("json", f'{HEAD}{{"a": [{{"b": "c"', ("", "", [("now", '{"a": [{"b": "c"}]}', True)])),
+    # what cannot be mended
+    *(
+        ("json", f"a {HEAD}{whole}{rest}", (f"a {rest}", "", [("now", written, HEAD + whole)]))
+        for whole, written, rest in (
+            ('{"a": ', '{"a": ', "foo}}</tool_call> and on"),
+            ('{"a": ', '{"a": ', "'b'}}</tool_call>"),
+            ('{"a": "b" ', '{"a": "b" ', "c}}</tool_call>"),
+            ('{"a": "b', '{"a": "b', ""),
+            ('{"a": 1, ', '{"a": 1, ', ""),
+            ('{"a": 1, "b"', '{"a": 1, "b"', ""),
+            ('{"a": ', '{"a": ', "012}}</tool_call>"),
+            ("{", "{", ""),
+            ('{"a": [', '{"a": [', "</tool_call>"),
+        )
+    ),
+    ("json", '<tool_call> tags, {"name": 1}', ('<tool_call> tags, {"name": 1}', "", [])),
+    ("json", '<tool_call>{"name": 1}</tool_call>', ('<tool_call>{"name": 1}</tool_call>', "", [])),
+    ("json", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', None),
+    # Nemotron Nano v2
+    ("nemotron", 'So.\n<TOOLCALL>[{"name": "now", "arguments": {"a": 1}}]</TOOLCALL>\n', ("So.", "", [A1])),
+    (
+        "nemotron",
+        '<TOOLCALL>[{"name": "now", "arguments": {"a": 1}}, {"name": "now", "arguments": {"a": 1}}]</TOOLCALL>',
+        ("", "", [A1, A1]),
+    ),
+    ("nemotron", hermes("now", "{}"), (hermes("now", "{}"), "", [])),
+    # LFM2
+    ("lfm2", '<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>It rains.', ("It rains.", "", [OSLO])),
+    ("lfm2", "<|tool_call_start|>[now(), weather(city='Oslo', ), ]<|tool_call_end|>", ("", "", [NOW, OSLO])),
+    ("lfm2", "<|tool_call_start|>[now(), or so]<|tool_call_end|>", (", or so]<|tool_call_end|>", "", [NOW])),
+    ("lfm2", "<|tool_call_start|>[now(a=1]", ("]", "", [("now", '{"a": 1', "<|tool_call_start|>[now(a=1")])),
+    (
+        "lfm2",
+        "a\n<|tool_call_start|>[now(), weather(\n  city='Oslo',\n)]<|tool_call_end|>\nb",
+        ("ab", "", [NOW, OSLO]),
+    ),
+    (
+        "lfm2",
+        "<|tool_call_start|>[now(a=1, b=-2.5, c=True, d=None, e=false, "
+        'f=["x", (1, 2)], g={"k": \'v)],("\'})]<|tool_call_end|>',
+        (
+            "",
+            "",
+            [
+                (
+                    "now",
+                    '{"a": 1, "b": -2.5, "c": true, "d": null, "e": false, "f": ["x", [1, 2]], "g": {"k": "v)],(\\""}}',
+                    True,
+                )
+            ],
+        ),
+    ),
+    (
+        "lfm2",
+        '<|tool_call_start|>[now(a="one\ntwo", b="C:\\dir", c="""x"y\nz""", d=\'it\\\'s\', e="", f="\\\\")]',
+        (
+            "",
+            "",
+            [
+                (
+                    "now",
+                    json.dumps({"a": "one\ntwo", "b": "C:\\dir", "c": 'x"y\nz', "d": "it's", "e": "", "f": "\\"}),
+                    True,
+                )
+            ],
+        ),
+    ),
+    ("lfm2", '<|tool_call_start|>[{"name": "now", "arguments": {"a": 1}}]<|tool_call_end|>', ("", "", [A1])),
+    ("lfm2", "<|tool_call_start|>now(a=1)<|tool_call_end|>", ("", "", [A1])),
+    *(("lfm2", f"<|tool_call_start|>[now(a=1{end}", ("", "", [A1])) for end in ("", ")", ")]", ")]<|tool_call")),
+    # what is no call of that form
+    *(
+        ("lfm2", text, (text, "", []))
+        for text in (
+            "<|tool_call_start|> and so on",
+            "<|tool_call_start|>[now",
+            "<|tool_call_start|>[now(1)]<|tool_call_end|>",
+            "<|tool_call_start|>[1, 2]<|tool_call_end|>",
+            "[now(a=1)]",
+        )
+    ),
+    *(
+        ("lfm2", f"<|tool_call_start|>[now(a={rest}", (rest, "", [("now", '{"a": ', "<|tool_call_start|>[now(a=")]))
+        for rest in ("Oslo)]<|tool_call_end|>", "f(1))]", "'b", "", "[1", "__import__('os'))", "1.__class__)")
+    ),
+    # a list that is the whole answer
+    ("pythonic", "[now(), weather(city='Oslo')]", ("", "", [NOW, OSLO])),
+    ("pythonic", "\n[now(a=1)]", ("", "", [A1])),
+    ("pythonic", "[fetch(a=1)]", ("[fetch(a=1)]", "", [])),
+    ("pythonic", "so [now(a=1)]", ("so [now(a=1)]", "", [])),
+    ("pythonic", "[1] says: [now(a=1)]", ("[1] says: [now(a=1)]", "", [])),
+    ("think+pythonic", "<think>\n[1] hm</think>\n\n[now(a=1)]", ("", "[1] hm", [A1])),
     ("json", '<tool_call>["name"]</tool_call>', ('<tool_call>["name"]</tool_call>', "", [])),
     ("json", "x\n\n<tool_call>{", ("x\n\n<tool_call>{", "", [])),
     ("json", "a <tool_call>" + hermes("now", "{}"), ("a <tool_call>", "", [("now", "{}", True)])),
     # what is cut off
-    (
-        "json",
-        '<tool_call>{"name": "now", "arguments": {"a": "b',
-        ("", "", [("now", '{"a": "b', False)]),
-    ),
     ("json", '<tool_call>{"name": "now", "arguments": {}, "id": 3}', (', "id": 3}', "", [("now", "{}", True)])),
     # what is cut off in the mark that closes a complete call, and what only looks like it
     *(("json", hermes("now", "{}")[:-cut], ("", "", [("now", "{}", True)])) for cut in range(1, 14)),
@@ -218,7 +401,58 @@ EXAMPLES = [
     ("think", "<thin", ("<thin", "", [])),
     ("think", "\n\nyes", ("\n\nyes", "", [])),
     ("think", "\n" * 70 + "<think>a", ("\n" * 70 + "<think>a", "", [])),
-    ("opened", "hm\nhm </thin \n</think>\n\nyes</think>", ("yes</think>", "hm\nhm </thin ", [])),
+    # tags that open or close nothing
+    ("opened", "hm\nhm </thin \n</think>\n\nyes</think>", ("yes", "hm\nhm </thin ", [])),
+    ("opened", "\n<think>\nhm\n<think>hm\n</think>\n</think>\nyes\n\n</think>\nyes\n", ("yesyes\n", "hmhm", [])),
+    ("think", "<think><think>hm</think>yes <think> yes", ("yes  yes", "hm", [])),
+    (
+        "think",
+        "<think>a `<think>` b</think>a `</think>` and '<think>' b</thin",
+        ("a `</think>` and '<think>' b</thin", "a `<think>` b", []),
+    ),
+    ("think", "<think>hm</think>`yes`</think>", ("`yes`", "hm", [])),
+    ("think", "<think>hm</think>`</think>", ("`", "hm", [])),
+    ("opened+xml", "hm</think>" + xml("now") + "\n</think>\n\nyes", ("yes", "hm", [NOW])),
+    ("think+xml", xml("now") + "\n</think>\n", ("", "", [NOW])),
+    ("think+xml", "yes</think>", ("yes</think>", "", [])),
+    (
+        "opened+xml",
+        "hm</think>" + xml("weather", city="</think>"),
+        ("", "hm", [("weather", '{"city": "</think>"}', True)]),
+    ),
+    # calls that end the reasoning
+    ("opened+xml", "hm\n\n" + xml("now"), ("", "hm", [NOW])),
+    ("opened+xml", "hm\n" + xml("now") + "\n</think>\n\nyes", ("yes", "hm", [NOW])),
+    ("opened+xml", "hm\n<function=now>\n</function>\n" + xml("now") + "</think>", ("", "hm", [NOW, NOW])),
+    (
+        "think+xml",
+        "\n<think>\n" + xml("weather", city="</think>") + "</think>",
+        ("", "", [("weather", '{"city": "</think>"}', True)]),
+    ),
+    ("opened+json", "hm\n" + hermes("now", '{"a": 1}') + "\n</think>", ("", "hm", [A1])),
+    ("opened+json", 'hm <tool_call>{"arguments": {"a": 1}, "name": "now"}', ("", "hm ", [A1])),
+    ("opened+lfm2", 'hm\n<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|></think>yes', ("yes", "hm", [OSLO])),
+    (
+        "opened+xml",
+        "hm <tool_call><function=weather><parameter=city>Os",
+        ("Os", "hm ", [("weather", '{"city": ', "<tool_call><function=weather><parameter=city>")]),
+    ),
+    # and what only speaks of them
+    *(
+        (kind, f"hm\n{text}\n</think>yes", ("yes", f"hm\n{text}", []))
+        for kind, text in (
+            ("opened+xml", "I should use <tool_call> tags, <function=now> first"),
+            ("opened+xml", xml("fetch", url="x")),
+            ("opened+xml", "<tool_call>\n<function=no"),
+            ("opened+json", "I should use <tool_call> tags"),
+            ("opened+json", hermes("fetch", "{}")),
+            ("opened+json", '<tool_call>{"arguments": {"a": 1}'),
+            ("opened+json", "<tool_call>{'name': 'now'"),
+            ("opened+lfm2", "<|tool_call_start|>[fetch(a=1)]<|tool_call_end|>"),
+            ("opened+lfm2", "<|tool_call_start|>[now(a"),
+            ("opened+form", xml("now")),
+        )
+    ),
     ("opened", "\n\nhm\n", ("", "hm\n", [])),
     ("opened", "</think>yes", ("yes", "", [])),
     (
@@ -233,6 +467,8 @@ EXAMPLES = [
 
 @pytest.mark.parametrize(("kind", "text", "expected"), EXAMPLES)
 def test_an_answer_says_the_same_however_it_is_cut(kind, text, expected):
+    """Without an expectation all of it is content."""
+    expected = expected or (text, "", [])
     assert parsed(kind, [text]) == expected
     assert parsed(kind, list(text)) == expected
     for place in range(len(text) + 1):
@@ -240,7 +476,6 @@ def test_an_answer_says_the_same_however_it_is_cut(kind, text, expected):
         assert parsed(kind, [text[:place], text[place : place + 3], text[place + 3 :]]) == expected
 
 
-NOW = ("now", "{}", True)
 CUT_OFF = [
     # the beginning of a mark may be anything
     *(("xml", f"So {'<tool_call>'[:end]}", (f"So {'<tool_call>'[:end]}", "", [])) for end in range(1, 11)),
@@ -256,8 +491,26 @@ CUT_OFF = [
     ("opened+xml", "hm</think>So\n<tool_call>", ("So", "hm", [])),
     ("xml", xml("now").removesuffix("</tool_call>") + "<func", ("", "", [NOW])),
     ("xml", xml("now") + "\n<tool_call>\n<function=no", ("", "", [NOW])),
-    ("xml", "<tool_call><function=weather><para", ("", "", [("weather", "{", False)])),
-    ("xml", "<tool_call><function=weather><parameter=da", ("", "", [("weather", "{", False)])),
+    *(("xml", f"<tool_call><function=weather>{end}", ("", "", [])) for end in ("", "\n", "<para", "<parameter=da")),
+    *(
+        ("xml", f"<tool_call><function=weather><parameter=days>12{end}", ("", "", [("weather", arguments, False)]))
+        for end, arguments in (
+            ("", '{"days": 12'),
+            ("</parameter>", '{"days": 12'),
+            ("</parameter><para", '{"days": 12'),
+        )
+    ),
+    ("xml", "<tool_call><function=weather><parameter=city>\nPar", ("", "", [("weather", '{"city": "Par', False)])),
+    ("json", f'{HEAD}{{"a": "b', ("", "", [("now", '{"a": "b', False)])),
+    ("json", f'{HEAD}{{"a": 12', ("", "", [("now", '{"a": ', False)])),
+    ("json", f'{HEAD}{{"a": 1, ', ("", "", [("now", '{"a": 1', False)])),
+    ("json", f'{HEAD}{{"a": {{}}', ("", "", [("now", '{"a": {}', False)])),
+    ("json", f'{HEAD}{{"a": 1}}', ("", "", [A1])),
+    ("json", '<tool_call>[{"name": "now", "arguments": {}}, {"na', ("", "", [NOW])),
+    ("lfm2", "<|tool_call_start|>[now(", ("", "", [])),
+    ("lfm2", "<|tool_call_start|>[now(a='b", ("", "", [("now", '{"a": ', False)])),
+    ("lfm2", "<|tool_call_start|>[now(a=1, b", ("", "", [("now", '{"a": 1', False)])),
+    ("opened+xml", "hm\n<tool_call>\n<function=now", ("", "hm", [])),
     # what is no call is none
     ("xml", "see <tool_call> here", ("see <tool_call> here", "", [])),
     ("xml", "see <function=fet", ("see <function=fet", "", [])),
@@ -279,18 +532,84 @@ def test_an_answer_that_ends_by_itself_says_what_it_means(text):
         assert parsed(kind, [text]) == (text, "", [])
 
 
+WEATHER = {
+    "granite4": hermes("weather", '{"city": "Oslo"}'),
+    "lfm2": '<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>',
+    "nemotron_json": '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Oslo"}}]</TOOLCALL>',
+    "pythonic": '[weather(city="Oslo")]',
+    "qwen3_coder": xml("weather", city="Oslo"),
+}
+WEATHER |= {"hermes": WEATHER["granite4"], "json": WEATHER["granite4"]}
+WEATHER |= {"xml": WEATHER["qwen3_coder"], "qwen3_xml": WEATHER["qwen3_coder"]}
+EACH_PARSER = pytest.mark.parametrize("name", sorted({*TOOL_PARSERS} - {"none"}))
+
+
+def test_options_name_the_parsers():
+    for name in TOOL_PARSERS:
+        assert ServerOptions(model="m", port=0, tool_call_parser=name).tool_call_parser == name
+    with pytest.raises(ValueError, match=", ".join(f"'{name}'" for name in sorted(TOOL_PARSERS)[:-1])):
+        ServerOptions(model="m", port=0, tool_call_parser="x")
+
+
+@EACH_PARSER
+def test_every_form_of_calls_is_parsed(name):
+    """Alone, in reasoning, and twice; what calls begin with, and the tags that may be special tokens, are known."""
+    parser, call = TOOL_PARSERS[name], WEATHER[name]
+    for opened in (False, True):
+        made = [ParserFactory(parser, has_reasoning=opened).make_parser(TOOLS, opened=opened) for _ in range(2)]
+        for pieces, each in zip(([call], call), made, strict=True):
+            events = [event for piece in pieces for event in each.extract_streaming(piece)] + each.finish()
+            assert told(events) == ("", "", [OSLO])
+            head = "".join(each.call_head.split()) if not opened else "".join(each.reasoning_end.split())
+            assert head and call.startswith(each.call_head)
+    assert any(spelled in "".join(call.split()) for spelled in parser.list_heads(["now", "weather"]))
+    assert not any(spelled in "".join(call.split()) for spelled in parser.list_heads(["now", "eather", "weathe"]))
+    tags = {*parser.opening_tags, getattr(parser, "closing_tag", "</tool_call>")} - {"<function=", "[", ""}
+    assert tags <= MARKS
+
+
+@EACH_PARSER
+def test_every_form_of_calls_has_a_grammar(name):
+    """Of the tools that are allowed, and of no others."""
+    tags = TOOL_PARSERS[name].describe_calls(["now", "weather"])
+    form = {"type": "triggered_tags", "triggers": [tag["begin"] for tag in tags], "tags": tags}
+    text = json.dumps({"type": "structural_tag", "format": form})
+    grammar = grammar_of(Structure(kind="structural_tag", text=text, field="tool_choice"))
+    matcher = LLMatcher(byte_tokenizer(), grammar, log_level=0)
+
+    def accepts(answer):
+        matcher.reset()
+        return matcher.try_consume_tokens(list(answer.encode())) == len(answer.encode()) and matcher.is_accepting()
+
+    assert accepts(WEATHER[name]) and accepts(f"So. {WEATHER[name]} and on")
+    other = f"So. {WEATHER[name].replace('weather', 'fetch')}"
+    assert not accepts(other) or parsed(name, [other]) == (other, "", [])
+
+
+ALL = {name: (lambda name=name: TOOL_PARSERS[name](TOOLS)) for name in WEATHER}
+SHAPES = {"": (False, False, True), "think+": (True, False, True), "opened+": (True, True, True)}
+SHAPES["form+"] = (True, True, False)
+MAKE |= {
+    f"{shape}{name}": lambda name=name, reasons=reasons, opened=opened, ends=ends: ParserFactory(
+        TOOL_PARSERS[name], has_reasoning=reasons
+    ).make_parser(TOOLS, opened=opened, calls_end_reasoning=ends)
+    for shape, (reasons, opened, ends) in SHAPES.items()
+    for name in WEATHER
+}
 FRAGMENTS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<function=", "<function=weather>", "</function>", "<parameter=city>"),
         *("<parameter=days>", "</parameter>", "<think>", "</think>", "{", "}", '"', "\\", "[", ",", ":", "\n", " "),
         *('"name"', '"arguments"', ': "now"', "null", "<", ">", "=", '{"name": "now", "arguments": {', "</tool_"),
+        *("<TOOLCALL>", "</TOOLCALL>", "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call_", "[now(", "now(a="),
+        *("city=", ")", "]", "'", '"""', "]}", '{"a": ', '", "b', "True", "12", "-1.5e", "`", "</parameter>\n", "</th"),
     ]
 )
 WORDS = st.integers(0, 999).map(lambda number: f"W{number}W")
 
 
 @given(st.sampled_from(sorted(MAKE)), st.lists(FRAGMENTS | WORDS, max_size=24), st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=1500, deadline=None, derandomize=True)
 def test_no_text_raises_or_is_lost(kind, parts, data):
     text = "".join(parts)
     whole = parsed(kind, [text])
@@ -299,12 +618,76 @@ def test_no_text_raises_or_is_lost(kind, parts, data):
     assert parsed(kind, [text[i:j] for i, j in itertools.pairwise([0, *cuts, len(text)])], truncated=True) == parsed(
         kind, [text], truncated=True
     )
+    assert parsed(kind, list(text)) == whole
     content, reasoning, calls = whole
-    said = content + reasoning + "".join(name + arguments for name, arguments, _ in calls)
-    assert sorted(word for word in parts if word.startswith("W")) == sorted(
-        word for word in parts if word.startswith("W") and word in said
-    )
-    assert sum(said.count("W") for _ in [0]) == text.count("W")
+    message = ChatMessage(MAKE[kind](), lambda: "0" * 32, joins_calls=True)
+    message.add(text, last=True)
+    joined = message.message()
+    called = [call["function"] for call in joined.get("tool_calls", ())]
+    # a broken call's text is content where nothing of it has been sent
+    assert [(call["name"], call["arguments"], True) for call in called] == [call for call in calls if call[2] is True]
+    for told_content, told_reasoning, told_calls in (
+        (content, reasoning, [name + arguments for name, arguments, _ in calls]),
+        (joined["content"] or "", joined["reasoning"] or "", [call["name"] + call["arguments"] for call in called]),
+    ):
+        said = told_content + told_reasoning + "".join(told_calls)
+        assert all(word in said for word in parts if word.startswith("W"))
+        assert said.count("W") == text.count("W")
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.dictionaries(st.text(), JSON_VALUES, max_size=4), st.booleans(), st.data())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_json_is_left_as_it_is(value, is_ascii, data):
+    """Also in pieces; cut off behind a value, its brackets are closed."""
+    text = json.dumps(value, ensure_ascii=is_ascii, indent=data.draw(st.sampled_from([None, 2])))
+    mender, written, rest = JsonMender(), "", ""
+    for character in text:
+        piece, read = mender.read(rest + character)
+        written, rest = written + piece, (rest + character)[read:]
+    assert (written, rest, mender.status) == (text, "", "done")
+    end = data.draw(st.integers(0, len(text) - 1))
+    mender = JsonMender()
+    piece, read = mender.read(text[:end], final=True)
+    if (missing := mender.missing_end()) is not None:
+        assert mender.status == "wrong" or (read == end and isinstance(json.loads(piece + missing), dict))
+    mender = JsonMender()
+    piece, read = mender.read(data.draw(st.text(alphabet='{}[]",:\\ab1. \n', max_size=40)))
+    if mender.status == "done":
+        json.loads(piece)
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_]\w{0,9}", fullmatch=True), JSON_VALUES, max_size=4), st.data())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_python_literals_are_read_as_they_are_meant(value, data):
+    """However they are cut, also with line breaks in short quotes."""
+    written = ", ".join(f"{key}={data.draw(st.sampled_from([repr, json.dumps]))(one)}" for key, one in value.items())
+    text = f"<|tool_call_start|>[now({written})]<|tool_call_end|>"
+    cut = data.draw(st.integers(0, len(text)))
+    (call,) = parsed("lfm2", [text])[2]
+    assert parsed("lfm2", [text[:cut], text[cut:]])[2] == parsed("lfm2", list(text))[2] == [call]
+    assert call[2] is True and json.loads(call[1]) == value
+
+
+def test_hostile_text_is_read_in_linear_time():
+    """Ten times the text takes no hundred times as long; each of these would, if any of it were read again."""
+    texts = {
+        "json": ['<tool_call>{"name": "now", "arguments": {"a": "' + "\\" * 200_000, "<tool_call>" + "[" * 200_000],
+        "lfm2": ["<|tool_call_start|>[now(a='" + "\\'" * 100_000, "<|tool_call_start|>[now(a=" + "'" * 200_000],
+        "xml": [xml("weather", where="'" + "\\'" * 100_000), "<function=" * 20_000, "<tool_call>\n" * 20_000],
+        "opened+xml": ["<tool_call>" * 20_000, "</think" * 30_000, "<think>" * 30_000],
+    }
+    for kind, hostile in texts.items():
+        for text in hostile:
+            begun = time.process_time()
+            assert parsed(kind, [text[i : i + 50] for i in range(0, len(text), 50)])
+            assert time.process_time() - begun < 20
 
 
 @given(st.text(max_size=200), st.sampled_from(["city", "days", "share", "exact", "where", "either"]))
@@ -391,6 +774,15 @@ def test_references_in_circles_do_not_multiply():
         ("xml", "<tool_call>", "\n" * 50, 256),
         ("json", '<tool_call>{"arguments": {', '"a": 1, ' * 40, MAX_CALL + 400),
         ("json", '<tool_call>{"name": "now", "arguments": {', '"a": 1, ', 64),
+        ("lfm2", "<|tool_call_start|>[now(a='", "word " * 50, MAX_LITERAL + 300),
+        ("lfm2", "<|tool_call_start|>[", "n" * 100, 512),
+        ("lfm2", "<|tool_call_start|>[now(a=1, ", "n" * 100, 512),
+        ("json", "<tool_call>{'name': ", "word " * 50, MAX_CALL + 300),
+        ("json", "<tool_call>", "tags " * 10, 64),
+        ("json", '<tool_call>{"name": "now", "arguments": {"a": 1, ', " " * 50, 512),
+        ("json", '<tool_call>{"name": "now", "arguments": {"a": ', "1" * 50, 640),
+        ("pythonic", "", "\n" * 50, 128),
+        ("opened+xml", "<tool_call>", "\n" * 50, 256),
         ("opened", "", "\n" * 50, 128),
         ("think", "", "\n" * 50, 128),
         ("xml", "", "\n" * 50, 128),
@@ -420,8 +812,8 @@ def test_a_long_value_that_is_no_text_becomes_text():
 @pytest.mark.parametrize("beyond", [-1, 0, 1])
 def test_a_call_may_be_so_long_and_no_longer(beyond):
     """Its arguments come first, so it is read as a whole."""
-    text = '{"arguments": {"a": "%s"}, "name": "now"}</tool_call>'
-    text = "<tool_call>" + text % ("x" * (MAX_CALL + beyond - len(text) + 2))
+    text = '{"arguments": {"a": "%s"}, "name": "now"}'
+    text = "<tool_call>" + text % ("x" * (MAX_CALL + beyond - len(text) + 2)) + "</tool_call>"
     whole = parsed("json", [text])
     assert [name for name, _, _ in whole[2]] == (["now"] if beyond <= 0 else [])
     assert parsed("json", [text[:-5], *text[-5:]]) == parsed("json", [text[:99], text[99:-1], text[-1]]) == whole
@@ -444,18 +836,25 @@ def test_arguments_come_before_their_call_is_complete():
         ("{{ messages }}", None, False),
         ("<tool_call>\n<function=...> <think>", XmlToolParser, True),
         ('<tool_call>{"name": ...}', JsonToolParser, False),
+        ("{{ 'List of tools: <|tool_list_start|>[' }}", Lfm2ToolParser, False),
+        ("<|tool_call_start|>[f()]<|tool_call_end|>", Lfm2ToolParser, False),
+        ("<TOOLCALL>[...]</TOOLCALL> <think>", NemotronToolParser, True),
     ],
 )
-def test_parsers_follow_from_the_template(template, calls, reasoning):
-    chosen = select_parsers(template, None, None)
+def test_parsers_follow_from_the_template(template, calls, reasoning, caplog):
+    chosen = select_parsers("{% if tools %}" + template, None, None)
     assert (chosen.tool_parser, chosen.has_reasoning) == (calls, reasoning)
-    named = select_parsers(template, "qwen3_coder", "none")
+    assert ("name the form with --tool-call-parser (one of granite4, hermes" in caplog.text) == (calls is None)
+    caplog.clear()
+    assert select_parsers(template, None, None).tool_parser == calls
+    named = select_parsers("{% if tools %}" + template, "qwen3_coder", "none")
     assert (named.tool_parser, named.has_reasoning) == (XmlToolParser, False)
-    assert select_parsers(template, "none", "qwen3").has_reasoning
+    assert select_parsers("{% if tools %}" + template, "none", "qwen3").has_reasoning
+    assert not caplog.records
 
 
 def test_an_unknown_parser_is_refused_by_its_flag():
-    with pytest.raises(ConfigError, match="--tool-call-parser: there is no 'x'; one of hermes"):
+    with pytest.raises(ConfigError, match="--tool-call-parser: there is no 'x'; one of granite4, hermes"):
         select_parsers("", "x", None)
     with pytest.raises(ConfigError, match="--reasoning-parser: there is no 'x'; one of deepseek_r1"):
         select_parsers("", None, "x")

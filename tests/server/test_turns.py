@@ -8,9 +8,10 @@ import json
 
 import pytest
 
+from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.models.random_weights.make_tokenizer import make_tokenizer
 from doubles.scripted_core import scripted_core
-from engine.chat_templates import TEMPLATES, TOOLS, tokenizer_with
+from engine.chat_templates import PYTHON_CALLS, TEMPLATES, TOOLS, tokenizer_with
 from tiers import first_of
 
 SLACK = 6
@@ -23,21 +24,24 @@ SYSTEM = "You work on a repository of stones and cairns. " * 8
 class Agent:
     """A server with the template `name`, and a model that thinks, calls tools and answers as its script says."""
 
-    def __init__(self, running_server, tiny_model, tokenizer, name):
+    def __init__(self, running_server, tiny_model, folder, name):
+        """`folder`: that of its tokenizer."""
         self.name = name
-        self.tokenizer = tokenizer
+        self.tokenizer = ModelTokenizer(folder)
         self._script = ""
         self.prompt, self.computed = [], []
         self.server = running_server(
             {"model": "tiny"},
-            build=lambda config: scripted_core(config, self.tokenizer, self._answer),
+            build=lambda config: scripted_core(
+                config.model_copy(update={"tokenizer": str(folder)}), self.tokenizer, self._answer
+            ),
             model=str(tiny_model),
             tokenizer=self.tokenizer,
             kv_cache_memory_bytes=64 << 20,
         )
 
     def says(self, thought, content, path=None):
-        """What the model writes next, in the form of its template; the prompt ends within the reasoning."""
+        """What the model writes next, in the form of its template; for the first two the prompt opens the reasoning."""
         match self.name:
             case "drops_reasoning":
                 call = f"<function=read_file>\n<parameter=path>\n{path}\n</parameter>\n</function>"
@@ -47,6 +51,9 @@ class Agent:
                 call = json.dumps({"name": "read_file", "arguments": {"path": path}})
                 calls = f"<TOOLCALL>[{call}]</TOOLCALL>" if path is not None else ""
                 self._script = f"{thought}\n</think>\n{content}{calls}"
+            case "python_calls":
+                call = f'<|tool_call_start|>[read_file(path="{path}")]<|tool_call_end|>' if path is not None else ""
+                self._script = f"<think>{thought}</think>{content}{call}"
             case _:
                 self._script = content or f"I read {path}."
 
@@ -57,7 +64,7 @@ class Agent:
     @property
     def writes_calls(self):
         """Whether the calls that `says` writes are ones that are parsed."""
-        return self.name == "drops_reasoning"
+        return self.name != "role_lines"
 
     def turn(self, cached):
         """`cached` tokens of the request that was just answered, and how many they could have been."""
@@ -87,8 +94,8 @@ def agent_with(running_server, tiny_model, make_once, tmp_path_factory):
 
     def agent(name):
         if name not in agents:
-            tokenizer = tokenizer_with(plain, folder / name, TEMPLATES[name])
-            agents[name] = Agent(running_server, tiny_model, tokenizer, name)
+            tokenizer_with(plain, folder / name, FORMS[name])
+            agents[name] = Agent(running_server, tiny_model, folder / name, name)
         return agents[name]
 
     yield agent
@@ -191,7 +198,8 @@ class Messages:
 
 
 APIS = (Chats, ChatsWithoutReasoning, StoredResponses, ResponsesAsTheyCame, Messages)
-NAMES = ("drops_reasoning", "hollows_reasoning", "role_lines")
+NAMES = ("drops_reasoning", "hollows_reasoning", "role_lines", "python_calls")
+FORMS = TEMPLATES | {"python_calls": PYTHON_CALLS}
 
 
 def converse(agent, client):
@@ -222,7 +230,14 @@ def converse(agent, client):
 @pytest.mark.parametrize(
     ("name", "api"),
     first_of(
-        [(NAMES[0], Chats), (NAMES[0], StoredResponses), (NAMES[0], Messages), (NAMES[1], Chats), (NAMES[2], APIS[1])],
+        [
+            (NAMES[0], Chats),
+            (NAMES[0], StoredResponses),
+            (NAMES[0], Messages),
+            (NAMES[1], Chats),
+            (NAMES[2], APIS[1]),
+            (NAMES[3], Chats),
+        ],
         NAMES,
         APIS,
     ),

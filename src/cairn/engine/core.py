@@ -138,11 +138,13 @@ class Core:
         budget, tokenizer = request.stop_conditions.thinking, self._tokenizer
         if budget is None:
             return specs
-        end = tokenizer.encode(budget.end, add_special_tokens=False)
+
+        def encode(text: str) -> list[int]:
+            return tokenizer.encode(text, add_special_tokens=False)
 
         def limit(spec: Spec) -> ThinkingConstraint:
             grammar = spec.constraint if isinstance(spec.constraint, GrammarConstraint) else None
-            return ThinkingConstraint(budget, end, tokenizer.token_bytes, self._info.vocab_size, grammar)
+            return ThinkingConstraint(budget, encode, tokenizer.token_bytes, self._info.vocab_size, grammar)
 
         return [replace(spec, constraint=limit(spec)) for spec in specs]
 

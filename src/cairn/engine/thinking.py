@@ -12,6 +12,9 @@ from cairn.step import TokenMask
 _MAX_NEWLINES = 64
 """Newlines at most between an answer's beginning and its thinking, as the parsers of answers have it."""
 
+_MAX_GRACE = 64
+"""Tokens beyond the budget in which the head of a call may become complete."""
+
 _State: TypeAlias = Literal["start", "thinking", "done"]
 
 
@@ -20,22 +23,27 @@ class ThinkingConstraint:
     `scheduler.request.Constraint`; a function of the answer alone.
 
     The thinking is what the server's parsers take for it: from `budget.start` at the answer's beginning, or from the
-    beginning itself where the prompt has opened it, to the first `budget.end`.
+    beginning itself where the prompt has opened it, to the first `budget.end` or head of a call.
+
+    No piece of a mark is left where the budget ends: of an `end` that has begun only the rest is forced, and the head
+    of a call that has begun may go on for as long as it is one.
     """
 
     def __init__(
         self,
         budget: ThinkingBudget,
-        end_token_ids: Sequence[int],
+        encode: Callable[[str], Sequence[int]],
         token_bytes: Callable[[int], bytes],
         vocab_size: int,
         grammar: GrammarConstraint | None = None,
     ) -> None:
-        """`end_token_ids`: those of `budget.end`. `grammar`: what else the answer is held to."""
+        """`encode`: tokens of a text, without special tokens around it. `grammar`: what else the answer is held to."""
         self.grammar = grammar
         self._budget = budget
         self._start, self._end = budget.start.encode(), budget.end.encode()
-        self._end_token_ids = end_token_ids
+        self._heads = [head.encode() for head in budget.call_heads]
+        self._longest_head = max(map(len, self._heads), default=0)
+        self._encode = encode
         self._token_bytes = token_bytes
         self._vocab_size = vocab_size
         self._num_seen = 0
@@ -48,16 +56,19 @@ class ThinkingConstraint:
         for token in output[self._num_seen :]:
             self._follow(self._token_bytes(token))
         self._num_seen = len(output)
-        num_forced = self._num_thinking - self._budget.num_tokens
-        if self._state == "thinking" and 0 <= num_forced < len(self._end_token_ids):
-            return self._only(self._end_token_ids[num_forced])
+        if self._state == "thinking" and self._forced:
+            return self._only(self._forced[0])
         return None if self.grammar is None else self.grammar.allowed(output)
 
     def _restart(self) -> None:
         self._num_seen = 0
         self._num_thinking = 0
         self._text = b""
+        self._head_text = b""  # the thinking's last bytes, without whitespace
+        self._forced: Sequence[int] = ()
+        self._has_forced = False
         self._state: _State = "thinking" if self._budget.is_open else "start"
+        self._force_end()
 
     def _follow(self, spelled: bytes) -> None:
         if self._state == "start":
@@ -65,16 +76,43 @@ class ThinkingConstraint:
             bare = self._text.lstrip(b"\n")
             is_near = len(self._text) - len(bare) <= _MAX_NEWLINES
             if is_near and bare.startswith(self._start):
-                self._state, self._text = "thinking", bare.removeprefix(self._start)
+                self._state, self._text = "thinking", b""
+                self._add(bare.removeprefix(self._start))
             elif not is_near or not self._start.startswith(bare):
                 self._state = "done"
         elif self._state == "thinking":
             self._num_thinking += 1
-            self._text = self._text[1 - len(self._end) :] + spelled
-        if self._state == "thinking" and self._end in self._text:
+            self._forced = self._forced[1:]
+            self._add(spelled)
+        self._force_end()
+
+    def _add(self, spelled: bytes) -> None:
+        self._text = self._text[1 - len(self._end) :] + spelled
+        if self._heads:
+            self._head_text = self._head_text[1 - self._longest_head :] + b"".join(spelled.split())
+        if self._end in self._text or any(head in self._head_text for head in self._heads):
             self._state = "done"
+
+    def _force_end(self) -> None:
+        """What is to come, once the budget is used up."""
+        grace = self._num_thinking - self._budget.num_tokens
+        if self._state != "thinking" or self._has_forced or grace < 0:
+            return
+        if grace < _MAX_GRACE and any(_count_begun(self._head_text, head) for head in self._heads):
+            return
+        begun = _count_begun(self._text, self._end)
+        rest = self._encode(self._end[begun:].decode(errors="replace"))
+        if b"".join(map(self._token_bytes, rest)) != self._end[begun:]:
+            rest = self._encode(self._end.decode())
+        self._forced, self._has_forced = rest, True
 
     def _only(self, token: int) -> TokenMask:
         mask = np.zeros(-(-self._vocab_size // 32), np.int32)
         mask.view(np.uint32)[token // 32] = 1 << token % 32
         return mask
+
+
+def _count_begun(text: bytes, mark: bytes) -> int:
+    """Bytes at the end of `text` that are the beginning of `mark`."""
+    longest = min(len(text), len(mark) - 1)
+    return next((count for count in range(longest, 0, -1) if text.endswith(mark[:count])), 0)

@@ -126,7 +126,9 @@ class Service:
         max_open = limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting
         self.gate = Gate(max_open, on_full=self.metrics.queue_full.inc)
         self.parsers = select_parsers(
-            engine.tokenizer.chat_template, options.tool_call_parser, options.reasoning_parser
+            engine.tokenizer.chat_template,
+            options.tool_call_parser or (None if options.enable_auto_tool_choice else "none"),
+            options.reasoning_parser,
         )
         self.logprobs_formatter = LogprobsFormatter(
             lambda token: engine.tokenizer.token_bytes(token), as_token_ids=options.return_tokens_as_token_ids

@@ -157,12 +157,14 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     """The thinking at an answer's beginning, between the texts `start` and `end`, has at most `num_tokens` tokens: then
-    `end` follows. `is_open`: the prompt ends within it, behind its `start`."""
+    `end` follows. `is_open`: the prompt ends within it, behind its `start`. `call_heads`: texts, without whitespace,
+    of which one ends the thinking, too; one that has begun when the tokens are used up may become complete."""
 
     num_tokens: int
     start: str
     end: str
     is_open: bool = False
+    call_heads: list[str] = []
 
 
 class StopConditions(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,7 +21,12 @@ __all__ = ["MARKS", "IncrementalText", "ModelTokenizer"]
 
 Messages = Sequence[dict[str, Any]]
 
-MARKS = frozenset({"<think>", "</think>", "<tool_call>", "</tool_call>"})
+MARKS = frozenset(
+    (
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"),
+        *("<|tool_call_start|>", "<|tool_call_end|>"),
+    )
+)
 """Part of an answer's text, also where a checkpoint calls them special: what they enclose is told by them."""
 
 _REPLACEMENT = "\ufffd"

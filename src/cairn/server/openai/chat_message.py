@@ -11,9 +11,11 @@ from cairn.server.parsers.output_parser import (
     OutputParser,
     Reasoning,
     ToolCallArguments,
+    ToolCallBroken,
+    ToolCallEnd,
     ToolCallStart,
 )
-from cairn.server.parsers.reasoning import ReasoningParser
+from cairn.server.parsers.reasoning import THINK_END, ReasoningParser
 
 _NEVER_SENT = MappingProxyType(dict.fromkeys(("refusal", "annotations", "audio", "function_call")))
 """Fields of OpenAI's messages that no answer here has: null, as in vLLM."""
@@ -21,7 +23,9 @@ _NEVER_SENT = MappingProxyType(dict.fromkeys(("refusal", "annotations", "audio",
 
 class ChatMessage:
     """Parses one answer's text into a message and its deltas. `new_id` names calls; without `parallel` only the first
-    call is kept, with `hides_reasoning` no reasoning.
+    call is kept, with `hides_reasoning` no reasoning. With `joins_calls`, for answers that are not streamed, a call is
+    added when it has ended, and a broken one is content; otherwise a broken call, whose beginning has been sent, stays
+    without its end.
 
     `looks_for_reasoning`: whether answers of this model may have some; `has_reasoning`: whether this one has.
     """
@@ -33,6 +37,7 @@ class ChatMessage:
         *,
         parallel: bool = True,
         hides_reasoning: bool = False,
+        joins_calls: bool = False,
     ) -> None:
         self.hides_reasoning = hides_reasoning
         self.looks_for_reasoning = isinstance(parser, ReasoningParser)
@@ -40,6 +45,10 @@ class ChatMessage:
         self._parser = parser
         self._new_id = new_id
         self._parallel = parallel
+        self._joins_calls = joins_calls
+        self._open_call: list[OutputEvent] = []
+        self._takes_call = False  # whether the last call is kept
+        self._complete: set[str] = set()  # ids of calls
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[dict[str, Any]] = []
@@ -63,7 +72,25 @@ class ChatMessage:
 
     def _parse(self, text: str, last: bool, truncated: bool) -> list[OutputEvent]:
         events = self._parser.extract_streaming(text)
-        return events + self._parser.finish(truncated=truncated) if last else events
+        if last:
+            events += self._parser.finish(truncated=truncated)
+        return self._join_calls(events, last) if self._joins_calls else events
+
+    def _join_calls(self, events: list[OutputEvent], last: bool) -> list[OutputEvent]:
+        joined: list[OutputEvent] = []
+        for event in events:
+            if not self._open_call and not isinstance(event, ToolCallStart):
+                joined.append(event)
+                continue
+            self._open_call.append(event)
+            if isinstance(event, ToolCallBroken):
+                self._open_call = [Content(event.text)]
+            if isinstance(event, ToolCallBroken | ToolCallEnd):
+                joined += self._open_call
+                self._open_call = []
+        if last:
+            joined += self._open_call
+        return joined
 
     def message(self) -> dict[str, Any]:
         """All that has been added, as a message."""
@@ -80,8 +107,17 @@ class ChatMessage:
         return message
 
     def finish_reason(self, finish: FinishReason | None) -> str | None:
-        """`tool_calls` if the answer ended by itself and has some."""
-        return "tool_calls" if finish == "stop" and self._calls else finish
+        """`tool_calls` if the answer ended by itself and has a complete one."""
+        return "tool_calls" if finish == "stop" and self._complete else finish
+
+    def is_complete(self, call_id: str) -> bool:
+        """Whether this call's arguments are all there, and are JSON."""
+        return call_id in self._complete
+
+    @property
+    def reasoning_end(self) -> str:
+        """See `ReasoningParser`."""
+        return self._parser.reasoning_end if isinstance(self._parser, ReasoningParser) else THINK_END
 
     def _add_event(self, event: OutputEvent, delta: dict[str, Any]) -> None:
         match event:
@@ -95,15 +131,24 @@ class ChatMessage:
                 self._reasoning.append(text)
                 # vLLM's newer name, and the one that most clients read
                 delta["reasoning_content"] = delta["reasoning"] = delta.get("reasoning", "") + text
-            case ToolCallStart(index, name) if self._parallel or index == 0:
-                call = {"id": f"call_{self._new_id()[:24]}", "type": "function", "function": {"name": name}}
-                self._calls.append(call)
-                self._arguments.append([])
-                function = {"name": name, "arguments": ""}
-                delta.setdefault("tool_calls", []).append({"index": index, **call, "function": function})
-            case ToolCallArguments(index, text) if self._parallel or index == 0:
+            case ToolCallStart(name=name):
+                self._takes_call = self._parallel or not self._calls
+                if self._takes_call:
+                    self._add_call(name, delta)
+            case ToolCallArguments(text=text) if self._takes_call:
+                index = len(self._calls) - 1
                 self._arguments[index].append(text)
                 calls: list[dict[str, Any]] = delta.setdefault("tool_calls", [])
                 if not calls or calls[-1]["index"] != index:
                     calls.append({"index": index, "function": {"arguments": ""}})
                 calls[-1]["function"]["arguments"] += text
+            case ToolCallEnd() if self._takes_call:
+                self._complete.add(self._calls[-1]["id"])
+
+    def _add_call(self, name: str, delta: dict[str, Any]) -> None:
+        call = {"id": f"call_{self._new_id()[:24]}", "type": "function", "function": {"name": name}}
+        index = len(self._calls)
+        self._calls.append(call)
+        self._arguments.append([])
+        function = {"name": name, "arguments": ""}
+        delta.setdefault("tool_calls", []).append({"index": index, **call, "function": function})

@@ -4,6 +4,7 @@ A grammar is requested by OpenAI's `response_format`, vLLM's `structured_outputs
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -30,14 +31,21 @@ _IGNORED = frozenset(
 """Fields of `structured_outputs` that say how, not what."""
 
 
-def parse_response_format(
-    service: Service, body: SamplingFields, *, opened: bool
-) -> tuple[Structure | None, Callable[[], ChatMessage]]:
-    """The grammar of the answers, None for any text, and what makes the message of one answer. `opened`: whether the
-    answer begins within the reasoning. Raises InvalidRequest naming the field."""
+@dataclass(frozen=True, slots=True)
+class AnswerFormat:
+    """`structure`: the grammar of the answers, None for any text. `new_message` makes the message of one answer.
+    `call_heads`: what calls that end the reasoning begin with, without whitespace."""
+
+    structure: Structure | None
+    new_message: Callable[[], ChatMessage]
+    call_heads: Sequence[str] = ()
+
+
+def parse_response_format(service: Service, body: SamplingFields, *, opened: bool) -> AnswerFormat:
+    """`opened`: whether the answer begins within the reasoning. Raises InvalidRequest naming the field."""
     structure = _parse_structure(body)
     if not isinstance(body, ChatRequest):
-        return structure, lambda: ChatMessage(OutputParser(), service.new_id)
+        return AnswerFormat(structure, lambda: ChatMessage(OutputParser(), service.new_id))
     parsers = service.parsers
     tools, tool_structure = _parse_tool_choice(
         body, parsers.tool_parser if service.options.enable_auto_tool_choice else None
@@ -47,6 +55,8 @@ def parse_response_format(
     if is_required and structure is not None and body.response_format is None:
         text = f"{structure.field} and a tool_choice that requires a call cannot go together: send one of them"
         raise InvalidRequest(text, "tool_choice")
+    # A grammar of calls or content begins behind the reasoning, so nothing within that can be either.
+    calls_end_reasoning = not is_required and structure is None
     # Where the model may choose, an answer that has a form has no calls.
     structure = tool_structure if is_required else structure or tool_structure
     if parsers.has_reasoning and structure is not None:
@@ -58,10 +68,21 @@ def parse_response_format(
     hides_reasoning = parsers.has_reasoning and body.include_reasoning is False
 
     def new_message() -> ChatMessage:
-        parser = parsers.make_parser(tools, opened=opened, tool_parser=tool_parser)
-        return ChatMessage(parser, service.new_id, parallel=parallel, hides_reasoning=hides_reasoning)
+        parser = parsers.make_parser(
+            tools, opened=opened, tool_parser=tool_parser, calls_end_reasoning=calls_end_reasoning
+        )
+        return ChatMessage(
+            parser,
+            service.new_id,
+            parallel=parallel,
+            hides_reasoning=hides_reasoning,
+            joins_calls=not body.stream,
+        )
 
-    return structure, new_message
+    heads: Sequence[str] = ()
+    if calls_end_reasoning and tools and parsers.tool_parser is not None:
+        heads = parsers.tool_parser.list_heads([*tools])
+    return AnswerFormat(structure, new_message, heads)
 
 
 def _parse_tool_choice(

@@ -15,7 +15,7 @@ from cairn.server.openai.chat_message import ChatMessage
 from cairn.server.openai.logprobs import LogprobsFormatter, TextOffsetTracker, concat_logprobs
 from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from cairn.server.options import AnswerOptions
-from cairn.server.parsers.reasoning import THINK_END, THINK_START
+from cairn.server.parsers.reasoning import THINK_START
 
 
 @dataclass(slots=True)
@@ -352,12 +352,13 @@ class ChatWriter(ResponseWriter):
         return usage
 
     def count_reasoning(self, choice: Choice) -> int:
-        """Tokens of the reasoning, shown or not: those before `</think>`, newlines too, without those of `<think>`."""
+        """Tokens of the reasoning, shown or not: those before its end, which is `</think>` or a call, newlines too,
+        without those of `<think>`."""
         if choice.message is None or not choice.message.has_reasoning:
             return 0
         spelled = [self.formatter.spell(token) for token in choice.token_ids]
         text = b"".join(spelled)
-        opened, end = text.find(THINK_START.encode()), text.find(THINK_END.encode())
+        opened, end = text.find(THINK_START.encode()), text.find(choice.message.reasoning_end.encode())
         begin = opened + len(THINK_START) if opened >= 0 and not text[:opened].strip(b"\n") else 0
         ends = list(itertools.accumulate(map(len, spelled)))
         return sum(

@@ -140,13 +140,13 @@ async def _prepare(
     if body.request_id is not None and not http.scope["cairn.has_own_request_id"]:
         own_id = body.request_id
     opened = [await is_reasoning_open(service, body, prompt) for prompt in prompts]
-    structure, new_message = parse_response_format(service, body, opened=opened[0])
+    answer = parse_response_format(service, body, opened=opened[0])
     bad_words: list[list[int]] = []
     if words := body.bad_words:
         bad_words = await service.tokenizer.run(lambda: encode_bad_words(service.engine.tokenizer.encode, words))
     answer_id = f"{id_prefix}{own_id}"
     thinking = [
-        await limit_thinking(service, body, prompt, is_open=is_open)
+        await limit_thinking(service, body, prompt, is_open=is_open, call_heads=answer.call_heads)
         for prompt, is_open in zip(prompts, opened, strict=True)
     ]
     requests = tuple(
@@ -157,7 +157,7 @@ async def _prepare(
             # Two clients may send the same id; inside the engine an id has to be one request's alone.
             request_id=f"{answer_id}-{body.release_key or service.new_id()}",
             client=get_client_id(http.scope),
-            structure=structure,
+            structure=answer.structure,
             bad_words=bad_words,
             thinking=budget,
         )
@@ -170,7 +170,7 @@ async def _prepare(
     created, model = int(service.wall()), service.options.model_name
     has_listed = bool(body.logprob_token_ids)
     formatter = service.logprobs_formatter.configure(body.return_tokens_as_token_ids, has_listed=has_listed)
-    fields = (answer_id, created, model, service.system_fingerprint, body, prompts, n, formatter, new_message)
+    fields = (answer_id, created, model, service.system_fingerprint, body, prompts, n, formatter, answer.new_message)
     writer = writer_type(*fields, service.options)
     return Generation(service, requests, writer, arrival_time, deadline)
 

@@ -9,6 +9,8 @@ from cairn.server.parsers.reasoning import THINK_END, THINK_START
 from cairn.server.service import Service
 
 _FIELD = "thinking_token_budget"
+_MAX_HEAD = 512
+"""Characters of the head of a call at most; no parser takes longer names."""
 _PROMPT_END = 32
 """Tokens at a chat's end among which the reasoning is opened."""
 
@@ -27,10 +29,10 @@ async def is_reasoning_open(service: Service, body: SamplingFields, prompt: Rend
 
 
 async def limit_thinking(
-    service: Service, body: SamplingFields, prompt: RenderedPrompt, *, is_open: bool
+    service: Service, body: SamplingFields, prompt: RenderedPrompt, *, is_open: bool, call_heads: Sequence[str]
 ) -> ThinkingBudget | None:
     """What the engine holds the reasoning to; None for no bound. `is_open`: whether the answer begins within it; what
-    the prompt has of it counts.
+    the prompt has of it counts. `call_heads`: what calls that end it begin with, without whitespace.
 
     Raises InvalidRequest where no reasoning is looked for, and for a number out of range.
     """
@@ -45,7 +47,10 @@ async def limit_thinking(
     if is_open:
         token_bytes = service.engine.tokenizer.token_bytes
         budget -= await service.tokenizer.run(lambda: count_reasoning_tokens(prompt.token_ids, token_bytes))
-    return ThinkingBudget(num_tokens=max(0, budget), start=THINK_START, end=THINK_END, is_open=is_open)
+    heads = [head for head in call_heads if len(head) <= _MAX_HEAD]
+    return ThinkingBudget(
+        num_tokens=max(0, budget), start=THINK_START, end=THINK_END, is_open=is_open, call_heads=heads
+    )
 
 
 def count_reasoning_tokens(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -> int:

@@ -143,7 +143,14 @@ class ResponsesWriter(ChatWriter):
             self._note_delta(item, "response.content_part.added", part=item.part())
         return item
 
-    def _close_item(self, status: str) -> None:
+    def _status_of(self, item: OutputItem, text_status: str) -> str:
+        """A call is completed if its arguments are all there; `text_status`: of anything else."""
+        if item.kind != "function_call":
+            return text_status
+        message = self.choices[0].message
+        return "completed" if message is not None and message.is_complete(item.body["call_id"]) else "incomplete"
+
+    def _close_item(self, text_status: str) -> None:
         if not self.is_open:
             return
         self.is_open = False
@@ -159,7 +166,9 @@ class ResponsesWriter(ChatWriter):
                 self._note_delta(item, "response.function_call_arguments.done", **named)
         if item.kind in _WITH_PARTS:
             self._note_delta(item, "response.content_part.done", part=item.part())
-        self._note("response.output_item.done", output_index=item.index, item=item.write(status))
+        self._note(
+            "response.output_item.done", output_index=item.index, item=item.write(self._status_of(item, text_status))
+        )
 
     # -- the whole response ------------------------------------------------------------------------------------------
 
@@ -172,9 +181,10 @@ class ResponsesWriter(ChatWriter):
         params = self.kv_transfer_params
         reason = self.choices[0].finish_reason
         status = {"length": "incomplete", "abort": "cancelled"}.get(reason or "stop", "completed")
+        last_status = "completed" if status == "completed" else "incomplete"
         return self._write_state(status) | {
             "output": [
-                item.write("incomplete" if status != "completed" and item is self.items[-1] else "completed")
+                item.write(self._status_of(item, last_status if item is self.items[-1] else "completed"))
                 for item in self.items
             ],
             **self._write_raw_messages(),

@@ -30,8 +30,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallArguments:
-    """The next piece of that call's arguments. All pieces together are a JSON object, unless the answer is truncated
-    inside it."""
+    """The next piece of that call's arguments. All pieces together are a JSON object if the call ends."""
 
     index: int
     text: str
@@ -39,12 +38,21 @@ class ToolCallArguments:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """That call is complete. A call without an end was truncated."""
+    """That call is complete, and its arguments are a JSON object. A call without an end was truncated, or is broken."""
 
     index: int
 
 
-OutputEvent: TypeAlias = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd
+@dataclass(frozen=True, slots=True)
+class ToolCallBroken:
+    """That call can no longer become a complete one. `text`: all of it so far as the model wrote it, which is content
+    where the call's beginning has not been sent yet."""
+
+    index: int
+    text: str
+
+
+OutputEvent: TypeAlias = Content | Reasoning | ToolCallStart | ToolCallArguments | ToolCallEnd | ToolCallBroken
 
 ToolSchemas: TypeAlias = dict[str, dict[str, Any]]
 """A tool's name -> the JSON schema of its parameters, empty if it has none."""
@@ -86,9 +94,15 @@ class OutputParser:
 
     However the text is cut into pieces, the events have the same texts. No text raises, and none is lost: what is no
     markup, or wrong markup, is content. Only newlines next to tags are dropped and, at the end, the beginning of the
-    tag that closes a complete call; of a truncated answer also a call whose name is not complete. Pending text is
+    tag that closes a complete call; of a truncated answer also a call whose head is not complete. Pending text is
     bounded.
     """
+
+    only_known_tools = False
+    """Whether calls of tools that the request does not have are text."""
+
+    call_head = ""
+    """The text that the last call began with, up to where it was certain to be one."""
 
     def __init__(self) -> None:
         self._text = ""
@@ -120,6 +134,9 @@ class OutputParser:
                 self._text = self._text.lstrip("\n")
                 self._skip_newlines = not self._text
             running = self._state(final)
+        return self._take_events()
+
+    def _take_events(self) -> list[OutputEvent]:
         events, self._events = self._events, []
         return events
 
@@ -151,7 +168,12 @@ class OutputParser:
 
 
 class ToolParser(OutputParser, ABC):
-    """Looks for tool calls, which begin with one of `opening_tags`. `tools`: those that may be called."""
+    """Looks for tool calls, which begin with one of `opening_tags`. `tools`: those that may be called.
+
+    What begins a call, its head, is pending until it is certain: nothing of a call is told before. A call that can not
+    become a complete one after that is broken: the answer ended by itself inside a value, or the arguments are no JSON
+    and cannot be mended.
+    """
 
     opening_tags: Sequence[str]
 
@@ -160,19 +182,32 @@ class ToolParser(OutputParser, ABC):
         self._tools = tools
         self._num_calls = 0
         self._opening = ""  # markup of a call that is not certain yet
+        self._call_text: list[str] | None = None  # of the call that has begun and not ended
 
     @property
     def num_pending(self) -> int:
         return len(self._text) + len(self._opening)
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def describe_calls(names: Sequence[str]) -> list[dict[str, Any]]:
+    def describe_calls(cls, names: Sequence[str]) -> list[dict[str, Any]]:
         """Calls of the tools `names`, as tags of a structural tag: one for each opening tag."""
+
+    @classmethod
+    @abstractmethod
+    def list_heads(cls, names: Sequence[str]) -> list[str]:
+        """What calls of the tools `names` begin with at least, each without any whitespace."""
 
     @abstractmethod
     def _start_call(self, tag: str) -> State:
         """The state after the opening tag `tag`."""
+
+    def finish(self, *, truncated: bool = False) -> list[OutputEvent]:
+        events = super().finish(truncated=truncated)
+        if self._call_text is not None and not truncated:
+            self._break_call()
+            self._emit_content(self._take(len(self._text)))
+        return events + self._take_events()
 
     def _parse_content(self, final: bool) -> bool:
         text, self._opening = self._take_until(self.opening_tags, final)
@@ -180,6 +215,12 @@ class ToolParser(OutputParser, ABC):
         if self._opening:
             self._state = self._start_call(self._opening.lstrip("\n"))
         return bool(self._opening)
+
+    def _take(self, count: int) -> str:
+        taken = super()._take(count)
+        if self._call_text is not None:
+            self._call_text.append(taken)
+        return taken
 
     def _reject_call(self) -> bool:
         """The markup taken for a call is content."""
@@ -193,12 +234,30 @@ class ToolParser(OutputParser, ABC):
         content would show half a call."""
         return final and not self._truncated
 
-    def _begin_call(self, name: str) -> None:
-        self._opening = ""
+    def _may_call(self, name: str) -> bool:
+        """Whether a well-formed call of this tool is one. A client can say best what is wrong with an unknown name."""
+        return name in self._tools or not self.only_known_tools
+
+    def _begin_call(self, name: str, num_head: int = 0) -> None:
+        """`num_head`: characters of the pending text that belong to the head, too."""
+        self._call_text, self._opening = [self._opening], ""
+        self._take(num_head)
+        self.call_head = "".join(self._call_text)
         self._events.append(ToolCallStart(self._num_calls, name))
 
     def _end_call(self, next_state: State) -> None:
         self._events.append(ToolCallEnd(self._num_calls))
+        self._leave_call(next_state)
+
+    def _break_call(self) -> bool:
+        """The call that has begun is none; what is pending is content."""
+        self._events.append(ToolCallBroken(self._num_calls, "".join(self._call_text or ())))
+        self._leave_call(self._parse_content)
+        self._skip_newlines = False
+        return True
+
+    def _leave_call(self, next_state: State) -> None:
+        self._call_text = None
         self._num_calls += 1
         self._skip_newlines = next_state == self._parse_content
         self._state = next_state

@@ -1,28 +1,50 @@
 """The parsers of a model's output, by name or by its chat template."""
 
+import logging
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from cairn.errors import ConfigError
 from cairn.server.parsers.json_tool_parser import JsonToolParser
+from cairn.server.parsers.lfm2_tool_parser import Lfm2ToolParser
+from cairn.server.parsers.nemotron_tool_parser import NemotronToolParser
 from cairn.server.parsers.output_parser import OutputParser, ToolParser, ToolSchemas
+from cairn.server.parsers.pythonic_tool_parser import PythonicToolParser
 from cairn.server.parsers.reasoning import THINK_END, THINK_START, ReasoningParser
 from cairn.server.parsers.xml_tool_parser import XmlToolParser
 
 TOOL_PARSERS: Mapping[str, type[ToolParser] | None] = MappingProxyType(
     {
+        "granite4": JsonToolParser,
         "hermes": JsonToolParser,
         "json": JsonToolParser,
+        "lfm2": Lfm2ToolParser,
+        "nemotron_json": NemotronToolParser,
         "none": None,
+        "pythonic": PythonicToolParser,
         "qwen3_coder": XmlToolParser,
         "qwen3_xml": XmlToolParser,
         "xml": XmlToolParser,
     }
 )
-"""Names of `--tool-call-parser`, vLLM's among them."""
+"""Names of `--tool-call-parser`, vLLM's among them, and Nemotron's own."""
+
+_TEMPLATE_MARKS = (
+    ("<function=", XmlToolParser),
+    ("<|tool_call_start|>", Lfm2ToolParser),
+    ("List of tools: ", Lfm2ToolParser),  # LFM2's own templates write no calls
+    ("<TOOLCALL>", NemotronToolParser),
+    ("<tool_call>", JsonToolParser),
+)
+"""By what a chat template says, how the model writes calls; the first that is found counts."""
+
+_TAKES_TOOLS = re.compile(r"\{[{%][^{}]{0,200}\btools\b")
 
 REASONING_PARSERS = ("deepseek_r1", "nano_v3", "nemotron_v3", "none", "qwen3", "think")
 """Names of `--reasoning-parser`, vLLM's among them. All but `none` parse `<think>`."""
+
+logger = logging.getLogger(__name__)
 
 
 class ParserFactory:
@@ -34,13 +56,20 @@ class ParserFactory:
         self.has_reasoning = has_reasoning
 
     def make_parser(
-        self, tools: ToolSchemas | None, *, opened: bool, tool_parser: type[ToolParser] | None = None
+        self,
+        tools: ToolSchemas | None,
+        *,
+        opened: bool,
+        tool_parser: type[ToolParser] | None = None,
+        calls_end_reasoning: bool = True,
     ) -> OutputParser:
         """`tools`: None if calls are not parsed. `opened`: the prompt ends within the reasoning. `tool_parser`: instead
-        of the model's own."""
+        of the model's own. `calls_end_reasoning`: whether calls are looked for in the reasoning, too."""
         chosen = tool_parser or self.tool_parser
         parser = OutputParser() if tools is None or chosen is None else chosen(tools)
-        return ReasoningParser(parser, opened=opened) if self.has_reasoning else parser
+        if not self.has_reasoning:
+            return parser
+        return ReasoningParser(parser, opened=opened, calls_end_reasoning=calls_end_reasoning)
 
     def opens_reasoning(self, prompt_end: str) -> bool:
         """Whether a prompt with this end has opened the reasoning of the answer."""
@@ -52,7 +81,8 @@ class ParserFactory:
 
 
 def select_parsers(template: str, tools: str | None, reasoning: str | None) -> ParserFactory:
-    """The parsers of these names; None: the one that fits `template`, a chat template's text.
+    """The parsers of these names; None: the one that fits `template`, a chat template's text. A warning is logged where
+    the template takes tools and none fits.
 
     Raises ConfigError naming the flag.
     """
@@ -62,7 +92,14 @@ def select_parsers(template: str, tools: str | None, reasoning: str | None) -> P
     ):
         if name is not None and name not in names:
             raise ConfigError(f"{flag}: there is no {name!r}; one of {', '.join(names)}")
-    if tools is None:
-        tools = "xml" if "<function=" in template else "json" if "<tool_call>" in template else "none"
     has_reasoning = THINK_START in template if reasoning is None else reasoning != "none"
-    return ParserFactory(TOOL_PARSERS[tools], has_reasoning=has_reasoning)
+    if tools is not None:
+        return ParserFactory(TOOL_PARSERS[tools], has_reasoning=has_reasoning)
+    tool_parser = next((parser for mark, parser in _TEMPLATE_MARKS if mark in template), None)
+    if tool_parser is None and _TAKES_TOOLS.search(template):
+        logger.warning(
+            "the chat template takes tools, but does not show how the model writes calls: they stay content; name the "
+            "form with --tool-call-parser (one of %s)",
+            ", ".join(TOOL_PARSERS),
+        )
+    return ParserFactory(tool_parser, has_reasoning=has_reasoning)

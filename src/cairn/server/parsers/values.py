@@ -7,6 +7,7 @@ are followed, and a value of the wrong type stays text, also where a boolean was
 import ast
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -99,15 +100,50 @@ def _read_number(text: str, types: frozenset[str]) -> int | float | None:
 
 
 def _read_literal(text: str) -> Any:
-    """JSON, or what a model takes for it: a Python literal."""
+    try:
+        return parse_literal(text)
+    except ValueError:
+        return None
+
+
+def parse_literal(text: str) -> Any:
+    """JSON, or what a model takes for it: a Python literal. Raises ValueError for anything else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         try:
-            value = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            return None
+            value = ast.literal_eval(_STRINGS.sub(_mend_string, text.strip()))
+        except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
+            raise ValueError("no literal") from error
     try:
         return json.loads(json.dumps(value, allow_nan=False))
-    except (ValueError, TypeError, RecursionError):
-        return None
+    except (TypeError, RecursionError) as error:
+        raise ValueError("no JSON") from error
+
+
+def dump_json(value: Any) -> str:
+    """As readable as Unicode allows: half a surrogate pair stays an escape."""
+    text = json.dumps(value, ensure_ascii=False)
+    return json.dumps(value) if _SURROGATES.search(text) else text
+
+
+_SURROGATES = re.compile("[\ud800-\udfff]")
+# An open string goes up to the end, so that no text is looked at twice.
+_STRINGS = re.compile(
+    r"""(?<![A-Za-z])([A-Za-z]{0,2})"""
+    r"""("{3}(?:[^\\]|\\.)*?(?:"{3}|\\?\Z)|'{3}(?:[^\\]|\\.)*?(?:'{3}|\\?\Z)|"""
+    r""""(?:[^"\\]|\\.)*(?:"|\\?\Z)|'(?:[^'\\]|\\.)*(?:'|\\?\Z))""",
+    re.DOTALL,
+)
+_NO_ESCAPE = re.compile(r"""\\(?P<kept>[\n\\'"abfnrtvxuUN0-7])|\\|\n""")
+
+
+def _mend_string(found: re.Match[str]) -> str:
+    """A Python string without line breaks, which only longer quotes allow, and without escapes that are none."""
+    return found[1] + _NO_ESCAPE.sub(_mend_escape, found[2]) if not found[1] else found[0]
+
+
+def _mend_escape(found: re.Match[str]) -> str:
+    if found["kept"] is not None:
+        return found[0]
+    return "\\n" if found[0] == "\n" else "\\\\"

@@ -22,7 +22,7 @@ from cairn.server.parsers.output_parser import (
     describe_call,
     find_tag,
 )
-from cairn.server.parsers.values import convert_value, get_json_types, is_text_only
+from cairn.server.parsers.values import convert_value, dump_json, get_json_types, is_text_only
 
 MAX_VALUE = 1 << 20
 """Characters of a value that may be anything but text; a longer one is text."""
@@ -42,6 +42,7 @@ _NEWLINE_VALUE_ENDS = (*_VALUE_ENDS, *(f"\n{tag}" for tag in _VALUE_ENDS))
 class XmlToolParser(ToolParser):
     """Values get the types of the tool's schema (see `values`); text is passed on as it comes. As in vLLM's parser,
     `</parameter>`, `</function>` and `</tool_call>` may be missing, and so may `<tool_call>` in front of a known tool.
+    The head of a call goes up to its first parameter, or to the end of a function without any.
     """
 
     opening_tags = (_CALL, _FUNCTION)
@@ -55,11 +56,16 @@ class XmlToolParser(ToolParser):
         self._num_searched = 0
         self._in_quotes = False
 
-    @staticmethod
-    def describe_calls(names: Sequence[str]) -> list[dict[str, Any]]:
+    @classmethod
+    def describe_calls(cls, names: Sequence[str]) -> list[dict[str, Any]]:
         spelled = [f"{name}>" for name in names]
         within = describe_call(_CALL, rf"\s{{0,8}}{_FUNCTION}", spelled, _CALL_END)
         return [within, describe_call(_FUNCTION, "", spelled, _FUNCTION_END)]
+
+    @classmethod
+    def list_heads(cls, names: Sequence[str]) -> list[str]:
+        functions = [f"{_FUNCTION}{''.join(name.split())}>" for name in names]
+        return [opening + function for function in functions for opening in ("", _CALL)]
 
     def _start_call(self, tag: str) -> State:
         return self._parse_function_tag if tag == _CALL else self._parse_bare_function
@@ -81,26 +87,44 @@ class XmlToolParser(ToolParser):
         return True
 
     def _parse_function_name(self, final: bool) -> bool:
-        return self._begin_function(self._peek_name(self._must_decide(final)))
+        name = self._peek_name(self._text, self._must_decide(final))
+        return self._name_function(name if not name or self._may_call(name) else "")
 
     def _parse_bare_function(self, final: bool) -> bool:
         may_be_known = any(tool.startswith(self._text) for tool in self._tools)
-        name = self._peek_name(self._must_decide(final) if may_be_known else final)
-        return self._begin_function(name if name is None or name in self._tools else "")
+        name = self._peek_name(self._text, self._must_decide(final) if may_be_known else final)
+        return self._name_function(name if name is None or name in self._tools else "")
 
-    def _begin_function(self, name: str | None) -> bool:
+    def _name_function(self, name: str | None) -> bool:
         if not name:
             return name is not None and self._reject_call()
-        self._take(len(name) + 1)
+        self._opening += self._take(len(name) + 1)
         self._name, self._is_first = name, True
-        self._begin_call(name)
+        self._state = self._parse_head_end
+        return True
+
+    def _parse_head_end(self, final: bool) -> bool:
+        """What tells a call from a text about calls: a parameter comes next, or the end of the function."""
+        bare = self._text.lstrip()
+        spaces = len(self._text) - len(bare)
+        follows: str | None = ""
+        if spaces <= MAX_NEWLINES:
+            if bare.startswith(_PARAMETER):
+                follows = self._peek_name(bare.removeprefix(_PARAMETER), self._must_decide(final))
+            elif bare.startswith((_FUNCTION_END, _CALL_END)):
+                follows = bare
+            elif not self._must_decide(final) and any(tag.startswith(bare) for tag in _INNER_TAGS):
+                follows = None
+        if not follows:
+            return follows is not None and self._reject_call()
+        self._begin_call(self._name, spaces)
         self._write_arguments("{")
         self._state = self._parse_function
         return True
 
     def _parse_function(self, final: bool) -> bool:
         if not self._in_junk:
-            self._text = self._text.lstrip()
+            self._take(len(self._text) - len(self._text.lstrip()))
         tag = next((tag for tag in _INNER_TAGS if self._text.startswith(tag)), None)
         if tag is not None:
             self._in_junk = False
@@ -111,7 +135,13 @@ class XmlToolParser(ToolParser):
                 self._write_arguments("}")
                 self._end_call(self._parse_call_end if tag == _FUNCTION_END else self._parse_content)
             return True
-        if not self._text or (not self._must_decide(final) and any(tag.startswith(self._text) for tag in _INNER_TAGS)):
+        if self._must_decide(final) and any(tag.startswith(self._text) for tag in (_FUNCTION_END, _CALL_END)):
+            # All values are whole: only what closes the call is missing.
+            self._take(len(self._text))
+            self._write_arguments("}")
+            self._end_call(self._parse_content)
+            return True
+        if any(tag.startswith(self._text) for tag in _INNER_TAGS):
             return False
         self._in_junk = True
         next_tag = self._text.find("<", 1)
@@ -119,7 +149,7 @@ class XmlToolParser(ToolParser):
         return True
 
     def _parse_parameter_name(self, final: bool) -> bool:
-        name = self._peek_name(self._must_decide(final))
+        name = self._peek_name(self._text, final=False)
         if name is None:
             return False
         if not name:
@@ -136,7 +166,7 @@ class XmlToolParser(ToolParser):
     def _parse_value_start(self, final: bool) -> bool:
         if not self._text and not final:
             return False
-        self._text = self._text.removeprefix("\n")
+        self._take(self._text.startswith("\n"))
         self._num_searched, self._in_quotes = 0, False
         self._state = self._parse_value
         return True
@@ -152,9 +182,11 @@ class XmlToolParser(ToolParser):
                 self._write_arguments(_escape(value) + '"')
             else:
                 converted = value if len(value) > limit else convert_value(value, self._types)
-                self._write_arguments(json.dumps(converted, ensure_ascii=False))
+                self._write_arguments(dump_json(converted))
             self._state = self._parse_function
             return True
+        if self._must_decide(final):
+            return False  # the answer ends inside the value
         safe = len(self._text) - (0 if final else count_partial_tag(self._text, _NEWLINE_VALUE_ENDS))
         if not self._in_quotes and (safe > limit or (final and is_text_only(self._types))):
             self._write_arguments('"')
@@ -183,9 +215,9 @@ class XmlToolParser(ToolParser):
         self._state, self._skip_newlines = self._parse_content, True
         return True
 
-    def _peek_name(self, final: bool) -> str | None:
-        """The name in front of a `>`, empty for what cannot be one; None as long as that is open."""
-        name, closing, _ = self._text.partition(">")
+    def _peek_name(self, text: str, final: bool) -> str | None:
+        """The name in front of the `>` in `text`, empty for what cannot be one; None as long as that is open."""
+        name, closing, _ = text.partition(">")
         if len(name) > _MAX_NAME or "<" in name or "\n" in name or (not closing and final):
             return ""
         if not closing:
