@@ -14,7 +14,7 @@ from tiers import more
 
 PROMPT = np.random.default_rng(5).integers(20, 4000, 150).tolist()
 END = [*b"</think>"]
-HEADS = ["<tool_call><function=f>", "<function=f>"]
+HEADS = ["<tool_call><function=f><parameter=", "<function=f><parameter="]
 
 
 def constraint(num_tokens, *, is_open, grammar=None, call_heads=()):
@@ -84,6 +84,15 @@ CALL = "<tool_call>\n<function=f>\n<parameter=p>\nvalue\n</parameter>\n</functio
 )
 def test_a_call_ends_the_thinking(num_tokens, text, expected):
     assert written(constraint(num_tokens, is_open=True, call_heads=HEADS), text) == expected
+
+
+def test_a_head_may_begin_within_what_was_taken_for_one():
+    """And within a token, and be all of one."""
+    vocabulary = {1: b"a <tool", 2: b"_call><tool_call>\n<func", 3: b"tion=f><parameter=", 4: b"b", 5: b"</think>"}
+    budget = ThinkingBudget(num_tokens=3, start="<think>", end="</think>", is_open=True, call_heads=HEADS)
+    made = ThinkingConstraint(budget, lambda text: [5], vocabulary.get, 6)
+    assert made.allowed([1, 2, 3]) is None and made.allowed([1, 2, 3, 4, 4]) is None
+    assert forced(made.allowed([1, 2, 4])) == 5
 
 
 def test_tokens_that_only_spell_a_part_of_the_end_are_completed_or_the_end_is_repeated():

@@ -181,6 +181,8 @@ EXAMPLES = [
     ),
     ("xml", "<tool_call><function=fetch></function></tool_call>", ("", "", [("fetch", "{}", True)])),
     # what is no call
+    *(("xml", f"```{line}" + xml("now") + "\n```", ("``````", "", [NOW])) for line in ("", "\n")),
+    ("xml", "`" + xml("now") + "\n\n" + xml("now"), ("`" + xml("now"), "", [NOW])),
     ("xml", "see <function=fetch> and <tool_call> here", ("see <function=fetch> and <tool_call> here", "", [])),
     ("xml", "\n\n<tool_call>\n<fun", ("\n\n<tool_call>\n<fun", "", [])),
     ("xml", "<tool_call><function=a\nb></function>", ("<tool_call><function=a\nb></function>", "", [])),
@@ -208,6 +210,7 @@ EXAMPLES = [
         ("xml", text, (text, "", []))
         for text in (
             "Write `<tool_call>` and `<function=now>` then.",
+            f"Write `{xml('now')}` or `<function=now></function>` then.",
             "<tool_call><function=weather>\n so be it <b>\n<parameter=days>\n1\n</parameter></function> and on",
             "<tool_call><function=now><parameter=a\nb>",
             "<tool_call><function=weather><para",
@@ -305,7 +308,7 @@ EXAMPLES = [
     ),
     ("json", '<tool_call> tags, {"name": 1}', ('<tool_call> tags, {"name": 1}', "", [])),
     ("json", '<tool_call>{"name": 1}</tool_call>', ('<tool_call>{"name": 1}</tool_call>', "", [])),
-    ("json", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', None),
+    ("json", '<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', ("", "", [("\ufffd", "{}", True)])),
     # Nemotron Nano v2
     ("nemotron", 'So.\n<TOOLCALL>[{"name": "now", "arguments": {"a": 1}}]</TOOLCALL>\n', ("So.", "", [A1])),
     (
@@ -384,7 +387,21 @@ EXAMPLES = [
     ("json", "x\n\n<tool_call>{", ("x\n\n<tool_call>{", "", [])),
     ("json", "a <tool_call>" + hermes("now", "{}"), ("a <tool_call>", "", [("now", "{}", True)])),
     # what is cut off
-    ("json", '<tool_call>{"name": "now", "arguments": {}, "id": 3}', (', "id": 3}', "", [("now", "{}", True)])),
+    ("json", HEAD + '{}, "id": 3}</tool_call>', ("", "", [NOW])),
+    (
+        "json",
+        HEAD.replace("{", "[{", 1) + '{}, "id": "}", "type": "x"}, {"name": "now", "arguments": {}}]',
+        ("", "", [NOW, NOW]),
+    ),
+    ("json", HEAD + '{}, "W1W": 3}</tool_call>', (', "W1W": 3}</tool_call>', "", [NOW])),
+    ("json", HEAD + "{}, and on", (", and on", "", [NOW])),
+    (
+        "json",
+        HEAD + '{"a": "\\ud83e\\udea8\\ud800\\udc0\\udc00"}}',
+        ("", "", [("now", '{"a": "\\ud83e\\udea8\\ufffd\\\\udc0\\ufffd"}', True)]),
+    ),
+    ("json", HEAD + '{"a": 1e999}}', ("1e999}}", "", [("now", '{"a": ', HEAD + '{"a": ')])),
+    ("lfm2", "<|tool_call_start|>[now(a='\\ud800')]", ("", "", [("now", '{"a": "\ufffd"}', True)])),
     # what is cut off in the mark that closes a complete call, and what only looks like it
     *(("json", hermes("now", "{}")[:-cut], ("", "", [("now", "{}", True)])) for cut in range(1, 14)),
     *(("xml", xml("now")[:-cut], ("", "", [("now", "{}", True)])) for cut in range(1, 14)),
@@ -443,6 +460,7 @@ EXAMPLES = [
         for kind, text in (
             ("opened+xml", "I should use <tool_call> tags, <function=now> first"),
             ("opened+xml", xml("fetch", url="x")),
+            ("opened+xml", f"Calls look like `{xml('weather', city='Oslo')}`."),
             ("opened+xml", "<tool_call>\n<function=no"),
             ("opened+json", "I should use <tool_call> tags"),
             ("opened+json", hermes("fetch", "{}")),
@@ -687,6 +705,7 @@ def test_hostile_text_is_read_in_linear_time():
         for text in hostile:
             begun = time.process_time()
             assert parsed(kind, [text[i : i + 50] for i in range(0, len(text), 50)])
+            assert parsed(kind, [text])
             assert time.process_time() - begun < 20
 
 
@@ -839,6 +858,7 @@ def test_arguments_come_before_their_call_is_complete():
         ("{{ 'List of tools: <|tool_list_start|>[' }}", Lfm2ToolParser, False),
         ("<|tool_call_start|>[f()]<|tool_call_end|>", Lfm2ToolParser, False),
         ("<TOOLCALL>[...]</TOOLCALL> <think>", NemotronToolParser, True),
+        ("List of tools: {{ content.split('</think>')[-1] }}", Lfm2ToolParser, True),
     ],
 )
 def test_parsers_follow_from_the_template(template, calls, reasoning, caplog):

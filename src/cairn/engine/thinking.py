@@ -42,7 +42,7 @@ class ThinkingConstraint:
         self._budget = budget
         self._start, self._end = budget.start.encode(), budget.end.encode()
         self._heads = [head.encode() for head in budget.call_heads]
-        self._longest_head = max(map(len, self._heads), default=0)
+        self._head_begins = frozenset(head[:1] for head in self._heads)
         self._encode = encode
         self._token_bytes = token_bytes
         self._vocab_size = vocab_size
@@ -64,7 +64,7 @@ class ThinkingConstraint:
         self._num_seen = 0
         self._num_thinking = 0
         self._text = b""
-        self._head_text = b""  # the thinking's last bytes, without whitespace
+        self._head_text = b""  # of a head that may have begun, without whitespace
         self._forced: Sequence[int] = ()
         self._has_forced = False
         self._state: _State = "thinking" if self._budget.is_open else "start"
@@ -88,17 +88,28 @@ class ThinkingConstraint:
 
     def _add(self, spelled: bytes) -> None:
         self._text = self._text[1 - len(self._end) :] + spelled
-        if self._heads:
-            self._head_text = self._head_text[1 - self._longest_head :] + b"".join(spelled.split())
-        if self._end in self._text or any(head in self._head_text for head in self._heads):
+        if self._end in self._text or self._finds_head(spelled):
             self._state = "done"
+
+    def _finds_head(self, spelled: bytes) -> bool:
+        text = self._head_text + b"".join(spelled.split())
+        while text:
+            starts = [start for begin in self._head_begins if (start := text.find(begin)) >= 0]
+            text = text[min(starts, default=len(text)) :]
+            if text and text.startswith(tuple(self._heads)):
+                return True
+            if any(head.startswith(text) for head in self._heads):
+                break
+            text = text[1:]
+        self._head_text = text
+        return False
 
     def _force_end(self) -> None:
         """What is to come, once the budget is used up."""
         grace = self._num_thinking - self._budget.num_tokens
         if self._state != "thinking" or self._has_forced or grace < 0:
             return
-        if grace < _MAX_GRACE and any(_count_begun(self._head_text, head) for head in self._heads):
+        if grace < _MAX_GRACE and self._head_text:
             return
         begun = _count_begun(self._text, self._end)
         rest = self._encode(self._end[begun:].decode(errors="replace"))

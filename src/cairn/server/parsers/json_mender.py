@@ -1,6 +1,7 @@
 """JSON as models write it: what is none is mended where it can be read in one way only."""
 
 import json
+import math
 import re
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -13,8 +14,10 @@ _MAX_WORD = 512
 _MAX_SPACES = 256
 
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')
-_ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
-_ESCAPE_START = re.compile(r"\\(?:u[0-9a-fA-F]{0,3})?")
+_HIGH, _LOW = r"\\u[dD][89abAB][0-9a-fA-F]{2}", r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_ESCAPE = re.compile(rf'(?:\\["\\/bfnrt]|{_HIGH}{_LOW}|\\u(?![dD][89a-fA-F])[0-9a-fA-F]{{4}})')
+_HALF_PAIR = re.compile(rf"{_HIGH}|{_LOW}")
+_ESCAPE_START = re.compile(rf"\\(?:u[0-9a-fA-F]{{0,3}})?|{_HIGH}(?:\\(?:u(?:[dD](?:[c-fC-F][0-9a-fA-F]?)?)?)?)?")
 _SPACES = re.compile(r"[ \t\r\n]*")
 _COMMA = re.compile(rf",[ \t\r\n]{{0,{_MAX_SPACES}}}")
 _WORD = re.compile(rf"[A-Za-z0-9+.\-]{{1,{_MAX_WORD}}}")
@@ -30,8 +33,9 @@ _Next: TypeAlias = Literal["value", "value or end", "key", "key or end", "colon"
 class JsonMender:
     """Reads one object or list piece by piece.
 
-    Mended are control characters within strings, backslashes that escape nothing, commas before a closing bracket, and
-    Python's words for true, false and null. Anything else that is no JSON is wrong.
+    Mended are control characters and halves of surrogate pairs within strings, backslashes that escape nothing, commas
+    before a closing bracket, and Python's words for true, false and null. All else that is no JSON is wrong, as are
+    numbers beyond all floats.
     """
 
     def __init__(self) -> None:
@@ -76,6 +80,8 @@ class JsonMender:
             return escape[0], escape.end()
         if not final and _ESCAPE_START.fullmatch(text, start):
             return "", start
+        if (half := _HALF_PAIR.match(text, start)) is not None:
+            return "\\ufffd", half.end()
         return "\\\\", start + 1
 
     def _read_between(self, text: str, start: int, final: bool) -> tuple[str, int]:
@@ -114,7 +120,8 @@ class JsonMender:
             return self._refuse(start)
         if word.end() == len(text) and not final and word.end() - start < _MAX_WORD:
             return "", start
-        spelled = word[0] if _NUMBER.fullmatch(word[0]) else _WORDS.get(word[0])
+        is_number = _NUMBER.fullmatch(word[0]) and math.isfinite(float(word[0]))
+        spelled = word[0] if is_number else _WORDS.get(word[0])
         if spelled is None or word.end() - start == _MAX_WORD:
             return self._refuse(start)
         self._next = "comma or end"

@@ -17,6 +17,9 @@ from cairn.server.parsers.values import dump_json, parse_literal
 MAX_CALL = 1 << 20
 """Characters of a call whose arguments do not follow its name; a longer one is content."""
 
+_MAX_EXTRA = 1024
+"""Characters of what may stand in a call behind its arguments."""
+
 _KEYS = frozenset(("id", "type", "name", "arguments", "parameters"))
 """Of a call; an object with others is something else."""
 
@@ -102,8 +105,10 @@ class JsonToolParser(ToolParser):
         if self._mender.status != "wrong":
             piece, self._num_read = self._mender.read(self._text, self._num_read)
             self._mended.append(piece)
-        end, text, is_open = self._num_read, "".join(self._mended), self._mender.status == "open"
-        if self._mender.status == "wrong":
+        end, text, is_open = self._num_read, "", self._mender.status == "open"
+        if self._mender.status == "done":
+            text = "".join(self._mended)
+        elif self._mender.status == "wrong":
             end, text = self._find_literal()
             is_open = end == len(self._text)
         if is_open and not self._must_decide(final) and len(self._text) <= MAX_CALL:
@@ -154,6 +159,11 @@ class JsonToolParser(ToolParser):
                 self._closes_object = False
                 self._take(spaces + 1)
                 return True
+            if bare.startswith(",") and self._closes_object:
+                self._expect_call()
+                self._mender.read('{"name": 0 ')
+                self._state = self._parse_extra
+                return True
             if bare.startswith(",") and self._in_list:
                 self._expect_call()
                 self._opening = self._take(spaces + 1)
@@ -171,6 +181,21 @@ class JsonToolParser(ToolParser):
                 # A truncated closing tag is no content.
                 self._take(len(self._text))
         self._state, self._skip_newlines = self._parse_content, True
+        return True
+
+    def _parse_extra(self, final: bool) -> bool:
+        """What stands in the call behind its arguments, an id for example, which says nothing to the client."""
+        piece, self._num_read = self._mender.read(self._text, self._num_read)
+        self._mended.append(piece)
+        if self._mender.status == "open" and not self._must_decide(final) and len(self._text) <= _MAX_EXTRA:
+            return False
+        self._state = self._parse_content
+        if self._mender.status == "done" and self._num_read <= _MAX_EXTRA:
+            extra = parse_literal('{"name": 0 ' + "".join(self._mended))
+            if extra.keys() <= _KEYS:
+                self._take(self._num_read)
+                self._closes_object = False
+                self._state = self._parse_tail
         return True
 
 

@@ -61,8 +61,13 @@ State: TypeAlias = Callable[[bool], bool]
 """One state of a parser. Takes what it can from the front of the pending text; the argument says whether that text is
 all that comes. Returns False if it needs more text."""
 
+_MAX_PIECE = 4096
+"""Characters of text that are parsed at once."""
+
 MAX_NEWLINES = 64
 """Newlines in a row that are treated as part of the tag next to them, at most."""
+
+_FENCE, _CODE_ENDS = "```", ("`", "\n\n")
 
 
 def describe_call(begin: str, head: str, names: Sequence[str], end: str) -> dict[str, Any]:
@@ -118,8 +123,12 @@ class OutputParser:
 
     def extract_streaming(self, delta_text: str) -> list[OutputEvent]:
         """The events that are certain once `delta_text` has been added."""
-        self._text += delta_text
-        return self._run(final=False)
+        events: list[OutputEvent] = []
+        # Text is taken from the front of what is pending, which copies the rest.
+        for start in range(0, len(delta_text), _MAX_PIECE):
+            self._text += delta_text[start : start + _MAX_PIECE]
+            events += self._run(final=False)
+        return events
 
     def finish(self, *, truncated: bool = False) -> list[OutputEvent]:
         """The last events. `truncated`: the answer was stopped (by length or a stop string), it did not end by itself:
@@ -170,9 +179,9 @@ class OutputParser:
 class ToolParser(OutputParser, ABC):
     """Looks for tool calls, which begin with one of `opening_tags`. `tools`: those that may be called.
 
-    What begins a call, its head, is pending until it is certain: nothing of a call is told before. A call that can not
-    become a complete one after that is broken: the answer ended by itself inside a value, or the arguments are no JSON
-    and cannot be mended.
+    What begins a call, its head, is pending until it is certain: nothing of a call is told before. What is quoted by
+    backticks within a line is no call. One that can not become complete after its head is broken: the answer ended by
+    itself inside a value, or the arguments are no JSON and cannot be mended.
     """
 
     opening_tags: Sequence[str]
@@ -181,6 +190,7 @@ class ToolParser(OutputParser, ABC):
         super().__init__()
         self._tools = tools
         self._num_calls = 0
+        self._before = ""  # the last characters before what is pending
         self._opening = ""  # markup of a call that is not certain yet
         self._call_text: list[str] | None = None  # of the call that has begun and not ended
 
@@ -210,11 +220,28 @@ class ToolParser(OutputParser, ABC):
         return events + self._take_events()
 
     def _parse_content(self, final: bool) -> bool:
-        text, self._opening = self._take_until(self.opening_tags, final)
+        text, tag = self._take_until(self.opening_tags, final)
+        self._before = (self._before + text)[-len(_FENCE) :]
         self._emit_content(text)
-        if self._opening:
-            self._state = self._start_call(self._opening.lstrip("\n"))
-        return bool(self._opening)
+        is_code = self._before.endswith("`") and self._before != _FENCE and not tag.startswith("\n")
+        if tag and is_code:
+            self._emit_content(tag)
+            self._state = self._parse_code
+        elif tag:
+            self._opening = tag
+            self._state = self._start_call(tag.lstrip("\n"))
+        if tag:
+            self._before = ""
+        return bool(tag)
+
+    def _parse_code(self, final: bool) -> bool:
+        """Code within a line of text, up to its backtick; a blank line ends it as well."""
+        end = find_tag(self._text, _CODE_ENDS)
+        safe = len(self._text) if final else len(self._text) - count_partial_tag(self._text, _CODE_ENDS)
+        self._emit_content(self._take(safe if end is None else end[0] + (end[1] == "`")))
+        if final or end is not None:
+            self._state = self._parse_content
+        return end is not None
 
     def _take(self, count: int) -> str:
         taken = super()._take(count)

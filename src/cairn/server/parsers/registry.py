@@ -33,9 +33,9 @@ TOOL_PARSERS: Mapping[str, type[ToolParser] | None] = MappingProxyType(
 _TEMPLATE_MARKS = (
     ("<function=", XmlToolParser),
     ("<|tool_call_start|>", Lfm2ToolParser),
-    ("List of tools: ", Lfm2ToolParser),  # LFM2's own templates write no calls
     ("<TOOLCALL>", NemotronToolParser),
     ("<tool_call>", JsonToolParser),
+    ("List of tools: ", Lfm2ToolParser),  # LFM2's own templates write no calls
 )
 """By what a chat template says, how the model writes calls; the first that is found counts."""
 
@@ -92,7 +92,9 @@ def select_parsers(template: str, tools: str | None, reasoning: str | None) -> P
     ):
         if name is not None and name not in names:
             raise ConfigError(f"{flag}: there is no {name!r}; one of {', '.join(names)}")
-    has_reasoning = THINK_START in template if reasoning is None else reasoning != "none"
+    # Templates that only cut earlier reasoning out of the history name its end alone.
+    writes_tags = THINK_START in template or THINK_END in template
+    has_reasoning = writes_tags if reasoning is None else reasoning != "none"
     if tools is not None:
         return ParserFactory(TOOL_PARSERS[tools], has_reasoning=has_reasoning)
     tool_parser = next((parser for mark, parser in _TEMPLATE_MARKS if mark in template), None)

@@ -122,9 +122,8 @@ def parse_literal(text: str) -> Any:
 
 
 def dump_json(value: Any) -> str:
-    """As readable as Unicode allows: half a surrogate pair stays an escape."""
-    text = json.dumps(value, ensure_ascii=False)
-    return json.dumps(value) if _SURROGATES.search(text) else text
+    """JSON that every decoder takes: half a surrogate pair, which is no text, becomes U+FFFD."""
+    return _SURROGATES.sub("\ufffd", json.dumps(value, ensure_ascii=False))
 
 
 _SURROGATES = re.compile("[\ud800-\udfff]")

@@ -65,7 +65,12 @@ class XmlToolParser(ToolParser):
     @classmethod
     def list_heads(cls, names: Sequence[str]) -> list[str]:
         functions = [f"{_FUNCTION}{''.join(name.split())}>" for name in names]
-        return [opening + function for function in functions for opening in ("", _CALL)]
+        return [
+            opening + function + following
+            for function in functions
+            for opening in ("", _CALL)
+            for following in _INNER_TAGS
+        ]
 
     def _start_call(self, tag: str) -> State:
         return self._parse_function_tag if tag == _CALL else self._parse_bare_function
