@@ -11,7 +11,7 @@ from cairn.cli import engine_config, main
 from cairn.cli.run import warn
 from cairn.engine.contract import KvTransferConfig
 from cairn.errors import ConfigError
-from cairn.settings.kv import check_secret_file, free_side_channel_port, kv_transfer_settings
+from cairn.settings.kv import free_side_channel_port, kv_transfer_settings, read_secret_file
 from test_settings import load
 
 _PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -212,14 +212,14 @@ def test_peers_that_are_none(given):
 @pytest.mark.parametrize("content", [b"x" * 16, b"x" * 16 + b"\n", b"x" * 4096 + b"\r\n", bytes(16)])
 def test_secrets(secret, content):
     secret.write_bytes(content)
-    check_secret_file(secret)
+    read_secret_file(secret)
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"x" * 15 + b"\n", b"x" * 4097, b"x" * 4097 + b"\n", b"x" * 100_000])
 def test_secrets_of_a_wrong_size(secret, content):
     secret.write_bytes(content)
     with pytest.raises(ConfigError, match="16 to 4096 are taken"):
-        check_secret_file(secret)
+        read_secret_file(secret)
 
 
 @pytest.mark.parametrize(
@@ -228,10 +228,10 @@ def test_secrets_of_a_wrong_size(secret, content):
 def test_a_secret_that_everybody_may_read(secret, mode, fine):
     secret.chmod(mode)
     if fine:
-        check_secret_file(secret)
+        read_secret_file(secret)
     else:
         with pytest.raises(ConfigError, match="chmod o= "):
-            check_secret_file(secret)
+            read_secret_file(secret)
 
 
 def test_a_secret_that_is_no_file(tmp_path):
@@ -242,7 +242,7 @@ def test_a_secret_that_is_no_file(tmp_path):
         (tmp_path / "x", "cannot be"),
     ):
         with pytest.raises(ConfigError, match=f"^--kv-secret-file {re.escape(str(path))}: {said}"):
-            check_secret_file(path)
+            read_secret_file(path)
 
 
 def test_a_wrong_secret_is_found_without_transfers(tmp_path):
@@ -271,7 +271,6 @@ def test_what_has_no_effect_is_said(secret, caplog):
     warn(load("m", "--kv-secret-file", str(secret), "--kv-peer-allowlist", "10.0.0.5"))
     warn(load("m", "--kv-transfer-config", "{}", "--kv-peer-allowlist", "10.0.0.5"))
     assert [record.message for record in caplog.records] == [
-        "--kv-secret-file has no effect without --kv-transfer-config",
         "--kv-peer-allowlist has no effect without --kv-transfer-config",
         "--kv-peer-allowlist has no effect without --kv-secret-file: only loopback peers are allowed",
     ]

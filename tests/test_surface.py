@@ -28,7 +28,7 @@ FLAGS = """
 --forwarded-allow-ips --generation-config --help --host --image-fetch-timeout --in-flight-sharing
 --gdn-prefill-backend --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist
 --kv-secret-file --kv-transfer-config
---language-model-only --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes
+--language-model-only --lenient-schemas --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes
 --max-cudagraph-capture-size --max-image-bytes
 --max-image-pixels --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-stored-responses
 --max-waiting --mm-encoder-cache-bytes --model --no-allow-credentials --no-check-plans --no-disable-fastapi-docs
@@ -36,11 +36,12 @@ FLAGS = """
 --no-enable-per-request-metrics --no-enable-prefix-caching --no-enable-prompt-tokens-details
 --no-enable-request-id-headers
 --no-enable-tokenizer-info-endpoint --no-enforce-eager --no-exact --no-in-flight-sharing
---no-language-model-only --no-return-tokens-as-token-ids --no-trust-request-chat-template --override-generation-config
+--no-language-model-only --no-return-tokens-as-token-ids --no-strict-tools --no-trust-request-chat-template
+--override-generation-config
 --port --quantization --reasoning-parser --request-log --request-log-bytes --request-timeout
 --return-tokens-as-token-ids --revision --root-path --seed --served-model-name --shutdown-timeout --ssl-ca-certs
 --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile --start-timeout --stored-response-bytes --stream-interval
---tensor-parallel-size --tokenizer --tokenizer-revision --tool-call-parser --trust-request-chat-template
+--strict-tools --tensor-parallel-size --tokenizer --tokenizer-revision --tool-call-parser --trust-request-chat-template
 --uvicorn-log-level
 """
 
@@ -153,9 +154,9 @@ EXPORTED = {
     "EngineOptions EngineStats FREE_LOGPROBS FinishReason GenerateOutput GenerateRequest ImageInput ImageStats "
     "KvEventsConfig KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
     "MAX_LOGPROBS MAX_LOGPROB_ENTRIES MAX_PATTERN_SIZE MAX_SHOWN Pixels PoolStats PrefixCacheStats RANGES "
-    "RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES StepStats StopConditions Structure TemplateValue "
-    "TextStream TextTokenizer ThinkingBudget Timings TokenLogprobs TokenStats TransferReport TransferStats "
-    "check_token_ids",
+    "RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES SYSTEM_ROLES StepStats StopConditions Structure "
+    "TemplateValue TextStream TextTokenizer ThinkingBudget Timings TokenLogprobs TokenStats TransferReport "
+    "TransferStats check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
@@ -172,8 +173,8 @@ EXPORTED = {
     "cairn.settings.serve": "ENV_PREFIX ServeSettings add_flags load_settings",
     "cairn.settings.images": "MAX_IMAGES image_limit media_domains",
     "cairn.server.images": "MediaConnector",
-    "cairn.settings.kv": "KvEventsSettings KvTransferExtra KvTransferSettings check_secret_file "
-    "free_side_channel_port kv_events_settings kv_transfer_settings peer_names side_channel",
+    "cairn.settings.kv": "KvEventsSettings KvTransferExtra KvTransferSettings free_side_channel_port "
+    "kv_events_settings kv_transfer_settings peer_names read_secret_file side_channel",
 }
 
 

@@ -93,5 +93,5 @@ def test_errors_are_the_clients_own(client, server):
     orphan = [{"type": "function_call_output", "call_id": "nobody", "output": "x"}]
     with pytest.raises(openai.BadRequestError, match="call_id"):
         client.responses.create(model=server.model, input=orphan)
-    with pytest.raises(openai.BadRequestError, match="web_search"):
-        client.responses.create(model=server.model, input="x", tools=[{"type": "web_search"}])
+    # what nobody here can run is left out
+    assert client.responses.create(model=server.model, input="x", tools=[{"type": "web_search"}]).tools == []

@@ -8,6 +8,9 @@ from types import MappingProxyType
 from typing import Any
 
 from cairn.engine.contract import Breakpoint, ImageInput, Pixels, RenderedPrompt, TemplateValue, TextStream
+from cairn.engine.text.chat import Chat, text_of
+from cairn.engine.text.fitting import fit
+from cairn.engine.text.template_traits import TemplateTraits
 from cairn.errors import InvalidRequest
 from cairn.types import Boundary, BoundaryKind
 
@@ -51,8 +54,7 @@ class _ByteChat:
         parts: list[dict[str, Any]] = [{"text": content}] if isinstance(content, str) else content
         for number, part in enumerate(parts):
             if "text" in part:
-                after_text = number and "text" in parts[number - 1]
-                self.token_ids += (("\n" if after_text else "") + part["text"]).encode()
+                self.token_ids += part["text"].encode()
             else:
                 self.images.append(self._image(len(self.token_ids), part["image"]))
                 self.token_ids += [0] * self.images[-1].length
@@ -74,6 +76,7 @@ class ByteTokenizer:
         """`chat_template`: what the chats are said to be written by."""
         self._image_tokens = image_tokens
         self._chat_template = chat_template
+        self._traits = TemplateTraits(_try)
 
     @property
     def chat_template(self) -> str:
@@ -111,10 +114,10 @@ class ByteTokenizer:
                 chat.write(name, json.dumps(template_kwargs[name]), None, "system_end")
         if chat_template is not None:
             chat.write("template", chat_template, None, "system_end")
+        if any(message["role"] == "developer" for message in messages):
+            messages, breakpoints = fit(messages, breakpoints, self._traits)
         for i, message in enumerate(messages):
-            role = message["role"]
-            if role not in ("system", "user", "assistant", "tool"):
-                raise InvalidRequest(f"this chat template does not know the role {role!r}", "messages")
+            role = _check_role(message)
             kind: BoundaryKind = "system_end" if i == 0 and role == "system" else "message_end"
             chat.write(role, message["content"], i, kind, message.get("tool_calls"))
         if continue_final_message:
@@ -145,6 +148,18 @@ class ByteTokenizer:
 
     def stream(self, skip_special_tokens: bool = True) -> TextStream:
         return _ByteStream(skip_special_tokens)
+
+
+def _check_role(message: Mapping[str, Any]) -> str:
+    role: str = message["role"]
+    if role not in ("system", "user", "assistant", "tool"):
+        raise InvalidRequest(f"this chat template does not know the role {role!r}", "messages")
+    return role
+
+
+def _try(chat: Chat) -> str:
+    """What `ByteTokenizer` makes of a chat of texts."""
+    return "".join(f"{_check_role(message)}\n{text_of(message['content'])}" for message in chat.messages)
 
 
 def load_byte_tokenizer(folder: str, tokenizer: str | None = None, chat_template: str | None = None) -> ByteTokenizer:

@@ -265,8 +265,9 @@ def test_breakpoints_are_where_the_client_put_them(tokenizers: dict[str, ModelTo
         ("breakpoint", 3600),
         ("message_end", 300),
     ]
-    assert texts[0].endswith("Fixed rules.\n") and texts[1].endswith("Long manual.\n")
-    assert texts[2].endswith("A short word.\n") and "Yes." in texts[3] and "Go on" not in texts[3]
+    # a point may be one token with the next part's beginning
+    assert texts[0].endswith("Fixed rules") and texts[1].endswith("Long manual")
+    assert texts[2].endswith("A short word") and "Yes." in texts[3] and "Go on" not in texts[3]
     # nothing else has moved: the text is the same without them
     assert tokenizer.render_chat(messages).token_ids == rendered.token_ids
 

@@ -173,3 +173,18 @@ def test_the_hint_that_was_not_used_longest_goes_first():
     hints.find([b"a"])
     hints.store(b"c", msgspec.Raw(b"3"))
     assert len(hints) == 2 and hints.find([b"b"]) is None and hints.find([b"a"]) and hints.find([b"c"])
+
+
+@pytest.mark.parametrize("odd", [[], ["x"], [5, None], [{"type": "text"}], {"text": 5}, 7])
+def test_what_is_new_in_every_request_is_no_part_of_a_prompt(odd):
+    """Servers leave it out, too. `odd`: content that a server will say something about."""
+    first, second = (f"x-anthropic-billing-header: cc_version=2; cch={number};" for number in ("00001", "0aaa9"))
+    rules, asked = {"type": "text", "text": "Rules."}, [{"role": "user", "content": "Hello."}]
+    ways = [
+        [digests_of(system=[{"type": "text", "text": header}, rules], messages=asked) for header in (first, second)],
+        [digests_of(system=f"{header}\nRules.", messages=asked) for header in (first, second)],
+        [digests_of(instructions=f"{header}\nRules.", input="Hello.") for header in (first, second)],
+    ]
+    assert all(one.digests == other.digests for one, other in ways)
+    assert ways[0][0].digests[1] != digests_of(system="Others.", messages=asked).digests[1]
+    assert digests_of(system=odd, messages=asked) is not None

@@ -129,7 +129,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
         (anthropic([]), "messages[0]", "must be an object, not a list"),
         # by `type`
         (block(text="x"), "messages[0].content[0].type", "is missing"),
-        (block(type="x"), "messages[0].content[0].type", "\"image\", \"tool_result\" (got 'x')"),
+        (block(type="x"), "messages[0].content[0].type", '"document", "search_result" (got \'x\')'),
         (block(type="image", source={}), "messages[0].content[0].source.type", "is missing"),
         (block(type="image", source={"type": 5}), "messages[0].content[0].source.type", '"base64", "url" (got 5)'),
         (anthropic(CHAT["messages"][0], thinking={"type": []}), "thinking.type", "must be one of"),

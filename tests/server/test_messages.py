@@ -284,7 +284,7 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": [{"role": "user", "content": "x"}, CALLED]}, "messages[1]"),
         ({"system": [IMAGE]}, "system[0]"),
         ({"system": 5}, "system"),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0]"),
+        ({"tools": [{"type": "", "name": "bash"}]}, "tools[0].type"),
         ({"tools": [{"name": "x"}]}, "tools[0].input_schema"),
         ({"tool_choice": {"type": "tool"}, "tools": [TOOL]}, "tool_choice.name"),
         ({"tool_choice": {"type": "some"}, "tools": [TOOL]}, "tool_choice"),

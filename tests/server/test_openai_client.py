@@ -113,7 +113,7 @@ def test_a_chat(server):
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
     (choice,) = answer.choices
     assert choice.message.role == "assistant" and choice.finish_reason == "stop"
-    assert choice.message.content == "system\nbe briefuser\none\ntwoassistant\n"
+    assert choice.message.content == "system\nbe briefuser\nonetwoassistant\n"
     assert answer.model_extra["cairn"]["cache"]["reason"] == "too_short"
 
 

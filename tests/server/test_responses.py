@@ -8,6 +8,7 @@ import pytest
 from cairn.errors import InvalidRequest, NotFound
 from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.store import ResponseStore, StoredResponse
+from cairn.server.openai_responses.tools import ToolTable
 from cairn.server.openai_responses.translation import make_input_items, to_chat
 from doubles.byte_tokenizer import ByteTokenizer
 from server.asking import CALL, SCHEMA, XML
@@ -234,11 +235,10 @@ def test_the_prompt_is_that_of_the_same_chat(xml):
     assert prompt.index("Be brief.") < prompt.index("rain") < prompt.index("no such city")
 
 
-def test_a_developers_message_joins_the_instructions(server):
-    answer(server, [{"role": "developer", "content": "Be kind."}, user("Hi.")], instructions="Be brief.")
-    assert prompt_of(server) == chat_prompt(
-        server, [{"role": "system", "content": "Be brief.\n\nBe kind."}, user("Hi.")]
-    )
+def test_a_developers_message_is_that_of_a_chat(server):
+    said = [{"role": "developer", "content": "Be kind."}, user("Hi.")]
+    answer(server, said, instructions="Be brief.")
+    assert prompt_of(server) == chat_prompt(server, [{"role": "system", "content": "Be brief."}, *said])
 
 
 def test_an_answer_without_an_end_is_gone_on_with(server):
@@ -545,10 +545,11 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
         ({"input": []}, "input"),
         ({"input": ""}, "input"),
         ({"input": 5}, "input"),
-        ({"input": [user("x"), {"type": "web_search_call", "id": "x"}]}, "input[1].type"),
+        ({"input": [user("x"), {"type": "ghost_call", "id": "x"}]}, "input[1].type"),
+        ({"input": [{"type": "web_search_call", "id": "x"}]}, "input"),
         ({"input": [user("x"), 5]}, "input[1]"),
         ({"input": [{"role": "narrator", "content": "x"}]}, "input[0].role"),
-        ({"input": part("input_file", file_id="x")}, "input[0].content[0].type"),
+        ({"input": part("input_file", file_id="x")}, "input[0].content[0]"),
         ({"input": part("input_text")}, "input[0].content[0].text"),
         ({"input": part("refusal", refusal="no")}, "input[0].content[0]"),
         ({"input": [user([])]}, "input[0].content"),
@@ -559,12 +560,18 @@ IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
         ({"input": [RESULT]}, "input[0].call_id"),
         ({"input": [CALLED, RESULT, RESULT]}, "input[2].call_id"),
         ({"input": [user("x"), CALLED]}, "input"),
-        ({"input": [{"type": "reasoning", "encrypted_content": "x"}]}, "input[0].encrypted_content"),
         ({"instructions": 5}, "instructions"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, "tools[0].type"),
+        ({"tools": [{"type": ""}]}, "tools[0].type"),
+        ({"tools": [{"name": "x"}]}, "tools[0].type"),
+        ({"tools": [{"type": "custom"}]}, "tools[0].name"),
+        ({"tools": [{"type": "custom", "name": "x", "format": {"type": "xml"}}]}, "tools[0].format.type"),
+        ({"tools": [{"type": "namespace", "name": "x", "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name"),
+        (
+            {"input": [user("x"), CALLED, RESULT | {"output": json.loads('{"a":' * 70 + "1" + "}" * 70)}]},
+            "input[2].output",
+        ),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": ""}}, "tool_choice"),
         ({"tool_choice": "required"}, "tool_choice"),
         (
             {
@@ -627,11 +634,11 @@ def test_a_failure_on_the_way_ends_the_stream(serve, fault):
     assert response["output"][0]["status"] == "incomplete" and response["error"]["message"] == found[-2]["message"]
 
 
-def test_what_the_template_refuses_is_told_of_the_item():
+def test_what_is_wrong_with_a_message_is_told_of_the_item():
     sent = ResponsesRequest.model_validate(body([user("x"), CALLED | {"arguments": "{"}, RESULT]))
-    chat = to_chat(sent, [], make_input_items(sent, "resp_1", None))
-    error = chat.rename_error(InvalidRequest("messages[1].tool_calls: arguments are not JSON", "messages"))
-    assert (error.message, error.param) == ("input[1].tool_calls: arguments are not JSON", "input")
+    chat = to_chat(sent, [], make_input_items(sent, "resp_1", None), ToolTable(None), lambda sealed: None)
+    error = chat.rename_error(InvalidRequest("messages[1].tool_calls: are wrong", "messages"))
+    assert (error.message, error.param) == ("input[1].tool_calls: are wrong", "input")
 
 
 @pytest.mark.parametrize(

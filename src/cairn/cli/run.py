@@ -49,6 +49,7 @@ class ServerSetup:
     limits: "ServerLimits"
     default_sampling: Mapping[str, float]
     default_template_kwargs: "Mapping[str, TemplateValue]"
+    secret: bytes | None
 
 
 def prepare_server(
@@ -65,11 +66,13 @@ def prepare_server(
     from cairn.server.generation_config import check_default_sampling, load_default_sampling
     from cairn.server.openai.prompts import parse_template_kwargs
     from cairn.server.options import ServerLimits
+    from cairn.settings.kv import read_secret_file
 
     # what is wrong is said before anything is downloaded
     chat_template = read_chat_template(settings.chat_template)
     template_kwargs = parse_template_kwargs(settings.default_chat_template_kwargs)
     asked, images = engine_config(settings), image_options(settings)
+    secret = None if settings.kv_secret_file is None else read_secret_file(settings.kv_secret_file)
     check_checkpoint_dtype(asked.checkpoint_dtype, asked.exact)
     max_cpu_isa(os.environ)
     source, overrides = settings.generation_config, settings.override_generation_config
@@ -88,7 +91,7 @@ def prepare_server(
             EngineDeadlines(start=settings.start_timeout),
         )
 
-    return ServerSetup(create_engine, ServerLimits(images=images), defaults, template_kwargs)
+    return ServerSetup(create_engine, ServerLimits(images=images), defaults, template_kwargs, secret)
 
 
 def run_server(
@@ -118,6 +121,7 @@ def run_server(
             setup.limits,
             default_sampling=setup.default_sampling,
             default_template_kwargs=setup.default_template_kwargs,
+            secret=setup.secret,
         )
         return await _until_drained(server)
 
@@ -199,9 +203,8 @@ def warn(settings: "ServeSettings") -> None:
         logger.warning(
             "--dtype %s is served as bfloat16: as many bytes, nothing overflows, 3 bits less", settings.dtype
         )
-    for name in ("kv_secret_file", "kv_peer_allowlist"):
-        if settings.kv_transfer_config is None and name in settings.model_fields_set:
-            logger.warning("--%s has no effect without --kv-transfer-config", name.replace("_", "-"))
+    if settings.kv_transfer_config is None and "kv_peer_allowlist" in settings.model_fields_set:
+        logger.warning("--kv-peer-allowlist has no effect without --kv-transfer-config")
     if settings.kv_transfer_config is not None and settings.kv_peer_allowlist and settings.kv_secret_file is None:
         logger.warning("--kv-peer-allowlist has no effect without --kv-secret-file: only loopback peers are allowed")
 
@@ -313,7 +316,7 @@ def _request_log(settings: "ServeSettings") -> "RequestLogConfig | None":
 
 def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
     from cairn.engine.contract import KvTransferConfig
-    from cairn.settings.kv import check_secret_file, kv_transfer_settings, peer_names, side_channel
+    from cairn.settings.kv import kv_transfer_settings, peer_names, read_secret_file, side_channel
     from cairn.transfer.peers import PeerPolicy, is_loopback
 
     asked = kv_transfer_settings(settings.kv_transfer_config)
@@ -321,7 +324,7 @@ def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
     # looked at without transfers, too: a mistake is found where it is made, not when they are switched on
     PeerPolicy(peers, has_secret=secret is not None)
     if secret is not None:
-        check_secret_file(secret)
+        read_secret_file(secret)
     if asked is None:
         return None
     host, port = side_channel()

@@ -6,13 +6,18 @@ from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Match
+from starlette.types import Scope
 
 from cairn import __version__
 from cairn.errors import RequestError
 from cairn.http.error_responses import error_response, make_error
 from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
+
+_ROOT = "/"
 
 
 def http_application(
@@ -40,13 +45,29 @@ def http_application(
     app = FastAPI(title=title, version=__version__, lifespan=lifespan, **plain)
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, http_error)
+    app.router.add_api_route(
+        _ROOT, _answer_head, methods=["HEAD"], include_in_schema=False, route_class_override=_HeadRoute
+    )
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, seconds=body_seconds)
     app.add_middleware(GateKeeper, gate=gate, paths=gated_paths)
     if api_keys:
-        app.add_middleware(ApiKey, api_keys=api_keys, open_paths=open_paths)
+        app.add_middleware(ApiKey, api_keys=api_keys, open_paths={*open_paths, _ROOT})
     app.add_middleware(RequestIds, new_id=new_id, silent_paths=silent_paths)
     return app
+
+
+class _HeadRoute(APIRoute):
+    """Nothing else is there: other methods find no path, instead of a path without them."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        return (match, child) if match == Match.FULL else (Match.NONE, {})
+
+
+async def _answer_head() -> Response:
+    """By this agents find out whether anybody is there."""
+    return Response()
 
 
 async def _request_error(request: Request, error: Exception) -> Response:

@@ -29,6 +29,9 @@ RELEASE_PATH = "/release_kv_transfer"
 """Where a server is told that what it, or another server, has handed over is not fetched by anybody."""
 
 
+ITEM_ID = "(?:msg|rs|fc|ctc|lsh|in)_([0-9a-f]{32})_[0-9]+"
+"""Of an item of a stored response, with the response's own. `in`: of an input; the others are of answers."""
+
 _KEY = re.compile("[0-9a-f]{32}")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from cairn.http.volatile_text import drop_volatile
 from cairn.proxy.options import HINT_SECONDS, MAX_HINTS
 from cairn.proxy.protocol import Body, text_field
 from cairn.proxy.server_pool import Headers
@@ -201,7 +202,15 @@ def _messages(body: Body) -> list[dict[str, Any]] | None:
     else:
         return None
     system = _decode(body.get(before), Any)
-    return [{"role": "system", "content": system}, *messages] if system else list(messages)
+    messages = [{"role": "system", "content": system}, *messages] if system else list(messages)
+    return [*map(_drop_volatile, messages)]
+
+
+def _drop_volatile(message: dict[str, Any]) -> dict[str, Any]:
+    """Servers leave it out of prompts."""
+    if message.get("role") not in ("system", "developer"):
+        return message
+    return message | {"content": drop_volatile(message.get("content"))}
 
 
 def _item_message(item: dict[str, Any]) -> dict[str, Any]:

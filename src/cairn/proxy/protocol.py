@@ -23,7 +23,7 @@ import msgspec
 from pydantic import TypeAdapter, ValidationError
 
 from cairn.errors import InvalidBody, InvalidRequest
-from cairn.http.handover import CLIENT_FIELDS, RELEASE_KEY, REPLACED_FIELDS
+from cairn.http.handover import CLIENT_FIELDS, ITEM_ID, RELEASE_KEY, REPLACED_FIELDS
 
 DECODE_HINT = "cairn_decode_hint"
 HANDOVER_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses")
@@ -47,8 +47,7 @@ _REMOTE_DECODE = (
 )
 
 
-_ITEM_ID = re.compile(rb'"(?:msg|rs|fc|in)_([0-9a-f]{32})_[0-9]+"')
-"""Of an item of a stored response, as cairn's servers name them."""
+_ITEM_ID = re.compile(f'"{ITEM_ID}"'.encode())
 
 _BOOLEAN: TypeAdapter[bool | None] = TypeAdapter(bool | None)
 

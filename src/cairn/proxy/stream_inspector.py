@@ -159,7 +159,7 @@ class StreamInspector:
         if response.kv_transfer_params is not None:
             self._hint = valid_hint(response.kv_transfer_params) or self._hint
         for item in response.output:
-            if item.type == "function_call":
+            if item.type.endswith("_call"):
                 self._readable = False
             for part in item.content if item.type == "message" else ():
                 self._add_text(part.text or "")

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from cairn.errors import InvalidRequest, RequestError
 from cairn.server.error_handlers import explain_validation_error
 from cairn.server.openai.requests import ChatRequest
+from cairn.server.service import Service
 
 _PLACE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?(?:\.image_url)?")
 
@@ -19,19 +20,29 @@ class ChatTranslation:
     """A chat and where its messages come from: one of the other API's may become several, or several become one.
 
     `renamed`: fields of chats and what they are called in the body, of two that fit the longer one first. `places`: by
-    message, its path in the body; `blocks`: by message, the path of each part of its content.
+    message, its path in the body; `blocks`: by message, the path of each part of its content. `left_out`: tools that
+    nobody here can run, by the path of each its type.
     """
 
     renamed: Mapping[str, str]
     messages: list[dict[str, Any]] = field(default_factory=list)
     places: list[str] = field(default_factory=list)
     blocks: list[list[str]] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
     request: ChatRequest = field(init=False)
 
     def add(self, message: dict[str, Any], place: str, blocks: list[str] | None = None) -> None:
         self.messages.append(message)
         self.places.append(place)
         self.blocks.append(blocks or [])
+
+    def settle_left_out(self, service: Service) -> None:
+        """Say in the log which tools are left out. Raises InvalidRequest where a server is to refuse them."""
+        for place, kind in self.left_out.items():
+            if service.options.strict_tools:
+                text = f"{place}.type is {kind!r}: nobody here can run such a tool, and --strict-tools refuses it"
+                raise InvalidRequest(text, place.partition("[")[0])
+            service.notices.say(f"tools of the type {kind!r} are left out of requests: nobody here can run them")
 
     def validate(self, fields: dict[str, Any]) -> None:
         """Make the request of these fields of a chat. Raises InvalidRequest that names the field of the body."""

@@ -17,6 +17,7 @@ from cairn.errors import CairnError, EngineDead, InvalidBody, RequestError
 from cairn.http.application import http_error
 from cairn.http.error_responses import ClientDisconnected, error_response, internal_error, make_error
 from cairn.server.openai.field_types import NO_PROMPT, WRONG_KIND
+from cairn.server.openai.file_text import NO_TEXT_FILE
 from cairn.server.openai.requests import CHAT_TAG, COMPLETION_TAG
 
 MAX_NESTING = 256
@@ -49,6 +50,7 @@ _RULES: Mapping[str, str] = MappingProxyType(
     {
         **_TYPE_RULES,
         NO_PROMPT: "must be sent. {msg}",
+        NO_TEXT_FILE: "{msg}",
         "string_unicode": "is not valid Unicode",
         **dict.fromkeys(("too_short", "string_too_short"), "must not be empty"),
         **dict.fromkeys(("missing", "union_tag_not_found"), "is missing"),

@@ -136,6 +136,19 @@ class ChatOptions(_Options):
     )
 
 
+class LeniencyOptions(_Options):
+    """What is done with parts of requests that are not served."""
+
+    strict_tools: bool = Field(
+        False, description="refuse tools that only OpenAI or Anthropic run (web_search, ...); left out unless given"
+    )
+    lenient_schemas: Literal["none", "tools", "all"] = Field(
+        "tools",
+        description="where keywords of JSON Schema that no grammar is made for are left out, not refused: in tools "
+        "that have to be called, in none, or in all: in response_format, too",
+    )
+
+
 class AnswerOptions(_Options):
     """What answers hold, and what is sampled where a request does not say it."""
 
@@ -183,6 +196,7 @@ class EndpointOptions(_Options):
 class ServerOptions(
     EndpointOptions,
     AnswerOptions,
+    LeniencyOptions,
     ChatOptions,
     ResponseStoreOptions,
     CorsOptions,

@@ -48,8 +48,10 @@ class HttpServer(DrainingServer):
         images: Callable[[ImageOptions], MediaConnector] = MediaConnector,
         default_sampling: Mapping[str, float] = MappingProxyType({}),
         default_template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
+        secret: bytes | None = None,
     ) -> None:
-        """`images`: makes the connector for images. `default_sampling`, `default_template_kwargs`: see `Service`.
+        """`images`: makes the connector for images. `default_sampling`, `default_template_kwargs`, `secret`: see
+        `Service`.
         Raises ConfigError naming the flag."""
         super().__init__(options.shutdown_timeout)
         self._engine = engine
@@ -58,6 +60,7 @@ class HttpServer(DrainingServer):
         self._limits = limits or ServerLimits()
         self._default_sampling = default_sampling
         self._default_template_kwargs = default_template_kwargs
+        self._secret = secret
         self._tls = tls_options(options)
         check_tls(self._tls)
         self._trusted = parse_trusted_proxies(options.forwarded_allow_ips)
@@ -120,6 +123,7 @@ class HttpServer(DrainingServer):
             images=connector,
             default_sampling=self._default_sampling,
             default_template_kwargs=self._default_template_kwargs,
+            secret=self._secret,
         )
         app = create_app(service)
         async with app.router.lifespan_context(app):

@@ -15,8 +15,10 @@ from cairn.errors import EngineDead, Overloaded
 from cairn.http.middleware import Gate, random_id
 from cairn.server.images import MediaConnector
 from cairn.server.metrics import Metrics
+from cairn.server.notices import Notices
 from cairn.server.openai.logprobs import LogprobsFormatter
 from cairn.server.openai_responses.background import BackgroundTasks
+from cairn.server.openai_responses.sealed_reasoning import ReasoningSeal
 from cairn.server.openai_responses.store import ResponseStore
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.registry import select_parsers
@@ -94,7 +96,8 @@ def compute_fingerprint(info: EngineInfo) -> str:
 class Service:
     """One server's state. `clock` measures, `wall` dates answers (seconds since 1970), `new_id` names requests.
     `default_sampling`: values of fields that a body does not have; `max_tokens` bounds it where a body has it, too.
-    `default_template_kwargs`: variables of the chat template for requests that do not send them."""
+    `default_template_kwargs`: variables of the chat template for requests that do not send them. `secret`: what servers
+    share that are to read reasoning which the others have encrypted."""
 
     def __init__(
         self,
@@ -107,6 +110,7 @@ class Service:
         images: MediaConnector | None = None,
         default_sampling: Mapping[str, float] = MappingProxyType({}),
         default_template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
+        secret: bytes | None = None,
     ) -> None:
         self.engine = engine
         self.options = options
@@ -117,8 +121,10 @@ class Service:
         self.started = int(wall())
         self.default_sampling = default_sampling
         self.responses = ResponseStore(options.max_stored_responses, options.stored_response_bytes)
+        self.reasoning_seal = ReasoningSeal(secret)
         self.background = BackgroundTasks(limits.max_background)
         self.default_template_kwargs = default_template_kwargs
+        self.notices = Notices()
         self.images = images or MediaConnector(limits.images)
         info = engine.info
         self.system_fingerprint = compute_fingerprint(info)

@@ -21,11 +21,11 @@ __all__ = [
     "KvEventsSettings",
     "KvTransferExtra",
     "KvTransferSettings",
-    "check_secret_file",
     "free_side_channel_port",
     "kv_events_settings",
     "kv_transfer_settings",
     "peer_names",
+    "read_secret_file",
     "side_channel",
 ]
 
@@ -123,8 +123,9 @@ def peer_names(text: str | None) -> tuple[str, ...]:
     return tuple(entries)
 
 
-def check_secret_file(path: Path) -> None:
-    """Raises ConfigError unless it is a file of 16 to 4096 bytes, a line's end not counted, that is not everybody's.
+def read_secret_file(path: Path) -> bytes:
+    """The secret that servers share. Raises ConfigError unless it is a file of 16 to 4096 bytes, a line's end not
+    counted, that is not everybody's.
 
     The group may read it: that is how containers are given their secrets.
     """
@@ -139,15 +140,17 @@ def check_secret_file(path: Path) -> None:
             raise ConfigError(f"--kv-secret-file {path}: must be a file")
         if mode & stat.S_IRWXO:
             raise ConfigError(f"--kv-secret-file {path}: must not be accessible to all users: chmod o= {path}")
-        size = len(_without_line_end(os.read(descriptor, _MAX_SECRET + 3)))
+        secret = _without_line_end(os.read(descriptor, _MAX_SECRET + 3))
     finally:
         os.close(descriptor)
+    size = len(secret)
     if not _MIN_SECRET <= size <= _MAX_SECRET:
         more = "or more " if size > _MAX_SECRET else ""
         raise ConfigError(
             f"--kv-secret-file {path}: holds {size} bytes {more}without the line's end; "
             f"{_MIN_SECRET} to {_MAX_SECRET} are taken: head -c 32 /dev/urandom | base64 makes good ones"
         )
+    return secret
 
 
 def _without_line_end(content: bytes) -> bytes:

@@ -58,7 +58,9 @@ class ServeSettings(CommandSettings, EngineOptions, ServerOptions):
         None, description='JSON, as vLLM\'s: {"kv_connector": "NixlConnector", "kv_role": "kv_both", ...}'
     )
     kv_secret_file: Path | None = Field(
-        None, description="file with a secret that servers must share to exchange pages; without it only on loopback"
+        None,
+        description="file with a secret that servers must share to exchange pages and encrypted reasoning; without it "
+        "pages are exchanged only on loopback",
     )
     kv_peer_allowlist: ListText | None = Field(
         None,

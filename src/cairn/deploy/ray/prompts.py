@@ -41,6 +41,7 @@ from cairn.server.openai.prompts import (
 from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from cairn.server.openai_responses import translation as responses
 from cairn.server.openai_responses.requests import ResponsesRequest
+from cairn.server.openai_responses.tools import ToolTable
 from cairn.server.options import ServerLimits
 from cairn.server.service import Service
 
@@ -163,7 +164,8 @@ def _before_images(messages: list[Message]) -> list[Message]:
 
 def _parse_response(content: bytes) -> SamplingFields:
     body = ResponsesRequest.model_validate_json(content)
-    return responses.to_chat(body, [], responses.make_input_items(body, "resp_", _no_item)).request
+    items, tools = responses.make_input_items(body, "resp_", _no_item), ToolTable(body.tools)
+    return responses.to_chat(body, [], items, tools, lambda sealed: None).request
 
 
 def _no_item(item_id: str, param: str) -> Any:

@@ -63,6 +63,7 @@ class EngineReplica:
             images=MediaConnector(setup.limits.images),
             default_sampling=setup.default_sampling,
             default_template_kwargs=setup.default_template_kwargs,
+            secret=setup.secret,
         )
         app = create_app(self._service)
         self._living = app.router.lifespan_context(app)

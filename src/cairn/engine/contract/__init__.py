@@ -56,7 +56,14 @@ from cairn.engine.contract.request import (
     ThinkingBudget,
     check_token_ids,
 )
-from cairn.engine.contract.text import Breakpoint, RenderedPrompt, TemplateValue, TextStream, TextTokenizer
+from cairn.engine.contract.text import (
+    SYSTEM_ROLES,
+    Breakpoint,
+    RenderedPrompt,
+    TemplateValue,
+    TextStream,
+    TextTokenizer,
+)
 
 __all__ = [
     "FREE_LOGPROBS",
@@ -70,6 +77,7 @@ __all__ = [
     "MAX_SHOWN",
     "RANGES",
     "STEP_SIZES",
+    "SYSTEM_ROLES",
     "Breakpoint",
     "CacheInfo",
     "CacheReport",

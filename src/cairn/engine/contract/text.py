@@ -9,6 +9,9 @@ import msgspec
 from cairn.engine.contract.request import ImageInput
 from cairn.types import Boundary
 
+SYSTEM_ROLES = ("system", "developer")
+"""Roles of messages that say how to answer."""
+
 
 class RenderedPrompt(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt as token ids, with the places at which messages end (see `GenerateRequest.boundaries`), and its images

@@ -6,16 +6,14 @@ where all of them have come to stand.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cairn.engine.contract import Breakpoint, Pixels, TemplateValue
+from cairn.engine.contract import SYSTEM_ROLES, Breakpoint, Pixels, TemplateValue
 from cairn.errors import InvalidRequest
 
 Message = dict[str, Any]
-
-SYSTEM_ROLES = ("system", "developer")
 
 _FIRST_MARK, _LAST_MARK = 0xF0000, 0xFFFFD
 """The private use plane A of Unicode: no text has a reason to hold any of it, and no template reads it."""
@@ -62,43 +60,44 @@ def first_turn(messages: Sequence[Message]) -> int:
 # -- the form that templates expect ------------------------------------------------------------------------------------
 
 
-def plain(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """Messages as templates expect them: content as one string where it is text alone, tool call arguments as objects.
-
-    Raises InvalidRequest that names the message.
-    """
+def plain(messages: Sequence[Message], takes_parts: Callable[[str], bool]) -> tuple[Message, ...]:
+    """Messages as templates expect them: text alone as one string, unless the template takes the parts of this role's
+    content, and tool call arguments as objects. Raises InvalidRequest where there are no messages."""
     if not messages:
         raise InvalidRequest("messages must not be empty", "messages")
-    return tuple(_plain(index, message) for index, message in enumerate(messages))
+    return tuple(_plain(message, takes_parts) for message in messages)
 
 
-def _plain(index: int, message: Message) -> Message:
-    plain = {**message, "content": _joined(message.get("content") or "")}
+def _plain(message: Message, takes_parts: Callable[[str], bool]) -> Message:
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        is_text = all(part["type"] == "text" for part in content)
+        content = [part for part in content if part["type"] != "text" or part["text"]]
+        if is_text and (len(content) < 2 or not takes_parts(message["role"])):
+            content = text_of(content)
+        else:  # images lose their pixels
+            content = [{"type": "image"} if part["type"] == "image" else part for part in content]
+    plain = {**message, "content": content}
     if message.get("tool_calls"):
-        plain["tool_calls"] = [_plain_call(index, call) for call in message["tool_calls"]]
+        plain["tool_calls"] = [_plain_call(call) for call in message["tool_calls"]]
     return plain
 
 
-def _joined(content: str | list[Message]) -> str | list[Message]:
-    """Text alone becomes one string: not every template takes parts. Images lose their pixels."""
-    if isinstance(content, str):
-        return content
-    if any(part["type"] != "text" for part in content):
-        return [{"type": "image"} if part["type"] == "image" else part for part in content]
-    return "\n".join(part["text"] for part in content)
+def text_of(content: str | list[Message]) -> str:
+    """The texts of a content, one behind the other."""
+    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
-def _plain_call(index: int, call: Message) -> Message:
-    """OpenAI sends arguments as a string of JSON; templates write them out themselves, from an object."""
+def _plain_call(call: Message) -> Message:
+    """OpenAI sends arguments as a string of JSON; templates write them out themselves, from an object. What is none,
+    as of a call that was cut off, has no arguments."""
     arguments = call["function"].get("arguments")
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except (ValueError, RecursionError) as error:
-            raise InvalidRequest(
-                f"messages[{index}].tool_calls: arguments are not JSON: {error}", "messages"
-            ) from error
-    return {**call, "function": {**call["function"], "arguments": arguments}}
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = {}
+    return {**call, "function": {**call["function"], "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
 def pictures(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:

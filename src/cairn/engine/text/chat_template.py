@@ -19,7 +19,8 @@ from jinja2.meta import find_undeclared_variables
 from jinja2.parser import Parser
 
 from cairn.engine.contract import Breakpoint
-from cairn.engine.text.chat import Chat, Mark, Message, behind_last_mark, first_turn, marked, plain, unmarked
+from cairn.engine.text.chat import Chat, Mark, Message, behind_last_mark, first_turn, marked, plain, text_of, unmarked
+from cairn.engine.text.template_traits import TemplateTraits
 from cairn.errors import InvalidRequest
 from cairn.types import Boundary, BoundaryKind
 
@@ -82,6 +83,18 @@ class ChatTemplate:
         """`own`: the checkpoint's template, or several by name; None: it has none."""
         self._apply = apply
         self._own = [own] if isinstance(own, str) else list((own or {}).values())
+        self._traits = lru_cache(maxsize=16)(self._make_traits)
+
+    def traits(self, chat_template: str | None = None) -> TemplateTraits:
+        """What the template does with messages, or `chat_template` in its stead."""
+        return self._traits(chat_template or None)
+
+    def _make_traits(self, chat_template: str | None) -> TemplateTraits:
+        return TemplateTraits(lambda chat: self.render(replace(chat, chat_template=chat_template)))
+
+    def plain(self, messages: Sequence[Message], chat_template: str | None = None) -> tuple[Message, ...]:
+        """See `chat.plain`. Raises InvalidRequest."""
+        return plain(messages, self.traits(chat_template).takes_parts)
 
     def render(self, chat: Chat) -> str:
         """Raises InvalidRequest when the template refuses the chat."""
@@ -187,7 +200,7 @@ class _Search:
         if self._text.startswith(part):
             return len(part)
         shared = _cut_back(part, _num_shared(part, self._text))
-        content = last["content"].strip() if isinstance(last["content"], str) else ""
+        content = text_of(last["content"]).strip()
         return shared if content and content in part[max(0, shared - len(content) - _CLOSING) : shared] else None
 
     # -- the messages between ------------------------------------------------------------------------------------------
@@ -196,7 +209,7 @@ class _Search:
         copies, names = marked(messages, breakpoints)
         if not names or unmarked(self._text)[1]:
             return
-        self._marked = replace(self._chat, messages=plain(copies))
+        self._marked = replace(self._chat, messages=self._template.plain(copies, self._chat.chat_template))
         rendered = self._render(self._marked)
         if rendered is None:
             return
@@ -274,8 +287,8 @@ class _Search:
                 self._found.messages[index] = end
 
 
-def _num_shared(one: str, other: str) -> int:
-    """How many characters both begin with."""
+def _num_shared(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many characters, or tokens, both begin with."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
@@ -319,7 +332,8 @@ def place_boundaries(
     boundaries: Sequence[Boundary], text: str, token_ids: list[int], encode: Callable[[str], list[int]]
 ) -> list[Boundary]:
     """The same boundaries with their positions in tokens, without those before which the tokens would be others if
-    nothing came behind: `token_ids` is `encode(text)`.
+    nothing came behind: `token_ids` is `encode(text)`. A breakpoint in a token, which a client's part may share with
+    the next one, is where the tokens are the same up to.
 
     Each stretch of text between two of them is encoded once more, alone.
     """
@@ -329,11 +343,14 @@ def place_boundaries(
         last = boundary is boundaries[-1]
         if misfits > _MAX_MISFITS and not last:
             continue
-        end = _fits(token_ids, position, encode(text[place : boundary.position]))
+        part = encode(text[place : boundary.position])
+        end = _fits(token_ids, position, part)
         if end is None and last and place:
             end = _fits(token_ids, 0, encode(text[: boundary.position]))
         if end is None:
             misfits += 1
+            if boundary.kind == "breakpoint" and (same := position + _num_shared(part, token_ids[position:])):
+                placed.append(replace(boundary, position=same))
             continue
         misfits = 0
         place, position = boundary.position, end

@@ -12,8 +12,9 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from cairn.engine.contract import Breakpoint, RenderedPrompt, TemplateValue
-from cairn.engine.text.chat import Chat, first_turn, pictures, plain
+from cairn.engine.text.chat import Chat, first_turn, pictures
 from cairn.engine.text.chat_template import ChatTemplate, list_boundaries, place_boundaries
+from cairn.engine.text.fitting import fit
 from cairn.engine.text.images import ImagePrompts
 from cairn.errors import InvalidRequest, ModelError
 
@@ -163,8 +164,9 @@ class ModelTokenizer:
         images = pictures(messages)
         if images and self._images is None:
             raise InvalidRequest("this model reads text alone, no images", "messages")
+        messages, breakpoints = fit(messages, breakpoints, self._template.traits(chat_template))
         chat = Chat(
-            messages=plain(messages),
+            messages=self._template.plain(messages, chat_template),
             tools=tuple(tools or ()),
             add_generation_prompt=add_generation_prompt,
             template_kwargs=template_kwargs,

@@ -18,7 +18,7 @@ from cairn.server.openai.field_types import (
     in_range,
     kind_discriminator,
 )
-from cairn.server.openai.messages import MAX_MESSAGES, MAX_TOOLS, CacheControl
+from cairn.server.openai.messages import MAX_MESSAGES, MAX_TOOLS, CacheControl, HostedType
 from cairn.server.openai.requests import TemplateKwargs
 
 
@@ -53,20 +53,82 @@ class ImageBlock(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
+class TextSource(TypedDict):
+    """A document as text."""
+
+    type: Literal["text"]
+    data: Unicode
+
+
+class FileSource(TypedDict):
+    """A document's bytes. Only text is read: what has another type than text is refused."""
+
+    type: Literal["base64"]
+    media_type: Annotated[str, Field(min_length=1, max_length=128)]
+    data: Unicode
+
+
+class ContentSource(TypedDict):
+    """A document as blocks."""
+
+    type: Literal["content"]
+    content: Annotated[
+        Annotated[Unicode, Tag("text")]
+        | Annotated[list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], Tag("list")],
+        kind_discriminator("text or a list of text and image blocks"),
+    ]
+
+
+class DocumentBlock(TypedDict):
+    """A document of text, behind its title and what it is about. Citations are not made."""
+
+    type: Literal["document"]
+    source: Annotated[TextSource | FileSource | ContentSource, Field(discriminator="type")]
+    title: NotRequired[Unicode | None]
+    context: NotRequired[Unicode | None]
+    cache_control: NotRequired[CacheControl | None]
+
+
+class SearchResultBlock(TypedDict):
+    """What a search has found: the text behind its title and where it is from."""
+
+    type: Literal["search_result"]
+    source: Unicode
+    title: Unicode
+    content: list[TextBlock]
+    cache_control: NotRequired[CacheControl | None]
+
+
+class ToolReferenceBlock(TypedDict):
+    """The name of a tool that was looked for."""
+
+    type: Literal["tool_reference"]
+    tool_name: Text
+    cache_control: NotRequired[CacheControl | None]
+
+
 class ToolUseBlock(TypedDict):
     """A tool call of an earlier answer."""
 
     type: Literal["tool_use"]
     id: Annotated[str, Field(min_length=1, max_length=256)]
     name: Text
-    input: dict[str, Any]
+    input: dict[str, Any] | None
     cache_control: NotRequired[CacheControl | None]
 
 
 ResultContent: TypeAlias = Annotated[
     Annotated[Unicode, Tag("text")]
-    | Annotated[list[Annotated[TextBlock | ImageBlock, Field(discriminator="type")]], Tag("list")],
-    kind_discriminator("text or a list of text and image blocks"),
+    | Annotated[
+        list[
+            Annotated[
+                TextBlock | ImageBlock | DocumentBlock | SearchResultBlock | ToolReferenceBlock,
+                Field(discriminator="type"),
+            ]
+        ],
+        Tag("list"),
+    ],
+    kind_discriminator("text or a list of blocks"),
 ]
 
 
@@ -95,9 +157,27 @@ class RedactedThinkingBlock(TypedDict):
     data: Unicode
 
 
-UserBlock: TypeAlias = Annotated[TextBlock | ImageBlock | ToolResultBlock, Field(discriminator="type")]
+class HostedBlock(TypedDict):
+    """What a tool that Anthropic runs itself was asked, and has found: left out of the prompt."""
+
+    type: Literal[
+        "server_tool_use",
+        "web_search_tool_result",
+        "web_fetch_tool_result",
+        "code_execution_tool_result",
+        "bash_code_execution_tool_result",
+        "text_editor_code_execution_tool_result",
+        "tool_search_tool_result",
+        "mcp_tool_use",
+        "mcp_tool_result",
+    ]
+
+
+UserBlock: TypeAlias = Annotated[
+    TextBlock | ImageBlock | ToolResultBlock | DocumentBlock | SearchResultBlock, Field(discriminator="type")
+]
 AssistantBlock: TypeAlias = Annotated[
-    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+    TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock | HostedBlock, Field(discriminator="type")
 ]
 SystemContent: TypeAlias = Annotated[
     Annotated[Unicode, Tag("text")] | Annotated[list[Annotated[TextBlock, Field()]], Tag("list")],
@@ -136,7 +216,7 @@ AnthropicMessage: TypeAlias = Annotated[UserMessage | AssistantMessage | SystemM
 
 
 class AnthropicTool(TypedDict):
-    """What the model may call. Tools that Anthropic runs itself have other types and are refused."""
+    """What the model may call."""
 
     type: NotRequired[Literal["custom"] | None]
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -144,6 +224,25 @@ class AnthropicTool(TypedDict):
     input_schema: dict[str, Any]
     strict: NotRequired[bool | None]
     cache_control: NotRequired[CacheControl | None]
+
+
+class HostedTool(TypedDict):
+    """A tool that Anthropic runs itself, or that its models know: they have types of their own. Left out."""
+
+    type: Annotated[HostedType, Field(json_schema_extra={"not": {"const": "custom"}})]
+    name: NotRequired[Unicode | None]
+
+
+def _kind_of_tool(value: Any) -> str | None:
+    if not isinstance(value, dict):
+        return None
+    return "own" if value.get("type") in (None, "custom") else "hosted"
+
+
+AnyTool: TypeAlias = Annotated[
+    Annotated[AnthropicTool, Tag("own")] | Annotated[HostedTool, Tag("hosted")],
+    kind_discriminator("an object", _kind_of_tool),
+]
 
 
 class AnthropicToolChoice(TypedDict):
@@ -189,7 +288,7 @@ class CountTokensRequest(BaseModel):
     model: ModelName
     messages: list[AnthropicMessage] = Field(min_length=1, max_length=MAX_MESSAGES)
     system: SystemContent | None = None
-    tools: list[AnthropicTool] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[AnyTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: AnthropicToolChoice | None = None
     thinking: Annotated[ThinkingEnabled | ThinkingWithoutBudget, Field(discriminator="type")] | None = None
     output_config: OutputConfig | None = None

@@ -26,6 +26,7 @@ async def create_message(
     http: Request, body: MessagesRequest, service: ServiceDep, allocation: ImageAllocationDep
 ) -> Response:
     chat = to_chat(body)
+    chat.settle_left_out(service)
     if not service.parsers.has_reasoning:  # there is nothing to bound, and agents send a budget to every model
         chat.request.thinking_token_budget = None
 
@@ -43,6 +44,7 @@ async def count_tokens(
 ) -> Response:
     check_model(service, body.model)
     chat = to_chat(body)
+    chat.settle_left_out(service)
     try:
         async with Deadline(service.options.request_timeout).enforce():
             rendering = render_chat_prompt(service, chat.request, chat.request.messages, allocation)

@@ -137,12 +137,24 @@ class MessagesWriter(ChatWriter):
         return {"stop_reason": _STOP_REASONS.get(reason or "stop"), "stop_sequence": None}
 
 
-def _decode_arguments(text: str) -> Any:
+_CUT = "partial_json"
+
+
+def _decode_arguments(text: str) -> dict[str, Any]:
     """A call that was cut off by `max_tokens` is no JSON: its text is kept where a client can see it."""
     try:
-        return msgspec.json.decode(text) if text else {}
-    except msgspec.DecodeError:
-        return {"partial_json": text}
+        found = msgspec.json.decode(text) if text else None
+    except (msgspec.DecodeError, RecursionError):
+        return {_CUT: text}
+    if found is None:
+        return {}
+    return found if isinstance(found, dict) else {_CUT: text}
+
+
+def read_arguments(sent: dict[str, Any] | None) -> tuple[Any, bool]:
+    """The arguments of a call that is sent back, and whether it was cut off: then they are the text that there was."""
+    is_cut = sent is not None and sent.keys() == {_CUT} and isinstance(sent[_CUT], str)
+    return (sent[_CUT] if is_cut and sent is not None else sent or {}), is_cut
 
 
 def _encode(name: str, **fields: Any) -> bytes:

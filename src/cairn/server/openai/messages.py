@@ -16,6 +16,7 @@ from pydantic import (
 from typing_extensions import TypedDict
 
 from cairn.server.openai.field_types import LENIENT, IgnoredUnlessText, Text, Unicode, kind_discriminator
+from cairn.server.openai.file_text import read_file_text
 
 MAX_MESSAGES = 16_384
 MAX_TOOLS = 1024
@@ -89,10 +90,37 @@ class InputImagePart(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
+class FileContent(TypedDict):
+    """A file of text: UTF-8 in base64, or a data URL. `filename` stands before it."""
+
+    file_data: NotRequired[Unicode | None]
+    filename: NotRequired[Unicode | None]
+
+
+class FilePart(TypedDict):
+    """A file in a message's content."""
+
+    type: Literal["file"]
+    file: FileContent
+    cache_control: NotRequired[CacheControl | None]
+
+
+class InputFilePart(FileContent):
+    """The same as the Responses API has it; `file_url` may be a data URL."""
+
+    type: Literal["input_file"]
+    file_url: NotRequired[Unicode | None]
+    cache_control: NotRequired[CacheControl | None]
+
+
 def _plain_part(part: Any) -> Any:
-    """The same text in the one form that what comes after knows."""
+    """The same text in the one form that what comes after knows. Raises PydanticCustomError for a file of no text."""
     if isinstance(part, str):
         return {"type": "text", "text": part}
+    if part["type"] in ("file", "input_file"):
+        file = part.get("file", part)
+        text = read_file_text(file.get("file_data") or file.get("file_url"), file.get("filename"))
+        return {"type": "text", "text": text, "cache_control": part.get("cache_control")}
     if part["type"] in ("image_url", "input_image"):
         image = part.get("image_url")
         return part | {"image_url": {"url": image} if isinstance(image, str) else image}
@@ -109,7 +137,7 @@ def _any_of(schema: dict[str, Any]) -> None:
 ContentPart: TypeAlias = Annotated[
     Annotated[Unicode, Tag("text")]
     | Annotated[
-        TextPart | ItemTextPart | RefusalPart | ThinkingPart | ImagePart | InputImagePart,
+        TextPart | ItemTextPart | RefusalPart | ThinkingPart | ImagePart | InputImagePart | FilePart | InputFilePart,
         Field(discriminator="type"),
         Tag("object"),
     ],
@@ -134,6 +162,7 @@ class CalledFunction(TypedDict):
             Annotated[Unicode, Tag("text")] | Annotated[dict[str, Any], Tag("object")],
             kind_discriminator("JSON in text"),
         ]
+        | None
     ]
 
 
@@ -163,6 +192,10 @@ class Message(BaseModel):
     def parts(self) -> list[TextPart | ImagePart]:
         """The parts of its content, those of texts with the type `text`; none where that is one text."""
         return cast(list[TextPart | ImagePart], self.content) if isinstance(self.content, list) else []
+
+
+HostedType: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_.-]{0,63}$")]
+"""The type of a tool that OpenAI or Anthropic run themselves, or that only their models know."""
 
 
 class Function(TypedDict):

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from types import MappingProxyType
 from typing import Annotated, Any, cast
 
@@ -13,6 +14,7 @@ from pydantic import ValidationError
 
 from cairn.engine.contract import (
     MAX_BREAKPOINTS,
+    SYSTEM_ROLES,
     Breakpoint,
     Pixels,
     RenderedPrompt,
@@ -20,6 +22,7 @@ from cairn.engine.contract import (
     check_token_ids,
 )
 from cairn.errors import ConfigError, InvalidRequest, NotFound
+from cairn.http.volatile_text import drop_volatile
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.openai.engine_request import encode_json
 from cairn.server.openai.field_types import SinglePrompt
@@ -144,6 +147,7 @@ async def render_chat_prompt(
             "continue_final_message",
         )
     _check_chat_template(service, body)
+    messages = _drop_volatile(service, messages)
     tokenizer, breakpoints = service.engine.tokenizer, _breakpoints(body, messages)
     salt = (body.cache_salt if isinstance(body, ChatRequest) else None) or ""
     images = await service.images.load_images(messages, tokenizer.image_markers, allocation, salt)
@@ -161,6 +165,15 @@ async def render_chat_prompt(
         chat_template=body.chat_template or None,
     )
     return await service.tokenizer.run(render)
+
+
+def _drop_volatile(service: Service, messages: list[Message]) -> list[Message]:
+    """Without what is new in every request at the front of the system messages that the chat begins with."""
+    leading = list(takewhile(lambda message: message.role in SYSTEM_ROLES, messages))
+    dropped = [message.model_copy(update={"content": drop_volatile(message.content)}) for message in leading]
+    if dropped != leading:
+        service.notices.say("text that clients change with every request is left out of prompts (docs/agents.md)")
+    return [*dropped, *messages[len(leading) :]]
 
 
 def _check_chat_template(service: Service, body: TemplateFields) -> None:

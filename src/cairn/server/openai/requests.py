@@ -323,7 +323,7 @@ class ChatRequest(SamplingFields, TemplateFields):
         if not (self.echo and is_same_role):
             return ""
         texts = [part["text"] for part in last.parts if part["type"] == "text"]
-        return last.content if isinstance(last.content, str) else "\n".join(texts)
+        return last.content if isinstance(last.content, str) else "".join(texts)
 
     @property
     def reused_prompt_ids(self) -> Any:

@@ -3,7 +3,7 @@
 A grammar is requested by OpenAI's `response_format`, vLLM's `structured_outputs` or the older `guided_*`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ import msgspec
 from cairn.engine.contract import Structure
 from cairn.errors import InvalidRequest
 from cairn.server.openai.chat_message import ChatMessage
+from cairn.server.openai.lenient_schema import make_lenient
 from cairn.server.openai.requests import ChatRequest, SamplingFields
 from cairn.server.parsers.json_tool_parser import JsonToolParser
 from cairn.server.parsers.output_parser import OutputParser, ToolParser, ToolSchemas
@@ -43,12 +44,12 @@ class AnswerFormat:
 
 def parse_response_format(service: Service, body: SamplingFields, *, opened: bool) -> AnswerFormat:
     """`opened`: whether the answer begins within the reasoning. Raises InvalidRequest naming the field."""
-    structure = _parse_structure(body)
+    structure = _parse_structure(service, body)
     if not isinstance(body, ChatRequest):
         return AnswerFormat(structure, lambda: ChatMessage(OutputParser(), service.new_id))
     parsers = service.parsers
     tools, tool_structure = _parse_tool_choice(
-        body, parsers.tool_parser if service.options.enable_auto_tool_choice else None
+        service, body, parsers.tool_parser if service.options.enable_auto_tool_choice else None
     )
     is_required = tool_structure is not None and tool_structure.kind == "calls"
     # A required call leaves no content that response_format could be about: as vLLM, the call alone is held to a form.
@@ -86,7 +87,7 @@ def parse_response_format(service: Service, body: SamplingFields, *, opened: boo
 
 
 def _parse_tool_choice(
-    body: ChatRequest, auto_parser: type[ToolParser] | None
+    service: Service, body: ChatRequest, auto_parser: type[ToolParser] | None
 ) -> tuple[ToolSchemas | None, Structure | None]:
     """The tools whose calls are parsed, None for no parsing, and the grammar of required calls, or of an answer that
     may call some of the tools; None if the model chooses. `auto_parser`: of calls of a model that may choose, None if
@@ -115,8 +116,9 @@ def _parse_tool_choice(
         if not tools:
             raise InvalidRequest("tool_choice is required, but there are no tools: send some", "tool_choice")
     places = {function["name"]: place for place, function in enumerate(sent)}
+    held = tools if service.options.lenient_schemas == "none" else _make_lenient(service, tools)
     required = {
-        "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in tools.items()],
+        "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in held.items()],
         "parallel": mode == "required" and body.parallel_tool_calls is not False,
     }
     text = _encode_json(required, "tools")
@@ -141,7 +143,16 @@ def _limit_calls(parser: type[ToolParser], tools: ToolSchemas) -> Structure:
     return Structure(kind="structural_tag", text=text, field="tool_choice")
 
 
-def _parse_structure(body: SamplingFields) -> Structure | None:
+def _make_lenient(service: Service, schemas: Mapping[str, Any]) -> dict[str, Any]:
+    """Each schema without the keywords that no grammar is made for; the log says which those are."""
+
+    def tell(keyword: str) -> None:
+        service.notices.say(f"{keyword!r} is left out of schemas: no grammar is made for it (--lenient-schemas)")
+
+    return {name: make_lenient(schema, tell) for name, schema in schemas.items()}
+
+
+def _parse_structure(service: Service, body: SamplingFields) -> Structure | None:
     """The grammar of an answer; None for any text. Raises InvalidRequest naming the field."""
     found: list[tuple[str, Any, str]] = []  # kind, value, field
     form, outputs = body.response_format, body.structured_outputs
@@ -168,6 +179,8 @@ def _parse_structure(body: SamplingFields) -> Structure | None:
         names = " and ".join(field for _, _, field in found)
         raise InvalidRequest(f"{names} cannot go together: send one of them", found[1][2].partition(".")[0])
     for kind, value, field in found:
+        if kind == "json" and service.options.lenient_schemas == "all":
+            value = _make_lenient(service, {field: value})[field]
         # A JSON schema may come as text, too.
         text = value if kind != "choice" and isinstance(value, str) else _encode_json(value, field)
         if len(text) > _MAX_CHARS:

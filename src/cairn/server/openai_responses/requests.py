@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, NotRequired, TypeAlias
+from typing import Annotated, Any, Literal, NotRequired, TypeAlias, get_args
 
 from pydantic import BaseModel, BeforeValidator, Field, Tag, WrapValidator
 from typing_extensions import TypedDict
@@ -28,6 +28,8 @@ from cairn.server.openai.messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
     CacheControl,
+    HostedType,
+    InputFilePart,
     ItemTextPart,
     RefusalPart,
     TextPart,
@@ -68,9 +70,10 @@ class InputImage(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
-InputPart: TypeAlias = Annotated[TextPart | ItemTextPart | InputImage, Field(discriminator="type")]
-MessagePart: TypeAlias = Annotated[TextPart | ItemTextPart | InputImage | RefusalPart, Field(discriminator="type")]
-InputParts: TypeAlias = Annotated[list[InputPart], Field(min_length=1)]
+InputPart: TypeAlias = Annotated[TextPart | ItemTextPart | InputImage | InputFilePart, Field(discriminator="type")]
+MessagePart: TypeAlias = Annotated[
+    TextPart | ItemTextPart | InputImage | InputFilePart | RefusalPart, Field(discriminator="type")
+]
 
 
 class MessageItem(TypedDict):
@@ -87,13 +90,23 @@ class MessageItem(TypedDict):
     status: NotRequired[ItemStatus | None]
 
 
+ToolOutput: TypeAlias = Annotated[
+    Annotated[Unicode, Tag("text")]
+    | Annotated[list[InputPart], Tag("list")]
+    | Annotated[dict[str, Any], Tag("object")],
+    kind_discriminator("text, a list of parts or an object"),
+]
+"""An object is its JSON."""
+
+
 class FunctionCallItem(TypedDict):
-    """A tool call of an earlier answer. `arguments`: JSON."""
+    """A tool call of an earlier answer. `arguments`: JSON; of a call that was cut off they are none."""
 
     type: Literal["function_call"]
     call_id: ItemId
     name: Text
-    arguments: Unicode
+    namespace: NotRequired[Unicode | None]
+    arguments: Unicode | None
     id: NotRequired[ItemId | None]
     status: NotRequired[ItemStatus | None]
 
@@ -101,14 +114,85 @@ class FunctionCallItem(TypedDict):
 class FunctionCallOutputItem(TypedDict):
     """What a tool call has given."""
 
-    type: Literal["function_call_output"]
+    type: Literal["function_call_output", "custom_tool_call_output"]
     call_id: ItemId
-    output: Annotated[
-        Annotated[Unicode, Tag("text")] | Annotated[InputParts, Tag("list")],
-        kind_discriminator("text or a list of parts"),
-    ]
+    output: ToolOutput
     id: NotRequired[ItemId | None]
     status: NotRequired[ItemStatus | None]
+
+
+class CustomToolCallItem(TypedDict):
+    """A call of a custom tool."""
+
+    type: Literal["custom_tool_call"]
+    call_id: ItemId
+    name: Text
+    namespace: NotRequired[Unicode | None]
+    input: Unicode
+    id: NotRequired[ItemId | None]
+    status: NotRequired[ItemStatus | None]
+
+
+class ShellAction(TypedDict):
+    """A command, and how it is run; its environment is not read."""
+
+    type: NotRequired[Literal["exec"]]
+    command: list[Unicode]
+    env: NotRequired[dict[str, Unicode] | None]
+    timeout_ms: NotRequired[Int64 | None]
+    user: NotRequired[Unicode | None]
+    working_directory: NotRequired[Unicode | None]
+
+
+class LocalShellCallItem(TypedDict):
+    """A call of the local shell; without `call_id` its `id` is what the output names."""
+
+    type: Literal["local_shell_call"]
+    action: ShellAction
+    call_id: NotRequired[ItemId | None]
+    id: NotRequired[ItemId | None]
+    status: NotRequired[ItemStatus | None]
+
+
+class LocalShellOutputItem(TypedDict):
+    """What it has given. `id`: that of the call, where there is no `call_id`."""
+
+    type: Literal["local_shell_call_output"]
+    output: ToolOutput
+    call_id: NotRequired[ItemId | None]
+    id: NotRequired[ItemId | None]
+    status: NotRequired[ItemStatus | None]
+
+
+_HostedItemType: TypeAlias = Literal[
+    "apply_patch_call",
+    "apply_patch_call_output",
+    "code_interpreter_call",
+    "compaction",
+    "compaction_summary",
+    "compaction_trigger",
+    "computer_call",
+    "computer_call_output",
+    "file_search_call",
+    "image_generation_call",
+    "mcp_approval_request",
+    "mcp_approval_response",
+    "mcp_call",
+    "mcp_list_tools",
+    "shell_call",
+    "shell_call_output",
+    "tool_search_call",
+    "tool_search_output",
+    "web_search_call",
+]
+HOSTED_ITEMS = frozenset(get_args(_HostedItemType))
+
+
+class HostedItem(TypedDict):
+    """What tools that OpenAI runs itself have done, and summaries that only OpenAI can read: left out of the prompt."""
+
+    type: _HostedItemType
+    id: NotRequired[ItemId | None]
 
 
 class ReasoningText(TypedDict):
@@ -119,7 +203,8 @@ class ReasoningText(TypedDict):
 
 
 class ReasoningItem(TypedDict):
-    """Reasoning of an earlier answer; without `content`, its summary is read."""
+    """Reasoning of an earlier answer; without `content`, what this server has encrypted is read, and without that the
+    summary. What others have encrypted is left out."""
 
     type: Literal["reasoning"]
     id: NotRequired[ItemId | None]
@@ -145,7 +230,15 @@ def _name_type(value: Any) -> Any:
 
 InputItem: TypeAlias = Annotated[
     Annotated[
-        MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | ItemReference,
+        MessageItem
+        | FunctionCallItem
+        | FunctionCallOutputItem
+        | CustomToolCallItem
+        | LocalShellCallItem
+        | LocalShellOutputItem
+        | ReasoningItem
+        | ItemReference
+        | HostedItem,
         Field(discriminator="type"),
     ],
     BeforeValidator(_name_type),
@@ -155,7 +248,7 @@ InputItem: TypeAlias = Annotated[
 
 
 class FunctionTool(TypedDict):
-    """A function that the model may call. Tools that OpenAI runs itself, and custom ones, are refused."""
+    """A function that the model may call."""
 
     type: Literal["function"]
     name: Text
@@ -165,11 +258,107 @@ class FunctionTool(TypedDict):
     cache_control: NotRequired[CacheControl | None]
 
 
-class FunctionChoice(TypedDict):
-    """The one function that has to be called."""
+class GrammarFormat(TypedDict):
+    """What a custom tool's text has to be. The model is told, and nothing holds it to that."""
 
-    type: Literal["function"]
+    type: Literal["grammar"]
+    syntax: Literal["lark", "regex"]
+    definition: Unicode
+
+
+class AnyTextFormat(TypedDict):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class CustomTool(TypedDict):
+    """A tool that is called with a text: a function with one text, `input`, to the model."""
+
+    type: Literal["custom"]
     name: Text
+    description: NotRequired[Unicode | None]
+    format: NotRequired[Annotated[GrammarFormat | AnyTextFormat, Field(discriminator="type")] | None]
+    cache_control: NotRequired[CacheControl | None]
+
+
+class LocalShellTool(TypedDict):
+    """The client's shell."""
+
+    type: Literal["local_shell"]
+
+
+_OWN_TOOLS = ("function", "custom", "local_shell", "namespace")
+
+
+class HostedResponsesTool(TypedDict):
+    """A tool that OpenAI runs itself, or that its models know. Left out."""
+
+    type: Annotated[HostedType, Field(json_schema_extra={"not": {"enum": [*_OWN_TOOLS]}})]
+
+
+def _kind_of_tool(value: Any) -> str | None:
+    """A tag of the unions below; without a type, as what most tools are."""
+    if not isinstance(value, dict):
+        return None
+    kind = value.get("type", "function")
+    return kind if isinstance(kind, str) and kind in _OWN_TOOLS else "hosted"
+
+
+class NamespaceTool(TypedDict):
+    """Tools under one name. They are called by their own names, or behind this one where another tool has the same."""
+
+    type: Literal["namespace"]
+    name: Text
+    description: NotRequired[Unicode | None]
+    tools: Annotated[
+        list[
+            Annotated[
+                Annotated[FunctionTool, WrapValidator(as_sent), Tag("function")]
+                | Annotated[CustomTool, Tag("custom")]
+                | Annotated[LocalShellTool, Tag("local_shell")]
+                | Annotated[HostedResponsesTool, Tag("hosted")],
+                kind_discriminator("a tool: an object with a type", _kind_of_tool),
+            ]
+        ],
+        Field(max_length=MAX_TOOLS),
+    ]
+
+
+ResponsesTool: TypeAlias = Annotated[
+    Annotated[FunctionTool, WrapValidator(as_sent), Tag("function")]
+    | Annotated[CustomTool, Tag("custom")]
+    | Annotated[LocalShellTool, Tag("local_shell")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[HostedResponsesTool, Tag("hosted")],
+    kind_discriminator("a tool: an object with a type", _kind_of_tool),
+]
+
+
+class FunctionChoice(TypedDict):
+    """The one function, or custom tool, that has to be called."""
+
+    type: Literal["function", "custom"]
+    name: Text
+    namespace: NotRequired[Unicode | None]
+
+
+class OtherChoice(TypedDict):
+    """The local shell; or a tool that nobody here can run: then the model may choose."""
+
+    type: Annotated[HostedType, Field(json_schema_extra={"not": {"enum": ["function", "custom", "allowed_tools"]}})]
+
+
+def _kind_of_choice(value: Any) -> str | None:
+    kind = kind_of_tool_choice(value)
+    is_named = not isinstance(value, dict) or value.get("type", "function") in ("function", "custom")
+    return kind if kind != "object" or is_named else "other"
+
+
+NamedTool: TypeAlias = Annotated[
+    Annotated[FunctionChoice, Tag("object")] | Annotated[OtherChoice, Tag("other")],
+    kind_discriminator('{"type": "function", "name": ...}', _kind_of_choice),
+]
 
 
 class AllowedFunctionsChoice(TypedDict):
@@ -177,14 +366,15 @@ class AllowedFunctionsChoice(TypedDict):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[FunctionChoice], Field(min_length=1, max_length=MAX_TOOLS)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS)]
 
 
 ResponsesToolChoice: TypeAlias = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("text")]
     | Annotated[FunctionChoice, Tag("object")]
+    | Annotated[OtherChoice, Tag("other")]
     | Annotated[AllowedFunctionsChoice, Tag("allowed_tools")],
-    kind_discriminator('"none", "auto", "required" or {"type": "function", "name": ...}', kind_of_tool_choice),
+    kind_discriminator('"none", "auto", "required" or {"type": "function", "name": ...}', _kind_of_choice),
 ]
 
 # -- the form of an answer ---------------------------------------------------------------------------------------------
@@ -231,8 +421,8 @@ Includable: TypeAlias = Literal[
     "web_search_call.results",
     "web_search_call.action.sources",
 ]
-"""Log-probabilities are included; reasoning is never encrypted, images are there anyway, and the tools that OpenAI runs
-itself are not here: the others change nothing."""
+"""Log-probabilities are included, and reasoning in a form that this server can read again. Images are there anyway, and
+the tools that OpenAI runs itself are not here: the others change nothing."""
 
 
 class ResponsesStreamOptions(TypedDict):
@@ -263,7 +453,7 @@ class ResponsesRequest(BaseModel):
     store: bool | None = True
     stream: bool | None = False
     stream_options: ResponsesStreamOptions | None = None
-    tools: list[Annotated[FunctionTool, WrapValidator(as_sent)]] | None = Field(None, max_length=MAX_TOOLS)
+    tools: list[ResponsesTool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ResponsesToolChoice | None = None
     parallel_tool_calls: bool | None = True
     max_tool_calls: Int64 | None = Field(None, json_schema_extra={"minimum": 1})

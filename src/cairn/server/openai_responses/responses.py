@@ -18,19 +18,33 @@ class OutputTextPart(TypedDict):
 ItemState: TypeAlias = Literal["in_progress", "completed", "incomplete"]
 
 
+class ShellActionTaken(TypedDict):
+    """A command of the local shell; without one where the call was cut off."""
+
+    type: Literal["exec"]
+    command: list[str]
+    env: dict[str, str]
+    timeout_ms: int | None
+    user: None
+    working_directory: str | None
+
+
 class AnswerItem(TypedDict):
     """An item of a response's output: a message, reasoning or a tool call."""
 
     id: str
-    type: Literal["message", "reasoning", "function_call"]
+    type: Literal["message", "reasoning", "function_call", "custom_tool_call", "local_shell_call"]
     status: ItemState
     role: NotRequired[Literal["assistant"]]
     content: NotRequired[list[OutputTextPart]]
     summary: NotRequired[list[Any]]
-    encrypted_content: NotRequired[None]
+    encrypted_content: NotRequired[str | None]
     call_id: NotRequired[str]
     name: NotRequired[str]
+    namespace: NotRequired[str]
     arguments: NotRequired[str]
+    input: NotRequired[str]
+    action: NotRequired[ShellActionTaken]
 
 
 class InputTokensDetails(TypedDict):
@@ -119,6 +133,8 @@ class ResponsesEvent(TypedDict):
         "response.output_text.done",
         "response.function_call_arguments.delta",
         "response.function_call_arguments.done",
+        "response.custom_tool_call_input.delta",
+        "response.custom_tool_call_input.done",
         "response.content_part.done",
         "response.output_item.done",
         "response.completed",
@@ -137,6 +153,7 @@ class ResponsesEvent(TypedDict):
     text: NotRequired[str]
     logprobs: NotRequired[list[TokenLogprob]]
     arguments: NotRequired[str]
+    input: NotRequired[str]
     name: NotRequired[str]
     code: NotRequired[str]
     message: NotRequired[str]

@@ -23,6 +23,7 @@ from cairn.server.openai.prompts import check_model, render_chat_prompt
 from cairn.server.openai.routes import generate, prepare
 from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.store import Owner, ResponseStore, StoredResponse
+from cairn.server.openai_responses.tools import ToolTable
 from cairn.server.openai_responses.translation import get_response_id, make_input_items, to_chat
 from cairn.server.openai_responses.writer import ResponsesWriter
 from cairn.server.service import Service
@@ -52,7 +53,10 @@ async def create_response(
     owner, response_id = _owner(http, body.cache_salt), f"resp_{service.new_id()}"
     history = _load_history(service, owner, body.previous_response_id)
     items = make_input_items(body, response_id, partial(_find_item, service.responses, owner))
-    chat = to_chat(body, history, items)
+    tools, seal = ToolTable(body.tools), service.reasoning_seal
+    chat = to_chat(body, history, items, tools, lambda sealed: seal.open(sealed, owner))
+    chat.settle_left_out(service)
+    is_sealed = "reasoning.encrypted_content" in (body.include or ())
     encoded = msgspec.json.encode(items)
     keep: Callable[[bytes], None] | None = None
     can_keep = body.store is not False and service.responses.can_hold(len(encoded))
@@ -63,7 +67,9 @@ async def create_response(
             service.responses.put(owner, response_id, stored)
 
     def make_writer(_: str, *fields: Any) -> ResponsesWriter:
-        return ResponsesWriter(response_id, *fields, asked=body, wall=service.wall, keep=keep)
+        own: dict[str, Any] = {"asked": body, "tools": tools, "wall": service.wall, "keep": keep}
+        own["seal"] = (lambda text: seal.close(text, owner)) if is_sealed else None
+        return ResponsesWriter(response_id, *fields, **own)
 
     async def render() -> list[RenderedPrompt]:
         return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]

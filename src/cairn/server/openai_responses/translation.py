@@ -7,9 +7,12 @@ from types import MappingProxyType
 from typing import Any
 
 from cairn.errors import InvalidRequest
+from cairn.http.handover import ITEM_ID
 from cairn.server.chat_translation import ChatTranslation, mark_of
+from cairn.server.openai.engine_request import encode_json
 from cairn.server.openai.requests import refuse_unsupported
-from cairn.server.openai_responses.requests import UNSUPPORTED, FunctionChoice, FunctionTool, ResponsesRequest
+from cairn.server.openai_responses.requests import HOSTED_ITEMS, UNSUPPORTED, ResponsesRequest
+from cairn.server.openai_responses.tools import ToolTable
 
 _RENAMED: Mapping[str, str] = MappingProxyType(
     {
@@ -33,14 +36,17 @@ _SAME_FIELDS = (
 _ITEM_FIELDS = frozenset(
     (
         *("type", "id", "status", "role", "content", "call_id", "name", "arguments", "output", "summary"),
-        "encrypted_content",
+        *("encrypted_content", "namespace", "input", "action"),
     )
 )
-_PART_FIELDS = frozenset(("type", "text", "refusal", "image_url", "detail", "cache_control"))
+_PART_FIELDS = frozenset(
+    ("type", "text", "refusal", "image_url", "detail", "file_data", "file_url", "filename", "cache_control")
+)
 _PART_LISTS = frozenset(("content", "output", "summary"))
-_TOOL_FIELDS = ("name", "description", "parameters", "strict")
-_OWN_ID = re.compile(r"(msg|rs|fc|in)_([0-9a-f]{32})_[0-9]+")
-"""`in`: of an input; the others are of answers."""
+_OWN_ID = re.compile(ITEM_ID)
+_CALLS = frozenset(("function_call", "custom_tool_call", "local_shell_call"))
+_OUTPUTS = frozenset(f"{call}_output" for call in _CALLS)
+_MAX_OUTPUT_DEPTH = 64
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -48,11 +54,12 @@ _LOGPROBS = "message.output_text.logprobs"
 def get_response_id(item_id: str | None) -> str | None:
     """Of the response that an item of this server's belongs to; None for other ids."""
     found = _OWN_ID.fullmatch(item_id or "")
-    return None if found is None else f"resp_{found[2]}"
+    return None if found is None else f"resp_{found[1]}"
 
 
 def make_input_items(body: ResponsesRequest, response_id: str, find: Callable[[str, str], Any]) -> list[Any]:
-    """The items of a body as they are stored: with ids, their content as parts, and what references refer to.
+    """The items of a body as they are stored: with ids, their content as parts, and what references refer to. Those of
+    tools that OpenAI runs are left out.
 
     `find`: gets the id of a reference and the field that it stands in."""
     sent: Sequence[Any] = body.input if isinstance(body.input, list) else [_user_message(body.input)]
@@ -60,6 +67,8 @@ def make_input_items(body: ResponsesRequest, response_id: str, find: Callable[[s
     for number, item in enumerate(sent):
         if item["type"] == "item_reference":
             items.append(find(item["id"], f"input[{number}].id"))
+            continue
+        if item["type"] in HOSTED_ITEMS:
             continue
         own = _keep_known(item) | {"id": item.get("id") or f"in_{response_id.removeprefix('resp_')}_{number}"}
         if own["type"] == "message":
@@ -91,10 +100,10 @@ def _keep_known_part(part: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check_parts(item: Any, place: str) -> None:
     """Raises InvalidRequest for parts that a message of its role cannot have."""
-    refused = {"user": "refusal", "assistant": "input_image"}
+    refused = {"user": ("refusal",), "assistant": ("input_image", "input_file")}
     for number, part in enumerate(item["content"] if isinstance(item["content"], list) else ()):
         kind, where = part["type"], f"{place}[{number}]"
-        if kind == refused.get(item["role"], kind if kind in ("refusal", "input_image") else None):
+        if kind in refused.get(item["role"], ("refusal", "input_image")):
             text = f"{where}: a message of the role {item['role']} can have no {kind}: leave it out"
             raise InvalidRequest(text, where)
     if not item["content"] and item["role"] != "assistant":
@@ -105,14 +114,21 @@ def _user_message(text: str) -> Any:
     return {"type": "message", "role": "user", "content": text}
 
 
-def to_chat(body: ResponsesRequest, history: Sequence[Any], items: Sequence[Any]) -> ChatTranslation:
-    """The same as a chat. `history`: the items of the responses before it; `items`: its own, references resolved.
+def to_chat(
+    body: ResponsesRequest,
+    history: Sequence[Any],
+    items: Sequence[Any],
+    tools: ToolTable,
+    unseal: Callable[[str], str | None],
+) -> ChatTranslation:
+    """The same as a chat. `history`: the items of the responses before it; `items`: its own, references resolved;
+    `tools`: those of the body. `unseal`: reads reasoning that was encrypted here, None for any other.
 
     Raises InvalidRequest naming the field.
     """
     refuse_unsupported(body, UNSUPPORTED)
     chat = ChatTranslation(_RENAMED)
-    conversation = _Conversation(chat)
+    conversation = _Conversation(chat, tools, unseal)
     if body.instructions:
         conversation.add({"type": "message", "role": "system", "content": body.instructions}, "instructions")
     for item in history:
@@ -123,14 +139,17 @@ def to_chat(body: ResponsesRequest, history: Sequence[Any], items: Sequence[Any]
     fields: dict[str, Any] = {name: getattr(body, name) for name in _SAME_FIELDS}
     fields |= {"messages": chat.messages, "max_completion_tokens": body.max_output_tokens}
     fields["reasoning_effort"] = (body.reasoning or {}).get("effort")
-    fields |= _translate_tools(body) | _translate_text(body)
+    fields |= {"tool_choice": tools.translate_choice(body.tool_choice)} | _translate_text(body)
+    if tools.functions:
+        fields["tools"] = tools.functions
+    chat.left_out |= tools.left_out
     if body.enable_response_messages:
         fields["return_prompt_text"] = True
     if body.truncation == "auto":
         fields["truncate_prompt_tokens"] = -1
     if body.top_logprobs or _LOGPROBS in (body.include or ()):
         fields |= {"logprobs": True, "top_logprobs": body.top_logprobs}
-    if items[-1].get("role") == "assistant" and items[-1].get("status") in ("in_progress", "incomplete"):
+    if items and items[-1].get("role") == "assistant" and items[-1].get("status") in ("in_progress", "incomplete"):
         fields |= {"continue_final_message": True, "add_generation_prompt": False}
     chat.validate(fields)
     return chat
@@ -162,19 +181,23 @@ class _Answer:
 @dataclass(slots=True)
 class _Conversation:
     """Puts a chat together. `open_calls`: tool calls without output; `due_calls`: those of them that nothing of the
-    user's has come behind; `images`: of outputs, for which templates have no place there, with their places."""
+    user's has come behind; `images`: of outputs, for which templates have no place there, with their places;
+    `shell_calls`: by the ids of items, those of calls that an output may name so."""
 
     chat: ChatTranslation
+    tools: ToolTable
+    unseal: Callable[[str], str | None]
     answer: _Answer | None = None
     open_calls: set[str] = field(default_factory=set)
     due_calls: set[str] = field(default_factory=set)
     images: list[tuple[dict[str, Any], str]] = field(default_factory=list)
+    shell_calls: dict[str, str] = field(default_factory=dict)
 
     def add(self, item: Any, place: str) -> None:
-        if item["type"] == "function_call_output":
+        if item["type"] in _OUTPUTS:
             self._close_answer()
             self._add_output(item, place)
-        elif item["type"] in ("reasoning", "function_call") or item["role"] == "assistant":
+        elif item["type"] == "reasoning" or item["type"] in _CALLS or item["role"] == "assistant":
             self._flush_images()
             self._add_to_answer(item, place)
         else:
@@ -192,28 +215,22 @@ class _Conversation:
 
     def _add_message(self, item: Any, place: str) -> None:
         self.due_calls.clear()
-        role = "user" if item["role"] == "user" else "system"
+        role = item["role"]
         content, blocks = _translate_content(item["content"], f"{place}.content")
-        before = self.chat.messages[-1] if self.chat.messages else {}
-        are_texts = isinstance(content, str) and isinstance(before.get("content"), str)
-        if role == "system" == before.get("role") and are_texts:
-            # Templates take one system message, at the beginning; clients send instructions and a developer's message.
-            before["content"] += f"\n\n{content}"
-            return
         self.chat.add({"role": role, "content": content}, place, blocks)
 
     def _add_output(self, item: Any, place: str) -> None:
-        call = item["call_id"]
+        call = item.get("call_id") or self.shell_calls.get(item["id"], item["id"])
         if call not in self.open_calls:
             text = f"{place}.call_id: no function_call before it waits for the output of {call!r}"
             raise InvalidRequest(text, f"{place}.call_id")
         self.open_calls.discard(call)
         self.due_calls.discard(call)
-        content, blocks = _translate_content(item["output"], f"{place}.output")
+        content, blocks = _translate_content(_read_output(item["output"], f"{place}.output"), f"{place}.output")
         if not isinstance(content, str):
             parts = list(zip(content, blocks, strict=True))
-            self.images += [(part, block) for part, block in parts if part["type"] != "text"]
-            texts = [(part, block) for part, block in parts if part["type"] == "text"]
+            self.images += [(part, block) for part, block in parts if part["type"] == "image_url"]
+            texts = [(part, block) for part, block in parts if part["type"] != "image_url"]
             content, blocks = [part for part, _ in texts] or "", [block for _, block in texts]
         self.chat.add({"role": "tool", "tool_call_id": call, "content": content}, place, blocks)
 
@@ -228,15 +245,22 @@ class _Conversation:
         if kind == "message":
             answer.texts += [part.get("text", part.get("refusal")) for part in item["content"]]
         elif kind == "reasoning":
-            if item.get("encrypted_content"):
-                where = f"{place}.encrypted_content"
-                raise InvalidRequest(f"{where} can only be read by the server that encrypted it: leave it out", where)
-            answer.reasoning += [part["text"] for part in item.get("content") or item.get("summary") or ()]
+            answer.reasoning += self._read_reasoning(item)
         else:
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            answer.calls.append({"id": item["call_id"], "type": "function", "function": function})
-            self.open_calls.add(item["call_id"])
-            self.due_calls.add(item["call_id"])
+            call = str(item.get("call_id") or item_id)
+            answer.calls.append({"id": call, "type": "function", "function": self.tools.read_call(item)})
+            self.open_calls.add(call)
+            if kind == "local_shell_call":
+                self.shell_calls[item_id] = call
+            if item.get("status") != "incomplete":  # nobody can have run one that was cut off
+                self.due_calls.add(call)
+
+    def _read_reasoning(self, item: Any) -> list[str]:
+        if not item.get("content") and (sealed := item.get("encrypted_content")):
+            text = self.unseal(sealed)
+            if text is not None:
+                return [text]
+        return [part["text"] for part in item.get("content") or item.get("summary") or ()]
 
     def _close_answer(self) -> None:
         answer, self.answer = self.answer, None
@@ -257,6 +281,12 @@ class _Conversation:
             self.chat.add({"role": "user", "content": list(parts)}, blocks[0], list(blocks))
 
 
+def _read_output(output: Any, place: str) -> Any:
+    """A tool's output as content: an object as its JSON, an empty list as no text. Raises InvalidRequest for an object
+    that has no JSON."""
+    return encode_json(output, place, _MAX_OUTPUT_DEPTH).decode() if isinstance(output, dict) else output or ""
+
+
 def _translate_content(content: Any, place: str) -> tuple[Any, list[str]]:
     """A chat's content, and the place of each of its parts. One text is no list."""
     if isinstance(content, str):
@@ -265,36 +295,14 @@ def _translate_content(content: Any, place: str) -> tuple[Any, list[str]]:
     for part in content:
         if part["type"] == "input_image":
             own: dict[str, Any] = {"type": "image_url", "image_url": {"url": part["image_url"]}}
+        elif part["type"] == "input_file":
+            own = {name: value for name, value in part.items() if name != "cache_control"}
         else:
             own = {"type": "text", "text": part["text"]}
         parts.append(own | mark_of(part))
     if len(parts) == 1 and parts[0].keys() == {"type", "text"}:
         return parts[0]["text"], []
     return parts, blocks
-
-
-def _translate_tools(body: ResponsesRequest) -> dict[str, Any]:
-    choice = body.tool_choice
-    fields: dict[str, Any] = {"tool_choice": choice}
-    if body.tools:
-        fields["tools"] = [_translate_tool(tool) for tool in body.tools]
-    if isinstance(choice, dict):
-        if choice["type"] == "function":
-            fields["tool_choice"] = _name_function(choice)
-        else:
-            allowed = {"mode": choice["mode"], "tools": [_name_function(tool) for tool in choice["tools"]]}
-            fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
-    return fields
-
-
-def _name_function(choice: FunctionChoice) -> dict[str, Any]:
-    return {"type": "function", "function": {"name": choice["name"]}}
-
-
-def _translate_tool(tool: FunctionTool) -> dict[str, Any]:
-    """Its fields in the client's order: templates write them."""
-    function = {name: value for name, value in tool.items() if name in _TOOL_FIELDS and value is not None}
-    return {"type": "function", "function": function} | mark_of(tool)
 
 
 def _translate_text(body: ResponsesRequest) -> dict[str, Any]:
@@ -304,8 +312,3 @@ def _translate_text(body: ResponsesRequest) -> dict[str, Any]:
     if form["type"] == "json_schema":
         return {"response_format": {"type": "json_schema", "json_schema": {"schema": form["schema"]}}}
     return {"response_format": {"type": "json_object"}}
-
-
-def describe_tools(body: ResponsesRequest) -> list[dict[str, Any]]:
-    """The tools as a response says them again."""
-    return [{"type": "function"} | {name: tool.get(name) for name in _TOOL_FIELDS} for tool in body.tools or ()]

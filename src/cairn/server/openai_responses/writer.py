@@ -2,58 +2,36 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from cairn.engine.contract import GenerateOutput
 from cairn.errors import RequestError
 from cairn.server.openai.response_writer import ChatWriter, Choice, count_cached_tokens, encode_event
+from cairn.server.openai_responses.output_items import OutputItem, OutputMessage, OutputReasoning, open_call
 from cairn.server.openai_responses.requests import ResponsesRequest
-from cairn.server.openai_responses.translation import describe_tools
+from cairn.server.openai_responses.tools import ToolTable
+
+_TextItem = TypeVar("_TextItem", OutputMessage, OutputReasoning)
 
 _Token: TypeAlias = tuple[bytes, dict[str, Any] | None]
 """A token's text, and its log-probabilities if they were asked for."""
-
-_WITH_PARTS = frozenset(("message", "reasoning"))
-
-
-@dataclass(slots=True)
-class OutputItem:
-    """An item of the output so far. `text`: of its part, or its arguments; `logprobs`: of its text's tokens."""
-
-    body: dict[str, Any]
-    index: int
-    text: list[str] = field(default_factory=list)
-    logprobs: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def kind(self) -> str:
-        return str(self.body["type"])
-
-    def part(self) -> dict[str, Any]:
-        """The one part of a message or of reasoning."""
-        text = "".join(self.text)
-        if self.kind == "reasoning":
-            return {"type": "reasoning_text", "text": text}
-        return {"type": "output_text", "text": text, "annotations": [], "logprobs": self.logprobs}
-
-    def write(self, status: str) -> dict[str, Any]:
-        """As it is now."""
-        own = {"arguments": "".join(self.text)} if self.kind == "function_call" else {"content": [self.part()]}
-        return self.body | own | {"status": status}
 
 
 @dataclass(slots=True)
 class ResponsesWriter(ChatWriter):
     """POST /v1/responses: one answer.
 
-    `asked`: the body as it was sent; `wall`: tells the time of the end, in seconds since 1970; `keep`: is given a
-    response that has ended, as JSON; None if it is not to be stored. `items`: its output so far; `is_open`: whether the
-    last one may grow; `events`: of a stream, not sent yet; `pending`: tokens that are in no item yet.
+    `asked`: the body as it was sent; `tools`: its tools; `seal`: encrypts reasoning, None if that is not asked for.
+    `wall`: tells the time of the end, in seconds since 1970; `keep`: is given a response that has ended, as JSON; None
+    if it is not to be stored. `items`: its output so far; `is_open`: whether the last one may grow;
+    `events`: of a stream, not sent yet; `pending`: tokens that are in no item yet.
     """
 
     asked: ResponsesRequest = field(kw_only=True)
+    tools: ToolTable = field(kw_only=True)
+    seal: Callable[[str], str] | None = field(kw_only=True)
     wall: Callable[[], float] = field(kw_only=True)
     keep: Callable[[bytes], None] | None = field(kw_only=True)
     items: list[OutputItem] = field(init=False, default_factory=list)
@@ -108,63 +86,71 @@ class ResponsesWriter(ChatWriter):
         return taken
 
     def _add_delta(self, delta: dict[str, Any], tokens: list[_Token]) -> None:
-        if text := delta.get("reasoning"):
-            if self.asked.include_reasoning is not False:
-                item = self._open_item("reasoning", "rs", {"summary": [], "encrypted_content": None})
-                item.text.append(text)
-                self._note_delta(item, "response.reasoning_text.delta", delta=text)
+        if (text := delta.get("reasoning")) and self.asked.include_reasoning is not False:
+            body: dict[str, Any] = {"type": "reasoning", "summary": [], "encrypted_content": None}
+            self._add_text(self._open_text(OutputReasoning, body), text)
         if text := delta.get("content"):
-            item = self._open_item("message", "msg", {"role": "assistant"})
+            item = self._open_text(OutputMessage, {"type": "message", "role": "assistant"})
             logprobs = [entry for _, entry in tokens if entry is not None]
-            item.text.append(text)
             item.logprobs += logprobs
-            self._note_delta(item, "response.output_text.delta", delta=text, logprobs=logprobs)
+            self._add_text(item, text, logprobs=logprobs)
         for call in delta.get("tool_calls", ()):
             if "id" in call:
-                named = {"call_id": call["id"], "name": call["function"]["name"]}
-                self._open_item("function_call", "fc", named)
+                tool = self.tools.find(call["function"]["name"])
+                self._open_item(open_call(tool, call["id"], len(self.items)))
             if text := call["function"]["arguments"]:
-                self.items[-1].text.append(text)
-                self._note_delta(self.items[-1], "response.function_call_arguments.delta", delta=text)
+                self._add_text(self.items[-1], text)
 
-    def _open_item(self, kind: str, prefix: str, fields: dict[str, Any]) -> OutputItem:
-        """The open item if it is of this kind and no tool call, else a new one."""
-        if self.is_open:
-            if self.items[-1].kind == kind != "function_call":
-                return self.items[-1]
-            self._close_item("completed")
-        index = len(self.items)
-        item = OutputItem({"id": f"{prefix}_{self.id.removeprefix('resp_')}_{index}", "type": kind} | fields, index)
-        self.items.append(item)
-        self.is_open = True
-        opened = item.write("in_progress")
-        self._note("response.output_item.added", output_index=index, item=opened | _emptied(kind))
-        if kind in _WITH_PARTS:
-            self._note_delta(item, "response.content_part.added", part=item.part())
+    def _add_text(self, item: OutputItem, text: str, **fields: Any) -> None:
+        if (piece := item.add(text)) and item.delta_event is not None:
+            self._note_delta(item, f"{item.delta_event}.delta", delta=piece, **fields)
+
+    def _open_text(self, kind: type[_TextItem], body: dict[str, Any]) -> _TextItem:
+        """The open item if it is of this kind, else a new one."""
+        if self.is_open and isinstance(last := self.items[-1], kind):
+            return last
+        item = kind(body, len(self.items))
+        self._open_item(item)
         return item
 
     def _status_of(self, item: OutputItem, text_status: str) -> str:
         """A call is completed if its arguments are all there; `text_status`: of anything else."""
-        if item.kind != "function_call":
+        if "call_id" not in item.body:
             return text_status
         message = self.choices[0].message
         return "completed" if message is not None and message.is_complete(item.body["call_id"]) else "incomplete"
 
+    def _open_item(self, item: OutputItem) -> None:
+        self._close_item("completed")
+        item.body = {"id": f"{item.prefix}_{self.id.removeprefix('resp_')}_{item.index}"} | item.body
+        self.items.append(item)
+        self.is_open = True
+        self._note("response.output_item.added", output_index=item.index, item=item.open())
+        if item.has_part:
+            self._note_delta(item, "response.content_part.added", part=item.part())
+
+    def _finish_item(self) -> None:
+        """Nothing more comes for the last item."""
+        if not self.is_open:
+            return
+        item = self.items[-1]
+        if (piece := item.finish()) and item.delta_event is not None:
+            self._note_delta(item, f"{item.delta_event}.delta", delta=piece)
+        if self.seal is not None and item.kind == "reasoning":
+            item.body["encrypted_content"] = self.seal(item.joined)
+
     def _close_item(self, text_status: str) -> None:
+        self._finish_item()
+        self._end_item(text_status)
+
+    def _end_item(self, text_status: str) -> None:
         if not self.is_open:
             return
         self.is_open = False
         item = self.items[-1]
-        text = "".join(item.text)
-        match item.kind:
-            case "message":
-                self._note_delta(item, "response.output_text.done", text=text, logprobs=item.logprobs)
-            case "reasoning":
-                self._note_delta(item, "response.reasoning_text.done", text=text)
-            case _:
-                named = {"arguments": text, "name": item.body["name"]}
-                self._note_delta(item, "response.function_call_arguments.done", **named)
-        if item.kind in _WITH_PARTS:
+        if item.delta_event is not None:
+            self._note_delta(item, f"{item.delta_event}.done", **item.done())
+        if item.has_part:
             self._note_delta(item, "response.content_part.done", part=item.part())
         self._note(
             "response.output_item.done", output_index=item.index, item=item.write(self._status_of(item, text_status))
@@ -178,6 +164,7 @@ class ResponsesWriter(ChatWriter):
         return response
 
     def _write_ending(self) -> dict[str, Any]:
+        self._finish_item()
         params = self.kv_transfer_params
         reason = self.choices[0].finish_reason
         status = {"length": "incomplete", "abort": "cancelled"}.get(reason or "stop", "completed")
@@ -270,7 +257,7 @@ class ResponsesWriter(ChatWriter):
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": {"format": text.get("format") or {"type": "text"}, "verbosity": text.get("verbosity") or "medium"},
             "tool_choice": asked.tool_choice or "auto",
-            "tools": describe_tools(asked),
+            "tools": self.tools.described,
             "top_logprobs": asked.top_logprobs or 0,
             "top_p": 1.0 if body.top_p is None else body.top_p,
             "truncation": asked.truncation or "disabled",
@@ -293,7 +280,7 @@ class ResponsesWriter(ChatWriter):
         response = self._write_ending()
         self._store(response)
         status = response["status"]
-        self._close_item("completed" if status == "completed" else "incomplete")
+        self._end_item("completed" if status == "completed" else "incomplete")
         name = "response.completed" if status == "completed" else "response.incomplete"
         self._note(name, response=response)
         return self._take_events()
@@ -306,7 +293,7 @@ class ResponsesWriter(ChatWriter):
 
     def _note_delta(self, item: OutputItem, event: str, /, **fields: Any) -> None:
         place: dict[str, Any] = {"item_id": item.body["id"], "output_index": item.index}
-        if item.kind in _WITH_PARTS:
+        if item.has_part:
             place["content_index"] = 0
         self._note(event, **place, **fields)
 
@@ -324,8 +311,3 @@ class ResponsesWriter(ChatWriter):
 def _raw_message(text: str, token_ids: list[int]) -> dict[str, Any]:
     """vLLM's form."""
     return {"type": "raw_message_tokens", "message": text, "tokens": token_ids}
-
-
-def _emptied(kind: str) -> dict[str, Any]:
-    """What a new item has in place of what it will have."""
-    return {} if kind == "function_call" else {"content": []}
