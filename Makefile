@@ -3,7 +3,8 @@
 #   make test    lint, types and the tests that every change needs, in some five minutes
 #   make test-more the rest: whole matrices, more rounds of faults, servers of their own
 #   make test-avx2 on a processor with AVX512: the kernels, runner and logits once more as on one that has AVX2 alone
-#   make test-clients published clients (openai, anthropic, litellm, langchain-openai, instructor) against a server
+#   make test-clients published clients (openai, anthropic, litellm, langchain-openai, instructor) against a server, and
+#                programs that work with tools: openai-agents, and with node and npm codex, claude-code, opencode, the AI SDK
 #   make test-ray servers on Ray Serve, on a Ray that is started for it, in an environment that has Ray besides
 #   make test-vllm VLLM=folder vLLM's own server tests, from its unpacked source package: see tests/clients/vllm_tests
 #   make test-kernels the CUDA kernels without a GPU: interpreted, compiled for three generations, and launched up to the
@@ -41,6 +42,7 @@ DEMO_MODEL := demo/model
 TORCH := $(shell grep '^torch==' constraints.txt)
 # Clients disagree about the versions of what they need: an environment for each of these lists.
 CLIENTS := build/clients
+NODE_PROGRAMS := codex claude-code opencode ai-sdk
 RUN_CLIENTS = cd tests/clients && $(ONE_THREAD) $(ON_CPU) CAIRN=$(CURDIR)/$(BIN)/cairn CAIRN_MODEL=$(CURDIR)/$(MODEL)
 # Ray, in an environment of its own that sees what the other one has.
 RAY := build/ray
@@ -82,11 +84,14 @@ test-avx2: $(NIXL)
 	else echo "SKIPPED make test-avx2: this processor has no AVX512, so make test has shown what it shows"; fi
 
 # Each client's own requirements hold: the openai package is there in its newest version, and in litellm's.
-test-clients: $(MODEL)/config.json $(CLIENTS)/openai/.installed $(CLIENTS)/litellm/.installed
+test-clients: $(MODEL)/config.json $(CLIENTS)/openai/.installed $(CLIENTS)/litellm/.installed $(CLIENTS)/agents/.installed \
+  $(NODE_PROGRAMS:%=$(CLIENTS)/node/%/.installed)
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/openai/bin/python -m pytest $(TEST_ARGS) \
 	  test_openai.py test_openai_responses.py test_anthropic.py test_langchain.py
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/litellm/bin/python -m pytest $(TEST_ARGS) \
 	  test_openai.py test_openai_responses.py test_litellm.py test_instructor.py
+	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/agents/bin/python -m pytest -rs $(TEST_ARGS) \
+	  test_openai_agents.py test_ai_sdk.py test_opencode.py test_codex.py test_claude_code.py
 
 test-ray: $(MODEL)/config.json $(NIXL) $(RAY_INSTALLED)
 	@cd tests/ray_serve && $(RUN_RAY) -m pytest $(TEST_ARGS)
@@ -215,6 +220,16 @@ $(CLIENTS)/%/.installed: tests/clients/%.txt
 	@$(PYTHON) -m venv $(@D)
 	@$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	@touch $@
+
+# A machine without npm, or whose registry lacks them, does without: their tests are skipped.
+$(CLIENTS)/node/%/.installed: tests/clients/node/%/package.json tests/clients/node/%/package-lock.json
+	@rm -rf $(@D) && mkdir -p $(@D) && cp $^ $(@D)
+	@if ! node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null || ! command -v npm >/dev/null; then \
+	  echo "SKIPPED make test-clients, $*: there is no node 20 with npm here"; \
+	elif ! timeout 600 npm ci --prefix $(@D) --ignore-scripts --no-audit --no-fund --loglevel=error --fetch-retries=1 \
+	  >/dev/null; then \
+	  echo "SKIPPED make test-clients, $*: npm could not install it"; \
+	else touch $@; fi
 
 # The list is whole, and the other environment is seen by a .pth file: torch is not installed twice.
 $(RAY_INSTALLED): tests/ray_serve/ray.txt | $(INSTALLED)

@@ -7,10 +7,12 @@ import socket
 import subprocess
 import time
 import urllib.request
+from pathlib import Path
 from typing import Literal
 
 import openai
 import pytest
+from agent_server import FORMS, KNOWN_NAMES, AgentServer, agent_model
 from pydantic import BaseModel
 
 # litellm would ask the network for the prices of models
@@ -49,16 +51,14 @@ def _free_port() -> int:
         return listener.getsockname()[1]
 
 
-@pytest.fixture(scope="session")
-def server(tmp_path_factory):
-    log = tmp_path_factory.mktemp("server") / "log"
+@contextlib.contextmanager
+def _serve(command, log, names=(MODEL,), **environment):
+    """A server of its own, from when it is ready on; `command` says all but its names and the port."""
     running = Server(_free_port())
-    command = [os.environ["CAIRN"], "serve", os.environ["CAIRN_MODEL"], "--served-model-name", MODEL]
-    command += ["--port", running.root.rpartition(":")[2], "--kv-cache-memory-bytes", "64MiB"]
+    words = [*command, "--served-model-name", *names, "--port", running.root.rpartition(":")[2]]
+    environment = os.environ | {"CAIRN_API_KEY": KEY} | environment
     with open(log, "w") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=out, env=os.environ | {"CAIRN_API_KEY": KEY}, start_new_session=True
-        )
+        process = subprocess.Popen(words, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:
         end = time.monotonic() + SECONDS_TO_START
         while not _is_ready(running.root):
@@ -73,6 +73,27 @@ def server(tmp_path_factory):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait(20)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    log = tmp_path_factory.mktemp("server") / "log"
+    command = [os.environ["CAIRN"], "serve", os.environ["CAIRN_MODEL"], "--kv-cache-memory-bytes", "64MiB"]
+    with _serve(command, log) as running:
+        yield running
+
+
+@pytest.fixture(scope="session", params=FORMS)
+def agent_server(request, tmp_path_factory):
+    folder, here = tmp_path_factory.mktemp("agents"), Path(__file__).parent
+    python = Path(os.environ["CAIRN"]).with_name("python")
+    model = agent_model(Path(os.environ["CAIRN_MODEL"]), folder)
+    command = [python, here / "scripted_serve.py", request.param, model, "--kv-cache-memory-bytes", "512MiB"]
+    files = {"SCRIPTS": str(folder / "scripts"), "REQUESTS": str(folder / "requests")}
+    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    command += ["--request-log", folder / "log.jsonl"]
+    with _serve(command, folder / "log", (MODEL, *KNOWN_NAMES), PYTHONPATH=paths, **files) as running:
+        yield AgentServer(running, request.param, folder)
 
 
 def _is_ready(root: str) -> bool:

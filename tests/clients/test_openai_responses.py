@@ -93,5 +93,12 @@ def test_errors_are_the_clients_own(client, server):
     orphan = [{"type": "function_call_output", "call_id": "nobody", "output": "x"}]
     with pytest.raises(openai.BadRequestError, match="call_id"):
         client.responses.create(model=server.model, input=orphan)
-    # what nobody here can run is left out
-    assert client.responses.create(model=server.model, input="x", tools=[{"type": "web_search"}]).tools == []
+    with pytest.raises(openai.BadRequestError, match=r"tools\[0\].*name"):
+        client.responses.create(model=server.model, input="x", tools=[{"type": "function", "parameters": PARAMETERS}])
+
+
+def test_a_tool_that_openai_runs_is_left_out(client, server):
+    asked = {"model": server.model, "input": "x", "max_output_tokens": 1}
+    answer = client.responses.create(tools=[{"type": "web_search"}, TOOL], **asked)
+    assert [tool.name for tool in answer.tools] == ["weather"]
+    assert answer.usage.input_tokens == client.responses.create(tools=[TOOL], **asked).usage.input_tokens
