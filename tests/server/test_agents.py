@@ -465,3 +465,24 @@ def test_a_server_says_that_it_is_there(serve, run_app):
     proxy = run_app(create_app(ProxyService(ProxyOptions(decode=[server.url], api_key=["k"]))))
     assert proxy.http.head("/").status_code == 200
     assert httpx.get(server.url + "/v1/models").status_code == 401
+
+
+# -- reasoning ---------------------------------------------------------------------------------------------------------
+
+
+def test_thinking_comes_back_by_its_signature(strict):
+    """For the same key and salt alone, and only where a block has no text of its own."""
+    sent = {"model": "echo", "max_tokens": 100, "messages": [user("A thought.</think>So.")], "cache_salt": "s"}
+    response = strict.post("/v1/messages", sent | {"thinking": {"type": "adaptive", "display": "omitted"}})
+    thought, *_ = response.json()["content"]
+    assert thought["type"] == "thinking" and thought["thinking"] == "" and thought["signature"]
+
+    def is_restored(salt="s", **changes):
+        call = {"type": "tool_use", "id": "a", "name": "weather", "input": {"city": "Oslo"}}
+        result = [{"type": "tool_result", "tool_use_id": "a", "content": "rain"}]
+        said = [user(), {"role": "assistant", "content": [thought | changes, call]}, user(result)]
+        return "A thought." in prompt(strict, "messages", said, cache_salt=salt)
+
+    assert is_restored() and not is_restored("t") and not is_restored(None)
+    assert is_restored("t", thinking="A thought.") and not is_restored(thinking="Another.")
+    assert not any(is_restored(signature=text) for text in ("", None, "EqQBCg==", thought["signature"][:-4]))

@@ -9,7 +9,7 @@ from cairn.proxy.app import create_app
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
 from cairn.server.openai_responses.output_items import OutputCustomCall
-from cairn.server.openai_responses.sealed_reasoning import ReasoningSeal
+from cairn.server.sealed_reasoning import ReasoningSeal
 from doubles.byte_tokenizer import ByteTokenizer
 from server.asking import SCHEMA, XML
 

@@ -53,6 +53,8 @@ def joined(found):
                         block["text"] += delta["text"]
                     case "thinking_delta":
                         block["thinking"] += delta["thinking"]
+                    case "signature_delta":
+                        block["signature"] = delta["signature"]
                     case "input_json_delta":
                         pieces.append(delta["partial_json"])
             case "content_block_stop":
@@ -73,7 +75,9 @@ def prompt_of(server):
 
 
 def without_ids(message):
-    content = [block | ({"id": "id"} if "id" in block else {}) for block in message["content"]]
+    """Signatures are others each time, too."""
+    replaced = ("id", "signature")
+    content = [block | {name: name for name in replaced if block.get(name)} for block in message["content"]]
     return message | {"id": "id", "content": content}
 
 
@@ -93,6 +97,20 @@ def test_thinking_and_calls_are_blocks(xml):
     assert found["content"][0]["thinking"].endswith("A thought.")
     assert first["input"] == {"city": "Oslo"} and first["name"] == "weather" and first["id"] != second["id"]
     assert found["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("thinking", [{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 500}])
+def test_thinking_may_be_omitted(xml, thinking):
+    """Its signature has it."""
+    text, thinking = "A thought.</think>So be it.", thinking | {"display": "omitted"}
+    found = events(xml, text, thinking=thinking)
+    deltas = [event["delta"]["type"] for event in found if event["type"] == "content_block_delta"]
+    assert deltas[0] == "signature_delta" and set(deltas[1:]) == {"text_delta"}
+    for message in (joined(found), answer(xml, text, thinking=thinking)):
+        first, second = message["content"]
+        assert (first["type"], first["thinking"], second["type"]) == ("thinking", "", "text") and first["signature"]
+    shown = answer(xml, text, thinking=thinking | {"display": "summarized"})["content"]
+    assert shown[0]["thinking"].endswith("A thought.") and shown[0]["signature"] and shown[1:] == message["content"][1:]
 
 
 @pytest.mark.parametrize("text", ["Hello.", f"So.\n{CALL}\n{CALL}", f"{CALL}", "<think>I think</think>So."])
@@ -333,5 +351,5 @@ def test_deep_content_is_refused(server):
 def test_what_only_the_chats_schema_refuses_is_the_clients_error():
     sent = MessagesRequest.model_validate(body()).model_copy(update={"cache_salt": "a\n"})
     with pytest.raises(InvalidRequest, match="cache_salt must match") as found:
-        to_chat(sent)
+        to_chat(sent, lambda sealed: None)
     assert found.value.param == "cache_salt"

@@ -172,6 +172,21 @@ class ResponsesAsTheyCame(StoredResponses):
         return [item["call_id"] for item in answer["output"] if item["type"] == "function_call"]
 
 
+class EncryptedResponses(ResponsesAsTheyCame):
+    """The same by a client that sends the reasoning back in its encrypted form alone, as Codex does."""
+
+    def __init__(self, system):
+        super().__init__(system)
+        self._more |= {"include": ["reasoning.encrypted_content"]}
+
+    def take(self, answer):
+        for item in answer["output"]:
+            if item["type"] == "reasoning":
+                assert item["encrypted_content"]
+                item["content"] = []
+        return super().take(answer)
+
+
 class Messages:
     """/v1/messages, with the blocks sent back as they came."""
 
@@ -197,7 +212,21 @@ class Messages:
         return [block["id"] for block in answer["content"] if block["type"] == "tool_use"]
 
 
+class MessagesOfHiddenThoughts(Messages):
+    """The same where the client does not want to see the reasoning, as Claude Code: its blocks have a signature and no
+    text."""
+
+    def body(self):
+        return super().body() | {"thinking": {"type": "adaptive", "display": "omitted"}}
+
+    def take(self, answer):
+        thoughts = [block for block in answer["content"] if block["type"] == "thinking"]
+        assert all(block["thinking"] == "" != block["signature"] for block in thoughts)
+        return super().take(answer)
+
+
 APIS = (Chats, ChatsWithoutReasoning, StoredResponses, ResponsesAsTheyCame, Messages)
+APIS += (EncryptedResponses, MessagesOfHiddenThoughts)
 NAMES = ("drops_reasoning", "hollows_reasoning", "role_lines", "python_calls")
 FORMS = TEMPLATES | {"python_calls": PYTHON_CALLS}
 
@@ -233,7 +262,8 @@ def converse(agent, client):
         [
             (NAMES[0], Chats),
             (NAMES[0], StoredResponses),
-            (NAMES[0], Messages),
+            (NAMES[0], EncryptedResponses),
+            (NAMES[0], MessagesOfHiddenThoughts),
             (NAMES[1], Chats),
             (NAMES[2], APIS[1]),
             (NAMES[3], Chats),

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 
 from cairn.errors import InvalidRequest, Overloaded
-from cairn.http.clients import get_client_id
+from cairn.http.clients import get_client_id, get_key_digest
 from cairn.http.handover import restore_client_fields
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.openai.engine_request import encode_release_params
@@ -83,6 +83,11 @@ def _release_kv_transfer(request: Request) -> None:
         with suppress(InvalidRequest):
             if (encoded := encode_release_params(params, engine.info)) is not None:
                 engine.release_kv_transfer(encoded)
+
+
+def owner_of(http: Request, salt: str | None) -> tuple[str, str]:
+    """For whom something is kept: requests with the same API key and `cache_salt`."""
+    return get_key_digest(http.scope), salt or ""
 
 
 def json_response(body: dict[str, Any]) -> Response:

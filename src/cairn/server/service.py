@@ -18,10 +18,10 @@ from cairn.server.metrics import Metrics
 from cairn.server.notices import Notices
 from cairn.server.openai.logprobs import LogprobsFormatter
 from cairn.server.openai_responses.background import BackgroundTasks
-from cairn.server.openai_responses.sealed_reasoning import ReasoningSeal
 from cairn.server.openai_responses.store import ResponseStore
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.registry import select_parsers
+from cairn.server.sealed_reasoning import ReasoningSeal
 from cairn.types import Clock, SystemClock
 
 # Both together are fewer than the queries that an engine has open at once, so that no kind shuts out another.

@@ -165,7 +165,11 @@ def _before_images(messages: list[Message]) -> list[Message]:
 def _parse_response(content: bytes) -> SamplingFields:
     body = ResponsesRequest.model_validate_json(content)
     items, tools = responses.make_input_items(body, "resp_", _no_item), ToolTable(body.tools)
-    return responses.to_chat(body, [], items, tools, lambda sealed: None).request
+    return responses.to_chat(body, [], items, tools, _open_nothing).request
+
+
+def _open_nothing(sealed: str) -> None:
+    """Encrypted reasoning is for the replicas to read: block names end before it."""
 
 
 def _no_item(item_id: str, param: str) -> Any:
@@ -176,7 +180,9 @@ _BODIES: Mapping[str, Callable[[bytes], SamplingFields]] = MappingProxyType(
     {
         "/v1/completions": CompletionRequest.model_validate_json,
         "/v1/chat/completions": ChatRequest.model_validate_json,
-        "/v1/messages": lambda content: anthropic.to_chat(MessagesRequest.model_validate_json(content)).request,
+        "/v1/messages": lambda content: (
+            anthropic.to_chat(MessagesRequest.model_validate_json(content), _open_nothing).request
+        ),
         "/v1/responses": _parse_response,
     }
 )

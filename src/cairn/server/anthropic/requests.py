@@ -143,7 +143,7 @@ class ToolResultBlock(TypedDict):
 
 
 class ThinkingBlock(TypedDict):
-    """Reasoning of an earlier answer. The signature is not looked at: this server signs nothing."""
+    """Reasoning of an earlier answer. Where it has no text, that is in its signature if this server has written it."""
 
     type: Literal["thinking"]
     thinking: Unicode
@@ -254,16 +254,19 @@ class AnthropicToolChoice(TypedDict):
 
 
 class ThinkingEnabled(TypedDict):
-    """Reasoning before the answer, of at most `budget_tokens`."""
+    """Reasoning before the answer, of at most `budget_tokens`. `display`: whether its text is in the answer; it is
+    never a summary."""
 
     type: Literal["enabled"]
     budget_tokens: Annotated[int, Field(ge=1, lt=1 << 31)]
+    display: NotRequired[Literal["summarized", "omitted"] | None]
 
 
 class ThinkingWithoutBudget(TypedDict):
     """No reasoning, or as much as the model wants."""
 
     type: Literal["disabled", "adaptive"]
+    display: NotRequired[Literal["summarized", "omitted"] | None]
 
 
 class JsonOutput(TypedDict):
@@ -300,7 +303,7 @@ class Metadata(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    user_id: str | None = Field(None, max_length=256)
+    user_id: str | None = Field(None, max_length=4096)
 
 
 class MessagesRequest(CountTokensRequest):

@@ -60,9 +60,10 @@ class OpenedMessage(TypedDict):
 class MessageDelta(TypedDict):
     """What is added to a block, or how a message has ended."""
 
-    type: NotRequired[Literal["text_delta", "thinking_delta", "input_json_delta"]]
+    type: NotRequired[Literal["text_delta", "thinking_delta", "signature_delta", "input_json_delta"]]
     text: NotRequired[str]
     thinking: NotRequired[str]
+    signature: NotRequired[str]
     partial_json: NotRequired[str]
     stop_reason: NotRequired[StopReason]
     stop_sequence: NotRequired[str | None]

@@ -1,5 +1,7 @@
 """POST /v1/messages and /v1/messages/count_tokens."""
 
+from typing import Any
+
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
@@ -9,7 +11,7 @@ from cairn.http.clients import cancel_on_disconnect
 from cairn.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from cairn.server.anthropic.translation import to_chat
 from cairn.server.anthropic.writer import MessagesWriter
-from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response
+from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response, owner_of
 from cairn.server.openai.generate import Deadline
 from cairn.server.openai.prompts import check_model, render_chat_prompt
 from cairn.server.openai.routes import generate
@@ -25,16 +27,22 @@ def router() -> APIRouter:
 async def create_message(
     http: Request, body: MessagesRequest, service: ServiceDep, allocation: ImageAllocationDep
 ) -> Response:
-    chat = to_chat(body)
+    owner, seal = owner_of(http, body.cache_salt), service.reasoning_seal
+    chat = to_chat(body, lambda sealed: seal.open(sealed, owner))
     chat.settle_left_out(service)
     if not service.parsers.has_reasoning:  # there is nothing to bound, and agents send a budget to every model
         chat.request.thinking_token_budget = None
+
+    is_shown = body.thinking is None or body.thinking.get("display") != "omitted"
+
+    def make_writer(*fields: Any) -> MessagesWriter:
+        return MessagesWriter(*fields, seal=lambda text: seal.close(text, owner), shows_thinking=is_shown)
 
     async def render() -> list[RenderedPrompt]:
         return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]
 
     try:
-        return await generate(http, service, chat.request, render, id_prefix="msg_", writer=MessagesWriter)
+        return await generate(http, service, chat.request, render, id_prefix="msg_", writer=make_writer)
     except RequestError as error:
         raise chat.rename_error(error) from None
 
@@ -43,7 +51,8 @@ async def count_tokens(
     http: Request, body: CountTokensRequest, service: ServiceDep, allocation: ImageAllocationDep
 ) -> Response:
     check_model(service, body.model)
-    chat = to_chat(body)
+    owner, seal = owner_of(http, None), service.reasoning_seal
+    chat = to_chat(body, lambda sealed: seal.open(sealed, owner))
     chat.settle_left_out(service)
     try:
         async with Deadline(service.options.request_timeout).enforce():

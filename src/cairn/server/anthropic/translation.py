@@ -1,6 +1,6 @@
 """From a body of /v1/messages to one of /v1/chat/completions."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeGuard
 
@@ -34,8 +34,9 @@ _RENAMED: Mapping[str, str] = MappingProxyType(
 """Fields of chats under the names that they have here."""
 
 
-def to_chat(body: CountTokensRequest) -> ChatTranslation:
-    """The same as a chat. Raises InvalidRequest naming the field."""
+def to_chat(body: CountTokensRequest, unseal: Callable[[str], str | None]) -> ChatTranslation:
+    """The same as a chat. `unseal`: reads reasoning that was encrypted here, None for any other. Raises InvalidRequest
+    naming the field."""
     refuse_unsupported(body)
     chat = ChatTranslation(_RENAMED)
     if body.system:
@@ -47,7 +48,7 @@ def to_chat(body: CountTokensRequest) -> ChatTranslation:
             _add_user(chat, message, place, open_calls)
             open_calls = {}
         elif message["role"] == "assistant":
-            open_calls = _add_assistant(chat, message, place)
+            open_calls = _add_assistant(chat, message, place, unseal)
         else:
             chat.add({"role": "system", "content": _parts_or_text(message["content"])}, place)
     if not all(open_calls.values()):
@@ -171,7 +172,9 @@ def _add_result(chat: ChatTranslation, block: ToolResultBlock, where: str) -> li
     return [part for part in parts if part["type"] != "text"]
 
 
-def _add_assistant(chat: ChatTranslation, message: AssistantMessage, place: str) -> dict[str, bool]:
+def _add_assistant(
+    chat: ChatTranslation, message: AssistantMessage, place: str, unseal: Callable[[str], str | None]
+) -> dict[str, bool]:
     """Returns the ids of its tool calls, and for each whether it was cut off."""
     content = message["content"]
     if isinstance(content, str):
@@ -194,13 +197,13 @@ def _add_assistant(chat: ChatTranslation, message: AssistantMessage, place: str)
             open_calls[block["id"]] = is_cut
             mark = mark_of(block) or mark
         elif block["type"] == "thinking":
-            reasoning.append(block["thinking"])
+            reasoning.append(block["thinking"] or unseal(block.get("signature") or "") or "")
     chatted: dict[str, Any] = {"role": "assistant", "content": parts or None}
     if len(parts) == 1 and "cache_control" not in parts[0]:
         chatted["content"] = parts[0]["text"]
     if calls:
         chatted["tool_calls"] = calls
-    if reasoning:
+    if any(reasoning):
         chatted["reasoning_content"] = "\n".join(reasoning)
     chat.add(chatted | mark, place, blocks)
     return open_calls

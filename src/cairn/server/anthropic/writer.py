@@ -1,5 +1,6 @@
 """A chat's answer as a message of Anthropic's Messages API, whole or as its events."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias
@@ -26,10 +27,13 @@ _TEXT_FIELDS = MappingProxyType({"text": "text", "thinking": "thinking", "tool_u
 class MessagesWriter(ChatWriter):
     """POST /v1/messages: one answer.
 
-    `blocks`: its content so far, and `pieces` the text of each, which for a tool call is JSON; `is_open`: whether the
-    last block may grow; `events`: of a stream, not sent yet.
+    `seal`: encrypts reasoning, for a client that sends it back without its text; `shows_thinking`: whether the text is
+    in the answer. `blocks`: its content so far, and `pieces` the text of each, which for a tool call is JSON;
+    `is_open`: whether the last block may grow; `events`: of a stream, not sent yet.
     """
 
+    seal: Callable[[str], str] = field(kw_only=True)
+    shows_thinking: bool = field(kw_only=True)
     blocks: list[dict[str, Any]] = field(init=False, default_factory=list)
     pieces: list[list[str]] = field(init=False, default_factory=list)
     is_open: bool = field(init=False, default=False)
@@ -46,7 +50,7 @@ class MessagesWriter(ChatWriter):
     def _add_delta(self, delta: dict[str, Any]) -> None:
         if text := delta.get("reasoning"):
             self._open_block({"type": "thinking", "thinking": "", "signature": ""})
-            self._add_to_block({"type": "thinking_delta", "thinking": text}, text)
+            self._add_to_block({"type": "thinking_delta", "thinking": text}, text, told=self.shows_thinking)
         if text := delta.get("content"):
             self._open_block({"type": "text", "text": ""})
             self._add_to_block({"type": "text_delta", "text": text}, text)
@@ -58,9 +62,10 @@ class MessagesWriter(ChatWriter):
                 self._add_to_block({"type": "input_json_delta", "partial_json": text}, text)
 
     def write_response(self) -> dict[str, Any]:
+        self._close_block()
         content = []
         for block, pieces in zip(self.blocks, self.pieces, strict=True):
-            text = "".join(pieces)
+            text = "".join(pieces) if self.shows_thinking or block["type"] != "thinking" else ""
             value = _decode_arguments(text) if block["type"] == "tool_use" else text
             content.append(block | {_TEXT_FIELDS[block["type"]]: value})
         params = self.kv_transfer_params
@@ -91,36 +96,52 @@ class MessagesWriter(ChatWriter):
 
     def output_events(self, prompt: int, output: GenerateOutput) -> list[bytes]:
         self.add(prompt, output)
-        events, self.events = self.events, []
-        return [_encode(name, **fields) for name, fields in events]
+        return self._take_events()
 
     def closing_events(self) -> list[bytes]:
         params = self.kv_transfer_params
         handed = {} if params is None else {"kv_transfer_params": msgspec.Raw(params)}
-        last = len(self.blocks) - 1
+        self._close_block()
         return [
-            *([_encode("content_block_stop", index=last)] if self.is_open else []),
+            *self._take_events(),
             _encode("message_delta", delta=self._ending(), usage=self.usage(), cairn=self.cache_use(), **handed),
             _encode("message_stop"),
         ]
+
+    def _take_events(self) -> list[bytes]:
+        events, self.events = self.events, []
+        return [_encode(name, **fields) for name, fields in events]
 
     def error_events(self, error: RequestError) -> list[bytes]:
         return [encode_event(encode_anthropic_error(error, self.id), "error")]
 
     def _open_block(self, block: dict[str, Any]) -> None:
         """Begin a block, unless the open one is of this type and no tool call."""
-        if self.is_open:
-            if block["type"] == self.blocks[-1]["type"] != "tool_use":
-                return
-            self._note("content_block_stop", index=len(self.blocks) - 1)
+        if self.is_open and block["type"] == self.blocks[-1]["type"] != "tool_use":
+            return
+        self._close_block()
         self.is_open = True
         self.blocks.append(block)
         self.pieces.append([])
-        self._note("content_block_start", index=len(self.blocks) - 1, content_block=block)
+        self._note("content_block_start", index=len(self.blocks) - 1, content_block=dict(block))
 
-    def _add_to_block(self, delta: dict[str, Any], text: str) -> None:
+    def _add_to_block(self, delta: dict[str, Any], text: str, *, told: bool = True) -> None:
         self.pieces[-1].append(text)
-        self._note("content_block_delta", index=len(self.blocks) - 1, delta=delta)
+        if told:
+            self._note("content_block_delta", index=len(self.blocks) - 1, delta=delta)
+
+    def _close_block(self) -> None:
+        """Nothing more comes for the last block, if it is open."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        block, index = self.blocks[-1], len(self.blocks) - 1
+        if block["type"] == "thinking":
+            block["signature"] = self.seal("".join(self.pieces[-1]))
+            self._note(
+                "content_block_delta", index=index, delta={"type": "signature_delta", "signature": block["signature"]}
+            )
+        self._note("content_block_stop", index=index)
 
     def _note(self, name: str, **fields: Any) -> None:
         if self.body.stream:

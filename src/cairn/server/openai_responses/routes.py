@@ -13,9 +13,8 @@ from starlette.responses import Response
 
 from cairn.engine.contract import RenderedPrompt
 from cairn.errors import CairnError, InvalidRequest, NotFound, RequestError
-from cairn.http.clients import get_key_digest
 from cairn.http.error_responses import internal_error
-from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response
+from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response, owner_of
 from cairn.server.error_handlers import to_request_error
 from cairn.server.openai.field_types import CacheSalt
 from cairn.server.openai.generate import Generation
@@ -50,7 +49,7 @@ async def create_response(
     http: Request, body: ResponsesRequest, service: ServiceDep, allocation: ImageAllocationDep
 ) -> Response:
     check_model(service, body.model)
-    owner, response_id = _owner(http, body.cache_salt), f"resp_{service.new_id()}"
+    owner, response_id = owner_of(http, body.cache_salt), f"resp_{service.new_id()}"
     history = _load_history(service, owner, body.previous_response_id)
     items = make_input_items(body, response_id, partial(_find_item, service.responses, owner))
     tools, seal = ToolTable(body.tools), service.reasoning_seal
@@ -134,7 +133,7 @@ async def get_response(
 async def delete_response(
     http: Request, response_id: str, service: ServiceDep, cache_salt: SaltQuery = None
 ) -> Response:
-    owner = _owner(http, cache_salt)
+    owner = owner_of(http, cache_salt)
     await service.background.cancel((owner, response_id))
     service.responses.delete(owner, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
@@ -143,7 +142,7 @@ async def delete_response(
 async def cancel_response(
     http: Request, response_id: str, service: ServiceDep, cache_salt: SaltQuery = None
 ) -> Response:
-    was_running = await service.background.cancel((_owner(http, cache_salt), response_id))
+    was_running = await service.background.cancel((owner_of(http, cache_salt), response_id))
     response = _get(http, service, response_id, cache_salt).response
     if was_running:
         return Response(response, media_type="application/json")
@@ -174,12 +173,8 @@ async def list_input_items(
     return json_response({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
 
 
-def _owner(http: Request, salt: str | None) -> Owner:
-    return get_key_digest(http.scope), salt or ""
-
-
 def _get(http: Request, service: Service, response_id: str, salt: str | None) -> StoredResponse:
-    return service.responses.get(_owner(http, salt), response_id)
+    return service.responses.get(owner_of(http, salt), response_id)
 
 
 def _load_history(service: Service, owner: Owner, previous: str | None) -> list[Any]:
