@@ -286,3 +286,13 @@ def test_each_turn_hits_what_its_prompt_shares_with_what_was_computed(agent_with
         assert rewritten == spoken
     else:
         assert rewritten == set(range(1, len(reports)))
+
+
+def test_a_variable_of_the_template_keeps_what_was_thought(agent_with):
+    class KeptThoughts(Chats):
+        def body(self):
+            return super().body() | {"chat_template_kwargs": {"keep_past_thinking": True}}
+
+    hits, reports, _ = converse(agent_with("python_calls"), KeptThoughts(f"Kept: {SYSTEM}"))
+    assert all(hit == possible for hit, possible in hits[1:])
+    assert not any("rewritten" in report["lost_tokens"] for report in reports)
