@@ -287,13 +287,12 @@ class CheckpointStore:
         size, stride, stats = self._layout.pages_per_checkpoint, grid_stride(facts.num_tokens), self.divergences
         chance = self.eviction.path_chance(path) / (size * self._layout.page_bytes)
         answer_worth = chance * stride * stats.share(path, facts.num_tokens, inf)
-        facts = replace(facts, stride=stride, answer_worth=answer_worth)
         most = facts.num_tokens - facts.hit
-        if self.pool.num_free < size and most * chance < self.queue.price() < inf:
-            return facts  # no position saves as much
-        places = placement.candidates(facts)
+        # no position saves more than all that is computed
+        may_pay = self.pool.num_free >= size or not most * chance < self.queue.price() < inf
+        places = placement.candidates(facts) if may_pay else None
         if places is None:
-            return facts
+            return replace(facts, stride=stride, answer_worth=answer_worth)
         fixed, candidates = places
         idle = self.pool.num_free // size - len(fixed)
         prices = [self._copy_price + price for price in self.queue.prices()]
@@ -302,7 +301,8 @@ class CheckpointStore:
             return number < idle or not prices or saved * chance > prices[min(number - max(0, idle), len(prices) - 1)]
 
         gains = stats.choose(path, facts.hit, fixed, candidates, pays) if pays(0, most) else {}
-        return replace(facts, predicted={position: gain * chance for position, gain in gains.items()})
+        predicted = {position: gain * chance for position, gain in gains.items()}
+        return replace(facts, predicted=predicted, stride=stride, answer_worth=answer_worth)
 
     def is_worth(self, num_pages: int, worth: float) -> bool:
         """Whether a checkpoint on probation, of `num_pages` pages, is worth its place: that is free, or it is worth

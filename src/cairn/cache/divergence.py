@@ -34,6 +34,8 @@ class DivergenceStats:
     predicted. Three views of the same divergences: tokens before the path's end (an instruction that is always last, a
     question behind a document), tokens from the prompt's start, and the share of the path. Each counts by how well it
     has foretold the last divergences. Before it has seen any, the middle of a path is likelier than its ends.
+
+    `version` changes whenever the answers may.
     """
 
     def __init__(self) -> None:
@@ -42,10 +44,11 @@ class DivergenceStats:
         self._arrays: list[Floats] = [np.empty(0)] * 3
         self._scores = [0.0] * 3
         self._weights = [1 / 3] * 3
-        self._new = 0
+        self._new = self.version = 0
 
     def observe(self, path: Lineage, position: int) -> None:
         """A prompt left `path` at `position`, as nobody did before."""
+        self.version += 1
         near = np.array([position - GRID // 2, position + GRID // 2])
         found_by = [-np.diff(shares)[0] for shares in self._by_view(path, near)]
         self._scores = [DECAY * s + log(max(share, 1e-4)) for s, share in zip(self._scores, found_by, strict=True)]

@@ -128,7 +128,8 @@ class ReuseStats:
 
     `since`: the number of the request that made or last used it. `noted`: up to which request its time without use has
     been counted. `row`: that of its class in the hazard table. `branches`: children that `node` ever had.
-    `demoted_child`: the record of a deeper checkpoint that is gone, whose hits would now be this one's.
+    `demoted_child`: the record of a deeper checkpoint that is gone, whose hits would now be this one's. `share`: its
+    part of its path's divergences, as it was for `share_of`: their version, and where the next deeper one lies.
     """
 
     __slots__ = (
@@ -141,6 +142,8 @@ class ReuseStats:
         "noted",
         "origin",
         "row",
+        "share",
+        "share_of",
         "since",
         "turn",
     )
@@ -156,6 +159,7 @@ class ReuseStats:
         self.demoted_child: ReuseStats | None = None
         self.since = self.noted = now
         self.row = 0
+        self.share, self.share_of = 0.0, (-1, 0.0)
 
     def class_key(self) -> Class:
         """The class in the hazard table, from the general to the particular."""
@@ -342,7 +346,10 @@ class ValuePerByte(EvictionPolicy):
         path = _path_of(record)
         if path is None:
             return self.table.index(record.row, self.now - record.since)
-        return self.path_chance(path) * self._divergences.share(path, record.node.end, next_below(record.node))
+        asked = (self._divergences.version, next_below(record.node))
+        if record.share_of != asked:
+            record.share, record.share_of = self._divergences.share(path, record.node.end, asked[1]), asked
+        return self.path_chance(path) * record.share
 
     def _reclassify(self, record: ReuseStats) -> None:
         """The kind of `record` or the number of its branches is another."""

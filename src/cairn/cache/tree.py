@@ -361,4 +361,7 @@ def next_below(node: Node) -> float:
 
 def _next_of_lineage(node: Node) -> Node | None:
     """Where the path goes on that `node` was added with."""
-    return next((child for child in node.children if child.lineage is node.lineage), None)
+    for child in node.children:
+        if child.lineage is node.lineage:
+            return child
+    return None
