@@ -105,6 +105,7 @@ EXCHANGES = (
     get("model", f"/v1/models/{MODEL}"),
     get("version", "/version"),
     get("health", "/health", headers={"Authorization": ""}),
+    Exchange("anybody there", "/", method="HEAD", headers={"Authorization": ""}),
     get("document", "/openapi.json"),
     refused("not json", body=b'{"prompt": [1, 2'),
     refused("not utf-8", body=b'{"prompt": "\xff"}'),

@@ -17,7 +17,8 @@ from cairn.errors import RequestError
 from cairn.http.error_responses import error_response, make_error
 from cairn.http.middleware import ApiKey, BodyLimit, Gate, GateKeeper, RequestIds
 
-_ROOT = "/"
+ROOT_PATH = "/"
+"""Where `HEAD` asks whether anybody is there, for which no key is needed."""
 
 
 def http_application(
@@ -46,13 +47,13 @@ def http_application(
     app.add_exception_handler(RequestError, _request_error)
     app.add_exception_handler(HTTPException, http_error)
     app.router.add_api_route(
-        _ROOT, _answer_head, methods=["HEAD"], include_in_schema=False, route_class_override=_HeadRoute
+        ROOT_PATH, _answer_head, methods=["HEAD"], include_in_schema=False, route_class_override=_HeadRoute
     )
     # The last one added is the first to see a request.
     app.add_middleware(BodyLimit, max_bytes=max_body_bytes, seconds=body_seconds)
     app.add_middleware(GateKeeper, gate=gate, paths=gated_paths)
     if api_keys:
-        app.add_middleware(ApiKey, api_keys=api_keys, open_paths={*open_paths, _ROOT})
+        app.add_middleware(ApiKey, api_keys=api_keys, open_paths={*open_paths, ROOT_PATH})
     app.add_middleware(RequestIds, new_id=new_id, silent_paths=silent_paths)
     return app
 

@@ -18,6 +18,7 @@ from cairn.deploy.ray.replica_metrics import ReplicaMetrics
 from cairn.deploy.ray.route_prefix import RoutePrefix
 from cairn.deploy.ray.settings import RaySettings, load_ray_settings
 from cairn.errors import CairnError
+from cairn.http.application import ROOT_PATH
 from cairn.http.middleware import ApiKey
 from cairn.proxy.server_pool import Headers
 from cairn.routing.rule import RoutedRequest
@@ -31,7 +32,7 @@ def find_guard(settings: RaySettings) -> Callable[[ASGIApp], ASGIApp] | None:
     and where a replica has to do it, since browsers want its CORS headers with every answer."""
     if not settings.api_key or settings.allowed_origins is not None:
         return None
-    return partial(ApiKey, api_keys=settings.api_key, open_paths=find_open_paths(settings))
+    return partial(ApiKey, api_keys=settings.api_key, open_paths={*find_open_paths(settings), ROOT_PATH})
 
 
 class Ingress:
