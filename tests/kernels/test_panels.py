@@ -21,9 +21,7 @@ from kernels.comparison import same_bits
 from kernels.int8_products import NEEDS_INT8
 from tiers import more
 
-pytestmark = pytest.mark.skipif(
-    not (panels.has_instructions(torch.bfloat16) or panels.widens()), reason="done by oneDNN, or by nothing"
-)
+pytestmark = pytest.mark.skipif(not (panels.has_panels(torch.bfloat16)), reason="done by oneDNN, or by nothing")
 
 CHUNK = 2 * panels._CHUNK
 """Inputs that a panel is read of at once."""
@@ -172,19 +170,22 @@ except ConfigError:
 kernels = panels._multiply, panels._group_rows, panels._widen_rows, int8._multiply_int8
 print(*(len(each.argument_types) for each in kernels), cpu.pack(torch.zeros(4, 4).bfloat16()).layout, layout)
 """
-ALL_OFF = dict.fromkeys(("avx512bf16", "avx512vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl"), False)
+AVX512 = ("avx512bf16", "avx512vnni", "avx512f", "avx512bw", "avx512dq", "avx512vl")
+ALL_OFF = dict.fromkeys((*AVX512, "avxvnni", "amx-int8"), False)
+OTHERS_INT8 = ("onednn", "refused")
 
 
 @pytest.mark.parametrize(
-    ("changes", "counts", "layout"),
+    ("changes", "counts", "layout", "of_int8"),
     [
-        (ALL_OFF, [2, 1, 1, 0], "panels"),
-        more(ALL_OFF | {"fma": False}, [0, 1, 0, 0], "float32"),
-        more({"avx512bf16": False, "avx512vnni": False}, [0, 1, 0, 0], "onednn"),
+        (ALL_OFF, [2, 1, 1, 3], "panels", ["panels"]),
+        more(ALL_OFF | {"avxvnni": True}, [2, 1, 1, 0], "panels", OTHERS_INT8),
+        more(ALL_OFF | {"fma": False}, [0, 1, 0, 0], "float32", OTHERS_INT8),
+        more({"avx512bf16": False, "avx512vnni": False, "avxvnni": True}, [0, 1, 0, 0], "onednn", OTHERS_INT8),
     ],
 )
 def test_a_processor_without_them_is_not_asked_to_compile_them(
-    changes: dict[str, bool], counts: list[int], layout: str
+    changes: dict[str, bool], counts: list[int], layout: str, of_int8: list[str]
 ) -> None:
     """LLVM would end the process."""
     if layout == "onednn" and not onednn.can_reorder(torch.bfloat16):
@@ -192,7 +193,7 @@ def test_a_processor_without_them_is_not_asked_to_compile_them(
     asked = ASKED.replace("{changes}", repr(changes))
     done = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, timeout=120, check=True)
     *found, bfloat16, int8 = done.stdout.split()
-    assert [int(each) for each in found] == counts and bfloat16 == layout and int8 in ("onednn", "refused")
+    assert [int(each) for each in found] == counts and bfloat16 == layout and int8 in of_int8
 
 
 def test_what_a_model_in_bfloat16_needs_is_compiled_at_the_start() -> None:

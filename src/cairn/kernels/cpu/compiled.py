@@ -19,6 +19,7 @@ import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
+import llvmlite.binding
 import numba
 import numba.extending
 import torch
@@ -38,6 +39,7 @@ INT = types.int64
 FLOAT = types.float32
 F32 = types.CPointer(types.float32)
 BF16 = types.CPointer(types.uint16)
+I16 = types.CPointer(types.int16)
 I32 = types.CPointer(types.int32)
 I64 = types.CPointer(types.int64)
 
@@ -61,6 +63,8 @@ _NATIVE = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_char_p)
 
 # Without a limit these are the same as what numba finds by itself.
 numba.config.CPU_FEATURES = features_text()
+# For instructions that are written out.
+llvmlite.binding.initialize_native_asmparser()
 
 
 def jit(function: Function) -> Function:

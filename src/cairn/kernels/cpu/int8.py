@@ -17,18 +17,19 @@ from numba.core import types as numba_types
 from torch import Tensor
 
 from cairn.errors import ConfigError
-from cairn.kernels.cpu.compiled import ELEMENTS, F32, I32, I64, INT, jit, kernel, optional_arg, row_args
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, I16, I32, I64, INT, jit, kernel, optional_arg, row_args
 from cairn.kernels.cpu.onednn import ZERO_POINT, check_int8, height_of, reorder_int8, scaled_int8_sums
 from cairn.kernels.cpu.panels import (
     SUMS_OF_SEGMENT,
     RowPartition,
     add_segment,
     as_words,
-    has_instructions,
+    has_panels,
     locate,
     pack_panels,
     partition_rows,
     product_type,
+    widens,
 )
 from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load, product, store
 from cairn.kernels.cpu.threads import step_work
@@ -41,10 +42,13 @@ LARGEST = 127
 MAX_INPUTS = (2**31 - 1) // (255 * LARGEST)
 """Of a weight: the sums are int32, and are taken of activations that begin at 0."""
 
+_WIDENS = widens(torch.int8)
 _U8 = numba_types.CPointer(numba_types.uint8)
+_ROWS = I16 if _WIDENS else I32
 _TINY = np.float32(torch.finfo(torch.float32).tiny)
 _ROUNDING = np.float32(1.5 * 2**23)
 """Added to a small float32, it leaves the nearest whole number in the lowest bits, the even one of two."""
+_LOW_BYTES = np.int32(0x00FF00FF)
 _ROUNDING_BITS = np.uint32(_ROUNDING.view(np.uint32))
 
 
@@ -66,7 +70,7 @@ class Int8Weight:
 
 def pack_int8(weight: Tensor) -> Int8Weight:
     """See `Kernels.pack_int8`."""
-    layout: Literal["panels", "onednn"] = "panels" if has_instructions(torch.int8) else "onednn"
+    layout: Literal["panels", "onednn"] = "panels" if has_panels(torch.int8) else "onednn"
     if layout == "onednn":
         check_int8()
     if weight.shape[-1] > MAX_INPUTS:
@@ -124,11 +128,12 @@ def multiply_int8_panels(
 ) -> None:
     """As `multiply_panels`, with the weight's matrices from `expert` on, x and the bias in bfloat16 or float32."""
     panels, inputs = weight.matrices[expert], x.shape[1]
-    numbers = torch.empty(out.shape[0], 4 * panels.shape[1], dtype=torch.uint8)
+    width = 4 * panels.shape[1]
+    numbers = torch.empty(out.shape[0], width, dtype=torch.int16 if _WIDENS else torch.uint8)
     scales = torch.empty(out.shape[0])
     _quantize_rows[x.dtype](
         parts.groups.shape[0], numbers.numel() // 4, parts.groups.data_ptr(), True, *optional_arg(order),
-        *row_args(x), numbers.data_ptr(), scales.data_ptr(), inputs, numbers.shape[1],
+        *row_args(x), numbers.data_ptr(), scales.data_ptr(), inputs, width,
     )  # fmt: skip
     items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
     operands = parts.segments.data_ptr(), panels.shape[0], numbers.data_ptr(), panels.data_ptr(), panels.shape[1]
@@ -143,14 +148,15 @@ def _quantize_rows(
     scales: Any, inputs: int, width: int,
 ) -> None:  # fmt: skip
     """In groups, as `panels` has them, four numbers of a row to a word and `width` of them with those that are filled
-    up; or, an item a row, as plain rows. A row's scale is NaN where one of its numbers is, and so is all that comes of
-    the row."""
+    up, or, where they are widened, of a word the first and third numbers of all rows, and then the second and fourth
+    ones; or, an item a row, as plain rows. A row's scale is NaN where one of its numbers is, and so is all that comes
+    of the row."""
     buffer = np.zeros(width, np.uint8)
     for item in range(begin, end):
         first, count = np.int64(item), np.int64(1)
         if in_groups:
             first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
-        target = as_words(advance(out, first * width))
+        target = as_words(advance(out, first * width * (2 if _WIDENS else 1)))
         for i in range(count):
             source = advance(x, (order[first + i] if has_order else first + i) * row)
             most = np.uint32(0)
@@ -168,7 +174,11 @@ def _quantize_rows(
             if in_groups:
                 words = as_words(numbers)
                 for word in range(width // 4):
-                    target[word * count + i] = words[word]
+                    if _WIDENS:
+                        target[2 * word * count + i] = words[word] & _LOW_BYTES
+                        target[(2 * word + 1) * count + i] = (words[word] >> np.int32(8)) & _LOW_BYTES
+                    else:
+                        target[word * count + i] = words[word]
     buffer[0] = 0
 
 
@@ -186,8 +196,11 @@ _OUTPUTS: Sequence[tuple[torch.dtype, torch.dtype]] = tuple(
 
 
 @kernel(
-    {(dtype, out): (product_type(I32, I32, ELEMENTS[dtype], ELEMENTS[out]), F32, F32, I32) for dtype, out in _OUTPUTS},
-    needs=has_instructions(torch.int8),
+    {
+        (dtype, out): (product_type(_ROWS, I32, ELEMENTS[dtype], ELEMENTS[out]), F32, F32, I32)
+        for dtype, out in _OUTPUTS
+    },
+    needs=has_panels(torch.int8),
 )
 def _multiply_int8(begin: int, end: int, p: Any, scales: Any, channel_scales: Any, zeros: Any) -> None:
     buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.int32)

@@ -4,6 +4,8 @@
               AVX2 and FMA: each half of a word is a float32 once the other half is cleared, and rows are widened to
               float32, so that a product is a multiply-add, too
     int8: AVX512-VNNI's vpdpbusd, four products a lane of an unsigned and a signed byte, added in int32
+          AVX2's vpmaddwd, two products a lane in int16, to which both are widened: bytes would be added up in 16 bits,
+          where they overflow
 
 A word is 32 bits of an output or of a row: two inputs in bfloat16, four in int8. A panel has the weights of 32 outputs,
 one word of each beside the others. Rows come in groups of at most 12, or 6 where there are half as many registers, in
@@ -74,11 +76,26 @@ def has_instructions(dtype: torch.dtype) -> bool:
 
 
 @cache
-def widens() -> bool:
-    """Whether products with bfloat16 are made of float32 multiply-adds here: AVX2 and FMA are all there is. With AVX512
-    oneDNN has some."""
+def widens(dtype: torch.dtype) -> bool:
+    """Whether products with weights of a dtype are made of wider numbers here, by AVX2 and FMA.
+
+    bfloat16: they are all there is; with AVX512 oneDNN has products. int8: elsewhere oneDNN has right ones, by AVX-VNNI
+    or a matrix unit."""
     found = cpu_features()
-    return bool(found.get("avx2") and found.get("fma")) and not HAS_AVX512
+    if not (found.get("avx2") and found.get("fma")):
+        return False
+    if dtype == torch.int8:
+        return not any(found.get(name) for name in ("avx512vnni", "avxvnni", "amx-int8"))
+    return dtype == torch.bfloat16 and not HAS_AVX512
+
+
+@cache
+def has_panels(dtype: torch.dtype) -> bool:
+    """Whether weights of a dtype are laid out in panels here."""
+    return has_instructions(dtype) or widens(dtype)
+
+
+_WIDENS = widens(torch.bfloat16)
 
 
 def pack_panels(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
@@ -169,9 +186,9 @@ def multiply_panels(
     or float32."""
     rows, inputs, words = out.shape[0], x.shape[1], panels.shape[1]
     grouped = x
-    if rows > 1 or inputs % 2 or order is not None or widens():
-        grouped = x.new_empty(rows, 2 * words, dtype=torch.float32 if widens() else x.dtype)
-        group_rows = _widen_rows if widens() else _group_rows
+    if rows > 1 or inputs % 2 or order is not None or _WIDENS:
+        grouped = x.new_empty(rows, 2 * words, dtype=torch.float32 if _WIDENS else x.dtype)
+        group_rows = _widen_rows if _WIDENS else _group_rows
         group_rows[x.dtype](
             parts.groups.shape[0], grouped.numel(), parts.groups.data_ptr(), *optional_arg(order), *row_args(x),
             grouped.data_ptr(), inputs,
@@ -199,7 +216,7 @@ def _group_rows(
                 target[(words - 1) * count + i] = np.int32(source[inputs - 1])
 
 
-@kernel({torch.bfloat16: (I32, I64, INT, BF16, INT, F32, INT)}, needs=widens())
+@kernel({torch.bfloat16: (I32, I64, INT, BF16, INT, F32, INT)}, needs=_WIDENS)
 def _widen_rows(
     begin: int, end: int, groups: Any, order: Any, has_order: int, x: Any, row: int, out: Any, inputs: int
 ) -> None:
@@ -250,10 +267,10 @@ def locate(p: Any, item: int) -> Any:
 
 @kernel(
     {
-        (torch.bfloat16, dtype): (product_type(F32 if widens() else I32, I32, BF16, out),)
+        (torch.bfloat16, dtype): (product_type(F32 if _WIDENS else I32, I32, BF16, out),)
         for dtype, out in ELEMENTS.items()
     },
-    needs=has_instructions(torch.bfloat16) or widens(),
+    needs=has_panels(torch.bfloat16),
 )
 def _multiply(begin: int, end: int, p: Any) -> None:
     buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.float32)

@@ -16,11 +16,10 @@ from cairn.kernels.cpu.int8 import Int8Weight, multiply_int8, multiply_int8_pane
 from cairn.kernels.cpu.onednn import can_reorder, has_products, reorder, reordered_product
 from cairn.kernels.cpu.panels import (
     RowPartition,
-    has_instructions,
+    has_panels,
     multiply_panels,
     pack_panels,
     partition_rows,
-    widens,
 )
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.fp8 import WeightRows, dequantize_rows
@@ -73,7 +72,7 @@ def packed_dtype(dtype: torch.dtype) -> torch.dtype:
 
 @cache
 def _layout_for(dtype: torch.dtype) -> Layout:
-    if dtype == torch.bfloat16 and (has_instructions(dtype) or widens()):
+    if dtype == torch.bfloat16 and has_panels(dtype):
         return "panels"
     if not has_products(dtype):
         logger.info("weights of products are kept in float32: this processor has no products in %s", dtype)

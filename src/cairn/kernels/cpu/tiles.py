@@ -1,8 +1,9 @@
 """Tiles of products with panels (see `panels`), as LLVM code: the sums of one group of rows times one panel stay in
 registers while its words come by."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.core import types as numba_types
 
-from cairn.kernels.cpu.compiled import BF16, F32, I32, intrinsic
+from cairn.kernels.cpu.compiled import BF16, F32, I16, I32, intrinsic
 from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.vectors import LANES, call_shared, prefetch_line
 
@@ -23,20 +24,105 @@ GROUP = 12 if HAS_AVX512 else 6
 """Rows of a group at most: 24 vectors of sums, or 12 of half the length, and eight or four are left for what is
 multiplied."""
 
-_HALF_LANES = LANES // 2
-_SHORT_FLOATS, _SHORT_WORDS = (ir.VectorType(kind, _HALF_LANES) for kind in (ir.FloatType(), ir.IntType(32)))
-_FLOAT, _I32, _I64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_WORDS, _FLOATS = ir.VectorType(_I32, LANES), ir.VectorType(_FLOAT, LANES)
-_HALVES = ir.VectorType(ir.IntType(16), LANES)
+_FLOAT, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+_SHORT = LANES // 2
+_FLOATS, _HALVES = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I16, LANES)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How words of a panel are multiplied. `name`: for the functions. `lanes`: outputs of a vector. `parts`: into how
+    many a word is cut, each of which has a number of its own in a row's word. `part_of` (builder, words, part): the
+    vector that is multiplied. `multiply_add` (builder, sums, part, numbers) with a row's number in each lane: new sums.
+    `number`, `total`: types of a row's number and of a sum."""
+
+    name: str
+    lanes: int
+    parts: int
+    number: ir.Type
+    total: ir.Type
+    part_of: Callable[[Any, Any, int], Any]
+    multiply_add: Callable[[Any, Any, Any, Any], Any]
+
+    def vector(self, kind: ir.Type) -> ir.VectorType:
+        return ir.VectorType(kind, self.lanes)
+
+    def outputs_of_tile(self, rows: int) -> int:
+        """All 32 where the sums of so many rows have room in registers, else half of them, and then the others."""
+        return PANEL if rows * PANEL // self.lanes <= 2 * GROUP else PANEL // 2
+
+
+def _whole(builder: Any, words: Any, part: int) -> Any:
+    return words
+
+
+def _call(builder: Any, name: str, result: Any, args: Sequence[Any]) -> Any:
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _dot_bfloat16(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
+    return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, [total, part, numbers])
+
+
+def _dot_int8(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
+    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, [total, numbers, part])
+
+
+def _all_lanes(kind: Any, value: int) -> Any:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def _widened_bfloat16(builder: Any, words: Any, part: int) -> Any:
+    """Each half of a word is a float32 once the other half is cleared."""
+    kind = words.type
+    bits = builder.and_(words, _all_lanes(kind, -65536)) if part else builder.shl(words, _all_lanes(kind, 16))
+    return builder.bitcast(bits, ir.VectorType(_FLOAT, kind.count))
+
+
+def _multiply_add_floats(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
+    return builder.fadd(builder.fmul(numbers, part, flags=("contract",)), total, flags=("contract",))
+
+
+def _widened_int8(builder: Any, words: Any, part: int) -> Any:
+    """Of each half of a word the lower or the upper byte, as an int16."""
+    halves = ir.VectorType(_I16, 2 * words.type.count)
+    numbers, eight = builder.bitcast(words, halves), _all_lanes(halves, 8)
+    return builder.ashr(numbers if part else builder.shl(numbers, eight), eight)
+
+
+def _add_in_order(builder: Any, total: Any, added: Any) -> Any:
+    """total + added, of int32, as an instruction that LLVM leaves where it is. Of a plain sum it takes a word's
+    products in another order, for which there are not enough registers."""
+    place = "v" if HAS_AVX512 else "x"
+    kind, places = ir.FunctionType(total.type, [total.type, total.type]), f"={place},{place},{place}"
+    return builder.asm(kind, "vpaddd $2, $1, $0", places, [total, added], side_effect=False)
+
+
+def _multiply_add_pairs(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
+    pairs = builder.bitcast(numbers, part.type)
+    return _add_in_order(builder, total, _call(builder, "llvm.x86.avx2.pmadd.wd", total.type, [part, pairs]))
+
+
+_FORMS: Mapping[Any, _Form] = {
+    (I32, F32): _Form("bfloat16", LANES, 1, _I32, _FLOAT, _whole, _dot_bfloat16),
+    (I32, I32): _Form("int8", LANES, 1, _I32, _I32, _whole, _dot_int8),
+    (F32, F32): _Form("bfloat16.widened", _SHORT, 2, _FLOAT, _FLOAT, _widened_bfloat16, _multiply_add_floats),
+    (I16, I32): _Form("int8.widened", _SHORT, 2, _I32, _I32, _widened_int8, _multiply_add_pairs),
+}
+"""By the types of what rows and sums are in."""
 
 
 @intrinsic
 def add_tile(
     typingctx: Any, rows: Any, x: Any, panel: Any, words: Any, sums: Any, fresh: Any, ahead: Any, step: Any
 ) -> Any:
-    """sums [rows, 32] += one group of rows times so many words of a panel, or = if `fresh`. In int8 if sums are int32,
-    in bfloat16 if they are float32, with rows that are widened if these are float32. `ahead`: what will be read next,
-    of which a word's work asks for 32 numbers, `step` numbers behind those of the word before."""
+    """sums [rows, 32] += one group of rows times so many words of a panel, or = if `fresh`; see `_FORMS`. `ahead`: what
+    will be read next, of which a word's work asks for 32 numbers, `step` numbers behind those of the word before."""
+
+    form = _FORMS.get((x, sums))
+    if form is None:
+        return None
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         rows, *others = args
@@ -46,38 +132,32 @@ def add_tile(
             block = builder.append_basic_block(f"rows_{count}")
             chosen.add_case(ir.Constant(_I64, count), block)
             with builder.goto_block(block):
-                if x == F32:
-                    _call_widened_tiles(builder, count, *others)
-                else:
-                    name = f"cairn.tile.{count}.{'bfloat16' if sums == F32 else 'int8'}"
-                    call_shared(builder, name, others, partial(_write_tile, count, sums == F32))
+                _call_tiles(builder, form, count, *others)
                 builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
     i64 = numba_types.int64
-    if (x, sums) not in ((I32, F32), (I32, I32), (F32, F32)):
-        return None
     return numba_types.void(i64, x, I32, i64, sums, i64, I32, i64), code
 
 
 @intrinsic
 def numbers_of_word(typingctx: Any, x: Any) -> Any:
-    """Of a row behind a pointer: two where it is widened, else the word itself."""
-    numbers = 2 if x == F32 else 1
+    """Of a row behind a pointer: what a word of weights is multiplied with."""
+    numbers = {F32: 2, I16: 4}.get(x, 1)
     return numba_types.int64(x), lambda context, builder, _, args: ir.Constant(_I64, numbers)
 
 
-def _call_widened_tiles(
-    builder: Any, rows: int, x: Any, panel: Any, words: Any, sums: Any, fresh: Any, ahead: Any, step: Any
+def _call_tiles(
+    builder: Any, form: _Form, rows: int, x: Any, panel: Any, words: Any, sums: Any, fresh: Any, ahead: Any, step: Any
 ) -> None:
-    """A tile of all 32 outputs for up to three rows, whose sums are 12 registers of 16, or two of half of them."""
-    outputs = PANEL if rows <= GROUP // 2 else PANEL // 2
+    outputs = form.outputs_of_tile(rows)
+    x = builder.bitcast(x, form.number.as_pointer())
     for column in range(0, PANEL, outputs):
         offset = ir.Constant(_I64, column)
         at_column = [builder.gep(pointer, [offset]) for pointer in (panel, sums, ahead)]
         args = [x, at_column[0], words, at_column[1], fresh, at_column[2], step]
-        call_shared(builder, f"cairn.tile.{rows}.widened", args, partial(_write_widened_tile, rows, outputs))
+        call_shared(builder, f"cairn.tile.{rows}.{form.name}", args, partial(_write_tile, form, rows, outputs))
 
 
 @contextmanager
@@ -112,67 +192,32 @@ def _everywhere(builder: Any, number: Any, vector: Any) -> Any:
     return builder.shuffle_vector(one, one, lanes)
 
 
-def _write_widened_tile(rows: int, outputs: int, builder: Any, function: Any) -> None:
-    """The body of a tile of so many rows, float32, and outputs of a panel in bfloat16."""
+def _write_tile(form: _Form, rows: int, outputs: int, builder: Any, function: Any) -> None:
+    """The body of a tile of so many rows and outputs."""
     x, panel, words, total, fresh, ahead, step = function.args
-
-    def both(bits: int) -> Any:
-        return ir.Constant(_SHORT_WORDS, [bits] * _HALF_LANES)
-
-    def half_of(pair: Any, half: int) -> Any:
-        bits = builder.and_(pair, both(-65536)) if half else builder.shl(pair, both(16))
-        return builder.bitcast(bits, _SHORT_FLOATS)
-
-    columns = range(0, outputs, _HALF_LANES)
+    columns = range(0, outputs, form.lanes)
     with (
-        _tile_sums(builder, total, fresh, rows, columns, _SHORT_FLOATS) as sums,
+        _tile_sums(builder, total, fresh, rows, columns, form.vector(form.total)) as sums,
         cgutils.for_range(builder, words, intp=_I64) as loop,
     ):
-        first, next_word = builder.mul(loop.index, ir.Constant(_I64, PANEL)), builder.mul(loop.index, step)
+        next_word = builder.mul(loop.index, step)
         for line in range(0, outputs, LANES):
             wanted = builder.add(next_word, ir.Constant(_I64, line))
             prefetch_line(builder, _vector_at(builder, ahead, wanted, ir.IntType(8)))
-        pairs = {}
+        first, found = builder.mul(loop.index, ir.Constant(_I64, PANEL)), {}
         for column in columns:
             index = builder.add(first, ir.Constant(_I64, column))
-            pairs[column] = builder.load(_vector_at(builder, panel, index, _SHORT_WORDS), align=4)
-        row = builder.mul(loop.index, ir.Constant(_I64, 2 * rows))
-        for half in range(2):
-            parts = {column: half_of(pair, half) for column, pair in pairs.items()}
+            found[column] = builder.load(_vector_at(builder, panel, index, form.vector(_I32)), align=4)
+        row = builder.mul(loop.index, ir.Constant(_I64, form.parts * rows))
+        for part in range(form.parts):
+            parts = {column: form.part_of(builder, each, part) for column, each in found.items()}
             for i in range(rows):
-                place = builder.add(row, ir.Constant(_I64, half * rows + i))
-                number = _everywhere(builder, builder.load(builder.gep(x, [place])), _SHORT_FLOATS)
+                place = builder.add(row, ir.Constant(_I64, part * rows + i))
+                number = builder.load(builder.gep(x, [place]), align=4)
+                numbers = _everywhere(builder, number, form.vector(form.number))
                 for column in columns:
-                    product = builder.fmul(number, parts[column], flags=("contract",))
-                    total_so_far = builder.load(sums[i, column])
-                    builder.store(builder.fadd(product, total_so_far, flags=("contract",)), sums[i, column])
-
-
-def _write_tile(rows: int, floats: bool, builder: Any, function: Any) -> None:
-    """The body of `add_tile` for a group of so many rows."""
-    x, panel, words, total, fresh, ahead, step = function.args
-    vector = ir.VectorType(_FLOAT if floats else _I32, LANES)
-    instruction = "llvm.x86.avx512bf16.dpbf16ps.512" if floats else "llvm.x86.avx512.vpdpbusd.512"
-    add = cgutils.get_or_insert_function(builder.module, ir.FunctionType(vector, [vector, _WORDS, _WORDS]), instruction)
-    columns = range(0, PANEL, LANES)
-    with (
-        _tile_sums(builder, total, fresh, rows, columns, vector) as sums,
-        cgutils.for_range(builder, words, intp=_I64) as loop,
-    ):
-        first = builder.mul(loop.index, ir.Constant(_I64, PANEL))
-        parts = {}
-        for column in columns:
-            index = builder.add(first, ir.Constant(_I64, column))
-            wanted = builder.add(builder.mul(loop.index, step), ir.Constant(_I64, column))
-            prefetch_line(builder, _vector_at(builder, ahead, wanted, ir.IntType(8)))
-            parts[column] = builder.load(_vector_at(builder, panel, index, _WORDS), align=4)
-        row = builder.mul(loop.index, ir.Constant(_I64, rows))
-        for i in range(rows):
-            word = builder.load(builder.gep(x, [builder.add(row, ir.Constant(_I64, i))]))
-            everywhere = _everywhere(builder, word, _WORDS)
-            for column in columns:
-                operands = (parts[column], everywhere) if floats else (everywhere, parts[column])
-                builder.store(builder.call(add, [builder.load(sums[i, column]), *operands]), sums[i, column])
+                    so_far = builder.load(sums[i, column])
+                    builder.store(form.multiply_add(builder, so_far, parts[column], numbers), sums[i, column])
 
 
 @intrinsic
