@@ -226,7 +226,7 @@ $(CLIENTS)/node/%/.installed: tests/clients/node/%/package.json tests/clients/no
 	@rm -rf $(@D) && mkdir -p $(@D) && cp $^ $(@D)
 	@if ! node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null || ! command -v npm >/dev/null; then \
 	  echo "SKIPPED make test-clients, $*: there is no node 20 with npm here"; \
-	elif ! timeout 600 npm ci --prefix $(@D) --ignore-scripts --no-audit --no-fund --loglevel=error --fetch-retries=1 \
+	elif ! timeout 240 npm ci --prefix $(@D) --ignore-scripts --no-audit --no-fund --loglevel=error --fetch-retries=1 --fetch-timeout=60000 \
 	  >/dev/null; then \
 	  echo "SKIPPED make test-clients, $*: npm could not install it"; \
 	else touch $@; fi
