@@ -190,6 +190,32 @@ MELTS = """\
 {%- if add_generation_prompt -%}{{- '>' -}}{%- endif -%}
 """
 
+# Empty reasoning in place of that of earlier turns, with calls in XML.
+HOLLOWS_WITH_XML = HOLLOWS_REASONING.replace(
+    HOLLOWS_REASONING[
+        HOLLOWS_REASONING.index("{%- if message.tool_calls -%}") : HOLLOWS_REASONING.index(
+            "{{- '<|im_end|>\\n' -}}\n{%- elif"
+        )
+    ],
+    """\
+{%- for call in message.tool_calls or [] -%}
+{{- '<tool_call>\\n<function=' + call.function.name + '>\\n' -}}
+{%- for name, value in call.function.arguments | items -%}
+{{- '<parameter=' + name + '>\\n' + (value if value is string else value | tojson) + '\\n</parameter>\\n' -}}
+{%- endfor -%}
+{{- '</function>\\n</tool_call>\\n' -}}
+{%- endfor -%}
+""",
+)
+
+# Roles between tokens of their own, with calls in JSON between marks, of which each stands on lines of its own.
+ROLE_LINES_WITH_JSON = ROLE_LINES.replace(
+    "{{- '<|tool_call|>' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) -}}",
+    """{{- '\\n' if message.content or not loop.first else '' -}}
+{{- '<tool_call>\\n' + ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) -}}
+{{- '\\n</tool_call>' -}}""",
+)
+
 # Calls in Python's form; reasoning stays behind the last question of the user alone, unless `keep_past_thinking`.
 PYTHON_CALLS = """\
 {%- set turns = messages[1:] if messages[0].role == 'system' else messages -%}

@@ -11,7 +11,16 @@ import pytest
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.models.random_weights.make_tokenizer import make_tokenizer
 from doubles.scripted_core import scripted_core
-from engine.chat_templates import PYTHON_CALLS, TEMPLATES, TOOLS, tokenizer_with
+from engine.chat_templates import (
+    DROPS_REASONING,
+    HOLLOWS_REASONING,
+    HOLLOWS_WITH_XML,
+    PYTHON_CALLS,
+    ROLE_LINES,
+    ROLE_LINES_WITH_JSON,
+    TOOLS,
+    tokenizer_with,
+)
 from tiers import first_of
 
 SLACK = 6
@@ -51,6 +60,14 @@ class Agent:
                 call = json.dumps({"name": "read_file", "arguments": {"path": path}})
                 calls = f"<TOOLCALL>[{call}]</TOOLCALL>" if path is not None else ""
                 self._script = f"{thought}\n</think>\n{content}{calls}"
+            case "hollows_with_xml":
+                call = f"<function=read_file>\n<parameter=path>\n{path}\n</parameter>\n</function>"
+                calls = f"<tool_call>\n{call}\n</tool_call>\n" if path is not None else ""
+                self._script = f"{thought}\n</think>\n{content}{calls}"
+            case "role_lines_with_json":
+                call = json.dumps({"name": "read_file", "arguments": {"path": path}})
+                parts = [content] * bool(content) + [f"<tool_call>\n{call}\n</tool_call>"] * (path is not None)
+                self._script = "\n".join(parts)
             case "python_calls":
                 call = f'<|tool_call_start|>[read_file(path="{path}")]<|tool_call_end|>' if path is not None else ""
                 self._script = f"<think>{thought}</think>{content}{call}"
@@ -227,8 +244,15 @@ class MessagesOfHiddenThoughts(Messages):
 
 APIS = (Chats, ChatsWithoutReasoning, StoredResponses, ResponsesAsTheyCame, Messages)
 APIS += (EncryptedResponses, MessagesOfHiddenThoughts)
-NAMES = ("drops_reasoning", "hollows_reasoning", "role_lines", "python_calls")
-FORMS = TEMPLATES | {"python_calls": PYTHON_CALLS}
+FORMS = {
+    "drops_reasoning": DROPS_REASONING,  # as Qwen3.5
+    "hollows_reasoning": HOLLOWS_REASONING,  # as Nemotron Nano 2
+    "role_lines": ROLE_LINES,
+    "python_calls": PYTHON_CALLS,  # as LFM2
+    "hollows_with_xml": HOLLOWS_WITH_XML,  # as Nemotron 3
+    "role_lines_with_json": ROLE_LINES_WITH_JSON,  # as Granite 4
+}
+NAMES = tuple(FORMS)
 
 
 def converse(agent, client):
@@ -267,6 +291,8 @@ def converse(agent, client):
             (NAMES[1], Chats),
             (NAMES[2], APIS[1]),
             (NAMES[3], Chats),
+            (NAMES[4], Chats),
+            (NAMES[5], Messages),
         ],
         NAMES,
         APIS,
@@ -279,7 +305,7 @@ def test_each_turn_hits_what_its_prompt_shares_with_what_was_computed(agent_with
     assert all(possible - hit <= SLACK for hit, possible in hits[1:])
     assert sum(hit for hit, _ in hits[1:]) >= SHARE * sum(possible for _, possible in hits[1:])
     rewritten = {i for i, report in enumerate(reports) if "rewritten" in report["lost_tokens"]}
-    if name == "role_lines":
+    if name.startswith("role_lines"):
         assert not rewritten
     elif api.keeps_reasoning:
         # the templates leave it out once the user has asked again
