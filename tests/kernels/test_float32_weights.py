@@ -15,8 +15,7 @@ from cairn.models.registry import open_model
 def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that has neither AVX512 nor AVX2 nor a unit for bfloat16."""
     monkeypatch.setattr(products, "has_products", lambda dtype: dtype != torch.bfloat16)
-    monkeypatch.setattr(products, "has_instructions", lambda dtype: False)
-    monkeypatch.setattr(products, "widens", lambda: False)
+    monkeypatch.setattr(products, "has_panels", lambda dtype: False)
     products._layout_for.cache_clear()
     yield
     products._layout_for.cache_clear()
