@@ -17,22 +17,16 @@ chat template. Prompts of no task, and those that offer no tools (a program may 
 import json
 import os
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cairn.cli import main
-from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.core import Core
-from cairn.engine.specs import SpecBuilder
 from cairn.engine.text.tokenizer import ModelTokenizer
-from cairn.scheduler.request import Constraint, Spec
+from cairn.scheduler.request import Spec
 from cairn.server import run
-from cairn.step import TokenMask
+from doubles.scripted_core import scripted_core
 from engine.chat_templates import DROPS_REASONING
 
 TOOLS, RESULT = "# Tools", "<tool_response>"
@@ -43,42 +37,6 @@ def note(**fields: object) -> None:
     """One write a line: the HTTP server and the engine are two processes."""
     with open(os.environ["REQUESTS"], "a") as file:
         file.write(json.dumps(fields) + "\n")
-
-
-class Script:
-    """One answer, and nothing else. Implements `scheduler.request.Constraint`. `grammar`: what the request itself holds
-    its answer to; where that forbids the next token, the grammar has its way, and the script is not kept."""
-
-    def __init__(self, token_ids: Sequence[int], vocab_size: int, grammar: Constraint | None) -> None:
-        self._token_ids = token_ids
-        self._vocab_size = vocab_size
-        self._grammar = grammar
-
-    def allowed(self, output: Sequence[int]) -> TokenMask | None:
-        mask = np.zeros(-(-self._vocab_size // 32), np.int32)
-        token = self._token_ids[min(len(output), len(self._token_ids) - 1)]
-        mask.view(np.uint32)[token // 32] = 1 << token % 32
-        held = None if self._grammar is None else self._grammar.allowed(output)
-        return mask if held is None or (held & mask).any() else held
-
-
-class ScriptedSpecs(SpecBuilder):
-    """Holds every answer to its script."""
-
-    def __init__(self, builder: SpecBuilder, tokenizer: ModelTokenizer, vocab_size: int) -> None:
-        self._builder, self._tokenizer, self._size = builder, tokenizer, vocab_size
-
-    def build(self, *arguments: Any, **named: Any) -> list[Spec]:
-        return [self._script(spec) for spec in self._builder.build(*arguments, **named)]
-
-    def _script(self, spec: Spec) -> Spec:
-        prompt = self._tokenizer.decode(spec.prompt.tolist())
-        task, answer = find_answer(prompt, json.loads(Path(os.environ["SCRIPTS"]).read_text()))
-        note(id=spec.request_id, task=task)
-        eos = self._tokenizer.eos_token_id
-        assert eos is not None, "an answer could not end"
-        token_ids = [*self._tokenizer.encode(answer, add_special_tokens=False), eos]
-        return replace(spec, constraint=Script(token_ids, self._size, spec.constraint))
 
 
 def find_answer(prompt: str, scripts: dict[str, Any]) -> tuple[str, str]:
@@ -94,10 +52,15 @@ def find_answer(prompt: str, scripts: dict[str, Any]) -> tuple[str, str]:
     return task, step["say"]
 
 
+def answer_to(spec: Spec, prompt: str) -> str:
+    """What the scripts have for a prompt."""
+    task, answer = find_answer(prompt, json.loads(Path(os.environ["SCRIPTS"]).read_text()))
+    note(id=spec.request_id, task=task)
+    return answer
+
+
 def build_scripted_core(config: EngineConfig) -> Core:
-    core = build_core(config)
-    core._specs = ScriptedSpecs(core._specs, ModelTokenizer(Path(config.model)), core.info.vocab_size)
-    return core
+    return scripted_core(config, ModelTokenizer(Path(config.model)), answer_to)
 
 
 class NotedRequests:

@@ -15,12 +15,12 @@ from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.scheduler.request import Constraint, Spec
 from cairn.step import TokenMask
 
-__all__ = ["Script", "scripted_core"]
+__all__ = ["scripted_core"]
 
 
-class Script:
+class _Script:
     """One answer, token by token, and nothing else. Implements `scheduler.request.Constraint`. `grammar`: what the
-    request itself holds its answer to; where that forbids the next token, it has its way."""
+    request itself holds its answer to; where that forbids the next token, the script is not kept."""
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int, grammar: Constraint | None) -> None:
         self._token_ids = token_ids
@@ -41,7 +41,7 @@ class _ScriptedSpecs(SpecBuilder):
 
     def build(self, *arguments: Any, **named: Any) -> list[Spec]:
         specs = self._builder.build(*arguments, **named)
-        return [replace(spec, constraint=Script(self._answer(spec), self._size, spec.constraint)) for spec in specs]
+        return [replace(spec, constraint=_Script(self._answer(spec), self._size, spec.constraint)) for spec in specs]
 
 
 def scripted_core(config: EngineConfig, tokenizer: ModelTokenizer, answer: Callable[[Spec, str], str]) -> Core:

@@ -6,9 +6,11 @@ The server is the real one with a tiny model; only the drawn tokens are scripted
 
 import json
 
+import numpy as np
 import pytest
 
 from cairn.engine.text.tokenizer import ModelTokenizer
+from cairn.keys import common_tokens
 from cairn.models.random_weights.make_tokenizer import make_tokenizer
 from doubles.scripted_core import scripted_core
 from engine.chat_templates import (
@@ -85,7 +87,7 @@ class Agent:
 
     def turn(self, cached):
         """`cached` tokens of the request that was just answered, and how many they could have been."""
-        possible = max((common(self.prompt, tokens) for tokens in self.computed), default=0)
+        possible = max((common_tokens(np.array(self.prompt), np.array(tokens)) for tokens in self.computed), default=0)
         # the end of an answer is drawn and never computed, and of a prompt one token has to be
         answer = self.tokenizer.encode(self._script, add_special_tokens=False)
         self.computed.append(self.prompt + answer)
@@ -96,10 +98,6 @@ class Agent:
     def end(self):
         self.server.drain()
         assert self.server.join() == 0
-
-
-def common(one, other):
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 @pytest.fixture(scope="module")
