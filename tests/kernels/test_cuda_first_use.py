@@ -22,7 +22,7 @@ from cairn.engine import devices
 from cairn.engine.build import _model_units
 from cairn.engine.contract import EngineConfig
 from cairn.engine.decode_capture import plan_capture
-from cairn.engine.devices import Device, LoadedModel, keeps_fp8
+from cairn.engine.devices import Device, LoadedModel, keeps_fp8, layout_of
 from cairn.engine.transfers.device_pool import DevicePool, NoStream
 from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
@@ -81,7 +81,7 @@ class Server:
     """One that has started. `launches`: since then."""
 
     def __init__(self, folder: Path, launches: list[Launch], **settings: Any) -> None:
-        config = EngineConfig(
+        self.config = config = EngineConfig(
             model=str(folder),
             device="cuda",
             max_num_seqs=MOST_SEQS,
@@ -166,7 +166,8 @@ class Server:
     def lay_out(self, block_size: int) -> None:
         """What comes from a server with blocks of another size."""
         units = _model_units(self.opened)
-        pairing = pair(units, geometry_of(self.opened.layout(block_size), 1), geometry_of(self.layout, 1), 0)
+        peer = layout_of(self.config.model_copy(update={"block_size": block_size}), self.opened)
+        pairing = pair(units, geometry_of(peer, 1), geometry_of(self.layout, 1), 0)
         for start, end in ((0, 1), (3, 131)):
             pages = np.arange(-(-end // self.layout.block_size), dtype=np.int32)
             copies = staging_copies(pairing, start, end, pages)
