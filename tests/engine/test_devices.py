@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cairn.check.report import CheckSettings, check
-from cairn.engine import decode_capture, devices
+from cairn.engine import decode_capture, devices, kernel_check
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
@@ -292,6 +292,19 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
     ):
         measure_room(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=own + 7))
+
+
+def test_what_was_compiled_is_tried_out_last(tiny_model, monkeypatch):
+    opened = open_model(tiny_model)
+    model, layout = opened.build(exact=False), opened.layout(16)
+    config = OPEN.model_copy(update={"max_num_batched_tokens": 64})
+    monkeypatch.setattr(devices, "_is_compiled", lambda model: True)
+    when: list[str] = []
+    measure_room(config, model, layout, FakeMemory(taken=20, total=10**9, step=7), None, when.append)
+    assert when.count("in the check of the kernels") == 36 and when[-1] == "in the check of the kernels"
+    monkeypatch.setattr(kernel_check, "LEAST_CORRELATION", 2.0)
+    with pytest.raises(ConfigError, match="TRITON_PTXAS_PATH"):
+        measure_room(config, model, layout, FakeMemory(taken=20, total=10**9, step=7))
 
 
 def test_what_the_profile_run_took_is_free_again_when_it_is_asked_what_is(tiny_model):

@@ -234,10 +234,11 @@ def test_cuda_with_kernels_of_libraries(folder, monkeypatch):
             mamba_cache_mode="align",
             **names,
         )
+        fla.calls.clear()  # those of the start
         engine.ask(TEXT[:32], max_tokens=2)
         assert engine.ask(TEXT[:36], max_tokens=1)[1] == [32]
         engine.core.close()
-    assert {tuple(call) for call in fla.calls} == {(64,), (32,)} and len(logits[True]) == 3
+    assert fla.calls and {tuple(call) for call in fla.calls} == {(32,)} and len(logits[True]) == 3
     for own, theirs in zip(logits[False], logits[True], strict=True):
         assert (own - theirs).abs().max() < 0.05 * own.abs().max()
 

@@ -123,8 +123,9 @@ def test_a_sequence_has_the_same_bits_however_it_came_to_be(driver: Driver) -> N
     resumed, repeated = driver.sequence(5, 80), driver.sequence(6, 80)
     resumed.pages[:4], resumed.position, resumed.kv_write_from = cut.pages[:4], 64, 66
     repeated.position = 67
-    copies = [PageCopy(int(cut.pages[4]), int(track.pages[4])) for track in (resumed, repeated)]
-    copies += [PageCopy(int(cut.pages[page]), int(repeated.pages[page])) for page in range(4)]
+    # without attention there are none
+    sources = [*cut.pages[4:5], *cut.pages[:5]]
+    copies = map(PageCopy, map(int, sources), map(int, [*resumed.pages[4:5], *repeated.pages[:5]]))
     restores = (Restore(5, at_64), Restore(6, at_67))
     rows = (driver.row(repeated, answer[:1], decode=True), driver.row(resumed, tokens[64:]))
     first, second = driver.run(*rows, copies=tuple(copies), restores=restores)

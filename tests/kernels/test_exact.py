@@ -14,7 +14,7 @@ from cairn.kernels import exact
 from cairn.kernels.batch import CHUNK
 from cairn.kernels.contract import ExactKernels
 from cairn.kernels.exact import products
-from kernels.backends import EXACT, INTERPRETED, exact_backend
+from kernels.backends import DEVICES, EXACT, INTERPRETED, exact_backend
 from kernels.comparison import FEW as SOME
 from kernels.comparison import NUM_EXAMPLES, same_bits
 from kernels.kernel_calls import OPERATIONS, Call, calls, part_of_sequence
@@ -91,7 +91,8 @@ def check_alone(kernels: ExactKernels, name: str, data: st.DataObject) -> None:
     generator = torch.Generator().manual_seed(0)
     operands = [call.operands[part] for part in WEIGHTS if part in call.operands and name in PRODUCTS]
     weights = [each for operand in operands for each in (operand.unbind() if operand.dim() == 3 else [operand])]
-    assume(all(kernels.find_dependent_height(each, None, generator) is None for each in weights))
+    place = DEVICES.get(kernels, torch.device("cpu"))
+    assume(all(kernels.find_dependent_height(each.to(place), None, generator) is None for each in weights))
     together = call.copied()
     found = together.run(kernels)
     for index in range(len(call.batch.sequences)):

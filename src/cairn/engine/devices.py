@@ -16,6 +16,7 @@ from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.decode_capture import DecodeCapture, Meet, meet_nobody
 from cairn.engine.gpu_memory import STEPS_IN_FLIGHT, CudaMemory, DeviceMemory, report_free
+from cairn.engine.kernel_check import KernelCheck
 from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans, warm_up_plans
 from cairn.engine.sizing import MOST_SEQS_ON_GPU, choose_max_model_len
 from cairn.errors import ConfigError
@@ -283,15 +284,26 @@ def _step_bytes(
     num_tokens, placement = config.max_num_batched_tokens, placement_of(config)
     plans, num_pages = profile_plans(layout, num_tokens, placement), num_profile_pages(layout, num_tokens)
     memory.start_peak()
-    runner = Runner(model, layout, num_pages, SLOTS, model.exact)
+    check = KernelCheck() if _is_compiled(model) else None
+    sees_logits = check is not None and model.communicator.rank == 0
+    runner = Runner(model, layout, num_pages, SLOTS, model.exact, check.observe if check and sees_logits else None)
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
     _carry_out(runner, [(plan, {}) for plan in plans], partial(meet, "in the largest step"))
     counted_elsewhere = runner.pool.nbytes + (SLOTS + 1) * slot_bytes(model.spec, layout, num_pages)
     step_bytes = max(0, memory.peak_growth() - counted_elsewhere)
-    warm_up = warm_up_plans(layout, num_tokens, placement, model.vocab_size)
-    _carry_out(runner, [*warm_up], partial(meet, "in the small steps"))
+    warm_up = [*warm_up_plans(layout, num_tokens, placement, model.vocab_size)]
+    _carry_out(runner, warm_up, partial(meet, "in the small steps"))
+    if check is not None:
+        steps = check.begin(layout, model.vocab_size, warm_up[-1][0].step + 1)
+        _carry_out(runner, steps, partial(meet, "in the check of the kernels"))
+        check.finish()
     return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory, meet)
+
+
+def _is_compiled(model: Model) -> bool:
+    """Whether kernels run as a compiler has made them for a GPU."""
+    return model.spec.device.type == "cuda"
 
 
 def _carry_out(runner: Runner, plans: Sequence[tuple[StepPlan, TokenMasks]], meet: Callable[[], object]) -> None:

@@ -39,6 +39,10 @@ from cairn.kernels.cuda.scalars import (
 
 EPS = tl.constexpr(1e-6)
 
+_LEAST_PART = 64
+"""Value numbers of a program whose products are made of bfloat16: ptxas 12.8 makes wrong ones of narrower parts (see
+`assembler`), which no published model has."""
+
 _EXACT_STATE_WARPS, _EXACT_OUTPUT_WARPS = 8, 32
 """Where products are made without tensor cores. Operands of a whole product are taken into registers there: with fewer
 warps nearly all of a thread's are spilled, 4 KB, as `cuobjdump --dump-resource-usage` says. No times were measured."""
@@ -356,7 +360,8 @@ def _decode_tile(size: int, dim: int) -> dict[str, Any]:
 
 def _chunks_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
     low = precision == "bf16"
-    tile = {"BS": power_of_2(size, 16), "BP": min(64 if low else 32, power_of_2(dim, 16)), "PRECISION": precision}
+    part = _LEAST_PART if low else min(32, power_of_2(dim, 16))
+    tile = {"BS": power_of_2(size, 16), "BP": part, "PRECISION": precision}
     # A third program fits onto a multiprocessor of 65,536 registers.
     return {**tile, "num_warps": 4, "maxnreg": 168} if low else {**tile, "num_warps": NUM_WARPS[precision]}
 
@@ -385,7 +390,8 @@ def _snapshots_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]
 
 def _outputs_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
     low = precision == "bf16"
-    tile = {"BS": power_of_2(size, 16), "BP": min(128 if low else 32, power_of_2(dim, 16)), "PRECISION": precision}
+    part = min(128, power_of_2(dim, _LEAST_PART)) if low else min(32, power_of_2(dim, 16))
+    tile = {"BS": power_of_2(size, 16), "BP": part, "PRECISION": precision}
     if low:
         return {**tile, "num_warps": 4, "maxnreg": 168}
     return {**tile, "num_warps": _EXACT_OUTPUT_WARPS if precision == "ieee" else NUM_WARPS[precision]}
