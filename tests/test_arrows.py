@@ -93,6 +93,7 @@ TORCH_MODULES = (
     "cairn.engine.decode_capture",
     "cairn.engine.devices",
     "cairn.engine.gpu_memory",
+    "cairn.engine.kernel_check",
     "cairn.engine.transfers.device_pool",
     "cairn.engine.worker",
 )
