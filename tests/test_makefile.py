@@ -11,7 +11,15 @@ CPU_LANES = ("test", "test-more", "test-ui", "test-kernels", "test-clients", "te
 CPU_LANES += ("demo", "demo-pd", "demo-ray", "benchmarks", "bench-vllm", "check-docker", "soak")
 GPU_LANES = ("test-gpu", "test-gpu-engine")
 HIDDEN = "CUDA_VISIBLE_DEVICES= "
-RUNS = (" -m pytest", " -m demo", " -m benchmarks.", " tests/pd/soak.py", " tests/server/soak.py", " -m deploy.")
+RUNS = (
+    " -m pytest",
+    " -m demo",
+    " -m benchmarks.",
+    " tests/pd/soak.py",
+    " tests/server/soak.py",
+    " -m deploy.",
+    " tests/kernels/gpu_run.py",
+)
 HAVE_NO_DEVICE = "benchmarks.peer_vllm"
 
 pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
