@@ -6,6 +6,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from rich.console import Console
@@ -15,13 +16,17 @@ from cairn.check import generation
 from cairn.check.generation import (
     NUM_PROMPTS,
     AnswerComparison,
+    EngineAnswer,
     GenerationReport,
+    gap_of,
     prompts_of,
     render_generation,
 )
 from cairn.check.reference import TransformersReference
 from cairn.cli import main
+from cairn.engine.contract import TokenLogprobs
 from cairn.errors import ModelError
+from source_scan import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +75,39 @@ def test_equal_answers_and_near_ties_are_right():
         (report(OUTLIER, OUTLIER, OUTLIER), "answers 0, 1, 2 part where transformers' token is up to 2.000 nats"),
         (report(NEAR_TIE, dtype="float32"), "answers 0 part"),
         (report(answer(cached_tokens=0)), "found nothing in the cache"),
-        (report(answer(cached_answer_equal=False)), "another one when its prompt is cached"),
+        (
+            report(answer(cached_answer_equal=False, cached_gap=0.2)),
+            "when its prompt is cached, from a token on that was 0.2",
+        ),
+        (report(answer(cached_answer_equal=False, cached_gap=None)), "from a token on that was much less likely"),
     ],
 )
 def test_what_is_wrong_is_said(found, problem):
     assert problem in " ".join(found.problems)
     assert not found.as_json()["ok"]
+
+
+def test_a_cached_answer_may_part_where_its_tokens_were_equally_likely():
+    """Its states may have been stored in fewer bits."""
+    near = answer(cached_answer_equal=False, cached_gap=0.1)
+    assert report(near).problems == [] and report(near, dtype="float32").problems
+
+
+def likely(*rows):
+    """Rows of a token and others, best first, each with its log-probability."""
+    columns = [np.array([[one[part] for one in row] for row in rows]) for part in range(2)]
+    ids, values = columns[0].astype("<i4"), columns[1].astype("<f4")
+    ranks = np.ones(len(rows), "<i4")
+    return TokenLogprobs(width=ids.shape[1], token_ids=ids.tobytes(), values=values.tobytes(), ranks=ranks.tobytes())
+
+
+def test_the_gap_is_where_the_two_part():
+    told = likely([(7, -0.5), (7, -0.5), (8, -1.0)], [(5, -0.25), (5, -0.25), (6, -0.75)])
+    first = EngineAnswer([7, 5], logprobs=told)
+    assert gap_of(first, EngineAnswer([7, 5])) == 0.0
+    assert gap_of(first, EngineAnswer([7, 6])) == 0.5
+    assert gap_of(first, EngineAnswer([8, 6])) == 0.5
+    assert gap_of(first, EngineAnswer([7, 9])) is None
 
 
 def test_two_outliers_are_rounding_in_bfloat16_alone():
@@ -108,6 +140,13 @@ def test_a_made_model_is_the_same_model(model, tmp_path, capsys, monkeypatch, nu
     written = json.loads(found.read_text())
     assert written["ok"] and written["num_equal"] == len(written["answers"]) == num_prompts
     assert all(one["cached_tokens"] == one["prompt_tokens"] for one in written["answers"])
+
+
+@pytest.mark.more
+def test_the_trained_model_is_the_same_model(capsys):
+    """In bfloat16 with states in float16, as it is served."""
+    assert main(["check", "--generate", str(ROOT / "demo" / "model")]) == 0
+    assert "the same model" in capsys.readouterr().out
 
 
 @pytest.mark.more

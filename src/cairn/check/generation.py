@@ -3,7 +3,8 @@
 Two implementations add in different orders, so their logits differ in the last bits; where two tokens are almost
 equally likely, either may come first. An answer is therefore right if its tokens are the same, or if at the first token
 that differs transformers finds both equally likely within the tolerance of the dtype. From there on the answers
-continue different texts and are not compared.
+continue different texts and are not compared. So it is with a prompt that is sent again and comes from the cache, whose
+states may be stored in fewer bits: there the first answer's own log-probabilities say what is equally likely.
 """
 
 import asyncio
@@ -36,6 +37,9 @@ MAX_TEXT_TOKENS = 1024
 
 _SHORTEST = 16
 
+_NUM_LIKELY = 5
+"""Tokens whose log-probabilities are asked for with an answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
@@ -63,7 +67,8 @@ class AnswerComparison:
 
     `first_difference`: place of the first token that differs, None where none does; `gap`: how much more likely
     transformers finds its own token there, in nats. `cached_tokens`: tokens of the prompt that came from the cache when
-    it was sent again; `cached_answer_equal`: whether it then got the same answer.
+    it was sent again; `cached_answer_equal`: whether it then got the same answer, and `cached_gap`: if not, how much
+    more likely the first answer's token was where they part, None for more than is told.
     """
 
     prompt_tokens: int
@@ -73,6 +78,7 @@ class AnswerComparison:
     gap: float
     cached_tokens: int
     cached_answer_equal: bool
+    cached_gap: float | None = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +125,12 @@ class GenerationReport:
         for number, answer in enumerate(self.answers):
             if not answer.cached_tokens:
                 found.append(f"answer {number}: the same prompt again found nothing in the cache")
-            elif not answer.cached_answer_equal:
-                found.append(f"answer {number} is another one when its prompt is cached")
+            elif answer.cached_gap is None or answer.cached_gap > tolerance.logprob:
+                apart_by = "much less" if answer.cached_gap is None else f"{answer.cached_gap:.3f} nats less"
+                found.append(
+                    f"answer {number} is another one when its prompt is cached, from a token on that was {apart_by} "
+                    f"likely; up to {tolerance.logprob:g} is rounding"
+                )
         return found
 
     def as_json(self) -> dict[str, Any]:
@@ -146,6 +156,7 @@ class EngineAnswer:
     token_ids: list[int] = field(default_factory=list)
     cached_tokens: int = 0
     prompt_logprobs: TokenLogprobs | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +190,7 @@ async def generate_all(engine: EngineClient, advance: Callable[[], None]) -> Ser
     advance()
     answers = []
     for number, prompt in enumerate(prompts_of(text, limit - MAX_TOKENS)):
-        first = await _ask(engine, f"first-{number}", prompt, max_tokens=MAX_TOKENS)
+        first = await _ask(engine, f"first-{number}", prompt, max_tokens=MAX_TOKENS, logprobs=_NUM_LIKELY)
         again = await _ask(engine, f"again-{number}", prompt, max_tokens=MAX_TOKENS)
         answers.append(ServedAnswer(prompt, first, again))
         advance()
@@ -203,7 +214,13 @@ def prompts_of(text: Sequence[int], limit: int) -> list[list[int]]:
 
 
 async def _ask(
-    engine: EngineClient, request_id: str, prompt: list[int], *, max_tokens: int, prompt_logprobs: int | None = None
+    engine: EngineClient,
+    request_id: str,
+    prompt: list[int],
+    *,
+    max_tokens: int,
+    prompt_logprobs: int | None = None,
+    logprobs: int | None = None,
 ) -> EngineAnswer:
     request = GenerateRequest(
         request_id=request_id,
@@ -211,6 +228,7 @@ async def _ask(
         sampling=SamplingParams(temperature=0.0),
         stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
         prompt_logprobs=prompt_logprobs,
+        logprobs=logprobs,
         skip_special_tokens=False,
         # one prompt may begin like another one: only its own second sighting is to be cached
         cache_salt=f"{len(prompt)}-{zlib.crc32(np.array(prompt).tobytes())}-{prompt_logprobs}",
@@ -222,6 +240,10 @@ async def _ask(
                 raise EngineDead(f"{request_id}: {output.error}")
             answer.token_ids += output.token_ids
             answer.prompt_logprobs = answer.prompt_logprobs or output.prompt_logprobs
+            if output.logprobs is not None:
+                answer.logprobs = (
+                    output.logprobs if answer.logprobs is None else answer.logprobs.concat(output.logprobs)
+                )
             if output.cache is not None:
                 answer.cached_tokens = output.cache.cached_tokens
     return answer
@@ -258,6 +280,7 @@ def compare(
                 gap=gap,
                 cached_tokens=answer.again.cached_tokens,
                 cached_answer_equal=answer.again.token_ids == own,
+                cached_gap=gap_of(answer.first, answer.again),
             )
         )
         advance()
@@ -271,6 +294,19 @@ def compare(
     )
 
 
+def gap_of(first: EngineAnswer, again: EngineAnswer) -> float | None:
+    """How much more likely the first answer's token was than the other's where they part, in nats: 0 where they do not,
+    None where the other's was not among the likeliest."""
+    assert first.logprobs is not None
+    for tokens, (_rank, (own, *best)) in zip(
+        zip(first.token_ids, again.token_ids, strict=True), first.logprobs, strict=True
+    ):
+        if tokens[0] != tokens[1]:
+            likely = dict(best)
+            return own[1] - likely[tokens[1]] if tokens[1] in likely else None
+    return 0.0
+
+
 def render_generation(report: GenerationReport) -> RenderableType:
     """The answers side by side, and the verdict below them."""
     table = Table(title=f"greedy answers of {MAX_TOKENS} tokens", title_justify="left")
@@ -278,7 +314,7 @@ def render_generation(report: GenerationReport) -> RenderableType:
         table.add_column(name, overflow="fold", max_width=44 if name in ("cairn", "transformers") else None)
     for number, answer in enumerate(report.answers):
         same = "yes" if answer.first_difference is None else f"{answer.first_difference} tokens, gap {answer.gap:.3f}"
-        again = "same" if answer.cached_answer_equal else "other"
+        again = "same" if answer.cached_answer_equal else f"other, gap {answer.cached_gap or math.inf:.3f}"
         texts = (Text(repr(one)[1:-1]) for one in (answer.text, answer.transformers_text))
         table.add_row(str(number), str(answer.prompt_tokens), *texts, same, f"{answer.cached_tokens} {again}")
     lines = [
