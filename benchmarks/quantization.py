@@ -1,4 +1,4 @@
-"""What --quantization int8 gains and costs: one process with both engines, window after window in turn.
+"""What --quantization int8 and int4 gain and cost: one process with all engines, window after window in turn.
 
     python -m benchmarks.quantization [--model DIR] [--sequences 1 8] [--windows 5] [--decode-steps 32] [--context 512]
                                       [--prompt 1024] [--error-prompts 16] [--cpu-threads N] [--clock wall|processor]
@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -49,9 +49,10 @@ SHOWN = ("windows", "decode_steps", "context", "prompt", "error_prompts", "cpu_t
 FIRST_TOKEN, LAST_TOKEN = 64, 4_000
 ERROR_PROMPT = 64
 WARM_UP = 4
-Precision = Literal["float32", "bfloat16", "int8"]
+Precision = Literal["float32", "bfloat16", "int8", "int4"]
+QUANTIZED: Mapping[Precision, Literal["int8", "int4"]] = {"int8": "int8", "int4": "int4"}
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
-COMPARED: tuple[Precision, ...] = ("bfloat16", "int8")
+COMPARED: tuple[Precision, ...] = ("bfloat16", *QUANTIZED)
 
 
 class Engine:
@@ -71,7 +72,7 @@ class Engine:
         config = EngineConfig(
             model=str(model),
             dtype="float32" if precision == "float32" else "bfloat16",
-            quantization="int8" if precision == "int8" else None,
+            quantization=QUANTIZED.get(precision),
             max_num_seqs=sequences,
             max_num_batched_tokens=2048,
             enable_prefix_caching=False,
@@ -139,8 +140,7 @@ class Engine:
 
 
 def weight_bytes(model: Path, precision: Precision) -> int:
-    quantization: Literal["int8"] | None = "int8" if precision == "int8" else None
-    return open_model(model, "bfloat16", quantization).weight_bytes(read_headers(model))
+    return open_model(model, "bfloat16", QUANTIZED.get(precision)).weight_bytes(read_headers(model))
 
 
 def errors(found: Tensor, wanted: Tensor) -> dict[str, float]:
@@ -192,34 +192,38 @@ def measure(arguments: argparse.Namespace, model: Path) -> dict[str, Any]:
     return {
         "rates": rates,
         "medians": {case: {name: statistics.median(of) for name, of in own.items()} for case, own in rates.items()},
-        "ratios": {case: ratio_of(own) for case, own in rates.items()},
+        "ratios": {case: {name: ratio_of(own, name) for name in QUANTIZED} for case, own in rates.items()},
         "weight_bytes": sizes,
-        "weight_ratio": sizes["int8"] / sizes["bfloat16"],
+        "weight_ratio": {name: sizes[name] / sizes["bfloat16"] for name in QUANTIZED},
         "logits_error": {name: errors(of_error[name], of_error["float32"]) for name in COMPARED},
-        "logits_error_to_bfloat16": errors(of_error["int8"], of_error["bfloat16"]),
+        "logits_error_to_bfloat16": {name: errors(of_error[name], of_error["bfloat16"]) for name in QUANTIZED},
     }
 
 
-def ratio_of(own: dict[str, list[float]]) -> float:
-    """int8 over bfloat16: the median over windows that were measured next to each other."""
-    pairs = zip(own["int8"], own["bfloat16"], strict=True)
+def ratio_of(own: dict[str, list[float]], name: str) -> float:
+    """One over bfloat16: the median over windows that were measured next to each other."""
+    pairs = zip(own[name], own["bfloat16"], strict=True)
     return statistics.median(one / other for one, other in pairs)
 
 
+def rounded(ratios: dict[str, float]) -> list[str]:
+    return [f"{ratio:.2f}" for ratio in ratios.values()]
+
+
 def table_of(result: dict[str, Any]) -> Table:
-    table = Table("", *COMPARED, "int8 / bfloat16", title="--quantization int8")
+    table = Table("", *COMPARED, *(f"{name} / bfloat16" for name in QUANTIZED), title="--quantization")
     for column in table.columns[1:]:
         column.justify = "right"
     for case, medians in result["medians"].items():
         figures = (f"{medians[name]:,.1f}" for name in COMPARED)
-        table.add_row(f"{case.replace('_', ', sequences ')}, tokens/s", *figures, f"{result['ratios'][case]:.2f}")
+        table.add_row(f"{case.replace('_', ', sequences ')}, tokens/s", *figures, *rounded(result["ratios"][case]))
     sizes = (f"{result['weight_bytes'][name] / 1e6:,.0f}" for name in COMPARED)
-    table.add_row("weights, MB", *sizes, f"{result['weight_ratio']:.2f}")
+    table.add_row("weights, MB", *sizes, *rounded(result["weight_ratio"]))
     for figure in ("distance", "kl_divergence", "same_likeliest"):
         found = (f"{result['logits_error'][name][figure]:.5f}" for name in COMPARED)
-        table.add_row(f"logits to float32's: {figure}", *found, "")
-    for figure, value in result["logits_error_to_bfloat16"].items():
-        table.add_row(f"logits to bfloat16's: {figure}", "", f"{value:.5f}", "")
+        table.add_row(f"logits to float32's: {figure}", *found)
+        found = (f"{result['logits_error_to_bfloat16'][name][figure]:.5f}" for name in QUANTIZED)
+        table.add_row(f"logits to bfloat16's: {figure}", "", *found)
     return table
 
 

@@ -64,6 +64,7 @@ ARROWS = MappingProxyType(
             "cairn.kernels.contract",
             "cairn.kernels.batch",
             "cairn.kernels.fp8",
+            "cairn.kernels.int4",
             "cairn.kernels.state_encoding",
             "cairn.cache.layout",
         ),

@@ -226,10 +226,11 @@ def test_a_folder_that_is_no_checkpoint(tmp_path, capsys):
 
 
 @pytest.mark.more
-def test_int8_and_exact_exclude_each_other(tiny_model, capsys):
-    given = ["serve", str(tiny_model), "--port", "0", "--exact", "--quantization", "int8"]
+@pytest.mark.parametrize("made", ["int4", "int8"])
+def test_quantization_and_exact_exclude_each_other(made, tiny_model, capsys):
+    given = ["serve", str(tiny_model), "--port", "0", "--exact", "--quantization", made]
     assert main(given) == 2
-    assert "--exact cannot be had with --quantization int8: leave one of them out" in capsys.readouterr().err
+    assert f"--exact cannot be had with --quantization {made}: leave one of them out" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken():
@@ -252,8 +253,8 @@ def test_a_port_that_is_taken():
         (["serve", "m", "--api-key"], "--api-key: expected at least one argument"),
         (["serve", "m", "--kv-peer-allowlist", ""], "--kv-peer-allowlist: must not be empty"),
         (["serve", "m", "--tensor-parallel-size", "0"], "--tensor-parallel-size: should be greater"),
-        (["serve", "m", "--quantization", "int4"], "--quantization: should be 'int8', 'fp8' or 'modelopt', not 'int4'"),
-        (["serve", "m", "-q", "awq"], "--quantization: should be 'int8', 'fp8' or 'modelopt', not 'awq'"),
+        (["serve", "m", "--quantization", "int2"], "should be 'int4', 'int8', 'fp8' or 'modelopt', not 'int2'"),
+        (["serve", "m", "-q", "awq"], "--quantization: should be 'int4', 'int8', 'fp8' or 'modelopt', not 'awq'"),
         (["bake"], "invalid choice: 'bake'"),
         ([], "required: COMMAND"),
         (["make-model", "nemotron_h", "out", "--size", "huge"], "--size: invalid choice: 'huge'"),

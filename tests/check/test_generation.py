@@ -143,9 +143,10 @@ def test_a_made_model_is_the_same_model(model, tmp_path, capsys, monkeypatch, nu
 
 
 @pytest.mark.more
-def test_the_trained_model_is_the_same_model(capsys):
-    """In bfloat16 with states in float16, as it is served."""
-    assert main(["check", "--generate", str(ROOT / "demo" / "model")]) == 0
+@pytest.mark.parametrize("quantization", [(), ("-q", "int8"), ("-q", "int4")], ids=["bfloat16", "int8", "int4"])
+def test_the_trained_model_is_the_same_model(capsys, quantization):
+    """With states in float16, as it is served."""
+    assert main(["check", "--generate", *quantization, str(ROOT / "demo" / "model")]) == 0
     assert "the same model" in capsys.readouterr().out
 
 

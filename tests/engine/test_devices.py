@@ -236,8 +236,9 @@ def test_what_nobody_has_decided_is_the_cpu(tiny_model):
 
 
 def test_what_does_not_go_together_with_a_gpu(tiny_model):
-    with pytest.raises(ConfigError, match=r"^--quantization int8: not with --device cuda"):
-        build_core(EngineConfig(model=str(tiny_model), device="cuda", quantization="int8"))
+    for made in ("int8", "int4"):
+        with pytest.raises(ConfigError, match=rf"^--quantization {made}: not with --device cuda"):
+            build_core(EngineConfig(model=str(tiny_model), device="cuda", quantization=made))
 
 
 def test_exact_has_kernels_of_its_own(tiny_model, monkeypatch):

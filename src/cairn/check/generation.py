@@ -56,6 +56,7 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         "float32": Tolerance(perplexity=1e-4, logprob=1e-3, num_outliers=0),
         "bfloat16": Tolerance(perplexity=0.02, logprob=0.15, num_outliers=2),
         "int8": Tolerance(perplexity=0.05, logprob=0.5, num_outliers=4),
+        "int4": Tolerance(perplexity=0.1, logprob=0.8, num_outliers=4),
     }
 )
 """By what the weights of the products are served in."""

@@ -25,7 +25,7 @@ from cairn.kernels.cuda_support import check_device, check_vocabulary, is_interp
 from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.decoder_builder import Backend
-from cairn.models.decoder_config import AskedQuantization
+from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization
 from cairn.models.registry import OpenModel
 from cairn.models.weights.loader import DType
 from cairn.runner.runner import Observe, Runner, slot_bytes
@@ -133,10 +133,10 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
     if config.device != "cuda":
         _refuse_libraries(config)
         return Device()
-    if config.quantization == "int8":
+    if config.quantization in MADE_AT_LOAD:
         raise ConfigError(
-            "--quantization int8: not with --device cuda yet, which auto is where there is a GPU: there are no int8 "
-            "products on GPUs; leave it out, or serve with --device cpu"
+            f"--quantization {config.quantization}: not with --device cuda yet, which auto is where there is a GPU: "
+            f"there are no {config.quantization} products on GPUs; leave it out, or serve with --device cpu"
         )
     _check_gpu(config, opened, rank)
     from cairn.kernels.cuda.device import INTERPRETED, device

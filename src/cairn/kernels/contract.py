@@ -22,6 +22,7 @@ from torch import Tensor
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.checkpoint_files import FileSpan
 from cairn.kernels.fp8 import WeightRows
+from cairn.kernels.int4 import Int4Weight
 from cairn.kernels.sampling.logprobs import LogprobTensors
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging
@@ -82,6 +83,12 @@ class Kernels(Protocol):
 
         Raises ConfigError that names --quantization where this backend or this machine has no such products.
         """
+        ...
+
+    def pack_int4(self, weight: Int4Weight) -> Weight:
+        """As `pack`, of a weight in four bits. Products with it bring each row of x to int8, with a scale for each
+        of the weight's groups of inputs, add whole numbers up within a group, and groups in their order; so rows stay
+        independent of one another, bit for bit. Only for products in float32 or bfloat16. Raises as `pack_int8`."""
         ...
 
     def packed_dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -1,7 +1,7 @@
 """What every family's config.json says, and all that follows from it without torch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
@@ -18,12 +18,15 @@ from cairn.models.sharding import check_rank
 
 ServedDType = Literal["float32", "bfloat16"]
 
-ServedQuantization = Literal["int8", "fp8", "modelopt"]
-"""What the weights of matrix products are in, while all else is in the dtype: brought to int8 when they are loaded, or
-as a checkpoint of that method has them."""
+ServedQuantization = Literal["int4", "int8", "fp8", "modelopt"]
+"""What the weights of matrix products are in, while all else is in the dtype: brought to four bits or to int8 when they
+are loaded, or as a checkpoint of that method has them."""
+
+MADE_AT_LOAD: Set[ServedQuantization] = frozenset(("int4", "int8"))
+"""Of those, which are made of any checkpoint."""
 
 AskedQuantization = ServedQuantization
-"""What may be asked for: int8, or what a checkpoint is stored in, which says no more than the checkpoint."""
+"""What may be asked for: what is made at load, or what a checkpoint is stored in, which says no more than that does."""
 
 DTYPE_BYTES: Mapping[ServedDType, int] = MappingProxyType({"float32": 4, "bfloat16": 2})
 """Of one number."""

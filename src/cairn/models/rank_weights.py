@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cairn.kernels.contract import Kernels, Weight
 from cairn.kernels.fp8 import Fp8Weight, WeightRows, dequantize_rows, join_rows, stack_experts
+from cairn.kernels.int4 import int4_bytes, quantize_int4
 from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.models.contract import Fp8Loader, TensorLoader
@@ -146,6 +147,9 @@ class RankWeights:
         """A weight [out, in], or a stack of experts' [E, out, in], for the kernels' products, quantized if all are."""
         if isinstance(weight, Fp8Weight):
             return self._pack_fp8([weight])
+        if self._quantization == "int4":
+            self.num_bytes += int4_bytes(weight.shape) - weight.nbytes
+            return weight if weight.is_meta else self.kernels.pack_int4(quantize_int4(weight))
         if self._quantization != "int8":
             return self._pack_plain(weight)
         # One byte a number, and eight an output: its scale, and the sum of its row.

@@ -17,7 +17,7 @@ from cairn.layers.model import Model
 from cairn.models.checkpoint_dtypes import choose_checkpoint_dtype
 from cairn.models.contract import Family
 from cairn.models.decoder_builder import OUTPUT, Backend, Execution, trace_rank
-from cairn.models.decoder_config import AskedQuantization, DecoderConfig, ServedQuantization
+from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization, DecoderConfig, ServedQuantization
 from cairn.models.families import family_of
 from cairn.models.rank_weights import PackedDtype
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
@@ -90,8 +90,8 @@ class OpenModel:
         identity = weights_identity(self.folder, self.tensors(read_headers(self.folder)), self.quantization)
         own = {"model_type": self.family.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
         # Those that stay in FP8 are the same numbers as dequantized ones.
-        if self.served_quantization == "int8":
-            own["quantization"] = self.served_quantization
+        if self.served_quantization in MADE_AT_LOAD:
+            own["quantization"] = str(self.served_quantization)
         return {**self.config.transfer_facts(), **own, "weights": identity}
 
     def build(
@@ -152,12 +152,12 @@ def open_model(
 def _served_quantization(
     asked: AskedQuantization | None, stored_as: Quantization | None, keeps_fp8: bool
 ) -> ServedQuantization | None:
-    if asked == "int8":
+    if asked in MADE_AT_LOAD:
         return asked
     if asked is not None and (stored_as is None or stored_as.method != asked):
         found = "not quantized" if stored_as is None else f"in {stored_as.method}"
         text = f"--quantization {asked}: the checkpoint is {found}, and is served as it is without this flag"
-        raise ConfigError(f"{text}; int8 can be made of it while it is loaded")
+        raise ConfigError(f"{text}; int8 or int4 can be made of it while it is loaded")
     if not keeps_fp8 or stored_as is None:
         return None
     if not stored_as.can_stay:

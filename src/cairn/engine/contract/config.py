@@ -76,10 +76,10 @@ class WeightOptions(_Options):
     """What of the checkpoint is loaded, and in which form."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
-    quantization: Literal["int8", "fp8", "modelopt"] | None = Field(
+    quantization: Literal["int4", "int8", "fp8", "modelopt"] | None = Field(
         None,
-        description="weights of matrix products in int8, activations per token: faster, less memory, less precise; fp8 "
-        "and modelopt say what the checkpoint is stored in, and change nothing",
+        description="weights of matrix products in int8, or in int4 by groups of inputs, activations in int8: faster, "
+        "less memory, less precise; fp8 and modelopt say what the checkpoint is stored in, and change nothing",
     )
     tokenizer: str | None = Field(
         None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1

@@ -7,6 +7,7 @@ from cairn.kernels.cpu.conv import conv
 from cairn.kernels.cpu.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cpu.experts import experts, gated_experts
 from cairn.kernels.cpu.gdn import gdn
+from cairn.kernels.cpu.int4 import pack_int4
 from cairn.kernels.cpu.int8 import pack_int8
 from cairn.kernels.cpu.metadata import build_metadata
 from cairn.kernels.cpu.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
@@ -38,6 +39,7 @@ __all__ = [
     "pack",
     "pack_file_spans",
     "pack_fp8",
+    "pack_int4",
     "pack_int8",
     "packed_dtype",
     "rms_norm",

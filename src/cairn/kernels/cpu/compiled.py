@@ -39,6 +39,7 @@ INT = types.int64
 FLOAT = types.float32
 F32 = types.CPointer(types.float32)
 BF16 = types.CPointer(types.uint16)
+I8 = types.CPointer(types.int8)
 I16 = types.CPointer(types.int16)
 I32 = types.CPointer(types.int32)
 I64 = types.CPointer(types.int64)

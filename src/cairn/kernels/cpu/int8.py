@@ -45,7 +45,7 @@ MAX_INPUTS = (2**31 - 1) // (255 * LARGEST)
 _WIDENS = widens(torch.int8)
 _U8 = numba_types.CPointer(numba_types.uint8)
 _ROWS = I16 if _WIDENS else I32
-_TINY = np.float32(torch.finfo(torch.float32).tiny)
+TINY = np.float32(torch.finfo(torch.float32).tiny)
 _ROUNDING = np.float32(1.5 * 2**23)
 """Added to a small float32, it leaves the nearest whole number in the lowest bits, the even one of two."""
 _LOW_BYTES = np.int32(0x00FF00FF)
@@ -85,7 +85,7 @@ def pack_int8(weight: Tensor) -> Int8Weight:
     numbers = []
     for matrix, scale, zero in zip(stack, scales, zeros, strict=True):
         wide = matrix.float()
-        scale.copy_(wide.abs().amax(dim=1).div_(LARGEST).clamp_(min=float(_TINY)))
+        scale.copy_(wide.abs().amax(dim=1).div_(LARGEST).clamp_(min=float(TINY)))
         numbers.append(wide.div(scale[:, None]).round_().to(torch.int8))
         zero.copy_(numbers[-1].sum(dim=1, dtype=torch.int32)).mul_(ZERO_POINT)
     matrices = pack_panels(numbers) if layout == "panels" else tuple(map(reorder_int8, numbers))
@@ -136,7 +136,7 @@ def multiply_int8_panels(
         *row_args(x), numbers.data_ptr(), scales.data_ptr(), inputs, width,
     )  # fmt: skip
     items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
-    operands = parts.segments.data_ptr(), panels.shape[0], numbers.data_ptr(), panels.data_ptr(), panels.shape[1]
+    operands = parts.segments.data_ptr(), panels.shape[0], numbers.data_ptr(), panels.data_ptr(), panels.shape[1], 1
     results = *optional_arg(bias), out.data_ptr(), out.shape[1]
     factors = scales.data_ptr(), weight.scales[expert].data_ptr(), weight.zeros[expert].data_ptr()
     _multiply_int8[x.dtype, out.dtype](items, cost, *operands, *results, *factors)
@@ -165,12 +165,12 @@ def _quantize_rows(
                 bits = bits_of(load(source, j)) & np.uint32(0x7FFFFFFF)
                 most = bits if bits > most else most
             scale = float_of(most) / np.float32(LARGEST)
-            scale = _TINY if scale < _TINY else scale
+            scale = TINY if scale < TINY else scale
             scales[first + i] = scale
             factor = np.float32(1) / scale
             numbers = pointer_to(buffer) if in_groups else advance(out, item * width)
             for j in range(inputs):
-                numbers[j] = _whole_number(load(source, j) * factor)
+                numbers[j] = whole_number(load(source, j) * factor)
             if in_groups:
                 words = as_words(numbers)
                 for word in range(width // 4):
@@ -183,23 +183,20 @@ def _quantize_rows(
 
 
 @jit
-def _whole_number(x: Any) -> Any:
+def whole_number(x: Any) -> Any:
     """The nearest one, `ZERO_POINT` for 0, of a float32 in -127..127."""
     bits = bits_of(x + _ROUNDING) - _ROUNDING_BITS
     return np.uint8((bits + np.uint32(ZERO_POINT)) & np.uint32(255))
 
 
-_OUTPUTS: Sequence[tuple[torch.dtype, torch.dtype]] = tuple(
+OUTPUTS: Sequence[tuple[torch.dtype, torch.dtype]] = tuple(
     (dtype, out) for dtype in ELEMENTS for out in ELEMENTS if out in (dtype, torch.float32)
 )
 """Dtypes of activations and of what comes of them."""
 
 
 @kernel(
-    {
-        (dtype, out): (product_type(_ROWS, I32, ELEMENTS[dtype], ELEMENTS[out]), F32, F32, I32)
-        for dtype, out in _OUTPUTS
-    },
+    {(dtype, out): (product_type(_ROWS, I32, ELEMENTS[dtype], ELEMENTS[out]), F32, F32, I32) for dtype, out in OUTPUTS},
     needs=has_panels(torch.int8),
 )
 def _multiply_int8(begin: int, end: int, p: Any, scales: Any, channel_scales: Any, zeros: Any) -> None:
@@ -223,7 +220,7 @@ def _multiply_int8(begin: int, end: int, p: Any, scales: Any, channel_scales: An
     buffer[0] = 0
 
 
-@kernel({(dtype, out): (F32, F32, ELEMENTS[dtype], INT, ELEMENTS[out], INT) for dtype, out in _OUTPUTS})
+@kernel({(dtype, out): (F32, F32, ELEMENTS[dtype], INT, ELEMENTS[out], INT) for dtype, out in OUTPUTS})
 def _scale_rows(begin: int, end: int, sums: Any, scales: Any, bias: Any, has_bias: int, out: Any, width: int) -> None:
     for i in range(begin, end):
         source, target, scale = advance(sums, i * width), advance(out, i * width), scales[i]

@@ -56,6 +56,8 @@ SUMS_OF_SEGMENT = SEGMENT * PANEL
 _SEGMENT_WORDS = SEGMENT * 1024
 """Words of a segment's rows at most, 768 KiB, where all have one matrix."""
 
+_STORES_16 = bool(cpu_features().get("avx512bf16"))
+
 _CHUNK = 256 if HAS_AVX512 else 128
 """Words of a panel's outputs, 32 KiB or 16, that all groups are multiplied with before the next ones: they stay in the
 first cache, beside rows that take twice as much where they are widened."""
@@ -194,7 +196,7 @@ def multiply_panels(
             grouped.data_ptr(), inputs,
         )  # fmt: skip
     items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
-    operands = parts.segments.data_ptr(), panels.shape[0], grouped.data_ptr(), panels.data_ptr(), words
+    operands = parts.segments.data_ptr(), panels.shape[0], grouped.data_ptr(), panels.data_ptr(), words, 1
     results = *optional_arg(bias), out.data_ptr(), out.shape[1]
     _multiply[x.dtype, out.dtype](items, cost, *operands, *results)
 
@@ -240,13 +242,15 @@ def as_words(typingctx: Any, pointer: Any) -> Any:
 
 
 class Product(NamedTuple):
-    """Segments of rows times the panels of their matrices, plus a bias [outputs]. `words`: of a row."""
+    """Segments of rows times the panels of their matrices, plus a bias [outputs]. `words`: of a row. `block`: words
+    that are not to be parted, as a group's with its factors."""
 
     segments: Any
     num_panels: int
     x: Any
     panels: Any
     words: int
+    block: int
     bias: Any
     has_bias: int
     out: Any
@@ -254,7 +258,7 @@ class Product(NamedTuple):
 
 
 def product_type(x: Any, panels: Any, bias: Any, out: Any) -> Any:
-    return record(Product, I32, INT, x, panels, INT, bias, INT, out, INT)
+    return record(Product, I32, INT, x, panels, INT, INT, bias, INT, out, INT)
 
 
 @jit
@@ -273,6 +277,12 @@ def locate(p: Any, item: int) -> Any:
     needs=has_panels(torch.bfloat16),
 )
 def _multiply(begin: int, end: int, p: Any) -> None:
+    multiply_items(begin, end, p)
+
+
+@jit
+def multiply_items(begin: int, end: int, p: Any) -> None:
+    """Items of a product whose sums are float32."""
     buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.float32)
     sums = aligned(buffer)
     for item in range(begin, end):
@@ -284,7 +294,7 @@ def _multiply(begin: int, end: int, p: Any) -> None:
             if p.has_bias:
                 for j in range(columns):
                     store(target, j, source[j] + load(bias, j))
-            elif columns == PANEL and HAS_AVX512:
+            elif columns == PANEL and _STORES_16:
                 for j in range(0, PANEL, LANES):
                     store_16(advance(source, j), advance(target, j))
             else:
@@ -301,13 +311,14 @@ def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
     words, numbers = p.words, numbers_of_word(p.x)
     x = advance(p.x, first * words * numbers)
     weights = advance(p.panels, (matrix * p.num_panels + panel) * words * PANEL)
-    for word in range(0, words, _CHUNK):
-        count = min(_CHUNK, words - word)
+    chunk = _CHUNK // p.block * p.block
+    for word in range(0, words, chunk):
+        count = min(chunk, words - word)
         for row in range(0, rows, group):
             num_rows = min(group, rows - row)
             # The last two groups have the first cache filled with the next words, a half each.
             groups_left = (rows - row + group - 1) // group
-            next_words = advance(weights, (word + (0 if groups_left > 2 else _CHUNK)) * PANEL)
+            next_words = advance(weights, (word + (0 if groups_left > 2 else chunk)) * PANEL)
             if groups_left == 1 and row > 0:
                 next_words = advance(next_words, count * LANES)
             add_tile(
@@ -319,4 +330,5 @@ def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
                 np.int64(word == 0),
                 next_words,
                 PANEL if rows <= group else LANES,
+                p.block,
             )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
+from cairn.kernels.cpu.int4 import PackedInt4, multiply_int4, multiply_int4_panels
 from cairn.kernels.cpu.int8 import Int8Weight, multiply_int8, multiply_int8_panels
 from cairn.kernels.cpu.onednn import can_reorder, has_products, reorder, reordered_product
 from cairn.kernels.cpu.panels import (
@@ -43,7 +44,7 @@ class PackedWeight:
     layout: Layout
 
 
-AnyWeight = PackedWeight | Int8Weight
+AnyWeight = PackedWeight | Int8Weight | PackedInt4
 
 
 def pack(weight: Tensor) -> PackedWeight:
@@ -86,6 +87,8 @@ def multiply(
     """x [n, in] times the transpose of one of the matrices, [n, out] in x's dtype or another one."""
     if isinstance(weight, Int8Weight):
         return multiply_int8(x, weight, bias, expert, dtype)
+    if isinstance(weight, PackedInt4):
+        return multiply_int4(x, weight, bias, expert, dtype)
     matrix = weight.matrices[expert]
     if weight.layout == "plain":
         return F.linear(x, matrix, bias).to(dtype or x.dtype)
@@ -118,6 +121,8 @@ def multiply_experts(x: Tensor, weight: AnyWeight, rows: ExpertRows, num_rows: i
     if weight.layout == "panels":
         if isinstance(weight, Int8Weight):
             multiply_int8_panels(x, weight, None, out, rows.parts, rows.order)
+        elif isinstance(weight, PackedInt4):
+            multiply_int4_panels(x, weight, None, out, rows.parts, rows.order)
         else:
             multiply_panels(x, weight.matrices[0], None, out, rows.parts, rows.order)
         return out

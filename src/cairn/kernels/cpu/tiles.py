@@ -11,7 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.core import types as numba_types
 
-from cairn.kernels.cpu.compiled import BF16, F32, I16, I32, intrinsic
+from cairn.kernels.cpu.compiled import BF16, F32, I8, I16, I32, intrinsic
 from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.vectors import LANES, call_shared, prefetch_line
 
@@ -24,6 +24,14 @@ GROUP = 12 if HAS_AVX512 else 6
 """Rows of a group at most: 24 vectors of sums, or 12 of half the length, and eight or four are left for what is
 multiplied."""
 
+FACTOR_WORDS = 2
+"""Words in front of those of a group of inputs, where weights have four bits: of a panel the outputs' scales, and their
+minimums; of a row two pairs of numbers: its scale and the sum of its numbers, and two that are not used."""
+
+_HAS_VNNI = bool(cpu_features().get("avx512vnni"))
+HAS_INT4 = _HAS_VNNI or bool(cpu_features().get("avx2") and cpu_features().get("fma"))
+"""Whether there are products with weights of four bits."""
+
 _FLOAT, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _SHORT = LANES // 2
 _FLOATS, _HALVES = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I16, LANES)
@@ -34,7 +42,9 @@ class _Form:
     """How words of a panel are multiplied. `name`: for the functions. `lanes`: outputs of a vector. `parts`: into how
     many a word is cut, each of which has a number of its own in a row's word. `part_of` (builder, words, part): the
     vector that is multiplied. `multiply_add` (builder, sums, part, numbers) with a row's number in each lane: new sums.
-    `number`, `total`: types of a row's number and of a sum."""
+    `number`, `total`: types of a row's number and of a sum. `in_groups`: whether words are groups of inputs with
+    factors in front, see `FACTOR_WORDS`; sums of a group are int32. `run`: words whose sums have room in 16 bits; 0:
+    they are int32 at once."""
 
     name: str
     lanes: int
@@ -43,6 +53,8 @@ class _Form:
     total: ir.Type
     part_of: Callable[[Any, Any, int], Any]
     multiply_add: Callable[[Any, Any, Any, Any], Any]
+    in_groups: bool = False
+    run: int = 0
 
     def vector(self, kind: ir.Type) -> ir.VectorType:
         return ir.VectorType(kind, self.lanes)
@@ -59,6 +71,11 @@ def _whole(builder: Any, words: Any, part: int) -> Any:
 def _call(builder: Any, name: str, result: Any, args: Sequence[Any]) -> Any:
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c, rounded once whatever is around it."""
+    return _call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
 
 
 def _dot_bfloat16(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
@@ -92,11 +109,12 @@ def _widened_int8(builder: Any, words: Any, part: int) -> Any:
 
 
 def _add_in_order(builder: Any, total: Any, added: Any) -> Any:
-    """total + added, of int32, as an instruction that LLVM leaves where it is. Of a plain sum it takes a word's
-    products in another order, for which there are not enough registers."""
-    place = "v" if HAS_AVX512 else "x"
-    kind, places = ir.FunctionType(total.type, [total.type, total.type]), f"={place},{place},{place}"
-    return builder.asm(kind, "vpaddd $2, $1, $0", places, [total, added], side_effect=False)
+    """total + added, of int32 or int16, as an instruction that LLVM leaves where it is. Of a plain sum it takes a
+    word's products in another order, for which there are not enough registers."""
+    kind, place = total.type, "v" if HAS_AVX512 else "x"
+    code = f"vpadd{'w' if kind.element == _I16 else 'd'} $2, $1, $0"
+    function = ir.FunctionType(kind, [kind, kind])
+    return builder.asm(function, code, f"={place},{place},{place}", [total, added], side_effect=False)
 
 
 def _multiply_add_pairs(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
@@ -104,21 +122,45 @@ def _multiply_add_pairs(builder: Any, total: Any, part: Any, numbers: Any) -> An
     return _add_in_order(builder, total, _call(builder, "llvm.x86.avx2.pmadd.wd", total.type, [part, pairs]))
 
 
+def _nibbles(builder: Any, words: Any, part: int) -> Any:
+    """Of each byte the lower or the upper four bits."""
+    bits = builder.lshr(words, _all_lanes(words.type, 4)) if part else words
+    return builder.and_(bits, _all_lanes(words.type, 0x0F0F0F0F))
+
+
+def _dot_nibbles(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
+    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, [total, part, numbers])
+
+
+def _add_nibbles(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
+    """vpmaddubsw: 15 * 127 twice is an eighth of what an int16 takes."""
+    part, numbers = (builder.bitcast(each, ir.VectorType(ir.IntType(8), 4 * _SHORT)) for each in (part, numbers))
+    return _add_in_order(builder, total, _call(builder, "llvm.x86.avx2.pmadd.ub.sw", total.type, [part, numbers]))
+
+
+def _int4_form() -> _Form:
+    if _HAS_VNNI:
+        return _Form("int4", LANES, 2, _I32, _FLOAT, _nibbles, _dot_nibbles, in_groups=True)
+    return _Form("int4.widened", _SHORT, 2, _I32, _FLOAT, _nibbles, _add_nibbles, in_groups=True, run=4)
+
+
 _FORMS: Mapping[Any, _Form] = {
     (I32, F32): _Form("bfloat16", LANES, 1, _I32, _FLOAT, _whole, _dot_bfloat16),
     (I32, I32): _Form("int8", LANES, 1, _I32, _I32, _whole, _dot_int8),
     (F32, F32): _Form("bfloat16.widened", _SHORT, 2, _FLOAT, _FLOAT, _widened_bfloat16, _multiply_add_floats),
     (I16, I32): _Form("int8.widened", _SHORT, 2, _I32, _I32, _widened_int8, _multiply_add_pairs),
+    (I8, F32): _int4_form(),
 }
 """By the types of what rows and sums are in."""
 
 
 @intrinsic
 def add_tile(
-    typingctx: Any, rows: Any, x: Any, panel: Any, words: Any, sums: Any, fresh: Any, ahead: Any, step: Any
+    typingctx: Any, rows: Any, x: Any, panel: Any, words: Any, sums: Any, fresh: Any, ahead: Any, step: Any, block: Any
 ) -> Any:
     """sums [rows, 32] += one group of rows times so many words of a panel, or = if `fresh`; see `_FORMS`. `ahead`: what
-    will be read next, of which a word's work asks for 32 numbers, `step` numbers behind those of the word before."""
+    will be read next, of which a word's work asks for 32 numbers, `step` numbers behind those of the word before.
+    `block`: words of a group of inputs with its factors, where there are groups."""
 
     form = _FORMS.get((x, sums))
     if form is None:
@@ -138,25 +180,34 @@ def add_tile(
         return context.get_dummy_value()
 
     i64 = numba_types.int64
-    return numba_types.void(i64, x, I32, i64, sums, i64, I32, i64), code
+    return numba_types.void(i64, x, I32, i64, sums, i64, I32, i64, i64), code
 
 
 @intrinsic
 def numbers_of_word(typingctx: Any, x: Any) -> Any:
     """Of a row behind a pointer: what a word of weights is multiplied with."""
-    numbers = {F32: 2, I16: 4}.get(x, 1)
+    numbers = {F32: 2, I16: 4, I8: 8}.get(x, 1)
     return numba_types.int64(x), lambda context, builder, _, args: ir.Constant(_I64, numbers)
 
 
 def _call_tiles(
-    builder: Any, form: _Form, rows: int, x: Any, panel: Any, words: Any, sums: Any, fresh: Any, ahead: Any, step: Any
+    builder: Any,
+    form: _Form,
+    rows: int,
+    x: Any,
+    panel: Any,
+    words: Any,
+    sums: Any,
+    fresh: Any,
+    ahead: Any,
+    *counts: Any,
 ) -> None:
     outputs = form.outputs_of_tile(rows)
     x = builder.bitcast(x, form.number.as_pointer())
     for column in range(0, PANEL, outputs):
         offset = ir.Constant(_I64, column)
         at_column = [builder.gep(pointer, [offset]) for pointer in (panel, sums, ahead)]
-        args = [x, at_column[0], words, at_column[1], fresh, at_column[2], step]
+        args = [x, at_column[0], words, at_column[1], fresh, at_column[2], *counts]
         call_shared(builder, f"cairn.tile.{rows}.{form.name}", args, partial(_write_tile, form, rows, outputs))
 
 
@@ -192,32 +243,99 @@ def _everywhere(builder: Any, number: Any, vector: Any) -> Any:
     return builder.shuffle_vector(one, one, lanes)
 
 
-def _write_tile(form: _Form, rows: int, outputs: int, builder: Any, function: Any) -> None:
-    """The body of a tile of so many rows and outputs."""
-    x, panel, words, total, fresh, ahead, step = function.args
-    columns = range(0, outputs, form.lanes)
-    with (
-        _tile_sums(builder, total, fresh, rows, columns, form.vector(form.total)) as sums,
-        cgutils.for_range(builder, words, intp=_I64) as loop,
-    ):
-        next_word = builder.mul(loop.index, step)
-        for line in range(0, outputs, LANES):
-            wanted = builder.add(next_word, ir.Constant(_I64, line))
-            prefetch_line(builder, _vector_at(builder, ahead, wanted, ir.IntType(8)))
-        first, found = builder.mul(loop.index, ir.Constant(_I64, PANEL)), {}
-        for column in columns:
-            index = builder.add(first, ir.Constant(_I64, column))
-            found[column] = builder.load(_vector_at(builder, panel, index, form.vector(_I32)), align=4)
-        row = builder.mul(loop.index, ir.Constant(_I64, form.parts * rows))
+class _Tile:
+    """A tile of so many rows and outputs: the body of a function is written."""
+
+    def __init__(self, form: _Form, rows: int, outputs: int, builder: Any, function: Any) -> None:
+        self.form, self.rows, self.builder = form, rows, builder
+        self.x, self.panel, self.words, self.total, self.fresh, self.ahead, self.step, self.block = function.args
+        self.columns = range(0, outputs, form.lanes)
+        self.lines = range(0, outputs, LANES)
+
+    def write(self) -> None:
+        kind = self.form.vector(self.form.total)
+        with _tile_sums(self.builder, self.total, self.fresh, self.rows, self.columns, kind) as sums:
+            if self.form.in_groups:
+                self._add_groups(sums)
+            else:
+                with cgutils.for_range(self.builder, self.words, intp=_I64) as loop:
+                    self._add_word(sums, loop.index)
+
+    def _after(self, index: Any, count: int) -> Any:
+        return self.builder.add(index, ir.Constant(_I64, count))
+
+    def _vectors(self, word: Any, kind: ir.Type) -> Mapping[int, Any]:
+        """Those of a word of the panel, by column; and what is to come is asked for."""
+        builder, next_word = self.builder, self.builder.mul(word, self.step)
+        for line in self.lines:
+            wanted = self._after(next_word, line)
+            prefetch_line(builder, _vector_at(builder, self.ahead, wanted, ir.IntType(8)))
+        first, vector = builder.mul(word, ir.Constant(_I64, PANEL)), self.form.vector(kind)
+        places = {column: self._after(first, column) for column in self.columns}
+        return {
+            column: builder.load(_vector_at(builder, self.panel, place, vector), align=4)
+            for column, place in places.items()
+        }
+
+    def _number(self, word: Any, part: int, row: int, kind: ir.Type) -> Any:
+        """A row's number for a part of a word, in each lane."""
+        first = self.builder.mul(word, ir.Constant(_I64, self.form.parts * self.rows))
+        place = self.builder.gep(self.x, [self._after(first, part * self.rows + row)])
+        number = self.builder.load(self.builder.bitcast(place, kind.as_pointer()), align=4)
+        return _everywhere(self.builder, number, self.form.vector(kind))
+
+    def _add_word(self, sums: Mapping[tuple[int, int], Any], word: Any) -> None:
+        builder, form = self.builder, self.form
+        found = self._vectors(word, _I32)
         for part in range(form.parts):
             parts = {column: form.part_of(builder, each, part) for column, each in found.items()}
-            for i in range(rows):
-                place = builder.add(row, ir.Constant(_I64, part * rows + i))
-                number = builder.load(builder.gep(x, [place]), align=4)
-                numbers = _everywhere(builder, number, form.vector(form.number))
-                for column in columns:
+            for i in range(self.rows):
+                numbers = self._number(word, part, i, form.number)
+                for column in self.columns:
                     so_far = builder.load(sums[i, column])
                     builder.store(form.multiply_add(builder, so_far, parts[column], numbers), sums[i, column])
+
+    def _add_groups(self, sums: Mapping[tuple[int, int], Any]) -> None:
+        """Of each group whole numbers, which are exact, and then its factors."""
+        builder, floats = self.builder, self.form.vector(_FLOAT)
+        whole = {cell: cgutils.alloca_once(builder, self.form.vector(_I32)) for cell in sums}
+        words = builder.sub(self.block, ir.Constant(_I64, FACTOR_WORDS))
+        with cgutils.for_range(builder, builder.udiv(self.words, self.block), intp=_I64) as group:
+            first = builder.mul(group.index, self.block)
+            for cell in whole.values():
+                builder.store(ir.Constant(cell.type.pointee, None), cell)
+            step = max(self.form.run, 1)
+            with cgutils.for_range(builder, builder.udiv(words, ir.Constant(_I64, step)), intp=_I64) as loop:
+                place = builder.mul(loop.index, ir.Constant(_I64, step))
+                self._add_run(whole, self._after(builder.add(first, place), FACTOR_WORDS))
+            scales, least = self._vectors(first, _FLOAT), self._vectors(self._after(first, 1), _FLOAT)
+            for i in range(self.rows):
+                scale, total = (self._number(first, part, i, _FLOAT) for part in range(2))
+                for column in self.columns:
+                    so_far = _fused(builder, total, least[column], builder.load(sums[i, column]))
+                    factor = builder.fmul(scale, scales[column])
+                    number = builder.sitofp(builder.load(whole[i, column]), floats)
+                    builder.store(_fused(builder, number, factor, so_far), sums[i, column])
+
+    def _add_run(self, whole: Mapping[tuple[int, int], Any], first: Any) -> None:
+        builder, run = self.builder, self.form.run
+        if not run:
+            self._add_word(whole, first)
+            return
+        kind = ir.VectorType(_I16, 2 * self.form.lanes)
+        sums = {cell: cgutils.alloca_once(builder, kind) for cell in whole}
+        for cell in sums.values():
+            builder.store(ir.Constant(kind, None), cell)
+        for word in range(run):
+            self._add_word(sums, self._after(first, word))
+        for cell, place in whole.items():
+            added = _multiply_add_pairs(builder, builder.load(place), builder.load(sums[cell]), _all_lanes(kind, 1))
+            builder.store(added, place)
+
+
+def _write_tile(form: _Form, rows: int, outputs: int, builder: Any, function: Any) -> None:
+    """The body of a tile's function."""
+    _Tile(form, rows, outputs, builder, function).write()
 
 
 @intrinsic

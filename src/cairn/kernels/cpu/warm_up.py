@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 MODULES: tuple[ModuleType, ...] = tuple(
     import_module(f"cairn.kernels.cpu.{name}")
     for name in (
-        *("attention", "checkpoint_files", "conv", "elementwise", "experts", "gdn", "int8", "norms", "panels"),
-        *("routers", "ssd"),
+        *("attention", "checkpoint_files", "conv", "elementwise", "experts", "gdn", "int4", "int8", "norms"),
+        *("panels", "routers", "ssd"),
     )
 )
 """Where the kernels are."""
@@ -137,8 +137,9 @@ def _unused_names() -> Set[str]:
     """Of the kernels for weights of which none has been packed."""
     layouts = step_work().packed_layouts
     unused: set[str] = set()
-    if not any(layout.startswith("int8") for layout in layouts):
-        unused |= {name for name in KERNELS if ".int8:" in name}
+    for quantized in ("int4", "int8"):
+        if not any(layout.startswith(quantized) for layout in layouts):
+            unused |= {name for name in KERNELS if f".{quantized}:" in name}
     if "panels" not in layouts:
         unused |= {kernel.path for kernel in (panels._group_rows, panels._widen_rows, panels._multiply)}
     return unused

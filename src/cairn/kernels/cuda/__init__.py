@@ -10,7 +10,7 @@ from cairn.kernels.cuda.gdn import gdn
 from cairn.kernels.cuda.logprobs import logprobs
 from cairn.kernels.cuda.metadata import build_metadata
 from cairn.kernels.cuda.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
-from cairn.kernels.cuda.products import embed, linear, lm_head, pack, pack_int8, packed_dtype, warm_up
+from cairn.kernels.cuda.products import embed, linear, lm_head, pack, pack_int4, pack_int8, packed_dtype, warm_up
 from cairn.kernels.cuda.routers import sigmoid_router, softmax_router
 from cairn.kernels.cuda.sampling import CudaSampler as sampler
 from cairn.kernels.cuda.sampling import CudaTokenCounts as token_counts
@@ -37,6 +37,7 @@ __all__ = [
     "pack",
     "pack_file_spans",
     "pack_fp8",
+    "pack_int4",
     "pack_int8",
     "packed_dtype",
     "rms_norm",

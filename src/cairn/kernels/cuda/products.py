@@ -13,6 +13,7 @@ from cairn.errors import ConfigError
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Weight
 from cairn.kernels.cuda.fp8 import multiply
+from cairn.kernels.int4 import Int4Weight
 
 _WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
 """Whether torch gives a product's float32 sums out before they are rounded; it does so on CUDA only."""
@@ -21,6 +22,11 @@ _WIDE_PRODUCTS = hasattr(torch.ops.aten.mm, "dtype")
 def pack(weight: Tensor) -> Tensor:
     """See `Kernels.pack`."""
     return weight
+
+
+def pack_int4(weight: Int4Weight) -> Tensor:
+    """See `Kernels.pack_int4`. There are none."""
+    raise ConfigError("--quantization int4: there are no products in four bits on GPUs yet; leave it out")
 
 
 def pack_int8(weight: Tensor) -> Tensor:

@@ -20,7 +20,17 @@ from cairn.kernels.exact.elementwise import (
 from cairn.kernels.exact.experts import experts, gated_experts, sigmoid_router, softmax_router
 from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
-from cairn.kernels.exact.products import embed, linear, lm_head, pack, pack_fp8, pack_int8, packed_dtype, warm_up
+from cairn.kernels.exact.products import (
+    embed,
+    linear,
+    lm_head,
+    pack,
+    pack_fp8,
+    pack_int4,
+    pack_int8,
+    packed_dtype,
+    warm_up,
+)
 from cairn.kernels.exact.products import find_dependent_height as find_dependent_height
 from cairn.kernels.exact.ssd import ssd
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
@@ -47,6 +57,7 @@ __all__ = [
     "pack",
     "pack_file_spans",
     "pack_fp8",
+    "pack_int4",
     "pack_int8",
     "packed_dtype",
     "rms_norm",

@@ -17,6 +17,7 @@ from cairn.kernels.contract import Weight
 from cairn.kernels.exact.elementwise import widen
 from cairn.kernels.exact.metadata import ROW_TILE, TILE
 from cairn.kernels.fp8 import WeightRows, dequantize_rows
+from cairn.kernels.int4 import Int4Weight
 
 
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -43,6 +44,14 @@ def pack_int8(weight: Tensor) -> Weight:
     """See `Kernels.pack_int8`. There are none."""
     raise ConfigError(
         "--quantization int8 needs the CPU's compiled kernels: install numba if it is missing, and leave out --exact; "
+        "or leave --quantization out"
+    )
+
+
+def pack_int4(weight: Int4Weight) -> Weight:
+    """See `Kernels.pack_int4`. There are none."""
+    raise ConfigError(
+        "--quantization int4 needs the CPU's compiled kernels: install numba if it is missing, and leave out --exact; "
         "or leave --quantization out"
     )
 

@@ -1,4 +1,4 @@
-"""Products with weights row by row, plain and in int8."""
+"""Products with weights row by row, plain, in int8 and in four bits."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from torch import Tensor
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.contract import Weight
 from cairn.kernels.fp8 import WeightRows, dequantize_rows
+from cairn.kernels.int4 import Int4Weight
 from cairn.kernels.reference.elementwise import widen
 from cairn.kernels.staging import Staging
 
@@ -37,8 +38,16 @@ def pack_int8(weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight(numbers.to(torch.int8), scales, weight.dtype)
 
 
+def pack_int4(weight: Int4Weight) -> Int4Weight:
+    """See `Kernels.pack_int4`."""
+    return weight
+
+
 def multiply(weight: Weight, row: Tensor) -> Tensor:
     """weight [out, in], row [in], which is float32 or wider -> [out]."""
+    if isinstance(weight, Int4Weight):
+        numbers, scale = _quantized(row.view(-1, weight.group))
+        return weight.dequantize(row.dtype) @ (numbers * scale).flatten()
     if not isinstance(weight, QuantizedWeight):
         return widen(weight) @ row
     numbers, scale = _quantized(row)

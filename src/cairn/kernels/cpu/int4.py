@@ -1,0 +1,148 @@
+"""Products in four bits: a group of a weight's inputs has a scale and a minimum, a group of a row a scale.
+
+    x = row scale * a, a whole in -127..127,    weight = scale * w + minimum, w whole in 0..15
+    x weight^T = sum over groups of  scale * row scale * (a w^T) + minimum * (row scale * sum of a)
+
+A word of a panel has eight inputs, of which a row's are two words; a group's scales and minimums are two words in front
+of its own, and so are a row's scale and its sum. a w^T is exact, by AVX512-VNNI's vpdpbusd or by AVX2's vpmaddubsw, and
+groups are added in their order: a row has the same bits whatever rows it is multiplied with.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cairn.errors import ConfigError
+from cairn.kernels.cpu.compiled import ELEMENTS, I8, I32, I64, INT, kernel, optional_arg, row_args
+from cairn.kernels.cpu.int8 import LARGEST, OUTPUTS, TINY, whole_number
+from cairn.kernels.cpu.onednn import ZERO_POINT
+from cairn.kernels.cpu.panels import RowPartition, as_words, multiply_items, partition_rows, product_type
+from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load
+from cairn.kernels.cpu.threads import step_work
+from cairn.kernels.cpu.tiles import FACTOR_WORDS, HAS_INT4, PANEL
+from cairn.kernels.cpu.vectors import pointer_to
+from cairn.kernels.int4 import Int4Weight
+
+_INPUTS_OF_WORD = 8
+_ROW_BYTES_OF_WORD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PackedInt4:
+    """A weight, or a stack of experts' ones, in four bits.
+
+    `shape`, `dtype`: those of the tensor it was made of. `matrices`: int32 [panels, words, 32] of each expert, one
+    behind the other in memory. `group`: inputs of a group.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    matrices: tuple[Tensor, ...]
+    group: int
+    layout: Literal["panels"] = "panels"
+
+
+def pack_int4(weight: Int4Weight) -> PackedInt4:
+    """See `Kernels.pack_int4`."""
+    if not HAS_INT4:
+        raise ConfigError("--quantization int4: this processor has neither AVX2 with FMA nor AVX512-VNNI; leave it out")
+    scales, least, numbers = weight.scales, weight.least(), weight.numbers
+    if weight.numbers.dim() == 2:
+        scales, least, numbers = scales[None], least[None], numbers[None]
+    count, outputs, groups = scales.shape
+    panels, words = -(-outputs // PANEL), weight.group // _INPUTS_OF_WORD
+    stack = torch.empty(count, panels, groups * (FACTOR_WORDS + words), PANEL, dtype=torch.int32)
+    step_work().add_weight(stack.nbytes, "int4 panels")
+    missing = panels * PANEL - outputs
+    for packed, *parts in zip(stack, numbers, scales, least, strict=True):
+        matrix, *factors = (F.pad(part, (0, 0, 0, missing)) if missing else part for part in parts)
+        halves = matrix.reshape(panels, PANEL, groups, words, 2, 4)
+        bytes_of_words = (halves[..., 0, :] | halves[..., 1, :] << 4).contiguous()
+        blocks = packed.view(panels, groups, FACTOR_WORDS + words, PANEL)
+        for place, factor in enumerate(factors):
+            blocks[:, :, place] = factor.contiguous().view(torch.int32).view(panels, PANEL, groups).transpose(1, 2)
+        blocks[:, :, FACTOR_WORDS:] = bytes_of_words.view(torch.int32)[..., 0].permute(0, 2, 3, 1)
+    return PackedInt4(weight.shape, weight.dtype, stack.unbind(), weight.group)
+
+
+def multiply_int4(
+    x: Tensor, weight: PackedInt4, bias: Tensor | None, expert: int, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [n, in] times the transpose of one of the matrices, [n, out] in x's dtype or another one."""
+    out = x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype or x.dtype)
+    if x.shape[0]:
+        parts = partition_rows(x.shape[0], 2 * weight.matrices[expert].shape[1])
+        multiply_int4_panels(x, weight, bias, out, parts, expert=expert)
+    return out
+
+
+def multiply_int4_panels(
+    x: Tensor,
+    weight: PackedInt4,
+    bias: Tensor | None,
+    out: Tensor,
+    parts: RowPartition,
+    order: Tensor | None = None,
+    expert: int = 0,
+) -> None:
+    """As `multiply_panels`, with the weight's matrices from `expert` on, x and the bias in bfloat16 or float32."""
+    panels = weight.matrices[expert]
+    words = panels.shape[1]
+    numbers = torch.empty(out.shape[0], _ROW_BYTES_OF_WORD * words, dtype=torch.int8)
+    _quantize_groups[x.dtype](
+        parts.groups.shape[0], numbers.numel() // 4, parts.groups.data_ptr(), *optional_arg(order), *row_args(x),
+        numbers.data_ptr(), x.shape[1], weight.group,
+    )  # fmt: skip
+    items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
+    block = FACTOR_WORDS + weight.group // _INPUTS_OF_WORD
+    operands = parts.segments.data_ptr(), panels.shape[0], numbers.data_ptr(), panels.data_ptr(), words, block
+    _multiply_int4[x.dtype, out.dtype](items, cost, *operands, *optional_arg(bias), out.data_ptr(), out.shape[1])
+
+
+@kernel({dtype: (I32, I64, INT, x, INT, I8, INT, INT) for dtype, x in ELEMENTS.items()})
+def _quantize_groups(
+    begin: int, end: int, groups: Any, order: Any, has_order: int, x: Any, row: int, out: Any, inputs: int, group: int
+) -> None:
+    """In groups of rows, as `panels` has them, words of all rows side by side: of each group of inputs its scale, its
+    sum, two that are not used, and the numbers. A scale is NaN where one of its numbers is."""
+    buffer = np.zeros(group, np.int8)
+    numbers = pointer_to(buffer)
+    words = as_words(numbers)
+    step = 2 * FACTOR_WORDS + group // 4
+    for item in range(begin, end):
+        first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
+        target = as_words(advance(out, first * (inputs // group) * step * 4))
+        for i in range(count):
+            source = advance(x, (order[first + i] if has_order else first + i) * row)
+            for place in range(inputs // group):
+                part = advance(source, place * group)
+                most = np.uint32(0)
+                for j in range(group):
+                    # Without its sign, the larger number has the larger bits, and NaN the largest.
+                    bits = bits_of(load(part, j)) & np.uint32(0x7FFFFFFF)
+                    most = bits if bits > most else most
+                scale = float_of(most) / np.float32(LARGEST)
+                scale = TINY if scale < TINY else scale
+                factor = np.float32(1) / scale
+                total = np.int32(0)
+                for j in range(group):
+                    number = np.int32(whole_number(load(part, j) * factor)) - np.int32(ZERO_POINT)
+                    total += number
+                    numbers[j] = np.int8(number)
+                at = advance(target, place * step * count + i)
+                at[0] = np.int32(bits_of(scale))
+                at[count] = np.int32(bits_of(scale * np.float32(total)))
+                for word in range(group // 4):
+                    at[(2 * FACTOR_WORDS + word) * count] = words[word]
+    buffer[0] = 0
+
+
+@kernel(
+    {(dtype, out): (product_type(I8, I32, ELEMENTS[dtype], ELEMENTS[out]),) for dtype, out in OUTPUTS}, needs=HAS_INT4
+)
+def _multiply_int4(begin: int, end: int, p: Any) -> None:
+    multiply_items(begin, end, p)
