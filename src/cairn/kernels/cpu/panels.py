@@ -1,11 +1,11 @@
 """Products with weights laid out in panels, by what the processor has for them:
 
     bfloat16: AVX512-BF16's vdpbf16ps, two products a lane, added in float32
-              AVX2 and FMA: each half of a word is a float32 once the other half is cleared, and rows are widened to
-              float32, so that a product is a multiply-add, too
+              AVX512 without it, or AVX2 and FMA: each half of a word is a float32 once the other half is cleared, and
+              rows are widened to float32, so that a product is a multiply-add, too
     int8: AVX512-VNNI's vpdpbusd, four products a lane of an unsigned and a signed byte, added in int32
-          AVX2's vpmaddwd, two products a lane in int16, to which both are widened: bytes would be added up in 16 bits,
-          where they overflow
+          AVX512's or AVX2's vpmaddwd, two products a lane in int16, to which both are widened: bytes would be added up
+          in 16 bits, where they overflow
 
 A word is 32 bits of an output or of a row: two inputs in bfloat16, four in int8. A panel has the weights of 32 outputs,
 one word of each beside the others. Rows come in groups of at most 12, or 6 where there are half as many registers, in
@@ -62,9 +62,6 @@ _CHUNK = 256 if HAS_AVX512 else 128
 """Words of a panel's outputs, 32 KiB or 16, that all groups are multiplied with before the next ones: they stay in the
 first cache, beside rows that take twice as much where they are widened."""
 
-_READ_RATE, _MULTIPLY_RATE = (35, 440) if HAS_AVX512 else (14, 55)
-"""Bytes of weights that one thread reads in a nanosecond, and that it multiplies with a row."""
-
 _INPUTS_OF_WORD = {torch.bfloat16: 2, torch.int8: 4}.__getitem__
 _FEATURES = {torch.bfloat16: ("avx512bf16", "amx-bf16"), torch.int8: ("avx512vnni", "amx-int8")}.get
 
@@ -79,16 +76,16 @@ def has_instructions(dtype: torch.dtype) -> bool:
 
 @cache
 def widens(dtype: torch.dtype) -> bool:
-    """Whether products with weights of a dtype are made of wider numbers here, by AVX2 and FMA.
+    """Whether products with weights of a dtype are made of wider numbers here, by AVX2 and FMA, or AVX512.
 
-    bfloat16: they are all there is; with AVX512 oneDNN has products. int8: elsewhere oneDNN has right ones, by AVX-VNNI
-    or a matrix unit."""
+    bfloat16: with AVX512 and no instructions for it oneDNN has products, too, which take five times as long. int8:
+    elsewhere oneDNN has right ones, by AVX-VNNI or a matrix unit."""
     found = cpu_features()
     if not (found.get("avx2") and found.get("fma")):
         return False
     if dtype == torch.int8:
         return not any(found.get(name) for name in ("avx512vnni", "avxvnni", "amx-int8"))
-    return dtype == torch.bfloat16 and not HAS_AVX512
+    return dtype == torch.bfloat16 and not any(found.get(name) for name in ("avx512bf16", "amx-bf16"))
 
 
 @cache
@@ -98,6 +95,9 @@ def has_panels(dtype: torch.dtype) -> bool:
 
 
 _WIDENS = widens(torch.bfloat16)
+
+_READ_RATE, _MULTIPLY_RATE = (35, 110 if _WIDENS else 440) if HAS_AVX512 else (14, 55)
+"""Bytes of weights that one thread reads in a nanosecond, and that it multiplies with a row."""
 
 
 def pack_panels(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:

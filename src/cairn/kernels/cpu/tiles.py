@@ -34,6 +34,10 @@ HAS_INT4 = _HAS_VNNI or bool(cpu_features().get("avx2") and cpu_features().get("
 
 _FLOAT, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _SHORT = LANES // 2
+_WIDEST = LANES if HAS_AVX512 else _SHORT
+_WIDEST_WHOLE = LANES if cpu_features().get("avx512bw") else _SHORT
+"""Outputs of a vector where numbers are widened: floats, and whole numbers of 16 bits."""
+
 _FLOATS, _HALVES = ir.VectorType(_FLOAT, LANES), ir.VectorType(_I16, LANES)
 
 
@@ -119,7 +123,8 @@ def _add_in_order(builder: Any, total: Any, added: Any) -> Any:
 
 def _multiply_add_pairs(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
     pairs = builder.bitcast(numbers, part.type)
-    return _add_in_order(builder, total, _call(builder, "llvm.x86.avx2.pmadd.wd", total.type, [part, pairs]))
+    instruction = "llvm.x86.avx2.pmadd.wd" if total.type.count == _SHORT else "llvm.x86.avx512.pmaddw.d.512"
+    return _add_in_order(builder, total, _call(builder, instruction, total.type, [part, pairs]))
 
 
 def _nibbles(builder: Any, words: Any, part: int) -> Any:
@@ -134,21 +139,23 @@ def _dot_nibbles(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
 
 def _add_nibbles(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
     """vpmaddubsw: 15 * 127 twice is an eighth of what an int16 takes."""
-    part, numbers = (builder.bitcast(each, ir.VectorType(ir.IntType(8), 4 * _SHORT)) for each in (part, numbers))
-    return _add_in_order(builder, total, _call(builder, "llvm.x86.avx2.pmadd.ub.sw", total.type, [part, numbers]))
+    lanes = total.type.count // 2
+    part, numbers = (builder.bitcast(each, ir.VectorType(ir.IntType(8), 4 * lanes)) for each in (part, numbers))
+    instruction = "llvm.x86.avx2.pmadd.ub.sw" if lanes == _SHORT else "llvm.x86.avx512.pmaddubs.w.512"
+    return _add_in_order(builder, total, _call(builder, instruction, total.type, [part, numbers]))
 
 
 def _int4_form() -> _Form:
     if _HAS_VNNI:
         return _Form("int4", LANES, 2, _I32, _FLOAT, _nibbles, _dot_nibbles, in_groups=True)
-    return _Form("int4.widened", _SHORT, 2, _I32, _FLOAT, _nibbles, _add_nibbles, in_groups=True, run=4)
+    return _Form("int4.widened", _WIDEST_WHOLE, 2, _I32, _FLOAT, _nibbles, _add_nibbles, in_groups=True, run=4)
 
 
 _FORMS: Mapping[Any, _Form] = {
     (I32, F32): _Form("bfloat16", LANES, 1, _I32, _FLOAT, _whole, _dot_bfloat16),
     (I32, I32): _Form("int8", LANES, 1, _I32, _I32, _whole, _dot_int8),
-    (F32, F32): _Form("bfloat16.widened", _SHORT, 2, _FLOAT, _FLOAT, _widened_bfloat16, _multiply_add_floats),
-    (I16, I32): _Form("int8.widened", _SHORT, 2, _I32, _I32, _widened_int8, _multiply_add_pairs),
+    (F32, F32): _Form("bfloat16.widened", _WIDEST, 2, _FLOAT, _FLOAT, _widened_bfloat16, _multiply_add_floats),
+    (I16, I32): _Form("int8.widened", _WIDEST_WHOLE, 2, _I32, _I32, _widened_int8, _multiply_add_pairs),
     (I8, F32): _int4_form(),
 }
 """By the types of what rows and sums are in."""
