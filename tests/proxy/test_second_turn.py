@@ -187,4 +187,8 @@ def test_what_is_new_in_every_request_is_no_part_of_a_prompt(odd):
     ]
     assert all(one.digests == other.digests for one, other in ways)
     assert ways[0][0].digests[1] != digests_of(system="Others.", messages=asked).digests[1]
+    later = [
+        digests_of(messages=[*asked, {"role": "system", "content": f"{header}\nRules."}]) for header in (first, second)
+    ]
+    assert later[0].digests[:1] == later[1].digests[:1] and later[0].digests[-1] != later[1].digests[-1]
     assert digests_of(system=odd, messages=asked) is not None

@@ -4,6 +4,7 @@ import hashlib
 import struct
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -203,14 +204,10 @@ def _messages(body: Body) -> list[dict[str, Any]] | None:
         return None
     system = _decode(body.get(before), Any)
     messages = [{"role": "system", "content": system}, *messages] if system else list(messages)
-    return [*map(_drop_volatile, messages)]
-
-
-def _drop_volatile(message: dict[str, Any]) -> dict[str, Any]:
-    """Servers leave it out of prompts."""
-    if message.get("role") not in ("system", "developer"):
-        return message
-    return message | {"content": drop_volatile(message.get("content"))}
+    # servers leave it out of prompts, of the messages that a chat begins with
+    leading = list(takewhile(lambda message: message.get("role") in ("system", "developer"), messages))
+    dropped = [message | {"content": drop_volatile(message.get("content"))} for message in leading]
+    return [*dropped, *messages[len(leading) :]]
 
 
 def _item_message(item: dict[str, Any]) -> dict[str, Any]:
