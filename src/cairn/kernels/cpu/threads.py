@@ -46,11 +46,21 @@ LARGE_LOOP = 2_000_000
 """Nanoseconds of a single loop that goes to the team all the same."""
 
 
-BYTES_PER_NS, PRODUCTS_PER_NS = (35, 350) if cpu_features().get("avx512f") else (14, 50)
-"""What one thread reads of weights in a nanosecond, and how many bytes of weights it multiplies with a row. Measured
-with `panels` on a processor with AVX512-BF16, weights of 50 MB: 46 bytes in bfloat16 and 52 in int8 for one row, and
-290 to 400 in both for 16 to 256 rows; what a step does beside its products is made up for by the lower of them. On one
-with AVX2 alone: 14 bytes in bfloat16 for one row, and 50 to 56 for 16 to 1,200 rows."""
+def _rates() -> tuple[int, int]:
+    """What one thread reads of weights in a nanosecond, and how many bytes of weights it multiplies with a row.
+
+    Measured with `panels` on a processor with AVX512-BF16, weights of 50 MB: 46 bytes in bfloat16 and 52 in int8 for
+    one row, and 290 to 400 in both for 16 to 256 rows; what a step does beside its products is made up for by the lower
+    of them. Without its instructions for bfloat16: 17, and 170 of weights in the cache; on one with AVX2 alone 14, and
+    50 to 56 for 16 to 1,200 rows.
+    """
+    found = cpu_features()
+    if not found.get("avx512f"):
+        return 14, 50
+    return (35, 350) if any(found.get(name) for name in ("avx512bf16", "amx-bf16")) else (17, 110)
+
+
+BYTES_PER_NS, PRODUCTS_PER_NS = _rates()
 
 
 @dataclass(slots=True)
