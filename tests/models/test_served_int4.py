@@ -19,8 +19,9 @@ from kernels.test_int8 import bytes_of
 from models.test_served_int8 import Served, distance, parts_of, text
 from tiers import first
 
-MOST = 0.8
-"""Of `distance`; something unrelated is 1.4 away. The tiny models' groups of 32 or 64 are off by a few percent."""
+MOST = {"qwen3_5": 0.7}
+"""Of `distance`; something unrelated is 1.4 away. Of the others' random routers some choose other experts: 1.1 is less
+than that. `cairn check --generate` holds a trained model to its perplexity."""
 
 
 @pytest.fixture(scope="module", params=first(1, ("qwen3_5", "nemotron_h", "qwen3_5_moe")))
@@ -38,8 +39,9 @@ def test_logits_are_near_those_in_full_precision(
     family: str, served: Served, made_model: Callable[[str], Path]
 ) -> None:
     wanted = Served(made_model(family), "float32").logits()
-    assert 1e-2 < distance(served.logits(), wanted) < MOST
-    assert distance(served.logits(), Served(made_model(family), "float32", "int4").logits()) < 0.5
+    wide = Served(made_model(family), "float32", "int4").logits()
+    for found in (served.logits(), wide):
+        assert 1e-2 < distance(found, wanted) < MOST.get(family, 1.1)
 
 
 @NEEDS_INT4
