@@ -293,10 +293,21 @@ class Round:
             server.advance(PullLimits().retry_silent)
 
     def _expire(self, servers: list[CoreProcess]) -> None:
-        """Let all leases end by time."""
-        for server in servers:
-            server.advance(_IDLE_SECONDS)
-        self.world.wait(lambda: all(_is_empty(server) for server in servers), _Held(servers))
+        """Let all leases end by time. One that a late message has begun after it had passed ends with the next."""
+        for is_last in (False, True):
+            for server in servers:
+                server.advance(_IDLE_SECONDS)
+            try:
+                self.world.wait(
+                    lambda: all(_is_empty(server) for server in servers),
+                    _Held(servers),
+                    ANSWER_SECONDS if is_last else ANSWER_SECONDS / 4,
+                )
+            except AssertionError:
+                if is_last:
+                    raise
+            else:
+                return
 
     def failures(self) -> bool:
         """Whether any request has ended with an error."""
