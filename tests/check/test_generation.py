@@ -122,6 +122,13 @@ def test_the_table_shows_both_texts():
     assert "mine" in out.getvalue() and "theirs" in out.getvalue() and "the same model" in out.getvalue()
 
 
+@pytest.mark.parametrize(("gap", "shown"), [(0.0, "other, gap 0.000"), (0.25, "gap 0.250"), (None, "gap inf")])
+def test_the_table_shows_how_far_a_cached_answer_is_apart(gap, shown):
+    out = StringIO()
+    Console(file=out, width=150).print(render_generation(report(answer(cached_answer_equal=False, cached_gap=gap))))
+    assert shown in out.getvalue()
+
+
 @pytest.mark.parametrize(("num_tokens", "limit"), [(1024, 991), (1024, 64), (40, 30)])
 def test_prompts_fit_and_differ_in_length(num_tokens, limit):
     prompts = prompts_of(range(num_tokens), limit)

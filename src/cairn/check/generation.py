@@ -315,7 +315,8 @@ def render_generation(report: GenerationReport) -> RenderableType:
         table.add_column(name, overflow="fold", max_width=44 if name in ("cairn", "transformers") else None)
     for number, answer in enumerate(report.answers):
         same = "yes" if answer.first_difference is None else f"{answer.first_difference} tokens, gap {answer.gap:.3f}"
-        again = "same" if answer.cached_answer_equal else f"other, gap {answer.cached_gap or math.inf:.3f}"
+        cached_gap = math.inf if answer.cached_gap is None else answer.cached_gap
+        again = "same" if answer.cached_answer_equal else f"other, gap {cached_gap:.3f}"
         texts = (Text(repr(one)[1:-1]) for one in (answer.text, answer.transformers_text))
         table.add_row(str(number), str(answer.prompt_tokens), *texts, same, f"{answer.cached_tokens} {again}")
     lines = [
