@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-CUDA_HAS_ENDED = 75
-"""As in `gpu_progress`, which is imported where pytest is."""
+from kernels.gpu_progress import CUDA_HAS_ENDED
 
 NOTHING_COLLECTED = 5
 """Of a part without tests."""

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton", reason="make test-kernels installs it")
 
-from cairn.kernels.cuda.assembler import driver_version, take_right_ptxas
+from cairn.kernels.cuda.assembler import choose_ptxas, driver_version
 
 OLD, NEW = (SimpleNamespace(path=f"bin/{version}", version=version) for version in ("12.8", "13.1"))
 
@@ -58,14 +58,14 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_newer_ptxas_is_taken_where_the_driver_runs_its_code(
     knobs: Knobs, driver: int | None, taken: SimpleNamespace
 ) -> None:
-    take_right_ptxas(knobs, driver)
+    choose_ptxas(knobs, driver)
     assert knobs.ptxas is taken
 
 
 def test_what_the_user_names_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_PTXAS_PATH", "bin/12.8")
     knobs = Knobs(OLD, NEW)
-    take_right_ptxas(knobs, 13_000)
+    choose_ptxas(knobs, 13_000)
     assert knobs.ptxas is OLD
 
 

@@ -285,8 +285,8 @@ def _step_bytes(
     plans, num_pages = profile_plans(layout, num_tokens, placement), num_profile_pages(layout, num_tokens)
     memory.start_peak()
     check = KernelCheck() if _is_compiled(model) else None
-    sees_logits = check is not None and model.communicator.rank == 0
-    runner = Runner(model, layout, num_pages, SLOTS, model.exact, check.observe if check and sees_logits else None)
+    observe = check.observe if check is not None and model.communicator.rank == 0 else None
+    runner = Runner(model, layout, num_pages, SLOTS, model.exact, observe)
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
     _carry_out(runner, [(plan, {}) for plan in plans], partial(meet, "in the largest step"))

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from cairn.errors import ConfigError
 from cairn.kernels.cpu.compiled import ELEMENTS, I8, I32, I64, INT, kernel, optional_arg, row_args
-from cairn.kernels.cpu.int8 import LARGEST, OUTPUTS, TINY, whole_number
+from cairn.kernels.cpu.int8 import OUTPUTS, scale_of, whole_number
 from cairn.kernels.cpu.onednn import ZERO_POINT
 from cairn.kernels.cpu.panels import RowPartition, as_words, multiply_items, partition_rows, product_type
-from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load
+from cairn.kernels.cpu.scalars import advance, bits_of, load
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.cpu.tiles import FACTOR_WORDS, HAS_INT4, PANEL
 from cairn.kernels.cpu.vectors import pointer_to
@@ -120,13 +120,7 @@ def _quantize_groups(
             source = advance(x, (order[first + i] if has_order else first + i) * row)
             for place in range(inputs // group):
                 part = advance(source, place * group)
-                most = np.uint32(0)
-                for j in range(group):
-                    # Without its sign, the larger number has the larger bits, and NaN the largest.
-                    bits = bits_of(load(part, j)) & np.uint32(0x7FFFFFFF)
-                    most = bits if bits > most else most
-                scale = float_of(most) / np.float32(LARGEST)
-                scale = TINY if scale < TINY else scale
+                scale = scale_of(part, group)
                 factor = np.float32(1) / scale
                 total = np.int32(0)
                 for j in range(group):

@@ -45,7 +45,7 @@ MAX_INPUTS = (2**31 - 1) // (255 * LARGEST)
 _WIDENS = widens(torch.int8)
 _U8 = numba_types.CPointer(numba_types.uint8)
 _ROWS = I16 if _WIDENS else I32
-TINY = np.float32(torch.finfo(torch.float32).tiny)
+_TINY = np.float32(torch.finfo(torch.float32).tiny)
 _ROUNDING = np.float32(1.5 * 2**23)
 """Added to a small float32, it leaves the nearest whole number in the lowest bits, the even one of two."""
 _LOW_BYTES = np.int32(0x00FF00FF)
@@ -85,7 +85,7 @@ def pack_int8(weight: Tensor) -> Int8Weight:
     numbers = []
     for matrix, scale, zero in zip(stack, scales, zeros, strict=True):
         wide = matrix.float()
-        scale.copy_(wide.abs().amax(dim=1).div_(LARGEST).clamp_(min=float(TINY)))
+        scale.copy_(wide.abs().amax(dim=1).div_(LARGEST).clamp_(min=float(_TINY)))
         numbers.append(wide.div(scale[:, None]).round_().to(torch.int8))
         zero.copy_(numbers[-1].sum(dim=1, dtype=torch.int32)).mul_(ZERO_POINT)
     matrices = pack_panels(numbers) if layout == "panels" else tuple(map(reorder_int8, numbers))
@@ -159,13 +159,7 @@ def _quantize_rows(
         target = as_words(advance(out, first * width * (2 if _WIDENS else 1)))
         for i in range(count):
             source = advance(x, (order[first + i] if has_order else first + i) * row)
-            most = np.uint32(0)
-            for j in range(inputs):
-                # Without its sign, the larger number has the larger bits, and NaN the largest.
-                bits = bits_of(load(source, j)) & np.uint32(0x7FFFFFFF)
-                most = bits if bits > most else most
-            scale = float_of(most) / np.float32(LARGEST)
-            scale = TINY if scale < TINY else scale
+            scale = scale_of(source, inputs)
             scales[first + i] = scale
             factor = np.float32(1) / scale
             numbers = pointer_to(buffer) if in_groups else advance(out, item * width)
@@ -180,6 +174,18 @@ def _quantize_rows(
                     else:
                         target[word * count + i] = words[word]
     buffer[0] = 0
+
+
+@jit
+def scale_of(x: Any, count: int) -> Any:
+    """By which the largest of so many numbers is divided to be 127; NaN where one of them is."""
+    most = np.uint32(0)
+    for j in range(count):
+        # Without its sign, the larger number has the larger bits, and NaN the largest.
+        bits = bits_of(load(x, j)) & np.uint32(0x7FFFFFFF)
+        most = bits if bits > most else most
+    scale = float_of(most) / np.float32(LARGEST)
+    return _TINY if scale < _TINY else scale
 
 
 @jit

@@ -22,7 +22,7 @@ _CUDA_13 = 13_000
 """A driver of CUDA 13 (580 or newer) runs what any ptxas 13 makes, an older one does not."""
 
 
-def take_right_ptxas(nvidia: Any, driver: int | None) -> None:
+def choose_ptxas(nvidia: Any, driver: int | None) -> None:
     """Has Triton, whose `knobs.nvidia` it is, call its newer ptxas where the one it would call is too old. `driver`: of
     CUDA, as 13000; None where there is no GPU, and kernels are compiled for one with a new driver. What
     TRITON_PTXAS_PATH names stays."""

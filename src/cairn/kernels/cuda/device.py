@@ -7,14 +7,14 @@ import torch
 import triton
 from torch import Tensor
 
-from cairn.kernels.cuda.assembler import driver_version, take_right_ptxas
+from cairn.kernels.cuda.assembler import choose_ptxas, driver_version
 from cairn.kernels.cuda_support import power_of_2 as power_of_2
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether TRITON_INTERPRET=1 was set before triton was imported: kernels run on the CPU then, one program at a time."""
 
 if not INTERPRETED:
-    take_right_ptxas(triton.knobs.nvidia, driver_version())
+    choose_ptxas(triton.knobs.nvidia, driver_version())
 
 
 @dataclass(frozen=True, slots=True)
