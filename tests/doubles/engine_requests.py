@@ -8,6 +8,9 @@ from cairn.types import SamplingParams
 _SAMPLING = frozenset(field.name for field in fields(SamplingParams))
 _STOPPING = frozenset(StopConditions.__struct_fields__)
 
+NEVER = "\x00 nobody says this"
+"""A stop string that ends nothing: an answer that has it gets its text from the core, not from the client."""
+
 
 def generate_request(**flat) -> GenerateRequest:
     """Lists among the sampling parameters become tuples, a mapping its pairs: what they are behind the wire."""

@@ -37,6 +37,7 @@ async def started():
     client = CoreClient(Wire(), ByteTokenizer, EngineDeadlines(silence=SILENCE, stats=5.0), LoopClock())
     # as `start` leaves it, which needs a thread: in virtual time nobody waits for one
     client._info = build_echo_core(EngineConfig(model="echo")).info
+    client._tokenizer = ByteTokenizer()
     client._watching = asyncio.create_task(client.watch())
     return client
 

@@ -17,7 +17,7 @@ from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.contract import TransferRole
 from cairn.types import Boundary, ManualClock
 from doubles.byte_tokenizer import ByteTokenizer
-from doubles.engine_requests import generate_request
+from doubles.engine_requests import NEVER, generate_request
 from doubles.simulated_runner import SimulatedRunner
 
 VOCAB = 128
@@ -115,10 +115,10 @@ def test_a_stop_token_ends_and_is_named():
 
 
 def test_a_stop_string_across_tokens_ends_and_is_cut_off():
-    whole = "".join(output.text for output in run(core(), request(max_tokens=40)))
+    whole = "".join(output.text for output in run(core(), request(max_tokens=40, stop=[NEVER])))
     stop = whole[10:13]
     engine = core()
-    outputs = run(engine, request(max_tokens=40, stop=[stop, "never there"]))
+    outputs = run(engine, request(max_tokens=40, stop=[stop, NEVER]))
     assert "".join(output.text for output in outputs) == whole[: whole.index(stop)]
     assert outputs[-1].finish_reason == "stop" and outputs[-1].stop_reason == stop
     assert engine.stats().pool.held_pages == 0

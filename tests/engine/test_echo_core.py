@@ -7,7 +7,7 @@ from cairn.engine.contract import EngineConfig, Structure
 from cairn.errors import AuditError, ConfigError, ModelError
 from doubles.byte_tokenizer import END_OF_SEQUENCE, ByteTokenizer
 from doubles.echo_core import BYTES_PER_TOKEN, EchoCore, build_echo_core
-from doubles.engine_requests import generate_request
+from doubles.engine_requests import NEVER, generate_request
 from doubles.faults import Faults
 
 FORM = Structure(kind="json", text="{}", field="response_format")
@@ -19,7 +19,7 @@ def core(faults=None, **config):
 
 def request(text="hello", request_id="r", **fields):
     prompt = np.array(ByteTokenizer().encode(text), dtype="<i8").tobytes()
-    return generate_request(request_id=request_id, prompt=prompt, **fields)
+    return generate_request(request_id=request_id, prompt=prompt, **{"stop": [NEVER], **fields})
 
 
 def answer(core, a_request):

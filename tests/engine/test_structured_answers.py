@@ -15,7 +15,7 @@ from cairn.engine.contract import EngineConfig, Structure
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
-from doubles.engine_requests import generate_request
+from doubles.engine_requests import NEVER, generate_request
 from tiers import more
 
 PROMPT = np.random.default_rng(3).integers(20, 4000, 90)
@@ -40,7 +40,7 @@ class Turned:
         requests = []
         for name, fields in asked.items():
             prompt = np.array(fields.get("prompt", PROMPT), "<i8").tobytes()
-            fields = {"max_tokens": 400, "seed": 1, "request_id": name} | fields | {"prompt": prompt}
+            fields = {"max_tokens": 400, "seed": 1, "request_id": name, "stop": [NEVER]} | fields | {"prompt": prompt}
             requests.append(generate_request(**fields))
         self.core.submit(*requests)
         self._open |= {request.request_id: request.n for request in requests}

@@ -9,7 +9,7 @@ from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.thinking import ThinkingConstraint
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
-from doubles.engine_requests import generate_request
+from doubles.engine_requests import NEVER, generate_request
 from tiers import more
 
 PROMPT = np.random.default_rng(5).integers(20, 4000, 150).tolist()
@@ -187,7 +187,7 @@ def test_an_answer_has_its_form_behind_the_forced_end(tiny_model):
     structure = Structure(kind="choice", text='["yes", "no"]', field="f", reasoning="opened")
     engine = Engine(tiny_model)
     engine.core.start(lambda: None)
-    engine.submit("a", PROMPT, thinking=thinking, structure=structure, ignore_eos=False)
+    engine.submit("a", PROMPT, thinking=thinking, structure=structure, ignore_eos=False, stop=[NEVER])
     while not engine.outputs["a"] or engine.outputs["a"][-1].finish_reason is None:
         assert engine.core.poll_ready() == []
         engine.step() if engine.core.has_work else None

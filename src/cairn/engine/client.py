@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeAlias, cast
 
 from cairn.engine.contract import CacheView, EngineInfo, EngineStats, GenerateOutput, GenerateRequest, TextTokenizer
+from cairn.engine.detokenizer import Detokenizer
 from cairn.engine.wire import (
     Abort,
     CacheQuery,
@@ -178,12 +179,14 @@ class CoreClient:
     async def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
         """See EngineClient.generate. Holds its places from the first `anext` to the last finish reason or `aclose`."""
         queue = self._submit(requests)
+        detokenizer = Detokenizer(self.tokenizer, requests)
         unfinished = {request.request_id: request.num_answers for request in requests}
         try:
             while unfinished:
                 output = await queue.get()
                 if output.request_id not in unfinished:
                     continue  # another answer to its prompt has failed
+                output = await detokenizer.add_text(output)
                 if output.finish_reason is not None:
                     unfinished[output.request_id] -= 1
                     if output.finish_reason == "error" or not unfinished[output.request_id]:

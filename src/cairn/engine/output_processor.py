@@ -1,10 +1,17 @@
-"""Output processing: sampled tokens become text, checked for stop strings, and outputs for the client."""
+"""Output processing: sampled tokens become outputs for the client; where stop strings may end an answer, its text, too."""
 
 from collections.abc import Sequence
 
 import msgspec
 
-from cairn.engine.contract import FinishReason, GenerateOutput, GenerateRequest, TextStream, TextTokenizer
+from cairn.engine.contract import (
+    FinishReason,
+    GenerateOutput,
+    GenerateRequest,
+    StopConditions,
+    TextStream,
+    TextTokenizer,
+)
 from cairn.engine.contract.output import pack_logprobs
 from cairn.engine.core_report import cache_report, timings
 from cairn.engine.grammars.constraint import GrammarConstraint
@@ -54,31 +61,20 @@ class StopStringChecker:
         return rest
 
 
-class AnswerState:
-    """The text of answer `index` of a request. `failure_status`: the HTTP status if it fails. `repeats`: whether it
-    ends with a repetition that counts."""
+class CheckedText:
+    """The text of an answer that stop strings may end, as its tokens come."""
 
-    def __init__(self, request: GenerateRequest, index: int, stream: TextStream) -> None:
-        until = request.stop_conditions
-        self.request_id = request.request_id
-        self.index = index
-        self.failure_status = _BAD_GATEWAY
-        self.stop_token_ids = frozenset(until.stop_token_ids)
+    def __init__(self, until: StopConditions, stream: TextStream) -> None:
         self._stream = stream
         self._stops = StopStringChecker(until.stop, until.include_stop_str_in_output)
         self._min_tokens, self._num_tokens = until.min_tokens, 0
-        repetition = until.repetition_detection
-        self._repetition = RepetitionDetector(repetition) if repetition and repetition.max_pattern_size else None
-        self.repeats = False
 
-    def push(self, tokens: tuple[int, ...]) -> tuple[str, str | None]:
+    def push(self, tokens: Sequence[int]) -> tuple[str, str | None]:
         """The text that can be released, and the stop string that was found. What the first `min_tokens` tokens
         complete does not count."""
         released = ""
         for token in tokens:
             self._num_tokens += 1
-            if self._repetition is not None:
-                self.repeats = self._repetition.push(token) and self._num_tokens >= self._min_tokens
             text, stop = self._stops.push(self._stream.push(token), check=self._num_tokens > self._min_tokens)
             released += text
             if stop is not None:
@@ -89,6 +85,35 @@ class AnswerState:
         """The rest of the text when the answer ends otherwise than at a stop string."""
         text, stop = self._stops.push(self._stream.finish(), check=self._num_tokens > self._min_tokens)
         return text if stop is not None else text + self._stops.flush()
+
+
+class AnswerState:
+    """What is to be known of answer `index` of a request until it ends. `text`: None where the client makes it.
+    `failure_status`: the HTTP status if it fails. `repeats`: whether it ends with a repetition that counts."""
+
+    def __init__(self, request: GenerateRequest, index: int, text: CheckedText | None) -> None:
+        until = request.stop_conditions
+        self.request_id = request.request_id
+        self.index = index
+        self.text = text
+        self.failure_status = _BAD_GATEWAY
+        self.stop_token_ids = frozenset(until.stop_token_ids)
+        self.repeats = False
+        self._min_tokens, self._num_tokens = until.min_tokens, 0
+        repetition = until.repetition_detection
+        self._repetition = RepetitionDetector(repetition) if repetition and repetition.max_pattern_size else None
+
+    def push(self, tokens: Sequence[int]) -> tuple[str, str | None]:
+        """The text that can be released, empty where the client makes it, and the stop string that was found."""
+        if self._repetition is not None:
+            for token in tokens:
+                self._num_tokens += 1
+                self.repeats = self._repetition.push(token) and self._num_tokens >= self._min_tokens
+        return ("", None) if self.text is None else self.text.push(tokens)
+
+    def flush(self) -> str:
+        """The rest of the text, as `push`, when the answer ends otherwise than at a stop string."""
+        return "" if self.text is None else self.text.flush()
 
 
 class OutputProcessor:
@@ -106,8 +131,10 @@ class OutputProcessor:
         """`specs`: what the scheduler has been given for `request`, one for each answer."""
         self._ids[request.request_id] = [spec.request_id for spec in specs]
         for index, spec in enumerate(specs):
-            stream = self._tokenizer.stream(request.skip_special_tokens)
-            self._answers[spec.request_id] = AnswerState(request, index, stream)
+            text = None
+            if request.has_stop_strings:
+                text = CheckedText(request.stop_conditions, self._tokenizer.stream(request.skip_special_tokens))
+            self._answers[spec.request_id] = AnswerState(request, index, text)
 
     def abort(self, request_id: str) -> None:
         """End a request's answers without further output. Unknown ids are ignored."""

@@ -224,6 +224,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return self.stop_conditions.prefill_only
 
     @property
+    def has_stop_strings(self) -> bool:
+        """Whether a text may end its answers: then the core makes their text, else the client does."""
+        return any(self.stop_conditions.stop)
+
+    @property
     def num_answers(self) -> int:
         """How many are given here."""
         return 1 if self.prefill_only else self.n
