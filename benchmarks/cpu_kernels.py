@@ -107,7 +107,7 @@ def batch_of(load: Load) -> Batch:
     host = HostBatch(count if load.decode else 0, cu_seqlens, slots, starts, ends, zeros, none, none)
     pages = -(-int(ends.max()) // PAGE_SIZE)
     table = torch.randperm((count + 1) * pages).view(count + 1, pages).int()
-    tokens = torch.zeros(host.num_rows, dtype=torch.int64)
+    tokens = torch.zeros(host.num_tokens, dtype=torch.int64)
     positions = torch.cat([torch.arange(start, end) for start, end in load.sequences]).expand(3, -1)
     arrays = [torch.from_numpy(array) for array in (cu_seqlens, slots, slots, starts, ends, zeros)]
     return Batch(tokens, positions, *arrays, [table], host, cpu.build_metadata(host, Staging()))
@@ -202,7 +202,7 @@ def row_by_row(shape: Shape, rows: int, dtype: torch.dtype) -> Iterator[Pair]:
 
 
 def paged(shape: Shape, load: Load, dtype: torch.dtype, batch: Batch) -> Iterator[Pair]:
-    table, rows = batch.block_tables[0], batch.host.num_rows
+    table, rows = batch.block_tables[0], batch.host.num_tokens
     pages = torch.randn(table.numel(), 2, shape.kv_heads, PAGE_SIZE, shape.head_dim).to(dtype)
     keys, values = pages[:, 0], pages[:, 1]
     q = torch.randn(rows, shape.heads, shape.head_dim).to(dtype)
@@ -264,7 +264,7 @@ def timings(shapes: list[str], dtype: torch.dtype, repeats: int, only: list[str]
         shape = SHAPES[name]
         for load in LOADS:
             batch = batch_of(load)
-            rows = batch.host.num_rows
+            rows = batch.host.num_tokens
             pairs = [
                 *products(shape, rows, dtype, batch),
                 *row_by_row(shape, rows, dtype),

@@ -129,7 +129,7 @@ class Load:
     snapshots: bool = False
 
     @property
-    def num_rows(self) -> int:
+    def num_tokens(self) -> int:
         return sum(end - start for start, end in self.sequences)
 
     def host(self) -> HostBatch:
@@ -148,7 +148,7 @@ class Load:
             seq_starts=starts,
             seq_lens=ends,
             kv_write_from=np.zeros_like(starts),
-            snapshot_rows=np.array([row for row, _ in kept], np.int32),
+            snapshot_seqs=np.array([row for row, _ in kept], np.int32),
             snapshot_offsets=np.array([offset for _, offset in kept], np.int32),
         )
 
@@ -169,7 +169,7 @@ class Load:
 
         positions = np.concatenate([np.arange(start, end) for start, end in self.sequences])
         return Batch(
-            tokens=torch.zeros(host.num_rows, dtype=torch.int64, device=DEVICE),
+            tokens=torch.zeros(host.num_tokens, dtype=torch.int64, device=DEVICE),
             positions=moved(np.stack([positions] * 3)),
             cu_seqlens=moved(host.cu_seqlens),
             slots=moved(host.slots),
@@ -239,7 +239,7 @@ def random(seed: int, *shape: int, dtype: torch.dtype = F32, scale: float = 1.0,
 def gdn_case(name: str, model: Model, load: Load) -> Case:
     assert model.gdn is not None
     key_heads, heads, size, dim = model.gdn
-    rows, sequences = load.num_rows, len(load.sequences)
+    rows, sequences = load.num_tokens, len(load.sequences)
 
     def operands(seed: int) -> dict[str, Any]:
         wide = random(seed, rows, 2 * key_heads * size + heads * dim, dtype=BF16)
@@ -283,7 +283,7 @@ def gdn_case(name: str, model: Model, load: Load) -> Case:
 def ssd_case(name: str, model: Model, load: Load) -> Case:
     assert model.ssd is not None
     heads, dim, groups, size = model.ssd
-    rows, sequences = load.num_rows, len(load.sequences)
+    rows, sequences = load.num_tokens, len(load.sequences)
 
     def operands(seed: int) -> dict[str, Any]:
         wide = random(seed, rows, heads * dim + 2 * groups * size, dtype=BF16)
@@ -312,7 +312,7 @@ def ssd_case(name: str, model: Model, load: Load) -> Case:
 
 def conv_case(name: str, model: Model, load: Load) -> Case:
     channels, width = model.conv_channels, model.conv_width
-    rows, sequences = load.num_rows, len(load.sequences)
+    rows, sequences = load.num_tokens, len(load.sequences)
 
     def operands(seed: int) -> dict[str, Any]:
         return {
@@ -329,7 +329,7 @@ def conv_case(name: str, model: Model, load: Load) -> Case:
 
 def attention_case(name: str, model: Model, load: Load) -> Case:
     heads, kv_heads, dim = model.heads, model.kv_heads, model.head_dim
-    rows = load.num_rows
+    rows = load.num_tokens
 
     def operands(seed: int) -> dict[str, Any]:
         shape = (load.num_pages, kv_heads, PAGE_SIZE, dim)
@@ -341,7 +341,7 @@ def attention_case(name: str, model: Model, load: Load) -> Case:
         }
 
     def sdpa(given: dict[str, Any]) -> Call:
-        tokens = load.num_rows
+        tokens = load.num_tokens
         q = given["q"].contiguous().transpose(0, 1).unsqueeze(0)
         k, v = (random(seed, 1, kv_heads, tokens, dim, dtype=BF16) for seed in (5, 6))
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -354,7 +354,7 @@ def attention_case(name: str, model: Model, load: Load) -> Case:
 
 
 def write_kv_case(name: str, model: Model, load: Load) -> Case:
-    rows, kv_heads, dim = load.num_rows, model.kv_heads, model.head_dim
+    rows, kv_heads, dim = load.num_tokens, model.kv_heads, model.head_dim
 
     def operands(seed: int) -> dict[str, Any]:
         shape = (load.num_pages, kv_heads, PAGE_SIZE, dim)
@@ -370,7 +370,7 @@ def write_kv_case(name: str, model: Model, load: Load) -> Case:
 
 
 def experts_case(name: str, model: Model, load: Load) -> Case:
-    rows, experts, chosen = load.num_rows, model.experts, model.experts_per_token
+    rows, experts, chosen = load.num_tokens, model.experts, model.experts_per_token
     hidden, inner = model.hidden, model.expert_inner
     halves = 2 if model.gated_experts else 1
 
@@ -402,7 +402,7 @@ def fp8_weight(seed: int, *shape: int, blocked: bool) -> Fp8Weight:
 
 def fp8_linear_case(name: str, model: Model, load: Load) -> Case:
     """Into a recurrent layer."""
-    rows, width, outputs = load.num_rows, model.hidden, model.conv_channels + 4096
+    rows, width, outputs = load.num_tokens, model.hidden, model.conv_channels + 4096
 
     def operands(seed: int) -> dict[str, Any]:
         weight = fp8_weight(3, outputs, width, blocked=model.gated_experts)
@@ -424,12 +424,12 @@ def fp8_experts_case(name: str, model: Model, load: Load) -> Case:
             "down": fp8_weight(4, model.experts, model.hidden, model.expert_inner, blocked=blocked),
         }
 
-    activations = 4 * load.num_rows * model.hidden
+    activations = 4 * load.num_tokens * model.hidden
     return replace(plain, operands=operands, num_bytes=(plain.num_bytes - activations) / 2 + activations, fp8=True)
 
 
 def router_case(name: str, model: Model, load: Load) -> Case:
-    rows, experts = load.num_rows, model.experts
+    rows, experts = load.num_tokens, model.experts
     more: dict[str, Any] = {"top_k": model.experts_per_token, "normalize": True}
     if not model.gated_experts:
         more |= {"correction": random(1, experts), "num_groups": 1, "top_groups": 1, "scale": 2.5}
@@ -442,7 +442,7 @@ def router_case(name: str, model: Model, load: Load) -> Case:
 
 def row_cases(name: str, model: Model, load: Load) -> Iterator[Case]:
     """Norms and what stands beside them."""
-    rows, hidden = load.num_rows, model.hidden
+    rows, hidden = load.num_tokens, model.hidden
 
     def case(operation: str, operands: Callable[[int], dict[str, Any]], num_bytes: float) -> Case:
         return Case(operation, name, load, operands, num_bytes, takes_batch=False)

@@ -263,7 +263,7 @@ class StepPlan:
     samples: Samples = field(default_factory=Samples)
 
     @property
-    def num_rows(self) -> int:
+    def num_seqs(self) -> int:
         return len(self.decodes) + len(self.prefills)
 
 

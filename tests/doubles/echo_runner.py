@@ -66,7 +66,7 @@ class EchoRunner:
 
     def launch(self, plan: StepPlan) -> None:
         """Needs plans whose requests come from `EchoSpecs`."""
-        self.forward_passes += bool(plan.num_rows)
+        self.forward_passes += bool(plan.num_seqs)
         self._input_batch.update(plan)
         self._plan = plan
 

@@ -88,7 +88,7 @@ class Steps(Mixed):
             "copy": plan.copies,
             "image": encoded,
             "image again": hits and not encoded,
-            "nothing computed": len(plan.samples) and not plan.num_rows,
+            "nothing computed": len(plan.samples) and not plan.num_seqs,
         }
         self.kinds.update(name for name, is_there in found.items() if is_there)
 

@@ -269,7 +269,7 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     forward = Model.forward
 
     def counted(model, batch, memory):
-        ran.append((batch.host.num_rows, batch.host.snapshot_offsets.tolist()))
+        ran.append((batch.host.num_tokens, batch.host.snapshot_offsets.tolist()))
         return forward(model, batch, memory)
 
     monkeypatch.setattr(Model, "forward", counted)
@@ -286,7 +286,7 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     assert memory.calls == ["start", "in the largest step", "peak", *5 * ["in the small steps"], "free"]
     # the largest with the snapshots that such a prompt may have, and one of a decode and of the 70 tokens behind a hit,
     # which ends off the grid; both are out when other ranks are waited for, and those that only compile two at a time
-    assert [num_rows for num_rows, _ in ran] == [100, 71, 1, 2, 4, 8, 16, 32, 64, 1, 1]
+    assert [num_tokens for num_tokens, _ in ran] == [100, 71, 1, 2, 4, 8, 16, 32, 64, 1, 1]
     assert when == [2, 4, 6, 8, 10, 11]
     assert ran[0][1] == [64, 100]
     with pytest.raises(

@@ -34,7 +34,7 @@ def conv_call(batch: RandomBatch, shape: tuple[int, int], model: torch.dtype = F
     """`shape`: width and channels."""
     width, channels = shape
     operands = {
-        "x": batch.numbers(batch.num_rows, channels).to(model),
+        "x": batch.numbers(batch.num_tokens, channels).to(model),
         "weight": batch.numbers(width, channels, salt=1).float(),
         "bias": batch.numbers(channels, salt=2).float(),
         "states": batch.states(width - 1, channels, salt=3).to(model),
@@ -45,7 +45,7 @@ def conv_call(batch: RandomBatch, shape: tuple[int, int], model: torch.dtype = F
 def ssd_call(batch: RandomBatch, shape: tuple[int, int, int, int], model: torch.dtype = F32) -> Call:
     """`shape`: groups, heads of a group, head dim, state size."""
     groups, per_group, dim, size = shape
-    heads, rows = groups * per_group, batch.num_rows
+    heads, rows = groups * per_group, batch.num_tokens
     operands: dict[str, Any] = {
         "x": batch.numbers(rows, heads, dim).float(),
         "dt": batch.numbers(rows, heads, salt=1).to(model),
@@ -63,7 +63,7 @@ def ssd_call(batch: RandomBatch, shape: tuple[int, int, int, int], model: torch.
 def gdn_call(batch: RandomBatch, shape: tuple[int, int, int, int], model: torch.dtype = F32) -> Call:
     """`shape`: key heads, value heads of each, head dim, state size."""
     key_heads, per_key, dim, size = shape
-    heads, rows = key_heads * per_key, batch.num_rows
+    heads, rows = key_heads * per_key, batch.num_tokens
     operands = {
         "q": batch.numbers(rows, key_heads, size).float(),
         "k": batch.numbers(rows, key_heads, size, salt=1).float(),
@@ -90,9 +90,9 @@ def paged_call(
     pages = batch.pages(page_size, garbage)
     keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
     if name == "attention":
-        rows = {"q": batch.numbers(batch.num_rows, num_heads, dim).mul(2).to(dtype)}
+        rows = {"q": batch.numbers(batch.num_tokens, num_heads, dim).mul(2).to(dtype)}
     else:
-        rows = {part: batch.numbers(batch.num_rows, kv_heads, dim, salt=len(part)).to(dtype) for part in ("k", "v")}
+        rows = {part: batch.numbers(batch.num_tokens, kv_heads, dim, salt=len(part)).to(dtype) for part in ("k", "v")}
     return Call(name, batch, {**rows, "keys": keys, "values": values, "group": 0}, (pages.table,))
 
 

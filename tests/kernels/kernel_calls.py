@@ -219,14 +219,14 @@ Operands = dict[str, Any]
 
 
 def _embed(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
-    tokens = (batch.numbers(batch.num_rows).abs() * 20).long().clamp(max=49)
+    tokens = (batch.numbers(batch.num_tokens).abs() * 20).long().clamp(max=49)
     return {"tokens": tokens, "weight": batch.numbers(50, draw(WIDTHS), salt=1).to(dtype)}
 
 
 def _linear(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     inputs, outputs = draw(WIDTHS), draw(WIDTHS)
     return {
-        "x": batch.numbers(batch.num_rows, inputs).to(dtype),
+        "x": batch.numbers(batch.num_tokens, inputs).to(dtype),
         "weight": _weight(batch, outputs, inputs, salt=1).to(dtype),
         "bias": batch.numbers(outputs, salt=2).to(dtype) if draw(st.booleans()) else None,
     }
@@ -235,7 +235,7 @@ def _linear(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands
 def _lm_head(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     inputs = draw(WIDTHS)
     return {
-        "hidden": batch.numbers(batch.num_rows, inputs).to(dtype),
+        "hidden": batch.numbers(batch.num_tokens, inputs).to(dtype),
         "weight": _weight(batch, 70, inputs, salt=1).to(dtype),
     }
 
@@ -245,9 +245,9 @@ def _routed(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype, width: int)
     experts = draw(st.integers(1, 9))
     chosen = draw(st.integers(1, min(4, experts)))
     return experts, {
-        "x": batch.numbers(batch.num_rows, width).to(dtype),
-        "topk_ids": batch.numbers(batch.num_rows, experts, salt=1).topk(chosen, dim=-1).indices,
-        "topk_weights": batch.numbers(batch.num_rows, chosen, salt=2).to(_wide(dtype)),
+        "x": batch.numbers(batch.num_tokens, width).to(dtype),
+        "topk_ids": batch.numbers(batch.num_tokens, experts, salt=1).topk(chosen, dim=-1).indices,
+        "topk_weights": batch.numbers(batch.num_tokens, chosen, salt=2).to(_wide(dtype)),
     }
 
 
@@ -269,7 +269,7 @@ def _rms_norm(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operan
     width = draw(WIDTHS)
     heads = [draw(st.integers(1, 3))] if draw(st.booleans()) else []
     return {
-        "x": batch.numbers(batch.num_rows, *heads, width).to(dtype),
+        "x": batch.numbers(batch.num_tokens, *heads, width).to(dtype),
         "weight": batch.numbers(width, salt=1).to(draw(st.sampled_from([dtype, _wide(dtype)]))),
         "eps": 1e-5,
     }
@@ -277,8 +277,8 @@ def _rms_norm(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operan
 
 def _add_rms_norm(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     width = draw(WIDTHS)
-    residual = batch.numbers(batch.num_rows, width, salt=2).to(dtype)
-    x, weight = batch.numbers(batch.num_rows, width).to(dtype), batch.numbers(width, salt=1)
+    residual = batch.numbers(batch.num_tokens, width, salt=2).to(dtype)
+    x, weight = batch.numbers(batch.num_tokens, width).to(dtype), batch.numbers(width, salt=1)
     weight = weight.to(draw(st.sampled_from([dtype, _wide(dtype)])))
     return {"residual": residual, "x": x, "weight": weight, "eps": 1e-5}
 
@@ -287,8 +287,8 @@ def _gated_rms_norm(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> 
     groups = draw(st.integers(1, 4))
     width = groups * draw(WIDTHS)
     return {
-        "x": batch.numbers(batch.num_rows, width).to(_wide(dtype)),
-        "gate": batch.numbers(batch.num_rows, width, salt=1).mul(3).to(dtype),
+        "x": batch.numbers(batch.num_tokens, width).to(_wide(dtype)),
+        "gate": batch.numbers(batch.num_tokens, width, salt=1).mul(3).to(dtype),
         "weight": batch.numbers(width, salt=2).to(draw(st.sampled_from([dtype, _wide(dtype)]))),
         "groups": groups,
         "eps": 1e-5,
@@ -298,8 +298,8 @@ def _gated_rms_norm(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> 
 def _rms_norm_then_gate(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     heads, dim = draw(st.integers(1, 4)), draw(WIDTHS)
     return {
-        "x": batch.numbers(batch.num_rows, heads, dim).to(_wide(dtype)),
-        "gate": batch.numbers(batch.num_rows, heads * dim, salt=1).mul(3).to(dtype),
+        "x": batch.numbers(batch.num_tokens, heads, dim).to(_wide(dtype)),
+        "gate": batch.numbers(batch.num_tokens, heads * dim, salt=1).mul(3).to(dtype),
         "weight": batch.numbers(dim, salt=2).to(_wide(dtype)),
         "eps": 1e-5,
     }
@@ -307,27 +307,27 @@ def _rms_norm_then_gate(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype)
 
 def _silu_mul(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     width = draw(WIDTHS)
-    gate = batch.numbers(batch.num_rows, width).mul(5).to(dtype)
-    x = batch.numbers(batch.num_rows, width, salt=1).to(draw(st.sampled_from([dtype, _wide(dtype)])))
+    gate = batch.numbers(batch.num_tokens, width).mul(5).to(dtype)
+    x = batch.numbers(batch.num_tokens, width, salt=1).to(draw(st.sampled_from([dtype, _wide(dtype)])))
     return {"gate": gate, "x": x}
 
 
 def _sigmoid_mul(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     width = draw(WIDTHS)
     gates = draw(st.sampled_from([1, width]))
-    x = batch.numbers(batch.num_rows, width, salt=1).to(dtype)
-    return {"x": x, "gate": batch.numbers(batch.num_rows, gates).mul(5).to(dtype)}
+    x = batch.numbers(batch.num_tokens, width, salt=1).to(dtype)
+    return {"x": x, "gate": batch.numbers(batch.num_tokens, gates).mul(5).to(dtype)}
 
 
 def _squared_relu(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
-    return {"x": batch.numbers(batch.num_rows, draw(WIDTHS)).to(dtype)}
+    return {"x": batch.numbers(batch.num_tokens, draw(WIDTHS)).to(dtype)}
 
 
 def _rope(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     heads, pairs, rest = draw(st.integers(1, 3)), draw(st.integers(1, 20)), draw(st.integers(0, 9))
-    angles = batch.numbers(batch.num_rows, pairs, salt=1).mul(9)
+    angles = batch.numbers(batch.num_tokens, pairs, salt=1).mul(9)
     return {
-        "x": batch.numbers(batch.num_rows, heads, 2 * pairs + rest).to(dtype),
+        "x": batch.numbers(batch.num_tokens, heads, 2 * pairs + rest).to(dtype),
         "cos": angles.cos().to(_wide(dtype)),
         "sin": angles.sin().to(_wide(dtype)),
     }
@@ -336,7 +336,7 @@ def _rope(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
 def _softmax_router(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     experts = draw(st.integers(1, 40))
     return {
-        "logits": batch.numbers(batch.num_rows, experts).mul(3).to(_wide(dtype)),
+        "logits": batch.numbers(batch.num_tokens, experts).mul(3).to(_wide(dtype)),
         "top_k": draw(st.integers(1, min(8, experts))),
         "normalize": draw(st.booleans()),
     }
@@ -346,7 +346,7 @@ def _sigmoid_router(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> 
     num_groups, per_group = draw(st.integers(1, 4)), draw(st.integers(2, 8))
     top_groups = draw(st.integers(1, num_groups))
     return {
-        "logits": batch.numbers(batch.num_rows, num_groups * per_group).mul(3).to(_wide(dtype)),
+        "logits": batch.numbers(batch.num_tokens, num_groups * per_group).mul(3).to(_wide(dtype)),
         "correction": batch.numbers(num_groups * per_group, salt=1).to(_wide(dtype)),
         "top_k": draw(st.integers(1, min(6, top_groups * per_group))),
         "num_groups": num_groups,
@@ -359,7 +359,7 @@ def _sigmoid_router(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> 
 def _conv(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     channels, width = draw(WIDTHS), draw(st.integers(2, 5))
     return {
-        "x": batch.numbers(batch.num_rows, channels).to(dtype),
+        "x": batch.numbers(batch.num_tokens, channels).to(dtype),
         "weight": batch.numbers(width, channels, salt=1).to(_wide(dtype)),
         "bias": batch.numbers(channels, salt=2).to(_wide(dtype)) if draw(st.booleans()) else None,
         "states": batch.states(width - 1, channels, salt=3).to(dtype),
@@ -375,7 +375,7 @@ def _ssd(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     groups, per_group = draw(HEADS)
     heads = groups * per_group
     dim, size = draw(SIZES)
-    wide, rows = _wide(dtype), batch.num_rows
+    wide, rows = _wide(dtype), batch.num_tokens
     return {
         "x": batch.numbers(rows, heads, dim).to(wide),
         "dt": batch.numbers(rows, heads, salt=1).mul(3).to(dtype),
@@ -394,7 +394,7 @@ def _gdn(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     key_heads, per_key = draw(HEADS)
     heads = key_heads * per_key
     dim, size = draw(SIZES)
-    wide, rows = _wide(dtype), batch.num_rows
+    wide, rows = _wide(dtype), batch.num_tokens
     return {
         "q": batch.numbers(rows, key_heads, size).to(wide),
         "k": batch.numbers(rows, key_heads, size, salt=1).to(wide),
@@ -415,9 +415,9 @@ def _paged(draw: st.DrawFn, name: str, batch: RandomBatch, dtype: torch.dtype) -
     keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
     operands: Operands = {"keys": keys, "values": values, "group": 1}
     if name == "attention":
-        operands = {"q": batch.numbers(batch.num_rows, kv_heads * per_key, dim).to(dtype), **operands}
+        operands = {"q": batch.numbers(batch.num_tokens, kv_heads * per_key, dim).to(dtype), **operands}
     else:
-        k, v = (batch.numbers(batch.num_rows, kv_heads, dim, salt=salt).to(dtype) for salt in (1, 2))
+        k, v = (batch.numbers(batch.num_tokens, kv_heads, dim, salt=salt).to(dtype) for salt in (1, 2))
         operands = {"k": k, "v": v, **operands}
     return Call(name, batch, operands, (torch.full_like(pages.table, pages.num_pages - 1), pages.table))
 

@@ -55,7 +55,7 @@ class RandomBatch:
         return self.decodes + self.prefills
 
     @property
-    def num_rows(self) -> int:
+    def num_tokens(self) -> int:
         return sum(sequence.num_tokens for sequence in self.sequences)
 
     def rows_of(self, index: int) -> slice:
@@ -85,7 +85,7 @@ class RandomBatch:
             seq_starts=ints([sequence.start for sequence in sequences]),
             seq_lens=ints([sequence.end for sequence in sequences]),
             kv_write_from=ints([sequence.kv_write_from for sequence in sequences]),
-            snapshot_rows=ints([i for i, sequence in enumerate(sequences) for _ in sequence.snapshots]),
+            snapshot_seqs=ints([i for i, sequence in enumerate(sequences) for _ in sequence.snapshots]),
             snapshot_offsets=ints([offset for sequence in sequences for offset in sequence.snapshots]),
         )
 
@@ -96,7 +96,7 @@ class RandomBatch:
         staging.send(device or torch.device("cpu"))
         positions = [torch.arange(sequence.start, sequence.end) for sequence in self.sequences]
         return Batch(
-            tokens=torch.zeros(host.num_rows, dtype=torch.int64, device=device),
+            tokens=torch.zeros(host.num_tokens, dtype=torch.int64, device=device),
             positions=torch.cat([*positions, torch.arange(0)]).expand(3, -1).contiguous().to(device),
             cu_seqlens=torch.tensor(host.cu_seqlens, device=device),
             slots=torch.tensor(host.slots, device=device),

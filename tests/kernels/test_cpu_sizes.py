@@ -23,7 +23,7 @@ def attention_call(batch: RandomBatch, heads: tuple[int, int, int], page_size: i
     num_heads, kv_heads, dim = heads
     pages = batch.pages(page_size)
     keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
-    q = batch.numbers(batch.num_rows, num_heads, dim).mul(2).to(dtype)
+    q = batch.numbers(batch.num_tokens, num_heads, dim).mul(2).to(dtype)
     return Call("attention", batch, {"q": q, "keys": keys, "values": values, "group": 0}, (pages.table,))
 
 
@@ -68,7 +68,7 @@ def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
         for row in range(first, first + rows):
             seen.setdefault(row, []).append((key, end))
     num_parts = {row: count for row, _, count in metadata.merges.array.tolist()}
-    assert sorted(seen) == list(range(batch.num_rows))
+    assert sorted(seen) == list(range(batch.num_tokens))
     for row, parts in seen.items():
         parts.sort()
         assert parts[0][0] == 0 and all(before[1] == after[0] for before, after in pairwise(parts))

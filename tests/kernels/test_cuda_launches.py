@@ -97,7 +97,11 @@ def test_a_scan_is_compiled_once_for_all_batches(kernels: Kernels, dtype: torch.
     for shape in shapes:
         found = [launched(make(batch, shape, dtype), kernels) for batch in BATCHES]
         assert all(found)
-        several = [launch for each, batch in zip(found, BATCHES, strict=True) if batch.num_rows > 1 for launch in each]
+        several = [
+            launch for each, batch in zip(found, BATCHES, strict=True) if batch.num_tokens > 1 for launch in each
+        ]
+            launch for each, batch in zip(found, BATCHES, strict=True) if batch.num_tokens > 1 for launch in each
+        ]
         assert variants_of(several) == dict.fromkeys((f"{name}.{kernel}" for kernel in KERNELS[name]), 1)
 
 
@@ -112,7 +116,7 @@ def test_attention_is_compiled_for_few_lengths(
         for name in ("attention", "write_kv"):
             found = launched(paged_call(name, batch, heads, page_size, dtype), kernels)
             assert found
-            launches += found if batch.num_rows > 1 else ()
+            launches += found if batch.num_tokens > 1 else ()
     once = dict.fromkeys(("attention._prefill_kernel", "attention._combine_kernel", "write_kv._write_kv_kernel"), 1)
     assert variants_of(launches) == {**once, "attention._decode_kernel": 1 if kernels is cuda_exact else 2}
 

@@ -151,7 +151,7 @@ MUTANTS = (
     ("flashinfer_attention", "self._num_steps += 1", "pass"),
     ("flashinfer_attention", "plan.filled_group != group", "plan.filled_group is None"),
     ("fla_gdn", "(host.seq_starts % CHUNK == 0)", "(host.seq_starts >= 0)"),
-    ("fla_gdn", "is_fit[snapshot_rows[is_inside]] = False", "pass"),
+    ("fla_gdn", "is_fit[snapshot_seqs[is_inside]] = False", "pass"),
     ("fla_gdn", "torch.where(begun, states[slots], 0.0)", "states[slots]"),
     ("fla_gdn", "states.index_copy_(0, slots, final)", "states.index_copy_(0, slots, final * 2)"),
     ("fla_gdn", "final[plan.snapshot_seqs.tensor]", "final[: len(plan.snapshot_seqs.tensor)]"),

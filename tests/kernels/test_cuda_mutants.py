@@ -188,8 +188,8 @@ MUTANTS = (
     Mutant(
         "snapshots are the next sequence's",
         "metadata",
-        "np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1))",
-        'np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1), side="right")',
+        "np.searchsorted(host.snapshot_seqs, np.arange(host.num_seqs + 1))",
+        'np.searchsorted(host.snapshot_seqs, np.arange(host.num_seqs + 1), side="right")',
         ("ssd", "gdn", "conv"),
     ),
     Mutant("a later key is seen", "attention", "positions[None, :] < seen[:, None]", "positions[None, :] < end", ()),

@@ -99,7 +99,7 @@ class Prompt(Load):
     def host(self) -> HostBatch:
         return replace(
             Load.host(self),
-            snapshot_rows=np.zeros(len(self.places), np.int32),
+            snapshot_seqs=np.zeros(len(self.places), np.int32),
             snapshot_offsets=np.array(self.places, np.int32),
         )
 

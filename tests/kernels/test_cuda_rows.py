@@ -254,7 +254,7 @@ SHORT_AND_LONG = RandomBatch(
 
 def conv_call(batch: RandomBatch, width: int, channels: int, dtype: torch.dtype, silu: bool, bias: bool) -> Call:
     operands = {
-        "x": batch.numbers(batch.num_rows, channels).to(dtype),
+        "x": batch.numbers(batch.num_tokens, channels).to(dtype),
         "weight": batch.numbers(width, channels, salt=1).float(),
         "bias": batch.numbers(channels, salt=2).float() if bias else None,
         "states": batch.states(width - 1, channels, salt=3).to(dtype),

@@ -489,8 +489,8 @@ def test_a_prompt_that_came_whole_is_drawn_apart_from_those_that_run(ahead):
     assert busy not in d.ended
     drawn = [index for index, plan in enumerate(plans) if slots_without_row(plan)]
     assert sum(len(slots_without_row(plans[index])) for index in drawn) == len(names)
-    assert len(drawn) > 1 and not plans[drawn[0]].num_rows
-    assert all(plan.num_rows or after.num_rows for plan, after in pairwise(plans[drawn[0] :]))
+    assert len(drawn) > 1 and not plans[drawn[0]].num_seqs
+    assert all(plan.num_seqs or after.num_seqs for plan, after in pairwise(plans[drawn[0] :]))
     world.run()
     for name, prompt in zip(names, prompts, strict=True):
         assert d.answers[name] == alone(prompt, 5)

@@ -27,7 +27,7 @@ def decodes(*rows):
 
 def built(plan, inputs=None, last_tokens=()):
     staging = Staging()
-    builder = BatchBuilder(plan, inputs or [None] * plan.num_rows, reference, staging)
+    builder = BatchBuilder(plan, inputs or [None] * plan.num_seqs, reference, staging)
     staging.send(torch.device("cpu"))
     slot_tensors = SlotTensors(1, 8, 4, torch.device("cpu"))
     slot_tensors.last_tokens[: len(last_tokens)] = torch.tensor(last_tokens)
@@ -41,7 +41,7 @@ def test_decode_rows_come_first_and_prefills_follow_one_another():
         prefills=(prefill(0, 70, 100), prefill(2, 0, 66), prefill(4, 5, 6)),
     )
     batch = built(plan)
-    assert batch.host.num_decodes == 2 and batch.host.num_seqs == 5 and batch.host.num_rows == 99
+    assert batch.host.num_decodes == 2 and batch.host.num_seqs == 5 and batch.host.num_tokens == 99
     assert batch.tokens.tolist() == [40, 9, *range(70, 100), *range(66), 5]
     assert batch.positions.tolist() == [batch.tokens.tolist()] * 3
     host = {name: getattr(batch.host, name).tolist() for name in ("cu_seqlens", "slots", "seq_starts", "seq_lens")}
@@ -71,7 +71,7 @@ def test_snapshots_come_in_the_batchs_order_and_rise_within_a_row():
     builder = BatchBuilder(plan, [None] * 3, reference, Staging())
     host = builder.host
     assert builder.snapshots == [snapshots[1], snapshots[2], snapshots[0], snapshots[3]]
-    assert host.snapshot_rows.tolist() == [0, 1, 1, 2]
+    assert host.snapshot_seqs.tolist() == [0, 1, 1, 2]
     assert host.snapshot_offsets.tolist() == [1, 4, 80, 1]
 
 

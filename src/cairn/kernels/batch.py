@@ -27,8 +27,8 @@ class HostBatch:
     `num_decodes`: sequences *planned* as decode, the first ones; a prefill of one token is none of them.
     All arrays are contiguous. `cu_seqlens` int32 [B + 1]; `slots`, `seq_starts`, `seq_lens`, `kv_write_from` int32 [B]:
     see `Batch`.
-    `snapshot_rows`, `snapshot_offsets` int32 [N]: a snapshot of sequence `snapshot_rows[n]` is taken after the first
-    `snapshot_offsets[n]` of its tokens here, 1 at least; in the order of the rows, and rising within one.
+    `snapshot_seqs`, `snapshot_offsets` int32 [N]: a snapshot of sequence `snapshot_seqs[n]` is taken after the first
+    `snapshot_offsets[n]` of its tokens here, 1 at least; in the order of the sequences, and rising within one.
     `max_seq_len`: None but for decodes of a CUDA graph, of which the host knows the number alone: what is launched for
     them must do for all lengths up to this one. `slots` and all lengths are empty there, so that nobody uses any.
     """
@@ -39,7 +39,7 @@ class HostBatch:
     seq_starts: Int32Array
     seq_lens: Int32Array
     kv_write_from: Int32Array
-    snapshot_rows: Int32Array
+    snapshot_seqs: Int32Array
     snapshot_offsets: Int32Array
     max_seq_len: int | None = None
 
@@ -56,14 +56,14 @@ class HostBatch:
         return len(self.cu_seqlens) - 1
 
     @property
-    def num_rows(self) -> int:
+    def num_tokens(self) -> int:
         """T."""
         return int(self.cu_seqlens[-1])
 
     @property
     def num_snapshots(self) -> int:
         """N."""
-        return len(self.snapshot_rows)
+        return len(self.snapshot_seqs)
 
 
 @dataclass(frozen=True, slots=True)

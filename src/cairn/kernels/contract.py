@@ -148,7 +148,7 @@ class Kernels(Protocol):
         ...
 
     def sampling_bytes(self, num_rows: int, vocab_size: int, num_slots: int) -> int:
-        """The most that drawing `num_rows` takes of a device's memory beside their logits, with the counts of
+        """The most that drawing `num_tokens` takes of a device's memory beside their logits, with the counts of
         `num_slots`."""
         ...
 

@@ -115,7 +115,7 @@ def host_batch(plan: StepPlan, snapshots: Sequence[Snapshot]) -> HostBatch:
     cu_seqlens = np.zeros(len(slots) + 1, np.int32)
     np.cumsum(ends - starts, out=cu_seqlens[1:])
     snapshot_points = [(snapshot.row, snapshot.position) for snapshot in snapshots]
-    snapshot_rows, positions = np.array(snapshot_points, np.int32).reshape(-1, 2).T.copy()
+    snapshot_seqs, positions = np.array(snapshot_points, np.int32).reshape(-1, 2).T.copy()
     return HostBatch(
         num_decodes=num_decodes,
         cu_seqlens=cu_seqlens,
@@ -123,8 +123,8 @@ def host_batch(plan: StepPlan, snapshots: Sequence[Snapshot]) -> HostBatch:
         seq_starts=starts,
         seq_lens=ends,
         kv_write_from=write_from,
-        snapshot_rows=snapshot_rows,
-        snapshot_offsets=positions - starts[snapshot_rows],
+        snapshot_seqs=snapshot_seqs,
+        snapshot_offsets=positions - starts[snapshot_seqs],
     )
 
 
@@ -144,9 +144,9 @@ class BatchBuilder:
             tokens = np.concatenate([tokens, *(np.maximum(row.tokens, 0) for row in plan.prefills)])
         self._continues = bool((plan.decodes.tokens == SAMPLED).any())
         first = host.cu_seqlens[:-1]
-        positions = np.empty((3, host.num_rows), np.int64)
+        positions = np.empty((3, host.num_tokens), np.int64)
         if plan.prefills:
-            positions[:] = np.arange(host.num_rows) + np.repeat(host.seq_starts - first, np.diff(host.cu_seqlens))
+            positions[:] = np.arange(host.num_tokens) + np.repeat(host.seq_starts - first, np.diff(host.cu_seqlens))
         else:
             positions[:] = host.seq_starts
         self._vectors, vector_rows = list[Tensor](), []

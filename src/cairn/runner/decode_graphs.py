@@ -119,15 +119,15 @@ class DecodeGraphs:
         """The size that the plan's rows are padded to; None where they are not replayed: prefill, and more rows than
         the largest size. None, too, from a request with more stop tokens than there was room for on: the tensor is
         another one then."""
-        num_rows = len(plan.decodes)
-        if not self._sizes or plan.prefills or not 0 < num_rows <= self._sizes[-1]:
+        num_seqs = len(plan.decodes)
+        if not self._sizes or plan.prefills or not 0 < num_seqs <= self._sizes[-1]:
             return None
         room = self._stop_tokens.shape[1]
         if self._slot_tensors.stop_tokens is not self._stop_tokens or any(
             len(admit.stop_token_ids) > room for admit in plan.admits
         ):
             return None
-        return self._sizes[bisect_left(self._sizes, num_rows)]
+        return self._sizes[bisect_left(self._sizes, num_seqs)]
 
     def pack(self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], size: int) -> NDArray[np.int32]:
         """The plan's rows as `replay` takes them, int32 [8, room]. `inputs`: of each row; a decode row behind images

@@ -56,14 +56,14 @@ class StepInputs:
             if plan.snapshots:
                 slots = plan.decodes.slots[[snapshot.row for snapshot in plan.snapshots]]
                 self.snapshots = self.staging.add(slots.astype(np.int64)), self._files(plan.snapshots)
-        elif plan.num_rows:
+        elif plan.num_seqs:
             self.batch = self._eager_rows(plan, inputs, kernels)
 
     def _eager_rows(self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], kernels: Kernels) -> BatchBuilder:
         batch = BatchBuilder(plan, inputs, kernels, self.staging)
         host = batch.host
         if plan.snapshots:
-            last_rows = host.cu_seqlens[host.snapshot_rows] + host.snapshot_offsets - 1
+            last_rows = host.cu_seqlens[host.snapshot_seqs] + host.snapshot_offsets - 1
             self.snapshots = self.staging.add(last_rows.astype(np.int64)), self._files(batch.snapshots)
         first_rows = host.cu_seqlens[len(plan.decodes) :].tolist()
         self.prompt_logprobs = [

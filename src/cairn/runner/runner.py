@@ -159,7 +159,7 @@ class Runner(StepRunner):
         """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be drawn;
         they need not be collected."""
         assert not self._launched or self._launched[-1].is_drawn, f"step {plan.step} before the last one was drawn"
-        with torch.inference_mode(), explain_step_memory(plan.step, plan.num_rows):
+        with torch.inference_mode(), explain_step_memory(plan.step, plan.num_seqs):
             self._input_batch.update(plan)
             if self._population is not None:
                 self._population.reach(last_new_page(plan))
@@ -175,7 +175,7 @@ class Runner(StepRunner):
             self._move_states(step)
             for write in writes:
                 write()
-            if plan.num_rows:
+            if plan.num_seqs:
                 self._forward(step)
             if len(plan.samples):
                 step.logits = self._model.logits(self._live.hidden[inputs.sampled_slots.tensor])
@@ -186,7 +186,7 @@ class Runner(StepRunner):
         have to be collected."""
         launched = self._launched[-1]
         assert launched.plan.step == step and not launched.is_drawn, f"step {step} is not to be drawn now"
-        with torch.inference_mode(), explain_step_memory(step, launched.plan.num_rows):
+        with torch.inference_mode(), explain_step_memory(step, launched.plan.num_seqs):
             tokens = None if launched.logits is None else self._sample(launched, launched.logits, masks)
             launched.read_back(tokens)
 
@@ -263,7 +263,7 @@ class Runner(StepRunner):
     def _multimodal_inputs(self, plan: StepPlan) -> list[MultimodalInputs | None]:
         """Of each row, decode rows first."""
         if not self._input_batch.image_slots:
-            return [None] * plan.num_rows
+            return [None] * plan.num_seqs
         decodes = zip(plan.decodes.slots.tolist(), plan.decodes.positions.tolist(), strict=True)
         rows = [(slot, position, position + 1) for slot, position in decodes]
         rows += [(row.slot, row.start, row.end) for row in plan.prefills]

@@ -59,8 +59,8 @@ def conv(
         _conv_decode[x.dtype](host.num_decodes, host.num_decodes * channels, *operands, *sequences)
     num_prefills = host.num_seqs - host.num_decodes
     if num_prefills:
-        num_rows = host.num_rows - host.num_decodes
-        _conv_prefill[x.dtype](-(-num_rows // ROWS), num_rows * channels, *operands, *sequences, host.num_rows)
+        num_tokens = host.num_tokens - host.num_decodes
+        _conv_prefill[x.dtype](-(-num_tokens // ROWS), num_tokens * channels, *operands, *sequences, host.num_tokens)
         # Afterwards, because the rows of a sequence, which may be several threads', read the state before them.
         _update_states[x.dtype](num_prefills, (num_prefills + host.num_snapshots) * channels, *operands, *sequences)
     return out, snapshots

@@ -96,7 +96,7 @@ def gdn(
             *row_args(wide_dt),
             y.data_ptr(),
         )
-        cost = (host.num_rows - host.num_decodes) * heads * size * dim // 16
+        cost = (host.num_tokens - host.num_decodes) * heads * size * dim // 16
         _gdn_prefill[torch.float32](num_prefills * key_heads, cost, *operands, *parameters, *sequences)
     return y, snapshots
 

@@ -48,7 +48,7 @@ class CpuMetadata:
 
 def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
     """See `Kernels.build_metadata`."""
-    step_work().begin_step(host.num_rows)
+    step_work().begin_step(host.num_tokens)
     tiles, merges = _tiles(host)
     rows, partials = tiles[:, 1], tiles[:, 6]
     return CpuMetadata(
@@ -66,7 +66,7 @@ def _tiles(host: HostBatch) -> tuple[Int32Array, Int32Array]:
     firsts, starts, ends = host.cu_seqlens[:-1], host.seq_starts, host.seq_lens
     counts = ends - starts
     is_split = (counts == 1) & (ends > SPLIT_TOKENS)
-    if host.num_rows == host.num_seqs and not is_split.any():
+    if host.num_tokens == host.num_seqs and not is_split.any():
         none = np.zeros_like(firsts)
         columns = (firsts, counts, host.slots, starts, none, ends, none - 1)
         return np.stack(columns, axis=1), np.zeros((0, 3), np.int32)
@@ -88,7 +88,7 @@ def _tiles(host: HostBatch) -> tuple[Int32Array, Int32Array]:
 
 def _writes(host: HostBatch) -> Int32Array:
     counts = np.diff(host.cu_seqlens)
-    rows = np.arange(host.num_rows, dtype=np.int32)
+    rows = np.arange(host.num_tokens, dtype=np.int32)
     positions = rows + np.repeat(host.seq_starts - host.cu_seqlens[:-1], counts)
     table = np.stack([rows, np.repeat(host.slots, counts), positions], axis=1)
     return table[positions >= np.repeat(host.kv_write_from, counts)]

@@ -50,7 +50,7 @@ class Sequences(NamedTuple):
     slots: Any
     seq_starts: Any
     num_decodes: int
-    snapshot_rows: Any
+    snapshot_seqs: Any
     snapshot_offsets: Any
     num_snapshots: int
     states: Any
@@ -67,10 +67,10 @@ def sequences_type(state: Any) -> Any:
 def sequence_arguments(batch: Batch, states: Tensor, snapshots: Tensor, state_size: int) -> tuple[int, ...]:
     """The fields of `Sequences`."""
     host, count = batch.host, batch.host.num_snapshots
-    rows, offsets = (host.snapshot_rows.ctypes.data, host.snapshot_offsets.ctypes.data) if count else (0, 0)
+    seqs, offsets = (host.snapshot_seqs.ctypes.data, host.snapshot_offsets.ctypes.data) if count else (0, 0)
     return (
         *(batch.cu_seqlens.data_ptr(), batch.state_slots.data_ptr(), batch.seq_starts.data_ptr(), host.num_decodes),
-        *(rows, offsets, count, states.data_ptr(), states.stride(0), snapshots.data_ptr(), state_size),
+        *(seqs, offsets, count, states.data_ptr(), states.stride(0), snapshots.data_ptr(), state_size),
     )
 
 
@@ -80,7 +80,7 @@ def first_snapshot(s: Any, sequence: int) -> int:
     low, high = 0, s.num_snapshots
     while low < high:
         middle = (low + high) // 2
-        if s.snapshot_rows[middle] < sequence:
+        if s.snapshot_seqs[middle] < sequence:
             low = middle + 1
         else:
             high = middle
@@ -90,7 +90,7 @@ def first_snapshot(s: Any, sequence: int) -> int:
 @jit
 def end_of_snapshots(s: Any, first: int, sequence: int, num_tokens: int) -> int:
     """Index behind those snapshots from `first` on that are of the sequence's first `num_tokens` tokens of the pass."""
-    while first < s.num_snapshots and s.snapshot_rows[first] == sequence and s.snapshot_offsets[first] <= num_tokens:
+    while first < s.num_snapshots and s.snapshot_seqs[first] == sequence and s.snapshot_offsets[first] <= num_tokens:
         first += 1
     return first
 
@@ -99,7 +99,7 @@ def end_of_snapshots(s: Any, first: int, sequence: int, num_tokens: int) -> int:
 def store_decode_snapshots(s: Any, row: int, begin: int, part: Any, count: int) -> None:
     """Copies a part of a decode row's new state, `count` numbers from `begin` on, into the row's snapshots."""
     index = first_snapshot(s, row)
-    while index < s.num_snapshots and s.snapshot_rows[index] == row:
+    while index < s.num_snapshots and s.snapshot_seqs[index] == row:
         copy(part, advance(s.snapshots, index * s.state_size + begin), count)
         index += 1
 

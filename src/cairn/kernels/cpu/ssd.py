@@ -98,7 +98,7 @@ def ssd(
             y.data_ptr(),
         )
         at_once = _heads_at_once(heads // groups, groups * num_prefills)
-        items, cost = num_prefills * heads // at_once, (host.num_rows - host.num_decodes) * heads * size * dim // 16
+        items, cost = num_prefills * heads // at_once, (host.num_tokens - host.num_decodes) * heads * size * dim // 16
         _ssd_prefill[torch.float32](items, cost, *operands, *parameters, *sequences, at_once)
     return y, snapshots
 

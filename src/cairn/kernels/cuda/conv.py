@@ -171,11 +171,11 @@ def conv(
         )
     num_prefills = host.num_seqs - host.num_decodes
     if num_prefills:
-        block, rows = _block(channels, _CHANNELS), host.num_rows - host.num_decodes
+        block, rows = _block(channels, _CHANNELS), host.num_tokens - host.num_decodes
         _prefill_kernel[(triton.cdiv(channels, block), triton.cdiv(rows, _ROWS))](
             *(x, weight, biases, states, out),
             *(metadata.row_seqs, batch.cu_seqlens, batch.state_slots, batch.seq_starts),
-            *(host.num_decodes, host.num_rows, channels, x.stride(0), states.stride(0)),
+            *(host.num_decodes, host.num_tokens, channels, x.stride(0), states.stride(0)),
             **variant,
             ROWS=_ROWS,
             CHANNELS=block,

@@ -54,7 +54,7 @@ class SubBatch:
         counts = np.diff(host.cu_seqlens)[seqs]
         cu_seqlens = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         rows = np.arange(cu_seqlens[-1]) + np.repeat(host.cu_seqlens[seqs] - cu_seqlens[:-1], counts)
-        snapshots = np.flatnonzero(np.isin(host.snapshot_rows, seqs))
+        snapshots = np.flatnonzero(np.isin(host.snapshot_seqs, seqs))
         own = HostBatch(
             num_decodes=int((seqs < host.num_decodes).sum()),
             cu_seqlens=cu_seqlens,
@@ -62,7 +62,7 @@ class SubBatch:
             seq_starts=host.seq_starts[seqs],
             seq_lens=host.seq_lens[seqs],
             kv_write_from=host.kv_write_from[seqs],
-            snapshot_rows=np.searchsorted(seqs, host.snapshot_rows[snapshots]).astype(np.int32),
+            snapshot_seqs=np.searchsorted(seqs, host.snapshot_seqs[snapshots]).astype(np.int32),
             snapshot_offsets=host.snapshot_offsets[snapshots],
         )
         on_device = [staging.add(array.astype(np.int64)) for array in (rows, seqs, snapshots)]
@@ -84,10 +84,10 @@ class DeltaRulePlan:
 
 def fitting_sequences(host: HostBatch) -> IntArray:
     """The prefills that fla can take."""
-    counts, snapshot_rows = np.diff(host.cu_seqlens), host.snapshot_rows
+    counts, snapshot_seqs = np.diff(host.cu_seqlens), host.snapshot_seqs
     is_fit = (np.arange(host.num_seqs) >= host.num_decodes) & (host.seq_starts % CHUNK == 0)
-    is_inside = host.snapshot_offsets < counts[snapshot_rows]
-    is_fit[snapshot_rows[is_inside]] = False
+    is_inside = host.snapshot_offsets < counts[snapshot_seqs]
+    is_fit[snapshot_seqs[is_inside]] = False
     return np.flatnonzero(is_fit)
 
 
@@ -112,7 +112,7 @@ class FlaDeltaRule:
         return DeltaRulePlan(
             fla_batch,
             staging.add(np.stack([chunk_seqs, within], axis=1).astype(np.int64)),
-            staging.add(fla_batch.host.snapshot_rows.astype(np.int64)),
+            staging.add(fla_batch.host.snapshot_seqs.astype(np.int64)),
             own_batch,
             None if own_batch is None else build_metadata(own_batch.host, staging),
         )

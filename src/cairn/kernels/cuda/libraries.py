@@ -163,7 +163,7 @@ def _attend(kernels: Kernels, batch: Batch, shape: AttentionShape) -> Tensor:
     device = batch.slots.device
     pages = (1, shape.num_kv_heads, 2, shape.page_size, shape.head_dim)
     page = torch.zeros(pages, dtype=shape.dtype, device=device)
-    q = torch.zeros((batch.host.num_rows, shape.num_heads, shape.head_dim), dtype=shape.dtype, device=device)
+    q = torch.zeros((batch.host.num_tokens, shape.num_heads, shape.head_dim), dtype=shape.dtype, device=device)
     return kernels.attention(q, page[:, :, 0], page[:, :, 1], 0, batch)
 
 
@@ -171,7 +171,7 @@ def _scan(kernels: Kernels, batch: Batch, shape: DeltaRuleShape) -> Tensor:
     def zeros(*sizes: int, dtype: torch.dtype = shape.dtype) -> Tensor:
         return torch.zeros(sizes, dtype=dtype, device=batch.slots.device)
 
-    rows, heads = batch.host.num_rows, shape.num_value_heads
+    rows, heads = batch.host.num_tokens, shape.num_value_heads
     q, k = (zeros(rows, shape.num_key_heads, shape.key_dim) for _ in range(2))
     states = zeros(3, heads, shape.key_dim, shape.value_dim, dtype=torch.float32)
     v, gate, bias = zeros(rows, heads, shape.value_dim), zeros(rows, heads), zeros(heads, dtype=torch.float32)

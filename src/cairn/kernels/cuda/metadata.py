@@ -27,7 +27,7 @@ class CudaMetadata:
     chunk begins before `seq_starts`.
     `seq_chunks` [B + 1]: the first chunk of each sequence; decode sequences have none.
     `seq_snapshots` [B + 1]: the first snapshot of each sequence.
-    `snapshot_seqs`, `snapshot_offsets` [N]: `HostBatch.snapshot_rows` and `snapshot_offsets`.
+    `snapshot_seqs`, `snapshot_offsets` [N]: `HostBatch.snapshot_seqs` and `snapshot_offsets`.
     """
 
     num_decode_snapshots: int
@@ -75,14 +75,14 @@ def build_metadata(host: HostBatch, staging: Staging) -> CudaMetadata:
     within = np.arange(len(chunk_seqs)) - seq_chunks[chunk_seqs]
     chunk_rows = host.cu_seqlens[chunk_seqs] - host.seq_starts[chunk_seqs] % CHUNK + within * CHUNK
 
-    first_snapshots = np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1))
+    first_snapshots = np.searchsorted(host.snapshot_seqs, np.arange(host.num_seqs + 1))
     tables = (
         np.repeat(np.arange(host.num_seqs), counts),
         chunk_seqs,
         chunk_rows,
         seq_chunks,
         first_snapshots,
-        host.snapshot_rows,
+        host.snapshot_seqs,
         host.snapshot_offsets,
     )
     staged = tuple(staging.add(table.astype(np.int32)) for table in tables)

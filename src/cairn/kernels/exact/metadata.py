@@ -106,11 +106,11 @@ class ExactMetadata:
 
 def build_metadata(host: HostBatch, staging: Staging) -> ExactMetadata:
     """See `Kernels.build_metadata`."""
-    first_snapshots = np.searchsorted(host.snapshot_rows, np.arange(host.num_seqs + 1)).tolist()
+    first_snapshots = np.searchsorted(host.snapshot_seqs, np.arange(host.num_seqs + 1)).tolist()
     slots, starts, ends = host.slots.tolist(), host.seq_starts.tolist(), host.seq_lens.tolist()
     edges, offsets = host.cu_seqlens.tolist(), host.snapshot_offsets.tolist()
     counts = host.seq_lens - host.seq_starts
-    positions = np.arange(host.num_rows) - np.repeat(host.cu_seqlens[:-1] - host.seq_starts, counts)
+    positions = np.arange(host.num_tokens) - np.repeat(host.cu_seqlens[:-1] - host.seq_starts, counts)
     written = np.flatnonzero(positions >= np.repeat(host.kv_write_from, counts))
     return ExactMetadata(
         decodes=[

@@ -45,7 +45,7 @@ def sequences_of(host: HostBatch, state_slots: Tensor | None = None) -> Iterator
             start=int(host.seq_starts[i]),
             end=int(host.seq_lens[i]),
             kv_write_from=int(host.kv_write_from[i]),
-            snapshot_offsets=tuple(int(offset) for offset in host.snapshot_offsets[host.snapshot_rows == i]),
+            snapshot_offsets=tuple(int(offset) for offset in host.snapshot_offsets[host.snapshot_seqs == i]),
         )
 
 
