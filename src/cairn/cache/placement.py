@@ -78,6 +78,8 @@ class PlacementPolicy(Protocol):
     """The shortest beginning shared by two prompts that can be hit, in tokens."""
     keeps_answer_end: bool
     """Whether the state at an answer's end is kept."""
+    decode_stride: int
+    """`in_decode` names multiples of it alone; 0: it names nothing."""
     step_tokens: int | None
     """Most tokens of one prompt that a step may compute; None for no limit, which is how it should be."""
 
@@ -103,7 +105,7 @@ class Align:
 
     def __init__(self, block_size: int, exact: bool) -> None:
         self._stride = lcm(GRID, block_size) if exact else block_size
-        self.min_cacheable = self.min_shared = self._stride
+        self.min_cacheable = self.min_shared = self.decode_stride = self._stride
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         last = end // self._stride * self._stride
@@ -165,6 +167,7 @@ class Auto:
     min_cacheable = 1
     min_shared = GRID
     keeps_answer_end = True
+    decode_stride = GRID
     step_tokens: int | None = None
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:

@@ -9,6 +9,7 @@ need not count each. Those from m on are this sequence's alone. Where m falls in
 the first write.
 """
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -142,6 +143,12 @@ class PageTables:
             table.pages[start // group.tokens_per_page : group.pages_for(end)].copy()
             for group, table in zip(self.groups, self.tables, strict=True)
         )
+
+    @property
+    def capacity(self) -> int:
+        """Tokens for which there are pages in all groups; without groups as many as one likes."""
+        sizes = (group.tokens_per_page * table.length for group, table in zip(self.groups, self.tables, strict=True))
+        return min(sizes, default=sys.maxsize)
 
     def missing_pages(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens need beyond those held."""

@@ -15,6 +15,10 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     """
     preemptions, enough, num_before = state.counters.preemptions, True, 0
     for request in list(state.running):
+        if request.num_scheduled < request.plain_until and builder.budget > 0:
+            builder.add_plain_decode(request)
+            num_before += 1
+            continue
         if request.phase is not Phase.RUNNING:
             continue  # preempted by one that came before it
         behind = len(state.running) - num_before - 1
@@ -32,6 +36,7 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
         elif decode:
             samples = request.num_scheduled + 1 >= request.num_tokens
             _record_row(builder, builder.add_decode(request), copies, samples=samples)
+            request.plain_until = _plain_until(state, request) if samples else 0
         else:
             add_prefill(builder, request, end, copies)
     return enough and preemptions == state.counters.preemptions
@@ -61,6 +66,20 @@ def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[P
         targets = spec.prompt[request.num_scheduled + 1 : end + 1]
         score = Score(targets, spec.prompt_logprobs) if len(targets) else None
     _record_row(builder, builder.add_prefill(request, end, score), copies, samples=end >= request.num_tokens)
+
+
+def _plain_until(state: SchedulerState, request: Request) -> int:
+    """Decodes of tokens from `num_scheduled` up to this one are plain (see `PlanBuilder`): the tokens behind the last
+    one are sampled, pages are there, and no point of the grid nor of the placement is reached."""
+    spec, sequence, placement = request.spec, request.sequence, state.cache.policy.placement
+    assert sequence is not None
+    if spec.constraint is not None or spec.sampling.needs_history:
+        return 0
+    ends = [sequence.blocks.capacity, request.num_prompt_tokens + spec.max_tokens - 1]
+    for stride in (GRID, 0 if placement is None else placement.decode_stride):
+        if stride:
+            ends.append((request.num_scheduled // stride + 1) * stride - 1)
+    return min(ends)
 
 
 def _can_decode(request: Request) -> bool:

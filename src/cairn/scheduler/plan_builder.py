@@ -45,7 +45,10 @@ class ScheduledSequence:
 @dataclass(slots=True, eq=False)
 class PlanBuilder:
     """Collects the records of step `step`; `budget` is what is left of its tokens. `scheduled`: who takes part, each
-    with a slot of its own."""
+    with a slot of its own, but for `plain`: requests and where they are then, in tokens. Theirs are the decodes with
+    nothing but a token to them: no page, no checkpoint, no constraint, and no answer that ends at its length. Of many
+    sequences nearly all are plain in nearly every step, so these take a short way.
+    """
 
     step: int
     budget: int
@@ -54,6 +57,7 @@ class PlanBuilder:
     saves: list[Save] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
+    plain: list[tuple[Request, int]] = field(default_factory=list)
     _admits: list[Admit] = field(default_factory=list)
     _table_updates: list[TableUpdate] = field(default_factory=list)
     _decodes: list[tuple[int, int, int, int]] = field(default_factory=list)
@@ -96,11 +100,28 @@ class PlanBuilder:
         self._record_row(added)
         return added
 
+    def add_plain_decode(self, request: Request) -> None:
+        """A decode row of the token that was sampled last, and the sample of the next one."""
+        sequence, position = request.sequence, request.num_scheduled
+        assert sequence is not None
+        token = SAMPLED if request.sampling_step is not None else request.output[-1]
+        self._decodes.append((request.slot, position, token, sequence.kv_write_from))
+        request.num_scheduled = position = position + 1
+        request.num_in_flight += 1
+        self.budget -= 1
+        self.plain.append((request, position))
+        self.add_sample(request, position)
+
     def add_sample(self, request: Request, position: int) -> None:
         """The token at absolute position `position` is drawn; no stop token before `min_tokens` have been."""
         bans_stop_tokens = position - request.num_prompt_tokens < request.spec.min_tokens
         self._samples.append((request.slot, position, bans_stop_tokens))
         request.sampling_step = self.step
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nobody takes part."""
+        return not (self.scheduled or self.plain)
 
     def row_of(self, scheduled: ScheduledSequence) -> int:
         """The number of its row among all of the plan's, once all of them are there."""

@@ -54,6 +54,7 @@ def preempt(state: SchedulerState, victim: Request, preemptor: Request, needed_p
     sequence, cache = victim.sequence, state.cache
     assert sequence is not None and victim.num_in_flight == 0
     state.counters.preemptions += 1
+    victim.plain_until = 0
     victim.stats.preempted_by.add(preemptor.id)
     victim.stats.num_preemptions += 1
     cache.commit(sequence, victim.num_computed)

@@ -180,8 +180,9 @@ class Request:
                                still out
 
     `arrival` numbers the requests in order. `slot`: -1 without one. `sequence`: its pages, None without; `facts` go
-    with it. `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `num_in_flight`:
-    steps that name it and are still out; `sampling_step`: the one of them that samples the next token.
+    with it. `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `plain_until`:
+    decodes of tokens below it are plain, see `PlanBuilder`. `num_in_flight`: steps that name it and are still out;
+    `sampling_step`: the one of them that samples the next token.
     """
 
     spec: Spec
@@ -195,6 +196,7 @@ class Request:
     num_computed: int = 0
     num_scheduled: int = 0
     prefill_until: int = 0
+    plain_until: int = 0
     num_in_flight: int = 0
     sampling_step: int | None = None
     outcome: RequestOutcome = field(default_factory=RequestOutcome)

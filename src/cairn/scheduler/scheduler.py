@@ -3,7 +3,7 @@ its own, no thread."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import PrefixCache
@@ -28,8 +28,7 @@ from cairn.types import Clock, RequestId
 __all__ = ["Progress", "Scheduler"]
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(NamedTuple):
     """News of one request: the tokens that a step brought, with their `logprobs` where they were sizes for, and how it
     ended, if it did."""
 
@@ -235,7 +234,7 @@ class Scheduler:
         for scheduled in builder.scheduled:
             if scheduled.request.sequence is not None:
                 self.state.cache.pin_until(builder.step, scheduled.request.sequence)
-        empty = not builder.scheduled and not any(other.scheduled for other in self._plans)
+        empty = builder.is_empty and all(other.is_empty for other in self._plans)
         self._stalled = empty and self.state.transfers.is_open
         self._plans.append(builder)
         return builder.plan()
@@ -268,6 +267,13 @@ class Scheduler:
             owners[scored.slot].outcome.prompt_logprobs.append(scored.logprobs)
         progress = []
         # each of them has a slot of its own, so their order does not matter
+        for request, end in builder.plain:
+            if request.phase is Phase.RUNNING:
+                request.num_in_flight -= 1
+                request.num_computed = end
+                progress.append(self._take_token(request, tokens[request.slot]))
+            else:
+                self._apply_sequence(ScheduledSequence(request, end - 1, end, samples=True, is_decode=True), tokens)
         for scheduled in builder.scheduled:
             news = self._apply_sequence(scheduled, tokens)
             if news is not None:
@@ -314,7 +320,8 @@ class Scheduler:
             request.stats.first_token_time = state.clock.now()
         request.output.append(token)
         request.sequence.append(token)
-        request.sampling_step = request.sampling_step if request.num_in_flight else None
+        if not request.num_in_flight:
+            request.sampling_step = None
         finish: Finish | None = None
         if token in request.spec.stop_token_ids:
             finish, request.outcome.stop_token = "stop", token
