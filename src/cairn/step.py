@@ -26,7 +26,7 @@ Plans go to the other ranks as they are (`cairn.engine.ranks.wire`), so integers
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -277,14 +277,14 @@ class Logprobs:
     ranks: NDArray[np.int32]
 
 
-class SampledToken(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class SampledToken:
     """What was drawn for the sequence in `slot`. `logprobs`: of this token, where they were asked for; rank 0 alone
     has them."""
 
-    # a tuple, because every sequence has one in every step, and a dataclass takes twice as long to make
     slot: int
     token: int
-    logprobs: Logprobs | None = None
+    logprobs: Logprobs | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -241,7 +241,7 @@ def test_a_request_that_was_dropped_is_counted_in_the_next_line():
     for takes in (False, True):
         sink.takes = takes
         spec = Spec(request_id=RequestId("a"), prompt=np.arange(3), sampling=SamplingParams(), max_tokens=1)
-        request = Request(spec, RequestStats(0.0), arrival=1)
+        request = Request(spec, RequestStats(0.0, arrival=1))
         log.submitted(request)
         log.ended(request)
     assert [entry.fields["dropped"] for entry in sink.entries] == [1] and log.dropped == 1

@@ -483,7 +483,7 @@ def test_a_leader_that_does_not_get_on_is_given_up():
     while waiting(driver, name):
         driver.step()
     # not twice for the same one: it begins while the other is in prefill, or behind it
-    assert sharing._histories[driver.requests[name]].leaders == {driver.requests[leader].arrival}
+    assert sharing._histories[driver.requests[name]].leaders == {driver.requests[leader].stats.arrival}
     assert not sharing._waits
     driver.run()
     assert driver.output(name) == alone(TEXT, False)

@@ -128,7 +128,7 @@ def test_turns_that_tie_are_told_apart_by_arrival():
             max_tokens=1,
             priority=priority,
         )
-        return Request(spec, RequestStats(0.0), arrival)
+        return Request(spec, RequestStats(0.0, arrival))
 
     # one step of priority is worth so many arrivals
     late, early = request(1, 1), request(1 + ARRIVALS_PER_PRIORITY, 0)

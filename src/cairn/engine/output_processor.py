@@ -1,4 +1,4 @@
-"""Output processing: sampled tokens become outputs for the client; where stop strings may end an answer, its text, too."""
+"""Output processing: sampled tokens become outputs for the client; where stop strings may end an answer, with text."""
 
 from collections.abc import Sequence
 

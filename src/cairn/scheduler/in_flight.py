@@ -195,7 +195,7 @@ class InFlight:
             theirs = leader.sequence.keys[: leader.prefill_until]
             if min(len(keys), len(theirs)) < least or keys[least - 1] != theirs[least - 1]:
                 continue
-            if leader.spec.namespace != request.spec.namespace or leader.arrival in history.leaders:
+            if leader.spec.namespace != request.spec.namespace or leader.stats.arrival in history.leaders:
                 continue
             if self._compared >= MAX_COMPARED:
                 break
@@ -252,7 +252,7 @@ class InFlight:
         if request.spec.role.kv_export and position < request.num_prompt_tokens:
             pages += layout.pages_per_checkpoint
         self._waits[request] = _Wait(leader, position, pages, leader.num_scheduled)
-        history.leaders.add(leader.arrival)
+        history.leaders.add(leader.stats.arrival)
         history.hit = hit if history.hit is None else history.hit
 
 

@@ -114,7 +114,7 @@ class PromptOffer:
 class RequestStats:
     """What has happened to a request, kept over preemptions: for reports, the log and the choice of preemption victims.
 
-    Times are clock readings in seconds, None until it has happened. `first_sequence`: its pages at the first admission,
+    `arrival` numbers the requests in order. Times are clock readings in seconds, None until it has happened. `first_sequence`: its pages at the first admission,
     with the hit and the miss reasons. `num_prompt_computed`: prompt tokens that were computed here. `max_computed`: the
     most tokens it had computed when it gave back its pages. `preempted_by`: requests that have preempted this one, each
     once at most, and `num_preemptions` how often it was. `sent_back_at`: how many tokens it had when it last went back
@@ -124,6 +124,7 @@ class RequestStats:
     """
 
     arrival_time: float
+    arrival: int
     scheduled_time: float | None = None
     first_token_time: float | None = None
     finished_time: float | None = None
@@ -179,7 +180,7 @@ class Request:
               applied          named by steps     prompt + output so far
                                still out
 
-    `arrival` numbers the requests in order. `slot`: -1 without one. `sequence`: its pages, None without; `facts` go
+    `slot`: -1 without one. `sequence`: its pages, None without; `facts` go
     with it. `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `plain_until`:
     decodes of tokens below it are plain, see `PlanBuilder`. `num_in_flight`: steps that name it and are still out;
     `sampling_step`: the one of them that samples the next token.
@@ -187,7 +188,6 @@ class Request:
 
     spec: Spec
     stats: RequestStats
-    arrival: int
     phase: Phase = Phase.WAITING
     slot: int = -1
     sequence: SequenceBlocks | None = None
@@ -205,7 +205,7 @@ class Request:
     @property
     def sort_key(self) -> tuple[int, int]:
         """Whose turn comes first: by priority and arrival, so that nobody waits for ever."""
-        return self.arrival + ARRIVALS_PER_PRIORITY * self.spec.priority, self.arrival
+        return self.stats.arrival + ARRIVALS_PER_PRIORITY * self.spec.priority, self.stats.arrival
 
     @property
     def id(self) -> RequestId:

@@ -128,7 +128,7 @@ class Scheduler:
     def _add_request(self, spec: Spec) -> Request:
         state = self.state
         self._arrivals += 1
-        request = Request(spec, RequestStats(state.clock.now()), self._arrivals)
+        request = Request(spec, RequestStats(state.clock.now(), self._arrivals))
         request.transfer.source = spec.role.source
         state.requests[request.id] = request
         if state.observer is not None:

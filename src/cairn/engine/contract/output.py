@@ -101,8 +101,9 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     """News of answer `index` of a request. `text`, `token_ids` and `logprobs` are what has been added since the last
-    output; `prompt_logprobs` come with the first one. An `error` ends all answers of its request. The core leaves `text`
-    empty where nothing in it can end the answer, and the client fills it in (`GenerateRequest.has_stop_strings`).
+    output; `prompt_logprobs` come with the first one. An `error` ends all answers of its request.
+    From the core, `text` is empty where no stop string can end the answer: the client makes it
+    (`GenerateRequest.has_stop_strings`).
 
     `finish_reason` is set on an answer's last output only; `timings` come with it. `cache` comes with the first
     and the last output of answer 0, only the last of which knows what a preemption has cost.

@@ -108,7 +108,7 @@ class RequestLog:
     def ended(self, request: Request) -> None:
         spec, steps = request.spec, self._step_times.pop(request.id)
         fields: dict[str, object] = {
-            "n": request.arrival,
+            "n": request.stats.arrival,
             "id": request.id,
             "in": len(spec.prompt),
             "out": len(request.output),
