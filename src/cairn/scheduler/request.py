@@ -114,13 +114,13 @@ class PromptOffer:
 class RequestStats:
     """What has happened to a request, kept over preemptions: for reports, the log and the choice of preemption victims.
 
-    `arrival` numbers the requests in order. Times are clock readings in seconds, None until it has happened. `first_sequence`: its pages at the first admission,
-    with the hit and the miss reasons. `num_prompt_computed`: prompt tokens that were computed here. `max_computed`: the
-    most tokens it had computed when it gave back its pages. `preempted_by`: requests that have preempted this one, each
-    once at most, and `num_preemptions` how often it was. `sent_back_at`: how many tokens it had when it last went back
-    to the queue though it was the oldest, which it does again only when it has more. `saved_answer_end`: whether the
-    state at the answer's end has been given a file. `is_parallel_sample`: another answer has brought its prompt into
-    the counters.
+    `arrival` numbers the requests in order. Times are clock readings in seconds, None until it has happened.
+    `first_sequence`: its pages at the first admission, with the hit and the miss reasons. `num_prompt_computed`: prompt
+    tokens that were computed here. `max_computed`: the most tokens it had computed when it gave back its pages.
+    `preempted_by`: requests that have preempted this one, each once at most, and `num_preemptions` how often it was.
+    `sent_back_at`: how many tokens it had when it last went back to the queue though it was the oldest, which it does
+    again only when it has more. `saved_answer_end`: whether the state at the answer's end has been given a file.
+    `is_parallel_sample`: another answer has brought its prompt into the counters.
     """
 
     arrival_time: float
