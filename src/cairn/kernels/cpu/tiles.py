@@ -28,8 +28,10 @@ FACTOR_WORDS = 2
 """Words in front of those of a group of inputs, where weights have four bits: of a panel the outputs' scales, and their
 minimums; of a row two pairs of numbers: its scale and the sum of its numbers, and two that are not used."""
 
-_HAS_VNNI = bool(cpu_features().get("avx512vnni"))
-HAS_INT4 = _HAS_VNNI or bool(cpu_features().get("avx2") and cpu_features().get("fma"))
+_VNNI_LANES = LANES if cpu_features().get("avx512vnni") else LANES // 2 if cpu_features().get("avxvnni") else 0
+"""Outputs of a vector that vpdpbusd takes, of AVX512-VNNI or else of AVX-VNNI; 0: there is none."""
+
+HAS_INT4 = _VNNI_LANES > 0 or bool(cpu_features().get("avx2") and cpu_features().get("fma"))
 """Whether there are products with weights of four bits."""
 
 _FLOAT, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -86,8 +88,13 @@ def _dot_bfloat16(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
     return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, [total, part, numbers])
 
 
+def _dot_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """vpdpbusd, which without AVX512-VNNI is AVX-VNNI's."""
+    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * total.type.count}", total.type, [total, unsigned, signed])
+
+
 def _dot_int8(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
-    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, [total, numbers, part])
+    return _dot_bytes(builder, total, numbers, part)
 
 
 def _all_lanes(kind: Any, value: int) -> Any:
@@ -134,7 +141,7 @@ def _nibbles(builder: Any, words: Any, part: int) -> Any:
 
 
 def _dot_nibbles(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
-    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, [total, part, numbers])
+    return _dot_bytes(builder, total, part, numbers)
 
 
 def _add_nibbles(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
@@ -146,14 +153,14 @@ def _add_nibbles(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
 
 
 def _int4_form() -> _Form:
-    if _HAS_VNNI:
-        return _Form("int4", LANES, 2, _I32, _FLOAT, _nibbles, _dot_nibbles, in_groups=True)
+    if _VNNI_LANES:
+        return _Form("int4", _VNNI_LANES, 2, _I32, _FLOAT, _nibbles, _dot_nibbles, in_groups=True)
     return _Form("int4.widened", _WIDEST_WHOLE, 2, _I32, _FLOAT, _nibbles, _add_nibbles, in_groups=True, run=4)
 
 
 _FORMS: Mapping[Any, _Form] = {
     (I32, F32): _Form("bfloat16", LANES, 1, _I32, _FLOAT, _whole, _dot_bfloat16),
-    (I32, I32): _Form("int8", LANES, 1, _I32, _I32, _whole, _dot_int8),
+    (I32, I32): _Form("int8", _VNNI_LANES, 1, _I32, _I32, _whole, _dot_int8),
     (F32, F32): _Form("bfloat16.widened", _WIDEST, 2, _FLOAT, _FLOAT, _widened_bfloat16, _multiply_add_floats),
     (I16, I32): _Form("int8.widened", _WIDEST_WHOLE, 2, _I32, _I32, _widened_int8, _multiply_add_pairs),
     (I8, F32): _int4_form(),
