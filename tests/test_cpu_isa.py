@@ -13,6 +13,7 @@ from cairn.kernels.cpu import features
 
 FEATURES = ("avx2", "fma", "avx512f", "avx512vl", "avx512bf16", "avx512vnni", "amx-int8", "avxvnni", "avxvnniint8")
 
+
 @pytest.mark.parametrize(("asked", "of_onednn"), [("AVX2", "AVX2"), ("avx_vnni", "AVX2_VNNI")])
 def test_the_libraries_are_told_in_their_own_words(asked: str, of_onednn: str) -> None:
     environ = {"CAIRN_MAX_CPU_ISA": asked, "PATH": "/bin"}

@@ -30,7 +30,7 @@ _OF_LIBRARIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def max_cpu_isa(environ: Mapping[str, str]) -> str | None:
-    """`avx2`, `avx_vnni` or `avx512`; None where all instructions may be used. Raises ConfigError for any other value."""
+    """`avx2`, `avx_vnni` or `avx512`; None where all instructions may be used. Raises ConfigError for another value."""
     asked = _asked(environ)
     if asked and asked not in _OF_LIBRARIES:
         raise ConfigError(f"{VARIABLE}: must be one of {', '.join(_OF_LIBRARIES)}, not {asked!r}; unset it for all")
