@@ -2,8 +2,8 @@
 #
 #   make test    lint, types and the tests that every change needs, in some five minutes
 #   make test-more the rest: whole matrices, more rounds of faults, servers of their own
-#   make test-avx2 on a processor with AVX512: the kernels, runner and logits once more as on one that has AVX2 alone, and
-#                products as on one with the first AVX512
+#   make test-avx2 on a processor with AVX512 or AVX-VNNI: the kernels, runner and logits once more as on one that has AVX2
+#                alone, and products as on one with the first AVX512, and on one with AVX-VNNI and no AVX512
 #   make test-clients published clients (openai, anthropic, litellm, langchain-openai, instructor) against a server, and
 #                programs that work with tools: openai-agents, and with node and npm codex, claude-code, opencode, the AI SDK
 #   make test-ray servers on Ray Serve, on a Ray that is started for it, in an environment that has Ray besides
@@ -80,15 +80,17 @@ test-more: $(NIXL)
 	@$(COMPILE)
 	@$(RUN) -m pytest -m more -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
-# Of AVX512 without BF16 and VNNI as well, which has other products than either.
+# Of AVX512 without BF16 and VNNI as well, and of AVX-VNNI, which have other products than either.
 PRODUCT_TESTS := $(patsubst %,tests/kernels/test_%.py,panels int8 int4 float32_weights against_reference)
 
 test-avx2: $(NIXL)
-	@if grep -qw avx512f /proc/cpuinfo; then \
+	@if grep -qwE 'avx512f|avx_vnni' /proc/cpuinfo; then \
 	  CAIRN_MAX_CPU_ISA=avx2 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) \
 	    tests/kernels tests/runner tests/models tests/engine/test_exactness.py tests/engine/test_exactness_families.py && \
-	  CAIRN_MAX_CPU_ISA=avx512 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) $(PRODUCT_TESTS); \
-	else echo "SKIPPED make test-avx2: this processor has no AVX512, so make test has shown what it shows"; fi
+	  if grep -qw avx512f /proc/cpuinfo; then for isa in avx512 $$(grep -m 1 -ow avx_vnni /proc/cpuinfo); do \
+	    CAIRN_MAX_CPU_ISA=$$isa $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) $(PRODUCT_TESTS) || exit 1; \
+	  done; fi; \
+	else echo "SKIPPED make test-avx2: this processor has neither AVX512 nor AVX-VNNI, so make test has shown what it shows"; fi
 
 # Each client's own requirements hold: the openai package is there in its newest version, and in litellm's.
 test-clients: $(MODEL)/config.json $(CLIENTS)/openai/.installed $(CLIENTS)/litellm/.installed $(CLIENTS)/agents/.installed \

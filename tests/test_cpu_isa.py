@@ -11,18 +11,21 @@ from cairn.cpu_isa import limit_libraries, max_cpu_isa
 from cairn.errors import ConfigError
 from cairn.kernels.cpu import features
 
+FEATURES = ("avx2", "fma", "avx512f", "avx512vl", "avx512bf16", "avx512vnni", "amx-int8", "avxvnni", "avxvnniint8")
 
-def test_the_libraries_are_told_in_their_own_words() -> None:
-    environ = {"CAIRN_MAX_CPU_ISA": "AVX2", "PATH": "/bin"}
+
+@pytest.mark.parametrize(("asked", "of_onednn"), [("AVX2", "AVX2"), ("avx_vnni", "AVX2_VNNI")])
+def test_the_libraries_are_told_in_their_own_words(asked: str, of_onednn: str) -> None:
+    environ = {"CAIRN_MAX_CPU_ISA": asked, "PATH": "/bin"}
     limit_libraries(environ)
     assert environ == {
-        "CAIRN_MAX_CPU_ISA": "AVX2",
+        "CAIRN_MAX_CPU_ISA": asked,
         "PATH": "/bin",
         "ATEN_CPU_CAPABILITY": "avx2",
-        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "ONEDNN_MAX_CPU_ISA": of_onednn,
         "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     }
-    assert max_cpu_isa(environ) == "avx2"
+    assert max_cpu_isa(environ) == asked.lower()
 
 
 @pytest.mark.parametrize("environ", [{}, {"CAIRN_MAX_CPU_ISA": ""}])
@@ -36,7 +39,7 @@ def test_another_word_is_refused_and_changes_nothing() -> None:
     environ = {"CAIRN_MAX_CPU_ISA": "avx3"}
     limit_libraries(environ)
     assert environ == {"CAIRN_MAX_CPU_ISA": "avx3"}
-    with pytest.raises(ConfigError, match=r"^CAIRN_MAX_CPU_ISA: must be one of avx2, avx512, not 'avx3'; unset it"):
+    with pytest.raises(ConfigError, match=r"^CAIRN_MAX_CPU_ISA: must be one of avx2, avx_vnni, avx512, not 'avx3'"):
         max_cpu_isa(environ)
 
 
@@ -44,16 +47,16 @@ def test_another_word_is_refused_and_changes_nothing() -> None:
     ("limit", "left"),
     [
         ("avx2", {"avx2", "fma"}),
+        ("avx_vnni", {"avx2", "fma", "avxvnni"}),
         ("avx512", {"avx2", "fma", "avx512f", "avx512vl"}),
-        ("", {"avx2", "fma", "avx512f", "avx512vl", "avx512bf16", "avx512vnni", "amx-int8", "avxvnni"}),
+        ("", set(FEATURES)),
     ],
 )
 def test_compiled_code_has_no_more(monkeypatch: pytest.MonkeyPatch, limit: str, left: set[str]) -> None:
-    names = ("avx2", "fma", "avx512f", "avx512vl", "avx512bf16", "avx512vnni", "amx-int8", "avxvnni")
     monkeypatch.setenv("CAIRN_MAX_CPU_ISA", limit)
-    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: dict.fromkeys(names, True))
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: dict.fromkeys(FEATURES, True))
     found = features.cpu_features.__wrapped__()
-    assert {name for name, there in found.items() if there} == left and set(found) == set(names)
+    assert {name for name, there in found.items() if there} == left and set(found) == set(FEATURES)
 
 
 def test_torch_and_compiled_code_obey_in_a_process_of_their_own() -> None:
@@ -67,6 +70,47 @@ def test_torch_and_compiled_code_obey_in_a_process_of_their_own() -> None:
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120, check=True
     )
     assert done.stdout.split() == ["AVX2", "2", "False", "panels"]
+
+
+QUANTIZED = """
+import hashlib, torch
+from cairn.kernels import cpu
+from cairn.kernels.cpu import int4, int8, products, tiles
+from cairn.kernels.int4 import quantize_int4
+digest = hashlib.sha256()
+for inputs in (96, 1184):
+    weight = torch.randn(70, inputs, generator=torch.manual_seed(1)) * torch.logspace(-3, 3, 70)[:, None]
+    x = torch.randn(40, inputs, generator=torch.manual_seed(2)) * torch.logspace(-3, 3, 40)[:, None]
+    weight[:, 8:40], x[:, 24:56] = weight[:, 8:9], x[:, 24:25].abs()
+    for packed in (cpu.pack_int8(weight), cpu.pack_int4(quantize_int4(weight))):
+        assert packed.layout == "panels"
+        for rows in (1, 2, 3, 4, 6, 7, 11, 12, 40):
+            digest.update(products.multiply(x[:rows], packed).numpy().tobytes())
+print(tiles._FORMS[int8._ROWS, tiles.I32].name, tiles._int4_form().name, tiles._int4_form().lanes, digest.hexdigest())
+"""
+
+
+@pytest.mark.more
+@pytest.mark.skipif(
+    not any(llvmlite.binding.get_host_cpu_features().get(name) for name in ("avx512bw", "avxvnni")),
+    reason="has no other instructions for them than AVX2's",
+)
+def test_quantized_products_have_the_same_bits_by_all_instructions() -> None:
+    has = llvmlite.binding.get_host_cpu_features().get
+    forms = {"avx2": ["int8.widened", "int4.widened", "8"]}
+    if has("avxvnni"):
+        forms["avx_vnni"] = ["int8", "int4", "8"]
+    if has("avx512bw"):
+        forms["avx512"] = ["int8.widened", "int4.widened", "16"]
+    digests = set()
+    for limit, form in forms.items():
+        environ = os.environ | {"CAIRN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}
+        asked = [sys.executable, "-c", QUANTIZED]
+        done = subprocess.run(asked, env=environ, capture_output=True, text=True, timeout=300, check=True)
+        *found, digest = done.stdout.split()
+        assert found == form
+        digests.add(digest)
+    assert len(digests) == 1
 
 
 def test_a_server_says_what_is_wrong_with_it(tmp_path) -> None:

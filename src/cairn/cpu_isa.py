@@ -1,5 +1,5 @@
-"""The most instructions of this processor that may be used: CAIRN_MAX_CPU_ISA=avx2, or avx512 (without its BF16, VNNI
-and AMX). Unset, all of them are.
+"""The most instructions of this processor that may be used: CAIRN_MAX_CPU_ISA=avx2, avx_vnni (AVX2 and AVX-VNNI), or
+avx512 (without its BF16 and VNNI, AVX-VNNI and AMX). Unset, all of them are.
 
 For what runs on a lesser processor to be tried on a better one. torch, oneDNN and MKL read variables of their own when
 they are loaded or first used, so these are set when `cairn` is imported.
@@ -15,6 +15,11 @@ VARIABLE = "CAIRN_MAX_CPU_ISA"
 _OF_LIBRARIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
         "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+        "avx_vnni": {
+            "ATEN_CPU_CAPABILITY": "avx2",
+            "ONEDNN_MAX_CPU_ISA": "AVX2_VNNI",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        },
         "avx512": {
             "ATEN_CPU_CAPABILITY": "avx512",
             "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
@@ -25,8 +30,7 @@ _OF_LIBRARIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def max_cpu_isa(environ: Mapping[str, str]) -> str | None:
-    """`avx2` or `avx512`; None where all instructions may be used. Raises ConfigError for a value that is none of
-    them."""
+    """`avx2`, `avx_vnni` or `avx512`; None where all instructions may be used. Raises ConfigError for another value."""
     asked = _asked(environ)
     if asked and asked not in _OF_LIBRARIES:
         raise ConfigError(f"{VARIABLE}: must be one of {', '.join(_OF_LIBRARIES)}, not {asked!r}; unset it for all")

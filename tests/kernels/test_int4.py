@@ -15,7 +15,7 @@ from kernels.backends import BF16, F32
 from kernels.comparison import close, same_bits
 from kernels.test_int8 import DTYPES, batch_of, drawn
 
-NEEDS_INT4 = pytest.mark.skipif(not HAS_INT4, reason="needs AVX2 and FMA, or AVX512-VNNI")
+NEEDS_INT4 = pytest.mark.skipif(not HAS_INT4, reason="needs AVX2 and FMA, or VNNI")
 INPUTS = pytest.mark.parametrize("inputs", [32, 96, 128, 320, 7 * 128, 9 * 128, 33 * 128])
 """Groups of all three sizes; one group, and more than are multiplied with at once."""
 

@@ -60,7 +60,7 @@ except AssertionError:
 
 
 @pytest.mark.more
-@pytest.mark.skipif(not HAS_INT4, reason="needs AVX2 and FMA, or AVX512-VNNI")
+@pytest.mark.skipif(not HAS_INT4, reason="needs AVX2 and FMA, or VNNI")
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_changed_product_is_found(name: str, tmp_path: Path) -> None:
     environ = {

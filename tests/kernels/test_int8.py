@@ -29,7 +29,7 @@ OUT, IN = 160, 96
 def layout(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How weights lie that are packed in a test: as on this processor, or on others."""
     if request.param == "panels" and not panels.has_panels(torch.int8):
-        pytest.skip("needs AVX512-VNNI or AVX2 alone, or is done by AMX")
+        pytest.skip("needs VNNI or AVX2, or is done by AMX")
     if request.param == "onednn" and not onednn_is_right():
         pytest.skip("oneDNN's products in int8 are wrong here")
     monkeypatch.setattr(int8, "has_panels", lambda _: request.param == "panels")

@@ -141,18 +141,24 @@ def test_rows_of_experts_are_what_each_experts_product_gives(quantized: bool) ->
 
 
 @pytest.mark.parametrize(
-    ("found", "has"),
+    ("found", "dtypes"),
     [
-        ({"avx512bf16": True}, True),
-        ({}, False),
-        ({"avx512vnni": True}, False),
-        ({"avx512bf16": True, "amx-bf16": True}, False),
+        ({"avx512bf16"}, {torch.bfloat16}),
+        (set(), set()),
+        ({"avx512vnni"}, {torch.int8}),
+        ({"avxvnni"}, {torch.int8}),
+        ({"avx512bf16", "amx-bf16"}, set()),
+        ({"avx512vnni", "avxvnni", "amx-int8"}, set()),
     ],
 )
-def test_the_processors_that_have_them(found: dict[str, bool], has: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(panels, "cpu_features", lambda: found)
-    assert panels.has_instructions.__wrapped__(torch.bfloat16) is has
-    assert panels.has_instructions.__wrapped__(torch.float32) is False
+def test_the_processors_that_have_them(
+    found: set[str], dtypes: set[torch.dtype], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(panels, "cpu_features", lambda: dict.fromkeys({"avx2", "fma", *found}, True))
+    kinds = torch.bfloat16, torch.int8, torch.float32
+    assert {kind for kind in kinds if panels.has_instructions.__wrapped__(kind)} == dtypes
+    matrix_unit = any(name.startswith("amx") for name in found)
+    assert matrix_unit or {kind for kind in kinds if panels.widens.__wrapped__(kind)} == set(kinds[:2]) - dtypes
 
 
 ASKED = """
@@ -179,7 +185,7 @@ OTHERS_INT8 = ("onednn", "refused")
     ("changes", "counts", "layout", "of_int8"),
     [
         (ALL_OFF, [2, 1, 1, 3], "panels", ["panels"]),
-        more(ALL_OFF | {"avxvnni": True}, [2, 1, 1, 0], "panels", OTHERS_INT8),
+        more(ALL_OFF | {"avxvnni": True}, [2, 1, 1, 3], "panels", ["panels"]),
         more(ALL_OFF | {"fma": False}, [0, 1, 0, 0], "float32", OTHERS_INT8),
         more({"avx512bf16": False, "avx512vnni": False, "avxvnni": True}, [0, 1, 0, 0], "onednn", OTHERS_INT8),
     ],

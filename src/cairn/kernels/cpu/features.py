@@ -1,15 +1,22 @@
 """Which instructions compiled code may use: this processor's, within the limit of CAIRN_MAX_CPU_ISA."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
+from types import MappingProxyType
 
 import llvmlite.binding
 
 from cairn.cpu_isa import max_cpu_isa
 
 _BEYOND_AVX2 = ("avx512", "avx10", "amx", "avxvnni", "avxneconvert", "avxifma", "evex512", "egpr")
-_PLAIN_AVX512 = frozenset(("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "evex512"))
+_KEPT: Mapping[str, Collection[str]] = MappingProxyType(
+    {
+        "avx2": (),
+        "avx_vnni": ("avxvnni",),
+        "avx512": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "evex512"),
+    }
+)
 
 
 @cache
@@ -17,8 +24,7 @@ def cpu_features() -> Mapping[str, bool]:
     """By LLVM's names, such as avx512bf16. Raises ConfigError for a wrong limit."""
     limit, found = max_cpu_isa(os.environ), dict(llvmlite.binding.get_host_cpu_features())
     if limit is not None:
-        kept = _PLAIN_AVX512 if limit == "avx512" else ()
-        found |= {name: False for name in found if name.startswith(_BEYOND_AVX2) and name not in kept}
+        found |= {name: False for name in found if name.startswith(_BEYOND_AVX2) and name not in _KEPT[limit]}
     return found
 
 

@@ -4,7 +4,7 @@
     x weight^T = sum over groups of  scale * row scale * (a w^T) + minimum * (row scale * sum of a)
 
 A word of a panel has eight inputs, of which a row's are two words; a group's scales and minimums are two words in front
-of its own, and so are a row's scale and its sum. a w^T is exact, by AVX512-VNNI's vpdpbusd or by AVX2's vpmaddubsw, and
+of its own, and so are a row's scale and its sum. a w^T is exact, by VNNI's vpdpbusd or by AVX2's vpmaddubsw, and
 groups are added in their order: a row has the same bits whatever rows it is multiplied with.
 """
 
@@ -49,7 +49,7 @@ class PackedInt4:
 def pack_int4(weight: Int4Weight) -> PackedInt4:
     """See `Kernels.pack_int4`."""
     if not HAS_INT4:
-        raise ConfigError("--quantization int4: this processor has neither AVX2 with FMA nor AVX512-VNNI; leave it out")
+        raise ConfigError("--quantization int4: this processor has neither AVX2 with FMA nor VNNI; leave it out")
     scales, least, numbers = weight.scales, weight.least(), weight.numbers
     if weight.numbers.dim() == 2:
         scales, least, numbers = scales[None], least[None], numbers[None]

@@ -3,7 +3,7 @@
     bfloat16: AVX512-BF16's vdpbf16ps, two products a lane, added in float32
               AVX512 without it, or AVX2 and FMA: each half of a word is a float32 once the other half is cleared, and
               rows are widened to float32, so that a product is a multiply-add, too
-    int8: AVX512-VNNI's vpdpbusd, four products a lane of an unsigned and a signed byte, added in int32
+    int8: vpdpbusd of AVX512-VNNI or AVX-VNNI, four products a lane of an unsigned and a signed byte, added in int32
           AVX512's or AVX2's vpmaddwd, two products a lane in int16, to which both are widened: bytes would be added up
           in 16 bits, where they overflow
 
@@ -63,23 +63,25 @@ _CHUNK = 256 if HAS_AVX512 else 128
 first cache, beside rows that take twice as much where they are widened."""
 
 _INPUTS_OF_WORD = {torch.bfloat16: 2, torch.int8: 4}.__getitem__
-_FEATURES = {torch.bfloat16: ("avx512bf16", "amx-bf16"), torch.int8: ("avx512vnni", "amx-int8")}.get
+_FEATURES = {
+    torch.bfloat16: (("avx512bf16",), "amx-bf16"),
+    torch.int8: (("avx512vnni", "avxvnni"), "amx-int8"),
+}.get
 
 
 @cache
 def has_instructions(dtype: torch.dtype) -> bool:
     """Whether this processor has these dot instructions for weights of a dtype, and no matrix unit, which oneDNN
     uses."""
-    found, (instruction, matrix_unit) = cpu_features(), _FEATURES(dtype, ("", ""))
-    return bool(found.get(instruction)) and not found.get(matrix_unit)
+    found, (instructions, matrix_unit) = cpu_features(), _FEATURES(dtype, ((), ""))
+    return any(found.get(name) for name in instructions) and not found.get(matrix_unit)
 
 
 @cache
 def widens(dtype: torch.dtype) -> bool:
     """Whether products with weights of a dtype are made of wider numbers here, by AVX2 and FMA, or AVX512.
 
-    bfloat16: with AVX512 and no instructions for it oneDNN has products, too, which take five times as long. int8:
-    elsewhere oneDNN has right ones, by AVX-VNNI or a matrix unit."""
+    bfloat16: with AVX512 and no instructions for it oneDNN has products, too, which take five times as long."""
     found = cpu_features()
     if not (found.get("avx2") and found.get("fma")):
         return False

@@ -28,8 +28,10 @@ FACTOR_WORDS = 2
 """Words in front of those of a group of inputs, where weights have four bits: of a panel the outputs' scales, and their
 minimums; of a row two pairs of numbers: its scale and the sum of its numbers, and two that are not used."""
 
-_HAS_VNNI = bool(cpu_features().get("avx512vnni"))
-HAS_INT4 = _HAS_VNNI or bool(cpu_features().get("avx2") and cpu_features().get("fma"))
+_VNNI_LANES = LANES if cpu_features().get("avx512vnni") else LANES // 2 if cpu_features().get("avxvnni") else 0
+"""Outputs of a vector that vpdpbusd takes, of AVX512-VNNI or else of AVX-VNNI; 0: there is none."""
+
+HAS_INT4 = _VNNI_LANES > 0 or bool(cpu_features().get("avx2") and cpu_features().get("fma"))
 """Whether there are products with weights of four bits."""
 
 _FLOAT, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
@@ -86,8 +88,13 @@ def _dot_bfloat16(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
     return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", total.type, [total, part, numbers])
 
 
+def _dot_bytes(builder: Any, total: Any, unsigned: Any, signed: Any) -> Any:
+    """vpdpbusd, which without AVX512-VNNI is AVX-VNNI's."""
+    return _call(builder, f"llvm.x86.avx512.vpdpbusd.{32 * total.type.count}", total.type, [total, unsigned, signed])
+
+
 def _dot_int8(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
-    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, [total, numbers, part])
+    return _dot_bytes(builder, total, numbers, part)
 
 
 def _all_lanes(kind: Any, value: int) -> Any:
@@ -106,10 +113,19 @@ def _multiply_add_floats(builder: Any, total: Any, part: Any, numbers: Any) -> A
 
 
 def _widened_int8(builder: Any, words: Any, part: int) -> Any:
-    """Of each half of a word the lower or the upper byte, as an int16."""
+    """Of each half of a word the lower or the upper byte, as an int16: the lower one once, plus 0 times the upper."""
+    if not part:
+        return _add_byte_pairs(builder, _all_lanes(words.type, 0x00010001), words)
     halves = ir.VectorType(_I16, 2 * words.type.count)
-    numbers, eight = builder.bitcast(words, halves), _all_lanes(halves, 8)
-    return builder.ashr(numbers if part else builder.shl(numbers, eight), eight)
+    return builder.ashr(builder.bitcast(words, halves), _all_lanes(halves, 8))
+
+
+def _add_byte_pairs(builder: Any, unsigned: Any, signed: Any) -> Any:
+    """vpmaddubsw: products of bytes, of which those in a half of a word are added up, as an int16."""
+    lanes = unsigned.type.count
+    numbers = [builder.bitcast(each, ir.VectorType(ir.IntType(8), 4 * lanes)) for each in (unsigned, signed)]
+    instruction = "llvm.x86.avx2.pmadd.ub.sw" if lanes == _SHORT else "llvm.x86.avx512.pmaddubs.w.512"
+    return _call(builder, instruction, ir.VectorType(_I16, 2 * lanes), numbers)
 
 
 def _add_in_order(builder: Any, total: Any, added: Any) -> Any:
@@ -134,26 +150,23 @@ def _nibbles(builder: Any, words: Any, part: int) -> Any:
 
 
 def _dot_nibbles(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
-    return _call(builder, "llvm.x86.avx512.vpdpbusd.512", total.type, [total, part, numbers])
+    return _dot_bytes(builder, total, part, numbers)
 
 
 def _add_nibbles(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
-    """vpmaddubsw: 15 * 127 twice is an eighth of what an int16 takes."""
-    lanes = total.type.count // 2
-    part, numbers = (builder.bitcast(each, ir.VectorType(ir.IntType(8), 4 * lanes)) for each in (part, numbers))
-    instruction = "llvm.x86.avx2.pmadd.ub.sw" if lanes == _SHORT else "llvm.x86.avx512.pmaddubs.w.512"
-    return _add_in_order(builder, total, _call(builder, instruction, total.type, [part, numbers]))
+    """15 * 127 twice is an eighth of what an int16 takes."""
+    return _add_in_order(builder, total, _add_byte_pairs(builder, part, numbers))
 
 
 def _int4_form() -> _Form:
-    if _HAS_VNNI:
-        return _Form("int4", LANES, 2, _I32, _FLOAT, _nibbles, _dot_nibbles, in_groups=True)
+    if _VNNI_LANES:
+        return _Form("int4", _VNNI_LANES, 2, _I32, _FLOAT, _nibbles, _dot_nibbles, in_groups=True)
     return _Form("int4.widened", _WIDEST_WHOLE, 2, _I32, _FLOAT, _nibbles, _add_nibbles, in_groups=True, run=4)
 
 
 _FORMS: Mapping[Any, _Form] = {
     (I32, F32): _Form("bfloat16", LANES, 1, _I32, _FLOAT, _whole, _dot_bfloat16),
-    (I32, I32): _Form("int8", LANES, 1, _I32, _I32, _whole, _dot_int8),
+    (I32, I32): _Form("int8", _VNNI_LANES, 1, _I32, _I32, _whole, _dot_int8),
     (F32, F32): _Form("bfloat16.widened", _WIDEST, 2, _FLOAT, _FLOAT, _widened_bfloat16, _multiply_add_floats),
     (I16, I32): _Form("int8.widened", _WIDEST_WHOLE, 2, _I32, _I32, _widened_int8, _multiply_add_pairs),
     (I8, F32): _int4_form(),
@@ -250,6 +263,11 @@ def _everywhere(builder: Any, number: Any, vector: Any) -> Any:
     return builder.shuffle_vector(one, one, lanes)
 
 
+def _hidden(builder: Any, pointer: Any) -> Any:
+    """The same pointer, of which LLVM does not know that it is: what is read behind both is read twice."""
+    return builder.asm(ir.FunctionType(pointer.type, [pointer.type]), "", "=r,0", [pointer], side_effect=False)
+
+
 class _Tile:
     """A tile of so many rows and outputs: the body of a function is written."""
 
@@ -258,6 +276,9 @@ class _Tile:
         self.x, self.panel, self.words, self.total, self.fresh, self.ahead, self.step, self.block = function.args
         self.columns = range(0, outputs, form.lanes)
         self.lines = range(0, outputs, LANES)
+        # Each part reads its words anew: there are not enough registers to keep them, where there are 16.
+        again = self.panel if HAS_AVX512 or form.parts == 1 else _hidden(builder, self.panel)
+        self.panels = self.panel, again
 
     def write(self) -> None:
         kind = self.form.vector(self.form.total)
@@ -271,16 +292,20 @@ class _Tile:
     def _after(self, index: Any, count: int) -> Any:
         return self.builder.add(index, ir.Constant(_I64, count))
 
-    def _vectors(self, word: Any, kind: ir.Type) -> Mapping[int, Any]:
-        """Those of a word of the panel, by column; and what is to come is asked for."""
-        builder, next_word = self.builder, self.builder.mul(word, self.step)
+    def _ask_ahead(self, word: Any) -> None:
+        """For what is to come."""
+        next_word = self.builder.mul(word, self.step)
         for line in self.lines:
             wanted = self._after(next_word, line)
-            prefetch_line(builder, _vector_at(builder, self.ahead, wanted, ir.IntType(8)))
+            prefetch_line(self.builder, _vector_at(self.builder, self.ahead, wanted, ir.IntType(8)))
+
+    def _vectors(self, word: Any, kind: ir.Type, part: int = 0) -> Mapping[int, Any]:
+        """Those of a word of the panel, by column, for a part of it."""
+        builder = self.builder
         first, vector = builder.mul(word, ir.Constant(_I64, PANEL)), self.form.vector(kind)
         places = {column: self._after(first, column) for column in self.columns}
         return {
-            column: builder.load(_vector_at(builder, self.panel, place, vector), align=4)
+            column: builder.load(_vector_at(builder, self.panels[part], place, vector), align=4)
             for column, place in places.items()
         }
 
@@ -293,8 +318,9 @@ class _Tile:
 
     def _add_word(self, sums: Mapping[tuple[int, int], Any], word: Any) -> None:
         builder, form = self.builder, self.form
-        found = self._vectors(word, _I32)
+        self._ask_ahead(word)
         for part in range(form.parts):
+            found = self._vectors(word, _I32, part)
             parts = {column: form.part_of(builder, each, part) for column, each in found.items()}
             for i in range(self.rows):
                 numbers = self._number(word, part, i, form.number)
@@ -315,7 +341,10 @@ class _Tile:
             with cgutils.for_range(builder, builder.udiv(words, ir.Constant(_I64, step)), intp=_I64) as loop:
                 place = builder.mul(loop.index, ir.Constant(_I64, step))
                 self._add_run(whole, self._after(builder.add(first, place), FACTOR_WORDS))
-            scales, least = self._vectors(first, _FLOAT), self._vectors(self._after(first, 1), _FLOAT)
+            factors = first, self._after(first, 1)
+            for word in factors:
+                self._ask_ahead(word)
+            scales, least = (self._vectors(word, _FLOAT) for word in factors)
             for i in range(self.rows):
                 scale, total = (self._number(first, part, i, _FLOAT) for part in range(2))
                 for column in self.columns:
