@@ -124,7 +124,7 @@ EXPORTED = {
     "cairn.cache.divergence": "DivergenceStats",
     "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed ValuePerByte eviction_for",
     "cairn.cache.layout": "AttentionGroup CacheLayout",
-    "cairn.cache.sequence_blocks": "MissSpan Namespace PagePin PageTable PageTables PendingFile "
+    "cairn.cache.sequence_blocks": "MissSpan Namespace PagePin PageTable PageTables PendingState "
     "PrefixMatch SequenceBlocks",
     "cairn.cache.placement": "Align All Auto CheckpointPoint Granular Junction PlacementPolicy "
     "PromptFacts hold_positions placement_for",

@@ -10,15 +10,15 @@ this order:
 
     admits         a request begins in a slot: its block tables, sampling parameters and images, until the next admit
     copies         page -> page        copy on write
-    restores       file -> slot        a hit: the checkpoint becomes the running state
-    saves          slot -> file        the running state as it is before the forward pass
+    restores       pages -> slot       a hit: the checkpoint becomes the running state
+    saves          slot -> pages       the running state as it is before the forward pass
     table updates  pages into a slot's block tables: growth and copy on write
     rows           the batch of the forward pass: decode rows, then prefill rows
-    snapshots      (row, position) -> file, the state as it was at `position` inside the pass
+    snapshots      (row, position) -> pages, the state as it was at `position` inside the pass
     samples        tokens drawn from slots' final hidden states, with or without a row in this step (`draw`)
 
 A *slot* is one place of the live arrays (recurrent state and last hidden state of one running sequence) and of the
-block tables. A *file* is the list of pages that holds one checkpoint. Neither slot, page nor file is reused before the
+block tables. *State pages* are the list of pages that holds one checkpoint. Neither slot nor page is reused before the
 step that last names it has been applied. What a slot's admit said is not said again: a plan has what has changed.
 
 Plans go to the other ranks as they are (`cairn.engine.ranks.wire`), so integers have the ranges that are read there.
@@ -127,7 +127,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restore:
-    """Checkpoint file -> live slot (state and hidden state)."""
+    """State pages -> live slot (state and hidden state)."""
 
     slot: Index
     pages: Pages
@@ -135,7 +135,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Save:
-    """Live slot -> checkpoint file, as the slot is before this step's forward pass."""
+    """Live slot -> state pages, as the slot is before this step's forward pass."""
 
     slot: Index
     pages: Pages
@@ -215,9 +215,9 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Write the state after token `position - 1` of row number `row` to a checkpoint file, inside the pass.
+    """Write the state after token `position - 1` of row number `row` to state pages, inside the pass.
 
-    Decode rows are numbered first, then prefill rows. `start < position <= end` of the row; the file then resumes the
+    Decode rows are numbered first, then prefill rows. `start < position <= end` of the row; the state then resumes the
     sequence at `position`.
     """
 

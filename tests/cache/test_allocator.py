@@ -69,8 +69,8 @@ def test_a_position_is_given_one_file():
     lease = sim.requests[0].lease
     assert reserved(sim, Kind.PROMPT_END) and not reserved(sim, Kind.PROMPT_END)
     pages = sim.cache.force_checkpoint(lease, 64)
-    assert pages is lease.files[64].pages and not lease.files[64].forced
-    assert sim.cache.force_checkpoint(lease, 32) is not None and lease.files[32].forced
+    assert pages is lease.pending_states[64].pages and not lease.pending_states[64].forced
+    assert sim.cache.force_checkpoint(lease, 32) is not None and lease.pending_states[32].forced
     sim.cache.commit(lease, 64, [32, 64])
     assert lease.node.checkpoint is not None and lease.node.parent.checkpoint is not None
     sim.check()

@@ -180,7 +180,7 @@ def filed(sim, request):
     for position in range(10, 190, 9):
         assert sim._fill(request, CheckpointPoint(position, Kind.PROMPT_END))
     assert could(sim, 40) == (False, 1)
-    sim._commit(request, 200, list(request.lease.files))
+    sim._commit(request, 200, list(request.lease.pending_states))
 
 
 def another_path(sim, request):

@@ -100,8 +100,6 @@ def test_a_scan_is_compiled_once_for_all_batches(kernels: Kernels, dtype: torch.
         several = [
             launch for each, batch in zip(found, BATCHES, strict=True) if batch.num_tokens > 1 for launch in each
         ]
-            launch for each, batch in zip(found, BATCHES, strict=True) if batch.num_tokens > 1 for launch in each
-        ]
         assert variants_of(several) == dict.fromkeys((f"{name}.{kernel}" for kernel in KERNELS[name]), 1)
 
 

@@ -37,8 +37,8 @@ def _audit_pages(cache: PrefixCache) -> None:
         _check(not sequence.closed, f"closed sequence still listed: {sequence.request_id}")
         for pages in [table.own for table in sequence.tables] + sequence.transient:
             np.add.at(counts, pages, 1)
-        for file in sequence.files.values():
-            np.add.at(counts, file.pages, 1)
+        for pending in sequence.pending_states.values():
+            np.add.at(counts, pending.pages, 1)
     for held in cache.pinned.steps.values():
         for pages in held:
             np.add.at(counts, pages, 1)

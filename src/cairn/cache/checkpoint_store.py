@@ -108,7 +108,7 @@ class EvictionQueue:
 
 class CheckpointHolds:
     """Checkpoints that clients hold: evicted after all others until the hold expires. A hold keeps the checkpoint's
-    file and the tokens of its path; tokens on the paths of several are counted once."""
+    state and the tokens of its path; tokens on the paths of several are counted once."""
 
     def __init__(self, layout: CacheLayout, num_pages: int, clock: Clock) -> None:
         """`num_pages`: those of the whole pool."""
@@ -211,7 +211,7 @@ class CheckpointStore:
     def attach(
         self, node: Node, pages: Pages, kind: Kind, origin: Origin, maker: str, lineage: Lineage | None = None
     ) -> bool:
-        """Hang a checkpoint file at the end of `node`, taking over the caller's reference to its pages.
+        """Attach a checkpoint to the end of `node`, taking over the caller's reference to its pages.
 
         False if one hangs there already that serves as well; then the caller keeps its pages.
         """
@@ -248,7 +248,7 @@ class CheckpointStore:
             if checkpoint is None:
                 break
             if self.pool.counts[checkpoint.pages[0]] > 1:
-                # a step that has not been applied reads the file: dropping it would free nothing
+                # a step that has not been applied reads the state: dropping it would free nothing
                 passed.append(checkpoint)
                 continue
             facts = self.facts(checkpoint)
@@ -375,7 +375,7 @@ class CheckpointStore:
 
 
 def pages_freed(layout: CacheLayout, checkpoint: Checkpoint) -> int:
-    """How many pages dropping a checkpoint gives: those of its file and, where nothing below needs them, those of the
+    """How many pages dropping a checkpoint gives: those of its state and, where nothing below needs them, those of the
     tokens up to the next branch or checkpoint above."""
     node = checkpoint.node
     pages = len(checkpoint.pages)

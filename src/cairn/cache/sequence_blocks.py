@@ -1,4 +1,4 @@
-"""The pages, key tokens and checkpoint files of one running request.
+"""The pages, key tokens and state pages of one running request.
 
     tokens   0 ........... c ............ m ............... num_tokens
              cached          keys and       computed and
@@ -27,7 +27,7 @@ __all__ = [
     "PagePin",
     "PageTable",
     "PageTables",
-    "PendingFile",
+    "PendingState",
     "PrefixMatch",
     "SequenceBlocks",
 ]
@@ -94,9 +94,9 @@ class PageTable:
 
 
 @dataclass(slots=True)
-class PendingFile:
-    """A checkpoint file that a plan has named and no commit has attached yet. `hold_seconds`: how long the client asks
-    to hold it. `forced`: it was asked for whatever the policy says."""
+class PendingState:
+    """The pages of a checkpoint that a plan has named and no commit has attached yet. `hold_seconds`: how long the
+    client asks to hold it. `forced`: it was asked for whatever the policy says."""
 
     pages: Pages
     kind: Kind
@@ -158,7 +158,7 @@ class PrefixMatch:
     """What a lookup found of a prompt, in tokens: `hit` <= `matched` are c and m above, `seen` >= `matched` the longest
     prefix that was ever cached.
 
-    `checkpoint`: that of the hit; `restore`: its file; `received`: tokens of `hit` that came from another server.
+    `checkpoint`: that of the hit; `restore`: its pages; `received`: tokens of `hit` that came from another server.
     `known`: the node of the deepest checkpoint that is or was on the path. `left`: the lineage of the path
     that goes on where this prompt leaves it as the first one. `lineage`: of the checkpoints that this request takes,
     once it runs.
@@ -182,11 +182,11 @@ class PrefixMatch:
 
 @dataclass(slots=True, eq=False)
 class SequenceBlocks:
-    """The pages, tokens and checkpoint files of one running request, from its lookup on.
+    """The pages, tokens and pending states of one running request, from its lookup on.
 
     `tokens`: the prompt, of `num_prompt_tokens` key tokens, and the tokens appended to it. `node`: the deepest node
     that it has locked. `committed`: tokens that are in the tree. `decode_from`: tokens from here on were, or will be,
-    computed by decode steps. `files`: checkpoint files by position, until they are committed. `transient`: pages that
+    computed by decode steps. `pending_states`: by position, until they are committed. `transient`: pages that
     only the next step needs. `held_breakpoints`: positions of checkpoints that are held at its client's request.
     """
 
@@ -199,7 +199,7 @@ class SequenceBlocks:
     node: Node | None
     decode_from: int
     committed: int = 0
-    files: dict[int, PendingFile] = field(default_factory=dict)
+    pending_states: dict[int, PendingState] = field(default_factory=dict)
     transient: list[Pages] = field(default_factory=list)
     held_breakpoints: set[int] = field(default_factory=set)
     closed: bool = False
@@ -233,7 +233,7 @@ class SequenceBlocks:
 
     @property
     def restore(self) -> Pages | None:
-        """The file to go on from."""
+        """The state pages to go on from."""
         return self.match.restore
 
     @property
@@ -241,15 +241,15 @@ class SequenceBlocks:
         """Tokens of the hit that came from another server."""
         return self.match.received
 
-    def state_file(self, position: int) -> Pages | None:
-        """The checkpoint file with the state at `position`: the restored one, or one that this request has reserved."""
+    def state_pages(self, position: int) -> Pages | None:
+        """The pages of the state at `position`: the restored ones, or those that this request has reserved."""
         if self.match.hit == position and self.match.restore is not None:
             return self.match.restore
-        file = self.files.get(position)
-        return None if file is None else file.pages
+        pending = self.pending_states.get(position)
+        return None if pending is None else pending.pages
 
     def receive(self, num_tokens: int, hit: int, restore: Pages | None) -> None:
-        """Another server has brought the first `num_tokens` tokens. `hit` of them need not be computed; the file
+        """Another server has brought the first `num_tokens` tokens. `hit` of them need not be computed; the pages
         `restore` has the state there, None where none is needed."""
         match = self.match
         match.restore, match.checkpoint = restore, None
@@ -346,7 +346,7 @@ class SequenceBlocks:
         )
 
     def branch(self, state: Pages, request_id: str) -> "SequenceBlocks":
-        """A sequence like this one that ends with the prompt, where it goes on from the file `state`. Nothing is
+        """A sequence like this one that ends with the prompt, where it goes on from the pages `state`. Nothing is
         counted for it yet."""
         length = self.num_prompt_tokens
         return SequenceBlocks(

@@ -170,7 +170,7 @@ class Node:
 
 
 class Checkpoint:
-    """A file of pages with the state at the end of `node`, from which prompts resume. `maker`: the request that
+    """The pages with the state at the end of `node`, from which prompts resume. `maker`: the request that
     computed it.
 
     `version` is that of its newest entry in the eviction queue. `hits` and `last_used` (a tick) are for eviction.

@@ -71,7 +71,7 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
             cancel_slow_fetch(state)
         if state.running or state.ending or state.cache.pinned.steps or state.transfers.is_open:
             return
-        # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
+        # alone, and its own hit stands in its way: the state and the pages do not fit together
         while state.parallel_sampling.release_last():
             pass
         state.cache.clear()
@@ -151,10 +151,10 @@ def _schedule_first_chunk(
     end = sequence.hit if decodes else next_prefill_end(state, request, builder.budget)
     if end == sequence.hit and not decodes:
         return False
-    num_files = needs_prompt_checkpoint(request, sequence)
-    if not state.cache.could_extend(sequence, request.num_tokens, num_files):
+    num_states = needs_prompt_checkpoint(request, sequence)
+    if not state.cache.could_extend(sequence, request.num_tokens, num_states):
         return False
-    if not state.in_flight.leaves_room(request, sequence, num_files):
+    if not state.in_flight.leaves_room(request, sequence, num_states):
         return False
     _explain(state, request, sequence)
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice,

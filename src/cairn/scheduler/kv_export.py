@@ -1,6 +1,6 @@
 """A prompt that another server is going to decode: its pages and the state at its end are kept until it has read them.
 
-The file for the state is set aside when the request is admitted, whatever the placement policy says and also with the
+The pages for the state are set aside when the request is admitted, whatever the placement policy says and also with the
 cache off, so a prompt that is computed can always be leased.
 """
 
@@ -58,19 +58,19 @@ def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceB
         pages.append(table.pages[: group.pages_for(length) if stays else shared])
     if request.transfer.pinned_checkpoint is not None:
         pages.append(request.transfer.pinned_checkpoint.pages)
-    elif (file := sequence.state_file(length)) is not None:
-        pages.append(file)
+    elif (state_pages := sequence.state_pages(length)) is not None:
+        pages.append(state_pages)
     exported = np.concatenate(pages)
     return LeaseDemand(exported, num_pages(state, request) - len(exported))
 
 
 def needs_prompt_checkpoint(request: Request, sequence: SequenceBlocks) -> bool:
-    """Whether a file for the state at the prompt's end has to be set aside."""
+    """Whether pages for the state at the prompt's end have to be set aside."""
     return request.spec.role.kv_export and sequence.hit < request.num_prompt_tokens
 
 
 def reserve_prompt_checkpoint(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> bool:
-    """A file for the state at the prompt's end where one is needed; False if there is no room for it."""
+    """Pages for the state at the prompt's end where they are needed; False if there is no room for it."""
     return (
         not needs_prompt_checkpoint(request, sequence)
         or state.cache.force_checkpoint(sequence, request.num_prompt_tokens) is not None
@@ -81,9 +81,9 @@ def pin_prompt_checkpoint(state: SchedulerState, request: Request) -> None:
     """Pin the state at the prompt's end, which was restored, or saved by a step that has been applied."""
     sequence = request.sequence
     if request.transfer.pinned_checkpoint is None and sequence is not None:
-        file = sequence.state_file(request.num_prompt_tokens)
-        if file is not None:
-            request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", file)
+        state_pages = sequence.state_pages(request.num_prompt_tokens)
+        if state_pages is not None:
+            request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", state_pages)
 
 
 def offer_prompt(state: SchedulerState, request: Request) -> None:

@@ -1,6 +1,6 @@
 """Pages from another server: asked for while a request waits, and used as if they had been computed here.
 
-WAITING -> FETCHING   look up; share what is there, pages for the rest and a file for the state; pull
+WAITING -> FETCHING   look up; share what is there, pages for the rest and for the state; pull
 FETCHING -> READY     confirmed: into the tree, and on as after a hit of its own
 FETCHING -> WAITING   it failed: compute (or end with an error, as --kv-transfer-config says)
 
@@ -87,20 +87,20 @@ def _start(state: SchedulerState, request: Request, source: KvSource) -> bool:
         cache.discard(sequence)
         _compute_here(state, request, source)
         return True
-    if not cache.could_extend(sequence, length, num_files=1, besides=_pages_before(state, request)):
+    if not cache.could_extend(sequence, length, num_states=1, besides=_pages_before(state, request)):
         cache.discard(sequence)
         return False
     cache.explain(sequence)
     copies = cache.extend(sequence, length)
-    file = cache.force_checkpoint(sequence, length) if copies is not None else None
-    if copies is None or file is None:
+    state_pages = cache.force_checkpoint(sequence, length) if copies is not None else None
+    if copies is None or state_pages is None:
         cache.discard(sequence)
         return False
     state.waiting.remove(request)
     request.transfer.source, request.sequence = None, sequence
     request.set_phase(Phase.FETCHING)
     assert state.transfers.side is not None
-    pull = state.transfers.side.pull(_pull_spec(request, source, sequence, file))
+    pull = state.transfers.side.pull(_pull_spec(request, source, sequence, state_pages))
     state.transfers.fetching[pull] = Fetch(request, source, copies, state.clock.now())
     return True
 
@@ -115,12 +115,12 @@ def _pages_before(state: SchedulerState, request: Request) -> int:
     return num_pages
 
 
-def _pull_spec(request: Request, source: KvSource, sequence: SequenceBlocks, file: Pages) -> PullSpec:
+def _pull_spec(request: Request, source: KvSource, sequence: SequenceBlocks, state_pages: Pages) -> PullSpec:
     length, start = request.num_prompt_tokens, _fetch_start(sequence)
     pages = (
         sequence.blocks.span(start, length)[0] if sequence.blocks.groups and start < length else np.zeros(0, np.int32)
     )
-    return PullSpec(request.id, source, content_name(request), request.spec.prompt, start, pages, file)
+    return PullSpec(request.id, source, content_name(request), request.spec.prompt, start, pages, state_pages)
 
 
 def _fetch_start(sequence: SequenceBlocks) -> int:
@@ -196,7 +196,7 @@ def _quarantine(state: SchedulerState, pull: PullId, request: Request) -> None:
     sequence = request.sequence
     assert sequence is not None
     start, length = _fetch_start(sequence), request.num_prompt_tokens
-    pages = [sequence.files[length].pages]
+    pages = [sequence.pending_states[length].pages]
     if sequence.blocks.groups and start < length:
         pages += sequence.blocks.span(start, length)
     state.transfers.quarantine[pull] = state.cache.pin(f"quarantined after {request.id}", np.concatenate(pages))

@@ -119,7 +119,7 @@ class RequestStats:
     most tokens it had computed when it gave back its pages. `preempted_by`: requests that have preempted this one, each
     once at most, and `num_preemptions` how often it was. `sent_back_at`: how many tokens it had when it last went back
     to the queue though it was the oldest, which it does again only when it has more. `saved_answer_end`: whether the
-    state at the answer's end has been given a file. `is_parallel_sample`: another answer has brought its prompt into
+    state at the answer's end has been given pages. `is_parallel_sample`: another answer has brought its prompt into
     the counters.
     """
 
