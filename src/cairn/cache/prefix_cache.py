@@ -225,12 +225,14 @@ class PrefixCache:
         """
         return self._allocator.allocate(sequence, num_tokens)
 
-    def could_extend(self, sequence: SequenceBlocks, num_tokens: int, num_states: int = 0, besides: int = 0) -> bool:
+    def could_extend(
+        self, sequence: SequenceBlocks, num_tokens: int, num_states: int = 0, reserved_pages: int = 0
+    ) -> bool:
         """False if neither `extend` nor dropping all that nobody uses makes room for so many tokens and states, and for
-        `besides` pages that others are going to need. Drops nothing: whoever only waits must not cost others what is
-        cached. True is no promise."""
+        `reserved_pages` pages that others are going to need. Drops nothing: whoever only waits must not cost others
+        what is cached. True is no promise."""
         need = (
-            besides
+            reserved_pages
             + self._allocator.missing_pages(sequence, num_tokens)
             + num_states * self.layout.pages_per_checkpoint
         )

@@ -16,12 +16,12 @@ from cairn.transfer.contract import NO_DEMAND, LeaseDemand, LeaseEnded, Offer, O
 from cairn.types import RequestId
 
 
-def has_room(state: SchedulerState, request: Request, besides: int = 0) -> bool:
-    """Whether what other servers keep here, and those that run will, leaves room for this prompt and `besides` pages
-    more. What of it is leased already needs none."""
+def has_room(state: SchedulerState, request: Request, reserved_pages: int = 0) -> bool:
+    """Whether what other servers keep here, and those that run will, leaves room for this prompt and `reserved_pages`
+    pages more. What of it is leased already needs none."""
     side = state.transfers.side
     assert side is not None
-    promised = pages_to_lease(state) + LeaseDemand(num_new=besides)
+    promised = pages_to_lease(state) + LeaseDemand(num_new=reserved_pages)
     if side.has_room(LeaseDemand(num_new=num_pages(state, request)), promised):
         return True
     found = request.sequence or state.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)

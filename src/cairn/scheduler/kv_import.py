@@ -87,7 +87,7 @@ def _start(state: SchedulerState, request: Request, source: KvSource) -> bool:
         cache.discard(sequence)
         _compute_here(state, request, source)
         return True
-    if not cache.could_extend(sequence, length, num_states=1, besides=_pages_before(state, request)):
+    if not cache.could_extend(sequence, length, num_states=1, reserved_pages=_pages_before(state, request)):
         cache.discard(sequence)
         return False
     cache.explain(sequence)
