@@ -193,7 +193,7 @@ def test_logprobs_come_with_the_tokens():
     name = driver.submit(PROMPT, max_tokens=4, logprobs=3)
     told = []
     while driver.scheduler.has_work:
-        told += [(news.tokens, news.logprobs) for news in driver.step() if news.tokens]
+        told += [(progress.tokens, progress.logprobs) for progress in driver.step() if progress.tokens]
     assert [list(tokens) for tokens, _ in told] == [[token] for token in driver.output(name)]
     assert all(one.token_ids.shape == (1, 4) and one.token_ids[0, 0] == tokens[0] for tokens, one in told)
     assert driver.output(name) == alone(PROMPT, False, max_tokens=4)

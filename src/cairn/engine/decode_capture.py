@@ -75,9 +75,9 @@ class DecodeCapture:
         with Progress(console=console, transient=True, disable=not shows) as progress:
             task = progress.add_task("CUDA graphs", total=len(self.sizes))
             self._capture(runner, self.sizes, meet, lambda size: progress.advance(task))
-        told = f"{len(self.sizes)} sizes of decode steps, {self.sizes[0]} to {self.sizes[-1]} rows"
+        message = f"{len(self.sizes)} sizes of decode steps, {self.sizes[0]} to {self.sizes[-1]} rows"
         grown = "" if memory is None or taken is None else f", {taken_bytes(memory) - taken} bytes"
-        logger.info("CUDA graphs of %s: %.1f s%s", told, clock.now() - started, grown)
+        logger.info("CUDA graphs of %s: %.1f s%s", message, clock.now() - started, grown)
 
     def estimate_bytes(self, runner: Runner, memory: DeviceMemory, meet: Meet = meet_nobody) -> int:
         """What all sizes will take. They are captured when pool and states are there, whose addresses they hold, and

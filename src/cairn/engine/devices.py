@@ -252,19 +252,19 @@ def measure_room(
     logits_bytes = model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU)
     image_bytes = 0 if vision is None else vision.cache_bytes
     left = usable - (total - free) - step_bytes - logits_bytes - image_bytes - graph_bytes
-    told = (
+    message = (
         f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {usable}; {total - free} are "
         f"taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, logits take {logits_bytes}, and "
         f"CUDA graphs some {graph_bytes}"
     )
     if vision is not None:
-        told += f", encoded images {image_bytes}"
+        message += f", encoded images {image_bytes}"
     if left <= 0:
         raise ConfigError(
-            f"{told}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, free the GPU, or serve "
-            "with --device cpu"
+            f"{message}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, free the GPU, or "
+            "serve with --device cpu"
         )
-    logger.info("%s: %d are left", told, left)
+    logger.info("%s: %d are left", message, left)
     return MeasuredRoom(left, step_bytes + image_bytes)
 
 

@@ -128,13 +128,13 @@ def choose_memory_sizes(
     slot_bytes *= num_ranks
     states = slot_bytes * (1 + (config.max_num_seqs or 1))
     if available is None:
-        room, told = None, "nothing here tells how much memory is available"
+        room, message = None, "nothing here tells how much memory is available"
     else:
         room = available - fixed_bytes - states
-        told = f"{_size(available)} available, {_size(fixed_bytes)} of weights, {_size(states)} of running states"
+        message = f"{_size(available)} available, {_size(fixed_bytes)} of weights, {_size(states)} of running states"
     if on_gpu and room is not None and config.max_num_seqs is None:
         room = min(room, int((1 - _STATES_SHARE) * (room + states)))
-    pool = _pool_bytes(config, layout, room, told, defaults, num_ranks)
+    pool = _pool_bytes(config, layout, room, message, defaults, num_ranks)
     num_seqs = config.max_num_seqs
     if num_seqs is None:
         most_states = None if room is None else int(_STATES_SHARE * room) // max(1, slot_bytes) - 1
@@ -145,19 +145,19 @@ def choose_memory_sizes(
 
 
 def _pool_bytes(
-    config: EngineConfig, layout: CacheLayout, room: int | None, told: str, defaults: "_Defaults", num_ranks: int
+    config: EngineConfig, layout: CacheLayout, room: int | None, message: str, defaults: "_Defaults", num_ranks: int
 ) -> int:
     """Of one rank. `room`: bytes for the pools of the `num_ranks` that share the memory."""
     asked = config.kv_cache_memory_bytes
     least = least_pages(layout) * layout.page_bytes
     if room is None:
         if asked is None:
-            raise ConfigError(f"--kv-cache-memory-bytes: {told}: set it")
+            raise ConfigError(f"--kv-cache-memory-bytes: {message}: set it")
         return asked
     if room < least * num_ranks:
         raise ConfigError(
             f"the smallest pool, {_size(least * num_ranks)} for one checkpoint and {LEAST_TOKENS} tokens, does not fit "
-            f"into memory ({told}): free some, or lower --max-num-seqs"
+            f"into memory ({message}): free some, or lower --max-num-seqs"
         )
     each = f" on each of {num_ranks} ranks" if num_ranks > 1 else ""
     if asked is None:
@@ -171,9 +171,9 @@ def _pool_bytes(
     else:
         raise ConfigError(
             f"--kv-cache-memory-bytes {asked}: a pool of {_size(asked)}{each} does not fit into memory: lower it to at "
-            f"most {room // num_ranks} ({told})"
+            f"most {room // num_ranks} ({message})"
         )
-    logger.info("--kv-cache-memory-bytes %d (%s%s): %s (%s)", pool, _size(pool), each, why, told)
+    logger.info("--kv-cache-memory-bytes %d (%s%s): %s (%s)", pool, _size(pool), each, why, message)
     return pool
 
 

@@ -50,7 +50,7 @@ class MessagesWriter(ChatWriter):
     def _add_delta(self, delta: dict[str, Any]) -> None:
         if text := delta.get("reasoning"):
             self._open_block({"type": "thinking", "thinking": "", "signature": ""})
-            self._add_to_block({"type": "thinking_delta", "thinking": text}, text, told=self.shows_thinking)
+            self._add_to_block({"type": "thinking_delta", "thinking": text}, text, is_sent=self.shows_thinking)
         if text := delta.get("content"):
             self._open_block({"type": "text", "text": ""})
             self._add_to_block({"type": "text_delta", "text": text}, text)
@@ -125,9 +125,9 @@ class MessagesWriter(ChatWriter):
         self.pieces.append([])
         self._note("content_block_start", index=len(self.blocks) - 1, content_block=dict(block))
 
-    def _add_to_block(self, delta: dict[str, Any], text: str, *, told: bool = True) -> None:
+    def _add_to_block(self, delta: dict[str, Any], text: str, *, is_sent: bool = True) -> None:
         self.pieces[-1].append(text)
-        if told:
+        if is_sent:
             self._note("content_block_delta", index=len(self.blocks) - 1, delta=delta)
 
     def _close_block(self) -> None:
