@@ -72,7 +72,7 @@ def prefill(engine: HandTurned, length: int, repeats: int) -> Figures:
 
 def decode(engine: HandTurned, count: int, context: int, window: int, held: int, has_gpu: bool) -> Figures:
     """`count` sequences at once, behind prompts of `context` tokens: `window` steps are timed when all of them are past
-    their prompts, and then, on a GPU, `held` more by events."""
+    their prompts, and then, on a GPU, `retained` more by events."""
     answer = window + 2 * held + 2 * count + 64
     for _ in range(count):
         engine.submit(engine.draw(context), answer)

@@ -127,7 +127,7 @@ EXPORTED = {
     "cairn.cache.sequence_blocks": "MissSpan Namespace PagePin PageTable PageTables PendingState "
     "PrefixMatch SequenceBlocks",
     "cairn.cache.placement": "Align All Auto CheckpointPoint Granular Junction PlacementPolicy "
-    "PromptFacts hold_positions placement_for",
+    "PromptFacts retain_positions placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",
     "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState",
@@ -152,7 +152,7 @@ EXPORTED = {
     "cairn.engine.build": "build_core",
     "cairn.engine.contract": "Breakpoint CacheInfo CacheReport CacheView EngineClient EngineConfig EngineInfo "
     "EngineOptions EngineStats FREE_LOGPROBS FinishReason GenerateOutput GenerateRequest ImageInput ImageStats "
-    "KvEventsConfig KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_HOLD_SECONDS "
+    "KvEventsConfig KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_RETAIN_SECONDS "
     "MAX_LOGPROBS MAX_LOGPROB_ENTRIES MAX_PATTERN_SIZE MAX_SHOWN Pixels PoolStats PrefixCacheStats RANGES "
     "RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES SYSTEM_ROLES StepStats StopConditions Structure "
     "TemplateValue TextStream TextTokenizer ThinkingBudget Timings TokenLogprobs TokenStats TransferReport "

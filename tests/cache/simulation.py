@@ -100,7 +100,7 @@ class Simulation:
         self.check_hit(request)
         self.cache.begin_request(lease)
         request.facts = self.cache.prompt_facts(lease, len(prompt), boundaries)
-        self.cache.hold_breakpoints(lease, boundaries)
+        self.cache.retain_breakpoints(lease, boundaries)
         self._hold(request)
         return request
 
@@ -213,7 +213,11 @@ class Simulation:
     def held_now(self) -> set[Checkpoint]:
         """The checkpoints whose time is not over."""
         now = self.clock.now()
-        return {held for held in self.cache.checkpoints.holds if held.held_until is not None and held.held_until > now}
+        return {
+            held
+            for held in self.cache.checkpoints.retained
+            if held.retained_until is not None and held.retained_until > now
+        }
 
     # -- what is checked -----------------------------------------------------------------------------------------
 

@@ -60,7 +60,7 @@ def test_auto_names_every_position_that_earns_it():
 def test_what_is_at_the_hit_already_takes_nobodys_place():
     """Six positions off the grid may be named: the prompt's end and five others."""
     inner = (101, 201, 301, 401, 501)
-    here = Boundary(70, "message_end", hold_seconds=300)
+    here = Boundary(70, "message_end", retain_seconds=300)
     facts = PromptFacts(1001, 70, 70, 70, (here, *ends(*inner)), predicted=dict.fromkeys(inner, 1.0))
     named = [w.position for w in placement_for("auto", 16, False).in_prefill(facts, 70, 1001) if w.position % 64]
     assert named == [*inner, 1001]
@@ -142,7 +142,7 @@ def test_prices_are_those_of_what_goes_next():
     kept = [checkpoint() for _ in range(100)]
     for tick, item in enumerate(kept):
         queue.push(item, facts(last_used=100 - tick))
-    queue.push(kept[99], facts(last_used=1)._replace(held=True))
+    queue.push(kept[99], facts(last_used=1)._replace(retained=True))
     queue.remove(kept[97])
     prices = queue.prices()
     assert prices == sorted(prices) and prices[:2] == [2, 4], "what is held or was taken out has no price"

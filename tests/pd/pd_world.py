@@ -198,7 +198,7 @@ class Server:
         """What is leased keeps within its bounds, and each page is counted once."""
         transfers, requests = self.scheduler.state.transfers, self.scheduler.state.requests.values()
         leased = list(transfers.offers.values())
-        pages = {page for each in leased for page in each.hold.pages.tolist()}
+        pages = {page for each in leased for page in each.pin.pages.tolist()}
         assert self.port.num_leased == len(pages) >= self.producer.leases.num_pages
         assert len(pages) <= self.max_leased_pages or len(leased) == 1
         coming = [

@@ -281,7 +281,7 @@ def test_prompts_that_begin_alike_share_what_is_leased(max_tokens):
     leased = [name for name in names if name in p.ended]
     assert leased == names[: len(leased)] and 4 <= len(leased) < 12
     assert p.port.num_leased == p.producer.leases.num_pages <= 60
-    held = {page for leased in p.scheduler.state.transfers.offers.values() for page in leased.hold.pages.tolist()}
+    held = {page for leased in p.scheduler.state.transfers.offers.values() for page in leased.pin.pages.tolist()}
     assert len(held) == p.port.num_leased
     clean(world)
 

@@ -80,11 +80,11 @@ class BlockAllocator:
         """
         if wanted.position in sequence.pending_states:
             pending = sequence.pending_states[wanted.position]
-            pending.hold_seconds = max(pending.hold_seconds, wanted.hold_seconds)
+            pending.retain_seconds = max(pending.retain_seconds, wanted.retain_seconds)
             return None
         if not self.enabled:
             return None
-        if self.layout.state_bytes == 0 and wanted.position != sequence.num_prompt_tokens and not wanted.hold_seconds:
+        if self.layout.state_bytes == 0 and wanted.position != sequence.num_prompt_tokens and not wanted.retain_seconds:
             return None
         size = self.layout.pages_per_checkpoint
         if wanted.kind.on_probation and not self.checkpoints.is_worth(size, wanted.worth):
@@ -92,7 +92,7 @@ class BlockAllocator:
         if not self.checkpoints.make_room(size):
             return None
         pages = self.pool.allocate(size)
-        sequence.pending_states[wanted.position] = PendingState(pages, wanted.kind, wanted.hold_seconds)
+        sequence.pending_states[wanted.position] = PendingState(pages, wanted.kind, wanted.retain_seconds)
         return pages
 
     def force_checkpoint(self, sequence: SequenceBlocks, position: int) -> Pages | None:
@@ -186,8 +186,8 @@ class TreeWriter:
         ):
             self.checkpoints.pool.release(pending.pages)
         assert node.checkpoint is not None
-        if pending.hold_seconds and self.checkpoints.hold(node.checkpoint, pending.hold_seconds):
-            sequence.held_breakpoints.add(position)
+        if pending.retain_seconds and self.checkpoints.retain(node.checkpoint, pending.retain_seconds):
+            sequence.retained_breakpoints.add(position)
 
 
 def _origin(sequence: SequenceBlocks, position: int) -> Origin:

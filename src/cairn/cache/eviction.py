@@ -59,7 +59,7 @@ class CheckpointFacts(NamedTuple):
     saved_tokens: int
     freed_bytes: int
     last_used: int
-    held: bool = False
+    retained: bool = False
 
 
 class EvictionPolicy(TreeObserver):

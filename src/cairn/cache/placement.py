@@ -26,8 +26,8 @@ __all__ = [
     "Junction",
     "PlacementPolicy",
     "PromptFacts",
-    "hold_positions",
     "placement_for",
+    "retain_positions",
 ]
 
 MAX_UNALIGNED = 6
@@ -60,12 +60,12 @@ class PromptFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPoint:
-    """A position worth a checkpoint, which a client may want held for `hold_seconds`. `worth`: what one on probation is
-    expected to save, as `EvictionPolicy.priority`."""
+    """A position worth a checkpoint, which a client may want retained for `retain_seconds`. `worth`: what one on
+    probation is expected to save, as `EvictionPolicy.priority`."""
 
     position: int
     kind: Kind
-    hold_seconds: int = 0
+    retain_seconds: int = 0
     worth: float = 0.0
 
 
@@ -170,9 +170,9 @@ class Auto:
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         inner = {boundary.position for boundary in facts.boundaries}
         kinds = {p: Kind.INNER_END if p in inner else Kind.GRID for p in facts.predicted} | self._earned(facts)
-        holds = hold_positions(facts.boundaries, facts.exact)
+        retentions = retain_positions(facts.boundaries, facts.exact)
         return [
-            CheckpointPoint(p, kinds[p], holds.get(p, 0), facts.predicted.get(p, 0.0))
+            CheckpointPoint(p, kinds[p], retentions.get(p, 0), facts.predicted.get(p, 0.0))
             for p in sorted(kinds)
             if start < p <= end
         ]
@@ -210,7 +210,7 @@ def _by_worth(facts: PromptFacts) -> dict[int, Kind]:
     for position in [end.position for end in ends if end.kind == "message_end"][:1]:
         kinds[position] = Kind.MESSAGE_END
     for end in ends:
-        if end.hold_seconds:
+        if end.retain_seconds:
             kinds[end.position] = Kind.BREAKPOINT
     for position in [end.position for end in ends if end.kind == "system_end"]:
         kinds.setdefault(position, Kind.SYSTEM_END)
@@ -221,15 +221,15 @@ def _by_worth(facts: PromptFacts) -> dict[int, Kind]:
     return kinds
 
 
-def hold_positions(boundaries: Iterable[Boundary], exact: bool) -> dict[int, int]:
-    """Position to seconds of the checkpoints that a client wants held. In exact mode no prompt goes on from a state off
-    the grid, so the one at the grid point below is held for it."""
-    holds: dict[int, int] = {}
+def retain_positions(boundaries: Iterable[Boundary], exact: bool) -> dict[int, int]:
+    """Position to seconds of the checkpoints that a client wants retained. In exact mode no prompt goes on from a state
+    off the grid, so the one at the grid point below is retained for it."""
+    retentions: dict[int, int] = {}
     for boundary in boundaries:
         position = boundary.position // GRID * GRID if exact else boundary.position
-        if boundary.hold_seconds and position:
-            holds[position] = max(holds.get(position, 0), boundary.hold_seconds)
-    return holds
+        if boundary.retain_seconds and position:
+            retentions[position] = max(retentions.get(position, 0), boundary.retain_seconds)
+    return retentions
 
 
 def grid_stride(num_tokens: int) -> int:

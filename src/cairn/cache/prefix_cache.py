@@ -8,7 +8,7 @@
     commit    computed tokens and kept checkpoints enter the tree, for everybody
     release   the request's own references end
     pin       pages that outlive their sequence, because somebody outside, or a request to come, needs them
-    hold_breakpoints   checkpoints that go after all others, because a client asked for it
+    retain_breakpoints   checkpoints that go after all others, because a client asked for it
 
 Pages that an unapplied step still names are kept by `pin_until(step)` until `release_step(step)`. Nothing here knows
 of tensors: pages are numbers, and what is in them is the runner's affair.
@@ -26,7 +26,7 @@ from cairn.cache.journal import Journal
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lookup import PrefixLookup, miss_reasons
 from cairn.cache.pages import PagePool
-from cairn.cache.placement import CheckpointPoint, PlacementPolicy, PromptFacts, hold_positions
+from cairn.cache.placement import CheckpointPoint, PlacementPolicy, PromptFacts, retain_positions
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.cache.tree_store import TreeObserver, TreeStore
@@ -77,7 +77,7 @@ class PrefixCache:
         observer: TreeObserver | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`observer` is told of what enters and leaves the tree; `clock` measures how long clients hold checkpoints.
+        """`observer` is told of what enters and leaves the tree; `clock` measures how long clients retain checkpoints.
 
         Raises ConfigError for a layout of limited reach.
         """
@@ -166,17 +166,17 @@ class PrefixCache:
             self.counters.lost.update(sequence.lost)
             self.journal.record(sequence)
 
-    def hold_breakpoints(self, sequence: SequenceBlocks, boundaries: Iterable[Boundary]) -> None:
-        """Hold what is there already of the checkpoints that the client of `sequence` asks to be held: those within its
-        hit. Later ones are held as they are made."""
+    def retain_breakpoints(self, sequence: SequenceBlocks, boundaries: Iterable[Boundary]) -> None:
+        """Retain what is there already of the checkpoints that the client of `sequence` asks for: those within its
+        hit. Later ones are retained as they are made."""
         wanted = {
-            p: seconds for p, seconds in hold_positions(boundaries, self.policy.exact).items() if p <= sequence.hit
+            p: seconds for p, seconds in retain_positions(boundaries, self.policy.exact).items() if p <= sequence.hit
         }
         node = sequence.node if wanted else None
         while node is not None:
             seconds, checkpoint = wanted.get(node.end, 0), node.checkpoint
-            if seconds and checkpoint is not None and self.checkpoints.hold(checkpoint, seconds):
-                sequence.held_breakpoints.add(node.end)
+            if seconds and checkpoint is not None and self.checkpoints.retain(checkpoint, seconds):
+                sequence.retained_breakpoints.add(node.end)
             node = node.parent
 
     def branch(self, sequence: SequenceBlocks, state: Pages, request_id: str) -> SequenceBlocks:

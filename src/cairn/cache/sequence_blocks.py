@@ -95,12 +95,12 @@ class PageTable:
 
 @dataclass(slots=True)
 class PendingState:
-    """The pages of a checkpoint that a plan has named and no commit has attached yet. `hold_seconds`: how long the
-    client asks to hold it. `forced`: it was asked for whatever the policy says."""
+    """The pages of a checkpoint that a plan has named and no commit has attached yet. `retain_seconds`: how long the
+    client asks to retain it. `forced`: it was asked for whatever the policy says."""
 
     pages: Pages
     kind: Kind
-    hold_seconds: int = 0
+    retain_seconds: int = 0
     forced: bool = False
 
 
@@ -187,7 +187,8 @@ class SequenceBlocks:
     `tokens`: the prompt, of `num_prompt_tokens` key tokens, and the tokens appended to it. `node`: the deepest node
     that it has locked. `committed`: tokens that are in the tree. `decode_from`: tokens from here on were, or will be,
     computed by decode steps. `pending_states`: by position, until they are committed. `transient`: pages that
-    only the next step needs. `held_breakpoints`: positions of checkpoints that are held at its client's request.
+    only the next step needs. `retained_breakpoints`: positions of checkpoints that are retained at its client's
+    request.
     """
 
     request_id: str
@@ -201,7 +202,7 @@ class SequenceBlocks:
     committed: int = 0
     pending_states: dict[int, PendingState] = field(default_factory=dict)
     transient: list[Pages] = field(default_factory=list)
-    held_breakpoints: set[int] = field(default_factory=set)
+    retained_breakpoints: set[int] = field(default_factory=set)
     closed: bool = False
 
     # -- the match -----------------------------------------------------------------------------------------------

@@ -174,20 +174,20 @@ class Checkpoint:
     computed it.
 
     `version` is that of its newest entry in the eviction queue. `hits` and `last_used` (a tick) are for eviction.
-    `held_until`: a clock reading in seconds while a client holds it, else None; each hit holds it for `hold_seconds`
-    from then on.
+    `retained_until`: a clock reading in seconds while a client retains it, else None; each hit retains it for
+    `retain_seconds` from then on.
     """
 
     __slots__ = (
-        "held_until",
         "hits",
-        "hold_seconds",
         "kind",
         "last_used",
         "maker",
         "node",
         "origin",
         "pages",
+        "retain_seconds",
+        "retained_until",
         "version",
     )
 
@@ -200,8 +200,8 @@ class Checkpoint:
         self.hits = 0
         self.last_used = 0
         self.version = 0
-        self.held_until: float | None = None
-        self.hold_seconds = 0
+        self.retained_until: float | None = None
+        self.retain_seconds = 0
 
     @property
     def position(self) -> int:

@@ -296,7 +296,7 @@ def _checkpoint(cache: PrefixCache, row: CheckpointRow, tick: int) -> Checkpoint
         saved_tokens=row.saved,
         freed_bytes=freed,
         value=round(_per_mib(chance * row.saved / max(1, freed)), 3),
-        held=checkpoint.held_until is not None,
+        held=checkpoint.retained_until is not None,
         probation=checkpoint.kind.on_probation and not row.hits,
     )
 

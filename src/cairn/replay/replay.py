@@ -243,7 +243,7 @@ class Replay:
                 cache.release(looked_up)
             else:
                 cache.begin_request(sequence, resumed or trace_request.is_parallel_sample)
-            cache.hold_breakpoints(sequence, trace_request.boundaries)
+            cache.retain_breakpoints(sequence, trace_request.boundaries)
             prefill_until = request.num_prompt if cache.policy.exact else request.num_tokens
             request.sequence, request.facts = (
                 sequence,

@@ -197,12 +197,12 @@ def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request
     if request.resumed:
         state.counters.recomputed_tokens += max(0, request.stats.max_computed - sequence.hit)
         assert request.stats.first_sequence is not None
-        sequence.held_breakpoints = request.stats.first_sequence.held_breakpoints
+        sequence.retained_breakpoints = request.stats.first_sequence.retained_breakpoints
     else:
         request.stats.first_sequence = sequence
         request.stats.scheduled_time = state.clock.now()
     request.outcome.prompt_logprobs.clear()
-    state.cache.hold_breakpoints(sequence, request.spec.boundaries)
+    state.cache.retain_breakpoints(sequence, request.spec.boundaries)
     request.num_computed = sequence.hit
     request.facts = state.cache.prompt_facts(sequence, request.prefill_until, request.spec.boundaries)
     request.slot = state.free_slots.pop()

@@ -101,8 +101,8 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
     )
     reference = side.offer(made)
     request.transfer.offered = PromptOffer(made, reference)
-    hold = state.cache.pin(f"KV export of {request.id}", made.all_pages)
-    state.transfers.offers[reference] = OpenLease(hold, request.spec.client, request.id)
+    pin = state.cache.pin(f"KV export of {request.id}", made.all_pages)
+    state.transfers.offers[reference] = OpenLease(pin, request.spec.client, request.id)
 
 
 def withdraw_offers(state: SchedulerState, matches: Callable[[RequestId], bool]) -> None:
@@ -123,5 +123,5 @@ def withdraw(state: SchedulerState, reference: str) -> None:
 def release_offer(state: SchedulerState, ended: LeaseEnded) -> None:
     leased = state.transfers.offers.pop(ended.remote_request_id, None)
     if leased is not None:
-        state.cache.unpin(leased.hold)
+        state.cache.unpin(leased.pin)
         state.counters.expired_offers += ended.state == "expired"

@@ -215,9 +215,9 @@ def cancel_fetch(state: SchedulerState, request: Request) -> None:
 
 
 def release_quarantine(state: SchedulerState, free: PagesFree) -> None:
-    hold = state.transfers.quarantine.pop(free.pull, None)
-    if hold is not None:
-        state.cache.unpin(hold)
+    pin = state.transfers.quarantine.pop(free.pull, None)
+    if pin is not None:
+        state.cache.unpin(pin)
 
 
 def cancel_slow_fetch(state: SchedulerState) -> None:

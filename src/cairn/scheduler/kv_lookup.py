@@ -54,6 +54,6 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
     else:
         reference = side.answer_lookup(request.lookup, offer)
         if reference is not None:
-            hold = cache.pin(f"leased after {purpose}", offer.all_pages)
-            state.transfers.offers[reference] = OpenLease(hold)
+            pin = cache.pin(f"leased after {purpose}", offer.all_pages)
+            state.transfers.offers[reference] = OpenLease(pin)
     cache.discard(sequence)

@@ -115,7 +115,7 @@ class RequestLog:
             "finish": request.outcome.finish_reason or "error",
             "timings": _timings(request),
             **_cache_fields(cache_report(request)),
-            "boundaries": [(each.position, each.kind, each.hold_seconds) for each in spec.boundaries],
+            "boundaries": [(each.position, each.kind, each.retain_seconds) for each in spec.boundaries],
             "steps": [(_rounded(when), end) for when, end in steps.steps],
         }
         moments = {

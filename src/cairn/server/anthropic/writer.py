@@ -81,7 +81,7 @@ class MessagesWriter(ChatWriter):
         part of `input_tokens`."""
         prompt, choice = self.prompts[0], self.choices[0]
         read = count_cached_tokens(self.caches[0])
-        marked = max((place.position for place in prompt.boundaries if place.hold_seconds), default=0)
+        marked = max((place.position for place in prompt.boundaries if place.retain_seconds), default=0)
         created = 0 if self.caches[0] is None else max(0, marked - read)
         return {
             "input_tokens": len(prompt.token_ids) - read - created,
