@@ -8,7 +8,7 @@ from simulation import Simulation
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.checkpoint_store import COPY_TOKENS
-from cairn.cache.eviction import MAX_YOUNG, YOUNG, ValuePerByte
+from cairn.cache.eviction import MAX_RERANKS, RERANK_AGE, ValuePerByte
 from cairn.cache.placement import CheckpointPoint, Junction
 
 PROMPT = tuple(range(1000, 1064))
@@ -115,19 +115,19 @@ def test_the_young_are_ranked_anew_when_they_are_a_little_older():
     assert sim.prefill(kept, 64)
     (checkpoint,) = list(checkpoints.queue)
     made, ages = policy.now, []
-    for now in range(made, made + 2 * YOUNG):
+    for now in range(made, made + 2 * RERANK_AGE):
         policy.now = now
         if checkpoint in policy.refresh(checkpoints.queue):
             ages.append(now - made)
-    assert ages == [YOUNG]
+    assert ages == [RERANK_AGE]
 
 
 def test_those_that_wait_to_be_ranked_are_bounded():
-    sim = Simulation.build(4 * MAX_YOUNG, Junction(1, False), ValuePerByte())
-    for start in range(MAX_YOUNG + 10):
+    sim = Simulation.build(4 * MAX_RERANKS, Junction(1, False), ValuePerByte())
+    for start in range(MAX_RERANKS + 10):
         request = sim.start(f"r{start}", (start,))
         assert sim.prefill(request, 1)
         sim.end(request)
         sim.apply()
-    assert sim.cache.checkpoints.taken[Kind.PROMPT_END] > MAX_YOUNG
-    assert len(sim.cache.policy.eviction._young) == MAX_YOUNG
+    assert sim.cache.checkpoints.taken[Kind.PROMPT_END] > MAX_RERANKS
+    assert len(sim.cache.policy.eviction._to_rerank) == MAX_RERANKS

@@ -176,11 +176,11 @@ def test_what_would_go_first(policy):
     item, worst, best = checkpoint(), checkpoint(), checkpoint()
     chances = {item.node: 0.5, worst.node: 0.0, best.node: 0.9}
     policy.chance = lambda node: chances[node]
-    assert queue.goes_first(best, facts(last_used=9)), "alone"
+    assert queue.is_next_victim(best, facts(last_used=9)), "alone"
     queue.push(item, facts(last_used=5))
-    assert queue.goes_first(worst, facts(last_used=0)) and not queue.goes_first(best, facts(last_used=9))
+    assert queue.is_next_victim(worst, facts(last_used=0)) and not queue.is_next_victim(best, facts(last_used=9))
     queue.remove(item)
-    assert queue.goes_first(best, facts(last_used=9)), "what was taken out does not count"
+    assert queue.is_next_victim(best, facts(last_used=9)), "what was taken out does not count"
 
 
 def test_a_policy_that_overrides_nothing_ranks_nothing():

@@ -82,7 +82,7 @@ class EvictionQueue:
                 return checkpoint
         return None
 
-    def goes_first(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> bool:
+    def is_next_victim(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> bool:
         """Whether a checkpoint that is not in, with these facts, would be the next to go."""
         first = self._first()
         return first is None or self._place(checkpoint, facts) <= first[:2]
@@ -252,7 +252,7 @@ class CheckpointStore:
                 passed.append(checkpoint)
                 continue
             facts = self.facts(checkpoint)
-            if queue.goes_first(checkpoint, facts):
+            if queue.is_next_victim(checkpoint, facts):
                 self._drop(checkpoint)
             else:
                 # it is worth more than when it was ranked: what was above it has gone since

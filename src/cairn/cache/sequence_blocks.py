@@ -86,7 +86,7 @@ class PageTable:
         self.num_shared = min(self.num_shared, self.length - 1)
         self.num_sent = min(self.num_sent, self.length - 1)
 
-    def take_changes(self) -> tuple[int, Pages]:
+    def drain_updates(self) -> tuple[int, Pages]:
         """The entries that the runner does not know yet: the index of the first one, and all from there on. They count
         as sent from now on."""
         first, self.num_sent = self.num_sent, self.length
@@ -269,7 +269,7 @@ class SequenceBlocks:
         self.match.miss_spans = spans
         self.match.miss_reason = first_reason({reason for end, reason in spans if end > self.hit})
 
-    def blame(self, reason: Reason) -> None:
+    def set_miss_reason(self, reason: Reason) -> None:
         """Give one reason for all tokens that were not hit."""
         self.match.miss_spans, self.match.miss_reason = (), reason
 

@@ -103,7 +103,7 @@ def engine_stats(
             queried_tokens=counters.external_queries,
             received_tokens=counters.external_hits,
             leased_pages=0 if transfer is None else transfer.port.num_leased,
-            quarantined_pages=sum(len(hold.pages) for pin in transfers.quarantine.values()),
+            quarantined_pages=sum(len(pin.pages) for pin in transfers.quarantine.values()),
             num_open=len(transfers.fetching),
             fetches_by_stage={
                 "waiting_to_start": len(state.waiting.fetches),

@@ -289,14 +289,14 @@ def _step_bytes(
     runner = Runner(model, layout, num_pages, SLOTS, model.exact, observe)
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
-    _carry_out(runner, [(plan, {}) for plan in plans], partial(meet, "in the largest step"))
+    _run_plans(runner, [(plan, {}) for plan in plans], partial(meet, "in the largest step"))
     counted_elsewhere = runner.pool.nbytes + (SLOTS + 1) * slot_bytes(model.spec, layout, num_pages)
     step_bytes = max(0, memory.peak_growth() - counted_elsewhere)
     warm_up = [*warm_up_plans(layout, num_tokens, placement, model.vocab_size)]
-    _carry_out(runner, warm_up, partial(meet, "in the small steps"))
+    _run_plans(runner, warm_up, partial(meet, "in the small steps"))
     if check is not None:
         steps = check.begin(layout, model.vocab_size, warm_up[-1][0].step + 1)
-        _carry_out(runner, steps, partial(meet, "in the check of the kernels"))
+        _run_plans(runner, steps, partial(meet, "in the check of the kernels"))
         check.finish()
     return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory, meet)
 
@@ -306,7 +306,7 @@ def _is_compiled(model: Model) -> bool:
     return model.spec.device.type == "cuda"
 
 
-def _carry_out(runner: Runner, plans: Sequence[tuple[StepPlan, TokenMasks]], meet: Callable[[], object]) -> None:
+def _run_plans(runner: Runner, plans: Sequence[tuple[StepPlan, TokenMasks]], meet: Callable[[], object]) -> None:
     """With as many steps in flight as a server has. The ranks meet before each wait for the device, where one that
     could not go on would be waited for."""
     for first in range(0, len(plans), STEPS_IN_FLIGHT):

@@ -8,7 +8,12 @@ from cairn.scheduler.kv_export import (
     pin_prompt_checkpoint,
     reserve_prompt_checkpoint,
 )
-from cairn.scheduler.kv_import import blame_failed_pull, cancel_slow_fetch, count_overtaken, requeue_youngest_fetched
+from cairn.scheduler.kv_import import (
+    cancel_slow_fetch,
+    count_bypassed,
+    requeue_youngest_fetched,
+    set_failed_pull_reason,
+)
 from cairn.scheduler.lease_limits import wait_for_lease_room
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Phase, Request
@@ -177,12 +182,12 @@ def _schedule_first_chunk(
 def _explain(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> None:
     """The request is about to begin, which may drop what is cached: say first why it has not hit more."""
     state.cache.explain(sequence)
-    blame_failed_pull(request, sequence)
+    set_failed_pull_reason(request, sequence)
 
 
 def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request, sequence: SequenceBlocks) -> None:
     if request.phase is Phase.WAITING:
-        count_overtaken(state, request)
+        count_bypassed(state, request)
         state.waiting.remove(request)
     request.transfer.no_lease_room_since = None
     parallel_sampling = state.parallel_sampling

@@ -21,7 +21,7 @@ from cairn.scheduler.transfers import Fetch, content_name
 from cairn.transfer.contract import ContentName, KvSource, PagesFree, PullEnded, PullId, PullSpec
 from cairn.types import Pages
 
-MAX_OVERTAKEN = 64
+MAX_BYPASSED = 64
 """Requests that may come in before one that finds no pages for its fetch: then it is computed here, in its turn."""
 
 MAX_RELEASES = 256
@@ -43,17 +43,17 @@ def start_pulls(state: SchedulerState) -> bool:
     transfers, changed = state.transfers, False
     while (request := state.waiting.fetches.head) is not None and (source := request.transfer.source) is not None:
         if len(transfers.fetching) + len(transfers.ready) >= state.config.max_num_seqs:
-            request.transfer.num_overtaken = 0
+            request.transfer.num_bypassed = 0
             break
         if not _start(state, request, source):
-            if request.transfer.num_overtaken < MAX_OVERTAKEN and not _is_alone(state, request):
+            if request.transfer.num_bypassed < MAX_BYPASSED and not _nothing_else_can_free_pages(state, request):
                 break
             _compute_here(state, request, source)
         changed = True
     return changed
 
 
-def _is_alone(state: SchedulerState, request: Request) -> bool:
+def _nothing_else_can_free_pages(state: SchedulerState, request: Request) -> bool:
     """Whether nothing is going to make room for its fetch: cached pages cannot give way to it, and have to be computed
     in smaller shares."""
     if state.running or state.ending or state.cache.pinned.steps or state.transfers.is_open:
@@ -66,11 +66,11 @@ def _compute_here(state: SchedulerState, request: Request, source: KvSource) -> 
     release_source(state, source)
 
 
-def count_overtaken(state: SchedulerState, request: Request) -> None:
+def count_bypassed(state: SchedulerState, request: Request) -> None:
     """`request` comes in from the queue, perhaps before one that waits for pages for its fetch."""
     first = state.waiting.fetches.head
     if first is not None and first.sort_key < request.sort_key:
-        first.transfer.num_overtaken += 1
+        first.transfer.num_bypassed += 1
 
 
 def _start(state: SchedulerState, request: Request, source: KvSource) -> bool:
@@ -248,7 +248,7 @@ def requeue_youngest_fetched(state: SchedulerState, before: Request | None = Non
     return True
 
 
-def blame_failed_pull(request: Request, sequence: SequenceBlocks) -> None:
+def set_failed_pull_reason(request: Request, sequence: SequenceBlocks) -> None:
     """Say so in the reason when a hit is shorter because another server did not deliver."""
     if request.transfer.remote_failed and sequence.hit < request.num_prompt_tokens:
-        sequence.blame(Reason.REMOTE_FAILED)
+        sequence.set_miss_reason(Reason.REMOTE_FAILED)

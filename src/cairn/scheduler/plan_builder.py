@@ -67,7 +67,7 @@ class PlanBuilder:
         self._admits.append(
             Admit(
                 slot=request.slot,
-                tables=tuple(table.take_changes()[1] for table in sequence.tables),
+                tables=tuple(table.drain_updates()[1] for table in sequence.tables),
                 sampling=spec.sampling,
                 num_prompt_tokens=request.num_prompt_tokens,
                 history=sequence.keys if spec.sampling.needs_history else None,
@@ -130,5 +130,5 @@ class PlanBuilder:
         assert request.sequence is not None
         for group, table in enumerate(request.sequence.tables):
             if table.num_sent < table.length:
-                first, pages = table.take_changes()
+                first, pages = table.drain_updates()
                 self._table_updates.append(TableUpdate(request.slot, group, first, pages))

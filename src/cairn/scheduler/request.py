@@ -154,7 +154,7 @@ class RequestOutcome:
 class RequestTransfer:
     """A request's part in transfers between servers; all of it default for one that has none.
 
-    Import: `source`, the spec's until it has been asked; `num_overtaken`: requests that came in before this one while
+    Import: `source`, the spec's until it has been asked; `num_bypassed`: requests that came in before this one while
     it found no pages for its fetch; `pulled`: what the source gave, `pull_seconds` how long that took; `remote_failed`:
     the source had promised more and did not deliver.
     Export: `no_lease_room_since`: seconds, when the leases were found to leave no room for its prompt;
@@ -162,7 +162,7 @@ class RequestTransfer:
     """
 
     source: KvSource | None = None
-    num_overtaken: int = 0
+    num_bypassed: int = 0
     pulled: PullEnded | None = None
     pull_seconds: float = 0.0
     remote_failed: bool = False
