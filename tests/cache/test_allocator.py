@@ -88,7 +88,7 @@ def test_the_hits_of_what_is_gone_fall_to_what_is_made_above_it_later():
     assert policy.chance(gone.node) == 0.5
     lease = sim.cache.lookup(first.namespace, first.lease.keys, "again")
     sim.cache.begin_request(lease)
-    assert lease.match.known is gone.node and lease.checkpoint is None
+    assert lease.match.last_checkpoint_node is gone.node and lease.checkpoint is None
     assert sim.cache.reserve_checkpoint(lease, CheckpointPoint(32, Kind.JUNCTION)) is not None
     sim.cache.commit(lease, 64, [32])
     above = lease.node.parent

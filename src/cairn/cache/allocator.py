@@ -139,8 +139,8 @@ class TreeWriter:
         for position in descending:
             at = self._node_at(sequence, position, at)
             self._attach(sequence, position, at)
-        if descending and sequence.match.known is not None:
-            self.checkpoints.eviction.add_above(sequence.match.known)
+        if descending and sequence.match.last_checkpoint_node is not None:
+            self.checkpoints.eviction.add_above(sequence.match.last_checkpoint_node)
 
     def _insert(self, sequence: SequenceBlocks, upto: int) -> Node:
         tree = self.checkpoints.tree

@@ -275,11 +275,13 @@ class CheckpointStore:
 
     # -- use -----------------------------------------------------------------------------------------------------
 
-    def begin_request(self, known: Node | None, hit: Checkpoint | None, lineage: Lineage, left: Lineage | None) -> None:
+    def begin_request(
+        self, last_checkpoint_node: Node | None, hit: Checkpoint | None, lineage: Lineage, left: Lineage | None
+    ) -> None:
         """A request begins to run that resumes from `hit`. The others as in `EvictionPolicy`."""
-        self.eviction.begin_request(known, lineage, left)
-        if known is not None and known.checkpoint is not hit:
-            self._rank(known.checkpoint)
+        self.eviction.begin_request(last_checkpoint_node, lineage, left)
+        if last_checkpoint_node is not None and last_checkpoint_node.checkpoint is not hit:
+            self._rank(last_checkpoint_node.checkpoint)
 
     def predict(self, placement: PlacementPolicy, facts: PromptFacts, path: Lineage) -> PromptFacts:
         """`facts` with the positions where a checkpoint is worth its bytes because later prompts are likely to leave

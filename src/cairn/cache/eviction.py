@@ -90,9 +90,9 @@ class EvictionPolicy(TreeObserver):
         """The expected requests, per request, that leave `path` where nothing says so."""
         return 0.0
 
-    def begin_request(self, known: Node | None, lineage: Lineage, left: Lineage | None) -> None:
-        """A request of `lineage` begins to run, which leaves the path of `left` as nobody did before. `known`: the
-        deepest node on its path that `recorded_origin` knows."""
+    def begin_request(self, last_checkpoint_node: Node | None, lineage: Lineage, left: Lineage | None) -> None:
+        """A request of `lineage` begins to run, which leaves the path of `left` as nobody did before.
+        `last_checkpoint_node`: the deepest node on its path that `recorded_origin` knows."""
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         """A checkpoint was taken, perhaps in the place of another one at the same node."""
@@ -106,8 +106,8 @@ class EvictionPolicy(TreeObserver):
     def drop(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was dropped and is no longer at its node."""
 
-    def add_above(self, known: Node) -> None:
-        """A request whose path goes through `known` has taken checkpoints, perhaps above that node."""
+    def add_above(self, last_checkpoint_node: Node) -> None:
+        """A request whose path goes through `last_checkpoint_node` has taken checkpoints, perhaps above that node."""
 
     def recorded_origin(self, node: Node) -> Origin | None:
         """How the state was computed that is or was kept at the end of `node`; None if there is no record of one."""
@@ -211,9 +211,9 @@ class ValuePerByte(EvictionPolicy):
     def path_chance(self, path: Lineage) -> float:
         return DISCOUNT * self.path_table.index(path.row, self.now - path.since)
 
-    def begin_request(self, known: Node | None, lineage: Lineage, left: Lineage | None) -> None:
+    def begin_request(self, last_checkpoint_node: Node | None, lineage: Lineage, left: Lineage | None) -> None:
         self.now += 1
-        record = self._records.get(known) if known is not None else None
+        record = self._records.get(last_checkpoint_node) if last_checkpoint_node is not None else None
         known_there = record is not None and record.node.end >= lineage.start and not record.kind.on_probation
         # nothing on the path could serve those who leave it before its first place on the grid
         if left is not None and not known_there and lineage.start - left.start >= GRID:
@@ -268,9 +268,9 @@ class ValuePerByte(EvictionPolicy):
         while len(self._ghosts) > self.max_ghosts:
             self.node_forgotten(next(iter(self._ghosts)))
 
-    def add_above(self, known: Node) -> None:
-        if known in self._ghosts:
-            self._demote(known)
+    def add_above(self, last_checkpoint_node: Node) -> None:
+        if last_checkpoint_node in self._ghosts:
+            self._demote(last_checkpoint_node)
 
     def node_branched(self, node: Node) -> None:
         record = self._records.get(node)

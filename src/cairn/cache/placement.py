@@ -41,8 +41,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
-    """What is known of a prompt when it is admitted: its length, hit c <= match m <= seen (the longest prefix ever
-    seen, dropped ones included), where its messages and images end (ascending), whether only grid states can be
+    """What is known of a prompt when it is admitted: its length, hit c <= match m <= ever_matched (the longest prefix
+    ever seen, dropped ones included), where its messages and images end (ascending), whether only grid states can be
     continued from, and where else a checkpoint is worth its bytes because later prompts are likely to diverge behind
     it: the worth is that of `EvictionPolicy.priority`; `answer_worth` is that of a point in its answer, `stride` tokens
     behind the one before."""
@@ -50,7 +50,7 @@ class PromptFacts:
     num_tokens: int
     hit: int
     matched: int
-    seen: int
+    ever_matched: int
     boundaries: tuple[Boundary, ...] = ()
     exact: bool = False
     predicted: Mapping[int, float] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Junction(Align):
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         last = facts.num_tokens // self._stride * self._stride
-        divergence = facts.seen // self._stride * self._stride
+        divergence = facts.ever_matched // self._stride * self._stride
         kinds = {last: Kind.PROMPT_END}
         if divergence > facts.hit:
             kinds.setdefault(divergence, Kind.JUNCTION)
@@ -216,8 +216,8 @@ def _by_worth(facts: PromptFacts) -> dict[int, Kind]:
         kinds.setdefault(position, Kind.SYSTEM_END)
     for position in [end.position for end in ends if end.kind == "image_end"][:1]:
         kinds.setdefault(position, Kind.IMAGE_END)
-    if facts.hit < facts.seen < n:
-        kinds.setdefault(facts.seen, Kind.JUNCTION)
+    if facts.hit < facts.ever_matched < n:
+        kinds.setdefault(facts.ever_matched, Kind.JUNCTION)
     return kinds
 
 

@@ -148,7 +148,7 @@ class PrefixCache:
     def begin_request(self, sequence: SequenceBlocks, resumed: bool = False) -> None:
         """The request goes on from this lookup: count it. `resumed`: its prompt was counted before."""
         end = sequence.num_prompt_tokens
-        sequence.match.lineage = Lineage(start=sequence.seen, end=end, message_end=end)
+        sequence.match.lineage = Lineage(start=sequence.ever_matched, end=end, message_end=end)
         if not resumed:
             self._learn(sequence)
         if sequence.checkpoint is not None and not sequence.closed:
@@ -159,8 +159,8 @@ class PrefixCache:
             self.counters.queries += sequence.num_prompt_tokens
             self.counters.hits += sequence.hit - sequence.received
             self.counters.received += sequence.received
-            if sequence.match.left is not None and sequence.seen >= GRID:
-                self.counters.second_shared += sequence.seen
+            if sequence.match.left is not None and sequence.ever_matched >= GRID:
+                self.counters.second_shared += sequence.ever_matched
                 self.counters.second_hits += sequence.hit - sequence.received
             self.counters.reasons[sequence.reason] += 1
             self.counters.lost.update(sequence.lost)
@@ -194,7 +194,7 @@ class PrefixCache:
         """What the placement policy may know of `sequence`, which has its pages and is going to prefill up to
         `num_tokens`, and whose messages and images end at `boundaries`."""
         facts = PromptFacts(
-            num_tokens, sequence.hit, sequence.matched, sequence.seen, boundaries, exact=self.policy.exact
+            num_tokens, sequence.hit, sequence.matched, sequence.ever_matched, boundaries, exact=self.policy.exact
         )
         lineage = sequence.match.lineage
         message_ends = (end.position for end in boundaries if end.kind == "message_end" and end.position < lineage.end)
@@ -208,7 +208,7 @@ class PrefixCache:
         """What this prompt teaches of the reuse of those before it."""
         match = sequence.match
         match.lineage.forked = match.left is not None
-        self.checkpoints.begin_request(match.known, match.checkpoint, match.lineage, match.left)
+        self.checkpoints.begin_request(match.last_checkpoint_node, match.checkpoint, match.lineage, match.left)
 
     def _open(self, sequence: SequenceBlocks) -> None:
         self.pinned.open(sequence)

@@ -155,24 +155,24 @@ class PageTables:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """What a lookup found of a prompt, in tokens: `hit` <= `matched` are c and m above, `seen` >= `matched` the longest
-    prefix that was ever cached.
+    """What a lookup found of a prompt, in tokens: `hit` <= `matched` are c and m above, `ever_matched` >= `matched` the
+    longest prefix that was ever cached.
 
     `checkpoint`: that of the hit; `restore`: its pages; `received`: tokens of `hit` that came from another server.
-    `known`: the node of the deepest checkpoint that is or was on the path. `left`: the lineage of the path
-    that goes on where this prompt leaves it as the first one. `lineage`: of the checkpoints that this request takes,
-    once it runs.
+    `last_checkpoint_node`: the node of the deepest checkpoint that is or was on the path. `left`: the lineage of the
+    path that goes on where this prompt leaves it as the first one. `lineage`: of the checkpoints that this request
+    takes, once it runs.
     `miss_spans`: why the tokens behind the hit were not hit, ascending from the hit on; tokens behind the last span
     have `miss_reason`, which also speaks for the whole prompt. `walk`: of a probe, until it is explained.
     """
 
     hit: int
     matched: int
-    seen: int
+    ever_matched: int
     checkpoint: Checkpoint | None = None
     restore: Pages | None = None
     received: int = 0
-    known: Node | None = None
+    last_checkpoint_node: Node | None = None
     left: Lineage | None = None
     lineage: Lineage = field(default_factory=Lineage)
     miss_reason: Reason = Reason.NONE
@@ -218,9 +218,9 @@ class SequenceBlocks:
         return self.match.matched
 
     @property
-    def seen(self) -> int:
+    def ever_matched(self) -> int:
         """Tokens that were cached at some time."""
-        return self.match.seen
+        return self.match.ever_matched
 
     @property
     def kv_write_from(self) -> int:
@@ -255,7 +255,7 @@ class SequenceBlocks:
         match = self.match
         match.restore, match.checkpoint = restore, None
         match.received, match.hit = hit - match.hit, hit
-        match.matched, match.seen = max(match.matched, num_tokens), max(match.seen, num_tokens)
+        match.matched, match.ever_matched = max(match.matched, num_tokens), max(match.ever_matched, num_tokens)
         if match.hit == self.num_tokens or match.miss_spans:
             self.explain(match.miss_spans)
 
@@ -328,11 +328,11 @@ class SequenceBlocks:
             PrefixMatch(
                 match.hit,
                 match.matched,
-                match.seen,
+                match.ever_matched,
                 match.checkpoint,
                 match.restore,
                 match.received,
-                match.known,
+                match.last_checkpoint_node,
                 match.left,
                 match.lineage,
                 match.miss_reason,
