@@ -303,7 +303,7 @@ def config_of(folder: Path, services=(), extra_pages=0, step_seconds=20.0, **cha
 
 def build_ranked(config: RankConfig, observe=None, deadlines=DEADLINES) -> RankedRunner:
     with load_ranks(config, deadlines=deadlines) as loaded:
-        assert loaded.room is None
+        assert loaded.available_memory is None
         return loaded.allocate(RankSizes(NUM_PAGES, NUM_SLOTS), observe)
 
 

@@ -122,9 +122,9 @@ class DecodeGraphs:
         num_seqs = len(plan.decodes)
         if not self._sizes or plan.prefills or not 0 < num_seqs <= self._sizes[-1]:
             return None
-        room = self._stop_tokens.shape[1]
+        width = self._stop_tokens.shape[1]
         if self._slot_tensors.stop_tokens is not self._stop_tokens or any(
-            len(admit.stop_token_ids) > room for admit in plan.admits
+            len(admit.stop_token_ids) > width for admit in plan.admits
         ):
             return None
         return self._sizes[bisect_left(self._sizes, num_seqs)]

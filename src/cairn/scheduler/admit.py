@@ -3,7 +3,7 @@
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.advance import add_prefill, next_prefill_end
 from cairn.scheduler.kv_export import (
-    has_room,
+    fits_leases,
     needs_prompt_checkpoint,
     pin_prompt_checkpoint,
     reserve_prompt_checkpoint,
@@ -41,7 +41,7 @@ def _may_overtake(state: SchedulerState, request: Request) -> bool:
         return False
     if not request.spec.role.kv_export:
         return True
-    return next(state.waiting.kv_exports.before(request), None) is None and has_room(state, request)
+    return next(state.waiting.kv_exports.before(request), None) is None and fits_leases(state, request)
 
 
 def admit(state: SchedulerState, builder: PlanBuilder) -> None:
@@ -55,7 +55,7 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
         len(state.free_slots) > num_reserved_slots
         and (request := _next_candidate(state, last, leases_full)) is not None
     ):
-        if request.spec.role.kv_export and (leases_full or not has_room(state, request)):
+        if request.spec.role.kv_export and (leases_full or not fits_leases(state, request)):
             wait_for_lease_room(state, request)
             leases_full, last = True, request
             continue

@@ -16,19 +16,19 @@ from cairn.transfer.contract import NO_DEMAND, LeaseDemand, LeaseEnded, Offer, O
 from cairn.types import RequestId
 
 
-def has_room(state: SchedulerState, request: Request, reserved_pages: int = 0) -> bool:
+def fits_leases(state: SchedulerState, request: Request, reserved_pages: int = 0) -> bool:
     """Whether what other servers keep here, and those that run will, leaves room for this prompt and `reserved_pages`
     pages more. What of it is leased already needs none."""
     side = state.transfers.side
     assert side is not None
     promised = pages_to_lease(state) + LeaseDemand(num_new=reserved_pages)
-    if side.has_room(LeaseDemand(num_new=num_pages(state, request)), promised):
+    if side.fits(LeaseDemand(num_new=num_pages(state, request)), promised):
         return True
     found = request.sequence or state.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)
     demand = _pages_to_lease(state, request, found)
     if found is not request.sequence:
         state.cache.discard(found)
-    return side.has_room(demand, promised)
+    return side.fits(demand, promised)
 
 
 def pages_to_lease(state: SchedulerState) -> LeaseDemand:
