@@ -67,7 +67,7 @@ FAILURES = (CairnError, DemoError, RuntimeError, httpx.HTTPError)
 
 @dataclass(frozen=True)
 class Scale:
-    """Lengths in tokens. `window`: steps that are timed; `retained`: those sent while the GPU is held up. `repetition`:
+    """Lengths in tokens. `window`: steps that are timed; `held`: those sent while the GPU is held up. `repetition`:
     prefix, suffix, answer, number of prefixes, and of prompts."""
 
     models: tuple[str, ...] = ("nemotron-3-nano-30b-a3b", "qwen3.5-35b-a3b")

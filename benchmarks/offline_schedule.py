@@ -63,8 +63,8 @@ def find_schedule(
     seen: NDArray[np.int64],
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Hold, ...]:
-    """At most one hold that ends at each request. `ever_matched`: units of each path that were seen before, shape
-    [requests]; `progress` is told how many of `STEPS` are done. The same arguments give the same schedule."""
+    """At most one hold that ends at each request. `seen`: units of each path that were seen before, shape [requests];
+    `progress` is told how many of `STEPS` are done. The same arguments give the same schedule."""
     tell = progress if progress is not None else _tell_nobody
     schedule = Schedule(trace, layout, budget_bytes, seen)
     schedule.fill_all()

@@ -121,7 +121,7 @@ def measure(case: str, shape: str, batches: list[Tensor], repeats: int, baseline
         staging = Staging()
         sampler = TorchSampler([params] * rows, [sample.position for sample in samples], vocab_size, staging)
         staging.send(batches[0].device)
-        sampler.draw(batches[repeat % len(batches)], slots, samples, counts).tolist()
+        sampler.sample(batches[repeat % len(batches)], slots, samples, counts).tolist()
 
     few = min(rows, baseline_rows)
 

@@ -206,9 +206,9 @@ def test_two_steps_are_posted_before_the_first_is_collected():
     ranked, log, _ = ranked_recorder([StepDone(1), StepDone(1)], [StepDone(2), StepDone(2)])
     for step in (1, 2):
         ranked.launch(StepPlan(step))
-        ranked.draw(step, {})
+        ranked.sample(step, {})
     ranked.collect(1)
-    launched = [f"{what} {step}" for step in (1, 2) for what in ("post", "launch", "draw")]
+    launched = [f"{what} {step}" for step in (1, 2) for what in ("post", "launch", "sample")]
     assert log == [*launched, "StepDone within 300", "collect 1"]
 
 
@@ -217,7 +217,7 @@ def test_a_lost_rank_is_missed_before_rank_0_waits_for_its_gpu(answer):
     """Which would wait for it inside a collective."""
     ranked, log, followers = ranked_recorder(answer)
     ranked.launch(StepPlan(1))
-    ranked.draw(1, {})
+    ranked.sample(1, {})
     with pytest.raises(EngineDead, match=r"rank 1 has ended|done with step 2, and step 1 is the oldest"):
         ranked.collect(1)
     assert log[-1] == "StepDone within 300" and followers.killed

@@ -159,7 +159,7 @@ class Server:
         )
         words = np.full(-(-self.vocab_size // 32), -1, np.int32)
         self.runner.launch(plan)
-        self.runner.draw(self._step, dict.fromkeys(slots.tolist(), words) if masked else {})
+        self.runner.sample(self._step, dict.fromkeys(slots.tolist(), words) if masked else {})
         self.runner.collect(self._step)
         self._step += 1
 

@@ -244,8 +244,8 @@ def measure_available_memory(
 ) -> AvailableMemory:
     """What --gpu-memory-utilization leaves for pool and slots beside what is loaded, model and `vision`, other
     processes, encoded images that are kept, CUDA graphs, and the largest step, which is carried out once to see what it
-    takes, as the largest image is encoded: by all ranks at the same time. They `barrier` while it is out, and as they
-    do where graphs are captured. Logged. Raises ConfigError where nothing is left."""
+    takes, as the largest image is encoded: by all ranks at the same time. They meet at `barrier` while it is out, as
+    they do where graphs are captured. Logged. Raises ConfigError where nothing is left."""
     step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, barrier, capture)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
@@ -313,7 +313,7 @@ def _run_plans(runner: Runner, plans: Sequence[tuple[StepPlan, TokenMasks]], bar
         in_flight = plans[first : first + STEPS_IN_FLIGHT]
         for plan, masks in in_flight:
             runner.launch(plan)
-            runner.draw(plan.step, masks)
+            runner.sample(plan.step, masks)
         barrier()
         for plan, _ in in_flight:
             runner.collect(plan.step)

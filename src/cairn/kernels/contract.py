@@ -50,7 +50,7 @@ class Sampler(Protocol):
 
     has_processors: bool
 
-    def draw(self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: Any) -> Tensor:
+    def sample(self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: Any) -> Tensor:
         """Tokens, int64 [n], from float32 [n, vocab], which is not changed. `samples`: of each row, or empty where no
         row has a logits processor. `slots`: of each row, in `counts` (the `TokenCounts` of the same backend), to which
         new tokens of rows with penalties are added.
@@ -130,7 +130,7 @@ class Kernels(Protocol):
         self, params: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int, staging: Staging
     ) -> Sampler:
         """For n rows, n at least 1, with what is known when their step is launched; `staging` is to be sent before
-        `Sampler.draw`. See `TorchSampler` for what is drawn: the same token on every backend wherever rounding does
+        `Sampler.sample`. See `TorchSampler` for what is drawn: the same token on every backend wherever rounding does
         not decide."""
         ...
 
@@ -148,7 +148,7 @@ class Kernels(Protocol):
         ...
 
     def sampling_bytes(self, num_rows: int, vocab_size: int, num_slots: int) -> int:
-        """The most that drawing `num_tokens` takes of a device's memory beside their logits, with the counts of
+        """The most that drawing `num_rows` takes of a device's memory beside their logits, with the counts of
         `num_slots`."""
         ...
 

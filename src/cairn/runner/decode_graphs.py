@@ -11,7 +11,7 @@ read on the device, from tensors that stay where they are:
 
 and nothing is chosen by lengths: see `HostBatch.captured`. A batch of fewer rows has padding behind them: decodes of
 length 0 in the slot that is no request's, which read and write no pages. What a graph ends with is the final hidden
-state in each row's slot; logits and the draw are of the plan's samples, not of its rows, and come after it. So do
+state in each row's slot; logits and the sampling are of the plan's samples, not of its rows, and come after it. So do
 snapshots: a decode has one token, and the state behind it is what its slot has when the pass is over.
 
 With several ranks the sums among them are in the graph. NCCL wants a graph recorded by all of them together and

@@ -101,14 +101,14 @@ def independent_copies(copies: Sequence[PageCopy]) -> list[tuple[list[int], list
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
     """A step from its launch until it is collected. `sampler` and `logprobs`: on the rank that samples, of a plan with
-    samples. `logits`: of the samples, until they are drawn. `is_drawn`: whether its outputs are on their way."""
+    samples. `logits`: of the samples, until they are sampled. `is_sampled`: whether its outputs are on their way."""
 
     plan: StepPlan
     inputs: StepInputs
     sampler: Sampler | None = None
     logprobs: SampledLogprobs | None = None
     logits: Tensor | None = None
-    is_drawn: bool = False
+    is_sampled: bool = False
     _readback: Readback = field(init=False)
     _tokens: ReadbackArray | None = None
     _sampled_logprobs: list[tuple[list[int], list[ReadbackArray]]] = field(default_factory=list)
@@ -130,7 +130,7 @@ class LaunchedStep:
                     (rows, [self._readback.add(tensor) for tensor in tensors])
                     for rows, tensors in self.logprobs.compute(self.logits, tokens)
                 ]
-        self.logits, self.is_drawn = None, True
+        self.logits, self.is_sampled = None, True
         self._readback.send()
 
     @property
@@ -140,7 +140,7 @@ class LaunchedStep:
 
     def result(self) -> StepResult:
         """Waits for the copy to the host, and for everything that the step writes."""
-        assert self.is_drawn, f"step {self.plan.step} has not been drawn"
+        assert self.is_sampled, f"step {self.plan.step} has not been sampled"
         self._readback.wait()
         slots = self.plan.samples.slots.tolist()
         tokens = [] if self._tokens is None else self._tokens.array.tolist()

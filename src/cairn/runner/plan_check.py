@@ -195,8 +195,8 @@ class CheckedRunner(StepRunner):
         self._check.check(plan)
         self._runner.launch(plan)
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
-        self._runner.draw(step, masks)
+    def sample(self, step: int, masks: TokenMasks) -> None:
+        self._runner.sample(step, masks)
 
     def collect(self, step: int) -> StepResult:
         result = self._runner.collect(step)

@@ -67,7 +67,7 @@ class Runner(StepRunner):
     uint8 [num_pages + extra_pages, page_bytes]; plans name the first `num_pages`, transfers between servers use the
     others.
 
-    On several ranks `launch` and `draw` wait for the others and raise EngineDead where one is missing. Rank 0 samples
+    On several ranks `launch` and `sample` wait for the others and raise EngineDead where one is missing. Rank 0 samples
     the tokens and broadcasts them, so ranks cannot drift apart.
     """
 
@@ -158,9 +158,9 @@ class Runner(StepRunner):
             self._model.kernels.copy_tokens(pages, none, none, pages[-self._extra_pages :], none, none)
 
     def launch(self, plan: StepPlan) -> None:
-        """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be drawn;
-        they need not be collected."""
-        assert not self._launched or self._launched[-1].is_drawn, f"step {plan.step} before the last one was drawn"
+        """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be
+        sampled; they need not be collected."""
+        assert not self._launched or self._launched[-1].is_sampled, f"step {plan.step} before the last one was sampled"
         with torch.inference_mode(), explain_step_memory(plan.step, plan.num_seqs):
             self._input_batch.update(plan)
             if self._population is not None:
@@ -183,11 +183,11 @@ class Runner(StepRunner):
                 step.logits = self._model.logits(self._live.hidden[inputs.sampled_slots.tensor])
         self._launched.append(step)
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
+    def sample(self, step: int, masks: TokenMasks) -> None:
         """Sample the tokens of the step that was launched last. For masks, penalties and bad words all steps before it
         have to be collected."""
         launched = self._launched[-1]
-        assert launched.plan.step == step and not launched.is_drawn, f"step {step} is not to be drawn now"
+        assert launched.plan.step == step and not launched.is_sampled, f"step {step} is not to be sampled now"
         with torch.inference_mode(), explain_step_memory(step, launched.plan.num_seqs):
             tokens = None if launched.logits is None else self._sample(launched, launched.logits, masks)
             launched.read_back(tokens)
@@ -308,7 +308,7 @@ class Runner(StepRunner):
             for each, row in zip(metadata, logits, strict=True):
                 self._observe(each, row)
         if sampler is not None:
-            tokens = sampler.draw(logits, samples.slots.tolist(), metadata, self._counts)
+            tokens = sampler.sample(logits, samples.slots.tolist(), metadata, self._counts)
         else:
             tokens = torch.zeros(len(samples), dtype=torch.int64, device=logits.device)
         tokens = self._model.communicator.broadcast(tokens)

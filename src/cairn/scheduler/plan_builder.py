@@ -97,7 +97,7 @@ class PlanBuilder:
         return added
 
     def add_sample(self, request: Request, position: int) -> None:
-        """The token at absolute position `position` is drawn; no stop token before `min_tokens` have been."""
+        """The token at absolute position `position` is sampled; no stop token before `min_tokens` have been."""
         bans_stop_tokens = position - request.num_prompt_tokens < request.spec.min_tokens
         self._samples.append((request.slot, position, bans_stop_tokens))
         request.sampling_step = self.step

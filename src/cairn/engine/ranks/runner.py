@@ -150,9 +150,9 @@ class Followers:
 
     def barrier(self, what: str) -> None:
         """Waits until each has reached `what`. Raises as `Follower.receive` does."""
-        for at_barrier in self.receive(RankAtBarrier, self._deadlines.ready, what):
-            if at_barrier.what != what:
-                raise EngineDead(f"a rank is {at_barrier.what} while rank 0 is {what}")
+        for arrived in self.receive(RankAtBarrier, self._deadlines.ready, what):
+            if arrived.what != what:
+                raise EngineDead(f"a rank is {arrived.what} while rank 0 is {what}")
 
     def send_sizes(self, sizes: RankSizes) -> None:
         frame = frames_of_sizes().encode(sizes)
@@ -210,10 +210,10 @@ class RankedRunner(StepRunner):
             self._followers.post(plan)
             self.own.launch(plan)
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
-        """Rank 0 draws, and tells the others. Raises as `launch` does."""
+    def sample(self, step: int, masks: TokenMasks) -> None:
+        """Rank 0 samples, and tells the others. Raises as `launch` does."""
         with self._handle_loss():
-            self.own.draw(step, masks)
+            self.own.sample(step, masks)
 
     def collect(self, step: int) -> StepResult:
         """Returns when every rank has carried the plan out. Raises as `launch` does."""

@@ -145,7 +145,7 @@ def frames_of_plans() -> Frames[StepPlan]:
 
 
 def follower_plan(plan: StepPlan) -> StepPlan:
-    """`plan` as the other ranks are told of it: rank 0 alone draws and encodes images, so what only that needs stays
+    """`plan` as the other ranks are told of it: rank 0 alone samples and encodes images, so what only that needs stays
     here."""
     admits = tuple(
         replace(

@@ -146,7 +146,7 @@ def follow(
         plan = receive(not out)
         if plan is not None:
             runner.launch(plan)
-            runner.draw(plan.step, {})
+            runner.sample(plan.step, {})
             out.append(plan.step)
         elif runner.is_complete:
             runner.collect(out[0])
