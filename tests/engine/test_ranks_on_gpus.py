@@ -16,9 +16,9 @@ from cairn.engine.ranks import worker
 from cairn.engine.ranks.runner import Followers, RankDeadlines, RankedRunner
 from cairn.engine.ranks.wire import (
     RankAtBarrier,
+    RankAvailableMemory,
     RankConfig,
     RankGraphs,
-    RankMemory,
     RankSizes,
     StepDone,
     frames_of_config,
@@ -89,7 +89,7 @@ def test_a_rank_says_what_room_its_gpu_has_before_it_allocates(monkeypatch):
     sizes, plan = frames_of_sizes().encode(RankSizes(9, 2)), frames_of_plans().encode(StepPlan(5))
     line = Line(RankConfig(engine=EngineConfig(model="m", tensor_parallel_size=2)), sizes, plan)
     assert worker._serve(line) == 1
-    reached = ["RankAtBarrier in the step", "RankMemory 700", "RankAtBarrier done with a graph"]
+    reached = ["RankAtBarrier in the step", "RankAvailableMemory 700", "RankAtBarrier done with a graph"]
     assert line.said == ["RankStarted", "RankLoaded", *reached, "RankReady", "StepDone 5", "Fatal no more"]
 
 
@@ -163,10 +163,10 @@ def test_a_rank_joins_with_its_gpu_on_loopback(tiny_model, monkeypatch, exact):
 def test_the_least_room_of_all_ranks_is_taken(own, others, least):
     log: list[str] = []
     in_the_step = [RankAtBarrier("in the step")] * 2
-    followers = PretendedFollowers(log, in_the_step, [RankMemory(each) for each in others])
+    followers = PretendedFollowers(log, in_the_step, [RankAvailableMemory(each) for each in others])
     assert ranks_runner._least_available_memory(Own(log, own), followers, DEADLINES) == least
     # whoever is lost in the largest step is missed while rank 0's is out, not by its device
-    assert log == ["launch", "RankAtBarrier within 60", "collect", "RankMemory within 60"]
+    assert log == ["launch", "RankAtBarrier within 60", "collect", "RankAvailableMemory within 60"]
 
 
 def test_ranks_that_do_not_do_the_same_end_the_start():

@@ -7,7 +7,7 @@
     state    [header | unit 0 | unit 1 | ...]    a checkpoint, cut into pages anywhere, by each side's page size
     slot     the local units of one remote page, as they lie in staging
 
-Units are dealt to ranks in order; with fewer units than ranks, neighbouring ranks have the same one. Where several
+Units are assigned to ranks in order; with fewer units than ranks, neighbouring ranks have the same one. Where several
 remote ranks have a unit, the local ranks are spread evenly over them. `pair` works that out once per peer; from it
 follow, for each request:
 

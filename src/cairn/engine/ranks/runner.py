@@ -7,7 +7,7 @@
     |<------------------------- RankLoaded-|  or BuildRefused
     |========= on GPUs: the largest step, and two graphs ===============|
     |<------------------------ RankAtBarrier-|  while each of these is out: who is missing is missed here
-    |<--------------------------- RankMemory-|
+    |<------------------ RankAvailableMemory-|
     |-- RankSizes ------------------------>|  of the rank that has least room
     |========= on GPUs: graph after graph is captured ==================|
     |<------------------------ RankAtBarrier-|  before and after each of them
@@ -34,9 +34,9 @@ import zmq
 from cairn.engine.child_process import FINAL_FRAME_SECONDS, ChildProcess
 from cairn.engine.ranks.wire import (
     RankAtBarrier,
+    RankAvailableMemory,
     RankConfig,
     RankLoaded,
-    RankMemory,
     RankReady,
     RankSizes,
     RankStarted,
@@ -314,5 +314,5 @@ def load_ranks(
 
 def _least_available_memory(own: LoadedRank, followers: Followers, deadlines: RankDeadlines) -> int:
     available_memory = own.measure_available_memory(followers.barrier)
-    others = followers.receive(RankMemory, deadlines.ready, "measured")
+    others = followers.receive(RankAvailableMemory, deadlines.ready, "measured")
     return min(available_memory, *(each.num_bytes for each in others))

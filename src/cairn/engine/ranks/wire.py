@@ -1,7 +1,8 @@
 """What rank 0 and the other ranks tell each other: msgpack frames, arrays as raw little-endian bytes.
 
     rank 0 -> rank r   RankConfig (the first frame), RankSizes, then StepPlan after StepPlan
-    rank r -> rank 0   RankStarted, RankLoaded, on a GPU RankMemory, RankReady, then one StepDone for each plan;
+    rank r -> rank 0   RankStarted, RankLoaded, on a GPU RankAvailableMemory, RankReady, then one StepDone for each
+    plan;
                        RankAtBarrier in between; BuildRefused or Fatal is the last word
 
 Tensors do not travel here: the ranks put their partial sums together among themselves (`layers.process_ranks`).
@@ -93,7 +94,7 @@ class RankAtBarrier(msgspec.Struct, frozen=True, tag="reached"):
     what: _Text
 
 
-class RankMemory(msgspec.Struct, frozen=True, tag="room"):
+class RankAvailableMemory(msgspec.Struct, frozen=True, tag="room"):
     """The bytes that the rank's GPU has for its pool and its running states."""
 
     num_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -110,7 +111,7 @@ class StepDone(msgspec.Struct, frozen=True, tag="done"):
 
 
 ToRankZero: TypeAlias = (
-    RankStarted | RankLoaded | RankAtBarrier | RankMemory | RankReady | BuildRefused | StepDone | Fatal
+    RankStarted | RankLoaded | RankAtBarrier | RankAvailableMemory | RankReady | BuildRefused | StepDone | Fatal
 )
 
 

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING
 from cairn.engine.child_process import ParentLink, load_function, run_child
 from cairn.engine.ranks.wire import (
     RankAtBarrier,
+    RankAvailableMemory,
     RankConfig,
     RankLoaded,
-    RankMemory,
     RankReady,
     RankSizes,
     RankStarted,
@@ -184,7 +184,7 @@ def _serve(parent: ParentLink) -> int:
                 rank = LoadedRank(config)
                 send(RankLoaded())
                 if rank.device.is_gpu:
-                    send(RankMemory(rank.measure_available_memory(at_barrier)))
+                    send(RankAvailableMemory(rank.measure_available_memory(at_barrier)))
                 sizes = frames_of_sizes().decode(receive_frame())
                 runner = rank.allocate(sizes, None, at_barrier)
                 folder, on_host = Path(config.rendezvous).parent, rank.device.backend is None
