@@ -80,10 +80,10 @@ class WithoutInheritance(ValuePerByte):
 
 
 class WithoutYoung(ValuePerByte):
-    """New checkpoints are not ranked anew at age `YOUNG`."""
+    """New checkpoints are not ranked anew at age `RERANK_AGE`."""
 
     def refresh(self, ranked: Collection[Checkpoint]) -> list[Checkpoint]:
-        self._young.clear()
+        self._to_rerank.clear()
         return super().refresh(ranked)
 
 

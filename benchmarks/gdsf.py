@@ -26,7 +26,7 @@ class DecayedFrequency(EvictionPolicy):
         self._uses: dict[Node, tuple[float, int]] = {}
         """The frequency of the checkpoint at a node, and the request at which it was that."""
 
-    def begin_request(self, known: Node | None, lineage: Lineage, left: Lineage | None) -> None:
+    def begin_request(self, last_checkpoint_node: Node | None, lineage: Lineage, left: Lineage | None) -> None:
         self._now += 1
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:

@@ -221,7 +221,7 @@ class Case:
     def call(self, kernels: Kernels, operands: dict[str, Any]) -> Call:
         function = getattr(kernels, self.operation)
         if "spans" in operands:
-            operands = {**operands, "spans": kernels.pack_file_spans(*operands["spans"], operands["pool"])}
+            operands = {**operands, "spans": kernels.pack_state_spans(*operands["spans"], operands["pool"])}
         if self.takes_batch:
             batch = self.load.batch(kernels)
             return lambda: function(**operands, batch=batch)

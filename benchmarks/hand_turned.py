@@ -72,7 +72,7 @@ def prefill(engine: HandTurned, length: int, repeats: int) -> Figures:
 
 def decode(engine: HandTurned, count: int, context: int, window: int, held: int, has_gpu: bool) -> Figures:
     """`count` sequences at once, behind prompts of `context` tokens: `window` steps are timed when all of them are past
-    their prompts, and then, on a GPU, `held` more by events."""
+    their prompts, and then, on a GPU, `retained` more by events."""
     answer = window + 2 * held + 2 * count + 64
     for _ in range(count):
         engine.submit(engine.draw(context), answer)
@@ -99,7 +99,7 @@ def decode(engine: HandTurned, count: int, context: int, window: int, held: int,
 def device_us(engine: HandTurned, steps: int) -> float:
     """Of a step, between two CUDA events; the GPU is held up before the first one until the host has sent all of it."""
     runner: Any = engine.core._runner
-    launch, draw = runner.launch, runner.draw
+    launch, sample = runner.launch, runner.sample
     events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def held_launch(plan: Any) -> None:
@@ -109,15 +109,15 @@ def device_us(engine: HandTurned, steps: int) -> float:
         launch(plan)
         events.append((begin, end))
 
-    def marked_draw(step: int, masks: Any) -> None:
-        draw(step, masks)
+    def marked_sample(step: int, masks: Any) -> None:
+        sample(step, masks)
         events[-1][1].record()
 
-    runner.launch, runner.draw = held_launch, marked_draw
+    runner.launch, runner.sample = held_launch, marked_sample
     try:
         for _ in range(steps):
             engine.step()
     finally:
-        del runner.launch, runner.draw
+        del runner.launch, runner.sample
     torch.cuda.synchronize()
     return 1000 * statistics.median(begin.elapsed_time(end) for begin, end in events)

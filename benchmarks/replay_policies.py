@@ -87,7 +87,7 @@ def summary(rows: list[Row], policies: tuple[str, ...]) -> list[Row]:
     found: dict[tuple[str, float], list[dict[str, Row]]] = {}
     for (layout, share, _), by_policy in cells(rows):
         found.setdefault((layout, share), []).append(by_policy)
-    told = []
+    summaries = []
     for (layout, share), group in found.items():
         row: Row = {"layout": layout, "share": share, "traces": len(group)}
         for policy in policies:
@@ -104,11 +104,11 @@ def summary(rows: list[Row], policies: tuple[str, ...]) -> list[Row]:
                 max(each[policy]["token_hit_rate"] for policy in simple) - each["auto"]["token_hit_rate"]
                 for each in group
             )
-        told.append(row)
-    return told
+        summaries.append(row)
+    return summaries
 
 
-def show(rows: list[Row], told: list[Row], policies: tuple[str, ...]) -> None:
+def show(rows: list[Row], summaries: list[Row], policies: tuple[str, ...]) -> None:
     console = Console(width=None if sys.stdout.isatty() else 200)
     table = Table("layout", "budget", "trace", "unlimited", "offline", *policies, "auto µs", title="token hit rate")
     for (layout, share, name), by_policy in cells(rows):
@@ -118,7 +118,7 @@ def show(rows: list[Row], told: list[Row], policies: tuple[str, ...]) -> None:
         table.add_row(layout, f"{share:.0%}", name, *rates, spent)
     console.print(table)
     means = Table("layout", "budget", "traces", *policies, "auto below best simple", title="mean of hit/offline")
-    for row in told:
+    for row in summaries:
         ratios = [f"{row[each]['mean_ratio']:.3f} (prefill {row[each]['prefill_ratio']:.2f}x)" for each in policies]
         below = row.get("auto_below_best_simple")
         means.add_row(
@@ -127,17 +127,20 @@ def show(rows: list[Row], told: list[Row], policies: tuple[str, ...]) -> None:
     console.print(means)
 
 
-def plot(told: list[Row], policies: tuple[str, ...], path: Path) -> None:
+def plot(summaries: list[Row], policies: tuple[str, ...], path: Path) -> None:
     """Mean of hit/offline over the budget's share of the footprint, one line a policy; the first layout's."""
     with save_figure(path) as figure:
         axes = figure.subplots()
-        first = [row for row in told if row["layout"] == told[0]["layout"]]
+        first = [row for row in summaries if row["layout"] == summaries[0]["layout"]]
         for policy in policies:
             points = [(100 * row["share"], row[policy]["mean_ratio"]) for row in first]
             axes.plot(*zip(*points, strict=True), marker="o", label=policy)
         axes.axhline(1.0, color="black", linestyle="--", label="offline")
         axes.set(
-            xscale="log", xlabel="budget, % of the footprint", ylabel="mean of hit / offline", title=told[0]["layout"]
+            xscale="log",
+            xlabel="budget, % of the footprint",
+            ylabel="mean of hit / offline",
+            title=summaries[0]["layout"],
         )
         axes.legend(frameon=False)
 
@@ -172,12 +175,12 @@ def main() -> None:
     arguments = parser.parse_args()
     traces = trace_files(arguments.folder, arguments.traces)
     rows = all_rows(arguments, traces)
-    told = summary(rows, arguments.policies)
-    show(rows, told, arguments.policies)
+    summaries = summary(rows, arguments.policies)
+    show(rows, summaries, arguments.policies)
     if arguments.json:
-        arguments.json.write_text(json.dumps({"means": told, "rows": rows}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"means": summaries, "rows": rows}, indent=1) + "\n")
     if arguments.plot:
-        plot(told, arguments.policies, arguments.plot)
+        plot(summaries, arguments.policies, arguments.plot)
 
 
 if __name__ == "__main__":

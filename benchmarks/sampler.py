@@ -101,16 +101,17 @@ def measure(case: str, shape: str, batches: list[Tensor], repeats: int, baseline
     rows, vocab_size = batches[0].shape
     rng, params = np.random.default_rng(seed), CASES[case]
     histories = rng.integers(0, vocab_size, (rows, HISTORY))
-    told = {"num_prompt_tokens": PROMPT} if params.has_penalties else {}
+    penalties = {"num_prompt_tokens": PROMPT} if params.has_penalties else {}
     samples = [
-        SamplingMetadata(params, HISTORY + row, history=histories[row] if told else None, **told) for row in range(rows)
+        SamplingMetadata(params, HISTORY + row, history=histories[row] if penalties else None, **penalties)
+        for row in range(rows)
     ]
     counts, slots = TorchTokenCounts(rows, vocab_size), range(rows)
     staging = Staging()
     admitted = [
         counts.admit([TokenHistory(slot, histories[slot, :PROMPT], histories[slot, PROMPT:])], staging)
         for slot in slots
-        if told
+        if penalties
     ]
     staging.send(batches[0].device)
     for admit in admitted:
@@ -120,7 +121,7 @@ def measure(case: str, shape: str, batches: list[Tensor], repeats: int, baseline
         staging = Staging()
         sampler = TorchSampler([params] * rows, [sample.position for sample in samples], vocab_size, staging)
         staging.send(batches[0].device)
-        sampler.draw(batches[repeat % len(batches)], slots, samples, counts).tolist()
+        sampler.sample(batches[repeat % len(batches)], slots, samples, counts).tolist()
 
     few = min(rows, baseline_rows)
 

@@ -48,7 +48,7 @@ from cairn.layers.memory import AttentionSpec, ConvPart, RecurrentSpec
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.layer_sizes import CacheSpec
 from cairn.models.random_weights.make_model import make_model
-from cairn.runner.checkpoint import CheckpointFiles
+from cairn.runner.checkpoint import CheckpointPages
 from cairn.runner.memory import LiveStates
 
 Ids = NDArray[np.int64]
@@ -170,13 +170,13 @@ def copy_milliseconds(copies: int) -> dict[str, dict[str, float]]:
     recurrent = RecurrentSpec(4, 3, parts, state=(64, 64, 128), units=8)
     cache = CacheSpec(2688, recurrent, AttentionSpec(6, 2, 128))
     spec, slots = cache.memory_spec(torch.bfloat16, torch.device("cpu")), 8
-    live, runs = LiveStates(spec, slots), dict[str, tuple[CheckpointFiles, Tensor]]()
+    live, runs = LiveStates(spec, slots), dict[str, tuple[CheckpointPages, Tensor]]()
     live.recurrent[0].state.normal_()
     for name, encoding in ENCODINGS.items():
         layout = cache.layout(16, 2, encoding)
         pool = torch.zeros(slots * layout.pages_per_checkpoint, layout.page_bytes, dtype=torch.uint8)
         files = torch.randperm(len(pool)).view(slots, -1)
-        runs[name] = CheckpointFiles(pool, spec, layout, live, load_kernels("cpu")), files
+        runs[name] = CheckpointPages(pool, spec, layout, live, load_kernels("cpu")), files
     taken: dict[str, dict[str, list[float]]] = {name: {"save": [], "restore": []} for name in runs}
     for number in range(copies + 1):
         for name, (checkpoints, files) in runs.items():

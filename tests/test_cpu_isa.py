@@ -59,6 +59,17 @@ def test_compiled_code_has_no_more(monkeypatch: pytest.MonkeyPatch, limit: str, 
     assert {name for name, there in found.items() if there} == left and set(found) == set(FEATURES)
 
 
+@pytest.mark.parametrize(
+    ("limit", "missing"), [("avx2", "avx2"), ("avx_vnni", "avxvnni"), ("avx512", "avx512f")]
+)
+def test_a_limit_that_the_processor_does_not_reach_is_refused(monkeypatch, limit: str, missing: str) -> None:
+    there = dict.fromkeys(FEATURES, True) | {missing: False}
+    monkeypatch.setenv("CAIRN_MAX_CPU_ISA", limit)
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: there)
+    with pytest.raises(ConfigError, match=f"^CAIRN_MAX_CPU_ISA={limit}: this processor has no {limit}; unset it"):
+        features.cpu_features.__wrapped__()
+
+
 def test_torch_and_compiled_code_obey_in_a_process_of_their_own() -> None:
     code = (
         "import cairn, torch, numba; from cairn.kernels import cpu; from cairn.kernels.cpu import vectors; "

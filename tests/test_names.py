@@ -74,13 +74,13 @@ FOREIGN = {
     "smart_resize": "transformers'",
     "stat": "the system's",
     "VerifyMode": "Python's",
-    "draw_": "a prefix",
+    "sample_": "a prefix",
     "_evicted": "a part of metric names",
     "_hit": "a part of metric names",
 }
 """Names in docstrings and comments that no code of the package has, and whose they are."""
 
-OF_ALL_ROOMS = {"draw", "never_seen"}
+OF_ALL_ROOMS = {"sample", "never_seen"}
 """Words of floor 0 and of closed lists: other rooms' names for what every room speaks of."""
 
 

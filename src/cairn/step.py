@@ -1,24 +1,24 @@
 """The step: all that scheduler and runner tell each other. Plain data, no behaviour.
 
-One step is `plan = scheduler.plan()`, `runner.launch(plan)`, `runner.draw(plan.step, scheduler.masks())`,
+One step is `plan = scheduler.plan()`, `runner.launch(plan)`, `runner.sample(plan.step, scheduler.masks())`,
 `result = runner.collect(plan.step)`, `scheduler.apply(result)`. The next plan may be launched before this one is
-collected: of this one it needs on the device what was drawn, and nothing on the host. The runner carries a plan out in
-this order:
+collected: of this one it needs on the device what was sampled, and nothing on the host. The runner carries a plan out
+in this order:
 
     admits -> copies -> restores -> saves -> table updates -> rows (one forward pass, which also fills snapshots)
     -> samples
 
     admits         a request begins in a slot: its block tables, sampling parameters and images, until the next admit
     copies         page -> page        copy on write
-    restores       file -> slot        a hit: the checkpoint becomes the running state
-    saves          slot -> file        the running state as it is before the forward pass
+    restores       pages -> slot       a hit: the checkpoint becomes the running state
+    saves          slot -> pages       the running state as it is before the forward pass
     table updates  pages into a slot's block tables: growth and copy on write
     rows           the batch of the forward pass: decode rows, then prefill rows
-    snapshots      (row, position) -> file, the state as it was at `position` inside the pass
-    samples        tokens drawn from slots' final hidden states, with or without a row in this step (`draw`)
+    snapshots      (row, position) -> pages, the state as it was at `position` inside the pass
+    samples        tokens sampled from slots' final hidden states, with or without a row in this step (`sample`)
 
 A *slot* is one place of the live arrays (recurrent state and last hidden state of one running sequence) and of the
-block tables. A *file* is the list of pages that holds one checkpoint. Neither slot, page nor file is reused before the
+block tables. *State pages* are the list of pages that holds one checkpoint. Neither slot nor page is reused before the
 step that last names it has been applied. What a slot's admit said is not said again: a plan has what has changed.
 
 Plans go to the other ranks as they are (`cairn.engine.ranks.wire`), so integers have the ranges that are read there.
@@ -103,7 +103,7 @@ class Admit:
 
     `tables`: per attention group all of its pages, shape [pages]. `num_prompt_tokens`: of `history`. `history`: prompt
     and answer so far, where `sampling` needs it: the runner itself adds what it samples in the slot.
-    `stop_token_ids`: ascending. `logprobs`: how many of the best tokens to tell of beside each drawn one; None: of
+    `stop_token_ids`: ascending. `logprobs`: how many of the best tokens to tell of beside each sampled one; None: of
     none. `images`: all of the prompt's, in order; their placeholders are tokens below 0.
     """
 
@@ -127,7 +127,7 @@ class PageCopy:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Restore:
-    """Checkpoint file -> live slot (state and hidden state)."""
+    """State pages -> live slot (state and hidden state)."""
 
     slot: Index
     pages: Pages
@@ -135,7 +135,7 @@ class Restore:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Save:
-    """Live slot -> checkpoint file, as the slot is before this step's forward pass."""
+    """Live slot -> state pages, as the slot is before this step's forward pass."""
 
     slot: Index
     pages: Pages
@@ -215,9 +215,9 @@ class DecodeRows:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
-    """Write the state after token `position - 1` of row number `row` to a checkpoint file, inside the pass.
+    """Write the state after token `position - 1` of row number `row` to state pages, inside the pass.
 
-    Decode rows are numbered first, then prefill rows. `start < position <= end` of the row; the file then resumes the
+    Decode rows are numbered first, then prefill rows. `start < position <= end` of the row; the state then resumes the
     sequence at `position`.
     """
 
@@ -232,10 +232,10 @@ def _no_flags() -> NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
-    """Tokens to draw, in columns of shape [samples]: each from the final hidden state that lies in its slot when the
+    """Tokens to sample, in columns of shape [samples]: each from the final hidden state that lies in its slot when the
     rows are through, or was restored (a full hit).
 
-    `positions`: the absolute position of the token that is drawn. `bans_stop_tokens`: whether the slot's stop tokens
+    `positions`: the absolute position of the token that is sampled. `bans_stop_tokens`: whether the slot's stop tokens
     may not come here.
     """
 
@@ -279,7 +279,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What was drawn for the sequence in `slot`. `logprobs`: of this token, where they were asked for; rank 0 alone
+    """What was sampled for the sequence in `slot`. `logprobs`: of this token, where they were asked for; rank 0 alone
     has them."""
 
     slot: int

@@ -36,12 +36,12 @@ BoundaryKind = Literal["system_end", "message_end", "image_end", "breakpoint"]
 class Boundary:
     """A place in a prompt that another prompt may share it up to: after `position` tokens something ends there.
 
-    `hold_seconds`: the client asks for the state there to be held so long, 0 when it does not.
+    `retain_seconds`: the client asks for the state there to be retained so long, 0 when it does not.
     """
 
     position: int
     kind: BoundaryKind = "message_end"
-    hold_seconds: int = 0
+    retain_seconds: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,23 +145,23 @@ def test_device_time_is_between_events_around_a_step(monkeypatch):
         def launch(self, plan):
             order.append("launch")
 
-        def draw(self, step, masks):
-            order.append("draw")
+        def sample(self, step, masks):
+            order.append("sample")
 
     class Engine:
         core = SimpleNamespace(_runner=Runner())
 
         def step(self):
             self.core._runner.launch(None)
-            self.core._runner.draw(0, {})
+            self.core._runner.sample(0, {})
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: order.append("held"), raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: order.append("waited"))
     assert hand_turned.device_us(Engine(), 2) == 3000
-    assert order == [*["held", "event", "launch", "draw", "event"] * 2, "waited"]
+    assert order == [*["held", "event", "launch", "sample", "event"] * 2, "waited"]
     Engine().step()
-    assert order[-2:] == ["launch", "draw"]
+    assert order[-2:] == ["launch", "sample"]
 
 
 @pytest.mark.parametrize(("name", "billions"), [more("nemotron-3-nano-30b-a3b", 31.6), more("qwen3.5-35b-a3b", 34.7)])

@@ -98,7 +98,7 @@ def test_parts_of_a_step_are_told_apart():
     scheduler, runner = Calls("plan", "apply"), Calls("launch", "collect")
     watch.watch("plan", scheduler, "plan")
     watch.watch("apply", scheduler, "apply")
-    watch.watch("run", runner, "run", "launch", "draw", "collect")
+    watch.watch("run", runner, "run", "launch", "sample", "collect")
     for _ in range(2):
         watch.begin()
         start = watch.clock()

@@ -94,13 +94,13 @@ class Simulation:
     def start(self, name: str, prompt: Prefix, namespace: Namespace = PLAIN, boundaries=()) -> Request:
         boundaries = tuple(end if isinstance(end, Boundary) else Boundary(end) for end in boundaries)
         lease = self.cache.lookup(namespace, np.array(prompt, np.int64), name)
-        facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen)
+        facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.ever_matched)
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
         self.requests.append(request)
         self.check_hit(request)
         self.cache.begin_request(lease)
         request.facts = self.cache.prompt_facts(lease, len(prompt), boundaries)
-        self.cache.hold_breakpoints(lease, boundaries)
+        self.cache.retain_breakpoints(lease, boundaries)
         self._hold(request)
         return request
 
@@ -108,7 +108,7 @@ class Simulation:
         """Another server gives the first `position` tokens and the state at `state_at` (of a model that has one, or at
         the prompt's end), or fails when that is more than what is asked for. None when nothing came of it."""
         lease = self.cache.lookup(namespace, np.array(prompt, np.int64), name)
-        facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.seen, (), self.cache.policy.exact)
+        facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.ever_matched, (), self.cache.policy.exact)
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
         self.check_reasons(request)
         known, size = lease.matched, self.cache.layout.block_size
@@ -213,7 +213,11 @@ class Simulation:
     def held_now(self) -> set[Checkpoint]:
         """The checkpoints whose time is not over."""
         now = self.clock.now()
-        return {held for held in self.cache.checkpoints.holds if held.held_until is not None and held.held_until > now}
+        return {
+            held
+            for held in self.cache.checkpoints.retained
+            if held.retained_until is not None and held.retained_until > now
+        }
 
     # -- what is checked -----------------------------------------------------------------------------------------
 
@@ -236,21 +240,21 @@ class Simulation:
         running = max((shared_tokens(keys, other) for other in here), default=0)
         rewritten = next((end for end, reason in lease.match.miss_spans if reason is Reason.REWRITTEN), 0)
         assert not rewritten or any(
-            owner == space and len(path) == rewritten and shared_tokens(path, keys) == lease.seen
+            owner == space and len(path) == rewritten and shared_tokens(path, keys) == lease.ever_matched
             for owner, path in self.committed
         )
         for token in range(lease.hit, length):
             reason = next(reason for end, reason in lease.match.miss_spans if token < end)
-            if token < lease.seen:
+            if token < lease.ever_matched:
                 assert (space, keys[: token + 1]) in self.committed
                 assert reason not in (Reason.NEVER_SEEN, Reason.NAMESPACE, Reason.NONE)
                 assert reason is not Reason.IN_PROGRESS or running > token
-                assert reason is not Reason.NO_CHECKPOINT or running < max(lease.seen, lease.hit + 1)
+                assert reason is not Reason.NO_CHECKPOINT or running < max(lease.ever_matched, lease.hit + 1)
                 assert reason is not Reason.NO_CHECKPOINT or token < lease.matched or self.cache.policy.exact
             elif token < running:
                 assert reason is Reason.IN_PROGRESS
             elif reason is Reason.REWRITTEN:
-                assert token >= lease.seen
+                assert token >= lease.ever_matched
             else:
                 assert reason in (Reason.NEVER_SEEN, Reason.NAMESPACE)
                 assert reason is Reason.NEVER_SEEN or (PLAIN, keys[: token + 1]) in self.committed
@@ -259,7 +263,7 @@ class Simulation:
         self.check_reasons(request)
         lease, keys = request.lease, request.keys
         space = request.namespace
-        assert 0 <= lease.hit <= lease.num_tokens and lease.matched <= lease.seen <= lease.num_tokens
+        assert 0 <= lease.hit <= lease.num_tokens and lease.matched <= lease.ever_matched <= lease.num_tokens
         if lease.matched:
             assert (space, keys[: lease.matched]) in self.committed, "matched what was never committed"
         for position in range(lease.matched):

@@ -8,7 +8,7 @@ from simulation import Simulation
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.checkpoint_store import COPY_TOKENS
-from cairn.cache.eviction import MAX_YOUNG, YOUNG, ValuePerByte
+from cairn.cache.eviction import MAX_RERANKS, RERANK_AGE, ValuePerByte
 from cairn.cache.placement import CheckpointPoint, Junction
 
 PROMPT = tuple(range(1000, 1064))
@@ -69,8 +69,8 @@ def test_a_position_is_given_one_file():
     lease = sim.requests[0].lease
     assert reserved(sim, Kind.PROMPT_END) and not reserved(sim, Kind.PROMPT_END)
     pages = sim.cache.force_checkpoint(lease, 64)
-    assert pages is lease.files[64].pages and not lease.files[64].forced
-    assert sim.cache.force_checkpoint(lease, 32) is not None and lease.files[32].forced
+    assert pages is lease.pending_states[64].pages and not lease.pending_states[64].forced
+    assert sim.cache.force_checkpoint(lease, 32) is not None and lease.pending_states[32].forced
     sim.cache.commit(lease, 64, [32, 64])
     assert lease.node.checkpoint is not None and lease.node.parent.checkpoint is not None
     sim.check()
@@ -88,7 +88,7 @@ def test_the_hits_of_what_is_gone_fall_to_what_is_made_above_it_later():
     assert policy.chance(gone.node) == 0.5
     lease = sim.cache.lookup(first.namespace, first.lease.keys, "again")
     sim.cache.begin_request(lease)
-    assert lease.match.known is gone.node and lease.checkpoint is None
+    assert lease.match.last_checkpoint_node is gone.node and lease.checkpoint is None
     assert sim.cache.reserve_checkpoint(lease, CheckpointPoint(32, Kind.JUNCTION)) is not None
     sim.cache.commit(lease, 64, [32])
     above = lease.node.parent
@@ -115,19 +115,19 @@ def test_the_young_are_ranked_anew_when_they_are_a_little_older():
     assert sim.prefill(kept, 64)
     (checkpoint,) = list(checkpoints.queue)
     made, ages = policy.now, []
-    for now in range(made, made + 2 * YOUNG):
+    for now in range(made, made + 2 * RERANK_AGE):
         policy.now = now
         if checkpoint in policy.refresh(checkpoints.queue):
             ages.append(now - made)
-    assert ages == [YOUNG]
+    assert ages == [RERANK_AGE]
 
 
 def test_those_that_wait_to_be_ranked_are_bounded():
-    sim = Simulation.build(4 * MAX_YOUNG, Junction(1, False), ValuePerByte())
-    for start in range(MAX_YOUNG + 10):
+    sim = Simulation.build(4 * MAX_RERANKS, Junction(1, False), ValuePerByte())
+    for start in range(MAX_RERANKS + 10):
         request = sim.start(f"r{start}", (start,))
         assert sim.prefill(request, 1)
         sim.end(request)
         sim.apply()
-    assert sim.cache.checkpoints.taken[Kind.PROMPT_END] > MAX_YOUNG
-    assert len(sim.cache.policy.eviction._young) == MAX_YOUNG
+    assert sim.cache.checkpoints.taken[Kind.PROMPT_END] > MAX_RERANKS
+    assert len(sim.cache.policy.eviction._to_rerank) == MAX_RERANKS

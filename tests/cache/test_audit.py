@@ -29,7 +29,7 @@ class World:
         self.policy = sim.cache.policy.eviction
         self._run(tuple(range(5000, 5030)))
         self.cache.clear()
-        self._run(PROMPT, Boundary(40, hold_seconds=300), Boundary(80))
+        self._run(PROMPT, Boundary(40, retain_seconds=300), Boundary(80))
         self._run((*PROMPT[:80], *range(2000, 2030)))
         unreachable = sim.start("unreachable", tuple(range(3000, 3030)))
         assert sim.prefill(unreachable, 10)
@@ -52,7 +52,7 @@ class World:
         assert list(self.tree.unreachable) == [self.unreachable]
         assert set(self.tree.ghosts) == {self.ghost} and self.ghost in self.policy._ghosts
         self.held, self.ordinary = self.upper.checkpoint, self.other.checkpoint
-        assert self.ordinary is not None and list(self.checkpoints.holds) == [self.held]
+        assert self.ordinary is not None and list(self.checkpoints.retained) == [self.held]
         assert self.lease.tables[0].num_shared < self.lease.tables[0].length
 
     def _run(self, prompt: tuple[int, ...], *boundaries: Boundary) -> None:
@@ -221,15 +221,15 @@ def empty_root(w: World) -> None:
 
 
 def held_not_listed(w: World) -> None:
-    del w.checkpoints.holds._held[w.held]
+    del w.checkpoints.retained._checkpoints[w.held]
 
 
 def listed_not_held(w: World) -> None:
-    w.checkpoints.holds._held[w.ordinary] = None
+    w.checkpoints.retained._checkpoints[w.ordinary] = None
 
 
 def more_held_than_may_be(w: World) -> None:
-    w.checkpoints.holds.quota = w.checkpoints.holds.num_pages() - 1
+    w.checkpoints.retained.quota = w.checkpoints.retained.num_pages() - 1
 
 
 def tokens_without_a_page(w: World) -> None:
@@ -298,9 +298,9 @@ FAULTS: list[tuple[Callable[[World], None], str]] = [
     (ghost_record_of_a_checkpoint, "the record of .* is wrong about its checkpoint"),
     (ghost_without_a_record, "there are records of nodes that are in no tree"),
     (empty_root, "an empty root was not forgotten"),
-    (held_not_listed, "the list of held checkpoints is not that of the tree"),
-    (listed_not_held, "the list of held checkpoints is not that of the tree"),
-    (more_held_than_may_be, "held checkpoints keep 12 pages, the quota is 11"),
+    (held_not_listed, "the list of retained checkpoints is not that of the tree"),
+    (listed_not_held, "the list of retained checkpoints is not that of the tree"),
+    (more_held_than_may_be, "retained checkpoints keep 12 pages, the quota is 11"),
     (tokens_without_a_page, "running: 27 pages for 109 tokens"),
     (page_twice_in_a_lease, "running: a page is listed twice"),
     (lock, "counts 1 locks, 0 found"),

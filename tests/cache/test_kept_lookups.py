@@ -39,13 +39,13 @@ def probe(sim, prompt=PROBE, name="probe", namespace=PLAIN):
     facts = (
         lease.hit,
         lease.matched,
-        lease.seen,
+        lease.ever_matched,
         lease.checkpoint,
-        lease.match.known,
+        lease.match.last_checkpoint_node,
         lease.match.left,
         lease.node,
     )
-    told = (facts, [pages.tolist() for pages in lease.pages], lease.match.walk.path, lease.match.walk.beyond)
+    told = (facts, [pages.tolist() for pages in lease.pages], lease.match.walk.path, lease.match.walk.evicted_tail)
     cache.discard(lease)
     return told, len(walks)
 
@@ -180,7 +180,7 @@ def filed(sim, request):
     for position in range(10, 190, 9):
         assert sim._fill(request, CheckpointPoint(position, Kind.PROMPT_END))
     assert could(sim, 40) == (False, 1)
-    sim._commit(request, 200, list(request.lease.files))
+    sim._commit(request, 200, list(request.lease.pending_states))
 
 
 def another_path(sim, request):

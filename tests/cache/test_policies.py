@@ -60,7 +60,7 @@ def test_auto_names_every_position_that_earns_it():
 def test_what_is_at_the_hit_already_takes_nobodys_place():
     """Six positions off the grid may be named: the prompt's end and five others."""
     inner = (101, 201, 301, 401, 501)
-    here = Boundary(70, "message_end", hold_seconds=300)
+    here = Boundary(70, "message_end", retain_seconds=300)
     facts = PromptFacts(1001, 70, 70, 70, (here, *ends(*inner)), predicted=dict.fromkeys(inner, 1.0))
     named = [w.position for w in placement_for("auto", 16, False).in_prefill(facts, 70, 1001) if w.position % 64]
     assert named == [*inner, 1001]
@@ -142,7 +142,7 @@ def test_prices_are_those_of_what_goes_next():
     kept = [checkpoint() for _ in range(100)]
     for tick, item in enumerate(kept):
         queue.push(item, facts(last_used=100 - tick))
-    queue.push(kept[99], facts(last_used=1)._replace(held=True))
+    queue.push(kept[99], facts(last_used=1)._replace(retained=True))
     queue.remove(kept[97])
     prices = queue.prices()
     assert prices == sorted(prices) and prices[:2] == [2, 4], "what is held or was taken out has no price"
@@ -176,11 +176,11 @@ def test_what_would_go_first(policy):
     item, worst, best = checkpoint(), checkpoint(), checkpoint()
     chances = {item.node: 0.5, worst.node: 0.0, best.node: 0.9}
     policy.chance = lambda node: chances[node]
-    assert queue.goes_first(best, facts(last_used=9)), "alone"
+    assert queue.is_next_victim(best, facts(last_used=9)), "alone"
     queue.push(item, facts(last_used=5))
-    assert queue.goes_first(worst, facts(last_used=0)) and not queue.goes_first(best, facts(last_used=9))
+    assert queue.is_next_victim(worst, facts(last_used=0)) and not queue.is_next_victim(best, facts(last_used=9))
     queue.remove(item)
-    assert queue.goes_first(best, facts(last_used=9)), "what was taken out does not count"
+    assert queue.is_next_victim(best, facts(last_used=9)), "what was taken out does not count"
 
 
 def test_a_policy_that_overrides_nothing_ranks_nothing():

@@ -97,7 +97,7 @@ def test_a_prompt_leaves_the_path_that_goes_on_where_it_ends_its_match():
     for number, (shared, is_first) in enumerate(cases, 2):
         visits = path.visits
         match = run(cache, prompt(number, shared, 1)).match
-        assert match.seen == shared and path.visits == visits + is_first
+        assert match.ever_matched == shared and path.visits == visits + is_first
         assert match.left is (path if is_first else None)
     # 100 and 300 lie inside a run, at 128 is a checkpoint of the grid, and 300 is known at the second time
 

@@ -386,7 +386,7 @@ def test_runs_without_pages_are_bounded():
         lease = cache.lookup(Namespace(cache_salt=str(number % 7)), keys, "r")
         if number == 300:
             cache.reserve_checkpoint(lease, CheckpointPoint(100, Kind.PROMPT_END))
-        cache.commit(lease, len(keys), lease.files.copy())
+        cache.commit(lease, len(keys), lease.pending_states.copy())
         cache.release(lease)
         audit(cache)
     nodes = list(cache.tree.nodes())

@@ -92,7 +92,7 @@ def test_what_a_transfer_brought_is_not_lost():
 def test_blame_for_all():
     sim = simulation()
     lease = sim.cache.lookup(PLAIN, np.array(A, np.int64), "r")
-    lease.blame(Reason.REMOTE_FAILED)
+    lease.set_miss_reason(Reason.REMOTE_FAILED)
     assert lease.lost == {Reason.REMOTE_FAILED: 200}
     sim.cache.begin_request(lease)
     assert sim.cache.counters.lost == {Reason.REMOTE_FAILED: 200}

@@ -174,21 +174,21 @@ class CacheMachine(RuleBasedStateMachine):
     def evict(self, num_pages: int) -> None:
         self.sim.cache.checkpoints.make_room(min(num_pages, self.sim.cache.pool.num_pages))
 
-    @precondition(lambda self: len(self.sim.cache.checkpoints.holds) > 0)
+    @precondition(lambda self: len(self.sim.cache.checkpoints.retained) > 0)
     @rule(seconds=st.sampled_from([1, 100, 299, 300, 3600]))
     def wait(self, seconds: int) -> None:
         self.sim.clock.advance(seconds)
 
-    @precondition(lambda self: len(self.sim.cache.checkpoints.holds) > 0)
+    @precondition(lambda self: len(self.sim.cache.checkpoints.retained) > 0)
     @rule(num_pages=st.integers(1, 400))
     def evict_beside_what_is_held(self, num_pages: int) -> None:
         """What is held goes only when all others have gone, and never while they have not."""
         held = self.sim.held_now()
         residents = self.sim.cache.checkpoints
         residents.make_room(min(num_pages, self.sim.cache.pool.num_pages))
-        if not held <= set(residents.holds):
+        if not held <= set(residents.retained):
             counts = self.sim.cache.pool.counts
-            others = [c for c in residents.queue if c not in residents.holds and counts[c.pages[0]] == 1]
+            others = [c for c in residents.queue if c not in residents.retained and counts[c.pages[0]] == 1]
             assert not others, "a held checkpoint went before one that is not"
 
     @rule()

@@ -59,11 +59,11 @@ class Tree:
         key = TokenKey(keys(tokens))
         found = walk(self.root, key)
         node = found.path[-1] if found.path else self.root
-        if found.seen < node.end:
-            node, _ = split(node, found.seen, (AttentionGroup("full", 1),))
-        if found.seen < len(tokens):
-            child = Node(node, key.slice_raw(found.seen, len(tokens)), found.seen, len(tokens))
-            child.pages = (np.arange(found.seen, len(tokens), dtype=np.int32),)
+        if found.ever_matched < node.end:
+            node, _ = split(node, found.ever_matched, (AttentionGroup("full", 1),))
+        if found.ever_matched < len(tokens):
+            child = Node(node, key.slice_raw(found.ever_matched, len(tokens)), found.ever_matched, len(tokens))
+            child.pages = (np.arange(found.ever_matched, len(tokens), dtype=np.int32),)
             node.adopt(child)
 
     def nodes(self):
@@ -83,7 +83,7 @@ def test_a_tree_of_both_widths_finds_what_a_list_finds(added, random):
     for tokens in [*added, [random.choice(EDGES) for _ in range(5)]]:
         longest = max(common(tokens, other) for other in added)
         found = walk(tree.root, TokenKey(keys(tokens)))
-        assert found.seen == found.matched == longest
+        assert found.ever_matched == found.matched == longest
         assert [token for node in found.path for token in node.keys().tolist()][:longest] == tokens[:longest]
     for node in tree.nodes():
         assert node.parent.child(node.key()) is node and node.key() == int(node.keys()[0])

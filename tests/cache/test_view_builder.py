@@ -271,7 +271,7 @@ def test_the_books_are_bounded_and_keep_the_costliest():
     for number in range(700):
         tokens = rng.integers(0, 1 << 40, 300 if number % 50 == 0 else 70)
         lease = sim.cache.lookup(Namespace(cache_salt=str(number)), tokens, "r")
-        lease.blame(Reason.REMOTE_FAILED)
+        lease.set_miss_reason(Reason.REMOTE_FAILED)
         journal.record(lease)
         sim.cache.release(lease)
         journal.clock.advance(20)

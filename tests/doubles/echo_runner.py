@@ -70,7 +70,7 @@ class EchoRunner:
         self._input_batch.update(plan)
         self._plan = plan
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
+    def sample(self, step: int, masks: TokenMasks) -> None:
         self._masks = masks
 
     def collect(self, step: int) -> StepResult:

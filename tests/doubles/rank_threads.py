@@ -26,8 +26,8 @@ class RankThreads(StepRunner):
     def launch(self, plan: StepPlan) -> None:
         self._on_all(lambda runner: runner.launch(plan))
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
-        self._on_all(lambda runner: runner.draw(step, masks if runner is self.runners[0] else {}))
+    def sample(self, step: int, masks: TokenMasks) -> None:
+        self._on_all(lambda runner: runner.sample(step, masks if runner is self.runners[0] else {}))
 
     def collect(self, step: int) -> StepResult:
         """Raises EngineDead when the ranks' results differ, which would be a bug of cairn's."""

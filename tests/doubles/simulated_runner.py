@@ -133,14 +133,14 @@ class SimulatedRunner(StepRunner):
                 scored += [Scored(row.slot, position, one) for position, one in enumerate(told, row.start + 1)]
         self._out.append(_Out(plan, tuple(scored)))
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
+    def sample(self, step: int, masks: TokenMasks) -> None:
         """The draws of the step that was launched last."""
         out = self._out[-1]
         assert out.plan.step == step and out.sampled is None, f"step {step} is not to be drawn now"
         samples = zip(
             out.plan.samples.slots.tolist(), self._input_batch.sampling_metadata(out.plan, masks), strict=True
         )
-        out.sampled = tuple(self._draw(slot, sample) for slot, sample in samples)
+        out.sampled = tuple(self._sample(slot, sample) for slot, sample in samples)
 
     def collect(self, step: int) -> StepResult:
         """What the oldest step that is out has given."""
@@ -192,7 +192,7 @@ class SimulatedRunner(StepRunner):
         """The pages of the tokens up to the row's end; None without attention."""
         return next((pages.tolist() for pages in self.tables.pages_of(row.slot, row.end)), None)
 
-    def _draw(self, slot: int, sample: SamplingMetadata) -> SampledToken:
+    def _sample(self, slot: int, sample: SamplingMetadata) -> SampledToken:
         _, hidden = self._slots[slot]
         seen: tuple[int, ...] = ()
         if sample.params.needs_history:

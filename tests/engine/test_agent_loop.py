@@ -199,7 +199,7 @@ def test_breakpoints_are_held_and_said_so(folder):
     again, _, _ = speaker.ask(messages, points)
     assert (again.held_breakpoints, again.cached_tokens) == (2, again.prompt_tokens)
     assert speaker.ask(messages)[0].held_breakpoints == 0
-    held = {checkpoint.position for checkpoint in speaker.core._scheduler.state.cache.checkpoints.holds}
+    held = {checkpoint.position for checkpoint in speaker.core._scheduler.state.cache.checkpoints.retained}
     assert held == {ends[0], ends[1]}
 
 

@@ -202,9 +202,9 @@ def test_places_that_are_no_tokens_end_are_left_out() -> None:
     wanted = [Boundary(place, "message_end", place) for place in (3, 5, 7, 14, 15, 16, 20, 29)]
     placed = place_boundaries(wanted, text, encode(text), encode)
     # 5 lies within a word, 14 and 15 within the one token of two dashes and a space
-    assert [(end.hold_seconds, end.position) for end in placed] == [(3, 1), (7, 2), (16, 4), (20, 5), (29, 7)]
+    assert [(end.retain_seconds, end.position) for end in placed] == [(3, 1), (7, 2), (16, 4), (20, 5), (29, 7)]
     for end in placed:
-        assert encode(text[: end.hold_seconds]) == encode(text)[: end.position]
+        assert encode(text[: end.retain_seconds]) == encode(text)[: end.position]
 
 
 def test_where_no_stretch_stands_alone_the_last_end_is_still_found() -> None:
@@ -236,7 +236,7 @@ def test_boundaries_are_exact_whatever_is_written(
 
 
 def held(rendered: RenderedPrompt) -> list[Boundary]:
-    return [end for end in rendered.boundaries if end.hold_seconds]
+    return [end for end in rendered.boundaries if end.retain_seconds]
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
@@ -259,7 +259,7 @@ def test_breakpoints_are_where_the_client_put_them(tokenizers: dict[str, ModelTo
     assert_exact(tokenizer, rendered)
     found = held(rendered)
     texts = [tokenizer.decode(rendered.token_ids[: end.position]) for end in found]
-    assert [(end.kind, end.hold_seconds) for end in found] == [
+    assert [(end.kind, end.retain_seconds) for end in found] == [
         ("breakpoint", 3600),
         ("breakpoint", 300),
         ("breakpoint", 3600),

@@ -57,14 +57,14 @@ class Mixed(Engine):
             while self.pipeline.can_launch:
                 self.pipeline.launch()
                 plans += 1
-            for news in self.pipeline.collect():
-                told = None if news.logprobs is None else [array.tolist() for array in vars_of(news.logprobs)]
-                self.told.setdefault(news.request.id, []).append((news.tokens, told))
-                if news.finish is not None:
+            for progress in self.pipeline.collect():
+                told = None if progress.logprobs is None else [array.tolist() for array in vars_of(progress.logprobs)]
+                self.told.setdefault(progress.request.id, []).append((progress.tokens, told))
+                if progress.finish is not None:
                     scores = [
-                        [array.tolist() for array in vars_of(one)] for one in news.request.outcome.prompt_logprobs
+                        [array.tolist() for array in vars_of(one)] for one in progress.request.outcome.prompt_logprobs
                     ]
-                    self.told[news.request.id].append((news.finish, scores))
+                    self.told[progress.request.id].append((progress.finish, scores))
             if self._copies is not None:
                 self.copies.append((plans, *self._copies.take()))
 

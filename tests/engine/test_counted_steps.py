@@ -1,7 +1,7 @@
 """What each kind of step copies between host and device, on a device that counts, and the answers of the host.
 
 launch     one copy in, whatever is in the plan; and one for each image that is encoded for it, its pixels
-draw       one copy out; and one in where a mask or another token rule is applied: they are made of what the step
+sample     one copy out; and one in where a mask or another token rule is applied: they are made of what the step
            before has drawn, which nobody knows at the launch
 collect    none
 """
@@ -46,7 +46,7 @@ class Steps(Mixed):
         self.pipeline._runner = self.runner
         self.tokenizer = ModelTokenizer(folder)
         self._keys = ImageKeys(self.tokenizer.image_token)
-        for name in ("launch", "draw", "collect"):
+        for name in ("launch", "sample", "collect"):
             setattr(self.runner, name, partial(self._watch, name, getattr(self.runner, name)))
 
     def _watch(self, name: str, call: Callable[..., Any], first: Any, *others: Any) -> Any:
@@ -58,7 +58,7 @@ class Steps(Mixed):
             encoded = self.vision.counters.encodes - encodes
             self._note(first, encoded, self.vision.counters.hits - hits)
             self.expect(copied, (1 + encoded, 0))
-        elif name == "draw":
+        elif name == "sample":
             (masks,) = others
             self.kinds["constrained"] += bool(masks)
             self.expect(copied, (int(bool(masks)), copied[1]))

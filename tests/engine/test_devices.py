@@ -20,7 +20,7 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.decode_capture import DecodeCapture, graph_sizes
-from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_room, open_for_device
+from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_available_memory, open_for_device
 from cairn.engine.gpu_memory import CudaMemory, count_slot, guess_process_bytes, report_free
 from cairn.engine.profile_plans import SLOTS, num_profile_pages
 from cairn.engine.sizing import choose_memory_sizes, least_pages
@@ -277,11 +277,11 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     memory = FakeMemory(taken=20, total=2 * (1000 + logits), step=own + 7)
     when = []
 
-    def meet(place):
+    def barrier(place):
         memory.calls.append(place)
         when.append(len(ran))
 
-    found = measure_room(config, model, layout, memory, None, meet)
+    found = measure_available_memory(config, model, layout, memory, None, barrier)
     assert (found.num_bytes, found.step_bytes) == (1000 - 20 - 7, 7)
     assert memory.calls == ["start", "in the largest step", "peak", *5 * ["in the small steps"], "free"]
     # the largest with the snapshots that such a prompt may have, and one of a decode and of the 70 tokens behind a hit,
@@ -292,7 +292,7 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     with pytest.raises(
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
     ):
-        measure_room(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=own + 7))
+        measure_available_memory(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=own + 7))
 
 
 def test_what_was_compiled_is_tried_out_last(tiny_model, monkeypatch):
@@ -301,11 +301,11 @@ def test_what_was_compiled_is_tried_out_last(tiny_model, monkeypatch):
     config = OPEN.model_copy(update={"max_num_batched_tokens": 64})
     monkeypatch.setattr(devices, "_is_compiled", lambda model: True)
     when: list[str] = []
-    measure_room(config, model, layout, FakeMemory(taken=20, total=10**9, step=7), None, when.append)
+    measure_available_memory(config, model, layout, FakeMemory(taken=20, total=10**9, step=7), None, when.append)
     assert when.count("in the check of the kernels") == 36 and when[-1] == "in the check of the kernels"
     monkeypatch.setattr(kernel_check, "LEAST_CORRELATION", 2.0)
     with pytest.raises(ConfigError, match="TRITON_PTXAS_PATH"):
-        measure_room(config, model, layout, FakeMemory(taken=20, total=10**9, step=7))
+        measure_available_memory(config, model, layout, FakeMemory(taken=20, total=10**9, step=7))
 
 
 def test_what_the_profile_run_took_is_free_again_when_it_is_asked_what_is(tiny_model):
@@ -325,7 +325,7 @@ def test_what_the_profile_run_took_is_free_again_when_it_is_asked_what_is(tiny_m
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Runner, "__init__", remembered)
-            measure_room(OPEN.model_copy(update={"max_num_batched_tokens": 64}), model, layout, memory)
+            measure_available_memory(OPEN.model_copy(update={"max_num_batched_tokens": 64}), model, layout, memory)
     finally:
         gc.enable()
     assert gone == [True]
@@ -395,7 +395,7 @@ def test_check_counts_what_the_engine_does(tiny_vl_model):
         config = OPEN.model_copy(update={"max_num_batched_tokens": 64, "gpu_memory_utilization": 0.5} | limits)
         layers = 54321
         memory = FakeMemory(weights + process, 4 << 30, profiled(model, layout, 64) + layers)
-        room = measure_room(config, model, layout, memory, vision).num_bytes
+        room = measure_available_memory(config, model, layout, memory, vision).num_bytes
         slot = count_slot(model.spec, layout, room // layout.page_bytes, max_model_len, on_gpu=True)
         sizes = choose_memory_sizes(config, layout, slot, 0, room, on_gpu=True)
         counted = CheckSettings(
@@ -411,7 +411,7 @@ def test_check_counts_what_the_engine_does(tiny_vl_model):
         assert report.pool_bytes - layers + report.sizes.gpu.graph_bytes == sizes.kv_cache_memory_bytes
     assert lengths == [80, 12]  # four patches a token
     memory = FakeMemory(weights + process, 4 << 30, profiled(model, layout, 64) + layers)
-    with_none = measure_room(config, model, layout, memory).num_bytes
+    with_none = measure_available_memory(config, model, layout, memory).num_bytes
     assert with_none - room == 3 << 20 and len(lengths) == 2
 
 
@@ -456,12 +456,12 @@ def test_graphs_are_estimated_from_the_two_largest_and_left_out_of_the_pool(tiny
     model, layout = opened.build(exact=False), opened.layout(16)
     config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "max_num_seqs": 16})
     memory = FakeMemory(taken=20, total=10**9, step=7)
-    plain = measure_room(config, model, layout, FakeMemory(taken=20, total=10**9, step=7)).num_bytes
+    plain = measure_available_memory(config, model, layout, FakeMemory(taken=20, total=10**9, step=7)).num_bytes
     sizes = graph_sizes(config, 16)
     assert sizes == (1, 2, 4, 8, 16)
     capture = DecodeCapture(lambda: CountedGraphs(memory, 5000, 30), sizes, 4096)
     # Of this double's graphs nothing is given back; on a GPU it is.
-    found = measure_room(config, model, layout, memory, capture=capture).num_bytes
+    found = measure_available_memory(config, model, layout, memory, capture=capture).num_bytes
     assert found == plain - 5030 - (5000 + 4 * 30)
 
 
@@ -488,7 +488,7 @@ def test_ranks_meet_before_and_after_every_graph(tiny_model):
             log.append("capture")
             return run
 
-    DecodeCapture(Graphs, (2, 4), 64).run(runner, ManualClock(), meet=log.append)
+    DecodeCapture(Graphs, (2, 4), 64).run(runner, ManualClock(), barrier=log.append)
     assert log == [
         what
         for size in (4, 2)
@@ -687,4 +687,4 @@ def test_a_model_without_attention_has_its_largest_step_measured():
     assert driver.layout.pages_for(100) == 0
     config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "max_num_seqs": 2})
     memory = FakeMemory(taken=20, total=10**9, step=profiled(driver.model, driver.layout, 100) + 7)
-    assert measure_room(config, driver.model, driver.layout, memory).step_bytes == 7
+    assert measure_available_memory(config, driver.model, driver.layout, memory).step_bytes == 7

@@ -32,7 +32,7 @@ class Checked:
     def run(self):
         for plan, masks in self.check.begin(self.layout, self.model.vocab_size, 0):
             self.runner.launch(plan)
-            self.runner.draw(plan.step, masks)
+            self.runner.sample(plan.step, masks)
             self.runner.collect(plan.step)
         self.check.finish()
 

@@ -27,7 +27,7 @@ def test_they_can_be_carried_out(tiny_model, mode, num_tokens):
     plans += warm_up_plans(layout, num_tokens, placement, model.vocab_size)
     for plan, masks in plans:
         checked.launch(plan)
-        checked.draw(plan.step, masks)
+        checked.sample(plan.step, masks)
     assert [plan.step for plan, _ in plans] == [*range(len(plans))]
     assert [len(checked.collect(plan.step).sampled) for plan, _ in plans] == [1, 1, *[0] * (len(plans) - 3), 1]
     assert torch.isfinite(runner._live.hidden[:SLOTS]).all()

@@ -249,8 +249,8 @@ class Recorder(StepRunner):
     def launch(self, plan):
         self.log.append(f"launch {plan.step}")
 
-    def draw(self, step, masks):
-        self.log.append(f"draw {step}")
+    def sample(self, step, masks):
+        self.log.append(f"sample {step}")
 
     @property
     def is_complete(self):
@@ -284,12 +284,12 @@ def followed(looks: int, comes: list[StepPlan | None]) -> list[str]:
 
 def test_a_rank_says_that_a_step_is_done_when_it_is():
     log = followed(0, [StepPlan(1), None, None, StepPlan(2), None])
-    assert log == [f"{what} {step}" for step in (1, 2) for what in ("launch", "draw", "collect", "done")]
+    assert log == [f"{what} {step}" for step in (1, 2) for what in ("launch", "sample", "collect", "done")]
 
 
 def test_a_rank_launches_a_step_while_the_one_before_it_is_out():
     log = followed(2, [StepPlan(1), None, StepPlan(2), None, None, None, None, None])
-    first, second = ["launch 1", "draw 1"], ["launch 2", "draw 2"]
+    first, second = ["launch 1", "sample 1"], ["launch 2", "sample 2"]
     assert log == [*first, "-", *second, "-", "collect 1", "done 1", "-", "-", "collect 2", "done 2"]
 
 
@@ -303,7 +303,7 @@ def config_of(folder: Path, services=(), extra_pages=0, step_seconds=20.0, **cha
 
 def build_ranked(config: RankConfig, observe=None, deadlines=DEADLINES) -> RankedRunner:
     with load_ranks(config, deadlines=deadlines) as loaded:
-        assert loaded.room is None
+        assert loaded.available_memory is None
         return loaded.allocate(RankSizes(NUM_PAGES, NUM_SLOTS), observe)
 
 

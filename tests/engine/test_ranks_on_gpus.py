@@ -15,10 +15,10 @@ from cairn.engine.ranks import runner as ranks_runner
 from cairn.engine.ranks import worker
 from cairn.engine.ranks.runner import Followers, RankDeadlines, RankedRunner
 from cairn.engine.ranks.wire import (
+    RankAtBarrier,
+    RankAvailableMemory,
     RankConfig,
     RankGraphs,
-    RankReached,
-    RankRoom,
     RankSizes,
     StepDone,
     frames_of_config,
@@ -72,15 +72,15 @@ class PretendedRank:
     def __init__(self, config: RankConfig) -> None:
         self.sizes: RankSizes | None = None
 
-    def measure_room(self, meet) -> int:
+    def measure_available_memory(self, barrier) -> int:
         if self.refusal is not None:
             raise self.refusal
-        meet("in the step")
+        barrier("in the step")
         return 700
 
-    def allocate(self, sizes: RankSizes, observe, meet) -> Recorder:
+    def allocate(self, sizes: RankSizes, observe, barrier) -> Recorder:
         assert sizes == RankSizes(9, 2) and observe is None
-        meet("done with a graph")
+        barrier("done with a graph")
         return Recorder(0)
 
 
@@ -89,7 +89,7 @@ def test_a_rank_says_what_room_its_gpu_has_before_it_allocates(monkeypatch):
     sizes, plan = frames_of_sizes().encode(RankSizes(9, 2)), frames_of_plans().encode(StepPlan(5))
     line = Line(RankConfig(engine=EngineConfig(model="m", tensor_parallel_size=2)), sizes, plan)
     assert worker._serve(line) == 1
-    reached = ["RankReached in the step", "RankRoom 700", "RankReached done with a graph"]
+    reached = ["RankAtBarrier in the step", "RankAvailableMemory 700", "RankAtBarrier done with a graph"]
     assert line.said == ["RankStarted", "RankLoaded", *reached, "RankReady", "StepDone 5", "Fatal no more"]
 
 
@@ -109,7 +109,7 @@ class PretendedFollowers:
     def __init__(self, log: list[str], *answers) -> None:
         self.log, self.answers, self.killed = log, list(answers), False
 
-    meet = Followers.meet
+    barrier = Followers.barrier
     _deadlines = DEADLINES
 
     def receive(self, wanted, seconds, what):
@@ -131,14 +131,14 @@ class PretendedFollowers:
 class Own:
     """Rank 0 with room for itself; what it does while its step is out is logged."""
 
-    def __init__(self, log: list[str], room: int) -> None:
-        self.log, self.room = log, room
+    def __init__(self, log: list[str], available_memory: int) -> None:
+        self.log, self.available_memory = log, available_memory
 
-    def measure_room(self, meet) -> int:
+    def measure_available_memory(self, barrier) -> int:
         self.log.append("launch")
-        meet("in the step")
+        barrier("in the step")
         self.log.append("collect")
-        return self.room
+        return self.available_memory
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -162,17 +162,17 @@ def test_a_rank_joins_with_its_gpu_on_loopback(tiny_model, monkeypatch, exact):
 @pytest.mark.parametrize(("own", "others", "least"), [(500, [700, 600], 500), (900, [700, 800], 700)])
 def test_the_least_room_of_all_ranks_is_taken(own, others, least):
     log: list[str] = []
-    in_the_step = [RankReached("in the step")] * 2
-    followers = PretendedFollowers(log, in_the_step, [RankRoom(each) for each in others])
-    assert ranks_runner._least_room(Own(log, own), followers, DEADLINES) == least
+    in_the_step = [RankAtBarrier("in the step")] * 2
+    followers = PretendedFollowers(log, in_the_step, [RankAvailableMemory(each) for each in others])
+    assert ranks_runner._least_available_memory(Own(log, own), followers, DEADLINES) == least
     # whoever is lost in the largest step is missed while rank 0's is out, not by its device
-    assert log == ["launch", "RankReached within 60", "collect", "RankRoom within 60"]
+    assert log == ["launch", "RankAtBarrier within 60", "collect", "RankAvailableMemory within 60"]
 
 
 def test_ranks_that_do_not_do_the_same_end_the_start():
-    followers = PretendedFollowers([], [RankReached("done with 4"), RankReached("done with 2")])
+    followers = PretendedFollowers([], [RankAtBarrier("done with 4"), RankAtBarrier("done with 2")])
     with pytest.raises(EngineDead, match="a rank is done with 2 while rank 0 is done with 4"):
-        followers.meet("done with 4")
+        followers.barrier("done with 4")
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -206,9 +206,9 @@ def test_two_steps_are_posted_before_the_first_is_collected():
     ranked, log, _ = ranked_recorder([StepDone(1), StepDone(1)], [StepDone(2), StepDone(2)])
     for step in (1, 2):
         ranked.launch(StepPlan(step))
-        ranked.draw(step, {})
+        ranked.sample(step, {})
     ranked.collect(1)
-    launched = [f"{what} {step}" for step in (1, 2) for what in ("post", "launch", "draw")]
+    launched = [f"{what} {step}" for step in (1, 2) for what in ("post", "launch", "sample")]
     assert log == [*launched, "StepDone within 300", "collect 1"]
 
 
@@ -217,7 +217,7 @@ def test_a_lost_rank_is_missed_before_rank_0_waits_for_its_gpu(answer):
     """Which would wait for it inside a collective."""
     ranked, log, followers = ranked_recorder(answer)
     ranked.launch(StepPlan(1))
-    ranked.draw(1, {})
+    ranked.sample(1, {})
     with pytest.raises(EngineDead, match=r"rank 1 has ended|done with step 2, and step 1 is the oldest"):
         ranked.collect(1)
     assert log[-1] == "StepDone within 300" and followers.killed
@@ -228,7 +228,7 @@ def test_the_pool_of_gpus_is_that_of_the_one_with_least_room(tiny_model, monkeyp
     told: list[RankSizes] = []
 
     class Loaded:
-        room = 64 << 20
+        available_memory = 64 << 20
 
         def __enter__(self):
             return self
@@ -249,6 +249,6 @@ def test_the_pool_of_gpus_is_that_of_the_one_with_least_room(tiny_model, monkeyp
     layout, config = opened.layout(16, 2), opened.config
     spec = config.cache_spec(0, 2).memory_spec(opened.dtype, torch.device("cpu"))
     longest = config.max_position_embeddings
-    slot = count_slot(spec, layout, Loaded.room // layout.page_bytes, longest, on_gpu=True)
+    slot = count_slot(spec, layout, Loaded.available_memory // layout.page_bytes, longest, on_gpu=True)
     assert slot > layout.checkpoint_bytes
-    assert told == [RankSizes((Loaded.room - 5 * slot) // layout.page_bytes, 4)]
+    assert told == [RankSizes((Loaded.available_memory - 5 * slot) // layout.page_bytes, 4)]

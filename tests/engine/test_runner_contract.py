@@ -49,7 +49,7 @@ class Subject:
         plan = self._writer.plan(step, rows)
         allowed = np.zeros(len(plan.samples), np.bool_)
         self.runner.launch(replace(plan, samples=replace(plan.samples, bans_stop_tokens=allowed)))
-        self.runner.draw(step, {})
+        self.runner.sample(step, {})
 
     def collect(self, step):
         return self.runner.collect(step)

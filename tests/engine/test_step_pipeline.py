@@ -43,9 +43,9 @@ class Runs:
     def launch(self, plan: StepPlan) -> None:
         self._log.append(f"launch {plan.step}")
 
-    def draw(self, step: int, masks: dict) -> None:
+    def sample(self, step: int, masks: dict) -> None:
         assert masks == {0: step}
-        self._log.append(f"draw {step}")
+        self._log.append(f"sample {step}")
 
     def collect(self, step: int) -> StepResult:
         self._log.append(f"collect {step}")
@@ -65,13 +65,13 @@ def parts_of(num_out: int, waiting: set[int] = frozenset(), num_steps: int = 4) 
 
 @pytest.mark.parametrize("waiting", [set(), {1, 2, 3, 4}])
 def test_one_step_out_is_one_after_the_other(waiting):
-    wanted = [f"{part} {step}" for step in range(1, 5) for part in ("launch", "draw", "collect", "apply")]
+    wanted = [f"{part} {step}" for step in range(1, 5) for part in ("launch", "sample", "collect", "apply")]
     assert parts_of(1, waiting) == wanted
 
 
 def test_with_two_out_the_next_is_launched_before_this_one_is_collected():
     assert parts_of(2)[:8] == [
-        *("launch 1", "draw 1", "launch 2", "draw 2", "collect 1", "apply 1", "launch 3", "draw 3"),
+        *("launch 1", "sample 1", "launch 2", "sample 2", "collect 1", "apply 1", "launch 3", "sample 3"),
     ]
 
 
@@ -79,8 +79,8 @@ def test_with_two_out_the_next_is_launched_before_this_one_is_collected():
 def test_a_draw_that_needs_what_was_drawn_waits_until_it_is_applied(num_out):
     log = parts_of(num_out, waiting={3})
     at = {part: place for place, part in enumerate(log)}
-    assert at["launch 3"] < at["apply 2"] < at["draw 3"] < at["launch 4"]
-    assert at["draw 2"] < at["collect 1"]
+    assert at["launch 3"] < at["apply 2"] < at["sample 3"] < at["launch 4"]
+    assert at["sample 2"] < at["collect 1"]
 
 
 @pytest.mark.parametrize("num_out", [1, 2, 3, 4])
@@ -88,6 +88,6 @@ def test_a_draw_that_needs_what_was_drawn_waits_until_it_is_applied(num_out):
 def test_no_step_is_launched_before_the_ones_before_it_are_drawn_or_collected_before_it_is_drawn(num_out, waiting):
     at = {part: place for place, part in enumerate(parts_of(num_out, waiting))}
     for step in range(1, 5):
-        assert at[f"launch {step}"] < at[f"draw {step}"] < at[f"collect {step}"] < at[f"apply {step}"]
+        assert at[f"launch {step}"] < at[f"sample {step}"] < at[f"collect {step}"] < at[f"apply {step}"]
         if step > 1:
-            assert at[f"draw {step - 1}"] < at[f"launch {step}"]
+            assert at[f"sample {step - 1}"] < at[f"launch {step}"]

@@ -262,7 +262,7 @@ SAMPLED = {
 """Types of the sampler's arguments."""
 
 
-def draw(module: Any) -> Iterator[Configuration]:
+def sample(module: Any) -> Iterator[Configuration]:
     for vocab_size in VOCABULARIES:
         tile = module.tile_sizes(vocab_size)
         options = {"num_warps": module.num_warps(tile["TILE"]), "enable_fp_fusion": False}
@@ -291,17 +291,17 @@ def logprobs(module: Any) -> Iterator[Configuration]:
 
 
 def processors(module: Any) -> Iterator[Configuration]:
-    draws = import_module("cairn.kernels.cuda.draw")
+    sampling = import_module("cairn.kernels.cuda.sample")
     types = {**SAMPLED, "tokens": "*i32"}
     for kernel in (module._clear_counts_kernel, module._count_tokens_kernel):
         yield kernel, signature(kernel, "", **types), {"TILE": module.COUNT_TILE}, {"num_warps": 4}
     for vocab_size in VOCABULARIES:
-        tile = draws.tile_sizes(vocab_size)
+        tile = sampling.tile_sizes(vocab_size)
         for kernel, constants in (
             (module._copy_kernel, tile),
             (module._edit_kernel, {"LIST": module.LIST_TILE, **tile}),
         ):
-            yield kernel, signature(kernel, "", **types), constants, {"num_warps": draws.num_warps(tile["TILE"])}
+            yield kernel, signature(kernel, "", **types), constants, {"num_warps": sampling.num_warps(tile["TILE"])}
 
 
 def exact_products(module: Any) -> Iterator[Configuration]:
@@ -313,8 +313,8 @@ def exact_products(module: Any) -> Iterator[Configuration]:
 
 
 MODULES = (
-    *(attention, checkpoint_files, conv, draw, elementwise, exact_products, expert_order, experts),
-    *(flashinfer_attention, fp8, gdn, logprobs, norms, processors, routers, ssd, write_kv),
+    *(attention, checkpoint_files, conv, elementwise, exact_products, expert_order, experts),
+    *(flashinfer_attention, fp8, gdn, logprobs, norms, processors, routers, sample, ssd, write_kv),
 )
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
     {each.__name__: each for each in MODULES}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels import reference
-from cairn.kernels.checkpoint_files import FileSpan
+from cairn.kernels.checkpoint_files import StateSpan
 from cairn.kernels.contract import Kernels
 from cairn.kernels.state_encoding import ENCODINGS, EncodedStates, HeadSpan
 from kernels.backends import DEVICES
@@ -63,16 +63,16 @@ class States:
     def _conv_bytes(self) -> int:
         return self.columns * sum(self.channels) * self.dtype.itemsize
 
-    def spans(self) -> tuple[list[FileSpan], EncodedStates | None]:
+    def spans(self) -> tuple[list[StateSpan], EncodedStates | None]:
         """Hidden states first, then by unit and layer its share of each part of the channels, and its heads. Behind a
         unit's layers the scales of its heads, if it has any."""
-        spans = [FileSpan(0, 0, 0, self.hidden * self.dtype.itemsize)]
+        spans = [StateSpan(0, 0, 0, self.hidden * self.dtype.itemsize)]
         at = spans[0].num_bytes
 
         def add(tensor: int, offset: int, num_bytes: int) -> None:
             nonlocal at
             if num_bytes:
-                spans.append(FileSpan(tensor, offset, at, num_bytes))
+                spans.append(StateSpan(tensor, offset, at, num_bytes))
                 at += num_bytes
 
         size, row = self.dtype.itemsize, sum(self.channels) * self.dtype.itemsize
@@ -102,7 +102,7 @@ class States:
     @property
     def file_bytes(self) -> int:
         spans, states = self.spans()
-        ends = [span.file_offset + span.num_bytes for span in spans]
+        ends = [span.state_offset + span.num_bytes for span in spans]
         if states is not None:
             ends += [head.scales_offset + head.num_heads * states.scale_bytes for head in states.spans]
         return max(ends)
@@ -175,10 +175,10 @@ class FileCopy:
             # Files have no other numbers than those that were stored there.
             stored = [moved_to(CPU, each) for each in self.states.tensors(6, seed=50)]
             on_host, every_file = pool.to(CPU), pages[: 6 * file_pages].view(6, file_pages)
-            truth = reference.pack_file_spans(spans, self.states.entry_bytes, on_host, states)
+            truth = reference.pack_state_spans(spans, self.states.entry_bytes, on_host, states)
             reference.store_states(on_host, every_file, stored, None, truth)
             pool.copy_(on_host)
-        packed = kernels.pack_file_spans(spans, self.states.entry_bytes, pool, states)
+        packed = kernels.pack_state_spans(spans, self.states.entry_bytes, pool, states)
         getattr(kernels, name)(pool, lists.to(device).contiguous(), tensors, entries, packed)
         return [whole_memory(each).view(torch.uint8).to(CPU) for each in (pool, *tensors)]
 

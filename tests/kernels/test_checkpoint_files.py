@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from cairn.kernels import reference
-from cairn.kernels.checkpoint_files import FileSpan
+from cairn.kernels.checkpoint_files import StateSpan
 from cairn.kernels.contract import Kernels
 from kernels.backends import DEVICES, every_backend
 from kernels.file_copies import CASES, ENCODED, SMALL, FileCopy, TokenCopy, any_bytes
@@ -68,7 +68,7 @@ def test_a_page_may_lie_behind_two_thousand_million_bytes(kernels: Kernels, name
     files = torch.tensor([[num_pages - 1], [num_pages - 2]], device=device)
     pool[-2:] = any_bytes(1, 2, page_bytes).to(device)
     entry = any_bytes(2, 2, 9).to(device)
-    packed = kernels.pack_file_spans([FileSpan(0, 0, page_bytes - 9, 9)], [9], pool)
+    packed = kernels.pack_state_spans([StateSpan(0, 0, page_bytes - 9, 9)], [9], pool)
     getattr(kernels, name)(pool, files, [entry], None, packed)
     stored, loaded = any_bytes(1, 2, page_bytes), any_bytes(2, 2, 9)
     if name == "store_states":

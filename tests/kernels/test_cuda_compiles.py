@@ -76,7 +76,7 @@ class Variant:
     def is_exact(self) -> bool:
         """Whether it is one that `cuda_exact` launches in a layer. The sampler's sums are of whole numbers, whose order
         does not matter."""
-        if self.kernel.fn.__module__.rpartition(".")[2] in ("draw", "processors", "logprobs"):
+        if self.kernel.fn.__module__.rpartition(".")[2] in ("sample", "processors", "logprobs"):
             return False
         return "*bf16" not in dict(self.signature).values() and ("PRECISION", "tf32x3") not in self.constants
 

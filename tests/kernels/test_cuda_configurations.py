@@ -63,7 +63,7 @@ def draw_every_way() -> None:
                 counts = cuda.token_counts(1, vocab_size)
                 counts.admit([TokenHistory(0, np.arange(9), np.arange(9))], staging)()
                 sampler = cuda.sampler([params], [9], vocab_size, staging)
-                sampler.draw(one_number(0, 1, vocab_size), [0], [SamplingMetadata(params, 9, allowed)], counts)
+                sampler.sample(one_number(0, 1, vocab_size), [0], [SamplingMetadata(params, 9, allowed)], counts)
 
 
 def test_every_launch_at_models_shapes_is_a_named_configuration(monkeypatch: pytest.MonkeyPatch) -> None:

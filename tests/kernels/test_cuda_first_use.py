@@ -95,7 +95,7 @@ class Server:
         capture_for = partial(plan_capture, config, LaunchedAnew, MAX_MODEL_LEN)
         loaded = LoadedModel(config, self.opened, Device("cuda"), model, vision, capture_for)
         loaded._memory = Memory()
-        loaded.measure_room()
+        loaded.measure_available_memory()
         clock = SimpleNamespace(now=lambda: 0.0)
         self.runner: Runner = loaded.allocate(NUM_PAGES, MOST_SEQS, EXTRA_PAGES, None, clock)
         self.layout, self.vocab_size = self.runner.layout, model.vocab_size
@@ -159,7 +159,7 @@ class Server:
         )
         words = np.full(-(-self.vocab_size // 32), -1, np.int32)
         self.runner.launch(plan)
-        self.runner.draw(self._step, dict.fromkeys(slots.tolist(), words) if masked else {})
+        self.runner.sample(self._step, dict.fromkeys(slots.tolist(), words) if masked else {})
         self.runner.collect(self._step)
         self._step += 1
 

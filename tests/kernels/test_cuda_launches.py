@@ -262,7 +262,7 @@ def draw(params: Sequence[SamplingParams], vocab_size: int, mask: np.ndarray | N
     staging.send(torch.device("cpu"))
     write()
     samples = [SamplingMetadata(one, 3, mask, history=history, num_prompt_tokens=3) for one in params]
-    sampler.draw(numbers(len(params), vocab_size), range(len(params)), samples, counts)
+    sampler.sample(numbers(len(params), vocab_size), range(len(params)), samples, counts)
 
 
 @pytest.mark.parametrize("vocab_size", [1, 97])
@@ -274,11 +274,11 @@ def test_draws_are_launched(vocab_size: int) -> None:
             for given in (None, mask):
                 draw(params, vocab_size, given)
     once = (
-        *("draw._weigh_kernel", "draw._best_kernel", "draw._filter_kernel"),
+        *("sample._weigh_kernel", "sample._best_kernel", "sample._filter_kernel"),
         *("processors._copy_kernel", "processors._edit_kernel"),
         *("processors._clear_counts_kernel", "processors._count_tokens_kernel"),
     )
-    several = {"draw._summarize_kernel": 2, "draw._pick_kernel": 2, "draw._histogram_kernel": 3}
+    several = {"sample._summarize_kernel": 2, "sample._pick_kernel": 2, "sample._histogram_kernel": 3}
     assert variants_of(launches) == several | dict.fromkeys(once, 1)
 
 

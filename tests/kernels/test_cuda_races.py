@@ -144,8 +144,8 @@ def test_a_race_is_found(name: str, detector: RaceDetector, tmp_path: Path, monk
 def test_a_race_of_the_sampler_is_found(
     text: str, replacement: str, name: str, detector: RaceDetector, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert text in source_of("draw")
-    changed = load(tmp_path, "draw", source_of("draw").replace(text, replacement))
+    assert text in source_of("sample")
+    changed = load(tmp_path, "sample", source_of("sample").replace(text, replacement))
     monkeypatch.setattr(sampling, "draws", changed)
     step, times = steps()[name]
     with pytest.raises(Race):

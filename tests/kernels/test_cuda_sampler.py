@@ -15,7 +15,7 @@ from cairn.kernels.sampling import sampler as torch_sampler
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts
 from cairn.kernels.sampling.logprobs import compute_logprobs
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
-from cairn.kernels.sampling.sampler import DrawFrom, TorchSampler, draw_from
+from cairn.kernels.sampling.sampler import SampleFrom, TorchSampler, sample_from
 from cairn.kernels.staging import Staging
 from cairn.types import SamplingParams
 from doubles.counted_device import counted_device, on_numbers
@@ -29,7 +29,8 @@ pytestmark = [
 ]
 if INTERPRETED or ON_GPU:
     from cairn.errors import ConfigError
-    from cairn.kernels.cuda import device, draw, processors, sampling
+    from cairn.kernels.cuda import device, processors, sampling
+    from cairn.kernels.cuda import sample as sample_kernels
 
     logprobs = import_module("cairn.kernels.cuda.logprobs")  # the package has a function of that name
 
@@ -61,7 +62,7 @@ class Step:
         staging.send(device)
         write()
         logits = self.logits.to(device)
-        drawn = [sampler.draw(logits, range(num_rows), self.samples, counts).tolist() for _ in range(times)]
+        drawn = [sampler.sample(logits, range(num_rows), self.samples, counts).tolist() for _ in range(times)]
         assert torch.equal(logits.cpu().nan_to_num(), self.logits.nan_to_num()), "the logits have been changed"
         return drawn
 
@@ -81,11 +82,15 @@ def random_logits(rng: np.random.Generator, rows: int, vocab_size: int) -> Tenso
 
 
 KINDS = {
-    DrawFrom.LARGEST: (SamplingParams(0.0),),
-    DrawFrom.FEW: (SamplingParams(0.8, 20, 0.95), SamplingParams(1.3, 1), SamplingParams(1.0, 63, 1.0, min_p=0.01)),
-    DrawFrom.MORE: (SamplingParams(0.7, 100, 0.9), SamplingParams(min_p=0.1), SamplingParams(3.0, 0, 0.8, min_p=1e-4)),
-    DrawFrom.NUCLEUS: (SamplingParams(0.6, 0, 0.95), SamplingParams(1.7, 0, 0.99)),
-    DrawFrom.ALL: (
+    SampleFrom.LARGEST: (SamplingParams(0.0),),
+    SampleFrom.FEW: (SamplingParams(0.8, 20, 0.95), SamplingParams(1.3, 1), SamplingParams(1.0, 63, 1.0, min_p=0.01)),
+    SampleFrom.MORE: (
+        SamplingParams(0.7, 100, 0.9),
+        SamplingParams(min_p=0.1),
+        SamplingParams(3.0, 0, 0.8, min_p=1e-4),
+    ),
+    SampleFrom.NUCLEUS: (SamplingParams(0.6, 0, 0.95), SamplingParams(1.7, 0, 0.99)),
+    SampleFrom.ALL: (
         SamplingParams(1.0),
         SamplingParams(1.5, 300, 0.9),
         SamplingParams(1.0, 200),
@@ -135,7 +140,7 @@ def test_any_mixture_of_parameters_gives_the_tokens_of_the_sampler_in_torch(seed
     step = random_step(seed, rows, vocab_size)
     assert step.tokens(CUDA) == step.tokens(Torch)
     if vocab_size > SMALL_NUCLEUS:
-        assert {draw_from(sample.params, vocab_size) for sample in step.samples} == {*DrawFrom}
+        assert {sample_from(sample.params, vocab_size) for sample in step.samples} == {*SampleFrom}
 
 
 def test_what_was_drawn_is_counted_for_the_next_draw() -> None:
@@ -243,7 +248,7 @@ PLAIN_MIXES = {
 def test_a_fixed_number_of_launches_and_nothing_that_the_host_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     device, copies = counted_device()
     launches: list[str] = []
-    for module in (draw, processors, logprobs):
+    for module in (sample_kernels, processors, logprobs):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Opened(getattr(module, name), name, launches))
     monkeypatch.setitem(DEVICES, CUDA, device)
@@ -258,7 +263,7 @@ def test_a_fixed_number_of_launches_and_nothing_that_the_host_waits_for(monkeypa
         logits = torch.zeros(len(samples), 64).to(device)
         launches.clear()
         copies.take()
-        tokens = sampler.draw(logits, slots, samples, counts)
+        tokens = sampler.sample(logits, slots, samples, counts)
         return len(launches), copies.take(), tokens
 
     for params, num_launches in PLAIN_MIXES.values():

@@ -91,7 +91,7 @@ class Mutant:
     text: str
     replacement: str
     found_by: str
-    module: str = "draw"
+    module: str = "sample"
 
 
 MUTANTS = (
@@ -218,7 +218,7 @@ def test_a_mutant_is_found(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.M
     source = source_of(mutant.module)
     assert mutant.text in source, f"{mutant.module} no longer has {mutant.text!r}"
     changed = load(tmp_path, mutant.module, source.replace(mutant.text, mutant.replacement))
-    monkeypatch.setattr(sampling, {"draw": "draws"}.get(mutant.module, mutant.module), changed)
+    monkeypatch.setattr(sampling, {"sample": "sample_kernels"}.get(mutant.module, mutant.module), changed)
     assert finds(mutant.found_by)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from cairn.kernels.checkpoint_files import FileSpan
+from cairn.kernels.checkpoint_files import StateSpan
 from cairn.kernels.contract import Kernels
 from cairn.kernels.state_encoding import ENCODINGS, FLOAT32, EncodedStates, HeadSpan
 from kernels.backends import BACKENDS, DEVICES, INTERPRETED, every_backend, name_of
@@ -66,7 +66,7 @@ class File:
         self._pool = torch.zeros(num_pages, PAGE_BYTES, dtype=torch.uint8, device=device)
         self._files = torch.arange(num_pages, device=device)[None]
         entry_bytes = [2, num_heads * states.head_bytes]
-        self._packed = kernels.pack_file_spans([FileSpan(0, 0, 0, 2)], entry_bytes, self._pool, states)
+        self._packed = kernels.pack_state_spans([StateSpan(0, 0, 0, 2)], entry_bytes, self._pool, states)
 
     def store(self, heads: Tensor) -> None:
         self._kernels.store_states(self._pool, self._files, self._entry(heads), None, self._packed)

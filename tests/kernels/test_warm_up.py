@@ -83,7 +83,7 @@ def test_steps_of_a_model_use_no_kernel_that_was_not_compiled_for_it(
         plans += [plan for plan, _ in warm_up_plans(layout, 200, placement, model.vocab_size)]
         for plan in plans:
             runner.launch(plan)
-            runner.draw(plan.step, {})
+            runner.sample(plan.step, {})
             runner.collect(plan.step)
     ready = {(task.name, task.key) for task in warm_up.tasks_for(model.spec.dtype, operations)}
     assert used and used <= ready

@@ -164,17 +164,17 @@ class Server:
         """One look at everything; whether anything moved."""
         before = (self.producer.leases.num_active, self.consumer.num_open, len(self.channel._inbox), self.steps)
         self.kv.loop.turn()
-        news = self.scheduler.poll()
+        updates = self.scheduler.poll()
         while self.pipeline.can_launch:
             self.pipeline.launch()
         if self.pipeline.is_busy:
-            news += self.pipeline.collect()
-        for progress in news:
+            updates += self.pipeline.collect()
+        for progress in updates:
             self.answers[progress.request.id] += progress.tokens
             if progress.finish is not None:
                 self.ended[progress.request.id] = progress.request
         after = (self.producer.leases.num_active, self.consumer.num_open, len(self.channel._inbox), self.steps)
-        moved = bool(news) or before != after or self.scheduler.has_work
+        moved = bool(updates) or before != after or self.scheduler.has_work
         if moved:
             audit(self.cache)
             self.check_leases()
@@ -198,7 +198,7 @@ class Server:
         """What is leased keeps within its bounds, and each page is counted once."""
         transfers, requests = self.scheduler.state.transfers, self.scheduler.state.requests.values()
         leased = list(transfers.offers.values())
-        pages = {page for each in leased for page in each.hold.pages.tolist()}
+        pages = {page for each in leased for page in each.pin.pages.tolist()}
         assert self.port.num_leased == len(pages) >= self.producer.leases.num_pages
         assert len(pages) <= self.max_leased_pages or len(leased) == 1
         coming = [

@@ -111,7 +111,7 @@ class Mix:
             if self.rng.random() < 0.03:
                 self.abort(server)
             self.hear(server)
-            leased = [len(each.hold.pages) for each in server.scheduler.state.transfers.offers.values()]
+            leased = [len(each.pin.pages) for each in server.scheduler.state.transfers.offers.values()]
             self.shared_pages += sum(leased) - server.port.num_leased
         if self.rng.random() < 0.02:
             self.world.clock.advance(self.rng.choice([0.5, 1.5, 6.0]))

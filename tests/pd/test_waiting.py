@@ -8,7 +8,7 @@ import pytest
 from pd_world import REMOTE_DECODE, World, alone, prefill, silent
 
 from cairn.errors import InvalidRequest, QueueFull
-from cairn.scheduler.kv_import import MAX_OVERTAKEN, SLOW_SECONDS
+from cairn.scheduler.kv_import import MAX_BYPASSED, SLOW_SECONDS
 from cairn.scheduler.request import Phase
 from cairn.transfer.contract import LookupRequest
 from cairn.types import RequestId
@@ -236,13 +236,13 @@ def test_a_fetch_that_finds_no_pages_is_overtaken_by_a_bounded_number_of_request
     for _ in range(2):
         d.turn()
     large = d.submit(text(0, 800), params=silent(0))
-    for number in range(2 * MAX_OVERTAKEN):
+    for number in range(2 * MAX_BYPASSED):
         names.append(d.submit(text(10 * number + 1000, 200), max_tokens=20))
         while len(d.scheduler.state.waiting.plain) > 2:
             d.turn()
     let_all_end(world, large, *names)
     place = list(d.ended).index(large)
-    assert MAX_OVERTAKEN <= place <= MAX_OVERTAKEN + 8
+    assert MAX_BYPASSED <= place <= MAX_BYPASSED + 8
     assert d.answers[large] == alone(text(0, 800))
     clean(world)
 
@@ -281,7 +281,7 @@ def test_prompts_that_begin_alike_share_what_is_leased(max_tokens):
     leased = [name for name in names if name in p.ended]
     assert leased == names[: len(leased)] and 4 <= len(leased) < 12
     assert p.port.num_leased == p.producer.leases.num_pages <= 60
-    held = {page for leased in p.scheduler.state.transfers.offers.values() for page in leased.hold.pages.tolist()}
+    held = {page for leased in p.scheduler.state.transfers.offers.values() for page in leased.pin.pages.tolist()}
     assert len(held) == p.port.num_leased
     clean(world)
 

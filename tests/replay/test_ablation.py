@@ -11,7 +11,7 @@ from benchmarks.gdsf import DecayedFrequency
 
 from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.divergence import DivergenceStats
-from cairn.cache.eviction import YOUNG, CheckpointFacts, LeastRecentlyUsed, ValuePerByte
+from cairn.cache.eviction import RERANK_AGE, CheckpointFacts, LeastRecentlyUsed, ValuePerByte
 from cairn.cache.hazard import HazardTable
 from cairn.cache.placement import PromptFacts
 from cairn.cache.tree import Checkpoint, Node
@@ -141,9 +141,9 @@ def test_without_young_only_the_regular_ranking_is_left():
         policy = ablation.cache_policy(name).eviction
         kept_checkpoints(policy, 1)
         assert policy.refresh(()) == []
-        for _ in range(YOUNG):
+        for _ in range(RERANK_AGE):
             policy.begin_request(None, Lineage(), None)
-        policy._rank_at = 2 * YOUNG
+        policy._rank_at = 2 * RERANK_AGE
         assert len(policy.refresh(())) == ranked
 
 

@@ -272,7 +272,7 @@ def test_who_runs_and_finds_no_room_sends_the_youngest_back(tmp_path):
     for request in trace.requests:
         keys = np.concatenate([request.path, request.answer]).astype(np.int64)
         sequence = replay.cache.lookup(Namespace(), keys, request.name)
-        assert sequence.seen == 179
+        assert sequence.ever_matched == 179
         replay.cache.release(sequence)
     assert replayed(trace, budget_bytes=64 * 100).outcome.forward_passes == 2
 

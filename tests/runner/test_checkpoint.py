@@ -6,7 +6,7 @@ import torch
 
 from cairn.kernels.reference.checkpoint_files import encode_head
 from cairn.kernels.state_encoding import ENCODINGS
-from cairn.runner.checkpoint import CheckpointFiles
+from cairn.runner.checkpoint import CheckpointPages
 from cairn.runner.launched_step import independent_copies
 from cairn.runner.memory import LiveStates
 from cairn.step import PageCopy
@@ -29,7 +29,7 @@ def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype
     assert recurrent is not None
     pool = torch.zeros(400, layout.page_bytes, dtype=torch.uint8)
     live, kernels = LiveStates(spec, 4), driver.model.kernels
-    files = CheckpointFiles(pool, spec, layout, live, kernels)
+    files = CheckpointPages(pool, spec, layout, live, kernels)
     pages = np.random.default_rng(0).permutation(400)[: layout.pages_per_checkpoint].astype(np.int32)
     hidden = torch.randn(spec.hidden_size).to(dtype)
     conv = torch.randn(recurrent.num_layers, recurrent.columns, recurrent.channels).to(dtype)
@@ -71,7 +71,7 @@ def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype
     assert not any(part[[0, 2, 4]].any() for part in live.tensors)
 
     again = torch.zeros_like(pool)
-    CheckpointFiles(again, spec, layout, live, kernels).save(three[[2, 1]], torch.tensor([2, 3]))
+    CheckpointPages(again, spec, layout, live, kernels).save(three[[2, 1]], torch.tensor([2, 3]))
     assert torch.equal(again[pages.tolist()], pool[pages.tolist()])
     assert again.count_nonzero() == again[pages.tolist()].count_nonzero(), "slot 2 has zeros"
 
@@ -90,7 +90,7 @@ def test_bytes_of_smaller_states_follow_the_layout(
     assert recurrent is not None and layout.checkpoint_dtype == checkpoint_dtype
     pool, again = (torch.zeros(400, layout.page_bytes, dtype=torch.uint8) for _ in range(2))
     live = LiveStates(spec, 4)
-    files = CheckpointFiles(pool, spec, layout, live, driver.model.kernels)
+    files = CheckpointPages(pool, spec, layout, live, driver.model.kernels)
     order = np.random.default_rng(0).permutation(400)[: 2 * layout.pages_per_checkpoint]
     two = torch.from_numpy(order.reshape(2, -1).astype(np.int64))
     hidden = torch.randn(2, spec.hidden_size).to(dtype)
@@ -120,7 +120,7 @@ def test_bytes_of_smaller_states_follow_the_layout(
     for layer, own in enumerate(live.recurrent):
         assert torch.equal(own.conv[[2, 0]], conv[:, layer])
         torch.testing.assert_close(own.state[[2, 0]], state[:, layer], rtol=0, atol=0.03)
-    CheckpointFiles(again, spec, layout, live, driver.model.kernels).save(two, torch.tensor([2, 0]))
+    CheckpointPages(again, spec, layout, live, driver.model.kernels).save(two, torch.tensor([2, 0]))
     assert torch.equal(again, pool), "stored once more, what was restored is the same"
 
 
@@ -130,7 +130,7 @@ def test_no_file_at_all_is_no_work() -> None:
     assert spec.recurrent is not None
     pool = torch.zeros(8, driver.layout.page_bytes, dtype=torch.uint8)
     live = LiveStates(spec, 2)
-    files = CheckpointFiles(pool, spec, driver.layout, live, driver.model.kernels)
+    files = CheckpointPages(pool, spec, driver.layout, live, driver.model.kernels)
     none, no_slots = torch.zeros(0, driver.layout.pages_per_checkpoint, dtype=torch.int64), torch.zeros(0).long()
     files.write_hidden(none, torch.zeros(3, spec.hidden_size), no_slots)
     conv = torch.zeros(0, spec.recurrent.columns, spec.recurrent.channels)

@@ -13,9 +13,9 @@ from cairn.kernels.sampling.inverse_cdf import (
     BLOCK,
     Draws,
     _weights,
-    draw_from_all,
-    draw_from_best,
-    draw_from_nucleus,
+    sample_from_all,
+    sample_from_best,
+    sample_from_nucleus,
     take_largest,
 )
 from runner.staged import staged
@@ -89,15 +89,15 @@ def test_every_way_gives_the_token_of_the_full_sort(seed, kind, size, temperatur
     for count in (64, 128):
         if top_k or min_p:
             if top_k < count:
-                found = draw_from_best(rows, draws_of(uniform, **filters), count)
+                found = sample_from_best(rows, draws_of(uniform, **filters), count)
                 assert found.tolist() == [-1 if len(tokens) >= count else token for token in expected]
         elif top_p < 1:
-            found = draw_from_nucleus(rows, draws_of(uniform, **filters), count)
+            found = sample_from_nucleus(rows, draws_of(uniform, **filters), count)
             cut_off = len(tokens) >= count and logits[tokens[kept - 1]] <= logits[tokens[count - 1]]
             assert found.tolist() == [-1 if cut_off else token for token in expected]
     order = tokens[:kept].argsort()
     expected, uniform = middles(tokens[:kept][order], chances[:kept][order])
-    found = draw_from_all(rows_of(logits, len(uniform)), draws_of(uniform, **filters))
+    found = sample_from_all(rows_of(logits, len(uniform)), draws_of(uniform, **filters))
     assert found.tolist() == expected.tolist()
 
 
@@ -105,13 +105,13 @@ def test_every_way_gives_the_token_of_the_full_sort(seed, kind, size, temperatur
 def test_of_equal_tokens_as_many_as_hold_the_share_the_lowest_first(kept: int) -> None:
     """1,024 tokens of the same chance, so that every sum is exact."""
     rows, uniform = rows_of(torch.zeros(1024), 2), [0.0, 1 - 2.0**-53]
-    assert draw_from_all(rows, draws_of(uniform, top_p=kept / 1024)).tolist() == [0, kept - 1]
+    assert sample_from_all(rows, draws_of(uniform, top_p=kept / 1024)).tolist() == [0, kept - 1]
     if kept < 1024:
-        assert draw_from_all(rows, draws_of(uniform, top_p=kept / 1024 + 2.0**-30)).tolist() == [0, kept]
+        assert sample_from_all(rows, draws_of(uniform, top_p=kept / 1024 + 2.0**-30)).tolist() == [0, kept]
     # which of them are the lowest is not known from 128 of them
-    assert draw_from_nucleus(rows, draws_of(uniform, top_p=kept / 1024), 128).tolist() == [-1, -1]
+    assert sample_from_nucleus(rows, draws_of(uniform, top_p=kept / 1024), 128).tolist() == [-1, -1]
     few = rows_of(torch.zeros(64), 2)
-    assert draw_from_nucleus(few, draws_of(uniform, top_p=0.5), 128).tolist() == [0, 31]
+    assert sample_from_nucleus(few, draws_of(uniform, top_p=0.5), 128).tolist() == [0, 31]
 
 
 @pytest.mark.parametrize("size", [1, 127, 128, 129, 1000])
@@ -122,16 +122,16 @@ def test_the_ends_of_the_distribution_are_its_first_and_last_token(size: int) ->
     logits[size - 3 : size - 1] = -torch.inf
     logits[0] = logits[-1] = 1.0
     rows, uniform = rows_of(logits, 2), [0.0, 1 - 2.0**-53]
-    assert draw_from_all(rows, draws_of(uniform)).tolist() == [0, size - 1]
-    assert draw_from_all(rows, draws_of(uniform, min_p=1e-9)).tolist() == [0, size - 1]
+    assert sample_from_all(rows, draws_of(uniform)).tolist() == [0, size - 1]
+    assert sample_from_all(rows, draws_of(uniform, min_p=1e-9)).tolist() == [0, size - 1]
 
 
 def test_the_last_place_is_a_token_s_where_the_chances_add_up_to_more_than_one() -> None:
     """A third is rounded up in float32."""
     rows, uniform = rows_of(torch.tensor([0.0, 0.0, -torch.inf, 0.0, -torch.inf]), 1), [1 - 2.0**-53]
-    assert draw_from_all(rows, draws_of(uniform)).tolist() == [3]
-    assert draw_from_all(rows, draws_of(uniform, top_p=0.9)).tolist() == [3]
-    assert draw_from_nucleus(rows, draws_of(uniform, top_p=0.9), 64).tolist() == [3]
+    assert sample_from_all(rows, draws_of(uniform)).tolist() == [3]
+    assert sample_from_all(rows, draws_of(uniform, top_p=0.9)).tolist() == [3]
+    assert sample_from_nucleus(rows, draws_of(uniform, top_p=0.9), 64).tolist() == [3]
 
 
 def test_weights_are_whole_and_their_sum_is_exact() -> None:
@@ -155,15 +155,15 @@ def test_next_to_no_temperature_takes_the_largest(temperature: float) -> None:
     rows = rows_of(torch.tensor([0.0, -torch.inf, 3.0, 2.999, -1e30]), 3)
     for more in ({}, {"top_k": 3}, {"min_p": 0.1}, {"top_p": 0.9}):
         draws = draws_of([0.0, 0.5, 0.999], temperature=temperature, **more)
-        assert draw_from_all(rows, draws).tolist() == [2, 2, 2]
-    assert draw_from_best(rows, draws_of([0.0, 0.5, 0.999], temperature, top_k=3), 64).tolist() == [2, 2, 2]
-    assert draw_from_nucleus(rows, draws_of([0.0, 0.5, 0.999], temperature, top_p=0.9), 64).tolist() == [2, 2, 2]
+        assert sample_from_all(rows, draws).tolist() == [2, 2, 2]
+    assert sample_from_best(rows, draws_of([0.0, 0.5, 0.999], temperature, top_k=3), 64).tolist() == [2, 2, 2]
+    assert sample_from_nucleus(rows, draws_of([0.0, 0.5, 0.999], temperature, top_p=0.9), 64).tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("temperature", [1e30, 1e300])
 def test_any_temperature_leaves_out_what_may_not_come(temperature: float) -> None:
     rows = rows_of(torch.tensor([0.0, -torch.inf, 3.0, 2.999, -1e3]), 4)
     draws = draws_of([0.1, 0.3, 0.6, 0.9], temperature)
-    assert draw_from_all(rows, draws).tolist() == [0, 2, 3, 4]
-    ranks = draw_from_best(rows, draws_of([0.1, 0.3, 0.6, 0.9], temperature, min_p=0.5), 64)
+    assert sample_from_all(rows, draws).tolist() == [0, 2, 3, 4]
+    ranks = sample_from_best(rows, draws_of([0.1, 0.3, 0.6, 0.9], temperature, min_p=0.5), 64)
     assert ranks.tolist() == [2, 3, 0, 4]

@@ -103,7 +103,7 @@ def test_a_pool_beyond_the_memory_that_the_weights_have_left(tmp_path):
     assert resident_bytes() - before < MIB
 
 
-@pytest.mark.parametrize("part", ["launch", "draw"])
+@pytest.mark.parametrize("part", ["launch", "sample"])
 def test_a_step_that_finds_no_memory_says_what_to_lower(monkeypatch, part):
     """On a GPU, whose allocator raises this."""
     config = parse(raw_config("M*"))

@@ -21,7 +21,7 @@ class Drawn:
     def launch(self, plan: StepPlan) -> None:
         pass
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
+    def sample(self, step: int, masks: TokenMasks) -> None:
         pass
 
     def collect(self, step: int) -> StepResult:

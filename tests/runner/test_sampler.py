@@ -30,7 +30,7 @@ def draw_all(logits: torch.Tensor, samples: list[SamplingMetadata]) -> list[int]
     """A token for each row, in slots of their own."""
     params, positions = [sample.params for sample in samples], [sample.position for sample in samples]
     made = staged(lambda staging: TorchSampler(params, positions, logits.shape[1], staging))
-    return made.draw(logits, range(len(samples)), samples, counts_of(samples, logits.shape[1])).tolist()
+    return made.sample(logits, range(len(samples)), samples, counts_of(samples, logits.shape[1])).tolist()
 
 
 def draws(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
@@ -205,7 +205,7 @@ def test_rows_without_temperature_or_rules_cost_nothing_of_them(monkeypatch: pyt
     def refuse(*_args) -> None:
         raise AssertionError("nobody asked for it")
 
-    for name in ("uniform", "penalize", "draw_from_all"):
+    for name in ("uniform", "penalize", "sample_from_all"):
         monkeypatch.setattr(sampler, name, refuse)
     logits = torch.randn(5, 256)
     assert draw_all(logits, [SamplingMetadata(SamplingParams(temperature=0), 3)] * 5) == logits.argmax(-1).tolist()

@@ -15,7 +15,7 @@ class Side:
     def __init__(self):
         self.news, self.answers = [], []
 
-    def has_room(self, demand, promised=NO_DEMAND):
+    def fits(self, demand, promised=NO_DEMAND):
         return self.room
 
     def answer_lookup(self, lookup, offer):

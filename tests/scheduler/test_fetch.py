@@ -23,7 +23,7 @@ class Side:
     def __init__(self):
         self.specs, self.aborted, self.news = {}, [], []
 
-    def has_room(self, num_pages):
+    def fits(self, num_pages):
         return True
 
     def pull(self, spec):

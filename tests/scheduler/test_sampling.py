@@ -53,7 +53,7 @@ def test_a_request_that_needs_its_last_token_is_planned_ahead_like_others_and_dr
     waits = driver.submit(PROMPT, max_tokens=10, sampling=PENALTY)
     free = driver.submit(range(200, 300), max_tokens=10)
     calls = []
-    for name in ("launch", "draw", "collect"):
+    for name in ("launch", "sample", "collect"):
         call = getattr(driver.runner, name)
         step_of = (lambda plan: plan.step) if name == "launch" else int
         setattr(
@@ -72,7 +72,7 @@ def test_a_request_that_needs_its_last_token_is_planned_ahead_like_others_and_dr
     # launched while the one before it is out, drawn when that has been collected
     at = {call: place for place, call in enumerate(calls)}
     ahead = [step for name, step in calls if name == "launch" and 2 < step < 10]
-    assert all(at["launch", step] < at["collect", step - 1] < at["draw", step] for step in ahead)
+    assert all(at["launch", step] < at["collect", step - 1] < at["sample", step] for step in ahead)
 
 
 @pytest.mark.parametrize("exact", [False, True])
@@ -193,7 +193,7 @@ def test_logprobs_come_with_the_tokens():
     name = driver.submit(PROMPT, max_tokens=4, logprobs=3)
     told = []
     while driver.scheduler.has_work:
-        told += [(news.tokens, news.logprobs) for news in driver.step() if news.tokens]
+        told += [(progress.tokens, progress.logprobs) for progress in driver.step() if progress.tokens]
     assert [list(tokens) for tokens, _ in told] == [[token] for token in driver.output(name)]
     assert all(one.token_ids.shape == (1, 4) and one.token_ids[0, 0] == tokens[0] for tokens, one in told)
     assert driver.output(name) == alone(PROMPT, False, max_tokens=4)

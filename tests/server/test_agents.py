@@ -45,7 +45,7 @@ def ends_of(server):
     """The beginnings of the last prompt that end where something is held."""
     ids = server.requests[-1].prompt
     tokens = [int.from_bytes(ids[i : i + 8], "little") for i in range(0, len(ids), 8)]
-    held = [place.position for place in server.requests[-1].boundaries if place.hold_seconds]
+    held = [place.position for place in server.requests[-1].boundaries if place.retain_seconds]
     return [server._tokenizer.decode(tokens[:end]) for end in held]
 
 

@@ -43,7 +43,7 @@ def ask(server, messages, **fields):
     request = server.requests[-1]
     tokens = np.frombuffer(request.prompt, np.int64)
     prompt = "".join(chr(token) if token < 256 else "|" for token in tokens)
-    return prompt, {prompt[: end.position]: (end.kind, end.hold_seconds) for end in request.boundaries}
+    return prompt, {prompt[: end.position]: (end.kind, end.retain_seconds) for end in request.boundaries}
 
 
 def test_tools_calls_and_results_are_part_of_the_prompt(server):

@@ -25,7 +25,7 @@ class SchedulerSideContract:
 
     def fits(self, side, num_new, start=0, end=0, promised=()):
         demand = LeaseDemand(pages(start, end), num_new)
-        return side.has_room(demand, *(LeaseDemand(*each) for each in promised))
+        return side.fits(demand, *(LeaseDemand(*each) for each in promised))
 
     def test_leases_fit_up_to_the_cap_and_a_page_counts_once(self):
         side = self.side(CAP)

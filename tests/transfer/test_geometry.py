@@ -17,7 +17,6 @@ from cairn.transfer.contract import PeerGeometry
 from cairn.transfer.geometry import (
     ModelUnits,
     Pairing,
-    file_reads,
     geometry_of,
     lay_out,
     page_reads,
@@ -25,6 +24,7 @@ from cairn.transfer.geometry import (
     staging_copies,
     staging_pages,
     staging_reads,
+    state_reads,
 )
 from tiers import first_of
 
@@ -214,7 +214,7 @@ def test_equal_sizes_take_one_descriptor_a_page_and_one_a_file_page(tp_size, blo
         assert len(reads) == 9
         assert (reads.num_bytes == side.page_bytes).all()
         assert reads.remote_page.tolist() == pages.tolist() and reads.local_page.tolist() == pages[::-1].tolist()
-        reads = file_reads(pairing, file, file[::-1])[rank]
+        reads = state_reads(pairing, file, file[::-1])[rank]
         assert len(reads) == len(file)
         assert reads.remote_page.tolist() == file.tolist() and reads.local_page.tolist() == file[::-1].tolist()
         assert int(reads.num_bytes.sum()) == side.header_bytes + side.state_bytes
@@ -241,12 +241,12 @@ def check_file(pairing: Pairing, rank: int, header: np.ndarray, states: np.ndarr
     files = [store_file(remote, each, header, states) for each in range(remote.tp_size)]
     expected = store_file(local, rank, header, states)
     count, own = (max(1, -(-len(each) // side.page_bytes)) for each, side in ((files[0], remote), (expected, local)))
-    remote_file, local_file = shuffled(count, count + 2, 5), shuffled(own, own + 2, 6)
-    pools = [pooled(file, remote_file, count + 2, remote.page_bytes) for file in files]
+    remote_state, local_state = shuffled(count, count + 2, 5), shuffled(own, own + 2, 6)
+    pools = [pooled(file, remote_state, count + 2, remote.page_bytes) for file in files]
     memory = Memory.empty(own + 2, local.page_bytes)
-    reads = file_reads(pairing, remote_file, local_file)
+    reads = state_reads(pairing, remote_state, local_state)
     transfer(reads, pools, memory)
-    wanted = pooled(expected, local_file, own + 2, local.page_bytes)
+    wanted = pooled(expected, local_state, own + 2, local.page_bytes)
     np.testing.assert_array_equal(np.where(memory.writes == 1, memory.bytes, 254), wanted)
     assert memory.writes.max(initial=0) <= 1 and memory.writes.sum() == len(expected)
     assert sum(map(len, reads.values())) == fewest(pairing, rank, len(header), len(states))
@@ -331,7 +331,7 @@ def test_as_few_ranks_as_hold_it_and_the_load_spread_evenly(remote_tp, local_tp,
     load = dict.fromkeys(range(remote_tp), 0)
     for rank, pairing in enumerate(pairings):
         page = page_reads(pairing, 0, 16, np.zeros(1, np.int32), np.zeros(1, np.int32))
-        file = file_reads(pairing, *file_pages)
+        file = state_reads(pairing, *file_pages)
         assert pairing.ranks == tuple(sorted(page.keys() | file.keys()))
         for reads, total in ((page, kv_heads), (file, state_units)):
             own = set(units_of(total, local_tp, rank))
@@ -439,9 +439,9 @@ def test_lists_of_the_wrong_length_are_refused() -> None:
         staging_reads(unequal, 0, 64, three, 0)
     with pytest.raises(ValueError, match="local_pages lists 3 pages"):
         staging_copies(unequal, 0, 64, three)
-    with pytest.raises(ValueError, match="remote_file lists 2 pages, a checkpoint takes 1"):
-        file_reads(equal, two, two[:1])
-    with pytest.raises(ValueError, match="local_file lists 3 pages, a checkpoint takes 1"):
-        file_reads(equal, two[:1], three)
+    with pytest.raises(ValueError, match="remote_state lists 2 pages, a checkpoint takes 1"):
+        state_reads(equal, two, two[:1])
+    with pytest.raises(ValueError, match="local_state lists 3 pages, a checkpoint takes 1"):
+        state_reads(equal, two[:1], three)
     with pytest.raises(ValueError, match="are no range"):
         page_reads(equal, 40, 10, two, two)

@@ -237,17 +237,15 @@ def test_a_claim_of_no_token_at_all_is_none(book):
 
 
 def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
-    assert len(OFFER.all_pages) == 30 and book.has_room(LeaseDemand(num_new=60))
+    assert len(OFFER.all_pages) == 30 and book.fits(LeaseDemand(num_new=60))
     first, _ = book.offer(OFFER), book.offer(replace(OFFER, pages=OTHERS[:-5]))
-    assert book.num_pages == 55 and book.has_room(LeaseDemand(OTHERS)) and not book.has_room(LeaseDemand(num_new=6))
+    assert book.num_pages == 55 and book.fits(LeaseDemand(OTHERS)) and not book.fits(LeaseDemand(num_new=6))
     with pytest.raises(AssertionError, match="cap"):
         book.offer(replace(OFFER, pages=OTHERS + 100))
     book.release(Release(ME, "cmpl-1", first))
-    assert (
-        book.num_pages == 30 and book.has_room(LeaseDemand(num_new=30)) and not book.has_room(LeaseDemand(num_new=31))
-    )
+    assert book.num_pages == 30 and book.fits(LeaseDemand(num_new=30)) and not book.fits(LeaseDemand(num_new=31))
     clock.advance(30.0)
-    assert book.has_room(LeaseDemand(num_new=60))
+    assert book.fits(LeaseDemand(num_new=60))
 
 
 def test_a_page_counts_once_however_many_leases_share_it(book, clock):
@@ -268,17 +266,15 @@ def test_a_page_counts_once_however_many_leases_share_it(book, clock):
 
 def test_one_offer_larger_than_the_cap_is_held_alone(clock):
     book = LeaseTable(LAYOUT, BLOCK, LeaseLimits(max_pages=29), clock, random.Random(1).randbytes)
-    assert book.has_room(LeaseDemand(OTHERS, 10**6))
+    assert book.fits(LeaseDemand(OTHERS, 10**6))
     nonce = book.offer(OFFER)
     assert (
-        book.num_pages == 30
-        and not book.has_room(LeaseDemand(OFFER.all_pages))
-        and not book.has_room(LeaseDemand(OTHERS[:1]))
+        book.num_pages == 30 and not book.fits(LeaseDemand(OFFER.all_pages)) and not book.fits(LeaseDemand(OTHERS[:1]))
     )
     with pytest.raises(AssertionError, match="cap"):
         book.offer(OFFER)
     book.withdraw(nonce)
-    assert book.has_room(LeaseDemand(OFFER.all_pages))
+    assert book.fits(LeaseDemand(OFFER.all_pages))
 
 
 def test_the_caller_may_give_the_nonce_but_none_twice(book):

@@ -88,7 +88,7 @@ class Lives:
         """An offer of fresh bytes, or None when there is no room."""
         k = self.p.pages_per_file
         need = self.p.pages_of(len(prompt)) + k
-        if need > len(self.theirs) or not self.p.connector.has_room(LeaseDemand(num_new=need)):
+        if need > len(self.theirs) or not self.p.connector.fits(LeaseDemand(num_new=need)):
             return None
         taken = self.rng.sample(sorted(self.theirs), need)
         self.theirs -= set(taken)

@@ -80,7 +80,7 @@ class Transfers(RuleBasedStateMachine):
         prompt, name = keys(num_tokens, seed), ContentName("", "salt" if salted else None)
         shared = self.leased_pages_of(prompt, name)
         num_new = num_pages + STATE_PAGES - len(shared)
-        if not self.world.leases.has_room(LeaseDemand(np.array(shared, np.int32), num_new)):
+        if not self.world.leases.fits(LeaseDemand(np.array(shared, np.int32), num_new)):
             return
         taken = sorted(self.theirs, key=lambda page: (page * 37 + seed) % NUM_PAGES)[:num_new]
         assert len(taken) == num_new, "the leases hold more than half of the pool"

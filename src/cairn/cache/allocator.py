@@ -1,4 +1,4 @@
-"""Pages and checkpoint files for running sequences, the tree nodes of the tokens that they computed, and the references
+"""Pages for running sequences and their states, the tree nodes of the tokens that they computed, and the references
 to pages besides the tree's."""
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from cairn.cache.checkpoint_store import CheckpointStore
 from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import CheckpointPoint
-from cairn.cache.sequence_blocks import PagePin, PageTable, PendingFile, SequenceBlocks
+from cairn.cache.sequence_blocks import PagePin, PageTable, PendingState, SequenceBlocks
 from cairn.cache.tree import Node, TokenKey, common_prefix
 from cairn.step import GRID, PageCopy
 from cairn.types import Pages
@@ -19,8 +19,8 @@ from cairn.types import Pages
 
 @dataclass(frozen=True, slots=True)
 class BlockAllocator:
-    """Allocates pages and checkpoint files of the pool for sequences, and drops cached ones to make room. `enabled`
-    False: the cache is off, and only checkpoints for another server get a file."""
+    """Allocates pages of the pool for sequences and their states, and drops cached ones to make room. `enabled`
+    False: the cache is off, and only checkpoints for another server get pages."""
 
     layout: CacheLayout
     pool: PagePool
@@ -70,21 +70,21 @@ class BlockAllocator:
         sequence.transient.append(source)
         return PageCopy(int(source[0]), int(target[0]))
 
-    # -- files ---------------------------------------------------------------------------------------------------
+    # -- states --------------------------------------------------------------------------------------------------
 
     def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: CheckpointPoint) -> Pages | None:
-        """Allocate a file for the checkpoint at `wanted.position`. Returns its pages, or None if there is no room or
-        the position has a file already.
+        """Allocate the pages of the checkpoint at `wanted.position`. Returns them, or None if there is no room or
+        the position has them already.
 
         One on probation takes free pages, or the place of what is worth less.
         """
-        if wanted.position in sequence.files:
-            pending = sequence.files[wanted.position]
-            pending.hold_seconds = max(pending.hold_seconds, wanted.hold_seconds)
+        if wanted.position in sequence.pending_states:
+            pending = sequence.pending_states[wanted.position]
+            pending.retain_seconds = max(pending.retain_seconds, wanted.retain_seconds)
             return None
         if not self.enabled:
             return None
-        if self.layout.state_bytes == 0 and wanted.position != sequence.num_prompt_tokens and not wanted.hold_seconds:
+        if self.layout.state_bytes == 0 and wanted.position != sequence.num_prompt_tokens and not wanted.retain_seconds:
             return None
         size = self.layout.pages_per_checkpoint
         if wanted.kind.on_probation and not self.checkpoints.is_worth(size, wanted.worth):
@@ -92,26 +92,26 @@ class BlockAllocator:
         if not self.checkpoints.make_room(size):
             return None
         pages = self.pool.allocate(size)
-        sequence.files[wanted.position] = PendingFile(pages, wanted.kind, wanted.hold_seconds)
+        sequence.pending_states[wanted.position] = PendingState(pages, wanted.kind, wanted.retain_seconds)
         return pages
 
     def force_checkpoint(self, sequence: SequenceBlocks, position: int) -> Pages | None:
-        """Allocate a file for the state at `position`, whatever the policy says. Returns its pages, those that it has
+        """Allocate pages for the state at `position`, whatever the policy says. Returns them, those that it has
         already included, or None if there is no room."""
-        if position in sequence.files:
-            return sequence.files[position].pages
+        if position in sequence.pending_states:
+            return sequence.pending_states[position].pages
         size = self.layout.pages_per_checkpoint
         if not self.checkpoints.make_room(size):
             return None
         pages = self.pool.allocate(size)
-        sequence.files[position] = PendingFile(pages, Kind.PROMPT_END, forced=True)
+        sequence.pending_states[position] = PendingState(pages, Kind.PROMPT_END, forced=True)
         return pages
 
     def transfer_checkpoint(self, sequence: SequenceBlocks, position: int) -> None:
-        """Give up the file at `position`, which is filled and which somebody else holds, if the cache is off: no commit
-        will take it from the sequence then."""
-        if not self.enabled and position in sequence.files:
-            self.pool.release(sequence.files.pop(position).pages)
+        """Give up the pages of the state at `position`, which are filled and which somebody else holds, if the cache is
+        off: no commit will take it from the sequence then."""
+        if not self.enabled and position in sequence.pending_states:
+            self.pool.release(sequence.pending_states.pop(position).pages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class TreeWriter:
     exact: bool
 
     def commit(self, sequence: SequenceBlocks, num_tokens: int, positions: Iterable[int]) -> None:
-        """Enter the first `num_tokens` tokens of `sequence` and its filled files at `positions`: every lookup may
+        """Enter the first `num_tokens` tokens of `sequence` and its filled states at `positions`: every lookup may
         find them from now on."""
         tree = self.checkpoints.tree
         if num_tokens > sequence.committed:
@@ -139,8 +139,8 @@ class TreeWriter:
         for position in descending:
             at = self._node_at(sequence, position, at)
             self._attach(sequence, position, at)
-        if descending and sequence.match.known is not None:
-            self.checkpoints.eviction.add_above(sequence.match.known)
+        if descending and sequence.match.last_checkpoint_node is not None:
+            self.checkpoints.eviction.add_above(sequence.match.last_checkpoint_node)
 
     def _insert(self, sequence: SequenceBlocks, upto: int) -> Node:
         tree = self.checkpoints.tree
@@ -178,16 +178,16 @@ class TreeWriter:
         return self.checkpoints.tree.split(node, position) if position < node.end else node
 
     def _attach(self, sequence: SequenceBlocks, position: int, node: Node) -> None:
-        """Hang the file wanted for `position` at the end of `node`."""
-        file = sequence.files.pop(position)
+        """Attach the state wanted for `position` to the end of `node`."""
+        pending = sequence.pending_states.pop(position)
         origin = _origin(sequence, position)
         if not self.checkpoints.attach(
-            node, file.pages, file.kind, origin, sequence.request_id, sequence.match.lineage
+            node, pending.pages, pending.kind, origin, sequence.request_id, sequence.match.lineage
         ):
-            self.checkpoints.pool.release(file.pages)
+            self.checkpoints.pool.release(pending.pages)
         assert node.checkpoint is not None
-        if file.hold_seconds and self.checkpoints.hold(node.checkpoint, file.hold_seconds):
-            sequence.held_breakpoints.add(position)
+        if pending.retain_seconds and self.checkpoints.retain(node.checkpoint, pending.retain_seconds):
+            sequence.retained_breakpoints.add(position)
 
 
 def _origin(sequence: SequenceBlocks, position: int) -> Origin:
@@ -209,7 +209,7 @@ class PinnedPages:
         self._places = np.empty(pool.num_pages, np.int32)  # of `num_distinct`
 
     def open(self, sequence: SequenceBlocks) -> None:
-        """Acquire what a new sequence needs: the pages of its own, and the file of its hit."""
+        """Acquire what a new sequence needs: the pages of its own, and those of its hit's state."""
         self.sequences[id(sequence)] = sequence
         for table in sequence.tables:
             self.pool.acquire(table.own)
@@ -224,9 +224,9 @@ class PinnedPages:
         del self.sequences[id(sequence)]
         for table in sequence.tables:
             self.pool.release(table.own)
-        for pages in [file.pages for file in sequence.files.values()] + sequence.transient:
+        for pages in [pending.pages for pending in sequence.pending_states.values()] + sequence.transient:
             self.pool.release(pages)
-        sequence.files.clear()
+        sequence.pending_states.clear()
         sequence.transient.clear()
 
     def pin(self, purpose: str, pages: Pages, for_requests: bool = False) -> PagePin:
@@ -286,7 +286,7 @@ class PinnedPages:
         held = [table.pages for sequence in self.sequences.values() for table in sequence.tables]
         locked: set[Node] = set()
         for sequence in self.sequences.values():
-            held += [file.pages for file in sequence.files.values()] + sequence.transient
+            held += [pending.pages for pending in sequence.pending_states.values()] + sequence.transient
             node = sequence.node
             while node is not None and node not in locked:
                 locked.add(node)

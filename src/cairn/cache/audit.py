@@ -18,7 +18,7 @@ def audit(cache: PrefixCache) -> None:
     _audit_pages(cache)
     _audit_tree(cache)
     _audit_locks(cache)
-    _audit_held(cache)
+    _audit_retained(cache)
 
 
 def _check(holds: bool, message: str) -> None:
@@ -37,8 +37,8 @@ def _audit_pages(cache: PrefixCache) -> None:
         _check(not sequence.closed, f"closed sequence still listed: {sequence.request_id}")
         for pages in [table.own for table in sequence.tables] + sequence.transient:
             np.add.at(counts, pages, 1)
-        for file in sequence.files.values():
-            np.add.at(counts, file.pages, 1)
+        for pending in sequence.pending_states.values():
+            np.add.at(counts, pending.pages, 1)
     for held in cache.pinned.steps.values():
         for pages in held:
             np.add.at(counts, pages, 1)
@@ -106,23 +106,26 @@ def _audit_node(cache: PrefixCache, node: Node) -> None:
         _check(len(node.checkpoint.pages) == size, f"the checkpoint of {where} has not {size} pages")
 
 
-def _audit_held(cache: PrefixCache) -> None:
+def _audit_retained(cache: PrefixCache) -> None:
     tree, checkpoints = cache.tree, cache.checkpoints
-    held = {
+    retained = {
         node.checkpoint
         for node in tree.nodes()
-        if node.checkpoint is not None and node.checkpoint.held_until is not None
+        if node.checkpoint is not None and node.checkpoint.retained_until is not None
     }
-    _check(held == set(checkpoints.holds), "the list of held checkpoints is not that of the tree")
+    _check(retained == set(checkpoints.retained), "the list of retained checkpoints is not that of the tree")
     runs = set()
-    for checkpoint in held:
+    for checkpoint in retained:
         node: Node | None = checkpoint.node
         while node is not None and node.parent is not None:
             runs.add(node)
             node = node.parent
-    pages = len(held) * cache.layout.pages_per_checkpoint + cache.layout.pages_for(sum(run.num_tokens for run in runs))
+    pages = len(retained) * cache.layout.pages_per_checkpoint + cache.layout.pages_for(
+        sum(run.num_tokens for run in runs)
+    )
     _check(
-        pages <= checkpoints.holds.quota, f"held checkpoints keep {pages} pages, the quota is {checkpoints.holds.quota}"
+        pages <= checkpoints.retained.quota,
+        f"retained checkpoints keep {pages} pages, the quota is {checkpoints.retained.quota}",
     )
 
 

@@ -1,7 +1,7 @@
-"""The checkpoints of all trees: the eviction queue, the holds of clients, and how room is made.
+"""The checkpoints of all trees: the eviction queue, those that clients retain, and how room is made.
 
 When room is needed, nodes without a checkpoint at or below them go first, the longest unused before others; then
-checkpoints, as the eviction policy ranks them, and last those that clients hold. Dropping a checkpoint may make nodes
+checkpoints, as the eviction policy ranks them, and last those that clients retain. Dropping a checkpoint may make nodes
 unreachable.
 """
 
@@ -22,8 +22,8 @@ from cairn.cache.tree import Checkpoint, Node, next_above
 from cairn.cache.tree_store import TreeStore
 from cairn.types import Clock, Pages
 
-HELD_SHARE = 0.25
-"""Most of the pool that held checkpoints may keep, with the keys and values below them: what is held is of no use to
+RETAINED_SHARE = 0.25
+"""Most of the pool that retained checkpoints may keep, with the keys and values below them: they are of no use to
 other clients, and a pool full of it would leave the eviction policy nothing to choose from."""
 
 
@@ -38,7 +38,7 @@ like would save so many tokens a request more than a pool full of the other's.""
 
 
 class EvictionQueue:
-    """Checkpoints by priority, those that a client holds last. O(log n) a push or pop.
+    """Checkpoints by priority, those that a client retains last. O(log n) a push or pop.
 
     A heap whose outdated entries are passed over when they come up, and swept when they outnumber the live ones.
     """
@@ -82,13 +82,13 @@ class EvictionQueue:
                 return checkpoint
         return None
 
-    def goes_first(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> bool:
+    def is_next_victim(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> bool:
         """Whether a checkpoint that is not in, with these facts, would be the next to go."""
         first = self._first()
         return first is None or self._place(checkpoint, facts) <= first[:2]
 
     def price(self) -> float:
-        """The priority of the one that goes next; infinite if that is held or there is none."""
+        """The priority of the one that goes next; infinite if that is retained or there is none."""
         first = self._first()
         return inf if first is None or first[0] else first[1]
 
@@ -103,71 +103,71 @@ class EvictionQueue:
 
     def _place(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> tuple[bool, float]:
         """Its place in the queue: the least goes first."""
-        return facts.held, self._policy.priority(checkpoint, facts)
+        return facts.retained, self._policy.priority(checkpoint, facts)
 
 
-class CheckpointHolds:
-    """Checkpoints that clients hold: evicted after all others until the hold expires. A hold keeps the checkpoint's
-    file and the tokens of its path; tokens on the paths of several are counted once."""
+class RetainedCheckpoints:
+    """Checkpoints that clients retain: evicted after all others until the time is over. Each keeps its
+    state and the tokens of its path; tokens on the paths of several are counted once."""
 
     def __init__(self, layout: CacheLayout, num_pages: int, clock: Clock) -> None:
         """`num_pages`: those of the whole pool."""
-        self.quota = int(num_pages * HELD_SHARE)
+        self.quota = int(num_pages * RETAINED_SHARE)
         self._layout = layout
         self._clock = clock
-        self._held: dict[Checkpoint, None] = {}
+        self._checkpoints: dict[Checkpoint, None] = {}
         self._next_end = inf
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._checkpoints)
 
     def __iter__(self) -> Iterator[Checkpoint]:
-        return iter(self._held)
+        return iter(self._checkpoints)
 
     def add(self, checkpoint: Checkpoint, seconds: int) -> bool:
-        """Hold `checkpoint` for `seconds` from now, longer if it is held for longer. False if that is beyond the quota;
-        then nothing has changed."""
-        if checkpoint not in self._held and self.num_pages(checkpoint) > self.quota:
+        """Retain `checkpoint` for `seconds` from now, longer if it is retained for longer. False if that is beyond the
+        quota; then nothing has changed."""
+        if checkpoint not in self._checkpoints and self.num_pages(checkpoint) > self.quota:
             return False
-        self._held[checkpoint] = None
-        checkpoint.hold_seconds = max(checkpoint.hold_seconds, seconds)
+        self._checkpoints[checkpoint] = None
+        checkpoint.retain_seconds = max(checkpoint.retain_seconds, seconds)
         self.renew(checkpoint)
         return True
 
     def renew(self, checkpoint: Checkpoint) -> None:
-        """Start the time of a held checkpoint anew."""
-        if checkpoint in self._held:
-            checkpoint.held_until = self._clock.now() + checkpoint.hold_seconds
-            self._next_end = min(self._next_end, checkpoint.held_until)
+        """Restart the time of a retained checkpoint."""
+        if checkpoint in self._checkpoints:
+            checkpoint.retained_until = self._clock.now() + checkpoint.retain_seconds
+            self._next_end = min(self._next_end, checkpoint.retained_until)
 
     def replace(self, old: Checkpoint, new: Checkpoint) -> None:
         """`new` takes the place of `old`, which is at the same node, with what is left of its time."""
-        if old in self._held:
-            new.hold_seconds, new.held_until = old.hold_seconds, old.held_until
+        if old in self._checkpoints:
+            new.retain_seconds, new.retained_until = old.retain_seconds, old.retained_until
             self.remove(old)
-            self._held[new] = None
+            self._checkpoints[new] = None
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """End the hold of a checkpoint, if there is one."""
-        self._held.pop(checkpoint, None)
-        checkpoint.held_until, checkpoint.hold_seconds = None, 0
+        """Retain a checkpoint no longer, if it is retained."""
+        self._checkpoints.pop(checkpoint, None)
+        checkpoint.retained_until, checkpoint.retain_seconds = None, 0
 
     def pop_expired(self) -> list[Checkpoint]:
-        """End the holds that have expired. Returns their checkpoints."""
+        """Retain those no longer whose time is over. Returns them."""
         now = self._clock.now()
         if now < self._next_end:
             return []
-        over = [checkpoint for checkpoint in self._held if (checkpoint.held_until or 0.0) <= now]
+        over = [checkpoint for checkpoint in self._checkpoints if (checkpoint.retained_until or 0.0) <= now]
         for checkpoint in over:
             self.remove(checkpoint)
-        self._next_end = min((checkpoint.held_until or 0.0 for checkpoint in self._held), default=inf)
+        self._next_end = min((checkpoint.retained_until or 0.0 for checkpoint in self._checkpoints), default=inf)
         return over
 
     def num_pages(self, *more: Checkpoint) -> int:
-        """Pages that those held, and `more`, keep together; a partly filled page counts by its tokens."""
+        """Pages that those retained, and `more`, keep together; a partly filled page counts by its tokens."""
         counted: set[Node] = set()
         tokens = 0
-        checkpoints = {*self._held, *more}
+        checkpoints = {*self._checkpoints, *more}
         for checkpoint in checkpoints:
             node = checkpoint.node
             while node.parent is not None and node not in counted:
@@ -178,10 +178,10 @@ class CheckpointHolds:
 
 
 class CheckpointStore:
-    """The checkpoints at the nodes of `tree`: `queue` has their order, `holds` those that clients hold.
+    """The checkpoints at the nodes of `tree`: `queue` has their order, `retained` those that clients retain.
 
     `taken` and `evicted`: how many there were so far, by kind, and `earned` the tokens that using them has saved.
-    `clock` says when what a client holds is ended.
+    `clock` says when the time of a retained one is over.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class CheckpointStore:
         self.tree = tree
         self.eviction = eviction
         self.queue = EvictionQueue(eviction)
-        self.holds = CheckpointHolds(layout, pool.num_pages, clock)
+        self.retained = RetainedCheckpoints(layout, pool.num_pages, clock)
         self.taken: Counter[Kind] = Counter()
         self.evicted: Counter[Kind] = Counter()
         self.earned: Counter[Kind] = Counter()
@@ -211,7 +211,7 @@ class CheckpointStore:
     def attach(
         self, node: Node, pages: Pages, kind: Kind, origin: Origin, maker: str, lineage: Lineage | None = None
     ) -> bool:
-        """Hang a checkpoint file at the end of `node`, taking over the caller's reference to its pages.
+        """Attach a checkpoint to the end of `node`, taking over the caller's reference to its pages.
 
         False if one hangs there already that serves as well; then the caller keeps its pages.
         """
@@ -228,7 +228,7 @@ class CheckpointStore:
         self.eviction.add(checkpoint, lineage or Lineage())
         if old is not None:
             self.queue.remove(old)
-            self.holds.replace(old, checkpoint)
+            self.retained.replace(old, checkpoint)
         self._touch(checkpoint)
         self._rank(next_above(node))
         self.tree.changed(node)
@@ -240,7 +240,7 @@ class CheckpointStore:
         if tree.drop_unreachable(num_pages):
             return True
         passed: list[Checkpoint] = []
-        self.end_expired_holds()
+        self.end_expired_retentions()
         for aged in self.eviction.refresh(queue):
             self._rank(aged)
         while not tree.drop_unreachable(num_pages):
@@ -248,11 +248,11 @@ class CheckpointStore:
             if checkpoint is None:
                 break
             if self.pool.counts[checkpoint.pages[0]] > 1:
-                # a step that has not been applied reads the file: dropping it would free nothing
+                # a step that has not been applied reads the state: dropping it would free nothing
                 passed.append(checkpoint)
                 continue
             facts = self.facts(checkpoint)
-            if queue.goes_first(checkpoint, facts):
+            if queue.is_next_victim(checkpoint, facts):
                 self._drop(checkpoint)
             else:
                 # it is worth more than when it was ranked: what was above it has gone since
@@ -267,7 +267,7 @@ class CheckpointStore:
         node = checkpoint.node
         node.checkpoint, node.loss = None, Reason.EVICTED
         self.eviction.drop(checkpoint)
-        self.holds.remove(checkpoint)
+        self.retained.remove(checkpoint)
         self.evicted[checkpoint.kind] += 1
         self.pool.release(checkpoint.pages)
         self.tree.note_if_unreachable(node)
@@ -275,11 +275,13 @@ class CheckpointStore:
 
     # -- use -----------------------------------------------------------------------------------------------------
 
-    def begin_request(self, known: Node | None, hit: Checkpoint | None, lineage: Lineage, left: Lineage | None) -> None:
+    def begin_request(
+        self, last_checkpoint_node: Node | None, hit: Checkpoint | None, lineage: Lineage, left: Lineage | None
+    ) -> None:
         """A request begins to run that resumes from `hit`. The others as in `EvictionPolicy`."""
-        self.eviction.begin_request(known, lineage, left)
-        if known is not None and known.checkpoint is not hit:
-            self._rank(known.checkpoint)
+        self.eviction.begin_request(last_checkpoint_node, lineage, left)
+        if last_checkpoint_node is not None and last_checkpoint_node.checkpoint is not hit:
+            self._rank(last_checkpoint_node.checkpoint)
 
     def predict(self, placement: PlacementPolicy, facts: PromptFacts, path: Lineage) -> PromptFacts:
         """`facts` with the positions where a checkpoint is worth its bytes because later prompts are likely to leave
@@ -331,27 +333,27 @@ class CheckpointStore:
             self.eviction.change_kind(checkpoint)
             self._touch(checkpoint)
 
-    # -- what clients hold ---------------------------------------------------------------------------------------
+    # -- what clients retain ------------------------------------------------------------------------------------
 
-    def hold(self, checkpoint: Checkpoint, seconds: int) -> bool:
-        """Hold a checkpoint for `seconds` from now. Returns False, and changes nothing, if the quota is used up."""
-        self.end_expired_holds()
-        if not self.holds.add(checkpoint, seconds):
+    def retain(self, checkpoint: Checkpoint, seconds: int) -> bool:
+        """Retain a checkpoint for `seconds` from now. Returns False, and changes nothing, if the quota is used up."""
+        self.end_expired_retentions()
+        if not self.retained.add(checkpoint, seconds):
             return False
         self.queue.push(checkpoint, self.facts(checkpoint))
         return True
 
     def renew(self, node: Node | None, upto: int) -> None:
-        """Start the time anew of the held checkpoints on the path to `node`, which was hit up to token `upto`."""
-        self.end_expired_holds()
-        while node is not None and self.holds:
+        """Restart the time of the retained checkpoints on the path to `node`, which was hit up to token `upto`."""
+        self.end_expired_retentions()
+        while node is not None and self.retained:
             if node.checkpoint is not None and node.end <= upto:
-                self.holds.renew(node.checkpoint)
+                self.retained.renew(node.checkpoint)
             node = node.parent
 
-    def end_expired_holds(self) -> None:
-        """End the holds that have expired."""
-        for checkpoint in self.holds.pop_expired():
+    def end_expired_retentions(self) -> None:
+        """Retain those no longer whose time is over."""
+        for checkpoint in self.retained.pop_expired():
             self.queue.push(checkpoint, self.facts(checkpoint))
 
     # -- rank ----------------------------------------------------------------------------------------------------
@@ -365,7 +367,7 @@ class CheckpointStore:
             node.end - (above.node.end if above is not None else 0),
             pages_freed(self._layout, checkpoint) * self._layout.page_bytes,
             checkpoint.last_used,
-            checkpoint.held_until is not None,
+            checkpoint.retained_until is not None,
         )
 
     def _rank(self, checkpoint: Checkpoint | None) -> None:
@@ -375,7 +377,7 @@ class CheckpointStore:
 
 
 def pages_freed(layout: CacheLayout, checkpoint: Checkpoint) -> int:
-    """How many pages dropping a checkpoint gives: those of its file and, where nothing below needs them, those of the
+    """How many pages dropping a checkpoint gives: those of its state and, where nothing below needs them, those of the
     tokens up to the next branch or checkpoint above."""
     node = checkpoint.node
     pages = len(checkpoint.pages)

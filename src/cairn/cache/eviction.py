@@ -35,7 +35,7 @@ MIN_REFRESH_INTERVAL = 16
 RANKED_PER_REQUEST = 4
 """Checkpoints that are ranked anew per request, on average: their chances change with their age."""
 
-YOUNG, MAX_YOUNG = 8, 4096
+RERANK_AGE, MAX_RERANKS = 8, 4096
 """The age, in requests, at which a checkpoint is ranked anew in any case, because a chance falls fastest in the
 beginning; and how many checkpoints at most wait for that."""
 
@@ -47,7 +47,7 @@ DISCOUNT = 0.25
 are expected to save is too much ("The optimizer's curse", Smith and Winkler, Management Science 52, 2006). What is not
 known yet is not discounted, so that it is found out."""
 
-_FRESH = (512, 2048, 8192)
+_NEW_TOKEN_BINS = (512, 2048, 8192)
 """Where the classes of new tokens begin."""
 
 
@@ -59,7 +59,7 @@ class CheckpointFacts(NamedTuple):
     saved_tokens: int
     freed_bytes: int
     last_used: int
-    held: bool = False
+    retained: bool = False
 
 
 class EvictionPolicy(TreeObserver):
@@ -90,9 +90,9 @@ class EvictionPolicy(TreeObserver):
         """The expected requests, per request, that leave `path` where nothing says so."""
         return 0.0
 
-    def begin_request(self, known: Node | None, lineage: Lineage, left: Lineage | None) -> None:
-        """A request of `lineage` begins to run, which leaves the path of `left` as nobody did before. `known`: the
-        deepest node on its path that `recorded_origin` knows."""
+    def begin_request(self, last_checkpoint_node: Node | None, lineage: Lineage, left: Lineage | None) -> None:
+        """A request of `lineage` begins to run, which leaves the path of `left` as nobody did before.
+        `last_checkpoint_node`: the deepest node on its path that `recorded_origin` knows."""
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         """A checkpoint was taken, perhaps in the place of another one at the same node."""
@@ -106,8 +106,8 @@ class EvictionPolicy(TreeObserver):
     def drop(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was dropped and is no longer at its node."""
 
-    def add_above(self, known: Node) -> None:
-        """A request whose path goes through `known` has taken checkpoints, perhaps above that node."""
+    def add_above(self, last_checkpoint_node: Node) -> None:
+        """A request whose path goes through `last_checkpoint_node` has taken checkpoints, perhaps above that node."""
 
     def recorded_origin(self, node: Node) -> Origin | None:
         """How the state was computed that is or was kept at the end of `node`; None if there is no record of one."""
@@ -153,7 +153,7 @@ class ReuseStats:
         self.kind = checkpoint.kind
         self.origin = checkpoint.origin
         self.turn = lineage.turn
-        self.fresh = bisect_right(_FRESH, lineage.new_tokens)
+        self.fresh = bisect_right(_NEW_TOKEN_BINS, lineage.new_tokens)
         self.hits = 0
         self.branches = len(checkpoint.node.children)
         self.demoted_child: ReuseStats | None = None
@@ -186,7 +186,7 @@ class ValuePerByte(EvictionPolicy):
         self.path_table = type(self.table)(pseudo_hits=PSEUDO_HITS / DISCOUNT)
         self._records: dict[Node, ReuseStats] = {}
         self._ghosts: OrderedDict[Node, None] = OrderedDict()
-        self._young: deque[tuple[int, Checkpoint]] = deque(maxlen=MAX_YOUNG)
+        self._to_rerank: deque[tuple[int, Checkpoint]] = deque(maxlen=MAX_RERANKS)
         self._learn_at = self._rank_at = 0
         self._paths: OrderedDict[Lineage, None] = OrderedDict()
 
@@ -211,9 +211,9 @@ class ValuePerByte(EvictionPolicy):
     def path_chance(self, path: Lineage) -> float:
         return DISCOUNT * self.path_table.index(path.row, self.now - path.since)
 
-    def begin_request(self, known: Node | None, lineage: Lineage, left: Lineage | None) -> None:
+    def begin_request(self, last_checkpoint_node: Node | None, lineage: Lineage, left: Lineage | None) -> None:
         self.now += 1
-        record = self._records.get(known) if known is not None else None
+        record = self._records.get(last_checkpoint_node) if last_checkpoint_node is not None else None
         known_there = record is not None and record.node.end >= lineage.start and not record.kind.on_probation
         # nothing on the path could serve those who leave it before its first place on the grid
         if left is not None and not known_there and lineage.start - left.start >= GRID:
@@ -235,7 +235,7 @@ class ValuePerByte(EvictionPolicy):
         """A path is new, or was left by one more request."""
         path.since = path.noted = self.now
         kind = 3 if path.forked else path.turn
-        path.row = self.path_table.row((min(3, path.visits), kind, bisect_right(_FRESH, path.new_tokens)))
+        path.row = self.path_table.row((min(3, path.visits), kind, bisect_right(_NEW_TOKEN_BINS, path.new_tokens)))
         self._paths[path] = None
         self._paths.move_to_end(path)
         if len(self._paths) > self.max_ghosts:
@@ -251,7 +251,7 @@ class ValuePerByte(EvictionPolicy):
         record.row = self.table.row(record.class_key())
         self._records[node] = record
         self.version += 1
-        self._young.append((self.now, checkpoint))
+        self._to_rerank.append((self.now, checkpoint))
 
     def change_kind(self, checkpoint: Checkpoint) -> None:
         record = self._records.get(checkpoint.node)
@@ -268,9 +268,9 @@ class ValuePerByte(EvictionPolicy):
         while len(self._ghosts) > self.max_ghosts:
             self.node_forgotten(next(iter(self._ghosts)))
 
-    def add_above(self, known: Node) -> None:
-        if known in self._ghosts:
-            self._demote(known)
+    def add_above(self, last_checkpoint_node: Node) -> None:
+        if last_checkpoint_node in self._ghosts:
+            self._demote(last_checkpoint_node)
 
     def node_branched(self, node: Node) -> None:
         record = self._records.get(node)
@@ -295,8 +295,8 @@ class ValuePerByte(EvictionPolicy):
 
     def refresh(self, ranked: Collection[Checkpoint]) -> list[Checkpoint]:
         due = list(ranked) if self.refresh_due(len(ranked)) else []
-        while self._young and self._young[0][0] + YOUNG <= self.now:
-            due.append(self._young.popleft()[1])
+        while self._to_rerank and self._to_rerank[0][0] + RERANK_AGE <= self.now:
+            due.append(self._to_rerank.popleft()[1])
         return due
 
     def refresh_due(self, num_ranked: int) -> bool:

@@ -1,7 +1,7 @@
 """What a model must remember, in bytes: the only thing the cache knows of a model.
 
 A *page* holds `tokens_per_page` tokens of keys and values of all layers of one attention group; every page has the
-same bytes, whatever the group. A *checkpoint* is a file of `pages_per_checkpoint` pages of the same pool:
+same bytes, whatever the group. A *checkpoint* is the state in `pages_per_checkpoint` pages of the same pool:
 
     page        [unit][layer][k|v][token][dim]
     checkpoint  [header | unit 0 | unit 1 | ...]   header: what every tensor-parallel rank keeps whole

@@ -61,11 +61,11 @@ class OriginFilter:
                     return checkpoint
         return None
 
-    def deepest_known(self, found: Walk, eviction: EvictionPolicy) -> Node | None:
+    def deepest_checkpoint_node(self, found: Walk, eviction: EvictionPolicy) -> Node | None:
         """The node of the deepest checkpoint on the path that may be restored, or might if it were still there."""
-        for node in chain(reversed(found.beyond), reversed(found.path)):
+        for node in chain(reversed(found.evicted_tail), reversed(found.path)):
             origin = eviction.recorded_origin(node)
-            if origin is not None and node.end <= found.seen and self._accepts(origin, node.end, None):
+            if origin is not None and node.end <= found.ever_matched and self._accepts(origin, node.end, None):
                 return node
         return None
 
@@ -133,10 +133,10 @@ class PrefixLookup:
             match=PrefixMatch(
                 hit=hit,
                 matched=found.matched,
-                seen=found.seen,
+                ever_matched=found.ever_matched,
                 checkpoint=checkpoint,
                 restore=checkpoint.pages if checkpoint is not None else None,
-                known=may.deepest_known(found, self._eviction),
+                last_checkpoint_node=may.deepest_checkpoint_node(found, self._eviction),
                 left=found.left(),
                 miss_reason=Reason.DISABLED,
                 walk=found,
@@ -165,7 +165,7 @@ def miss_reasons(
     """Why each prompt token behind `sequence.hit` was not hit: spans that follow one another from the hit to the
     prompt's end, ascending. O(nodes behind the hit).
 
-    hit ........... matched ........ seen ............ computed now .......... n
+    hit ........... matched .... ever matched ........ computed now .......... n
         no checkpoint       dropped        in progress        rewritten, never seen
 
     A checkpoint that is gone says why, and would have saved what is above it, down to the next one that is gone.
@@ -174,20 +174,20 @@ def miss_reasons(
     if position >= length:
         return ()
     spans = _known(placement, sequence, found)
-    seen = max(position, min(found.seen, length))
-    computed = min(_being_computed(sequence, max(seen, position + 1), running), length)
+    ever_matched = max(position, min(found.ever_matched, length))
+    computed = min(_being_computed(sequence, max(ever_matched, position + 1), running), length)
     unkept = Reason.IN_PROGRESS if computed else Reason.NO_CHECKPOINT
     ends = [(end, unkept if reason is None else reason) for end, reason in spans]
-    if computed > seen:
+    if computed > ever_matched:
         ends.append((computed, Reason.IN_PROGRESS))
-    position = max(seen, computed)
+    position = max(ever_matched, computed)
     # only the unsalted namespace is ever compared: to name another salt's prompts would tell its secrets
     plain = Namespace(sequence.namespace.adapter)
     root = roots.get(plain) if sequence.namespace != plain and position < length else None
-    if root is not None and (elsewhere := walk(root, TokenKey(sequence.keys[:length])).seen) > position:
+    if root is not None and (elsewhere := walk(root, TokenKey(sequence.keys[:length])).ever_matched) > position:
         ends.append((elsewhere, Reason.NAMESPACE))
         position = elsewhere
-    if position < (answer_end := min(found.seen + found.unused_answer(), length)):
+    if position < (answer_end := min(found.ever_matched + found.unused_answer(), length)):
         ends.append((answer_end, Reason.REWRITTEN))
         position = answer_end
     if position < length:
@@ -200,16 +200,16 @@ def _known(placement: PlacementPolicy, sequence: SequenceBlocks, found: Walk) ->
     """The spans up to where the prompt was ever seen; None: the keys and values are there, and no checkpoint is or
     was."""
     length = sequence.num_prompt_tokens
-    if found.seen <= sequence.hit:
+    if found.ever_matched <= sequence.hit:
         return []
-    short = sequence.num_tokens < placement.min_cacheable or found.seen < placement.min_shared
+    short = sequence.num_tokens < placement.min_cacheable or found.ever_matched < placement.min_shared
     spans: list[tuple[int, Reason | None]] = []
     gone: Reason | None = None
     # a node that may be read in part stands in both lists, which makes two spans with one end and one reason
-    for node in chain(reversed(found.beyond), reversed(found.path)):
+    for node in chain(reversed(found.evicted_tail), reversed(found.path)):
         if node.end <= sequence.hit:
             break
-        if node.loss is not None and node.end <= found.seen:
+        if node.loss is not None and node.end <= found.ever_matched:
             gone = node.loss
         reason = gone
         if short and gone is not Reason.PREEMPTED:
@@ -217,7 +217,7 @@ def _known(placement: PlacementPolicy, sequence: SequenceBlocks, found: Walk) ->
         elif gone is None and not node.resident:
             reason = Reason.EVICTED
         if node.start < length:
-            spans.append((min(node.end, found.seen, length), reason))
+            spans.append((min(node.end, found.ever_matched, length), reason))
     return spans[::-1]
 
 

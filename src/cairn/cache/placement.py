@@ -26,8 +26,8 @@ __all__ = [
     "Junction",
     "PlacementPolicy",
     "PromptFacts",
-    "hold_positions",
     "placement_for",
+    "retain_positions",
 ]
 
 MAX_UNALIGNED = 6
@@ -41,8 +41,8 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PromptFacts:
-    """What is known of a prompt when it is admitted: its length, hit c <= match m <= seen (the longest prefix ever
-    seen, dropped ones included), where its messages and images end (ascending), whether only grid states can be
+    """What is known of a prompt when it is admitted: its length, hit c <= match m <= ever_matched (the longest prefix
+    ever seen, dropped ones included), where its messages and images end (ascending), whether only grid states can be
     continued from, and where else a checkpoint is worth its bytes because later prompts are likely to diverge behind
     it: the worth is that of `EvictionPolicy.priority`; `answer_worth` is that of a point in its answer, `stride` tokens
     behind the one before."""
@@ -50,7 +50,7 @@ class PromptFacts:
     num_tokens: int
     hit: int
     matched: int
-    seen: int
+    ever_matched: int
     boundaries: tuple[Boundary, ...] = ()
     exact: bool = False
     predicted: Mapping[int, float] = field(default_factory=dict)
@@ -60,12 +60,12 @@ class PromptFacts:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPoint:
-    """A position worth a checkpoint, which a client may want held for `hold_seconds`. `worth`: what one on probation is
-    expected to save, as `EvictionPolicy.priority`."""
+    """A position worth a checkpoint, which a client may want retained for `retain_seconds`. `worth`: what one on
+    probation is expected to save, as `EvictionPolicy.priority`."""
 
     position: int
     kind: Kind
-    hold_seconds: int = 0
+    retain_seconds: int = 0
     worth: float = 0.0
 
 
@@ -141,7 +141,7 @@ class Junction(Align):
 
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         last = facts.num_tokens // self._stride * self._stride
-        divergence = facts.seen // self._stride * self._stride
+        divergence = facts.ever_matched // self._stride * self._stride
         kinds = {last: Kind.PROMPT_END}
         if divergence > facts.hit:
             kinds.setdefault(divergence, Kind.JUNCTION)
@@ -173,9 +173,9 @@ class Auto:
     def in_prefill(self, facts: PromptFacts, start: int, end: int) -> list[CheckpointPoint]:
         inner = {boundary.position for boundary in facts.boundaries}
         kinds = {p: Kind.INNER_END if p in inner else Kind.GRID for p in facts.predicted} | self._earned(facts)
-        holds = hold_positions(facts.boundaries, facts.exact)
+        retentions = retain_positions(facts.boundaries, facts.exact)
         return [
-            CheckpointPoint(p, kinds[p], holds.get(p, 0), facts.predicted.get(p, 0.0))
+            CheckpointPoint(p, kinds[p], retentions.get(p, 0), facts.predicted.get(p, 0.0))
             for p in sorted(kinds)
             if start < p <= end
         ]
@@ -213,26 +213,26 @@ def _by_worth(facts: PromptFacts) -> dict[int, Kind]:
     for position in [end.position for end in ends if end.kind == "message_end"][:1]:
         kinds[position] = Kind.MESSAGE_END
     for end in ends:
-        if end.hold_seconds:
+        if end.retain_seconds:
             kinds[end.position] = Kind.BREAKPOINT
     for position in [end.position for end in ends if end.kind == "system_end"]:
         kinds.setdefault(position, Kind.SYSTEM_END)
     for position in [end.position for end in ends if end.kind == "image_end"][:1]:
         kinds.setdefault(position, Kind.IMAGE_END)
-    if facts.hit < facts.seen < n:
-        kinds.setdefault(facts.seen, Kind.JUNCTION)
+    if facts.hit < facts.ever_matched < n:
+        kinds.setdefault(facts.ever_matched, Kind.JUNCTION)
     return kinds
 
 
-def hold_positions(boundaries: Iterable[Boundary], exact: bool) -> dict[int, int]:
-    """Position to seconds of the checkpoints that a client wants held. In exact mode no prompt goes on from a state off
-    the grid, so the one at the grid point below is held for it."""
-    holds: dict[int, int] = {}
+def retain_positions(boundaries: Iterable[Boundary], exact: bool) -> dict[int, int]:
+    """Position to seconds of the checkpoints that a client wants retained. In exact mode no prompt goes on from a state
+    off the grid, so the one at the grid point below is retained for it."""
+    retentions: dict[int, int] = {}
     for boundary in boundaries:
         position = boundary.position // GRID * GRID if exact else boundary.position
-        if boundary.hold_seconds and position:
-            holds[position] = max(holds.get(position, 0), boundary.hold_seconds)
-    return holds
+        if boundary.retain_seconds and position:
+            retentions[position] = max(retentions.get(position, 0), boundary.retain_seconds)
+    return retentions
 
 
 def grid_stride(num_tokens: int) -> int:

@@ -3,12 +3,12 @@
     lookup    prompt -> SequenceBlocks: hit c, match m, the shared pages, the checkpoint to restore, the miss reasons
     branch    another one for the same prompt, once it is computed: for several answers to it
     extend    pages for more tokens, and the page copy that writing into a shared page needs
-    reserve_checkpoint   a file for a checkpoint that the plan is going to keep
+    reserve_checkpoint   pages for a checkpoint that the plan is going to keep
     receive   tokens and a state that another server has computed: the sequence goes on as after a hit of its own
     commit    computed tokens and kept checkpoints enter the tree, for everybody
     release   the request's own references end
     pin       pages that outlive their sequence, because somebody outside, or a request to come, needs them
-    hold_breakpoints   checkpoints that go after all others, because a client asked for it
+    retain_breakpoints   checkpoints that go after all others, because a client asked for it
 
 Pages that an unapplied step still names are kept by `pin_until(step)` until `release_step(step)`. Nothing here knows
 of tensors: pages are numbers, and what is in them is the runner's affair.
@@ -26,7 +26,7 @@ from cairn.cache.journal import Journal
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lookup import PrefixLookup, miss_reasons
 from cairn.cache.pages import PagePool
-from cairn.cache.placement import CheckpointPoint, PlacementPolicy, PromptFacts, hold_positions
+from cairn.cache.placement import CheckpointPoint, PlacementPolicy, PromptFacts, retain_positions
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.cache.tree_store import TreeObserver, TreeStore
@@ -77,7 +77,7 @@ class PrefixCache:
         observer: TreeObserver | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`observer` is told of what enters and leaves the tree; `clock` measures how long clients hold checkpoints.
+        """`observer` is told of what enters and leaves the tree; `clock` measures how long clients retain checkpoints.
 
         Raises ConfigError for a layout of limited reach.
         """
@@ -148,7 +148,7 @@ class PrefixCache:
     def begin_request(self, sequence: SequenceBlocks, resumed: bool = False) -> None:
         """The request goes on from this lookup: count it. `resumed`: its prompt was counted before."""
         end = sequence.num_prompt_tokens
-        sequence.match.lineage = Lineage(start=sequence.seen, end=end, message_end=end)
+        sequence.match.lineage = Lineage(start=sequence.ever_matched, end=end, message_end=end)
         if not resumed:
             self._learn(sequence)
         if sequence.checkpoint is not None and not sequence.closed:
@@ -159,29 +159,29 @@ class PrefixCache:
             self.counters.queries += sequence.num_prompt_tokens
             self.counters.hits += sequence.hit - sequence.received
             self.counters.received += sequence.received
-            if sequence.match.left is not None and sequence.seen >= GRID:
-                self.counters.second_shared += sequence.seen
+            if sequence.match.left is not None and sequence.ever_matched >= GRID:
+                self.counters.second_shared += sequence.ever_matched
                 self.counters.second_hits += sequence.hit - sequence.received
             self.counters.reasons[sequence.reason] += 1
             self.counters.lost.update(sequence.lost)
             self.journal.record(sequence)
 
-    def hold_breakpoints(self, sequence: SequenceBlocks, boundaries: Iterable[Boundary]) -> None:
-        """Hold what is there already of the checkpoints that the client of `sequence` asks to be held: those within its
-        hit. Later ones are held as they are made."""
+    def retain_breakpoints(self, sequence: SequenceBlocks, boundaries: Iterable[Boundary]) -> None:
+        """Retain what is there already of the checkpoints that the client of `sequence` asks for: those within its
+        hit. Later ones are retained as they are made."""
         wanted = {
-            p: seconds for p, seconds in hold_positions(boundaries, self.policy.exact).items() if p <= sequence.hit
+            p: seconds for p, seconds in retain_positions(boundaries, self.policy.exact).items() if p <= sequence.hit
         }
         node = sequence.node if wanted else None
         while node is not None:
             seconds, checkpoint = wanted.get(node.end, 0), node.checkpoint
-            if seconds and checkpoint is not None and self.checkpoints.hold(checkpoint, seconds):
-                sequence.held_breakpoints.add(node.end)
+            if seconds and checkpoint is not None and self.checkpoints.retain(checkpoint, seconds):
+                sequence.retained_breakpoints.add(node.end)
             node = node.parent
 
     def branch(self, sequence: SequenceBlocks, state: Pages, request_id: str) -> SequenceBlocks:
-        """Another sequence of the prompt of `sequence`, all of which is computed, with the state at its end in the file
-        `state`: it goes on from there as after a hit, whatever the tree has. Full pages are shared."""
+        """Another sequence of the prompt of `sequence`, all of which is computed, with the state at its end in the
+        pages `state`: it goes on from there as after a hit, whatever the tree has. Full pages are shared."""
         branch = sequence.branch(state, request_id)
         self._open(branch)
         self.pool.acquire(state)
@@ -194,7 +194,7 @@ class PrefixCache:
         """What the placement policy may know of `sequence`, which has its pages and is going to prefill up to
         `num_tokens`, and whose messages and images end at `boundaries`."""
         facts = PromptFacts(
-            num_tokens, sequence.hit, sequence.matched, sequence.seen, boundaries, exact=self.policy.exact
+            num_tokens, sequence.hit, sequence.matched, sequence.ever_matched, boundaries, exact=self.policy.exact
         )
         lineage = sequence.match.lineage
         message_ends = (end.position for end in boundaries if end.kind == "message_end" and end.position < lineage.end)
@@ -208,7 +208,7 @@ class PrefixCache:
         """What this prompt teaches of the reuse of those before it."""
         match = sequence.match
         match.lineage.forked = match.left is not None
-        self.checkpoints.begin_request(match.known, match.checkpoint, match.lineage, match.left)
+        self.checkpoints.begin_request(match.last_checkpoint_node, match.checkpoint, match.lineage, match.left)
 
     def _open(self, sequence: SequenceBlocks) -> None:
         self.pinned.open(sequence)
@@ -225,12 +225,16 @@ class PrefixCache:
         """
         return self._allocator.allocate(sequence, num_tokens)
 
-    def could_extend(self, sequence: SequenceBlocks, num_tokens: int, num_files: int = 0, besides: int = 0) -> bool:
-        """False if neither `extend` nor dropping all that nobody uses makes room for so many tokens and files, and for
-        `besides` pages that others are going to need. Drops nothing: whoever only waits must not cost others what is
-        cached. True is no promise."""
+    def could_extend(
+        self, sequence: SequenceBlocks, num_tokens: int, num_states: int = 0, reserved_pages: int = 0
+    ) -> bool:
+        """False if neither `extend` nor dropping all that nobody uses makes room for so many tokens and states, and for
+        `reserved_pages` pages that others are going to need. Drops nothing: whoever only waits must not cost others
+        what is cached. True is no promise."""
         need = (
-            besides + self._allocator.missing_pages(sequence, num_tokens) + num_files * self.layout.pages_per_checkpoint
+            reserved_pages
+            + self._allocator.missing_pages(sequence, num_tokens)
+            + num_states * self.layout.pages_per_checkpoint
         )
         return self.could_free(sequence, need)
 
@@ -239,47 +243,48 @@ class PrefixCache:
         return self.pinned.could_free(sequence, num_pages)
 
     def reserve_checkpoint(self, sequence: SequenceBlocks, wanted: CheckpointPoint) -> Pages | None:
-        """Allocate a file for the checkpoint at `wanted.position`, to be named in a plan. Returns its pages, or None if
-        there is no room or the position has a file already: see `BlockAllocator.reserve_checkpoint`."""
+        """Allocate the pages of the checkpoint at `wanted.position`, to be named in a plan. Returns them, or None
+        if there is no room or the position has them already: see `BlockAllocator.reserve_checkpoint`."""
         return self._allocator.reserve_checkpoint(sequence, wanted)
 
     def force_checkpoint(self, sequence: SequenceBlocks, position: int) -> Pages | None:
-        """Allocate a file for the state at `position`, which another server is going to read, whatever the policy says
-        and also with the cache off. Returns its pages, or None if there is no room."""
+        """Allocate pages for the state at `position`, which another server is going to read, whatever the policy says
+        and also with the cache off. Returns them, or None if there is no room."""
         return self._allocator.force_checkpoint(sequence, position)
 
     def transfer_checkpoint(self, sequence: SequenceBlocks, position: int) -> None:
-        """Give up the file at `position`, which is filled and which somebody else holds, if the cache is off: no commit
-        will take it from the sequence then."""
+        """Give up the pages of the state at `position`, which are filled and which somebody else holds, if the cache is
+        off: no commit will take it from the sequence then."""
         self._allocator.transfer_checkpoint(sequence, position)
 
     def receive(self, sequence: SequenceBlocks, num_tokens: int, wanted: int, position: int) -> None:
-        """The first `num_tokens` tokens lie in the sequence's pages, and the state at `position` in the file that was
+        """The first `num_tokens` tokens lie in the sequence's pages, and the state at `position` in the pages that were
         wanted for `wanted`, the prompt's end: another server has computed them and confirmed it. They serve everybody
         from now on, and the sequence goes on from there. Where no state is needed before the end, none need have
         come."""
         assert sequence.hit < position <= num_tokens <= sequence.num_tokens, (
             f"{sequence.request_id}: nothing new was received"
         )
-        file, kept = sequence.files.pop(wanted), [position] if self.layout.state_bytes or position == wanted else []
+        pending = sequence.pending_states.pop(wanted)
+        kept = [position] if self.layout.state_bytes or position == wanted else []
         if kept:
-            sequence.files[position] = file
-            self.pool.acquire(file.pages)
-            sequence.transient.append(file.pages)
+            sequence.pending_states[position] = pending
+            self.pool.acquire(pending.pages)
+            sequence.transient.append(pending.pages)
         else:
             self.pinned.note_release()
-            self.pool.release(file.pages)
+            self.pool.release(pending.pages)
         self.commit(sequence, num_tokens, kept)
-        sequence.receive(num_tokens, position, file.pages if kept else None)
+        sequence.receive(num_tokens, position, pending.pages if kept else None)
 
     # -- commit and release --------------------------------------------------------------------------------------
 
     def commit(self, sequence: SequenceBlocks, num_tokens: int, kept: Iterable[int] = ()) -> None:
-        """The first `num_tokens` tokens have been computed, and the wanted files at positions `kept` are filled:
+        """The first `num_tokens` tokens have been computed, and the wanted states at positions `kept` are filled:
         from now on every lookup may find them."""
         if self.enabled:
-            # files become the tree's, and its path may be another than that of the pages it has had
-            if sequence.files or sequence.node is None or sequence.node.end != sequence.committed:
+            # states become the tree's, and its path may be another than that of the pages it has had
+            if sequence.pending_states or sequence.node is None or sequence.node.end != sequence.committed:
                 self.pinned.note_release()
             self._writer.commit(sequence, num_tokens, kept)
 
@@ -302,7 +307,7 @@ class PrefixCache:
         self.pinned.unpin(pin)
 
     def pin_until(self, step: int, sequence: SequenceBlocks) -> None:
-        """Pages that `sequence` needs only for step `step` (the hit's file, the source of a page copy) are kept until
+        """Pages that `sequence` needs only for step `step` (the hit's state, the source of a page copy) are kept until
         that step has been applied, whatever becomes of the sequence."""
         self.pinned.pin_until(step, sequence)
 

@@ -1,4 +1,4 @@
-"""The pages, key tokens and checkpoint files of one running request.
+"""The pages, key tokens and state pages of one running request.
 
     tokens   0 ........... c ............ m ............... num_tokens
              cached          keys and       computed and
@@ -28,7 +28,7 @@ __all__ = [
     "PagePin",
     "PageTable",
     "PageTables",
-    "PendingFile",
+    "PendingState",
     "PrefixMatch",
     "SequenceBlocks",
 ]
@@ -87,7 +87,7 @@ class PageTable:
         self.num_shared = min(self.num_shared, self.length - 1)
         self.num_sent = min(self.num_sent, self.length - 1)
 
-    def take_changes(self) -> tuple[int, Pages]:
+    def drain_updates(self) -> tuple[int, Pages]:
         """The entries that the runner does not know yet: the index of the first one, and all from there on. They count
         as sent from now on."""
         first, self.num_sent = self.num_sent, self.length
@@ -95,13 +95,13 @@ class PageTable:
 
 
 @dataclass(slots=True)
-class PendingFile:
-    """A checkpoint file that a plan has named and no commit has attached yet. `hold_seconds`: how long the client asks
-    to hold it. `forced`: it was asked for whatever the policy says."""
+class PendingState:
+    """The pages of a checkpoint that a plan has named and no commit has attached yet. `retain_seconds`: how long the
+    client asks to retain it. `forced`: it was asked for whatever the policy says."""
 
     pages: Pages
     kind: Kind
-    hold_seconds: int = 0
+    retain_seconds: int = 0
     forced: bool = False
 
 
@@ -162,24 +162,24 @@ class PageTables:
 
 @dataclass(slots=True)
 class PrefixMatch:
-    """What a lookup found of a prompt, in tokens: `hit` <= `matched` are c and m above, `seen` >= `matched` the longest
-    prefix that was ever cached.
+    """What a lookup found of a prompt, in tokens: `hit` <= `matched` are c and m above, `ever_matched` >= `matched` the
+    longest prefix that was ever cached.
 
-    `checkpoint`: that of the hit; `restore`: its file; `received`: tokens of `hit` that came from another server.
-    `known`: the node of the deepest checkpoint that is or was on the path. `left`: the lineage of the path
-    that goes on where this prompt leaves it as the first one. `lineage`: of the checkpoints that this request takes,
-    once it runs.
+    `checkpoint`: that of the hit; `restore`: its pages; `received`: tokens of `hit` that came from another server.
+    `last_checkpoint_node`: the node of the deepest checkpoint that is or was on the path. `left`: the lineage of the
+    path that goes on where this prompt leaves it as the first one. `lineage`: of the checkpoints that this request
+    takes, once it runs.
     `miss_spans`: why the tokens behind the hit were not hit, ascending from the hit on; tokens behind the last span
     have `miss_reason`, which also speaks for the whole prompt. `walk`: of a probe, until it is explained.
     """
 
     hit: int
     matched: int
-    seen: int
+    ever_matched: int
     checkpoint: Checkpoint | None = None
     restore: Pages | None = None
     received: int = 0
-    known: Node | None = None
+    last_checkpoint_node: Node | None = None
     left: Lineage | None = None
     lineage: Lineage = field(default_factory=Lineage)
     miss_reason: Reason = Reason.NONE
@@ -189,12 +189,13 @@ class PrefixMatch:
 
 @dataclass(slots=True, eq=False)
 class SequenceBlocks:
-    """The pages, tokens and checkpoint files of one running request, from its lookup on.
+    """The pages, tokens and pending states of one running request, from its lookup on.
 
     `tokens`: the prompt, of `num_prompt_tokens` key tokens, and the tokens appended to it. `node`: the deepest node
     that it has locked. `committed`: tokens that are in the tree. `decode_from`: tokens from here on were, or will be,
-    computed by decode steps. `files`: checkpoint files by position, until they are committed. `transient`: pages that
-    only the next step needs. `held_breakpoints`: positions of checkpoints that are held at its client's request.
+    computed by decode steps. `pending_states`: by position, until they are committed. `transient`: pages that
+    only the next step needs. `retained_breakpoints`: positions of checkpoints that are retained at its client's
+    request.
     """
 
     request_id: str
@@ -206,9 +207,9 @@ class SequenceBlocks:
     node: Node | None
     decode_from: int
     committed: int = 0
-    files: dict[int, PendingFile] = field(default_factory=dict)
+    pending_states: dict[int, PendingState] = field(default_factory=dict)
     transient: list[Pages] = field(default_factory=list)
-    held_breakpoints: set[int] = field(default_factory=set)
+    retained_breakpoints: set[int] = field(default_factory=set)
     closed: bool = False
 
     # -- the match -----------------------------------------------------------------------------------------------
@@ -224,9 +225,9 @@ class SequenceBlocks:
         return self.match.matched
 
     @property
-    def seen(self) -> int:
+    def ever_matched(self) -> int:
         """Tokens that were cached at some time."""
-        return self.match.seen
+        return self.match.ever_matched
 
     @property
     def kv_write_from(self) -> int:
@@ -240,7 +241,7 @@ class SequenceBlocks:
 
     @property
     def restore(self) -> Pages | None:
-        """The file to go on from."""
+        """The state pages to go on from."""
         return self.match.restore
 
     @property
@@ -248,20 +249,20 @@ class SequenceBlocks:
         """Tokens of the hit that came from another server."""
         return self.match.received
 
-    def state_file(self, position: int) -> Pages | None:
-        """The checkpoint file with the state at `position`: the restored one, or one that this request has reserved."""
+    def state_pages(self, position: int) -> Pages | None:
+        """The pages of the state at `position`: the restored ones, or those that this request has reserved."""
         if self.match.hit == position and self.match.restore is not None:
             return self.match.restore
-        file = self.files.get(position)
-        return None if file is None else file.pages
+        pending = self.pending_states.get(position)
+        return None if pending is None else pending.pages
 
     def receive(self, num_tokens: int, hit: int, restore: Pages | None) -> None:
-        """Another server has brought the first `num_tokens` tokens. `hit` of them need not be computed; the file
+        """Another server has brought the first `num_tokens` tokens. `hit` of them need not be computed; the pages
         `restore` has the state there, None where none is needed."""
         match = self.match
         match.restore, match.checkpoint = restore, None
         match.received, match.hit = hit - match.hit, hit
-        match.matched, match.seen = max(match.matched, num_tokens), max(match.seen, num_tokens)
+        match.matched, match.ever_matched = max(match.matched, num_tokens), max(match.ever_matched, num_tokens)
         if match.hit == self.num_tokens or match.miss_spans:
             self.explain(match.miss_spans)
 
@@ -275,7 +276,7 @@ class SequenceBlocks:
         self.match.miss_spans = spans
         self.match.miss_reason = first_reason({reason for end, reason in spans if end > self.hit})
 
-    def blame(self, reason: Reason) -> None:
+    def set_miss_reason(self, reason: Reason) -> None:
         """Give one reason for all tokens that were not hit."""
         self.match.miss_spans, self.match.miss_reason = (), reason
 
@@ -334,11 +335,11 @@ class SequenceBlocks:
             PrefixMatch(
                 match.hit,
                 match.matched,
-                match.seen,
+                match.ever_matched,
                 match.checkpoint,
                 match.restore,
                 match.received,
-                match.known,
+                match.last_checkpoint_node,
                 match.left,
                 match.lineage,
                 match.miss_reason,
@@ -353,7 +354,7 @@ class SequenceBlocks:
         )
 
     def branch(self, state: Pages, request_id: str) -> "SequenceBlocks":
-        """A sequence like this one that ends with the prompt, where it goes on from the file `state`. Nothing is
+        """A sequence like this one that ends with the prompt, where it goes on from the pages `state`. Nothing is
         counted for it yet."""
         length = self.num_prompt_tokens
         return SequenceBlocks(

@@ -170,24 +170,24 @@ class Node:
 
 
 class Checkpoint:
-    """A file of pages with the state at the end of `node`, from which prompts resume. `maker`: the request that
+    """The pages with the state at the end of `node`, from which prompts resume. `maker`: the request that
     computed it.
 
     `version` is that of its newest entry in the eviction queue. `hits` and `last_used` (a tick) are for eviction.
-    `held_until`: a clock reading in seconds while a client holds it, else None; each hit holds it for `hold_seconds`
-    from then on.
+    `retained_until`: a clock reading in seconds while a client retains it, else None; each hit retains it for
+    `retain_seconds` from then on.
     """
 
     __slots__ = (
-        "held_until",
         "hits",
-        "hold_seconds",
         "kind",
         "last_used",
         "maker",
         "node",
         "origin",
         "pages",
+        "retain_seconds",
+        "retained_until",
         "version",
     )
 
@@ -200,8 +200,8 @@ class Checkpoint:
         self.hits = 0
         self.last_used = 0
         self.version = 0
-        self.held_until: float | None = None
-        self.hold_seconds = 0
+        self.retained_until: float | None = None
+        self.retain_seconds = 0
 
     @property
     def position(self) -> int:
@@ -212,25 +212,25 @@ class Checkpoint:
 class Walk:
     """How far a prompt is known. `path`: resident nodes in order, the last one perhaps matched in part.
 
-    `matched` tokens have usable keys and values; `seen` >= `matched` tokens were seen at some time. `beyond`: the
-    nodes that only `seen` counts.
+    `matched` tokens have usable keys and values; `ever_matched` >= `matched` tokens were seen at some time.
+    `evicted_tail`: the nodes that only `ever_matched` counts.
     """
 
     path: list[Node] = field(default_factory=list)
-    beyond: list[Node] = field(default_factory=list)
+    evicted_tail: list[Node] = field(default_factory=list)
     matched: int = 0
-    seen: int = 0
+    ever_matched: int = 0
 
     @property
     def last(self) -> Node | None:
         """The deepest node that the prompt has reached."""
-        return self.beyond[-1] if self.beyond else self.path[-1] if self.path else None
+        return self.evicted_tail[-1] if self.evicted_tail else self.path[-1] if self.path else None
 
     def left(self) -> Lineage | None:
         """The lineage of the path that goes on where this prompt leaves it as nobody did before; None if it does
         not."""
         last = self.last
-        if last is None or self.seen < last.end:
+        if last is None or self.ever_matched < last.end:
             return last.lineage if last is not None else None
         (below, *others) = last.children or (None,)
         return last.lineage if below is not None and not others and below.lineage is last.lineage else None
@@ -239,14 +239,14 @@ class Walk:
         """Tokens of an earlier request's path, up to the end of its answer, that come after what this prompt shares
         with it, if that ends behind the last message: within the answer or the tokens that open it. Otherwise 0."""
         node = self.last
-        if node is not None and self.seen == node.end:
+        if node is not None and self.ever_matched == node.end:
             node = _next_of_lineage(node)
         lineage = node.lineage if node is not None else None
-        if node is None or lineage is None or self.seen < lineage.message_end:
+        if node is None or lineage is None or self.ever_matched < lineage.message_end:
             return 0
         while (below := _next_of_lineage(node)) is not None:
             node = below
-        return node.end - self.seen if node.end > lineage.end else 0
+        return node.end - self.ever_matched if node.end > lineage.end else 0
 
 
 def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None) -> Walk:
@@ -254,7 +254,7 @@ def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None)
     all of them."""
     raw_key, width, length = key.raw, key.width, len(key)
     path: list[Node] = []
-    beyond: list[Node] = []
+    evicted_tail: list[Node] = []
     node, position, matched = root, 0, 0
     while position < length:
         below = node._below
@@ -279,12 +279,12 @@ def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None)
                 path.append(child)
                 matched = readable
         if matched < end:
-            beyond.append(child)
+            evicted_tail.append(child)
         position = end
         if not whole:
             break
         node = child
-    return Walk(path, beyond, matched, position)
+    return Walk(path, evicted_tail, matched, position)
 
 
 def path_pages(path: list[Node], index: int, group: AttentionGroup, num_tokens: int) -> Pages:

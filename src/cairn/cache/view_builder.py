@@ -47,7 +47,7 @@ _MAX_LOST = 20
 @dataclass(slots=True, eq=False)
 class CheckpointRow:
     """A checkpoint as it was met, on the path of row `path`. `saved`: tokens over the next shallower one; `pages`: of
-    its file; `freed`: with the pages that only it makes useful."""
+    its state; `freed`: with the pages that only it makes useful."""
 
     path: int
     checkpoint: Checkpoint
@@ -61,7 +61,7 @@ class CheckpointRow:
 @dataclass(slots=True, eq=False)
 class TreeTable:
     """The paths of the tree as rows, parents before children: those below row i are (i, until[i]). `last`: the node at
-    a path's end. `tick`: the latest use of a checkpoint. `sums`: running sums of (paths, tokens, pages, file pages,
+    a path's end. `tick`: the latest use of a checkpoint. `sums`: running sums of (paths, tokens, pages, state pages,
     checkpoints, hits), shape [paths + 1, 6], once the walk is over."""
 
     parent: list[int] = field(default_factory=list)
@@ -149,14 +149,14 @@ class TreeTable:
         difference: Numbers = self.sums[until] - self.sums[first]
         return difference
 
-    def heaviest(self, file_pages: int, most: int) -> list[int]:
+    def heaviest(self, state_pages: int, most: int) -> list[int]:
         """At most `most` rows, ascending, and with each row its parent: each next one is the heaviest of those that
-        hang below a chosen one or a root. By pages of the subtree, a hit counting as much as a checkpoint's file."""
+        hang below a chosen one or a root. By pages of the subtree, a hit counting as much as a checkpoint's state."""
         count = len(self.parent)
         if not count:
             return []
         subtree = self.sums[self.until] - self.sums[:-1]
-        weight = subtree[:, 2] + subtree[:, 3] + file_pages * subtree[:, 5]
+        weight = subtree[:, 2] + subtree[:, 3] + state_pages * subtree[:, 5]
         parent = np.array(self.parent, np.int64)
         order = np.lexsort((-weight, parent))
         begins = np.searchsorted(parent[order], np.arange(-1, count), "left").tolist()
@@ -296,26 +296,26 @@ def _checkpoint(cache: PrefixCache, row: CheckpointRow, tick: int) -> Checkpoint
         saved_tokens=row.saved,
         freed_bytes=freed,
         value=round(_per_mib(chance * row.saved / max(1, freed)), 3),
-        held=checkpoint.held_until is not None,
+        held=checkpoint.retained_until is not None,
         probation=checkpoint.kind.on_probation and not row.hits,
     )
 
 
 def _folded(cache: PrefixCache, sums: Numbers) -> Folded:
-    paths, tokens, pages, files, checkpoints, hits = sums.tolist()
-    size = (pages + files) * cache.layout.page_bytes
+    paths, tokens, pages, state_pages, checkpoints, hits = sums.tolist()
+    size = (pages + state_pages) * cache.layout.page_bytes
     return Folded(paths=paths, tokens=tokens, bytes=size, checkpoints=checkpoints, hits=hits)
 
 
 def _tree(cache: PrefixCache, table: TreeTable, below: Numbers) -> TreeView:
-    paths, tokens, _, files, checkpoints, hits = table.sum(0, len(table.parent)).tolist()
+    paths, tokens, _, state_pages, checkpoints, hits = table.sum(0, len(table.parent)).tolist()
     return TreeView(
         nodes=table.nodes,
         paths=paths,
         namespaces=table.namespaces,
         tokens=tokens,
         checkpoints=checkpoints,
-        checkpoint_bytes=files * cache.layout.page_bytes,
+        checkpoint_bytes=state_pages * cache.layout.page_bytes,
         hits=hits,
         dropped_tokens=table.dropped_tokens,
         dropped_checkpoints=table.dropped_checkpoints,

@@ -231,13 +231,13 @@ def _served_sizes(model: OpenModel, settings: CheckSettings, gpu: GpuBytes | Non
         pool_bytes = settings.kv_cache_memory_bytes
         slot_bytes = count_slot(spec, layout, pool_bytes // layout.page_bytes, longest)
         return ServedSizes(asked or _NUM_SEQS, slot_bytes, pool_bytes, None)
-    room = gpu.usable_bytes - gpu.taken_bytes - weight_bytes
-    slot_bytes = count_slot(spec, layout, max(0, room) // layout.page_bytes, longest, on_gpu=True)
+    available_memory = gpu.usable_bytes - gpu.taken_bytes - weight_bytes
+    slot_bytes = count_slot(spec, layout, max(0, available_memory) // layout.page_bytes, longest, on_gpu=True)
     config = _config(model, kv_cache_memory_bytes=None, max_num_seqs=asked)
     try:
-        found = choose_memory_sizes(config, layout, slot_bytes, 0, room, on_gpu=True)
+        found = choose_memory_sizes(config, layout, slot_bytes, 0, available_memory, on_gpu=True)
     except ConfigError:  # too little for the smallest pool: the report says how little
-        return ServedSizes(asked or 1, slot_bytes, room - ((asked or 1) + 1) * slot_bytes, gpu)
+        return ServedSizes(asked or 1, slot_bytes, available_memory - ((asked or 1) + 1) * slot_bytes, gpu)
     return ServedSizes(found.max_num_seqs, slot_bytes, found.kv_cache_memory_bytes, gpu)
 
 

@@ -132,16 +132,16 @@ def _size_up(
     layout: CacheLayout,
     placement: PlacementPolicy | None,
     machine: Machine,
-    room: int | None,
+    available_memory: int | None,
 ) -> EngineInfo:
-    """`room`: bytes that a GPU has left beside the weights; None for the machine's memory."""
+    """`available_memory`: bytes that a GPU has left beside the weights; None for the machine's memory."""
     longest = _max_model_len(config, opened)
     spec = opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
-    if room is not None:
+    if available_memory is not None:
         # what other servers' pages are read into
-        room -= _extra_pages(config, opened, layout) * layout.page_bytes
-        slot = count_slot(spec, layout, max(0, room) // layout.page_bytes, longest, on_gpu=True)
-        sizes = choose_memory_sizes(config, layout, slot, 0, room, on_gpu=True)
+        available_memory -= _extra_pages(config, opened, layout) * layout.page_bytes
+        slot = count_slot(spec, layout, max(0, available_memory) // layout.page_bytes, longest, on_gpu=True)
+        sizes = choose_memory_sizes(config, layout, slot, 0, available_memory, on_gpu=True)
     else:
         fixed, available = _fixed_bytes(config, opened, layout), machine.available_memory()
         slot = count_slot(spec, layout, (available or 0) // layout.page_bytes, longest)
@@ -215,7 +215,7 @@ def _build_ranks(
         model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
         capture_for = partial(plan_capture, config, make_graphs, _max_model_len(config, opened))
         own = LoadedModel(config, opened, device, model, open_encoder(config, opened, device), capture_for)
-        info = info or size_up(own.measure_room())
+        info = info or size_up(own.measure_available_memory())
         runner = own.allocate(info.cache.num_pages, info.max_num_seqs, extra, observe, clock)
         return _Ranks(runner, runner), info
     services: tuple[RankService, ...] = ()
@@ -227,7 +227,7 @@ def _build_ranks(
         graphs = RankGraphs(f"{make_graphs.__module__}:{make_graphs.__qualname__}", _max_model_len(config, opened))
     ranks = RankConfig(engine=config, extra_pages=extra, step_seconds=_STEP_SECONDS, services=services, graphs=graphs)
     with load_ranks(ranks, device) as loaded:
-        info = info or size_up(loaded.room)
+        info = info or size_up(loaded.available_memory)
         ranked = loaded.allocate(RankSizes(info.cache.num_pages, info.max_num_seqs), observe)
     return _Ranks(ranked, ranked.own, RankSockets(ranked.folder, tp_size) if services else None), info
 

@@ -61,25 +61,25 @@ class OutputQueue:
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, int], GenerateOutput] = {}
         self._error: Exception | None = None
-        self._news = asyncio.Event()
+        self._has_output = asyncio.Event()
 
     def put(self, output: GenerateOutput) -> None:
         answer = output.request_id, output.index
         old = self._outputs.get(answer)
         self._outputs[answer] = output if old is None else old.concat(output)
-        self._news.set()
+        self._has_output.set()
 
     def fail(self, error: Exception) -> None:
         """What has been put before is still delivered."""
         self._error = error
-        self._news.set()
+        self._has_output.set()
 
     async def get(self) -> GenerateOutput:
-        await self._news.wait()
+        await self._has_output.wait()
         if self._outputs:
             output = self._outputs.pop(next(iter(self._outputs)))
             if self._error is None and not self._outputs:
-                self._news.clear()
+                self._has_output.clear()
             return output
         assert self._error is not None
         raise self._error

@@ -57,7 +57,7 @@ def engine_stats(
     held, hits, received = cache.pinned.num_pages(), cache.counters.hits, cache.counters.received
     sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
     sources |= {} if transfer is None else {"external_kv_transfer": received}
-    cache.checkpoints.end_expired_holds()
+    cache.checkpoints.end_expired_retentions()
     return EngineStats(
         num_running=len(state.running),
         num_waiting=state.num_waiting,
@@ -88,7 +88,7 @@ def engine_stats(
             checkpoints_taken={kind.value: count for kind, count in cache.checkpoints.taken.items()},
             checkpoints_hit={kind.value: count for kind, count in cache.counters.used.items()},
             checkpoints_evicted={kind.value: count for kind, count in cache.checkpoints.evicted.items()},
-            held_checkpoints=len(cache.checkpoints.holds),
+            held_checkpoints=len(cache.checkpoints.retained),
             audits=audits,
             in_flight_shared_requests=counters.shared.requests,
             in_flight_shared_tokens=counters.shared.tokens,
@@ -103,7 +103,7 @@ def engine_stats(
             queried_tokens=counters.external_queries,
             received_tokens=counters.external_hits,
             leased_pages=0 if transfer is None else transfer.port.num_leased,
-            quarantined_pages=sum(len(hold.pages) for hold in transfers.quarantine.values()),
+            quarantined_pages=sum(len(pin.pages) for pin in transfers.quarantine.values()),
             num_open=len(transfers.fetching),
             fetches_by_stage={
                 "waiting_to_start": len(state.waiting.fetches),
@@ -140,7 +140,7 @@ def cache_report(request: Request) -> CacheReport | None:
         computed_tokens=request.stats.num_prompt_computed,
         reason=first.reason.value,
         received_tokens=first.received,
-        held_breakpoints=len(first.held_breakpoints),
+        held_breakpoints=len(first.retained_breakpoints),
         lost_tokens={reason.value: tokens for reason, tokens in first.lost.items()},
         prefill_cached_tokens=prefill_cached_tokens if believed and not request.transfer.remote_failed else None,
     )

@@ -49,13 +49,13 @@ def records_decodes(config: EngineConfig) -> bool:
     return config.attention_backend != "flashinfer" and not config.exact
 
 
-Meet = Callable[[str], object]
+Barrier = Callable[[str], object]
 """Called by a rank when it has launched, or done, what all ranks do together; the text says what. Where it waits for
 the others, it raises what one of them has been refused with, or EngineDead."""
 
 
-def meet_nobody(_: str) -> None:
-    """The `Meet` of the only rank."""
+def no_barrier(_: str) -> None:
+    """The `Barrier` of the only rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +67,32 @@ class DecodeCapture:
     sizes: tuple[int, ...]
     max_model_len: int
 
-    def run(self, runner: Runner, clock: Clock, memory: DeviceMemory | None = None, meet: Meet = meet_nobody) -> None:
+    def run(
+        self, runner: Runner, clock: Clock, memory: DeviceMemory | None = None, barrier: Barrier = no_barrier
+    ) -> None:
         """Capture all sizes. Logged, with what they take of `memory`. Raises ConfigError where one cannot be."""
         started, taken = clock.now(), None if memory is None else taken_bytes(memory)
         console = Console(stderr=True)
         shows = console.is_terminal and runner.rank == 0
         with Progress(console=console, transient=True, disable=not shows) as progress:
             task = progress.add_task("CUDA graphs", total=len(self.sizes))
-            self._capture(runner, self.sizes, meet, lambda size: progress.advance(task))
-        told = f"{len(self.sizes)} sizes of decode steps, {self.sizes[0]} to {self.sizes[-1]} rows"
+            self._capture(runner, self.sizes, barrier, lambda size: progress.advance(task))
+        message = f"{len(self.sizes)} sizes of decode steps, {self.sizes[0]} to {self.sizes[-1]} rows"
         grown = "" if memory is None or taken is None else f", {taken_bytes(memory) - taken} bytes"
-        logger.info("CUDA graphs of %s: %.1f s%s", told, clock.now() - started, grown)
+        logger.info("CUDA graphs of %s: %.1f s%s", message, clock.now() - started, grown)
 
-    def estimate_bytes(self, runner: Runner, memory: DeviceMemory, meet: Meet = meet_nobody) -> int:
+    def estimate_bytes(self, runner: Runner, memory: DeviceMemory, barrier: Barrier = no_barrier) -> int:
         """What all sizes will take. They are captured when pool and states are there, whose addresses they hold, and
         the pool's size wants to know before. So the largest, in whose memory the others find room, and the next one,
         which stands for each of the rest, are captured over the memory of another runner."""
         taken = [taken_bytes(memory)]
-        self._capture(runner, self.sizes[-2:], meet, lambda size: taken.append(taken_bytes(memory)))
+        self._capture(runner, self.sizes[-2:], barrier, lambda size: taken.append(taken_bytes(memory)))
         first, *rest = (max(0, after - before) for before, after in pairwise(taken))
         return first + sum(rest) * (len(self.sizes) - 1)
 
-    def _capture(self, runner: Runner, sizes: Sequence[int], meet: Meet, captured: Callable[[int], object]) -> None:
+    def _capture(
+        self, runner: Runner, sizes: Sequence[int], barrier: Barrier, captured: Callable[[int], object]
+    ) -> None:
         """The ranks meet twice a size. Whoever is missing, because it was refused something or has ended, is missed
         there and not by a device: with the passes that are not recorded out everywhere each of them ends, and with
         everybody done with a size all can begin the next one. In between there are waits that cannot be left: for the
@@ -97,14 +101,14 @@ class DecodeCapture:
         timers: list[threading.Timer] = []
 
         def begin(size: int) -> None:
-            meet(f"ready to capture a CUDA graph of {size} rows")
+            barrier(f"ready to capture a CUDA graph of {size} rows")
             timers.append(threading.Timer(_CAPTURE_SECONDS, _end_process, (size, runner.rank)))
             timers[-1].daemon = True
             timers[-1].start()
 
         def finish(size: int) -> None:
             timers[-1].cancel()
-            meet(f"done with the CUDA graph of {size} rows")
+            barrier(f"done with the CUDA graph of {size} rows")
             captured(size)
 
         try:

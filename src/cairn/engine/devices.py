@@ -14,7 +14,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
-from cairn.engine.decode_capture import DecodeCapture, Meet, meet_nobody
+from cairn.engine.decode_capture import Barrier, DecodeCapture, no_barrier
 from cairn.engine.gpu_memory import STEPS_IN_FLIGHT, CudaMemory, DeviceMemory, report_free
 from cairn.engine.kernel_check import KernelCheck
 from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans, warm_up_plans
@@ -226,46 +226,46 @@ def open_encoder(config: EngineConfig, opened: OpenModel, device: Device, rank: 
 
 
 @dataclass(frozen=True, slots=True)
-class MeasuredRoom:
+class AvailableMemory:
     """`num_bytes`: for pool and slots. `step_bytes`: what has to be free when all is allocated."""
 
     num_bytes: int
     step_bytes: int
 
 
-def measure_room(
+def measure_available_memory(
     config: EngineConfig,
     model: Model,
     layout: CacheLayout,
     memory: DeviceMemory,
     vision: VisionEncoder | None = None,
-    meet: Meet = meet_nobody,
+    barrier: Barrier = no_barrier,
     capture: DecodeCapture | None = None,
-) -> MeasuredRoom:
+) -> AvailableMemory:
     """What --gpu-memory-utilization leaves for pool and slots beside what is loaded, model and `vision`, other
     processes, encoded images that are kept, CUDA graphs, and the largest step, which is carried out once to see what it
-    takes, as the largest image is encoded: by all ranks at the same time. They `meet` while it is out, and as they do
-    where graphs are captured. Logged. Raises ConfigError where nothing is left."""
-    step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, meet, capture)
+    takes, as the largest image is encoded: by all ranks at the same time. They meet at `barrier` while it is out, as
+    they do where graphs are captured. Logged. Raises ConfigError where nothing is left."""
+    step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, barrier, capture)
     free, total = memory.free_and_total()
     usable = int(config.gpu_memory_utilization * total)
     logits_bytes = model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU)
     image_bytes = 0 if vision is None else vision.cache_bytes
     left = usable - (total - free) - step_bytes - logits_bytes - image_bytes - graph_bytes
-    told = (
+    message = (
         f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {usable}; {total - free} are "
         f"taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, logits take {logits_bytes}, and "
         f"CUDA graphs some {graph_bytes}"
     )
     if vision is not None:
-        told += f", encoded images {image_bytes}"
+        message += f", encoded images {image_bytes}"
     if left <= 0:
         raise ConfigError(
-            f"{told}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, free the GPU, or serve "
-            "with --device cpu"
+            f"{message}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, free the GPU, or "
+            "serve with --device cpu"
         )
-    logger.info("%s: %d are left", told, left)
-    return MeasuredRoom(left, step_bytes + image_bytes)
+    logger.info("%s: %d are left", message, left)
+    return AvailableMemory(left, step_bytes + image_bytes)
 
 
 def _step_bytes(
@@ -274,7 +274,7 @@ def _step_bytes(
     layout: CacheLayout,
     memory: DeviceMemory,
     vision: VisionEncoder | None,
-    meet: Meet,
+    barrier: Barrier,
     capture: DecodeCapture | None,
 ) -> tuple[int, int]:
     """The most that a prefill step of --max-num-batched-tokens takes besides pool and slots, with the checkpoints that
@@ -289,16 +289,16 @@ def _step_bytes(
     runner = Runner(model, layout, num_pages, SLOTS, model.exact, observe)
     if vision is not None:
         vision.encode_largest(MAX_IMAGE_AREA, config.max_model_len)
-    _carry_out(runner, [(plan, {}) for plan in plans], partial(meet, "in the largest step"))
+    _run_plans(runner, [(plan, {}) for plan in plans], partial(barrier, "in the largest step"))
     counted_elsewhere = runner.pool.nbytes + (SLOTS + 1) * slot_bytes(model.spec, layout, num_pages)
     step_bytes = max(0, memory.peak_growth() - counted_elsewhere)
     warm_up = [*warm_up_plans(layout, num_tokens, placement, model.vocab_size)]
-    _carry_out(runner, warm_up, partial(meet, "in the small steps"))
+    _run_plans(runner, warm_up, partial(barrier, "in the small steps"))
     if check is not None:
         steps = check.begin(layout, model.vocab_size, warm_up[-1][0].step + 1)
-        _carry_out(runner, steps, partial(meet, "in the check of the kernels"))
+        _run_plans(runner, steps, partial(barrier, "in the check of the kernels"))
         check.finish()
-    return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory, meet)
+    return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory, barrier)
 
 
 def _is_compiled(model: Model) -> bool:
@@ -306,15 +306,15 @@ def _is_compiled(model: Model) -> bool:
     return model.spec.device.type == "cuda"
 
 
-def _carry_out(runner: Runner, plans: Sequence[tuple[StepPlan, TokenMasks]], meet: Callable[[], object]) -> None:
+def _run_plans(runner: Runner, plans: Sequence[tuple[StepPlan, TokenMasks]], barrier: Callable[[], object]) -> None:
     """With as many steps in flight as a server has. The ranks meet before each wait for the device, where one that
     could not go on would be waited for."""
     for first in range(0, len(plans), STEPS_IN_FLIGHT):
         in_flight = plans[first : first + STEPS_IN_FLIGHT]
         for plan, masks in in_flight:
             runner.launch(plan)
-            runner.draw(plan.step, masks)
-        meet()
+            runner.sample(plan.step, masks)
+        barrier()
         for plan, _ in in_flight:
             runner.collect(plan.step)
 
@@ -355,14 +355,16 @@ class LoadedModel:
         self._memory = CudaMemory(device.place) if device.is_gpu else None
         self._step_bytes = 0
 
-    def measure_room(self, meet: Meet = meet_nobody) -> int:
+    def measure_available_memory(self, barrier: Barrier = no_barrier) -> int:
         """Bytes that the GPU has for pool and slots; see the function of this name. Raises ConfigError."""
         assert self._memory is not None, "the CPU's memory is divided before anything is loaded"
         capture = self._capture_for(self._config.max_num_seqs or MOST_SEQS_ON_GPU)
         with explain_out_of_memory(self._device):
-            room = measure_room(self._config, self._model, self._layout, self._memory, self._vision, meet, capture)
-        self._step_bytes = room.step_bytes
-        return room.num_bytes
+            available_memory = measure_available_memory(
+                self._config, self._model, self._layout, self._memory, self._vision, barrier, capture
+            )
+        self._step_bytes = available_memory.step_bytes
+        return available_memory.num_bytes
 
     def allocate(
         self,
@@ -371,7 +373,7 @@ class LoadedModel:
         extra_pages: int,
         observe: Observe | None,
         clock: Clock,
-        meet: Meet = meet_nobody,
+        barrier: Barrier = no_barrier,
     ) -> Runner:
         """A runner with memory of these sizes and with graphs. `extra_pages`: behind the pool, for what comes from
         other servers. Raises ConfigError, and EngineDead when another rank is lost meanwhile."""
@@ -392,7 +394,7 @@ class LoadedModel:
             runner.get_ready()
         capture = self._capture_for(num_slots)
         if capture is not None:
-            capture.run(runner, clock, self._memory, meet)
+            capture.run(runner, clock, self._memory, barrier)
         if self._memory is not None:
             report_free(self._memory, self._step_bytes)
         return runner

@@ -103,8 +103,8 @@ def guess_graph_bytes(num_layers: int, num_sizes: int) -> int:
 def report_free(memory: DeviceMemory, step_bytes: int) -> None:
     """Log what is left when everything has been allocated, with a warning where it is less than a step takes."""
     free, total = memory.free_and_total()
-    told = f"{free} of the GPU's {total} bytes are free beside all that is kept; the largest step takes {step_bytes}"
+    message = f"{free} of the GPU's {total} bytes are free beside all that is kept; the largest step takes {step_bytes}"
     if free < step_bytes:
-        logger.warning("%s: lower --gpu-memory-utilization, or requests may end with the GPU out of memory", told)
+        logger.warning("%s: lower --gpu-memory-utilization, or requests may end with the GPU out of memory", message)
     else:
-        logger.info("%s", told)
+        logger.info("%s", message)

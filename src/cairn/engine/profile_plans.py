@@ -1,7 +1,7 @@
 """The steps that a server carries out before it serves: they show what the largest one takes of a GPU's memory, and
 have all kernels compiled that requests would wait for otherwise.
 
-What is computed is nobody's: both sequences have the same pages, and all checkpoints go to one file.
+What is computed is nobody's: both sequences have the same pages, and all checkpoints go to the same pages.
 """
 
 from collections.abc import Iterator
@@ -50,12 +50,12 @@ def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPoli
     kinds: a decode, a prompt behind a hit, a checkpoint between grid points, a save, a copy, and a greedy draw.
     `placement`: where checkpoints are kept; None without a cache."""
     tables = tuple(np.arange(group.pages_for(_longest(num_tokens)), dtype=np.int32) for group in layout.groups)
-    file = np.arange(layout.pages_per_checkpoint, dtype=np.int32)
+    state_pages = np.arange(layout.pages_per_checkpoint, dtype=np.int32)
     largest = StepPlan(
         0,
         admits=(Admit(0, tables, _DRAWN),),
         prefills=(PrefillRow(0, 0, np.zeros(num_tokens, np.int64), 0),),
-        snapshots=_snapshots(placement, 0, 0, num_tokens, file),
+        snapshots=_snapshots(placement, 0, 0, num_tokens, state_pages),
         samples=_samples((0, num_tokens)),
     )
     begin, end = _BEHIND
@@ -64,11 +64,11 @@ def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPoli
         1,
         admits=(Admit(1, tables, _GREEDY),),
         copies=(PageCopy(0, 1),),
-        restores=() if placement is None else (Restore(1, file),),
-        saves=() if placement is None else (Save(0, file),),
+        restores=() if placement is None else (Restore(1, state_pages),),
+        saves=() if placement is None else (Save(0, state_pages),),
         decodes=DecodeRows(first, position, np.array([SAMPLED], np.int64), first),
         prefills=(PrefillRow(1, begin, np.zeros(end - begin, np.int64), begin),),
-        snapshots=_snapshots(placement, 1, begin, end, file),
+        snapshots=_snapshots(placement, 1, begin, end, state_pages),
         samples=_samples((1, end)),
     )
     return largest, mixed
@@ -81,7 +81,7 @@ def warm_up_plans(
     `num_tokens`, as tiles are as large as there are rows; a decode alone, whose one row lies otherwise than several do,
     and whose attention is in one part or in many; and a draw with all that may be asked of one."""
     tables = tuple(np.arange(group.pages_for(_longest(num_tokens)), dtype=np.int32) for group in layout.groups)
-    file = np.arange(layout.pages_per_checkpoint, dtype=np.int32)
+    state_pages = np.arange(layout.pages_per_checkpoint, dtype=np.int32)
     step, count = 2, 1
     while count < num_tokens:
         yield (
@@ -89,7 +89,7 @@ def warm_up_plans(
                 step,
                 admits=(Admit(0, tables, _GREEDY),),
                 prefills=(PrefillRow(0, 0, np.zeros(count, np.int64), 0),),
-                snapshots=_snapshots(placement, 0, 0, count, file),
+                snapshots=_snapshots(placement, 0, 0, count, state_pages),
             ),
             {},
         )
@@ -111,13 +111,15 @@ def _longest(num_tokens: int) -> int:
     return max(num_tokens + 1, _BEHIND[1], _LONG + 1)
 
 
-def _snapshots(placement: PlacementPolicy | None, row: int, start: int, end: int, file: Pages) -> tuple[Snapshot, ...]:
+def _snapshots(
+    placement: PlacementPolicy | None, row: int, start: int, end: int, state_pages: Pages
+) -> tuple[Snapshot, ...]:
     """Where an idle pool has room for all that the policy would keep."""
     if placement is None:
         return ()
     grid = dict.fromkeys(range((start // GRID + 1) * GRID, end, GRID), 0.0)
     facts = PromptFacts(end, hit=start, matched=start, seen=start, predicted=grid)
-    return tuple(Snapshot(row, point.position, file) for point in placement.in_prefill(facts, start, end))
+    return tuple(Snapshot(row, point.position, state_pages) for point in placement.in_prefill(facts, start, end))
 
 
 def _samples(*columns: tuple[int, int]) -> Samples:

@@ -11,9 +11,9 @@ from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.contract import (
     FREE_LOGPROBS,
     MAX_BREAKPOINTS,
-    MAX_HOLD_SECONDS,
     MAX_LOGPROB_ENTRIES,
     MAX_PATTERN_SIZE,
+    MAX_RETAIN_SECONDS,
     RANGES,
     GenerateRequest,
     RepetitionDetection,
@@ -60,11 +60,13 @@ def check_request(request: GenerateRequest) -> None:
         raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
     if len(request.prompt) % 8:
         raise InvalidRequest(f"prompt must be int64 tokens; {len(request.prompt)} bytes are no multiple of 8", "prompt")
-    holds = sum(boundary.hold_seconds > 0 for boundary in request.boundaries)
-    if holds > MAX_BREAKPOINTS:
-        raise InvalidRequest(f"{holds} boundaries are to be held; at most {MAX_BREAKPOINTS} can be", "boundaries")
-    if any(not 0 <= boundary.hold_seconds <= MAX_HOLD_SECONDS for boundary in request.boundaries):
-        raise InvalidRequest(f"boundaries can be held for at most {MAX_HOLD_SECONDS} seconds", "boundaries")
+    num_retained = sum(boundary.retain_seconds > 0 for boundary in request.boundaries)
+    if num_retained > MAX_BREAKPOINTS:
+        raise InvalidRequest(
+            f"{num_retained} boundaries are to be held; at most {MAX_BREAKPOINTS} can be", "boundaries"
+        )
+    if any(not 0 <= boundary.retain_seconds <= MAX_RETAIN_SECONDS for boundary in request.boundaries):
+        raise InvalidRequest(f"boundaries can be held for at most {MAX_RETAIN_SECONDS} seconds", "boundaries")
     for name, allowed in RANGES.items():
         for where, value in _values(request, name):
             if value not in allowed:

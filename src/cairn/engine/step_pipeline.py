@@ -1,9 +1,9 @@
 """From plan to progress: which of a step's parts is done when, with one step out at a time or several.
 
-    plan N+1    launch N+1    collect N    apply N    draw N+1    plan N+2    launch N+2    collect N+1    ...
+    plan N+1    launch N+1    collect N    apply N    sample N+1  plan N+2    launch N+2    collect N+1    ...
 
-A step is launched when all before it are drawn: it reads on the device what they drew. Its own draw follows at once,
-unless masks or histories have to be made of the tokens of steps that are still out: then it comes when those are
+A step is launched when all before it are sampled: it reads on the device what they sampled. Its own sampling follows at
+once, unless masks or histories have to be made of the tokens of steps that are still out: then it comes when those are
 applied.
 """
 
@@ -23,11 +23,11 @@ class StepPipeline:
         self._scheduler = scheduler
         self._runner = runner
         self._out: deque[int] = deque()
-        self._undrawn: int | None = None
+        self._unsampled: int | None = None
 
     @property
     def can_launch(self) -> bool:
-        return self._scheduler.can_plan and self._undrawn is None
+        return self._scheduler.can_plan and self._unsampled is None
 
     @property
     def is_busy(self) -> bool:
@@ -39,17 +39,17 @@ class StepPipeline:
         plan = self._scheduler.plan()
         self._runner.launch(plan)
         self._out.append(plan.step)
-        self._undrawn = plan.step
-        self._draw()
+        self._unsampled = plan.step
+        self._sample()
         return plan
 
     def collect(self) -> list[Progress]:
         """The end of the oldest step that is out, one at least: what came of it."""
         progress = self._scheduler.apply(self._runner.collect(self._out.popleft()))
-        self._draw()
+        self._sample()
         return progress
 
-    def _draw(self) -> None:
-        if self._undrawn is not None and (masks := self._scheduler.masks()) is not None:
-            self._runner.draw(self._undrawn, masks)
-            self._undrawn = None
+    def _sample(self) -> None:
+        if self._unsampled is not None and (masks := self._scheduler.masks()) is not None:
+            self._runner.sample(self._unsampled, masks)
+            self._unsampled = None

@@ -17,28 +17,28 @@ _GROUP_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class FileSpan:
-    """`num_bytes` bytes that follow one another in a checkpoint file, from `file_offset` on, and in an entry of tensor
+class StateSpan:
+    """`num_bytes` bytes that follow one another in a checkpoint file, from `state_offset` on, and in an entry of tensor
     number `tensor` of those that are copied, from `offset` on."""
 
     tensor: int
     offset: int
-    file_offset: int
+    state_offset: int
     num_bytes: int
 
-    def pieces(self, page_bytes: int) -> "Iterator[tuple[int, int, FileSpan]]":
+    def pieces(self, page_bytes: int) -> "Iterator[tuple[int, int, StateSpan]]":
         """The same, cut where a page ends: a file's page, the offset in it, and what lies there."""
         done = 0
         while done < self.num_bytes:
-            page, begin = divmod(self.file_offset + done, page_bytes)
+            page, begin = divmod(self.state_offset + done, page_bytes)
             length = min(page_bytes - begin, self.num_bytes - done)
-            yield page, begin, FileSpan(self.tensor, self.offset + done, self.file_offset + done, length)
+            yield page, begin, StateSpan(self.tensor, self.offset + done, self.state_offset + done, length)
             done += length
 
 
-def common_alignment(spans: Sequence[FileSpan], entry_bytes: Sequence[int], page_bytes: int) -> int:
+def common_alignment(spans: Sequence[StateSpan], entry_bytes: Sequence[int], page_bytes: int) -> int:
     """The largest number of bytes that divides whatever the spans begin at or consist of, pages and entries."""
-    places = (number for span in spans for number in (span.offset, span.file_offset, span.num_bytes))
+    places = (number for span in spans for number in (span.offset, span.state_offset, span.num_bytes))
     return gcd(page_bytes, *(entry_bytes[span.tensor] for span in spans), *places)
 
 
@@ -64,15 +64,15 @@ class RowGroup:
     is_whole: bool
 
     @staticmethod
-    def of(spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor) -> "RowGroup":
+    def of(spans: Sequence[StateSpan], entry_bytes: Sequence[int], pool: Tensor) -> "RowGroup":
         row_bytes = common_alignment(spans, entry_bytes, pool.shape[1])
         rows_per_page, rows_per_entry = pool.shape[1] // row_bytes, entry_bytes[spans[0].tensor] // row_bytes
 
-        def rows_from(offset: int, span: FileSpan) -> Tensor:
+        def rows_from(offset: int, span: StateSpan) -> Tensor:
             first = offset // row_bytes
             return torch.arange(first, first + span.num_bytes // row_bytes, device=pool.device)
 
-        in_file = torch.cat([rows_from(span.file_offset, span) for span in spans])
+        in_file = torch.cat([rows_from(span.state_offset, span) for span in spans])
         in_entry = torch.cat([rows_from(span.offset, span) for span in spans])
         end = max(span.offset + span.num_bytes for span in spans) // row_bytes
         follow = all(one.offset + one.num_bytes == two.offset for one, two in pairwise(spans))
@@ -150,9 +150,9 @@ def _head_groups(states: EncodedStates, pool: Tensor) -> Iterator[HeadGroup]:
 
 def _places(spans: Sequence[HeadSpan], file_offsets: Sequence[int], bytes_per_head: int, pool: Tensor) -> RowGroup:
     """Where what becomes of the spans' heads lies in files, out of a tensor that has nothing else."""
-    pieces, offset = list[FileSpan](), 0
-    for span, file_offset in zip(spans, file_offsets, strict=True):
-        pieces.append(FileSpan(0, offset, file_offset, span.num_heads * bytes_per_head))
+    pieces, offset = list[StateSpan](), 0
+    for span, state_offset in zip(spans, file_offsets, strict=True):
+        pieces.append(StateSpan(0, offset, state_offset, span.num_heads * bytes_per_head))
         offset += pieces[-1].num_bytes
     return RowGroup.of(pieces, [offset], pool)
 
@@ -170,19 +170,19 @@ def _read(pool: Tensor, files: Tensor, group: RowGroup, dtype: torch.dtype) -> T
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexedCopies:
-    """What `pack_file_spans` makes here: what is copied as it is, and heads that are encoded."""
+    """What `pack_state_spans` makes here: what is copied as it is, and heads that are encoded."""
 
     rows: tuple[RowGroup, ...]
     heads: tuple[HeadGroup, ...]
     states: EncodedStates | None
 
 
-def pack_file_spans(
-    spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
+def pack_state_spans(
+    spans: Sequence[StateSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
 ) -> IndexedCopies:
-    """See `Kernels.pack_file_spans`."""
-    groups: list[list[FileSpan]] = []
-    for _, own in groupby(sorted(spans, key=lambda span: (span.tensor, span.file_offset)), lambda span: span.tensor):
+    """See `Kernels.pack_state_spans`."""
+    groups: list[list[StateSpan]] = []
+    for _, own in groupby(sorted(spans, key=lambda span: (span.tensor, span.state_offset)), lambda span: span.tensor):
         size = _GROUP_BYTES
         for span in own:
             if size + span.num_bytes > _GROUP_BYTES:

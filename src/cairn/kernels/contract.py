@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
-from cairn.kernels.checkpoint_files import FileSpan
+from cairn.kernels.checkpoint_files import StateSpan
 from cairn.kernels.fp8 import WeightRows
 from cairn.kernels.int4 import Int4Weight
 from cairn.kernels.sampling.logprobs import LogprobTensors
@@ -32,8 +32,8 @@ from cairn.types import SamplingParams
 Weight = Any
 """What `Kernels.pack` made of a weight: a backend's own."""
 
-FileSpans = Any
-"""What `Kernels.pack_file_spans` made of spans: a backend's own."""
+StateSpans = Any
+"""What `Kernels.pack_state_spans` made of spans: a backend's own."""
 
 
 class TokenCounts(Protocol):
@@ -50,7 +50,7 @@ class Sampler(Protocol):
 
     has_processors: bool
 
-    def draw(self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: Any) -> Tensor:
+    def sample(self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: Any) -> Tensor:
         """Tokens, int64 [n], from float32 [n, vocab], which is not changed. `samples`: of each row, or empty where no
         row has a logits processor. `slots`: of each row, in `counts` (the `TokenCounts` of the same backend), to which
         new tokens of rows with penalties are added.
@@ -95,13 +95,13 @@ class Kernels(Protocol):
         """In which dtype `pack` keeps a weight of this one."""
         ...
 
-    def pack_file_spans(
+    def pack_state_spans(
         self,
-        spans: Sequence[FileSpan],
+        spans: Sequence[StateSpan],
         entry_bytes: Sequence[int],
         pool: Tensor,
         states: EncodedStates | None = None,
-    ) -> FileSpans:
+    ) -> StateSpans:
         """Where the states of some tensors lie in checkpoint files, in the form that this backend copies with. At least
         one span; no byte is in two, neither of a file nor of an entry. `states`: what files have in another form than
         entries, which is converted while it is copied. `entry_bytes`: from one entry of each tensor to the next.
@@ -130,7 +130,7 @@ class Kernels(Protocol):
         self, params: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int, staging: Staging
     ) -> Sampler:
         """For n rows, n at least 1, with what is known when their step is launched; `staging` is to be sent before
-        `Sampler.draw`. See `TorchSampler` for what is drawn: the same token on every backend wherever rounding does
+        `Sampler.sample`. See `TorchSampler` for what is drawn: the same token on every backend wherever rounding does
         not decide."""
         ...
 
@@ -148,7 +148,7 @@ class Kernels(Protocol):
         ...
 
     def sampling_bytes(self, num_rows: int, vocab_size: int, num_slots: int) -> int:
-        """The most that drawing `num_tokens` takes of a device's memory beside their logits, with the counts of
+        """The most that drawing `num_rows` takes of a device's memory beside their logits, with the counts of
         `num_slots`."""
         ...
 
@@ -316,18 +316,18 @@ class Kernels(Protocol):
     # -- bytes ----------------------------------------------------------------------------------------------------
 
     def store_states(
-        self, pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FileSpans
+        self, pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: StateSpans
     ) -> None:
         """States into checkpoint files: the bytes of `spans` of entry `entries[i]` of each tensor go to file i, whose
         pages `files[i]` are; nothing else is written. States that are encoded are the same bytes on every backend.
 
-        pool as for `pack_file_spans`; files int64 [n, pages of a file], no page in two of them, n may be 0; tensors
+        pool as for `pack_state_spans`; files int64 [n, pages of a file], no page in two of them, n may be 0; tensors
         [entry, ...], whose entries may be apart; entries int64 [n], or None for 0, 1, ... n - 1.
         """
         ...
 
     def load_states(
-        self, pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FileSpans
+        self, pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: StateSpans
     ) -> None:
         """The reverse of `store_states`: from files, of which two may be the same, to entries, which are all
         different."""

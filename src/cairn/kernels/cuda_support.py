@@ -18,7 +18,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 MAX_VOCAB = 2**19 - 1
 """So many weights of drawing add up to a number of 64 bits."""
 
-DRAW_BLOCK, DRAW_BEST, DRAW_BINS, DRAW_LEVELS = 128, 128, 1024, 3
+SAMPLE_BLOCK, SAMPLE_BEST, SAMPLE_BINS, SAMPLE_LEVELS = 128, 128, 1024, 3
 """Of drawing: tokens of a block, the best ones that are looked at first, and the bins and levels of histograms."""
 
 _SCORED_ROWS = 64
@@ -100,7 +100,7 @@ def check_vocabulary(vocab_size: int) -> None:
         )
 
 
-def draw_tiles(vocab_size: int) -> tuple[int, int]:
+def sample_tiles(vocab_size: int) -> tuple[int, int]:
     """Tokens of a program of drawing, and places for the tiles of a vocabulary: both powers of 2."""
     tile = min(4096, max(1024, power_of_2(-(-vocab_size // 64))))
     return tile, power_of_2(-(-vocab_size // tile))
@@ -109,9 +109,9 @@ def draw_tiles(vocab_size: int) -> tuple[int, int]:
 def sampling_bytes(num_rows: int, vocab_size: int, num_slots: int) -> int:
     """See `Kernels.sampling_bytes`: all rows changed, under masks of their own; or, in the pass before, the logits of
     prompt tokens whose log-probabilities are asked for."""
-    tile, tiles = draw_tiles(vocab_size)
-    blocks, words = tiles * tile // DRAW_BLOCK, -(-vocab_size // 32)
-    of_row = 4 * (vocab_size + words + blocks) + 20 * tiles + 12 * DRAW_BEST + 8 * DRAW_LEVELS * DRAW_BINS + 128
+    tile, tiles = sample_tiles(vocab_size)
+    blocks, words = tiles * tile // SAMPLE_BLOCK, -(-vocab_size // 32)
+    of_row = 4 * (vocab_size + words + blocks) + 20 * tiles + 12 * SAMPLE_BEST + 8 * SAMPLE_LEVELS * SAMPLE_BINS + 128
     drawing, scoring = num_rows * of_row, _SCORED_ROWS * 4 * (vocab_size + blocks)
     return max(drawing, scoring) + 4 * num_slots * vocab_size + _ALIGNED
 

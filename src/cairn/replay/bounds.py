@@ -25,7 +25,7 @@ class Paths:
 
     def shared(self, path: Ids) -> int:
         """The longest prefix of `path` (shape [u]) that is there, in units."""
-        return walk(self.root, _token_key(path)).seen
+        return walk(self.root, _token_key(path)).ever_matched
 
     def add(self, path: Ids, answer: Ids) -> None:
         """Add a prompt's path and the answer behind it; a node ends where the prompt does."""
@@ -35,16 +35,16 @@ class Paths:
 
     def chain(self, path: Ids, answer: Ids) -> list[Node]:
         """The nodes along a path that has been added, in order."""
-        return walk(self.root, _token_key(np.concatenate([path, answer]))).beyond
+        return walk(self.root, _token_key(np.concatenate([path, answer]))).evicted_tail
 
     def _add(self, path: Ids) -> None:
         key = _token_key(path)
         found = walk(self.root, key)
-        node = found.beyond[-1] if found.beyond else self.root
-        if found.seen < node.end:
-            node = split(node, found.seen, ())[0]
-        if found.seen < len(path):
-            child = Node(node, key.slice_raw(found.seen, len(path)), found.seen, len(path))
+        node = found.evicted_tail[-1] if found.evicted_tail else self.root
+        if found.ever_matched < node.end:
+            node = split(node, found.ever_matched, ())[0]
+        if found.ever_matched < len(path):
+            child = Node(node, key.slice_raw(found.ever_matched, len(path)), found.ever_matched, len(path))
             node.adopt(child)
             self.num_units += child.num_tokens
 

@@ -243,7 +243,7 @@ class Replay:
                 cache.release(looked_up)
             else:
                 cache.begin_request(sequence, resumed or trace_request.is_parallel_sample)
-            cache.hold_breakpoints(sequence, trace_request.boundaries)
+            cache.retain_breakpoints(sequence, trace_request.boundaries)
             prefill_until = request.num_prompt if cache.policy.exact else request.num_tokens
             request.sequence, request.facts = (
                 sequence,
@@ -306,7 +306,7 @@ class Replay:
         """Positions in the chunk (start, end] of the prompt that have a reserved checkpoint."""
         placement, facts = self.cache.policy.placement, request.facts
         assert facts is not None
-        reserved = [position for position in sequence.files if start < position <= end]
+        reserved = [position for position in sequence.pending_states if start < position <= end]
         for wanted in placement.in_prefill(facts, start, end) if placement is not None and start < end else []:
             if self.cache.reserve_checkpoint(sequence, wanted) is not None:
                 reserved.append(wanted.position)
@@ -419,14 +419,14 @@ class Replay:
             at_end = policy.placement is not None and policy.placement.keeps_answer_end and not policy.exact
             if not at_end or not completed or position <= request.num_prompt:
                 return []
-            file = self.cache.reserve_checkpoint(sequence, CheckpointPoint(position, Kind.ANSWER_END))
-            return [] if file is None else [position]
+            state_pages = self.cache.reserve_checkpoint(sequence, CheckpointPoint(position, Kind.ANSWER_END))
+            return [] if state_pages is None else [position]
 
     def _release(self, request: ReplayRequest, saved: list[int]) -> None:
         sequence = request.sequence
         assert sequence is not None
         with self._timed.stopwatch:
-            if saved and saved[0] in sequence.files:
+            if saved and saved[0] in sequence.pending_states:
                 self._apply_step(sequence, saved[0], saved)
             self.cache.release(sequence)
         del self._running[request.index]

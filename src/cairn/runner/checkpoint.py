@@ -1,6 +1,6 @@
 """A checkpoint's bytes, and the way between them and the tensors of running sequences.
 
-    file    [header | unit 0 | unit 1 | ...], cut into pages anywhere
+    state   [header | unit 0 | unit 1 | ...], cut into pages anywhere
     header  [hidden | shared convolution channels [layer][column][channel]]
     unit    [layer][conv [column][own channels] | state [own heads][...]] [layer][scales [own heads][...]]
 
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
-from cairn.kernels.checkpoint_files import FileSpan
-from cairn.kernels.contract import FileSpans, Kernels
+from cairn.kernels.checkpoint_files import StateSpan
+from cairn.kernels.contract import Kernels, StateSpans
 from cairn.kernels.state_encoding import ENCODINGS, FLOAT32, EncodedStates, HeadSpan, StateEncoding
 from cairn.layers.memory import MemorySpec, RecurrentSpec
 from cairn.runner.memory import LiveStates
 
 
-class CheckpointFiles:
-    """Reads and writes checkpoint files in a pool of pages, uint8 [num_pages, page_bytes]. `files` are the page lists
-    of n files, int64 [n, pages_per_checkpoint]; n may be 0. `slots`: int64 [n].
+class CheckpointPages:
+    """Reads and writes states in a pool of pages, uint8 [num_pages, page_bytes]. `state_pages`: the page lists of n
+    states, int64 [n, pages_per_checkpoint]; n may be 0. `slots`: int64 [n].
 
     `operations`: names of the kernels' functions that have something to compile for it.
 
@@ -47,41 +47,41 @@ class CheckpointFiles:
                 f"layout has header_bytes {layout.header_bytes} and state_bytes {layout.state_bytes}, "
                 f"the model's checkpoints take {header} and {state}"
             )
-        self._hidden = kernels.pack_file_spans([FileSpan(0, 0, 0, hidden)], [hidden], pool)
-        self._layers = list[FileSpans]()
+        self._hidden = kernels.pack_state_spans([StateSpan(0, 0, 0, hidden)], [hidden], pool)
+        self._layers = list[StateSpans]()
         if sizes is not None:
             for layer in range(sizes.spec.num_layers):
                 spans, states = list(sizes.spans(layer, hidden)), sizes.states(layer, hidden)
-                self._layers.append(kernels.pack_file_spans(spans, sizes.entry_bytes, pool, states))
+                self._layers.append(kernels.pack_state_spans(spans, sizes.entry_bytes, pool, states))
         entry_bytes = [part.stride(0) * part.itemsize for part in self._live]
         whole, states = live_spans(spec, live, encoding)
-        self._whole = kernels.pack_file_spans(whole, entry_bytes, pool, states)
+        self._whole = kernels.pack_state_spans(whole, entry_bytes, pool, states)
         self.operations = frozenset({"store_states", "load_states"} if sizes is not None and sizes.unit.scales else ())
 
-    def restore(self, files: Tensor, slots: Tensor) -> None:
-        """From files to slots, which are all different."""
-        self._kernels.load_states(self._pool, files, self._live, slots, self._whole)
+    def restore(self, state_pages: Tensor, slots: Tensor) -> None:
+        """From state pages to slots, which are all different."""
+        self._kernels.load_states(self._pool, state_pages, self._live, slots, self._whole)
 
-    def save(self, files: Tensor, slots: Tensor) -> None:
-        """From slots to files."""
-        self._kernels.store_states(self._pool, files, self._live, slots, self._whole)
+    def save(self, state_pages: Tensor, slots: Tensor) -> None:
+        """From slots to state pages."""
+        self._kernels.store_states(self._pool, state_pages, self._live, slots, self._whole)
 
-    def write_hidden(self, files: Tensor, hidden: Tensor, rows: Tensor) -> None:
+    def write_hidden(self, state_pages: Tensor, hidden: Tensor, rows: Tensor) -> None:
         """Rows int64 [n] of hidden [tokens, hidden]."""
-        self._kernels.store_states(self._pool, files, (hidden,), rows, self._hidden)
+        self._kernels.store_states(self._pool, state_pages, (hidden,), rows, self._hidden)
 
-    def write_layer(self, files: Tensor, layer: int, conv: Tensor, state: Tensor) -> None:
+    def write_layer(self, state_pages: Tensor, layer: int, conv: Tensor, state: Tensor) -> None:
         """conv [n, columns, channels], state [n, heads, ...] of recurrent layer `layer`."""
         states = [part for part in (conv, state) if part.shape[1:].numel()]
-        self._kernels.store_states(self._pool, files, states, None, self._layers[layer])
+        self._kernels.store_states(self._pool, state_pages, states, None, self._layers[layer])
 
 
 def live_spans(
     spec: MemorySpec, live: LiveStates, encoding: StateEncoding = FLOAT32
-) -> tuple[list[FileSpan], EncodedStates | None]:
-    """Where a slot's `LiveStates.tensors` lie in a file: what is there as it is, and what is encoded."""
+) -> tuple[list[StateSpan], EncodedStates | None]:
+    """Where a slot's `LiveStates.tensors` lie in state pages: what is there as it is, and what is encoded."""
     hidden = spec.hidden_size * spec.dtype.itemsize
-    spans = [FileSpan(0, 0, 0, hidden)]
+    spans = [StateSpan(0, 0, 0, hidden)]
     states = None
     if spec.recurrent is not None:
         sizes = LayerBytes(spec.recurrent, spec.dtype, encoding)
@@ -101,7 +101,7 @@ def live_spans(
 
 
 class LayerBytes:
-    """Sizes of one layer's state in a file. `shared`: the channels that all units have together. `entry_bytes`: of a
+    """Sizes of one layer's state in its pages. `shared`: the channels that all units have together. `entry_bytes`: of a
     layer's convolution inputs and state, contiguous, less what has no bytes.
 
     Raises ValueError where channels or heads do not divide among the units.
@@ -116,9 +116,9 @@ class LayerBytes:
         self._own_bytes = torch.float32.itemsize * math.prod(spec.state) // spec.units
         self.entry_bytes = [size for size in (column * spec.channels, self._own_bytes * spec.units) if size]
 
-    def spans(self, layer: int, header: int) -> Iterator[FileSpan]:
+    def spans(self, layer: int, header: int) -> Iterator[StateSpan]:
         """Of recurrent layer `layer`: convolution inputs [columns, channels] and state, which are tensors 0 and 1, or 0
-        alone where there is one of them; the state only if it is not encoded. `header`: bytes of a file before the
+        alone where there is one of them; the state only if it is not encoded. `header`: bytes before the
         first layer's shared channels."""
         if self.shared:
             yield from self._channels(header + layer * self.shared, None)
@@ -127,7 +127,7 @@ class LayerBytes:
             if self.unit.conv:
                 yield from self._channels(at, unit)
             if self.unit.values and not self.unit.scales:
-                yield FileSpan(self._state, unit * self._own_bytes, at + self.unit.conv, self.unit.values)
+                yield StateSpan(self._state, unit * self._own_bytes, at + self.unit.conv, self.unit.values)
 
     def states(self, layer: int, header: int) -> EncodedStates | None:
         """The state of recurrent layer `layer`, if it is encoded; tensors and `header` as for `spans`."""
@@ -150,7 +150,7 @@ class LayerBytes:
     def _unit_at(self, unit: int, header: int) -> int:
         return header + self.spec.num_layers * self.shared + unit * self.unit.total
 
-    def _channels(self, file_offset: int, unit: int | None) -> Iterator[FileSpan]:
+    def _channels(self, state_offset: int, unit: int | None) -> Iterator[StateSpan]:
         """A unit's own channels, or those that are shared, column by column."""
         first = 0
         ranges = list[tuple[int, int]]()
@@ -162,5 +162,5 @@ class LayerBytes:
         for column in range(self.spec.columns):
             for channel, count in ranges:
                 num_bytes = count * self._number
-                yield FileSpan(0, (column * first + channel) * self._number, file_offset, num_bytes)
-                file_offset += num_bytes
+                yield StateSpan(0, (column * first + channel) * self._number, state_offset, num_bytes)
+                state_offset += num_bytes

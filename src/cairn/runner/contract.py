@@ -22,22 +22,22 @@ class EncoderCounters:
 
 class StepRunner(Protocol):
     """Executes plans: `cairn.runner.runner.Runner` does, alone or behind `CheckedRunner` and the ranks' runners. Steps
-    are launched, drawn and collected in the order of their plans, each by its number."""
+    are launched, sampled and collected in the order of their plans, each by its number."""
 
     forward_passes: int
     steps: int
 
     def run(self, plan: StepPlan, masks: TokenMasks | None = None) -> StepResult:
-        """Launch, draw and collect one step."""
+        """Launch, sample and collect one step."""
         self.launch(plan)
-        self.draw(plan.step, masks or {})
+        self.sample(plan.step, masks or {})
         return self.collect(plan.step)
 
     def launch(self, plan: StepPlan) -> None:
-        """Run a step up to its logits. All steps before it have been drawn."""
+        """Run a step up to its logits. All steps before it have been sampled."""
         ...
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
+    def sample(self, step: int, masks: TokenMasks) -> None:
         """Draw the tokens of the step that was launched last."""
         ...
 

@@ -11,7 +11,7 @@ read on the device, from tensors that stay where they are:
 
 and nothing is chosen by lengths: see `HostBatch.captured`. A batch of fewer rows has padding behind them: decodes of
 length 0 in the slot that is no request's, which read and write no pages. What a graph ends with is the final hidden
-state in each row's slot; logits and the draw are of the plan's samples, not of its rows, and come after it. So do
+state in each row's slot; logits and the sampling are of the plan's samples, not of its rows, and come after it. So do
 snapshots: a decode has one token, and the state behind it is what its slot has when the pass is over.
 
 With several ranks the sums among them are in the graph. NCCL wants a graph recorded by all of them together and
@@ -122,9 +122,9 @@ class DecodeGraphs:
         num_seqs = len(plan.decodes)
         if not self._sizes or plan.prefills or not 0 < num_seqs <= self._sizes[-1]:
             return None
-        room = self._stop_tokens.shape[1]
+        width = self._stop_tokens.shape[1]
         if self._slot_tensors.stop_tokens is not self._stop_tokens or any(
-            len(admit.stop_token_ids) > room for admit in plan.admits
+            len(admit.stop_token_ids) > width for admit in plan.admits
         ):
             return None
         return self._sizes[bisect_left(self._sizes, num_seqs)]

@@ -23,9 +23,9 @@ class StepInputs:
 
     `batch`: the plan's rows, unless they go through a CUDA graph: then `graph` has its size and what it is given.
     `copies`: target and source pages, in groups that are made one after the other. `restores`, `saves`: slots and
-    checkpoint files.
-    `snapshots`: rows of hidden states and files, by row and position; behind a graph slots and files, as of `saves`.
-    `sampled_slots`: of the plan's samples.
+    state pages.
+    `snapshots`: rows of hidden states and state pages, by row and position; behind a graph slots and state pages, as of
+    `saves`. `sampled_slots`: of the plan's samples.
     `prompt_logprobs`: for each prefill row that wants them the slot, the position of the first target, the row's first
     token in the batch, and the computation.
     """
@@ -45,7 +45,7 @@ class StepInputs:
             (self.staging.add(np.array(targets, np.int64)), self.staging.add(np.array(sources, np.int64)))
             for targets, sources in independent_copies(plan.copies)
         ]
-        self.restores, self.saves = self._slots_and_files(plan.restores), self._slots_and_files(plan.saves)
+        self.restores, self.saves = self._slots_and_pages(plan.restores), self._slots_and_pages(plan.saves)
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         self.batch: BatchBuilder | None = None
         self.graph: tuple[int, StagedArray] | None = None
@@ -55,7 +55,7 @@ class StepInputs:
             self.graph = size, self.staging.add(graphs.pack(plan, inputs, size))
             if plan.snapshots:
                 slots = plan.decodes.slots[[snapshot.row for snapshot in plan.snapshots]]
-                self.snapshots = self.staging.add(slots.astype(np.int64)), self._files(plan.snapshots)
+                self.snapshots = self.staging.add(slots.astype(np.int64)), self._checkpoint_pages(plan.snapshots)
         elif plan.num_seqs:
             self.batch = self._eager_rows(plan, inputs, kernels)
 
@@ -64,7 +64,7 @@ class StepInputs:
         host = batch.host
         if plan.snapshots:
             last_rows = host.cu_seqlens[host.snapshot_seqs] + host.snapshot_offsets - 1
-            self.snapshots = self.staging.add(last_rows.astype(np.int64)), self._files(batch.snapshots)
+            self.snapshots = self.staging.add(last_rows.astype(np.int64)), self._checkpoint_pages(batch.snapshots)
         first_rows = host.cu_seqlens[len(plan.decodes) :].tolist()
         self.prompt_logprobs = [
             (row.slot, row.start + 1, first, PromptLogprobs(row.score, self.staging, kernels.logprobs))
@@ -73,12 +73,12 @@ class StepInputs:
         ]
         return batch
 
-    def _slots_and_files(self, records: Sequence[Restore | Save]) -> tuple[StagedArray, StagedArray]:
+    def _slots_and_pages(self, records: Sequence[Restore | Save]) -> tuple[StagedArray, StagedArray]:
         if not records:
             return _EMPTY
-        return self.staging.add(np.array([record.slot for record in records])), self._files(records)
+        return self.staging.add(np.array([record.slot for record in records])), self._checkpoint_pages(records)
 
-    def _files(self, records: Sequence[Restore | Save | Snapshot]) -> StagedArray:
+    def _checkpoint_pages(self, records: Sequence[Restore | Save | Snapshot]) -> StagedArray:
         return self.staging.add(np.array([record.pages for record in records], np.int64))
 
 
@@ -101,14 +101,14 @@ def independent_copies(copies: Sequence[PageCopy]) -> list[tuple[list[int], list
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
     """A step from its launch until it is collected. `sampler` and `logprobs`: on the rank that samples, of a plan with
-    samples. `logits`: of the samples, until they are drawn. `is_drawn`: whether its outputs are on their way."""
+    samples. `logits`: of the samples, until they are sampled. `is_sampled`: whether its outputs are on their way."""
 
     plan: StepPlan
     inputs: StepInputs
     sampler: Sampler | None = None
     logprobs: SampledLogprobs | None = None
     logits: Tensor | None = None
-    is_drawn: bool = False
+    is_sampled: bool = False
     _readback: Readback = field(init=False)
     _tokens: ReadbackArray | None = None
     _sampled_logprobs: list[tuple[list[int], list[ReadbackArray]]] = field(default_factory=list)
@@ -130,7 +130,7 @@ class LaunchedStep:
                     (rows, [self._readback.add(tensor) for tensor in tensors])
                     for rows, tensors in self.logprobs.compute(self.logits, tokens)
                 ]
-        self.logits, self.is_drawn = None, True
+        self.logits, self.is_sampled = None, True
         self._readback.send()
 
     @property
@@ -140,7 +140,7 @@ class LaunchedStep:
 
     def result(self) -> StepResult:
         """Waits for the copy to the host, and for everything that the step writes."""
-        assert self.is_drawn, f"step {self.plan.step} has not been drawn"
+        assert self.is_sampled, f"step {self.plan.step} has not been sampled"
         self._readback.wait()
         slots = self.plan.samples.slots.tolist()
         tokens = [] if self._tokens is None else self._tokens.array.tolist()

@@ -51,11 +51,11 @@ class PlanCheck:
         for copy in plan.copies:
             self._pages(copy, np.array([copy.source, copy.target]))
         for restore in plan.restores:
-            self._slot_file(f"restore of slot {restore.slot}", restore.slot, restore.pages)
+            self._slot_state_pages(f"restore of slot {restore.slot}", restore.slot, restore.pages)
             if restore.slot in slots:
                 slots[restore.slot] = replace(slots[restore.slot], sampled=None)
         for save in plan.saves:
-            self._slot_file(f"save of slot {save.slot}", save.slot, save.pages)
+            self._slot_state_pages(f"save of slot {save.slot}", save.slot, save.pages)
         for update in plan.table_updates:
             slots[update.slot] = self._table_update(update, _slot_of(slots, update.slot, "table update"))
         ends = self._rows(plan, slots)
@@ -66,7 +66,7 @@ class PlanCheck:
             _, start, end = ends[snapshot.row]
             if not start < snapshot.position <= end:
                 raise ValueError(f"{name}: position must be in {start + 1}..{end}, inside its row")
-            self._file(name, snapshot.pages)
+            self._state_pages(name, snapshot.pages)
         self._samples(plan, slots, {slot: end for slot, _, end in ends})
         self._slots, self._step = slots, plan.step
 
@@ -153,9 +153,9 @@ class PlanCheck:
                 raise ValueError(f"{name}: position {position}, but its row ends at {ends[slot]}")
             slots[slot] = replace(_slot_of(slots, slot, name), sampled=position)
 
-    def _slot_file(self, name: str, slot: int, pages: Pages) -> None:
+    def _slot_state_pages(self, name: str, slot: int, pages: Pages) -> None:
         self._slot_number(name, slot)
-        self._file(name, pages)
+        self._state_pages(name, pages)
 
     def _slot_number(self, name: str, slot: int) -> None:
         if not 0 <= slot < self._limits.num_slots:
@@ -165,11 +165,11 @@ class PlanCheck:
         if len(pages) and (pages.min() < 0 or pages.max() >= self._limits.num_pages):
             raise ValueError(f"{name}: pages must be in 0..{self._limits.num_pages - 1}")
 
-    def _file(self, name: str, pages: Pages) -> None:
+    def _state_pages(self, name: str, pages: Pages) -> None:
         self._pages(name, pages)
         size = self._limits.layout.pages_per_checkpoint
         if len(pages) != size or len(np.unique(pages)) != len(pages):
-            raise ValueError(f"{name}: a file is {size} different pages")
+            raise ValueError(f"{name}: a state is {size} different pages")
 
 
 def _slot_of(slots: dict[int, _Slot], slot: int, name: str) -> _Slot:
@@ -195,8 +195,8 @@ class CheckedRunner(StepRunner):
         self._check.check(plan)
         self._runner.launch(plan)
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
-        self._runner.draw(step, masks)
+    def sample(self, step: int, masks: TokenMasks) -> None:
+        self._runner.sample(step, masks)
 
     def collect(self, step: int) -> StepResult:
         result = self._runner.collect(step)

@@ -1,4 +1,4 @@
-"""The runner: executes a StepPlan on the model's memory. It knows slots, pages and checkpoint files, no kinds of
+"""The runner: executes a StepPlan on the model's memory. It knows slots, pages and state pages, no kinds of
 layers.
 
 Where the model is cut among ranks, each has a runner of its own, and all of them are given the same plans.
@@ -23,7 +23,7 @@ from cairn.layers.linear import Linear
 from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
 from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors
-from cairn.runner.checkpoint import CheckpointFiles
+from cairn.runner.checkpoint import CheckpointPages
 from cairn.runner.contract import EncoderCounters, StepRunner
 from cairn.runner.decode_graphs import DecodeGraphs, Graphs
 from cairn.runner.input_batch import InputBatch
@@ -40,23 +40,23 @@ Observe = Callable[[SamplingMetadata, Tensor], None]
 
 
 class _StepMemory:
-    """The memory of one forward pass. `snapshot_files`: page lists, int64 [n, pages], in the batch's order."""
+    """The memory of one forward pass. `snapshot_pages`: page lists, int64 [n, pages], in the batch's order."""
 
     def __init__(
         self,
         paged: Sequence[PagedLayer],
         recurrent: Sequence[RecurrentLayer],
-        files: CheckpointFiles,
-        snapshot_files: Tensor,
+        checkpoints: CheckpointPages,
+        snapshot_pages: Tensor,
     ) -> None:
         self.paged = paged
         self.recurrent = recurrent
-        self._files = files
-        self._snapshot_files = snapshot_files
+        self._checkpoint_pages = checkpoints
+        self._snapshot_pages = snapshot_pages
 
     def write_snapshots(self, layer: int, conv: Tensor, state: Tensor) -> None:
         """See `Memory.write_snapshots`."""
-        self._files.write_layer(self._snapshot_files, layer, conv, state)
+        self._checkpoint_pages.write_layer(self._snapshot_pages, layer, conv, state)
 
 
 class Runner(StepRunner):
@@ -67,7 +67,7 @@ class Runner(StepRunner):
     uint8 [num_pages + extra_pages, page_bytes]; plans name the first `num_pages`, transfers between servers use the
     others.
 
-    On several ranks `launch` and `draw` wait for the others and raise EngineDead where one is missing. Rank 0 samples
+    On several ranks `launch` and `sample` wait for the others and raise EngineDead where one is missing. Rank 0 samples
     the tokens and broadcasts them, so ranks cannot drift apart.
     """
 
@@ -105,7 +105,7 @@ class Runner(StepRunner):
         self._observe = observe
         self._paged = paged_layers(self.pool, model.spec, layout)
         self._live = LiveStates(model.spec, num_slots)
-        self._files = CheckpointFiles(self.pool, model.spec, layout, self._live, model.kernels)
+        self._checkpoint_pages = CheckpointPages(self.pool, model.spec, layout, self._live, model.kernels)
         table_pages = pages_of_table(layout, num_pages, max_model_len)
         self._slot_tensors = SlotTensors(len(layout.groups), num_slots, table_pages, model.spec.device)
         self._input_batch = InputBatch()
@@ -113,10 +113,10 @@ class Runner(StepRunner):
         self._population: PoolPopulation | None = None
         self._launched: deque[LaunchedStep] = deque()
         self._buffers: list[StepBuffers] = []
-        no_files = torch.zeros(0, layout.pages_per_checkpoint, dtype=torch.int64, device=model.spec.device)
+        no_pages = torch.zeros(0, layout.pages_per_checkpoint, dtype=torch.int64, device=model.spec.device)
         self._graphs = DecodeGraphs(
             model,
-            _StepMemory(self._paged, self._live.recurrent, self._files, no_files),
+            _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, no_pages),
             self._live.hidden,
             self._slot_tensors,
         )
@@ -140,7 +140,9 @@ class Runner(StepRunner):
         if self.pool.device.type == "cpu":
             self._population = PoolPopulation(self.pool)
             self._population.reach(-1)
-        self._model.kernels.warm_up(self._model.spec.dtype, operations_of(self._model) | self._files.operations)
+        self._model.kernels.warm_up(
+            self._model.spec.dtype, operations_of(self._model) | self._checkpoint_pages.operations
+        )
         if self._extra_pages:
             self._copy_no_tokens()
         if self._model.exact:
@@ -156,9 +158,9 @@ class Runner(StepRunner):
             self._model.kernels.copy_tokens(pages, none, none, pages[-self._extra_pages :], none, none)
 
     def launch(self, plan: StepPlan) -> None:
-        """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be drawn;
-        they need not be collected."""
-        assert not self._launched or self._launched[-1].is_drawn, f"step {plan.step} before the last one was drawn"
+        """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be
+        sampled; they need not be collected."""
+        assert not self._launched or self._launched[-1].is_sampled, f"step {plan.step} before the last one was sampled"
         with torch.inference_mode(), explain_step_memory(plan.step, plan.num_seqs):
             self._input_batch.update(plan)
             if self._population is not None:
@@ -181,11 +183,11 @@ class Runner(StepRunner):
                 step.logits = self._model.logits(self._live.hidden[inputs.sampled_slots.tensor])
         self._launched.append(step)
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
+    def sample(self, step: int, masks: TokenMasks) -> None:
         """Sample the tokens of the step that was launched last. For masks, penalties and bad words all steps before it
         have to be collected."""
         launched = self._launched[-1]
-        assert launched.plan.step == step and not launched.is_drawn, f"step {step} is not to be drawn now"
+        assert launched.plan.step == step and not launched.is_sampled, f"step {step} is not to be sampled now"
         with torch.inference_mode(), explain_step_memory(step, launched.plan.num_seqs):
             tokens = None if launched.logits is None else self._sample(launched, launched.logits, masks)
             launched.read_back(tokens)
@@ -251,14 +253,14 @@ class Runner(StepRunner):
         for targets, sources in inputs.copies:
             self._model.kernels.copy_pages(self.pool, targets.tensor, sources.tensor)
         if plan.restores:
-            slots, files = inputs.restores
-            self._files.restore(files.tensor, slots.tensor)
+            slots, state_pages = inputs.restores
+            self._checkpoint_pages.restore(state_pages.tensor, slots.tensor)
         if plan.saves:
             self._save(*inputs.saves)
 
-    def _save(self, slots: StagedArray, files: StagedArray) -> None:
+    def _save(self, slots: StagedArray, state_pages: StagedArray) -> None:
         """What lies in the slots now."""
-        self._files.save(files.tensor, slots.tensor)
+        self._checkpoint_pages.save(state_pages.tensor, slots.tensor)
 
     def _multimodal_inputs(self, plan: StepPlan) -> list[MultimodalInputs | None]:
         """Of each row, decode rows first."""
@@ -284,11 +286,13 @@ class Runner(StepRunner):
             return
         assert inputs.batch is not None
         batch = inputs.batch.batch(self._slot_tensors)
-        rows, files = (each.tensor for each in inputs.snapshots)
-        hidden = self._model.forward(batch, _StepMemory(self._paged, self._live.recurrent, self._files, files))
+        rows, state_pages = (each.tensor for each in inputs.snapshots)
+        hidden = self._model.forward(
+            batch, _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, state_pages)
+        )
         self._live.hidden[batch.state_slots] = hidden[batch.cu_seqlens[1:] - 1]
         if step.plan.snapshots:
-            self._files.write_hidden(files, hidden, rows)
+            self._checkpoint_pages.write_hidden(state_pages, hidden, rows)
         # All ranks take part: each has a share of the logits.
         for slot, position, first, prompt_logprobs in inputs.prompt_logprobs:
             for logprobs in prompt_logprobs.compute(hidden[first:], self._model.logits):
@@ -304,7 +308,7 @@ class Runner(StepRunner):
             for each, row in zip(metadata, logits, strict=True):
                 self._observe(each, row)
         if sampler is not None:
-            tokens = sampler.draw(logits, samples.slots.tolist(), metadata, self._counts)
+            tokens = sampler.sample(logits, samples.slots.tolist(), metadata, self._counts)
         else:
             tokens = torch.zeros(len(samples), dtype=torch.int64, device=logits.device)
         tokens = self._model.communicator.broadcast(tokens)

@@ -3,12 +3,17 @@
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.advance import add_prefill, next_prefill_end
 from cairn.scheduler.kv_export import (
-    has_room,
+    fits_leases,
     needs_prompt_checkpoint,
     pin_prompt_checkpoint,
     reserve_prompt_checkpoint,
 )
-from cairn.scheduler.kv_import import blame_failed_pull, cancel_slow_fetch, count_overtaken, requeue_youngest_fetched
+from cairn.scheduler.kv_import import (
+    cancel_slow_fetch,
+    count_bypassed,
+    requeue_youngest_fetched,
+    set_failed_pull_reason,
+)
 from cairn.scheduler.lease_limits import wait_for_lease_room
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Phase, Request
@@ -36,7 +41,7 @@ def _may_overtake(state: SchedulerState, request: Request) -> bool:
         return False
     if not request.spec.role.kv_export:
         return True
-    return next(state.waiting.kv_exports.before(request), None) is None and has_room(state, request)
+    return next(state.waiting.kv_exports.before(request), None) is None and fits_leases(state, request)
 
 
 def admit(state: SchedulerState, builder: PlanBuilder) -> None:
@@ -50,7 +55,7 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
         len(state.free_slots) > num_reserved_slots
         and (request := _next_candidate(state, last, leases_full)) is not None
     ):
-        if request.spec.role.kv_export and (leases_full or not has_room(state, request)):
+        if request.spec.role.kv_export and (leases_full or not fits_leases(state, request)):
             wait_for_lease_room(state, request)
             leases_full, last = True, request
             continue
@@ -71,7 +76,7 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
             cancel_slow_fetch(state)
         if state.running or state.ending or state.cache.pinned.steps or state.transfers.is_open:
             return
-        # alone, and its own hit stands in its way: the checkpoint file and the pages do not fit together
+        # alone, and its own hit stands in its way: the state and the pages do not fit together
         while state.parallel_sampling.release_last():
             pass
         state.cache.clear()
@@ -151,10 +156,10 @@ def _schedule_first_chunk(
     end = sequence.hit if decodes else next_prefill_end(state, request, builder.budget)
     if end == sequence.hit and not decodes:
         return False
-    num_files = needs_prompt_checkpoint(request, sequence)
-    if not state.cache.could_extend(sequence, request.num_tokens, num_files):
+    num_states = needs_prompt_checkpoint(request, sequence)
+    if not state.cache.could_extend(sequence, request.num_tokens, num_states):
         return False
-    if not state.in_flight.leaves_room(request, sequence, num_files):
+    if not state.in_flight.leaves_room(request, sequence, num_states):
         return False
     _explain(state, request, sequence)
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice,
@@ -177,12 +182,12 @@ def _schedule_first_chunk(
 def _explain(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> None:
     """The request is about to begin, which may drop what is cached: say first why it has not hit more."""
     state.cache.explain(sequence)
-    blame_failed_pull(request, sequence)
+    set_failed_pull_reason(request, sequence)
 
 
 def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request, sequence: SequenceBlocks) -> None:
     if request.phase is Phase.WAITING:
-        count_overtaken(state, request)
+        count_bypassed(state, request)
         state.waiting.remove(request)
     request.transfer.no_lease_room_since = None
     parallel_sampling = state.parallel_sampling
@@ -197,12 +202,12 @@ def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request
     if request.resumed:
         state.counters.recomputed_tokens += max(0, request.stats.max_computed - sequence.hit)
         assert request.stats.first_sequence is not None
-        sequence.held_breakpoints = request.stats.first_sequence.held_breakpoints
+        sequence.retained_breakpoints = request.stats.first_sequence.retained_breakpoints
     else:
         request.stats.first_sequence = sequence
         request.stats.scheduled_time = state.clock.now()
     request.outcome.prompt_logprobs.clear()
-    state.cache.hold_breakpoints(sequence, request.spec.boundaries)
+    state.cache.retain_breakpoints(sequence, request.spec.boundaries)
     request.num_computed = sequence.hit
     request.facts = state.cache.prompt_facts(sequence, request.prefill_until, request.spec.boundaries)
     request.slot = state.free_slots.pop()

@@ -149,14 +149,14 @@ class InFlight:
         self._cache.discard(sequence)
         return request in self._waits
 
-    def leaves_room(self, request: Request, sequence: SequenceBlocks, num_files: int) -> bool:
+    def leaves_room(self, request: Request, sequence: SequenceBlocks, num_states: int) -> bool:
         """Whether the pages reserved for waiting requests before `request` are available besides its own, which hold
-        all of its tokens and `num_files` files."""
+        all of its tokens and `num_states` states."""
         reserved = sum(wait.pages for other, wait in self._waits.items() if other.sort_key < request.sort_key)
         if not reserved:
             return True
         need = reserved + sequence.blocks.missing_pages(request.num_tokens)
-        return self._cache.could_free(sequence, need + num_files * self._cache.layout.pages_per_checkpoint)
+        return self._cache.could_free(sequence, need + num_states * self._cache.layout.pages_per_checkpoint)
 
     def add_leader(self, request: Request) -> None:
         """`request` starts running: from now on others may wait for what it computes."""
@@ -177,7 +177,7 @@ class InFlight:
             known.pop(request, None)
 
     def positions_to_save(self, request: Request, start: int, end: int) -> list[int]:
-        """Positions p, start < p <= end, at which others wait for its state; a file is reserved for each."""
+        """Positions p, start < p <= end, at which others wait for its state; pages are reserved for each."""
         leader = self._leaders.get(request)
         return sorted(p for p in leader.positions if start < p <= end) if leader is not None else []
 
@@ -212,17 +212,17 @@ class InFlight:
         """The position of a state of the leader that `request` can start from; None if there is none worth waiting
         for."""
         assert leader.sequence is not None
-        files = leader.sequence.files
+        pending = leader.sequence.pending_states
         if self._cache.layout.state_bytes == 0:
             points = [shared]
         else:
             points = [p for p in dict.fromkeys((shared, shared // GRID * GRID)) if self._can_resume_at(request, p)]
-            points = [p for p in points if p in files or self._can_save_at(builder, leader, p)]
-            points += sorted((p for p in files if p <= shared and self._can_resume_at(request, p)), reverse=True)
+            points = [p for p in points if p in pending or self._can_save_at(builder, leader, p)]
+            points += sorted((p for p in pending if p <= shared and self._can_resume_at(request, p)), reverse=True)
         for point in points:
             if point - hit < MIN_SHARED or point <= leader.num_computed:
                 continue
-            if self._cache.layout.state_bytes == 0 or point in files or self._save_at(leader, point):
+            if self._cache.layout.state_bytes == 0 or point in pending or self._save_at(leader, point):
                 return point
         return None
 
@@ -239,7 +239,7 @@ class InFlight:
         return any(one.request is leader and one.start < position for one in builder.scheduled if one.has_row)
 
     def _save_at(self, leader: Request, position: int) -> bool:
-        """Reserve a file for the leader's state there; False if there is no room for it."""
+        """Reserve pages for the leader's state there; False if there is no room for it."""
         assert leader.sequence is not None
         if self._cache.force_checkpoint(leader.sequence, position) is None:
             return False

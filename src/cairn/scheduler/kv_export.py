@@ -1,6 +1,6 @@
 """A prompt that another server is going to decode: its pages and the state at its end are kept until it has read them.
 
-The file for the state is set aside when the request is admitted, whatever the placement policy says and also with the
+The pages for the state are set aside when the request is admitted, whatever the placement policy says and also with the
 cache off, so a prompt that is computed can always be leased.
 """
 
@@ -16,19 +16,19 @@ from cairn.transfer.contract import NO_DEMAND, LeaseDemand, LeaseEnded, Offer, O
 from cairn.types import RequestId
 
 
-def has_room(state: SchedulerState, request: Request, besides: int = 0) -> bool:
-    """Whether what other servers keep here, and those that run will, leaves room for this prompt and `besides` pages
-    more. What of it is leased already needs none."""
+def fits_leases(state: SchedulerState, request: Request, reserved_pages: int = 0) -> bool:
+    """Whether what other servers keep here, and those that run will, leaves room for this prompt and `reserved_pages`
+    pages more. What of it is leased already needs none."""
     side = state.transfers.side
     assert side is not None
-    promised = pages_to_lease(state) + LeaseDemand(num_new=besides)
-    if side.has_room(LeaseDemand(num_new=num_pages(state, request)), promised):
+    promised = pages_to_lease(state) + LeaseDemand(num_new=reserved_pages)
+    if side.fits(LeaseDemand(num_new=num_pages(state, request)), promised):
         return True
     found = request.sequence or state.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)
     demand = _pages_to_lease(state, request, found)
     if found is not request.sequence:
         state.cache.discard(found)
-    return side.has_room(demand, promised)
+    return side.fits(demand, promised)
 
 
 def pages_to_lease(state: SchedulerState) -> LeaseDemand:
@@ -58,19 +58,19 @@ def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceB
         pages.append(table.pages[: group.pages_for(length) if stays else shared])
     if request.transfer.pinned_checkpoint is not None:
         pages.append(request.transfer.pinned_checkpoint.pages)
-    elif (file := sequence.state_file(length)) is not None:
-        pages.append(file)
+    elif (state_pages := sequence.state_pages(length)) is not None:
+        pages.append(state_pages)
     exported = np.concatenate(pages)
     return LeaseDemand(exported, num_pages(state, request) - len(exported))
 
 
 def needs_prompt_checkpoint(request: Request, sequence: SequenceBlocks) -> bool:
-    """Whether a file for the state at the prompt's end has to be set aside."""
+    """Whether pages for the state at the prompt's end have to be set aside."""
     return request.spec.role.kv_export and sequence.hit < request.num_prompt_tokens
 
 
 def reserve_prompt_checkpoint(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> bool:
-    """A file for the state at the prompt's end where one is needed; False if there is no room for it."""
+    """Pages for the state at the prompt's end where they are needed; False if there is no room for it."""
     return (
         not needs_prompt_checkpoint(request, sequence)
         or state.cache.force_checkpoint(sequence, request.num_prompt_tokens) is not None
@@ -81,9 +81,9 @@ def pin_prompt_checkpoint(state: SchedulerState, request: Request) -> None:
     """Pin the state at the prompt's end, which was restored, or saved by a step that has been applied."""
     sequence = request.sequence
     if request.transfer.pinned_checkpoint is None and sequence is not None:
-        file = sequence.state_file(request.num_prompt_tokens)
-        if file is not None:
-            request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", file)
+        state_pages = sequence.state_pages(request.num_prompt_tokens)
+        if state_pages is not None:
+            request.transfer.pinned_checkpoint = state.cache.pin(f"state of {request.id}", state_pages)
 
 
 def offer_prompt(state: SchedulerState, request: Request) -> None:
@@ -101,8 +101,8 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
     )
     reference = side.offer(made)
     request.transfer.offered = PromptOffer(made, reference)
-    hold = state.cache.pin(f"KV export of {request.id}", made.all_pages)
-    state.transfers.offers[reference] = OpenLease(hold, request.spec.client, request.id)
+    pin = state.cache.pin(f"KV export of {request.id}", made.all_pages)
+    state.transfers.offers[reference] = OpenLease(pin, request.spec.client, request.id)
 
 
 def withdraw_offers(state: SchedulerState, matches: Callable[[RequestId], bool]) -> None:
@@ -123,5 +123,5 @@ def withdraw(state: SchedulerState, reference: str) -> None:
 def release_offer(state: SchedulerState, ended: LeaseEnded) -> None:
     leased = state.transfers.offers.pop(ended.remote_request_id, None)
     if leased is not None:
-        state.cache.unpin(leased.hold)
+        state.cache.unpin(leased.pin)
         state.counters.expired_offers += ended.state == "expired"

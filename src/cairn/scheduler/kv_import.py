@@ -1,6 +1,6 @@
 """Pages from another server: asked for while a request waits, and used as if they had been computed here.
 
-WAITING -> FETCHING   look up; share what is there, pages for the rest and a file for the state; pull
+WAITING -> FETCHING   look up; share what is there, pages for the rest and for the state; pull
 FETCHING -> READY     confirmed: into the tree, and on as after a hit of its own
 FETCHING -> WAITING   it failed: compute (or end with an error, as --kv-transfer-config says)
 
@@ -21,7 +21,7 @@ from cairn.scheduler.transfers import Fetch, content_name
 from cairn.transfer.contract import ContentName, KvSource, PagesFree, PullEnded, PullId, PullSpec
 from cairn.types import Pages
 
-MAX_OVERTAKEN = 64
+MAX_BYPASSED = 64
 """Requests that may come in before one that finds no pages for its fetch: then it is computed here, in its turn."""
 
 MAX_RELEASES = 256
@@ -43,17 +43,17 @@ def start_pulls(state: SchedulerState) -> bool:
     transfers, changed = state.transfers, False
     while (request := state.waiting.fetches.head) is not None and (source := request.transfer.source) is not None:
         if len(transfers.fetching) + len(transfers.ready) >= state.config.max_num_seqs:
-            request.transfer.num_overtaken = 0
+            request.transfer.num_bypassed = 0
             break
         if not _start(state, request, source):
-            if request.transfer.num_overtaken < MAX_OVERTAKEN and not _is_alone(state, request):
+            if request.transfer.num_bypassed < MAX_BYPASSED and not _nothing_else_can_free_pages(state, request):
                 break
             _compute_here(state, request, source)
         changed = True
     return changed
 
 
-def _is_alone(state: SchedulerState, request: Request) -> bool:
+def _nothing_else_can_free_pages(state: SchedulerState, request: Request) -> bool:
     """Whether nothing is going to make room for its fetch: cached pages cannot give way to it, and have to be computed
     in smaller shares."""
     if state.running or state.ending or state.cache.pinned.steps or state.transfers.is_open:
@@ -66,11 +66,11 @@ def _compute_here(state: SchedulerState, request: Request, source: KvSource) -> 
     release_source(state, source)
 
 
-def count_overtaken(state: SchedulerState, request: Request) -> None:
+def count_bypassed(state: SchedulerState, request: Request) -> None:
     """`request` comes in from the queue, perhaps before one that waits for pages for its fetch."""
     first = state.waiting.fetches.head
     if first is not None and first.sort_key < request.sort_key:
-        first.transfer.num_overtaken += 1
+        first.transfer.num_bypassed += 1
 
 
 def _start(state: SchedulerState, request: Request, source: KvSource) -> bool:
@@ -87,20 +87,20 @@ def _start(state: SchedulerState, request: Request, source: KvSource) -> bool:
         cache.discard(sequence)
         _compute_here(state, request, source)
         return True
-    if not cache.could_extend(sequence, length, num_files=1, besides=_pages_before(state, request)):
+    if not cache.could_extend(sequence, length, num_states=1, reserved_pages=_pages_before(state, request)):
         cache.discard(sequence)
         return False
     cache.explain(sequence)
     copies = cache.extend(sequence, length)
-    file = cache.force_checkpoint(sequence, length) if copies is not None else None
-    if copies is None or file is None:
+    state_pages = cache.force_checkpoint(sequence, length) if copies is not None else None
+    if copies is None or state_pages is None:
         cache.discard(sequence)
         return False
     state.waiting.remove(request)
     request.transfer.source, request.sequence = None, sequence
     request.set_phase(Phase.FETCHING)
     assert state.transfers.side is not None
-    pull = state.transfers.side.pull(_pull_spec(request, source, sequence, file))
+    pull = state.transfers.side.pull(_pull_spec(request, source, sequence, state_pages))
     state.transfers.fetching[pull] = Fetch(request, source, copies, state.clock.now())
     return True
 
@@ -115,12 +115,12 @@ def _pages_before(state: SchedulerState, request: Request) -> int:
     return num_pages
 
 
-def _pull_spec(request: Request, source: KvSource, sequence: SequenceBlocks, file: Pages) -> PullSpec:
+def _pull_spec(request: Request, source: KvSource, sequence: SequenceBlocks, state_pages: Pages) -> PullSpec:
     length, start = request.num_prompt_tokens, _fetch_start(sequence)
     pages = (
         sequence.blocks.span(start, length)[0] if sequence.blocks.groups and start < length else np.zeros(0, np.int32)
     )
-    return PullSpec(request.id, source, content_name(request), request.spec.prompt, start, pages, file)
+    return PullSpec(request.id, source, content_name(request), request.spec.prompt, start, pages, state_pages)
 
 
 def _fetch_start(sequence: SequenceBlocks) -> int:
@@ -196,7 +196,7 @@ def _quarantine(state: SchedulerState, pull: PullId, request: Request) -> None:
     sequence = request.sequence
     assert sequence is not None
     start, length = _fetch_start(sequence), request.num_prompt_tokens
-    pages = [sequence.files[length].pages]
+    pages = [sequence.pending_states[length].pages]
     if sequence.blocks.groups and start < length:
         pages += sequence.blocks.span(start, length)
     state.transfers.quarantine[pull] = state.cache.pin(f"quarantined after {request.id}", np.concatenate(pages))
@@ -215,9 +215,9 @@ def cancel_fetch(state: SchedulerState, request: Request) -> None:
 
 
 def release_quarantine(state: SchedulerState, free: PagesFree) -> None:
-    hold = state.transfers.quarantine.pop(free.pull, None)
-    if hold is not None:
-        state.cache.unpin(hold)
+    pin = state.transfers.quarantine.pop(free.pull, None)
+    if pin is not None:
+        state.cache.unpin(pin)
 
 
 def cancel_slow_fetch(state: SchedulerState) -> None:
@@ -248,7 +248,7 @@ def requeue_youngest_fetched(state: SchedulerState, before: Request | None = Non
     return True
 
 
-def blame_failed_pull(request: Request, sequence: SequenceBlocks) -> None:
+def set_failed_pull_reason(request: Request, sequence: SequenceBlocks) -> None:
     """Say so in the reason when a hit is shorter because another server did not deliver."""
     if request.transfer.remote_failed and sequence.hit < request.num_prompt_tokens:
-        sequence.blame(Reason.REMOTE_FAILED)
+        sequence.set_miss_reason(Reason.REMOTE_FAILED)

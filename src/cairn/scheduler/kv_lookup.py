@@ -48,12 +48,12 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
     pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(position)])
     checkpoints = () if checkpoint is None else (OfferedCheckpoint(sequence.hit, checkpoint),)
     offer = Offer(purpose, name, keys[:position], pages, checkpoints)
-    has_room = state.num_leases < state.transfers.quota.max_leases
-    if not of_use or not has_room or not side.has_room(LeaseDemand(offer.all_pages), pages_to_lease(state)):
+    can_lease = state.num_leases < state.transfers.quota.max_leases
+    if not of_use or not can_lease or not side.fits(LeaseDemand(offer.all_pages), pages_to_lease(state)):
         side.answer_lookup(request.lookup, None)
     else:
         reference = side.answer_lookup(request.lookup, offer)
         if reference is not None:
-            hold = cache.pin(f"leased after {purpose}", offer.all_pages)
-            state.transfers.offers[reference] = OpenLease(hold)
+            pin = cache.pin(f"leased after {purpose}", offer.all_pages)
+            state.transfers.offers[reference] = OpenLease(pin)
     cache.discard(sequence)

@@ -11,7 +11,7 @@ from itertools import chain
 
 from cairn.errors import InvalidRequest, LeasesFull
 from cairn.scheduler.finish import finish
-from cairn.scheduler.kv_export import has_room, num_pages
+from cairn.scheduler.kv_export import fits_leases, num_pages
 from cairn.scheduler.request import Phase, Request, Spec
 from cairn.scheduler.state import SchedulerState
 
@@ -72,13 +72,13 @@ def reject_overdue(state: SchedulerState) -> list[Request]:
     ]
     if not overdue:
         return []
-    besides = 0
+    reserved_pages = 0
     for request in sorted(waiting, key=lambda request: request.sort_key):
-        if not has_room(state, request, besides):
+        if not fits_leases(state, request, reserved_pages):
             break
         # slots or pages are what it waits for by now, as all others do
         _set_since(state, request, None)
-        besides += num_pages(state, request)
+        reserved_pages += num_pages(state, request)
     overdue = [request for request in overdue if request.transfer.no_lease_room_since is not None]
     for request in overdue:
         request.outcome.failure = (

@@ -73,11 +73,11 @@ class ParallelSampling:
         return group is not None and group.leader is request and group.checkpoint is None
 
     def pin_checkpoint(self, request: Request) -> None:
-        """The state at the prompt's end is there, restored or in a file that a step has written: pin it if needed."""
+        """The state at the prompt's end is there, restored or in pages that a step has written: pin it if needed."""
         sequence, position = request.sequence, request.num_prompt_tokens
         if not self.needs_checkpoint(request) or sequence is None:
             return
-        pages = sequence.state_file(position)
+        pages = sequence.state_pages(position)
         if pages is not None:
             pin = self._cache.pin(f"prompt end of {request.id}", pages, for_requests=True)
             self._groups[request].checkpoint = pin

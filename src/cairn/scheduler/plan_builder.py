@@ -71,7 +71,7 @@ class PlanBuilder:
         self._admits.append(
             Admit(
                 slot=request.slot,
-                tables=tuple(table.take_changes()[1] for table in sequence.tables),
+                tables=tuple(table.drain_updates()[1] for table in sequence.tables),
                 sampling=spec.sampling,
                 num_prompt_tokens=request.num_prompt_tokens,
                 history=sequence.keys if spec.sampling.needs_history else None,
@@ -113,7 +113,7 @@ class PlanBuilder:
         self.add_sample(request, position)
 
     def add_sample(self, request: Request, position: int) -> None:
-        """The token at absolute position `position` is drawn; no stop token before `min_tokens` have been."""
+        """The token at absolute position `position` is sampled; no stop token before `min_tokens` have been."""
         bans_stop_tokens = position - request.num_prompt_tokens < request.spec.min_tokens
         self._samples.append((request.slot, position, bans_stop_tokens))
         request.sampling_step = self.step
@@ -151,5 +151,5 @@ class PlanBuilder:
         assert request.sequence is not None
         for group, table in enumerate(request.sequence.tables):
             if table.num_sent < table.length:
-                first, pages = table.take_changes()
+                first, pages = table.drain_updates()
                 self._table_updates.append(TableUpdate(request.slot, group, first, pages))

@@ -48,7 +48,7 @@ def make_room(state: SchedulerState, request: Request, num_tokens: int) -> list[
 def preempt(state: SchedulerState, victim: Request, preemptor: Request, needed_pages: int) -> None:
     """Send `victim` back to the queue; what it computed becomes ordinary cached pages.
 
-    Its state is saved first if the file can be had beyond the `needed_pages` of the preemptor, and is smaller than
+    Its state is saved first if the pages can be had beyond the `needed_pages` of the preemptor, and is smaller than
     the victim's own pages (otherwise computing again is cheaper than what it would push out).
     """
     sequence, cache = victim.sequence, state.cache
@@ -61,7 +61,7 @@ def preempt(state: SchedulerState, victim: Request, preemptor: Request, needed_p
     size = cache.layout.pages_per_checkpoint
     own = sum(len(pages) for pages in sequence.pages) - cache.layout.pages_for(sequence.matched)
     position = victim.num_computed
-    worth_it = position > sequence.hit and size < own and position not in sequence.files
+    worth_it = position > sequence.hit and size < own and position not in sequence.pending_states
     if worth_it and cache.make_room(needed_pages + size):
         if cache.reserve_checkpoint(sequence, CheckpointPoint(position, Kind.PREEMPTION)) is not None:
             state.pending_saves[victim] = position

@@ -119,7 +119,7 @@ class RequestStats:
     tokens that were computed here. `max_computed`: the most tokens it had computed when it gave back its pages.
     `preempted_by`: requests that have preempted this one, each once at most, and `num_preemptions` how often it was.
     `sent_back_at`: how many tokens it had when it last went back to the queue though it was the oldest, which it does
-    again only when it has more. `saved_answer_end`: whether the state at the answer's end has been given a file.
+    again only when it has more. `saved_answer_end`: whether the state at the answer's end has been given pages.
     `is_parallel_sample`: another answer has brought its prompt into the counters.
     """
 
@@ -155,7 +155,7 @@ class RequestOutcome:
 class RequestTransfer:
     """A request's part in transfers between servers; all of it default for one that has none.
 
-    Import: `source`, the spec's until it has been asked; `num_overtaken`: requests that came in before this one while
+    Import: `source`, the spec's until it has been asked; `num_bypassed`: requests that came in before this one while
     it found no pages for its fetch; `pulled`: what the source gave, `pull_seconds` how long that took; `remote_failed`:
     the source had promised more and did not deliver.
     Export: `no_lease_room_since`: seconds, when the leases were found to leave no room for its prompt;
@@ -163,7 +163,7 @@ class RequestTransfer:
     """
 
     source: KvSource | None = None
-    num_overtaken: int = 0
+    num_bypassed: int = 0
     pulled: PullEnded | None = None
     pull_seconds: float = 0.0
     remote_failed: bool = False

@@ -275,9 +275,9 @@ class Scheduler:
             else:
                 self._apply_sequence(ScheduledSequence(request, end - 1, end, samples=True, is_decode=True), tokens)
         for scheduled in builder.scheduled:
-            news = self._apply_sequence(scheduled, tokens)
-            if news is not None:
-                progress.append(news)
+            update = self._apply_sequence(scheduled, tokens)
+            if update is not None:
+                progress.append(update)
         state.cache.release_step(builder.step)
         return progress
 
@@ -305,12 +305,12 @@ class Scheduler:
             state.cache.commit(request.sequence, scheduled.end, scheduled.checkpoint_positions)
         if request.num_computed >= num_prompt and state.parallel_sampling.is_leader(request):
             state.parallel_sampling.queue_others(request)
-        news = None
+        progress = None
         if request.phase is Phase.RUNNING and sampled is not None:
-            news = self._take_token(request, sampled)
+            progress = self._take_token(request, sampled)
         if request.phase in (Phase.FINISHING, Phase.PREEMPTING) and request.num_in_flight == 0:
             release_or_save(state, request)
-        return news
+        return progress
 
     def _take_token(self, request: Request, sampled: SampledToken) -> Progress:
         assert request.sequence is not None

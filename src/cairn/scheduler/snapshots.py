@@ -1,4 +1,4 @@
-"""Which states a step writes to checkpoint files: of requests that are ending, and within its rows."""
+"""Which states a step writes to the pool: of requests that are ending, and within its rows."""
 
 from collections.abc import Iterable
 
@@ -16,7 +16,7 @@ def add_saves(state: SchedulerState, builder: PlanBuilder) -> None:
         if position is None or request.num_in_flight:
             continue
         assert request.sequence is not None
-        builder.saves.append(Save(request.slot, request.sequence.files[position].pages))
+        builder.saves.append(Save(request.slot, request.sequence.pending_states[position].pages))
         builder.scheduled.append(ScheduledSequence(request, position, position, checkpoint_positions=[position]))
         del state.pending_saves[request]
         request.num_in_flight += 1
@@ -43,14 +43,14 @@ def _add_for_others(state: SchedulerState, builder: PlanBuilder, scheduled: Sche
     """States that other servers, other answers or other requests are going to start from."""
     request = scheduled.request
     assert request.sequence is not None
-    files, end = request.sequence.files, request.num_prompt_tokens
+    pending, end = request.sequence.pending_states, request.num_prompt_tokens
     is_exported = request.spec.role.kv_export and request.transfer.pinned_checkpoint is None
-    is_needed = is_exported or (state.parallel_sampling.needs_checkpoint(request) and end in files)
+    is_needed = is_exported or (state.parallel_sampling.needs_checkpoint(request) and end in pending)
     if is_needed and scheduled.start < end <= scheduled.end:
-        _add(builder, scheduled, end, files[end].pages)
+        _add(builder, scheduled, end, pending[end].pages)
     for position in state.in_flight.positions_to_save(request, scheduled.start, scheduled.end):
         if position not in scheduled.checkpoint_positions:
-            _add(builder, scheduled, position, files[position].pages)
+            _add(builder, scheduled, position, pending[position].pages)
 
 
 def _wanted(

@@ -72,7 +72,7 @@ class RequestObserver(Protocol):
     def submitted(self, request: Request) -> None: ...
 
     def planned(self, builder: PlanBuilder) -> None:
-        """A step is complete: its rows, and the files for the checkpoints that they keep."""
+        """A step is complete: its rows, and the pages of the checkpoints that they keep."""
         ...
 
     def ended(self, request: Request) -> None:

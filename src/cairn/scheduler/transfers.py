@@ -53,7 +53,7 @@ class OpenLease:
     """What is held for another server. `client`: whose KV export it is, `request_id` of which request; both None of
     what was asked for by content."""
 
-    hold: PagePin
+    pin: PagePin
     client: str | None = None
     request_id: RequestId | None = None
 

@@ -44,9 +44,9 @@ def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted, block_
     """What to read by a grant, in own pages of `block_size` tokens; None when the grant does not follow from the claim
     or contradicts itself."""
     source, end, start = spec.source, granted.position, spec.start
-    pages, file = unpack_pages(granted.pages), unpack_pages(granted.checkpoint)
+    pages, state_pages = unpack_pages(granted.pages), unpack_pages(granted.checkpoint)
     has_state = granted.checkpoint_position is not None
-    if pages is None or file is None or has_state != bool(len(file)):
+    if pages is None or state_pages is None or has_state != bool(len(state_pages)):
         return None
     if granted.checkpoint_position is not None and not 0 < granted.checkpoint_position <= end:
         return None
@@ -66,8 +66,8 @@ def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted, block_
     if len(pages) != num_range_pages(start, end, peer.geometry.block_size):
         return None
     own = spec.pages[: num_range_pages(start, end, block_size)]
-    files = (file, spec.checkpoint) if has_state else (None, None)
-    return ReadOrder(pull, peer, start, end, pages, own, *files)
+    state_pages = (state_pages, spec.checkpoint) if has_state else (None, None)
+    return ReadOrder(pull, peer, start, end, pages, own, *state_pages)
 
 
 def _end(spec: PullSpec) -> int:

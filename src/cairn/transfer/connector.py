@@ -44,14 +44,14 @@ class Connector:
         """Whether a peer may be reading from here: then the links need `progress`."""
         return self._leases.may_be_read
 
-    def has_room(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
-        return self._leases.has_room(demand, promised)
+    def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
+        return self._leases.fits(demand, promised)
 
     def offer(self, offer: Offer, nonce: bytes | None = None) -> str:
         """`nonce`: 16 unpredictable bytes, never used before. An offer that does not fit under the cap ends at once:
         whoever made it has miscounted, and all other leases go on."""
         nonce = self._leases.new_nonce() if nonce is None else nonce
-        if not self._leases.has_room(LeaseDemand(offer.all_pages)):
+        if not self._leases.fits(LeaseDemand(offer.all_pages)):
             logger.error("%s: %d pages do not fit under the leases' cap", offer.request_id, len(offer.all_pages))
             return self._ended_at_once(offer, nonce)
         return remote_request_id(offer.request_id, self._leases.offer(offer, nonce))

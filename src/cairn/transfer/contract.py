@@ -83,7 +83,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class OfferedCheckpoint:
-    """A checkpoint file that resumes the sequence at `position`."""
+    """The pages of a checkpoint that resumes the sequence at `position`."""
 
     position: int
     pages: Pages
@@ -154,7 +154,7 @@ class PullSpec:
     """What to pull of `keys` from `source`, and where to.
 
     `pages` cover the tokens [start, len(keys)), or are empty when no page is needed; `start` is a multiple of the own
-    block size, or len(keys). `checkpoint`: the file for the state, None when none is needed. A lease delivers all of
+    block size, or len(keys). `checkpoint`: the pages for the state, None when none is needed. A lease delivers all of
     it. Without a lease the source may deliver less: tokens up to its `end` or a multiple of 64 beyond `start`, and a
     state only where it has one.
     `release_only`: nothing is needed; the lease is given back unused. `request_id`: the own request's, for messages.
@@ -237,7 +237,7 @@ NO_DEMAND = LeaseDemand()
 class SchedulerSide(Protocol):
     """The connector as the scheduler sees it."""
 
-    def has_room(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
+    def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
         """Whether one offer of `demand` fits under the cap of all leases, beside them and what is `promised`: pages
         that are going to be leased, too. A page counts once. While nothing is leased or promised, one offer may exceed
         the cap: a long prompt must be served, too. `leases.LeasedPages` owns this rule."""
@@ -250,7 +250,7 @@ class SchedulerSide(Protocol):
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
         """Answer a `LookupRequest`; None: nothing is cached. `offer.keys` are the cached tokens up to a mark or the end
-        of the request; call `has_room` first. The offer is leased to the server that asked, and ends in exactly one
+        of the request; call `fits` first. The offer is leased to the server that asked, and ends in exactly one
         `LeaseEnded`, at once when the answer comes too late. Returns its `remote_request_id`, as `offer` does."""
 
     def pull(self, spec: PullSpec) -> PullId:
@@ -265,8 +265,8 @@ class SchedulerSide(Protocol):
 
 class ReadOrder(msgspec.Struct, frozen=True, tag="read", eq=False):
     """What a pull reads of a peer, the same for all ranks: tokens [start, end) from its `remote_pages` into the own
-    `local_pages`, which cover them in each side's block size, and its checkpoint into the own file, or None. Each rank
-    reads its share."""
+    `local_pages`, which cover them in each side's block size, and its checkpoint into the own state pages, or None.
+    Each rank reads its share."""
 
     pull: Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
     peer: Peer

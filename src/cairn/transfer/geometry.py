@@ -4,16 +4,16 @@
     local    the server that reads; everything here is for one of its ranks
     unit     what tensor parallelism shares out: a key-value head, or a unit of the recurrent state
     page     [unit][layer][k|v][token][dim]      the units of a rank are contiguous
-    file     [header | unit 0 | unit 1 | ...]    a checkpoint, cut into pages anywhere, by each side's page size
+    state    [header | unit 0 | unit 1 | ...]    a checkpoint, cut into pages anywhere, by each side's page size
     slot     the local units of one remote page, as they lie in staging
 
-Units are dealt to ranks in order; with fewer units than ranks, neighbouring ranks have the same one. Where several
+Units are assigned to ranks in order; with fewer units than ranks, neighbouring ranks have the same one. Where several
 remote ranks have a unit, the local ranks are spread evenly over them. `pair` works that out once per peer; from it
 follow, for each request:
 
     equal block sizes     page_reads: straight into the local pages
     unequal block sizes   staging_reads into slots, then lay_out(staging_copies)
-    checkpoint            file_reads
+    checkpoint            state_reads
 """
 
 from dataclasses import dataclass
@@ -42,7 +42,7 @@ class ModelUnits:
 
 
 class Ranges(NamedTuple):
-    """Byte ranges, int64 [n] each: offsets in a remote page and its slot, or in two files."""
+    """Byte ranges, int64 [n] each: offsets in a remote page and its slot, or in two states."""
 
     remote: _Array
     local: _Array
@@ -51,11 +51,11 @@ class Ranges(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSource:
-    """Byte ranges to read from remote rank `rank`: of each page, and of a checkpoint file. Either may be empty."""
+    """Byte ranges to read from remote rank `rank`: of each page, and of a state. Either may be empty."""
 
     rank: int
     page: Ranges
-    file: Ranges
+    state: Ranges
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -105,22 +105,22 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
     if not 0 <= rank < local.tp_size:
         raise ConfigError(f"rank {rank} is none of the {local.tp_size} of --tensor-parallel-size")
     check_checkpoint_dtypes(remote, local)
-    _check_files(model, remote, local)
+    _check_states(model, remote, local)
     runs = 2 * model.attention_layers if model.kv_heads else 0
     row_bytes = _checked_row_bytes(model, remote, local) if runs else 0
     if not runs:
         _check_equal("page_bytes of a model without attention", remote.page_bytes, local.page_bytes)
     slot_bytes = local.page_units * runs * remote.block_size * row_bytes
     pages = _page_ranges(model, remote, local, rank, runs * remote.block_size * row_bytes)
-    files = _file_ranges(model, remote, local, rank)
+    states = _state_ranges(model, remote, local, rank)
     nothing = Ranges(*np.zeros((3, 0), np.int64))
     sources = tuple(
         RankSource(
             rank=each,
             page=_cut(pages.get(each, nothing), remote.page_bytes, local.page_bytes),
-            file=_cut(files.get(each, nothing), remote.page_bytes, local.page_bytes),
+            state=_cut(states.get(each, nothing), remote.page_bytes, local.page_bytes),
         )
-        for each in sorted(pages.keys() | files.keys())
+        for each in sorted(pages.keys() | states.keys())
     )
     return Pairing(remote, local, sources, slot_bytes, runs, row_bytes)
 
@@ -141,7 +141,7 @@ def _units_per_rank(what: str, total: int, tp_size: int) -> int:
     return max(1, total // tp_size)
 
 
-def _check_files(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry) -> None:
+def _check_states(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry) -> None:
     unit_bytes = []
     for name, side in (("the peer's", remote), ("the own", local)):
         held = _units_per_rank("state units", model.state_units, side.tp_size) if model.state_units else 0
@@ -192,8 +192,8 @@ def _page_ranges(
     return _by_rank(owner, Ranges(index * unit_bytes, np.arange(len(owner)) * unit_bytes, size))
 
 
-def _file_ranges(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int) -> dict[int, Ranges]:
-    """Of a checkpoint file: by remote rank the runs that this rank needs."""
+def _state_ranges(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int) -> dict[int, Ranges]:
+    """Of a state: by remote rank the runs that this rank needs."""
     header, held = local.header_bytes, local.state_units if model.state_units else 0
     owner, index = _owners(max(1, model.state_units), remote.tp_size, local, held, rank)
     unit_bytes = local.state_bytes // max(1, held)
@@ -331,24 +331,27 @@ def _reads_into(pairing: Pairing, remote_pages: Pages, local_pages: _Array) -> d
     return reads
 
 
-def file_reads(pairing: Pairing, remote_file: Pages, local_file: Pages) -> dict[int, Descriptors]:
-    """By remote rank the reads that fill a checkpoint file. `remote_file` lists the pages of the file on every remote
-    rank, `local_file` on every local one. Raises ValueError for lists of another length."""
-    for name, pages, side in (("remote_file", remote_file, pairing.remote), ("local_file", local_file, pairing.local)):
+def state_reads(pairing: Pairing, remote_state: Pages, local_state: Pages) -> dict[int, Descriptors]:
+    """By remote rank the reads that fill a state's pages. `remote_state` lists those on every remote
+    rank, `local_state` on every local one. Raises ValueError for lists of another length."""
+    for name, pages, side in (
+        ("remote_state", remote_state, pairing.remote),
+        ("local_state", local_state, pairing.local),
+    ):
         need = max(1, -(-(side.header_bytes + side.state_bytes) // side.page_bytes))
         if len(pages) != need:
             raise ValueError(f"{name} lists {len(pages)} pages, a checkpoint takes {need}")
     reads = {}
     for source in pairing.sources:
-        if len(source.file.num_bytes):
-            remote, remote_offset = np.divmod(source.file.remote, pairing.remote.page_bytes)
-            local, local_offset = np.divmod(source.file.local, pairing.local.page_bytes)
+        if len(source.state.num_bytes):
+            remote, remote_offset = np.divmod(source.state.remote, pairing.remote.page_bytes)
+            local, local_offset = np.divmod(source.state.local, pairing.local.page_bytes)
             reads[source.rank] = Descriptors(
-                remote_page=remote_file.astype(np.int64)[remote],
+                remote_page=remote_state.astype(np.int64)[remote],
                 remote_offset=remote_offset,
-                local_page=local_file.astype(np.int64)[local],
+                local_page=local_state.astype(np.int64)[local],
                 local_offset=local_offset,
-                num_bytes=source.file.num_bytes,
+                num_bytes=source.state.num_bytes,
             )
     return reads
 

@@ -123,8 +123,8 @@ class LeasedPages:
         """Distinct pages that are leased."""
         return self._num_pages
 
-    def has_room(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
-        """See `contract.SchedulerSide.has_room`."""
+    def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
+        """See `contract.SchedulerSide.fits`."""
         if not (self._num_pages or promised):
             return True
         total = promised + demand
@@ -200,10 +200,10 @@ class LeaseTable:
         given up cannot reuse its own pages before its reads have ended, and some links need this side for that."""
         return bool(self._active) or self._clock.now() < self._read_until
 
-    def has_room(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
-        """See `contract.SchedulerSide.has_room`."""
+    def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
+        """See `contract.SchedulerSide.fits`."""
         self.expire()
-        return self._pages.has_room(demand, promised)
+        return self._pages.fits(demand, promised)
 
     def new_nonce(self) -> bytes:
         """A nonce for `offer`, for whoever must know it before."""
@@ -211,8 +211,8 @@ class LeaseTable:
 
     def offer(self, offer: Offer, nonce: bytes | None = None) -> bytes:
         """Lease these pages from now on. `nonce`: 16 unpredictable bytes that were never used before; None makes them.
-        Returns the nonce. Call `has_room` first."""
-        if not self.has_room(LeaseDemand(offer.all_pages)):
+        Returns the nonce. Call `fits` first."""
+        if not self.fits(LeaseDemand(offer.all_pages)):
             raise AssertionError(f"{offer.request_id}: {len(offer.all_pages)} pages do not fit under the leases' cap")
         nonce = self.new_nonce() if nonce is None else nonce
         if len(nonce) != NONCE_BYTES or nonce in self._active or nonce in self._past:
@@ -223,7 +223,7 @@ class LeaseTable:
         return nonce
 
     def grant(self, claim: Claim, offer: Offer, nonce: bytes | None = None) -> Granted:
-        """Lease an offer to a claim that came without a lease and matches all of it. Call `has_room` first."""
+        """Lease an offer to a claim that came without a lease and matches all of it. Call `fits` first."""
         return self._grant(self._active[self.offer(offer, nonce)], claim, offer, len(offer.keys))
 
     def repeat_grant(self, claim: Claim, nonce: bytes) -> Granted | Refused:

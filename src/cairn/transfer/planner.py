@@ -1,7 +1,7 @@
 """A read order cut into pieces that a link can read, for any pair of sizes, and the staging pages for that.
 
 equal sizes             one piece: page for page, one descriptor each, so that a link's prepared lists serve
-other numbers of ranks  one piece: `geometry.page_reads` and `file_reads`, straight into the own pages
+other numbers of ranks  one piece: `geometry.page_reads` and `state_reads`, straight into the own pages
 other block sizes       a piece with the checkpoint, and pieces of whole remote pages that are read into staging
 
     rows of the rank's pool   [0, num_pages) the scheduler's | [num_pages, ...) staging: buffer 0 | buffer 1 | ...
@@ -24,11 +24,11 @@ from cairn.transfer.geometry import (
     ModelUnits,
     Pairing,
     check_page_list,
-    file_reads,
     page_reads,
     pair,
     staging_copies,
     staging_reads,
+    state_reads,
 )
 from cairn.transfer.links.contract import Descriptors, LinkError
 from cairn.transfer.memory import PoolMemory
@@ -197,7 +197,7 @@ def whole_pages(rank: int, page_bytes: int) -> Planner:
     """The planner of equal sizes: page for page, one descriptor each, from the peer's rank of the same number."""
 
     def plan(order: ReadOrder) -> Sequence[Piece]:
-        pairs = [(order.remote_pages, order.local_pages), *_files(order)]
+        pairs = [(order.remote_pages, order.local_pages), *_state_pages(order)]
         for remote, local in pairs:
             if len(remote) != len(local):
                 raise LinkError(f"the peer gives {len(remote)} pages where {len(local)} were expected")
@@ -241,7 +241,7 @@ class PairedPages:
             raise LinkError(f"the peer's pages do not fit what is to be read: {error}") from error
 
     def _pieces(self, pairing: Pairing, order: ReadOrder) -> Sequence[Piece]:
-        reads = [read for files in _files(order) for read in file_reads(pairing, *files).items()]
+        reads = [read for state_pages in _state_pages(order) for read in state_reads(pairing, *state_pages).items()]
         if not pairing.staged:
             pages = page_reads(pairing, order.start, order.end, order.remote_pages, order.local_pages)
             return [DirectPiece([*pages.items(), *reads])]
@@ -267,7 +267,7 @@ class PairedPages:
         return known
 
 
-def _files(order: ReadOrder) -> list[tuple[Pages, Pages]]:
+def _state_pages(order: ReadOrder) -> list[tuple[Pages, Pages]]:
     """The checkpoint's pages on both sides, where there is one to read."""
     if order.remote_checkpoint is None or order.local_checkpoint is None:
         return []

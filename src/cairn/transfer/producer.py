@@ -121,7 +121,7 @@ class ContentLookups:
         found = self._open.get(lookup)
         if found is None:
             return False
-        fits = len(offer.keys) > found.claim.start and self._leases.has_room(LeaseDemand(offer.all_pages))
+        fits = len(offer.keys) > found.claim.start and self._leases.fits(LeaseDemand(offer.all_pages))
         if fits and match_claim(found.claim, offer, self._layout) != len(offer.keys):
             if found.claim.end is None:
                 raise AssertionError(f"{offer.request_id}: {len(offer.keys)} tokens are at no mark of the claim")

@@ -12,7 +12,7 @@ from cairn.errors import InvalidRequest
 from cairn.types import Boundary, Keys, SamplingParams
 
 MAX_BREAKPOINTS = 4
-"""Places that one request may have held, as at Anthropic."""
+"""Places that one request may have retained, as at Anthropic."""
 
 MAX_ANSWERS = 128
 """Most answers to one prompt."""
@@ -36,8 +36,8 @@ MAX_PATTERN_SIZE = 4096
 MAX_IMAGE_AREA = 1 << 24
 """Most pixels that a request may have an image resized to, where its checkpoint does not allow more."""
 
-MAX_HOLD_SECONDS = 3600
-"""The longest that a place may be held without being used."""
+MAX_RETAIN_SECONDS = 3600
+"""The longest that a place may be retained without being used."""
 
 
 @dataclass(frozen=True, slots=True)

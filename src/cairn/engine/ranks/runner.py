@@ -6,11 +6,11 @@
     |========= the ranks find each other, and each loads its share =====|
     |<------------------------- RankLoaded-|  or BuildRefused
     |========= on GPUs: the largest step, and two graphs ===============|
-    |<------------------------ RankReached-|  while each of these is out: who is missing is missed here
-    |<--------------------------- RankRoom-|
+    |<------------------------ RankAtBarrier-|  while each of these is out: who is missing is missed here
+    |<------------------ RankAvailableMemory-|
     |-- RankSizes ------------------------>|  of the rank that has least room
     |========= on GPUs: graph after graph is captured ==================|
-    |<------------------------ RankReached-|  before and after each of them
+    |<------------------------ RankAtBarrier-|  before and after each of them
     |<-------------------------- RankReady-|
     |-- plan ----------------------------->|  on GPUs while the step before it is out
     |========= the step: partial sums are put together ================|
@@ -33,11 +33,11 @@ import zmq
 
 from cairn.engine.child_process import FINAL_FRAME_SECONDS, ChildProcess
 from cairn.engine.ranks.wire import (
+    RankAtBarrier,
+    RankAvailableMemory,
     RankConfig,
     RankLoaded,
-    RankReached,
     RankReady,
-    RankRoom,
     RankSizes,
     RankStarted,
     StepDone,
@@ -148,11 +148,11 @@ class Followers:
             messages.append(each.receive(wanted, left, what))
         return messages
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Waits until each has reached `what`. Raises as `Follower.receive` does."""
-        for reached in self.receive(RankReached, self._deadlines.ready, what):
-            if reached.what != what:
-                raise EngineDead(f"a rank is {reached.what} while rank 0 is {what}")
+        for arrived in self.receive(RankAtBarrier, self._deadlines.ready, what):
+            if arrived.what != what:
+                raise EngineDead(f"a rank is {arrived.what} while rank 0 is {what}")
 
     def send_sizes(self, sizes: RankSizes) -> None:
         frame = frames_of_sizes().encode(sizes)
@@ -210,10 +210,10 @@ class RankedRunner(StepRunner):
             self._followers.post(plan)
             self.own.launch(plan)
 
-    def draw(self, step: int, masks: TokenMasks) -> None:
-        """Rank 0 draws, and tells the others. Raises as `launch` does."""
+    def sample(self, step: int, masks: TokenMasks) -> None:
+        """Rank 0 samples, and tells the others. Raises as `launch` does."""
         with self._handle_loss():
-            self.own.draw(step, masks)
+            self.own.sample(step, masks)
 
     def collect(self, step: int) -> StepResult:
         """Returns when every rank has carried the plan out. Raises as `launch` does."""
@@ -249,13 +249,18 @@ class LoadedRanks:
     """All ranks with their weights, and without memory. A context manager: unless `allocate` has been called in it, no
     process is left behind.
 
-    `room`: on GPUs, the bytes for pool and running states of the rank that has fewest.
+    `available_memory`: on GPUs, the bytes for pool and running states of the rank that has fewest.
     """
 
     def __init__(
-        self, config: RankConfig, own: LoadedRank, followers: Followers, deadlines: RankDeadlines, room: int | None
+        self,
+        config: RankConfig,
+        own: LoadedRank,
+        followers: Followers,
+        deadlines: RankDeadlines,
+        available_memory: int | None,
     ) -> None:
-        self.room = room
+        self.available_memory = available_memory
         self._config = config
         self._own = own
         self._followers = followers
@@ -266,7 +271,7 @@ class LoadedRanks:
         """A runner with memory of these sizes on every rank. Raises ConfigError, ModelError and EngineDead, as
         `load_ranks` does."""
         self._followers.send_sizes(sizes)
-        own = self._own.allocate(sizes, observe, self._followers.meet)
+        own = self._own.allocate(sizes, observe, self._followers.barrier)
         self._followers.receive(RankReady, self._deadlines.ready, "built")
         self._runner = RankedRunner(own, self._followers, self._config.step_seconds)
         return self._runner
@@ -300,14 +305,14 @@ def load_ranks(
         own = LoadedRank(config, device)
         # Before the first step together: whoever has refused would be waited for in it.
         followers.receive(RankLoaded, deadlines.ready, "loaded")
-        room = _least_room(own, followers, deadlines) if own.device.is_gpu else None
+        available_memory = _least_available_memory(own, followers, deadlines) if own.device.is_gpu else None
     except BaseException:
         followers.close(kill=True)
         raise
-    return LoadedRanks(config, own, followers, deadlines, room)
+    return LoadedRanks(config, own, followers, deadlines, available_memory)
 
 
-def _least_room(own: LoadedRank, followers: Followers, deadlines: RankDeadlines) -> int:
-    room = own.measure_room(followers.meet)
-    rooms = followers.receive(RankRoom, deadlines.ready, "measured")
-    return min(room, *(each.num_bytes for each in rooms))
+def _least_available_memory(own: LoadedRank, followers: Followers, deadlines: RankDeadlines) -> int:
+    available_memory = own.measure_available_memory(followers.barrier)
+    others = followers.receive(RankAvailableMemory, deadlines.ready, "measured")
+    return min(available_memory, *(each.num_bytes for each in others))

@@ -1,8 +1,9 @@
 """What rank 0 and the other ranks tell each other: msgpack frames, arrays as raw little-endian bytes.
 
     rank 0 -> rank r   RankConfig (the first frame), RankSizes, then StepPlan after StepPlan
-    rank r -> rank 0   RankStarted, RankLoaded, on a GPU RankRoom, RankReady, then one StepDone for each plan;
-                       RankReached in between; BuildRefused or Fatal is the last word
+    rank r -> rank 0   RankStarted, RankLoaded, on a GPU RankAvailableMemory, RankReady, then one StepDone for each
+    plan;
+                       RankAtBarrier in between; BuildRefused or Fatal is the last word
 
 Tensors do not travel here: the ranks put their partial sums together among themselves (`layers.process_ranks`).
 """
@@ -87,13 +88,13 @@ class RankLoaded(msgspec.Struct, frozen=True, tag="loaded"):
     """The rank has joined the others and has its weights."""
 
 
-class RankReached(msgspec.Struct, frozen=True, tag="reached"):
+class RankAtBarrier(msgspec.Struct, frozen=True, tag="reached"):
     """The rank has launched, or done, what all ranks do together; `what` is the same on all of them."""
 
     what: _Text
 
 
-class RankRoom(msgspec.Struct, frozen=True, tag="room"):
+class RankAvailableMemory(msgspec.Struct, frozen=True, tag="room"):
     """The bytes that the rank's GPU has for its pool and its running states."""
 
     num_bytes: Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
@@ -109,7 +110,9 @@ class StepDone(msgspec.Struct, frozen=True, tag="done"):
     step: _Step
 
 
-ToRankZero: TypeAlias = RankStarted | RankLoaded | RankReached | RankRoom | RankReady | BuildRefused | StepDone | Fatal
+ToRankZero: TypeAlias = (
+    RankStarted | RankLoaded | RankAtBarrier | RankAvailableMemory | RankReady | BuildRefused | StepDone | Fatal
+)
 
 
 def frames_of_config() -> Frames[RankConfig]:
@@ -143,7 +146,7 @@ def frames_of_plans() -> Frames[StepPlan]:
 
 
 def follower_plan(plan: StepPlan) -> StepPlan:
-    """`plan` as the other ranks are told of it: rank 0 alone draws and encodes images, so what only that needs stays
+    """`plan` as the other ranks are told of it: rank 0 alone samples and encodes images, so what only that needs stays
     here."""
     admits = tuple(
         replace(

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING
 
 from cairn.engine.child_process import ParentLink, load_function, run_child
 from cairn.engine.ranks.wire import (
+    RankAtBarrier,
+    RankAvailableMemory,
     RankConfig,
     RankLoaded,
-    RankReached,
     RankReady,
-    RankRoom,
     RankSizes,
     RankStarted,
     StepDone,
@@ -42,7 +42,7 @@ from cairn.step import StepPlan
 from cairn.types import SystemClock
 
 if TYPE_CHECKING:
-    from cairn.engine.decode_capture import Meet
+    from cairn.engine.decode_capture import Barrier
     from cairn.engine.devices import Device
     from cairn.runner.runner import Observe, Runner
 
@@ -118,15 +118,15 @@ class LoadedRank:
             capture_for = partial(plan_capture, engine, make_graphs, graphs.max_model_len)
         self._loaded = LoadedModel(engine, opened, self.device, model, vision, capture_for)
 
-    def measure_room(self, meet: "Meet") -> int:
+    def measure_available_memory(self, barrier: "Barrier") -> int:
         """See `devices.LoadedModel`; all ranks do it at the same time."""
-        return self._loaded.measure_room(meet)
+        return self._loaded.measure_available_memory(barrier)
 
-    def allocate(self, sizes: RankSizes, observe: "Observe | None", meet: "Meet") -> "Runner":
+    def allocate(self, sizes: RankSizes, observe: "Observe | None", barrier: "Barrier") -> "Runner":
         """A runner with memory of these sizes and with graphs, the same on all ranks. Raises ConfigError or ModelError,
         and EngineDead when another rank is lost meanwhile."""
         extra = self._config.extra_pages
-        return self._loaded.allocate(sizes.num_pages, sizes.num_slots, extra, observe, SystemClock(), meet)
+        return self._loaded.allocate(sizes.num_pages, sizes.num_slots, extra, observe, SystemClock(), barrier)
 
 
 def follow(
@@ -146,7 +146,7 @@ def follow(
         plan = receive(not out)
         if plan is not None:
             runner.launch(plan)
-            runner.draw(plan.step, {})
+            runner.sample(plan.step, {})
             out.append(plan.step)
         elif runner.is_complete:
             runner.collect(out[0])
@@ -161,8 +161,8 @@ def _serve(parent: ParentLink) -> int:
     def send(message: ToRankZero) -> None:
         parent.send(outgoing.encode(message))
 
-    def reached(what: str) -> None:
-        send(RankReached(what))
+    def at_barrier(what: str) -> None:
+        send(RankAtBarrier(what))
 
     def receive_frame() -> bytes:
         """Waits as long as rank 0 lives: an idle engine has no plan, and needs no clock for it."""
@@ -184,9 +184,9 @@ def _serve(parent: ParentLink) -> int:
                 rank = LoadedRank(config)
                 send(RankLoaded())
                 if rank.device.is_gpu:
-                    send(RankRoom(rank.measure_room(reached)))
+                    send(RankAvailableMemory(rank.measure_available_memory(at_barrier)))
                 sizes = frames_of_sizes().decode(receive_frame())
-                runner = rank.allocate(sizes, None, reached)
+                runner = rank.allocate(sizes, None, at_barrier)
                 folder, on_host = Path(config.rendezvous).parent, rank.device.backend is None
                 place = RankPlace(config.rank, config.tp_size, folder, runner, sizes.num_pages, on_host)
                 for service in config.services:

@@ -89,7 +89,7 @@ class RequestLog:
                 times.steps.append((when, part.end))
             if sequence is not None:
                 scheduled = self._scheduled(part.request)
-                for position in [at for at, file in sequence.files.items() if file.forced]:
+                for position in [at for at, pending in sequence.pending_states.items() if pending.forced]:
                     # for other answers, or another server, the one at the prompt's end is reserved with the pages
                     with_pages = scheduled > last_plan and position == part.request.num_prompt_tokens
                     times.forced_checkpoints.setdefault(position, scheduled - _NANOSECOND if with_pages else now)
@@ -115,7 +115,7 @@ class RequestLog:
             "finish": request.outcome.finish_reason or "error",
             "timings": _timings(request),
             **_cache_fields(cache_report(request)),
-            "boundaries": [(each.position, each.kind, each.hold_seconds) for each in spec.boundaries],
+            "boundaries": [(each.position, each.kind, each.retain_seconds) for each in spec.boundaries],
             "steps": [(_rounded(when), end) for when, end in steps.steps],
         }
         moments = {

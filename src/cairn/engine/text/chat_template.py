@@ -311,7 +311,7 @@ def list_boundaries(ends: TextEnds, turns: int, breakpoints: Sequence[Breakpoint
         old = found.get(place)
         if old is not None and _RANK[old.kind] <= _RANK[kind]:
             kind = old.kind
-        found[place] = Boundary(place, kind, max(seconds, 0 if old is None else old.hold_seconds))
+        found[place] = Boundary(place, kind, max(seconds, 0 if old is None else old.retain_seconds))
 
     add(ends.system, "system_end")
     for place in ends.messages.values():

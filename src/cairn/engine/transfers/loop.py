@@ -67,8 +67,8 @@ class TransferPort:
         """Distinct pages of leases that have not ended."""
         return len(self._pages)
 
-    def has_room(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
-        return self._pages.has_room(demand, promised)
+    def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
+        return self._pages.fits(demand, promised)
 
     def offer(self, offer: Offer) -> str:
         nonce = self._random(NONCE_BYTES)

@@ -213,7 +213,7 @@ class TlsSideChannel:
             idle_seconds = self._limits.idle_seconds * (1 if kind == "producer" else 2)
             connection.until = self._clock.now() + idle_seconds
         if kind != connection.kind:
-            self._make_room("consumer", self._limits.max_consumers, besides=connection)
+            self._make_room("consumer", self._limits.max_consumers, kept=connection)
         self._watch(connection)
         return [connection.incoming(frame) for frame in frames]
 
@@ -275,10 +275,10 @@ class TlsSideChannel:
         self._selector.register(tls.socket, events, connection)
         return connection
 
-    def _make_room(self, kind: _Kind, limit: int, besides: _Connection | None = None) -> None:
+    def _make_room(self, kind: _Kind, limit: int, kept: _Connection | None = None) -> None:
         """Close connections of this kind until one more fits: those that are idle for longest, or were accepted
         first."""
-        same = [each for each in self._connections.values() if each.kind == kind and each is not besides]
+        same = [each for each in self._connections.values() if each.kind == kind and each is not kept]
         same.sort(key=lambda connection: connection.until)
         for connection in same[: max(0, len(same) + 1 - limit)]:
             self._close(connection, "others needed its place")

@@ -2,7 +2,7 @@
 
 from cairn.kernels.checkpoint_files import copy_pages, copy_tokens
 from cairn.kernels.cpu.attention import attention, write_kv
-from cairn.kernels.cpu.checkpoint_files import load_states, pack_file_spans, store_states
+from cairn.kernels.cpu.checkpoint_files import load_states, pack_state_spans, store_states
 from cairn.kernels.cpu.conv import conv
 from cairn.kernels.cpu.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cpu.experts import experts, gated_experts
@@ -37,10 +37,10 @@ __all__ = [
     "load_states",
     "logprobs",
     "pack",
-    "pack_file_spans",
     "pack_fp8",
     "pack_int4",
     "pack_int8",
+    "pack_state_spans",
     "packed_dtype",
     "rms_norm",
     "rms_norm_then_gate",

@@ -17,7 +17,7 @@ from numba.core import types
 from torch import Tensor
 
 from cairn.kernels import checkpoint_files
-from cairn.kernels.checkpoint_files import FileSpan
+from cairn.kernels.checkpoint_files import StateSpan
 from cairn.kernels.cpu.compiled import F32, I64, INT, exact_jit, intrinsic, jit, kernel, record
 from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load
 from cairn.kernels.state_codec import (
@@ -66,20 +66,20 @@ _COPIES = record(_Copies, _U8, INT, I64, INT, F32, INT, I64, INT, I64, INT, INT,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedCopies:
-    """What `pack_file_spans` makes here. `copies`: of what is not encoded; `heads`: see `_Copies`."""
+    """What `pack_state_spans` makes here. `copies`: of what is not encoded; `heads`: see `_Copies`."""
 
     copies: checkpoint_files.IndexedCopies
     states: EncodedStates | None
     heads: Tensor
 
 
-def pack_file_spans(
-    spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
+def pack_state_spans(
+    spans: Sequence[StateSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
 ) -> EncodedCopies:
-    """See `Kernels.pack_file_spans`."""
+    """See `Kernels.pack_state_spans`."""
     heads = np.zeros((0, 3), np.int64) if states is None else head_table(states, pool.shape[1])
     return EncodedCopies(
-        checkpoint_files.pack_file_spans(spans, entry_bytes, pool), states, torch.from_numpy(heads.flatten())
+        checkpoint_files.pack_state_spans(spans, entry_bytes, pool), states, torch.from_numpy(heads.flatten())
     )
 
 

@@ -7,9 +7,11 @@ from types import MappingProxyType
 
 import llvmlite.binding
 
-from cairn.cpu_isa import max_cpu_isa
+from cairn.cpu_isa import VARIABLE, max_cpu_isa
+from cairn.errors import ConfigError
 
 _BEYOND_AVX2 = ("avx512", "avx10", "amx", "avxvnni", "avxneconvert", "avxifma", "evex512", "egpr")
+_NEEDED = MappingProxyType({"avx2": "avx2", "avx_vnni": "avxvnni", "avx512": "avx512f"})
 _KEPT: Mapping[str, Collection[str]] = MappingProxyType(
     {
         "avx2": (),
@@ -21,9 +23,12 @@ _KEPT: Mapping[str, Collection[str]] = MappingProxyType(
 
 @cache
 def cpu_features() -> Mapping[str, bool]:
-    """By LLVM's names, such as avx512bf16. Raises ConfigError for a wrong limit."""
+    """By LLVM's names, such as avx512bf16. Raises ConfigError for a wrong limit, and for one that this processor does
+    not reach: what it would be like there cannot be tried here."""
     limit, found = max_cpu_isa(os.environ), dict(llvmlite.binding.get_host_cpu_features())
     if limit is not None:
+        if not found.get(_NEEDED[limit]):
+            raise ConfigError(f"{VARIABLE}={limit}: this processor has no {limit}; unset it")
         found |= {name: False for name in found if name.startswith(_BEYOND_AVX2) and name not in _KEPT[limit]}
     return found
 

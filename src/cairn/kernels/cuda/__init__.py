@@ -1,7 +1,7 @@
 """The CUDA backend: Triton kernels, and cuBLAS's products."""
 
 from cairn.kernels.cuda.attention import attention
-from cairn.kernels.cuda.checkpoint_files import copy_pages, copy_tokens, load_states, pack_file_spans, store_states
+from cairn.kernels.cuda.checkpoint_files import copy_pages, copy_tokens, load_states, pack_state_spans, store_states
 from cairn.kernels.cuda.conv import conv
 from cairn.kernels.cuda.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cuda.experts import experts, gated_experts
@@ -35,10 +35,10 @@ __all__ = [
     "load_states",
     "logprobs",
     "pack",
-    "pack_file_spans",
     "pack_fp8",
     "pack_int4",
     "pack_int8",
+    "pack_state_spans",
     "packed_dtype",
     "rms_norm",
     "rms_norm_then_gate",

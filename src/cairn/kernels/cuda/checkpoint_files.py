@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cairn.kernels import state_codec
-from cairn.kernels.checkpoint_files import FileSpan, common_alignment, word_of
+from cairn.kernels.checkpoint_files import StateSpan, common_alignment, word_of
 from cairn.kernels.cuda.device import power_of_2
 from cairn.kernels.state_encoding import SCALE_BYTES, EncodedStates, head_table
 
@@ -207,10 +207,10 @@ def _rows_kernel(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FilePieces:
-    """What `pack_file_spans` makes here. `alignment`: the bytes that everything begins at a multiple of. `tile_tensors`
-    int32 [tiles] and `pieces` int32 [4, tiles * rows]: see `_files_kernel`. `entry_bytes`: of each tensor. `states`:
-    what is encoded; `heads` int32 [heads, 3]: see `head_table`."""
+class StatePieces:
+    """What `pack_state_spans` makes here. `alignment`: the bytes that everything begins at a multiple of.
+    `tile_tensors` int32 [tiles] and `pieces` int32 [4, tiles * rows]: see `_files_kernel`. `entry_bytes`: of each
+    tensor. `states`: what is encoded; `heads` int32 [heads, 3]: see `head_table`."""
 
     alignment: int
     entry_bytes: tuple[int, ...]
@@ -221,10 +221,10 @@ class FilePieces:
     heads: Tensor
 
 
-def pack_file_spans(
-    spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
-) -> FilePieces:
-    """See `Kernels.pack_file_spans`."""
+def pack_state_spans(
+    spans: Sequence[StateSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
+) -> StatePieces:
+    """See `Kernels.pack_state_spans`."""
     assert len(entry_bytes) <= _MAX_TENSORS, f"{len(entry_bytes)} tensors, {_MAX_TENSORS} are taken"
     alignment = common_alignment(spans, entry_bytes, pool.shape[1])
     size = word_of(alignment).itemsize
@@ -242,10 +242,10 @@ def pack_file_spans(
     numbers = torch.tensor(tile_tensors, dtype=torch.int32).to(pool.device)
     table = np.zeros((0, 3), np.int32) if states is None else head_table(states, pool.shape[1]).astype(np.int32)
     heads = torch.from_numpy(table).to(pool.device)
-    return FilePieces(alignment, tuple(entry_bytes), tile, numbers, pieces, states, heads)
+    return StatePieces(alignment, tuple(entry_bytes), tile, numbers, pieces, states, heads)
 
 
-def _pieces(span: FileSpan, page_bytes: int, size: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
+def _pieces(span: StateSpan, page_bytes: int, size: int, columns: int) -> Iterator[tuple[int, int, int, int]]:
     """A span as `_files_kernel` takes it, in words of `size` bytes."""
     for page, begin, part in span.pieces(page_bytes):
         num_words, in_page, in_entry = part.num_bytes // size, begin // size, part.offset // size
@@ -254,21 +254,21 @@ def _pieces(span: FileSpan, page_bytes: int, size: int, columns: int) -> Iterato
 
 
 def store_states(
-    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FilePieces
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: StatePieces
 ) -> None:
     """See `Kernels.store_states`."""
     _copy(pool, files, tensors, entries, spans, store=True)
 
 
 def load_states(
-    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FilePieces
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: StatePieces
 ) -> None:
     """See `Kernels.load_states`."""
     _copy(pool, files, tensors, entries, spans, store=False)
 
 
 def _copy(
-    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: FilePieces, *, store: bool
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: StatePieces, *, store: bool
 ) -> None:
     if not len(files):
         return
@@ -303,7 +303,7 @@ def _convert(
     *,
     store: bool,
 ) -> None:
-    """What is encoded; `heads` as in `FilePieces`."""
+    """What is encoded; `heads` as in `StatePieces`."""
     halves, is_half = pool.view(torch.int16), states.encoding.value_bytes == 2
     parts = states.scale_bytes // SCALE_BYTES
     numbers = states.rows * states.columns // parts

@@ -6,7 +6,8 @@ import triton.language as tl
 from torch import Tensor
 
 from cairn.kernels.cuda.device import kernel
-from cairn.kernels.cuda.draw import (
+from cairn.kernels.cuda.processors import load_logits
+from cairn.kernels.cuda.sample import (
     BEST,
     BEST_WARPS,
     BLOCK,
@@ -17,7 +18,6 @@ from cairn.kernels.cuda.draw import (
     numbers,
     tile_sizes,
 )
-from cairn.kernels.cuda.processors import load_logits
 from cairn.kernels.sampling.logprobs import LogprobTensors, compute_logprobs
 
 

@@ -1,7 +1,7 @@
 """Logits processors, and the counts of used tokens that penalties need, on the device.
 
 A row that any of them changes is copied once: the masked row goes to `processed`, tile by tile, and one program a row
-does what its lists of tokens say. Penalties are computed where the row is read next, in `draw._summarize_kernel`. NaN
+does what its lists of tokens say. Penalties are computed where the row is read next, in `sample._summarize_kernel`. NaN
 is taken for minus infinity.
 
 `counts` has one number for each slot and token: twice the times that the sequence's output has the token, and one more

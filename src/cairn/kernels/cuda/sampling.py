@@ -11,13 +11,13 @@ import triton
 from numpy.typing import NDArray
 from torch import Tensor
 
-from cairn.kernels.cuda import draw as draws
 from cairn.kernels.cuda import processors
-from cairn.kernels.cuda_support import DRAW_BEST, DRAW_BINS, DRAW_BLOCK, DRAW_LEVELS, check_vocabulary
+from cairn.kernels.cuda import sample as sample_kernels
+from cairn.kernels.cuda_support import SAMPLE_BEST, SAMPLE_BINS, SAMPLE_BLOCK, SAMPLE_LEVELS, check_vocabulary
 from cairn.kernels.sampling.inverse_cdf import LEAST_SHARE, MOST_TEMPERATURE, uniform
 from cairn.kernels.sampling.logits_processors import MIN_PENALTY, mask_words
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
-from cairn.kernels.sampling.sampler import DrawFrom, draw_from, has_processors
+from cairn.kernels.sampling.sampler import SampleFrom, has_processors, sample_from
 from cairn.kernels.staging import StagedArray, Staging
 from cairn.types import SamplingParams
 
@@ -87,15 +87,15 @@ class CudaSampler:
         """Stages what is known when the step is launched."""
         self._params = params
         self._vocab_size = vocab_size
-        kinds = np.array([draw_from(one, vocab_size) for one in params], np.int32)
-        drawn = kinds != DrawFrom.LARGEST
+        kinds = np.array([sample_from(one, vocab_size) for one in params], np.int32)
+        drawn = kinds != SampleFrom.LARGEST
         top_k = np.array([one.top_k if one.top_k < vocab_size else 0 for one in params], np.int32)
         columns = np.array([(one.top_p, one.temperature, one.min_p) for one in params], np.float64).T
-        self._is_drawn = bool(drawn.any())
+        self._is_sampled = bool(drawn.any())
         self._has_top_p = bool((drawn & (columns[0] < 1)).any())
-        self._is_filtered = self._has_top_p or bool((drawn & ((kinds != DrawFrom.ALL) | (top_k > 0))).any())
+        self._is_filtered = self._has_top_p or bool((drawn & ((kinds != SampleFrom.ALL) | (top_k > 0))).any())
         numbers = np.zeros(len(params))
-        if self._is_drawn:
+        if self._is_sampled:
             numbers = uniform([one.seed or 0 for one in params], positions)
         penalties = np.array(
             [(max(one.repetition_penalty, MIN_PENALTY), one.frequency_penalty, one.presence_penalty) for one in params]
@@ -108,14 +108,14 @@ class CudaSampler:
         self._nowhere = staging.add(np.full(len(params), -1, np.int32))
         self.has_processors = any(map(has_processors, params))
 
-    def draw(
+    def sample(
         self,
         logits: Tensor,
         slots: Sequence[int],
         samples: Sequence[SamplingMetadata],
         counts: CudaTokenCounts,
     ) -> Tensor:
-        """See `Sampler.draw`."""
+        """See `Sampler.sample`."""
         staging = Staging()
         edits = self._stage_edits(slots, samples, staging)
         staging.send(logits.device)
@@ -132,24 +132,24 @@ class CudaSampler:
         maxima, weights, state = tensors.tile_maxima, tensors.tile_weights, tensors.state
         launch, one_a_row = tensors.launch, tensors.launch_rows
         launch(
-            draws._summarize_kernel,
+            sample_kernels._summarize_kernel,
             *(*rows, penalty_slots, counts.times, *penalties, maxima, tensors.block_maxima),
             COPIED=is_copied,
         )
-        if self._is_drawn:
-            launch(draws._weigh_kernel, *rows, kinds, *scales, maxima, weights)
+        if self._is_sampled:
+            launch(sample_kernels._weigh_kernel, *rows, kinds, *scales, maxima, weights)
         if self._is_filtered:
             one_a_row(
-                draws._best_kernel,
+                sample_kernels._best_kernel,
                 *(*rows, kinds, *scales, self._top_k.tensor, top_ps, uniforms, maxima, tensors.block_maxima, weights),
                 *(tensors.chosen, tensors.candidates, *state),
-                CHOSEN=draws.num_chosen(self._vocab_size),
+                CHOSEN=sample_kernels.num_chosen(self._vocab_size),
             )
-            for level in range(DRAW_LEVELS if self._has_top_p else 0):
-                launch(draws._histogram_kernel, *rows, *scales, top_ps, maxima, *state, LEVEL=level)
-            launch(draws._filter_kernel, *rows, *scales, top_ps, maxima, *state, weights, tensors.tile_equals)
+            for level in range(SAMPLE_LEVELS if self._has_top_p else 0):
+                launch(sample_kernels._histogram_kernel, *rows, *scales, top_ps, maxima, *state, LEVEL=level)
+            launch(sample_kernels._filter_kernel, *rows, *scales, top_ps, maxima, *state, weights, tensors.tile_equals)
         one_a_row(
-            draws._pick_kernel,
+            sample_kernels._pick_kernel,
             *(*rows, kinds, *scales, top_ps, uniforms, penalty_slots, counts.times),
             *(maxima, weights, tensors.tile_equals, *state),
             FILTERED=self._is_filtered,
@@ -216,8 +216,8 @@ class _Step:
     def __init__(self, logits: Tensor, num_edits: int) -> None:
         self._logits = logits
         num_rows, vocab_size = logits.shape
-        self._tile = draws.tile_sizes(vocab_size)
-        tiles, blocks = self._tile["TILES"], self._tile["TILES"] * self._tile["TILE"] // DRAW_BLOCK
+        self._tile = sample_kernels.tile_sizes(vocab_size)
+        tiles, blocks = self._tile["TILES"], self._tile["TILES"] * self._tile["TILE"] // SAMPLE_BLOCK
 
         def empty(dtype: torch.dtype, *shape: int) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=logits.device)
@@ -228,21 +228,25 @@ class _Step:
         self.block_maxima = empty(torch.float32, num_rows, blocks)
         self.tile_weights = empty(torch.int64, num_rows, tiles)
         self.tile_equals = empty(torch.int32, num_rows, tiles)
-        self.chosen = empty(torch.int32, num_rows, DRAW_BEST)
-        self.candidates = empty(torch.int64, num_rows, DRAW_BEST)
+        self.chosen = empty(torch.int32, num_rows, SAMPLE_BEST)
+        self.candidates = empty(torch.int64, num_rows, SAMPLE_BEST)
         self.tokens = empty(torch.int64, num_rows)
-        histograms = empty(torch.int64, num_rows, DRAW_LEVELS, DRAW_BINS)
+        histograms = empty(torch.int64, num_rows, SAMPLE_LEVELS, SAMPLE_BINS)
         self.state = empty(torch.float32, num_rows), histograms, self.tokens
 
     def launch(self, kernel: Any, *operands: object, **constants: int | bool) -> None:
         """A program for each tile of each row; behind the operands come vocabulary and stride."""
         self._launch(
-            kernel, (len(self._logits), self._num_tiles), operands, draws.num_warps(self._tile["TILE"]), constants
+            kernel,
+            (len(self._logits), self._num_tiles),
+            operands,
+            sample_kernels.num_warps(self._tile["TILE"]),
+            constants,
         )
 
     def launch_rows(self, kernel: Any, *operands: object, **constants: int | bool) -> None:
         """As `launch`, a program for each row."""
-        warps = draws.BEST_WARPS if "CHOSEN" in constants else 8
+        warps = sample_kernels.BEST_WARPS if "CHOSEN" in constants else 8
         self._launch(kernel, (len(self._logits),), operands, warps, constants)
 
     def edit(self, edits: _Edits) -> None:
@@ -251,7 +255,7 @@ class _Step:
         rows, mask_stride = edits.rows.tensor, int(triton.cdiv(self._logits.shape[1], 32))
         operands = (self._logits, self.processed, rows, edits.masks.tensor, edits.mask_numbers.tensor)
         sizes = (self._logits.shape[1], self._logits.stride(0), mask_stride)
-        warps, starts = draws.num_warps(self._tile["TILE"]), edits.starts.tensor
+        warps, starts = sample_kernels.num_warps(self._tile["TILE"]), edits.starts.tensor
         processors._copy_kernel[(edits.num_edits, self._num_tiles)](
             *(*operands, starts, self.live, *sizes), **self._tile, num_warps=warps
         )

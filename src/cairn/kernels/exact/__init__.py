@@ -4,7 +4,7 @@ That holds for float32 and float64 where this machine's BLAS lets it (`products.
 products are free, and nothing is promised.
 """
 
-from cairn.kernels.checkpoint_files import copy_pages, copy_tokens, load_states, pack_file_spans, store_states
+from cairn.kernels.checkpoint_files import copy_pages, copy_tokens, load_states, pack_state_spans, store_states
 from cairn.kernels.exact.attention import attention, write_kv
 from cairn.kernels.exact.conv import conv
 from cairn.kernels.exact.elementwise import (
@@ -55,10 +55,10 @@ __all__ = [
     "load_states",
     "logprobs",
     "pack",
-    "pack_file_spans",
     "pack_fp8",
     "pack_int4",
     "pack_int8",
+    "pack_state_spans",
     "packed_dtype",
     "rms_norm",
     "rms_norm_then_gate",

@@ -4,7 +4,13 @@ Where the contract says float32, a float64 model has float64.
 """
 
 from cairn.kernels.reference.attention import attention, write_kv
-from cairn.kernels.reference.checkpoint_files import copy_pages, copy_tokens, load_states, pack_file_spans, store_states
+from cairn.kernels.reference.checkpoint_files import (
+    copy_pages,
+    copy_tokens,
+    load_states,
+    pack_state_spans,
+    store_states,
+)
 from cairn.kernels.reference.elementwise import (
     add_rms_norm,
     gated_rms_norm,
@@ -51,10 +57,10 @@ __all__ = [
     "load_states",
     "logprobs",
     "pack",
-    "pack_file_spans",
     "pack_fp8",
     "pack_int4",
     "pack_int8",
+    "pack_state_spans",
     "packed_dtype",
     "rms_norm",
     "rms_norm_then_gate",

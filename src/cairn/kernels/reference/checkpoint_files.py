@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from cairn.kernels.checkpoint_files import FileSpan
+from cairn.kernels.checkpoint_files import StateSpan
 from cairn.kernels.state_encoding import EncodedStates, StateEncoding
 
 VALUES: Mapping[str, torch.dtype] = MappingProxyType({"float16": torch.float16, "int8": torch.int8})
@@ -24,16 +24,16 @@ MOST_HALF = 2.0**15 - 2.0**4
 
 @dataclass(frozen=True, slots=True)
 class SpanCopies:
-    """What `pack_file_spans` makes here: what it was given."""
+    """What `pack_state_spans` makes here: what it was given."""
 
-    spans: Sequence[FileSpan]
+    spans: Sequence[StateSpan]
     states: EncodedStates | None
 
 
-def pack_file_spans(
-    spans: Sequence[FileSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
+def pack_state_spans(
+    spans: Sequence[StateSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
 ) -> SpanCopies:
-    """See `Kernels.pack_file_spans`."""
+    """See `Kernels.pack_state_spans`."""
     return SpanCopies(tuple(spans), states)
 
 
@@ -124,7 +124,7 @@ def _read(pool: Tensor, file: list[int], offset: int, num_bytes: int) -> Tensor:
 
 
 def _places(
-    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: Sequence[FileSpan]
+    pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: Sequence[StateSpan]
 ) -> list[tuple[Tensor, Tensor]]:
     """Views, uint8, of the same bytes in a page and in an entry."""
     found = []

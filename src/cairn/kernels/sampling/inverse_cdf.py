@@ -1,7 +1,7 @@
 """Inverse transform sampling: from seeds to uniform numbers, and from those and logits to tokens.
 
 Uniform numbers are those of Philox4x32-10, a counter-based generator without a state (Salmon et al. 2011, "Parallel
-random numbers: as easy as 1, 2, 3"). All `draw_` functions take logits, float32 [n, width], width a multiple of BLOCK
+random numbers: as easy as 1, 2, 3"). All `sample_` functions take logits, float32 [n, width], width a multiple of BLOCK
 and filled up with -inf, and leave them alone. Filters: `min_p` (Nguyen et al. 2024) keeps tokens at least that share as
 likely as the most likely one, then `top_k` the k best and those that equal the last of them, then `top_p` (Holtzman et
 al. 2020) the smallest set of the best that holds that share of what is left, one token at least; the best have the
@@ -126,29 +126,29 @@ def take_largest(logits: Tensor, _: Draws) -> Tensor:
     return best * BLOCK + inside
 
 
-def draw_from_best(logits: Tensor, draws: Draws, count: int) -> Tensor:
+def sample_from_best(logits: Tensor, draws: Draws, count: int) -> Tensor:
     """For rows with min_p, or a top_k below `count`: int64 [n], -1 where the filters may keep more than the `count`
-    best tokens, so that `draw_from_all` is needed."""
+    best tokens, so that `sample_from_all` is needed."""
     values, ids = _best(logits, count)
     scaled = (values - values[:, :1]).double() / draws.temperature_column
     keep = scaled >= draws.least_log_column
     keep &= values >= values.gather(1, _last(draws, count))
     weights = scaled.masked_fill(~keep, -torch.inf).softmax(-1).mul_(_UNITS).floor_()
-    tokens, _ = _draw_ranked(weights, ids, draws)
+    tokens, _ = _sample_ranked(weights, ids, draws)
     return tokens.masked_fill(keep[:, -1], -1)
 
 
-def draw_from_nucleus(logits: Tensor, draws: Draws, count: int) -> Tensor:
-    """`draw_from_best` for rows with top_p alone."""
+def sample_from_nucleus(logits: Tensor, draws: Draws, count: int) -> Tensor:
+    """`sample_from_best` for rows with top_p alone."""
     values, ids = _best(logits, count)
     weights = _weights(logits, draws).gather(1, ids).double()
-    tokens, num_kept = _draw_ranked(weights, ids, draws)
+    tokens, num_kept = _sample_ranked(weights, ids, draws)
     # Which of equal tokens are the first is not known where some of them are not here.
     unknown = values.gather(1, (num_kept - 1).clamp_(min=0)) <= values[:, -1:]
     return tokens.masked_fill(unknown.logical_and_(weights[:, -1:] > 0)[:, 0], -1)
 
 
-def draw_from_all(logits: Tensor, draws: Draws) -> Tensor:
+def sample_from_all(logits: Tensor, draws: Draws) -> Tensor:
     """For any filters, over the whole vocabulary; int64 [n]."""
     weights = _weights(logits, draws)
     if (draws.top_p < 1).any():
@@ -182,7 +182,7 @@ def _best(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return values, ids.gather(1, order)
 
 
-def _draw_ranked(weights: Tensor, ids: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
+def _sample_ranked(weights: Tensor, ids: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
     """Tokens from those of `ids`, the best first, that top_p keeps; [n], and how many it keeps, [n, 1]."""
     keep = weights.cumsum(-1) - weights <= draws.last_unit_column
     kept = weights * keep

@@ -13,9 +13,9 @@ from torch.nn.functional import pad
 from cairn.kernels.sampling.inverse_cdf import (
     BLOCK,
     Draws,
-    draw_from_all,
-    draw_from_best,
-    draw_from_nucleus,
+    sample_from_all,
+    sample_from_best,
+    sample_from_nucleus,
     take_largest,
     uniform,
 )
@@ -38,7 +38,7 @@ _MAX_GROUP_LOGITS = 1 << 21
 """Of rows that are drawn together: the intermediate results are to stay in the processor's cache."""
 
 
-class DrawFrom(IntEnum):
+class SampleFrom(IntEnum):
     """The tokens that a row is drawn from, in an order of their own: it decides which of them a uniform number means.
 
     LARGEST: the largest logit. FEW, MORE: the best 64 or 128 tokens, the best first; ALL where min_p and top_k keep
@@ -56,17 +56,17 @@ class DrawFrom(IntEnum):
 NUM_FEW, NUM_MORE = 64, 128
 """How many of the best tokens are looked at first: rarely are more needed."""
 
-DrawRows = Callable[[Tensor, Draws], Tensor]
-_DRAWS: Mapping[DrawFrom, DrawRows] = MappingProxyType(
+SampleRows = Callable[[Tensor, Draws], Tensor]
+_SAMPLE_ROWS: Mapping[SampleFrom, SampleRows] = MappingProxyType(
     {
-        DrawFrom.LARGEST: lambda logits, draws: take_largest(logits, draws),
-        DrawFrom.FEW: lambda logits, draws: draw_from_best(logits, draws, NUM_FEW),
-        DrawFrom.MORE: lambda logits, draws: draw_from_best(logits, draws, NUM_MORE),
-        DrawFrom.NUCLEUS: lambda logits, draws: draw_from_nucleus(logits, draws, NUM_MORE),
-        DrawFrom.ALL: lambda logits, draws: draw_from_all(logits, draws),
+        SampleFrom.LARGEST: lambda logits, draws: take_largest(logits, draws),
+        SampleFrom.FEW: lambda logits, draws: sample_from_best(logits, draws, NUM_FEW),
+        SampleFrom.MORE: lambda logits, draws: sample_from_best(logits, draws, NUM_MORE),
+        SampleFrom.NUCLEUS: lambda logits, draws: sample_from_nucleus(logits, draws, NUM_MORE),
+        SampleFrom.ALL: lambda logits, draws: sample_from_all(logits, draws),
     }
 )
-_FROM_SOME = (DrawFrom.FEW, DrawFrom.MORE, DrawFrom.NUCLEUS)
+_FROM_SOME = (SampleFrom.FEW, SampleFrom.MORE, SampleFrom.NUCLEUS)
 
 
 _NO_DRAWS = Draws(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), np.zeros(0), Staging())
@@ -78,7 +78,7 @@ class _Group:
     """Rows that are drawn in one way. `index`: `rows` as int64 [n]; None where they are contiguous. `has_processors`:
     whether the sampling parameters have logits processors."""
 
-    draw_from: DrawFrom
+    sample_from: SampleFrom
     rows: list[int]
     index: StagedArray | None
     draws: Draws
@@ -97,21 +97,21 @@ class TorchSampler:
     def __init__(
         self, params: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int, staging: Staging
     ) -> None:
-        """Stages what is known when the step is launched; `staging` is to be sent before `draw`."""
+        """Stages what is known when the step is launched; `staging` is to be sent before `sample`."""
         columns = np.array([(one.temperature, one.top_p, one.min_p) for one in params], np.float64)
         top_k = np.array([one.top_k if one.top_k < vocab_size else 0 for one in params], np.int64)
         numbers = np.zeros(len(params))
         if columns[:, 0].any():
             numbers = uniform([one.seed or 0 for one in params], positions)
-        groups: dict[tuple[bool, DrawFrom], list[int]] = {}
+        groups: dict[tuple[bool, SampleFrom], list[int]] = {}
         for row, one in enumerate(params):
-            groups.setdefault((has_processors(one), draw_from(one, vocab_size)), []).append(row)
+            groups.setdefault((has_processors(one), sample_from(one, vocab_size)), []).append(row)
         step = max(1, _MAX_GROUP_LOGITS // vocab_size)
         self._groups = []
         for (is_processed, tokens), group in groups.items():
             for rows in (group[start : start + step] for start in range(0, len(group), step)):
                 draws = _NO_DRAWS
-                if tokens is not DrawFrom.LARGEST:
+                if tokens is not SampleFrom.LARGEST:
                     temperature, top_p, min_p = columns[rows].T
                     draws = Draws(temperature, top_k[rows], top_p, min_p, numbers[rows], staging)
                 scattered = rows[-1] - rows[0] >= len(rows)
@@ -125,7 +125,7 @@ class TorchSampler:
         self._vocab_size = vocab_size
         self.has_processors = any(group.has_processors for group in self._groups)
 
-    def draw(
+    def sample(
         self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: TorchTokenCounts
     ) -> Tensor:
         """Tokens, int64 [n], from float32 [n, vocab], which is not changed. `samples`: of each row, or empty where no
@@ -146,13 +146,13 @@ class TorchSampler:
             append = counts.append([slots[row] for row in self._penalized], staging)
             penalized = staging.add(np.array(self._penalized))
         staging.send(logits.device)
-        parts = [self._draw_group(logits, group, own) for group, own in zip(self._groups, processors, strict=True)]
+        parts = [self._sample_group(logits, group, own) for group, own in zip(self._groups, processors, strict=True)]
         tokens = parts[0] if self._row_order is None else torch.cat(parts)[self._row_order.tensor]
         if append is not None:
             append(tokens[penalized.tensor])
         return tokens
 
-    def _draw_group(self, logits: Tensor, group: _Group, processors: list[LogitsProcessor]) -> Tensor:
+    def _sample_group(self, logits: Tensor, group: _Group, processors: list[LogitsProcessor]) -> Tensor:
         if group.index is not None:
             own = logits.index_select(0, group.index.tensor)
         else:
@@ -162,12 +162,12 @@ class TorchSampler:
             process(own)
         if own.shape[1] % BLOCK:
             own = pad(own, (0, -own.shape[1] % BLOCK), value=-torch.inf)
-        tokens = _DRAWS[group.draw_from](own, group.draws)
-        if group.draw_from in _FROM_SOME:
+        tokens = _SAMPLE_ROWS[group.sample_from](own, group.draws)
+        if group.sample_from in _FROM_SOME:
             if logits.device.type != "cpu":
-                tokens = torch.where(tokens < 0, draw_from_all(own, group.draws), tokens)
+                tokens = torch.where(tokens < 0, sample_from_all(own, group.draws), tokens)
             elif missing := (tokens < 0).nonzero()[:, 0].tolist():
-                tokens[missing] = draw_from_all(own[missing], group.draws.take(missing))
+                tokens[missing] = sample_from_all(own[missing], group.draws.take(missing))
         # NaN logits may lead behind the last token.
         return tokens.clamp_(max=self._vocab_size - 1)
 
@@ -198,15 +198,15 @@ def logits_processors(
     return [processor for processor in processors if processor is not None]
 
 
-def draw_from(params: SamplingParams, vocab_size: int) -> DrawFrom:
+def sample_from(params: SamplingParams, vocab_size: int) -> SampleFrom:
     """By the row's own parameters alone, because each way orders tokens otherwise."""
     if params.temperature == 0:
-        return DrawFrom.LARGEST
+        return SampleFrom.LARGEST
     if params.top_k < NUM_MORE and (params.top_k or params.min_p):
-        return DrawFrom.FEW if 0 < params.top_k < NUM_FEW else DrawFrom.MORE
+        return SampleFrom.FEW if 0 < params.top_k < NUM_FEW else SampleFrom.MORE
     if params.top_p < 1 and vocab_size > _MAX_SORTED_VOCAB and (params.top_k == 0 or params.top_k >= vocab_size):
-        return DrawFrom.NUCLEUS
-    return DrawFrom.ALL
+        return SampleFrom.NUCLEUS
+    return SampleFrom.ALL
 
 
 def sampling_bytes(num_rows: int, vocab_size: int, num_slots: int) -> int:

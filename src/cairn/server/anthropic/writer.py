@@ -50,7 +50,7 @@ class MessagesWriter(ChatWriter):
     def _add_delta(self, delta: dict[str, Any]) -> None:
         if text := delta.get("reasoning"):
             self._open_block({"type": "thinking", "thinking": "", "signature": ""})
-            self._add_to_block({"type": "thinking_delta", "thinking": text}, text, told=self.shows_thinking)
+            self._add_to_block({"type": "thinking_delta", "thinking": text}, text, is_sent=self.shows_thinking)
         if text := delta.get("content"):
             self._open_block({"type": "text", "text": ""})
             self._add_to_block({"type": "text_delta", "text": text}, text)
@@ -81,7 +81,7 @@ class MessagesWriter(ChatWriter):
         part of `input_tokens`."""
         prompt, choice = self.prompts[0], self.choices[0]
         read = count_cached_tokens(self.caches[0])
-        marked = max((place.position for place in prompt.boundaries if place.hold_seconds), default=0)
+        marked = max((place.position for place in prompt.boundaries if place.retain_seconds), default=0)
         created = 0 if self.caches[0] is None else max(0, marked - read)
         return {
             "input_tokens": len(prompt.token_ids) - read - created,
@@ -125,9 +125,9 @@ class MessagesWriter(ChatWriter):
         self.pieces.append([])
         self._note("content_block_start", index=len(self.blocks) - 1, content_block=dict(block))
 
-    def _add_to_block(self, delta: dict[str, Any], text: str, *, told: bool = True) -> None:
+    def _add_to_block(self, delta: dict[str, Any], text: str, *, is_sent: bool = True) -> None:
         self.pieces[-1].append(text)
-        if told:
+        if is_sent:
             self._note("content_block_delta", index=len(self.blocks) - 1, delta=delta)
 
     def _close_block(self) -> None:

@@ -101,11 +101,11 @@ class LogprobsFormatter:
         parts: list[msgspec.Raw | None] = [None]
         for rank, (own, *best) in logprobs:
             ranked = [(rank, own), *((place, pair) for place, pair in enumerate(best, 1) if pair[0] != own[0])]
-            told = {
+            entry = {
                 str(token): {"logprob": _number(value), "rank": place, "decoded_token": _text(self._bytes(token))}
                 for place, (token, value) in ranked
             }
-            parts.append(msgspec.Raw(msgspec.json.encode(told)))
+            parts.append(msgspec.Raw(msgspec.json.encode(entry)))
         return parts
 
     def _entry(self, token: int, value: float) -> dict[str, Any]:

@@ -19,16 +19,16 @@ import triton.language as tl
 
 from cairn.kernels.cuda.device import kernel, power_of_2
 from cairn.kernels.cuda.processors import load_logits
-from cairn.kernels.cuda_support import DRAW_BEST, DRAW_BINS, DRAW_BLOCK, draw_tiles
+from cairn.kernels.cuda_support import SAMPLE_BEST, SAMPLE_BINS, SAMPLE_BLOCK, sample_tiles
 
-BLOCK = tl.constexpr(DRAW_BLOCK)
+BLOCK = tl.constexpr(SAMPLE_BLOCK)
 """Tokens of a block; a token among the best 128 is in one of the 128 blocks with the best maxima."""
 
-BEST = tl.constexpr(DRAW_BEST)
+BEST = tl.constexpr(SAMPLE_BEST)
 FEW = tl.constexpr(64)
 
 LARGEST, FROM_FEW, NUCLEUS, ALL = (tl.constexpr(each) for each in (0, 1, 3, 4))
-"""Values of `DrawFrom`."""
+"""Values of `SampleFrom`."""
 
 _UNITS = tl.constexpr(2.0**44)
 """Of a weight of 1: the sum of MAX_VOCAB of them fits 64 bits."""
@@ -36,7 +36,7 @@ _UNITS = tl.constexpr(2.0**44)
 _LEAST_BITS = tl.constexpr((127 - 44) << 23)
 """Of the smallest float32 rate that has a unit; what is above it has 29 bits."""
 
-BINS = tl.constexpr(DRAW_BINS)
+BINS = tl.constexpr(SAMPLE_BINS)
 
 _LOWEST = tl.constexpr(-(2**31))
 """Below the key of every number: of what is not there."""
@@ -45,7 +45,7 @@ _LOWEST = tl.constexpr(-(2**31))
 def tile_sizes(vocab_size: int) -> dict[str, int]:
     """TILE tokens a program, in TILES places for tiles: of a vocabulary alone, so that a row does not depend on its
     batch."""
-    tile, tiles = draw_tiles(vocab_size)
+    tile, tiles = sample_tiles(vocab_size)
     return {"TILE": tile, "TILES": tiles}
 
 
