@@ -59,9 +59,7 @@ def test_compiled_code_has_no_more(monkeypatch: pytest.MonkeyPatch, limit: str, 
     assert {name for name, there in found.items() if there} == left and set(found) == set(FEATURES)
 
 
-@pytest.mark.parametrize(
-    ("limit", "missing"), [("avx2", "avx2"), ("avx_vnni", "avxvnni"), ("avx512", "avx512f")]
-)
+@pytest.mark.parametrize(("limit", "missing"), [("avx2", "avx2"), ("avx_vnni", "avxvnni"), ("avx512", "avx512f")])
 def test_a_limit_that_the_processor_does_not_reach_is_refused(monkeypatch, limit: str, missing: str) -> None:
     there = dict.fromkeys(FEATURES, True) | {missing: False}
     monkeypatch.setenv("CAIRN_MAX_CPU_ISA", limit)
