@@ -24,15 +24,18 @@ class _SlotState:
 
 
 class InputBatch:
-    """The admit of each slot, until the slot's next one. `image_slots`: slots whose prompts have images."""
+    """The admit of each slot, until the slot's next one. `image_slots`: slots whose prompts have images. `num_admits`:
+    so many there were."""
 
     def __init__(self) -> None:
         self.image_slots: set[int] = set()
+        self.num_admits = 0
         self._slots: dict[int, _SlotState] = {}
 
     def update(self, plan: StepPlan) -> None:
         """Apply the admits and samples of a plan that is launched. Raises LookupError for a row that continues with a
         token other than the newest one of its slot."""
+        self.num_admits += len(plan.admits)
         for admit in plan.admits:
             history = None if admit.history is None else KeyBuffer(admit.history)
             self._slots[admit.slot] = _SlotState(admit, history)

@@ -11,6 +11,7 @@ from typing import cast
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
@@ -18,6 +19,7 @@ from cairn.errors import ConfigError
 from cairn.kernels.contract import ExactKernels, Kernels
 from cairn.kernels.operations import operations_of
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
+from cairn.kernels.sampling.sampler import SampledRows
 from cairn.kernels.staging import StagedArray, Staging, StepBuffers
 from cairn.layers.linear import Linear
 from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
@@ -109,6 +111,7 @@ class Runner(StepRunner):
         table_pages = pages_of_table(layout, num_pages, max_model_len)
         self._slot_tensors = SlotTensors(len(layout.groups), num_slots, table_pages, model.spec.device)
         self._input_batch = InputBatch()
+        self._sampled: tuple[tuple[int, bytes], tuple[SampledRows, list[int | None] | None]] | None = None
         self._counts = model.kernels.token_counts(num_slots, model.vocab_size, model.spec.device)
         self._population: PoolPopulation | None = None
         self._launched: deque[LaunchedStep] = deque()
@@ -229,14 +232,24 @@ class Runner(StepRunner):
     def _stage_sampling(self, step: LaunchedStep) -> None:
         samples, staging = step.plan.samples, step.inputs.staging
         if len(samples):
-            admits = [self._input_batch.admit(slot) for slot in samples.slots.tolist()]
-            params = [admit.sampling for admit in admits]
+            rows, num_top = self._sampled_rows(samples.slots)
             step.sampler = self._model.kernels.sampler(
-                params, samples.positions.tolist(), self._model.vocab_size, staging
+                rows, samples.positions.tolist(), self._model.vocab_size, staging
             )
-            token_ids = [one.logprob_token_ids for one in params]
+            if num_top is not None:
+                token_ids = [one.logprob_token_ids for one in rows]
+                step.logprobs = SampledLogprobs(num_top, staging, token_ids, self._model.kernels.logprobs)
+
+    def _sampled_rows(self, slots: NDArray[np.int32]) -> tuple[SampledRows, list[int | None] | None]:
+        """The sampling parameters of some slots, the same object as long as nobody else is in them; and for each how
+        many of the best tokens are told of, None where nobody is told of any."""
+        asked = self._input_batch.num_admits, slots.tobytes()
+        if self._sampled is None or self._sampled[0] != asked:
+            admits = [self._input_batch.admit(slot) for slot in slots.tolist()]
             num_top = [admit.logprobs for admit in admits]
-            step.logprobs = SampledLogprobs(num_top, staging, token_ids, self._model.kernels.logprobs)
+            rows = SampledRows([admit.sampling for admit in admits], self._model.vocab_size)
+            self._sampled = asked, (rows, num_top if any(number is not None for number in num_top) else None)
+        return self._sampled[1]
 
     def _stage_histories(self, plan: StepPlan, staging: Staging) -> list[Callable[[], None]]:
         """The token counts of new requests with penalties."""

@@ -14,10 +14,10 @@ from torch import Tensor
 from cairn.kernels.cuda import processors
 from cairn.kernels.cuda import sample as sample_kernels
 from cairn.kernels.cuda_support import SAMPLE_BEST, SAMPLE_BINS, SAMPLE_BLOCK, SAMPLE_LEVELS, check_vocabulary
-from cairn.kernels.sampling.inverse_cdf import LEAST_SHARE, MOST_TEMPERATURE, uniform
+from cairn.kernels.sampling.inverse_cdf import LEAST_SHARE, MOST_TEMPERATURE
 from cairn.kernels.sampling.logits_processors import MIN_PENALTY, mask_words
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
-from cairn.kernels.sampling.sampler import SampleFrom, has_processors, sample_from
+from cairn.kernels.sampling.sampler import SampledRows, SampleFrom
 from cairn.kernels.staging import StagedArray, Staging
 from cairn.types import SamplingParams
 
@@ -85,28 +85,25 @@ class CudaSampler:
         self, params: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int, staging: Staging
     ) -> None:
         """Stages what is known when the step is launched."""
-        self._params = params
+        self._params = rows = SampledRows.of(params, vocab_size)
         self._vocab_size = vocab_size
-        kinds = np.array([sample_from(one, vocab_size) for one in params], np.int32)
+        kinds = np.array(rows.kinds, np.int32)
         drawn = kinds != SampleFrom.LARGEST
-        top_k = np.array([one.top_k if one.top_k < vocab_size else 0 for one in params], np.int32)
-        columns = np.array([(one.top_p, one.temperature, one.min_p) for one in params], np.float64).T
+        top_k = rows.top_k.astype(np.int32)
+        temperature, top_p, min_p = rows.columns
         self._is_sampled = bool(drawn.any())
-        self._has_top_p = bool((drawn & (columns[0] < 1)).any())
+        self._has_top_p = bool((drawn & (top_p < 1)).any())
         self._is_filtered = self._has_top_p or bool((drawn & ((kinds != SampleFrom.ALL) | (top_k > 0))).any())
-        numbers = np.zeros(len(params))
-        if self._is_sampled:
-            numbers = uniform([one.seed or 0 for one in params], positions)
         penalties = np.array(
-            [(max(one.repetition_penalty, MIN_PENALTY), one.frequency_penalty, one.presence_penalty) for one in params]
+            [(max(one.repetition_penalty, MIN_PENALTY), one.frequency_penalty, one.presence_penalty) for one in rows]
         ).T
-        temperatures = columns[1].clip(1 / MOST_TEMPERATURE, MOST_TEMPERATURE)
-        singles = np.stack([temperatures, np.log(columns[2].clip(LEAST_SHARE)), *penalties])
+        temperatures = temperature.clip(1 / MOST_TEMPERATURE, MOST_TEMPERATURE)
+        singles = np.stack([temperatures, np.log(min_p.clip(LEAST_SHARE)), *penalties])
         self._singles = [staging.add(column.astype(np.float32)) for column in singles]
-        self._doubles = [staging.add(column) for column in (columns[0].copy(), numbers)]
+        self._doubles = [staging.add(column) for column in (top_p.copy(), rows.uniform(positions))]
         self._kinds, self._top_k = staging.add(kinds), staging.add(top_k)
-        self._nowhere = staging.add(np.full(len(params), -1, np.int32))
-        self.has_processors = any(map(has_processors, params))
+        self._nowhere = staging.add(np.full(len(rows), -1, np.int32))
+        self.has_processors = rows.has_processors
 
     def sample(
         self,

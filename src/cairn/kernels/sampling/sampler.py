@@ -1,12 +1,14 @@
 """One token from each row of logits, all rows of a step together."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from types import MappingProxyType
+from typing import overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -85,6 +87,53 @@ class _Group:
     has_processors: bool
 
 
+class SampledRows(Sequence[SamplingParams]):
+    """The sampling parameters of n rows, and what is worked out of them: once, where the steps of the same requests
+    are given the same object.
+
+    `columns`: float64 [3, n]: temperature, top_p and min_p. `top_k`: int64 [n], 0 for all tokens. `kinds`: what each is
+    drawn from. `groups`: rows that are drawn in one way, by whether they have logits processors and by kind.
+    `penalized`: rows with penalties.
+    """
+
+    def __init__(self, params: Iterable[SamplingParams], vocab_size: int) -> None:
+        self._params = list(params)
+        self.columns = np.array([(one.temperature, one.top_p, one.min_p) for one in self._params], np.float64).T
+        self.top_k = np.array([one.top_k if one.top_k < vocab_size else 0 for one in self._params], np.int64)
+        self.kinds = [sample_from(one, vocab_size) for one in self._params]
+        self.penalized = [row for row, one in enumerate(self._params) if one.has_penalties]
+        self.groups: dict[tuple[bool, SampleFrom], list[int]] = {}
+        for row, (one, kind) in enumerate(zip(self._params, self.kinds, strict=True)):
+            self.groups.setdefault((has_processors(one), kind), []).append(row)
+        self._seeds = [one.seed or 0 for one in self._params]
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> "SampledRows":
+        """`params` itself, if it is such an object already."""
+        return params if isinstance(params, SampledRows) else cls(params, vocab_size)
+
+    def __len__(self) -> int:
+        return len(self._params)
+
+    @overload
+    def __getitem__(self, row: int) -> SamplingParams: ...
+    @overload
+    def __getitem__(self, row: slice) -> list[SamplingParams]: ...
+    def __getitem__(self, row: int | slice) -> SamplingParams | list[SamplingParams]:
+        return self._params[row]
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether the parameters of any row have logits processors."""
+        return any(is_processed for is_processed, _ in self.groups)
+
+    def uniform(self, positions: Sequence[int]) -> NDArray[np.float64]:
+        """The rows' uniform numbers, shape [n]; 0 where all of them take the largest logit."""
+        if not self.columns[0].any():
+            return np.zeros(len(self._params))
+        return uniform(self._seeds, positions)
+
+
 class TorchSampler:
     """Samples the n tokens of one step, n at least 1. Each depends on its own row alone, whatever the batch.
 
@@ -98,22 +147,16 @@ class TorchSampler:
         self, params: Sequence[SamplingParams], positions: Sequence[int], vocab_size: int, staging: Staging
     ) -> None:
         """Stages what is known when the step is launched; `staging` is to be sent before `sample`."""
-        columns = np.array([(one.temperature, one.top_p, one.min_p) for one in params], np.float64)
-        top_k = np.array([one.top_k if one.top_k < vocab_size else 0 for one in params], np.int64)
-        numbers = np.zeros(len(params))
-        if columns[:, 0].any():
-            numbers = uniform([one.seed or 0 for one in params], positions)
-        groups: dict[tuple[bool, SampleFrom], list[int]] = {}
-        for row, one in enumerate(params):
-            groups.setdefault((has_processors(one), sample_from(one, vocab_size)), []).append(row)
+        sampled = SampledRows.of(params, vocab_size)
+        numbers = sampled.uniform(positions)
         step = max(1, _MAX_GROUP_LOGITS // vocab_size)
         self._groups = []
-        for (is_processed, tokens), group in groups.items():
+        for (is_processed, tokens), group in sampled.groups.items():
             for rows in (group[start : start + step] for start in range(0, len(group), step)):
                 draws = _NO_DRAWS
                 if tokens is not SampleFrom.LARGEST:
-                    temperature, top_p, min_p = columns[rows].T
-                    draws = Draws(temperature, top_k[rows], top_p, min_p, numbers[rows], staging)
+                    temperature, top_p, min_p = sampled.columns[:, rows]
+                    draws = Draws(temperature, sampled.top_k[rows], top_p, min_p, numbers[rows], staging)
                 scattered = rows[-1] - rows[0] >= len(rows)
                 index = staging.add(np.array(rows)) if scattered else None
                 self._groups.append(_Group(tokens, rows, index, draws, is_processed))
@@ -121,9 +164,9 @@ class TorchSampler:
         if len(self._groups) > 1:
             order = np.array([row for group in self._groups for row in group.rows])
             self._row_order = staging.add(np.argsort(order))
-        self._penalized = [row for row, one in enumerate(params) if one.has_penalties]
+        self._penalized = sampled.penalized
         self._vocab_size = vocab_size
-        self.has_processors = any(group.has_processors for group in self._groups)
+        self.has_processors = sampled.has_processors
 
     def sample(
         self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: TorchTokenCounts
