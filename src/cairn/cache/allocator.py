@@ -84,7 +84,7 @@ class BlockAllocator:
             return None
         if not self.enabled:
             return None
-        if self.layout.state_bytes == 0 and wanted.position != sequence.num_prompt_tokens and not wanted.retain_seconds:
+        if self.layout.resumes_anywhere and wanted.position != sequence.num_prompt_tokens and not wanted.retain_seconds:
             return None
         size = self.layout.pages_per_checkpoint
         if wanted.kind.on_probation and not self.checkpoints.is_worth(size, wanted.worth):

@@ -35,7 +35,7 @@ class CacheLayout:
     """Sizes of pages and checkpoints of one model on one rank. All sizes in bytes.
 
     `page_units` and `state_units` count the units of a page and of a checkpoint; the bytes of a page divide evenly
-    among its units. `state_bytes` 0 means a model without recurrent state: any matched length can be resumed.
+    among its units. `state_bytes`: 0 for a model without recurrent state.
     `checkpoint_dtype`: how checkpoints have the recurrent state, a name of `kernels.state_encoding.ENCODINGS`.
     """
 
@@ -59,6 +59,12 @@ class CacheLayout:
         if self.state_bytes and (self.state_units < 1 or self.state_bytes % self.state_units):
             raise ValueError(f"state_bytes {self.state_bytes} do not divide among {self.state_units} units")
         object.__setattr__(self, "pages_per_checkpoint", max(1, -(-self.checkpoint_bytes // self.page_bytes)))
+
+    @property
+    def resumes_anywhere(self) -> bool:
+        """Whether a sequence can go on from any token whose keys and values are there: without recurrent state it can,
+        else only where a checkpoint is."""
+        return self.state_bytes == 0
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -123,7 +123,7 @@ class PrefixLookup:
         found = walk(root, TokenKey(keys), may.run_end()) if root is not None else Walk()
         checkpoint = may.deepest(found)
         hit = checkpoint.position if checkpoint is not None else 0
-        if self._layout.state_bytes == 0 and hit < min(found.matched, length - 1):
+        if self._layout.resumes_anywhere and hit < min(found.matched, length - 1):
             # nothing to restore: keys and values alone resume anywhere, and the last token gives the logits
             hit, checkpoint = min(found.matched, length - 1), None
         return SequenceBlocks(

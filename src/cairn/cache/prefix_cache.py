@@ -200,7 +200,7 @@ class PrefixCache:
         message_ends = (end.position for end in boundaries if end.kind == "message_end" and end.position < lineage.end)
         lineage.message_end = max(message_ends, default=lineage.end)
         placement = self.policy.placement
-        if placement is None or not self.layout.state_bytes:
+        if placement is None or self.layout.resumes_anywhere:
             return facts
         return self.checkpoints.predict(placement, facts, lineage)
 
@@ -266,7 +266,7 @@ class PrefixCache:
             f"{sequence.request_id}: nothing new was received"
         )
         pending = sequence.pending_states.pop(wanted)
-        kept = [position] if self.layout.state_bytes or position == wanted else []
+        kept = [] if self.layout.resumes_anywhere and position != wanted else [position]
         if kept:
             sequence.pending_states[position] = pending
             self.pool.acquire(pending.pages)

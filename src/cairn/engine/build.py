@@ -193,7 +193,7 @@ class _Ranks:
 
 def _checked(config: EngineConfig, ranks: _Ranks, num_pages: int, vocab_size: int) -> CheckedRunner:
     layout = ranks.own.layout
-    aligned = config.exact and layout.state_bytes > 0
+    aligned = config.exact and not layout.resumes_anywhere
     return CheckedRunner(ranks.runner, PlanLimits(layout, num_pages, ranks.own.num_slots, vocab_size, aligned))
 
 
@@ -283,7 +283,7 @@ def _model_units(opened: OpenModel) -> ModelUnits:
 
 
 def _events(publisher: EventPublisher, layout: CacheLayout, exact: bool, contents: ImageKeys | None) -> BlockEvents:
-    anywhere = layout.state_bytes == 0
+    anywhere = layout.resumes_anywhere
     return BlockEvents(layout.block_size, publisher.publish, exact, resumes_anywhere=anywhere, contents=contents)
 
 

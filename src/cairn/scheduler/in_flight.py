@@ -213,7 +213,7 @@ class InFlight:
         for."""
         assert leader.sequence is not None
         pending = leader.sequence.pending_states
-        if self._cache.layout.state_bytes == 0:
+        if self._cache.layout.resumes_anywhere:
             points = [shared]
         else:
             points = [p for p in dict.fromkeys((shared, shared // GRID * GRID)) if self._can_resume_at(request, p)]
@@ -222,7 +222,7 @@ class InFlight:
         for point in points:
             if point - hit < MIN_SHARED or point <= leader.num_computed:
                 continue
-            if self._cache.layout.state_bytes == 0 or point in pending or self._save_at(leader, point):
+            if self._cache.layout.resumes_anywhere or point in pending or self._save_at(leader, point):
                 return point
         return None
 

@@ -153,7 +153,7 @@ def finish_pull(state: SchedulerState, ended: PullEnded) -> Request | None:
         _quarantine(state, ended.pull, request)
         return _failed(state, fetch, ended.failure)
     length, position = request.num_prompt_tokens, ended.checkpoint_position or 0
-    if state.cache.layout.state_bytes == 0:
+    if state.cache.layout.resumes_anywhere:
         # keys and values alone are enough anywhere but at the prompt's end
         position = max(position, min(ended.position, length - 1))
     if position <= sequence.hit:

@@ -44,7 +44,7 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
     position = len(keys) if sequence.matched == len(keys) else sequence.matched // GRID * GRID
     checkpoint = sequence.restore if sequence.hit <= position else None
     # without a state keys and values are worth nothing to anybody, unless the model has none
-    of_use = position > request.start and (checkpoint is not None or cache.layout.state_bytes == 0)
+    of_use = position > request.start and (checkpoint is not None or cache.layout.resumes_anywhere)
     pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(position)])
     checkpoints = () if checkpoint is None else (OfferedCheckpoint(sequence.hit, checkpoint),)
     offer = Offer(purpose, name, keys[:position], pages, checkpoints)
