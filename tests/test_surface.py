@@ -126,8 +126,8 @@ EXPORTED = {
     "cairn.cache.layout": "AttentionGroup CacheLayout",
     "cairn.cache.sequence_blocks": "MissSpan Namespace PagePin PageTable PageTables PendingState "
     "PrefixMatch SequenceBlocks",
-    "cairn.cache.placement": "Align All Auto CheckpointPoint Granular Junction PlacementPolicy PromptFacts placement_for "
-    "retain_positions",
+    "cairn.cache.placement": "Align All Auto CheckpointPoint Granular Junction PlacementPolicy "
+    "PromptFacts placement_for retain_positions",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",
     "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState",
@@ -150,8 +150,8 @@ EXPORTED = {
     "cairn.bench.work": "Conversation FIRST_TOKEN Ids MAX_PROMPTS MAX_TOKENS Speller TokenizerSpeller Turn "
     "Vocabulary WordSpeller draw_arrival_times flag spell_prompts",
     "cairn.engine.build": "build_core",
-    "cairn.engine.contract": "Breakpoint CacheInfo CacheReport CacheView EngineClient EngineConfig EngineInfo EngineOptions "
-    "EngineStats FREE_LOGPROBS FinishReason GenerateOutput GenerateRequest ImageInput ImageStats "
+    "cairn.engine.contract": "Breakpoint CacheInfo CacheReport CacheView EngineClient EngineConfig EngineInfo "
+    "EngineOptions EngineStats FREE_LOGPROBS FinishReason GenerateOutput GenerateRequest ImageInput ImageStats "
     "KvEventsConfig KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_LOGPROBS "
     "MAX_LOGPROB_ENTRIES MAX_PATTERN_SIZE MAX_RETAIN_SECONDS MAX_SHOWN Pixels PoolStats PrefixCacheStats "
     "RANGES RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES SYSTEM_ROLES StepStats "

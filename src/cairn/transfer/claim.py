@@ -66,8 +66,8 @@ def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted, block_
     if len(pages) != num_range_pages(start, end, peer.geometry.block_size):
         return None
     own = spec.pages[: num_range_pages(start, end, block_size)]
-    state_pages = (state_pages, spec.checkpoint) if has_state else (None, None)
-    return ReadOrder(pull, peer, start, end, pages, own, *state_pages)
+    state_lists = (state_pages, spec.checkpoint) if has_state else (None, None)
+    return ReadOrder(pull, peer, start, end, pages, own, *state_lists)
 
 
 def _end(spec: PullSpec) -> int:
