@@ -42,7 +42,7 @@ beginning; and how many checkpoints at most wait for that."""
 GHOST_FACTOR, MIN_GHOSTS = 4, 2048
 """Ghosts at most: so many, and as many times the checkpoints that fit the pool."""
 
-DISCOUNT = 0.25
+DISCOUNT = 0.35
 """What the chance of a path counts for: the positions on it are the best of many that are estimated, so that what they
 are expected to save is too much ("The optimizer's curse", Smith and Winkler, Management Science 52, 2006). What is not
 known yet is not discounted, so that it is found out."""

@@ -13,7 +13,7 @@ BINS = 34
 """Two to an octave of age: the last begins at 2**16 requests."""
 
 PSEUDO_HITS = 3.0
-"""How many hits the row above counts for."""
+"""How many hits the row above counts for, unless a table is told otherwise."""
 
 MAX_HITS = 1 << 14
 """When the table has seen so many, all counts are halved: what is learned goes with the times."""
@@ -43,7 +43,7 @@ class HazardTable:
     prior = _PRIOR
 
     def __init__(self, max_classes: int = 4096, pseudo_hits: float = PSEUDO_HITS) -> None:
-        """At most `max_classes` rows. `pseudo_hits`: for how many hits `prior` counts."""
+        """At most `max_classes` rows. `pseudo_hits`: for how many hits the row above counts, and `prior` above the first."""
         self._rows: dict[Class, int] = {(): 0}
         self._levels: list[list[int]] = [[0]]
         self._parents: list[int] = [-1]
@@ -152,9 +152,9 @@ class HazardTable:
         for level in self._levels[1:]:
             above = hazards[parents[level]]
             expected = (above * risk[level]).sum(axis=1, keepdims=True)
-            height = (hits[level].sum(axis=1, keepdims=True) + PSEUDO_HITS) / (expected + PSEUDO_HITS)
+            height = (hits[level].sum(axis=1, keepdims=True) + self._pseudo_hits) / (expected + self._pseudo_hits)
             least = np.maximum(above * height, 1e-12)
-            hazards[level] = (near_hits[level] + PSEUDO_HITS) / (near_risk[level] + PSEUDO_HITS / least)
+            hazards[level] = (near_hits[level] + self._pseudo_hits) / (near_risk[level] + self._pseudo_hits / least)
         return hazards
 
     @staticmethod
