@@ -100,6 +100,7 @@ print(tiles._FORMS[int8._ROWS, tiles.I32].name, tiles._int4_form().name, tiles._
 
 
 @pytest.mark.more
+@pytest.mark.timeout(900)  # three processes that compile
 @pytest.mark.skipif(
     not any(llvmlite.binding.get_host_cpu_features().get(name) for name in ("avx512bw", "avxvnni")),
     reason="has no other instructions for them than AVX2's",
