@@ -146,7 +146,7 @@ def test_a_race_of_the_sampler_is_found(
 ) -> None:
     assert text in source_of("sample")
     changed = load(tmp_path, "sample", source_of("sample").replace(text, replacement))
-    monkeypatch.setattr(sampling, "draws", changed)
+    monkeypatch.setattr(sampling, "sample_kernels", changed)
     step, times = steps()[name]
     with pytest.raises(Race):
         step.tokens(CUDA, times)
