@@ -4,6 +4,7 @@ import argparse
 import ast
 import json
 import re
+from pathlib import Path
 from typing import get_origin
 
 import pytest
@@ -23,17 +24,29 @@ from doubles.echo_core import build_echo_core
 from source_scan import ROOT, SRC, sources
 
 VLLM_TABLE = "### vLLM's other flags"
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
 def page(name: str) -> str:
     return (ROOT / "docs" / name).read_text()
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def anchors(path: Path) -> set[str]:
+    """The fragments of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(path):
-    targets = re.findall(r"\]\(([^)\s#]+)", path.read_text())
-    assert [target for target in targets if "://" not in target and not (path.parent / target).exists()] == []
+    links = [link for link in re.findall(r"\]\(([^)\s]+)", path.read_text()) if "://" not in link]
+    lost = []
+    for link in links:
+        target, _, anchor = link.partition("#")
+        page = path.parent / target if target else path
+        if not page.exists() or (anchor and page.suffix == ".md" and anchor not in anchors(page)):
+            lost.append(link)
+    assert lost == []
 
 
 def test_every_flag_is_described():

@@ -13,7 +13,7 @@ replicas costs more than the copy, and a session moves only when that is cheaper
 open requests than the others (Mirrokni, Thorup and Zadimoghaddam, "Consistent hashing with bounded loads", 2018) is a
 bottleneck: what it has cached may be kept a second time at no extra price, for the copy serves all that come after.
 
-What each term gains in a simulated fleet is told in docs/benchmarks.md. The price of keeping a token a second time is
+What each term gains in a simulated fleet: docs/measurements/routing.md. The price of keeping a token a second time is
 what matters most: with 0 prompts move, are computed again, make others wait, and those move; on chats with 8 replicas
 the fleet has 90.8 % of one large cache's hits then, and 98 % with 8.
 """
