@@ -23,7 +23,9 @@ from cairn.settings.vllm_flags import VLLM_FLAGS
 from doubles.echo_core import build_echo_core
 from source_scan import ROOT, SRC, sources
 
-VLLM_TABLE = "### vLLM's other flags"
+VLLM_TABLE = "## vLLM's other flags"
+RUNNING = ("flags.md", "metrics.md", "files-and-signals.md", "endpoints.md")
+"""Pages about a server that runs: what they name must exist."""
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 
 
@@ -53,9 +55,10 @@ def test_every_flag_is_described():
     parser = argparse.ArgumentParser()
     add_flags(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")} - {"--help"}
-    described = set(re.findall(r"`(--[a-z0-9-]+)(?![a-z0-9_-])", page("operations.md")))
+    described, *named = (set(re.findall(r"`(--[a-z0-9-]+)(?![a-z0-9_-])", page(name))) for name in RUNNING)
     assert {flag for flag in flags - described if flag.replace("--no-", "--") not in described} == set()
     assert described - flags == {"--no-"}
+    assert set().union(*named) <= flags
 
 
 def test_every_flag_of_vllms_is_a_setting_or_in_the_table():
@@ -67,11 +70,11 @@ def test_every_flag_of_vllms_is_a_setting_or_in_the_table():
     assert [flag for flag in listed["flags"] if flag not in taken and flag not in table] == []
     assert len(set(table)) == len(table) and taken.isdisjoint(table)
     minor = listed["version"].rpartition(".")[0]
-    assert f"every flag of vLLM {minor}." in page("operations.md")
+    assert f"every flag of vLLM {minor}." in page("flags.md")
 
 
 def test_the_table_of_vllms_flags_is_the_one_of_the_command():
-    text = page("operations.md").split(VLLM_TABLE)[1].split("\n## ")[0]
+    text = page("flags.md").split(VLLM_TABLE)[1].split("\n## ")[0]
     told = [line for line in text.splitlines() if line.startswith("| `-")]
     assert told == [
         f"| {', '.join(f'`{name}`' for name in row.names.split())} | {in_table(row)} | {row.why} |"
@@ -86,7 +89,7 @@ def in_table(row) -> str:
 
 
 def test_defaults_are_those_of_the_settings():
-    table = page("operations.md").split(VLLM_TABLE)[0]
+    table = page("flags.md").split(VLLM_TABLE)[0]
     rows = dict(re.findall(r"^\| `--([a-z-]+)` \| ([^|]+) \|", table, flags=re.MULTILINE))
     fields = ServeSettings.model_fields
     wrong = {flag: text for flag, text in rows.items() if text not in in_words(fields[flag.replace("-", "_")].default)}
@@ -130,8 +133,9 @@ def test_every_metric_is_described():
     )
     text = Metrics(info, "m").exposition(stats).decode()
     names = {name for name in re.findall(r"^# TYPE (\S+)", text, flags=re.MULTILINE) if not name.endswith("_created")}
-    described = set(re.findall(r"`((?:vllm|cairn):\w+)`", page("operations.md")))
-    assert described == names
+    described = {name: set(re.findall(r"`((?:vllm|cairn):\w+)`", page(name))) for name in RUNNING}
+    assert described["metrics.md"] == names
+    assert set().union(*described.values()) <= names
 
 
 @pytest.mark.parametrize("words", [Reason, Kind, Origin])

@@ -16,7 +16,7 @@ import pytest
 TESTS = Path(__file__).parents[1]
 FIELDS = json.loads((TESTS / "data" / "vllm_request_fields.json").read_text())
 STATUSES = json.loads((TESTS / "data" / "vllm_field_statuses.json").read_text())
-DOCS = "\n".join((TESTS.parent / "docs" / name).read_text() for name in ("api.md", "operations.md"))
+DOCS = "\n".join((TESTS.parent / "docs" / name).read_text() for name in ("api.md", "endpoints.md"))
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "x"}]}
 BODIES = {
     "/v1/completions": {"prompt": "xyz", "max_tokens": 2},

@@ -198,7 +198,7 @@ async def _until_drained(server: "HttpServer | ProxyServer") -> int:
 def warn(settings: "ServeSettings") -> None:
     """Say what was asked for and has no effect."""
     if settings.without_effect:
-        logger.info("without effect here (docs/operations.md says why): %s", ", ".join(settings.without_effect))
+        logger.info("without effect here (docs/flags.md says why): %s", ", ".join(settings.without_effect))
     if settings.dtype in ("half", "float16"):
         logger.warning(
             "--dtype %s is served as bfloat16: as many bytes, nothing overflows, 3 bits less", settings.dtype

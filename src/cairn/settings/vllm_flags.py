@@ -1,6 +1,6 @@
 """Flags of `vllm serve` that are no setting here: what is true of cairn anyway may be said, everything else is refused.
 
-One table, the one of docs/operations.md: each row has flags with one reason. What is accepted changes nothing.
+One table, the one of docs/flags.md: each row has flags with one reason. What is accepted changes nothing.
 """
 
 import json
@@ -270,8 +270,10 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
         "off",
         "there are no such metrics",
     ),
-    VllmFlags("--custom-histogram-buckets --otlp-traces-endpoint", "", "there are the metrics of this page, no traces"),
-    _lists("--collect-detailed-traces", "", "there are the metrics of this page, no traces"),
+    VllmFlags(
+        "--custom-histogram-buckets --otlp-traces-endpoint", "", "there are the metrics of docs/metrics.md, no traces"
+    ),
+    _lists("--collect-detailed-traces", "", "there are the metrics of docs/metrics.md, no traces"),
     VllmFlags("--profiler-config --watchdog-config", "{}", "there is no profiler and no watchdog"),
     _switches("--fail-on-environ-validation", None, "no variables of vLLM's are read but those of this page"),
     # -- what there is not ---------------------------------------------------------------------------------------------
