@@ -33,6 +33,8 @@ BUILD_SECONDS = 4 * 3_600.0
 NATIVE = "native"
 
 _INSIDE = "vendor/llama.cpp/"
+_TILES = "ggml/src/ggml-cpu/amx/mmq.cpp"
+_CONFIGURE = "_tile_loadconfig(&tc);"
 _AVX2 = ("SSE42", "AVX", "AVX2", "BMI2", "FMA", "F16C")
 _BEYOND = ("AVX_VNNI", "AVX512_VBMI", "AVX512_VNNI", "AVX512_BF16", "AMX_TILE", "AMX_INT8", "AMX_BF16")
 ISAS: Mapping[str, Mapping[str, bool]] = MappingProxyType(
@@ -119,6 +121,7 @@ def _unpack(folder: Path, python: Path) -> None:
         )
         (archive,) = Path(scratch).glob("*.tar.gz")
         unpack_source(archive, source_of(folder))
+    mend_tiles(source_of(folder))
     (folder / READY).write_text(f"{VERSION}\n")
 
 
@@ -134,6 +137,19 @@ def unpack_source(archive: Path, target: Path) -> None:
         if not any(member.name == "CMakeLists.txt" for member in members):
             raise PeerError(f"{archive.name} is not as it was: llama.cpp's sources are not in {_INSIDE}")
         packed.extractall(target, members, filter="data")
+
+
+def mend_tiles(source: Path) -> None:
+    """Have the matrix unit's configuration in memory before it is read. Raises PeerError.
+
+    GCC 12.2's intrinsic tells of the first 8 of its 64 bytes only: the stores of the others are left out as dead, and
+    products with Q8_0 and Q4_0 end the process.
+    """
+    file = source / _TILES
+    text = file.read_text()
+    if text.count(_CONFIGURE) != 1:
+        raise PeerError(f"llama.cpp of {VERSION} is not as it was: {_TILES} does not configure the matrix unit once")
+    file.write_text(text.replace(_CONFIGURE, f'asm volatile("" : : "r"(&tc) : "memory"); {_CONFIGURE}'))
 
 
 def _build(folder: Path, isa: str, jobs: int) -> None:

@@ -116,6 +116,17 @@ def test_a_package_that_is_not_as_it_was_is_refused(tmp_path, name):
     assert not (tmp_path / "evil").exists()
 
 
+def test_all_of_the_matrix_units_configuration_is_stored(tmp_path):
+    file = tmp_path / "ggml" / "src" / "ggml-cpu" / "amx" / "mmq.cpp"
+    file.parent.mkdir(parents=True)
+    file.write_text("tc.palette_id = 1;\n_tile_loadconfig(&tc);\n")
+    peer_llama.mend_tiles(tmp_path)
+    assert file.read_text().index('"memory"') < file.read_text().index("_tile_loadconfig(&tc);")
+    file.write_text("nothing of it\n")
+    with pytest.raises(PeerError, match="not as it was"):
+        peer_llama.mend_tiles(tmp_path)
+
+
 def test_programs_are_compiled_once_for_each_set_of_instructions(tmp_path):
     said, programs = tmp_path / "said", " ".join(PROGRAMS)
     script(
