@@ -71,13 +71,28 @@ def check_agreement(url: str, name: str, model: Path, quantization: str, seed: S
 def agreement_of(http: httpx.Client, url: str, prompt: Sequence[int], reference: Any) -> Agreement:
     """`reference` (prompt, answer): log-probabilities [tokens of the answer, vocabulary]. Raises PeerError."""
     body = {"prompt": list(prompt), "n_predict": ANSWER_TOKENS, "temperature": 0, "ignore_eos": True}
-    answered = http.post(f"{url}/completion", json={**body, "n_probs": TOP_TOKENS, "cache_prompt": False})
+    answered = http.post(
+        f"{url}/completion", json={**body, "n_probs": TOP_TOKENS, "cache_prompt": False, "return_tokens": True}
+    )
     if answered.status_code != 200:
         raise PeerError(f"{url}/completion: HTTP {answered.status_code}: {answered.text[:300]}")
-    positions = answered.json()["completion_probabilities"]
-    if len(positions) != ANSWER_TOKENS:
-        raise PeerError(f"{url}/completion: {len(positions)} tokens, and {ANSWER_TOKENS} were asked for")
-    return compare(positions, reference(prompt, [one["id"] for one in positions]))
+    found = answered.json()
+    answer, positions = found["tokens"], found["completion_probabilities"]
+    if len(answer) != ANSWER_TOKENS:
+        raise PeerError(f"{url}/completion: {len(answer)} tokens, and {ANSWER_TOKENS} were asked for")
+    places = _places(answer, [one["id"] for one in positions])
+    if len(places) < max(len(positions), ANSWER_TOKENS // 2):
+        raise PeerError(f"{url}/completion: of {len(answer)} tokens only {len(places)} have log-probabilities")
+    return compare(positions, reference(prompt, answer)[places])
+
+
+def _places(answer: Sequence[int], listed: Sequence[int]) -> list[int]:
+    """Where the listed tokens stand: those that end within a character have no log-probabilities."""
+    places: list[int] = []
+    for place, token in enumerate(answer):
+        if len(places) < len(listed) and token == listed[len(places)]:
+            places.append(place)
+    return places
 
 
 def compare(positions: Sequence[Mapping[str, Any]], logprobs: torch.Tensor) -> Agreement:

@@ -216,12 +216,19 @@ def positions_of(logprobs):
     ]
 
 
-def asked(logprobs, reference=None, status=200):
+def completion(logprobs, without=()):
+    """What llama-server says: tokens that end within a character are `without` log-probabilities."""
+    positions = positions_of(logprobs)
+    kept = [one for place, one in enumerate(positions) if place not in without]
+    return {"tokens": [one["id"] for one in positions], "completion_probabilities": kept}
+
+
+def asked(logprobs, reference=None, status=200, without=()):
     bodies = []
 
     def answer(request):
         bodies.append(json.loads(request.content))
-        return httpx.Response(status, json={"completion_probabilities": positions_of(logprobs)})
+        return httpx.Response(status, json=completion(logprobs, without))
 
     with httpx.Client(transport=httpx.MockTransport(answer)) as http:
         found = agreement_of(http, "http://server.test", (5, 6, 7), reference or (lambda prompt, tokens: truth()))
@@ -239,7 +246,15 @@ def test_the_server_is_asked_for_a_greedy_answer_from_the_start():
     assert found.correlation == pytest.approx(1, abs=1e-4) and found.same == 1
     assert body["prompt"] == [5, 6, 7] and body["temperature"] == 0 and body["n_predict"] == ANSWER_TOKENS
     assert body["cache_prompt"] is False and body["ignore_eos"] is True
+    assert body["return_tokens"] is True
     assert told == [((5, 6, 7), truth().argmax(-1).tolist())]
+
+
+def test_tokens_that_end_within_a_character_are_left_out_and_the_others_stay_where_they_are():
+    found, _ = asked(truth(), without=(0, 7, 31))
+    assert found.correlation == pytest.approx(1, abs=1e-4) and found.same == 1
+    with pytest.raises(PeerError, match="of 32 tokens only 10 have"):
+        asked(truth(), without=range(22))
 
 
 def test_rounding_agrees_and_another_model_does_not():
@@ -284,7 +299,7 @@ def test_a_server_that_computes_something_else_is_not_measured(tiny_model, tmp_p
             return truth()
 
     monkeypatch.setattr(peer_agreement, "TransformersReference", Reference)
-    other = json.dumps({"completion_probabilities": positions_of(truth().roll(1, 0))})
+    other = json.dumps(completion(truth().roll(1, 0)))
     server = tmp_path / "server.py"
     server.write_text(
         f"""
