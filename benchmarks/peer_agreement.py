@@ -26,7 +26,7 @@ PROMPT_TOKENS = 600
 """More than llama.cpp computes at once."""
 ANSWER_TOKENS = 32
 TOP_TOKENS = 4_096
-SECONDS = 300.0
+SECONDS = 900.0
 
 LEAST: Mapping[str, tuple[float, float]] = MappingProxyType({"": (0.99, 0.85), "int8": (0.97, 0.7), "int4": (0.7, 0.2)})
 """By quantization: correlation of log-probabilities at any position, and share of positions whose likeliest token is
