@@ -67,7 +67,7 @@ RUN := $(ONE_THREAD) $(OFFLINE) $(KEEP_COMPILED) $(ON_CPU) $(BIN)/python
 # Once a machine: else tests compile them side by side, and wait for each other.
 COMPILE := $(RUN) -m cairn.kernels.cpu.compile_worker
 
-.PHONY: test test-more test-avx2 test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm clean
+.PHONY: test test-more test-avx2 test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm bench-llama clean
 
 test: lint $(NIXL)
 	@$(COMPILE)
@@ -204,6 +204,15 @@ bench-vllm: $(INSTALLED)
 	@$(BIN)/python -m benchmarks.peer_vllm build/peers/vllm
 	@$(OFFLINE) $(ON_CPU) $(BIN)/python -m benchmarks.peers --servers cairn vllm --sizes $(or $(SIZES),tiny small) \
 		--rounds $(or $(ROUNDS),3) --threads $(or $(THREADS),2) $(PEERS_ARGS)
+
+# cairn beside llama.cpp's server, which is compiled in an environment of its own (1 GB), with what the machine can do at
+# most: build/benchmarks/llama.json. QUANT=int8 or int4: weights of as many bits on both sides; ISA=avx2: no more
+# instructions than those, on both. SIZES, ROUNDS, THREADS and PEERS_ARGS as above.
+bench-llama: $(INSTALLED)
+	@$(BIN)/python -m benchmarks.peer_llama build/peers/llama $(ISA:%=--isa %)
+	@$(OFFLINE) $(ON_CPU) $(BIN)/python -m benchmarks.peers --servers cairn llama-server --sizes $(or $(SIZES),tiny small) \
+		--rounds $(or $(ROUNDS),3) --threads $(or $(THREADS),2) $(QUANT:%=--quantization %) $(ISA:%=--isa %) --bounds \
+		--json build/benchmarks/llama$(QUANT:%=-%)$(ISA:%=-%).json $(PEERS_ARGS)
 
 clean:
 	@rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis src/*.egg-info

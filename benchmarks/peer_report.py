@@ -1,7 +1,7 @@
 """What turns of servers come to: medians, how many times better one is, a table and a plot."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.peer_loads import Figures
 from rich.table import Table
 
-__all__ = ["Turn", "medians_of", "plot", "ratios_of", "shown", "table_of", "times_better"]
+__all__ = ["Turn", "bounds_table_of", "medians_of", "plot", "ratios_of", "shown", "table_of", "times_better"]
 
 _HIGHER_IS_BETTER = ("_tokens_per_s", "_cached_share", "_cached_tokens")
 
@@ -87,6 +87,17 @@ def table_of(turns: Sequence[Turn], servers: Sequence[str], model: str) -> Table
         cells = [shown(figure, by.get(name)) for name in servers]
         better = [_ratio_shown(ratios[figure][other]) for other in others]
         table.add_row(figure, *cells, *better)
+    return table
+
+
+def bounds_table_of(bounds: Sequence[Mapping[str, float]], threads: int) -> Table:
+    """Medians over the rounds of what the machine can do, and the least and the largest."""
+    table = Table("bound", "median", "least", "largest", title=f"what the machine can do with {threads} threads")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name in bounds[0]:
+        values = [one[name] for one in bounds]
+        table.add_row(name, *(f"{value:,.1f}" for value in (statistics.median(values), min(values), max(values))))
     return table
 
 

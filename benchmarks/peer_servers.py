@@ -10,12 +10,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
 import httpx
 import psutil
+from benchmarks.peer_llama import NATIVE, programs_of
+from benchmarks.peer_setup import PeerError
 
 from cairn.http.cookies import no_cookies
 
@@ -42,12 +44,8 @@ KILL_SECONDS = 10.0
 POLL_SECONDS = 0.05
 TRY_SECONDS = 5.0
 LOG_TAIL = 6_000
-_OWN_VARIABLES = ("CAIRN_", "VLLM_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_")
+_OWN_VARIABLES = ("CAIRN_", "VLLM_", "LLAMA_", "GGML_", "OMP_", "KMP_", "GOMP_", "MKL_", "OPENBLAS_")
 _VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*=")
-
-
-class PeerError(Exception):
-    """A server did not start, or did not do what it was asked. The message shows the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +64,34 @@ class LearnedFlag:
 @dataclass(frozen=True, slots=True)
 class Peer:
     """`line`: variables as NAME=VALUE, the program, its arguments; placeholders are the fields of `Place`. `learned`: a
-    flag that is only known once the server has been started without it."""
+    flag that is only known once the server has been started without it. `quantized`: flags by quantization; one that is
+    not there cannot be had. `set_up`: the make target that sets it up."""
 
     name: str
     line: str
     learned: LearnedFlag | None = None
+    quantized: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    set_up: str = ""
+
+    @property
+    def wants_gguf(self) -> bool:
+        return "{gguf}" in self.line
+
+    def flags_of(self, place: "Place") -> Sequence[str]:
+        """Those of the place's quantization. Raises PeerError where it, or the instruction set, cannot be had."""
+        if place.isa and not any(name in self.line for name in ("{isa}", "{llama_bin}")):
+            raise PeerError(f"{self.name} cannot be held to some instructions: no --isa with it")
+        if place.quantization and place.quantization not in self.quantized:
+            known = ", ".join(self.quantized) or "none"
+            raise PeerError(f"{self.name} has no --quantization {place.quantization} here; known: {known}")
+        return self.quantized.get(place.quantization, ())
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
     """What a command line is told: the checkpoint's folder, the same as a GGUF file for servers that want one, a free
-    port, threads of number crunching, and the GiB that keys, values and states may take."""
+    port, threads of number crunching, and the GiB that keys, values and states may take. `quantization`: of weights, as
+    cairn's --quantization; `isa`: as CAIRN_MAX_CPU_ISA; of both nothing where they are empty."""
 
     model: Path
     port: int
@@ -84,6 +99,13 @@ class Place:
     cache_gib: int
     gguf: Path | None = None
     peers: Path = Path("build/peers")
+    quantization: str = ""
+    isa: str = ""
+
+    @property
+    def llama(self) -> Path:
+        """Where llama.cpp is."""
+        return self.peers.absolute() / "llama"
 
     def values(self) -> dict[str, str]:
         """By placeholder. `cpus`: as many of this process's CPUs as there are threads, as a list."""
@@ -98,6 +120,9 @@ class Place:
             "threads": str(self.threads),
             "cpus": ",".join(map(str, cpus)),
             "cache_gib": str(self.cache_gib),
+            "cache_mib": str(self.cache_gib << 10),
+            "isa": self.isa,
+            "llama_bin": str(programs_of(self.llama, self.isa or NATIVE)),
             "vllm_bin": str(environment / "bin"),
             "vllm_openmp": str(openmp) if openmp.is_file() else "",
             "path": os.environ.get("PATH", os.defpath),
@@ -127,18 +152,25 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
     {
         "cairn": Peer(
             "cairn",
-            "HF_HUB_OFFLINE=1 {python} -m cairn serve {model} --host 127.0.0.1 --port {port} "
+            "HF_HUB_OFFLINE=1 CAIRN_MAX_CPU_ISA={isa} {python} -m cairn serve {model} --host 127.0.0.1 --port {port} "
             "--served-model-name {name} --dtype bfloat16 --cpu-threads {threads} "
             "--kv-cache-memory-bytes {cache_gib}GiB " + _SAME_LIMITS,
+            quantized={name: ("--quantization", name) for name in ("int8", "int4")},
         ),
-        "vllm": Peer("vllm", _VLLM.replace("THREADS_BIND=", "THREADS_BIND={cpus}"), _BLOCK_SIZE),
+        "vllm": Peer("vllm", _VLLM.replace("THREADS_BIND=", "THREADS_BIND={cpus}"), _BLOCK_SIZE, set_up="bench-vllm"),
         # Left alone it reserves a core for its scheduler.
-        "vllm-auto": Peer("vllm-auto", _VLLM.replace("THREADS_BIND=", "THREADS_BIND=auto"), _BLOCK_SIZE),
+        "vllm-auto": Peer(
+            "vllm-auto", _VLLM.replace("THREADS_BIND=", "THREADS_BIND=auto"), _BLOCK_SIZE, set_up="bench-vllm"
+        ),
+        # Weights are quantized in the GGUF file.
         "llama-server": Peer(
             "llama-server",
-            "llama-server --model {gguf} --host 127.0.0.1 --port {port} --alias {name} --threads {threads} "
+            "{llama_bin}/llama-server --model {gguf} --host 127.0.0.1 --port {port} --alias {name} --threads {threads} "
             "--threads-batch {threads} --threads-http 2 --parallel {max_num_seqs} --kv-unified "
-            "--ctx-size {max_model_len} --batch-size {max_num_batched_tokens} --no-webui",
+            "--ctx-size {max_model_len} --batch-size {max_num_batched_tokens} --cache-ram {cache_mib} "
+            "--no-ui --offline",
+            quantized={"int8": (), "int4": ()},
+            set_up="bench-llama",
         ),
     }
 )
@@ -148,7 +180,7 @@ PEERS: Mapping[str, Peer] = MappingProxyType(
 def command_of(peer: Peer, place: Place, flags: Sequence[str] = ()) -> tuple[dict[str, str], list[str]]:
     """The variables that are set (those with an empty value are taken away) and the command, with `flags` at its end.
 
-    Raises PeerError naming a placeholder that there is not, or one that has no value.
+    Raises PeerError naming a placeholder that there is not, one that has no value, or what the server cannot do.
     """
     values = place.values()
     words = []
@@ -166,7 +198,7 @@ def command_of(peer: Peer, place: Place, flags: Sequence[str] = ()) -> tuple[dic
         variables[name] = value
     if not words:
         raise PeerError(f"{peer.name}: the command line names no program")
-    return variables, [*words, *flags]
+    return variables, [*words, *peer.flags_of(place), *flags]
 
 
 def environment_of(variables: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
@@ -232,7 +264,7 @@ def started(peer: Peer, place: Place, log: Path, seconds: float, flags: Sequence
                 start_new_session=True,
             )
         except OSError as error:
-            hint = "; `make bench-vllm` sets it up" if peer.name in ("vllm", "vllm-auto") else ""
+            hint = f"; `make {peer.set_up}` sets it up" if peer.set_up else ""
             raise PeerError(f"{peer.name}: {command[0]} cannot be started{hint}: {error}") from error
     url = f"http://127.0.0.1:{place.port}"
     try:

