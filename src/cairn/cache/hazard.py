@@ -43,7 +43,8 @@ class HazardTable:
     prior = _PRIOR
 
     def __init__(self, max_classes: int = 4096, pseudo_hits: float = PSEUDO_HITS) -> None:
-        """At most `max_classes` rows. `pseudo_hits`: for how many hits the row above counts, and `prior` above the first."""
+        """At most `max_classes` rows. `pseudo_hits`: for how many hits the row above counts, of which the
+        first one is `prior`."""
         self._rows: dict[Class, int] = {(): 0}
         self._levels: list[list[int]] = [[0]]
         self._parents: list[int] = [-1]
