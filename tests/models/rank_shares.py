@@ -66,7 +66,7 @@ def every_share_is_found(model: Model, weights: dict[str, Tensor]) -> None:
         for rank in range(local.size):
             file, pages = np.zeros_like(local.files[rank]), np.zeros_like(local.pages[rank])
             for source in pair(model.units, *sides, rank).sources:
-                for theirs, ours, count in zip(*source.file, strict=True):
+                for theirs, ours, count in zip(*source.state, strict=True):
                     file[ours : ours + count] = remote.files[source.rank][theirs : theirs + count]
                 for theirs, ours, count in zip(*source.page, strict=True):
                     pages[:, ours : ours + count] = remote.pages[source.rank][:, theirs : theirs + count]
