@@ -221,7 +221,7 @@ MUTANTS = (
     ("positions are the recording's", "positions=rows[1:4].long()", "positions=(rows[1:4] * 0).long()"),
     ("lengths are off by one", "decodes.positions + 1,", "decodes.positions,"),
     ("there is no room for stop tokens", "self._slot_tensors.reserve_stop_tokens(MOST_STOP_TOKENS)", "pass"),
-    ("a graph is replayed when stop tokens move", "len(admit.stop_token_ids) > room", "False"),
+    ("a graph is replayed when stop tokens move", "len(admit.stop_token_ids) > width", "False"),
     ("a graph is replayed when stop tokens have moved", "is not self._stop_tokens or any", "is None or any"),
 )
 

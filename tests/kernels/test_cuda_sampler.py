@@ -194,7 +194,7 @@ def test_the_lowest_of_equal_largest_in_any_tile() -> None:
 @pytest.mark.parametrize("kept", [1, 129, 1023])
 def test_of_equal_tokens_as_many_as_hold_the_share_the_lowest_first(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """1,300 tokens, of which 1,024 have the same chance, so that every sum is exact."""
-    monkeypatch.setattr(sampling, "uniform", lambda seeds, positions: np.array([0.0, 1 - 2.0**-53]))
+    monkeypatch.setattr(torch_sampler, "uniform", lambda seeds, positions: np.array([0.0, 1 - 2.0**-53]))
     logits = torch.full((1300,), -torch.inf)
     likely = torch.randperm(1300, generator=torch.Generator().manual_seed(kept))[:1024].sort().values
     logits[likely] = 5.0
