@@ -28,7 +28,7 @@ ANSWER_TOKENS = 32
 TOP_TOKENS = 4_096
 SECONDS = 900.0
 
-LEAST: Mapping[str, tuple[float, float]] = MappingProxyType({"": (0.99, 0.85), "int8": (0.97, 0.7), "int4": (0.7, 0.2)})
+LEAST: Mapping[str, tuple[float, float]] = MappingProxyType({"": (0.99, 0.85), "int8": (0.97, 0.7), "int4": (0.6, 0.1)})
 """By quantization: correlation of log-probabilities at any position, and share of positions whose likeliest token is
 the same. Random weights are the worst case: their likeliest tokens are near ties, and a wrong conversion has no
 correlation at all."""
