@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 
-from benchmarks.peer_setup import CHECK_SECONDS, READY, PeerError, make_environment, run
+from benchmarks.peer_setup import CHECK_SECONDS, PeerError, is_finished, make_environment, mark_finished, run
 
 __all__ = ["ISAS", "NATIVE", "PROGRAMS", "VERSION", "programs_of", "set_up", "source_of"]
 
@@ -84,10 +84,10 @@ def set_up(folder: Path, isa: str, jobs: int, maker: str) -> None:
 
     Raises PeerError. Begun again it goes on where it was.
     """
-    if _has(programs_of(folder, isa)):
+    if is_finished(programs_of(folder, isa), VERSION):
         return
     print(f"compiling llama.cpp ({isa}) in {folder}: once, it takes some ten minutes of a machine's cores", flush=True)
-    if not _has(folder):
+    if not is_finished(folder, VERSION):
         _unpack(folder, make_environment(folder, maker))
     _build(folder, isa, jobs)
     programs = programs_of(folder, isa)
@@ -95,12 +95,7 @@ def set_up(folder: Path, isa: str, jobs: int, maker: str) -> None:
     for name in PROGRAMS:
         shutil.copy2(folder / "build" / "bin" / name, programs / name)
     run([programs / PROGRAMS[0], "--version"], "llama-server is compiled and does not start", CHECK_SECONDS)
-    (programs / READY).write_text(f"{VERSION}\n")
-
-
-def _has(folder: Path) -> bool:
-    ready = folder / READY
-    return ready.is_file() and ready.read_text().strip() == VERSION
+    mark_finished(programs, VERSION)
 
 
 def _unpack(folder: Path, python: Path) -> None:
@@ -122,7 +117,7 @@ def _unpack(folder: Path, python: Path) -> None:
         (archive,) = Path(scratch).glob("*.tar.gz")
         unpack_source(archive, source_of(folder))
     mend_tiles(source_of(folder))
-    (folder / READY).write_text(f"{VERSION}\n")
+    mark_finished(folder, VERSION)
 
 
 def unpack_source(archive: Path, target: Path) -> None:

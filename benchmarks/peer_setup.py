@@ -4,11 +4,11 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-__all__ = ["CHECK_SECONDS", "PeerError", "make_environment", "run", "said"]
+__all__ = ["CHECK_SECONDS", "PeerError", "is_finished", "make_environment", "mark_finished", "run", "said"]
 
 INSTALL_SECONDS = 3_600.0
 CHECK_SECONDS = 300.0
-READY = ".installed"
+_FINISHED = ".installed"
 """A file of an environment that is finished: which version it is."""
 
 
@@ -21,6 +21,17 @@ def make_environment(folder: Path, maker: str) -> Path:
     """An empty virtual environment in `folder`, by the interpreter `maker`: its own interpreter. Raises PeerError."""
     run([maker, "-m", "venv", "--clear", str(folder)], "the virtual environment cannot be made")
     return folder / "bin" / "python"
+
+
+def is_finished(folder: Path, version: str) -> bool:
+    """Whether `mark_finished` was called for this version."""
+    file = folder / _FINISHED
+    return file.is_file() and file.read_text().strip() == version
+
+
+def mark_finished(folder: Path, version: str) -> None:
+    """What is in `folder` is whole, and of this version."""
+    (folder / _FINISHED).write_text(f"{version}\n")
 
 
 def said(python: Path, program: str) -> str:

@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peer_setup import CHECK_SECONDS, READY, PeerError, make_environment, run, said
+from benchmarks.peer_setup import CHECK_SECONDS, PeerError, is_finished, make_environment, mark_finished, run, said
 
 VERSION = "0.32.0"
 TORCHVISION = "0.28.0"
@@ -45,8 +45,7 @@ def main() -> int:
 
 def set_up(folder: Path, maker: str) -> None:
     """Make the environment in `folder` with the interpreter `maker`. Raises PeerError."""
-    ready = folder / READY
-    if ready.is_file() and ready.read_text().strip() == VERSION:
+    if is_finished(folder, VERSION):
         return
     print(f"installing vLLM {VERSION} for the CPU into {folder}: once, it takes some ten minutes", flush=True)
     python = make_environment(folder, maker)
@@ -62,7 +61,7 @@ def set_up(folder: Path, maker: str) -> None:
     if "cpu" not in version:
         raise PeerError(f"{folder} has vLLM {version}, not a build for the CPU")
     run([str(folder / "bin" / "vllm"), "--version"], "vLLM is installed and does not start", CHECK_SECONDS)
-    ready.write_text(f"{VERSION}\n")
+    mark_finished(folder, VERSION)
 
 
 def name_as_vllm(packages: Path) -> None:

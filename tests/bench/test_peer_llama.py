@@ -20,6 +20,7 @@ from benchmarks.peer_llama import ISAS, NATIVE, PROGRAMS, programs_of, unpack_so
 from benchmarks.peer_loads import QUICK
 from benchmarks.peer_report import bounds_table_of
 from benchmarks.peer_servers import PEERS, Peer, PeerError, Place, command_of
+from benchmarks.peer_setup import mark_finished
 from benchmarks.peers import Comparison, parse
 from rich.console import Console
 
@@ -134,7 +135,7 @@ def test_programs_are_compiled_once_for_each_set_of_instructions(tmp_path):
         f'echo "$@" >> {said}; mkdir -p {tmp_path}/build/bin; for name in {programs}; do '
         f'f={tmp_path}/build/bin/$name; echo "#!/bin/sh" > $f; chmod 700 $f; done',
     )
-    (tmp_path / peer_llama.READY).write_text(peer_llama.VERSION)
+    mark_finished(tmp_path, peer_llama.VERSION)
     for isa in (NATIVE, "avx2", NATIVE, "avx2"):
         peer_llama.set_up(tmp_path, isa, 3, "no python is asked")
         assert all((programs_of(tmp_path, isa) / name).is_file() for name in PROGRAMS)
@@ -148,7 +149,7 @@ def test_programs_are_compiled_once_for_each_set_of_instructions(tmp_path):
 
 def test_a_build_that_fails_says_why_and_is_not_taken_for_one(tmp_path):
     script(tmp_path / "bin" / "cmake", 'case "$1" in -S) ;; *) echo no such header >&2; exit 1;; esac')
-    (tmp_path / peer_llama.READY).write_text(peer_llama.VERSION)
+    mark_finished(tmp_path, peer_llama.VERSION)
     with pytest.raises(PeerError, match=r"cannot be compiled\.\nno such header"):
         peer_llama.set_up(tmp_path, NATIVE, 1, "python")
     assert not programs_of(tmp_path, NATIVE).exists()

@@ -34,6 +34,7 @@ from benchmarks.peer_servers import (
     environment_of,
     started,
 )
+from benchmarks.peer_setup import mark_finished
 from benchmarks.peers import order_of, parse, peers_of
 from demo.server import free_port
 from rich.console import Console
@@ -408,5 +409,5 @@ def test_an_environment_that_cannot_be_made_says_why(tmp_path):
     with pytest.raises(peer_vllm.PeerError, match=r"virtual environment cannot be made\.\nno ensurepip here"):
         peer_vllm.set_up(tmp_path / "peer", str(maker))
     (tmp_path / "ready").mkdir()
-    (tmp_path / "ready" / peer_vllm.READY).write_text(peer_vllm.VERSION)
+    mark_finished(tmp_path / "ready", peer_vllm.VERSION)
     peer_vllm.set_up(tmp_path / "ready", str(maker))

@@ -76,6 +76,7 @@ def _plain_until(state: SchedulerState, request: Request) -> int:
     if spec.constraint is not None or spec.sampling.needs_history:
         return 0
     ends = [sequence.blocks.capacity, request.num_prompt_tokens + spec.max_tokens - 1]
+    # the grid's points also without a placement: the request log has them
     for stride in (GRID, 0 if placement is None else placement.decode_stride):
         if stride:
             ends.append((request.num_scheduled // stride + 1) * stride - 1)

@@ -29,7 +29,7 @@ __all__ = ["Progress", "Scheduler"]
 
 
 class Progress(NamedTuple):
-    """News of one request: the tokens that a step brought, with their `logprobs` where they were sizes for, and how it
+    """News of one request: the tokens that a step brought, with their `logprobs` where they were asked for, and how it
     ended, if it did."""
 
     request: Request
