@@ -4,7 +4,7 @@ import json
 import string
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from cairn.server.openai.requests import ChatRequest, CompletionRequest
@@ -24,6 +24,8 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=5)
 @pytest.mark.more
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(body=BODIES, prompt=st.text(max_size=5) | st.lists(st.integers(-1, 260), max_size=5), messages=MESSAGES)
+@example(body={"allowed_token_ids": [False]}, prompt=[0], messages=[])
+@example(body={"temperature": True, "stop_token_ids": ["5", 6.0]}, prompt=[0], messages=[])
 def test_any_json(server, body, prompt, messages):
     for path, needed in (("/v1/completions", {"prompt": prompt}), ("/v1/chat/completions", {"messages": messages})):
         content = json.dumps(needed | {"max_tokens": 5} | body).encode()
