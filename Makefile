@@ -80,14 +80,15 @@ test-more: $(NIXL)
 	@$(COMPILE)
 	@$(RUN) -m pytest -m more -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
-# Of AVX512 without BF16 and VNNI as well, and of AVX-VNNI, which have other products than either.
+# Of AVX512 without BF16 and VNNI as well, of AVX-VNNI, and of AVX512 without AMX, which have other products than either.
 PRODUCT_TESTS := $(patsubst %,tests/kernels/test_%.py,panels int8 int4 float32_weights against_reference)
 
 test-avx2: $(NIXL)
 	@if grep -qwE 'avx512f|avx_vnni' /proc/cpuinfo; then \
 	  CAIRN_MAX_CPU_ISA=avx2 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) \
 	    tests/kernels tests/runner tests/models tests/engine/test_exactness.py tests/engine/test_exactness_families.py && \
-	  if grep -qw avx512f /proc/cpuinfo; then for isa in avx512 $$(grep -m 1 -ow avx_vnni /proc/cpuinfo); do \
+	  if grep -qw avx512f /proc/cpuinfo; then for isa in avx512 $$(grep -m 1 -ow avx_vnni /proc/cpuinfo) \
+	    $$(grep -m 1 -ow amx_bf16 /proc/cpuinfo | sed s/amx/avx512/); do \
 	    CAIRN_MAX_CPU_ISA=$$isa $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) $(PRODUCT_TESTS) || exit 1; \
 	  done; fi; \
 	else echo "SKIPPED make test-avx2: this processor has neither AVX512 nor AVX-VNNI, so make test has shown what it shows"; fi

@@ -10,9 +10,7 @@ is heeded. A product or a sum counts as an operation: a fused one is two.
 """
 
 import argparse
-import ctypes
 import json
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -35,7 +33,6 @@ WINDOWS = 3
 MEMORY_BYTES = 640 << 20
 """Twice that of a large cache's share, and about what a model with 333 M parameters in bfloat16 takes."""
 
-_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _I64, _I8 = ir.IntType(64), ir.IntType(8)
 _TILE_CONFIGURATION = bytes([1] + [0] * 15 + [64, 0] * 8 + [0] * 16 + [16] * 8 + [0] * 8)
 """Eight tiles, each of 16 rows of 64 bytes."""
@@ -84,8 +81,6 @@ def bounds(threads: int, seconds: float) -> dict[str, float]:
     """GB/s and thousands of millions of operations a second, by name. `seconds`: of each of three windows."""
     found = {"memory_gb_per_s": _memory(threads)}
     for loop in loops_of(lambda name: bool(cpu_features().get(name))):
-        if loop.tiles and not _may_use_tiles():
-            continue
         run = _compiled(loop)
         # Compiled, and how many times a window has room for.
         start = time.thread_time()
@@ -124,13 +119,6 @@ def _rate(threads: int, work: int, do: Callable[[int], object]) -> float:
 
     with ThreadPoolExecutor(threads) as pool:
         return max(sum(pool.map(one, range(threads))) for _ in range(WINDOWS)) / 1e9
-
-
-def _may_use_tiles() -> bool:
-    """Linux gives a process the tiles' room on request."""
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return False
-    return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
 
 
 def _compiled(loop: Loop) -> Callable[[int], None]:

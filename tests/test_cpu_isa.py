@@ -39,7 +39,9 @@ def test_another_word_is_refused_and_changes_nothing() -> None:
     environ = {"CAIRN_MAX_CPU_ISA": "avx3"}
     limit_libraries(environ)
     assert environ == {"CAIRN_MAX_CPU_ISA": "avx3"}
-    with pytest.raises(ConfigError, match=r"^CAIRN_MAX_CPU_ISA: must be one of avx2, avx_vnni, avx512, not 'avx3'"):
+    with pytest.raises(
+        ConfigError, match=r"^CAIRN_MAX_CPU_ISA: must be one of avx2, avx_vnni, avx512, avx512_bf16, not 'avx3'"
+    ):
         max_cpu_isa(environ)
 
 
@@ -49,6 +51,7 @@ def test_another_word_is_refused_and_changes_nothing() -> None:
         ("avx2", {"avx2", "fma"}),
         ("avx_vnni", {"avx2", "fma", "avxvnni"}),
         ("avx512", {"avx2", "fma", "avx512f", "avx512vl"}),
+        ("avx512_bf16", {"avx2", "fma", "avx512f", "avx512vl", "avx512bf16", "avx512vnni"}),
         ("", set(FEATURES)),
     ],
 )
@@ -59,13 +62,25 @@ def test_compiled_code_has_no_more(monkeypatch: pytest.MonkeyPatch, limit: str, 
     assert {name for name, there in found.items() if there} == left and set(found) == set(FEATURES)
 
 
-@pytest.mark.parametrize(("limit", "missing"), [("avx2", "avx2"), ("avx_vnni", "avxvnni"), ("avx512", "avx512f")])
+@pytest.mark.parametrize(
+    ("limit", "missing"),
+    [("avx2", "avx2"), ("avx_vnni", "avxvnni"), ("avx512", "avx512f"), ("avx512_bf16", "avx512bf16")],
+)
 def test_a_limit_that_the_processor_does_not_reach_is_refused(monkeypatch, limit: str, missing: str) -> None:
     there = dict.fromkeys(FEATURES, True) | {missing: False}
     monkeypatch.setenv("CAIRN_MAX_CPU_ISA", limit)
     monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: there)
     with pytest.raises(ConfigError, match=f"^CAIRN_MAX_CPU_ISA={limit}: this processor has no {limit}; unset it"):
         features.cpu_features.__wrapped__()
+
+
+@pytest.mark.parametrize(("given", "left"), [(True, {"avx2", "amx-tile", "amx-bf16"}), (False, {"avx2"})])
+def test_a_matrix_unit_that_the_system_does_not_give_is_not_there(monkeypatch, given: bool, left: set[str]) -> None:
+    monkeypatch.delenv("CAIRN_MAX_CPU_ISA", raising=False)
+    monkeypatch.setattr(features, "_may_use_tiles", lambda: given)
+    there = dict.fromkeys(("avx2", "amx-tile", "amx-bf16"), True)
+    monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", lambda: there)
+    assert {name for name, found in features.cpu_features.__wrapped__().items() if found} == left
 
 
 def test_torch_and_compiled_code_obey_in_a_process_of_their_own() -> None:
@@ -100,7 +115,7 @@ print(tiles._FORMS[int8._ROWS, tiles.I32].name, tiles._int4_form().name, tiles._
 
 
 @pytest.mark.more
-@pytest.mark.timeout(900)  # three processes that compile
+@pytest.mark.timeout(900)  # up to five processes that compile
 @pytest.mark.skipif(
     not any(llvmlite.binding.get_host_cpu_features().get(name) for name in ("avx512bw", "avxvnni")),
     reason="has no other instructions for them than AVX2's",
@@ -112,6 +127,10 @@ def test_quantized_products_have_the_same_bits_by_all_instructions() -> None:
         forms["avx_vnni"] = ["int8", "int4", "8"]
     if has("avx512bw"):
         forms["avx512"] = ["int8.widened", "int4.widened", "16"]
+    if has("avx512bf16"):
+        forms["avx512_bf16"] = ["int8", "int4", "16"]
+    if has("amx-int8"):
+        forms[""] = ["int8", "int4", "16"]
     digests = set()
     for limit, form in forms.items():
         environ = os.environ | {"CAIRN_MAX_CPU_ISA": limit, "OMP_NUM_THREADS": "1"}

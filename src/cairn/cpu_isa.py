@@ -1,5 +1,5 @@
-"""The most instructions of this processor that may be used: CAIRN_MAX_CPU_ISA=avx2, avx_vnni (AVX2 and AVX-VNNI), or
-avx512 (without its BF16 and VNNI, AVX-VNNI and AMX). Unset, all of them are.
+"""The most instructions of this processor that may be used: CAIRN_MAX_CPU_ISA=avx2, avx_vnni (AVX2 and AVX-VNNI),
+avx512 (without its BF16 and VNNI, AVX-VNNI and AMX), or avx512_bf16 (with these two, without AMX). Unset, all are.
 
 For what runs on a lesser processor to be tried on a better one. torch, oneDNN and MKL read variables of their own when
 they are loaded or first used, so these are set when `cairn` is imported.
@@ -25,12 +25,17 @@ _OF_LIBRARIES: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "ONEDNN_MAX_CPU_ISA": "AVX512_CORE",
             "MKL_ENABLE_INSTRUCTIONS": "AVX512",
         },
+        "avx512_bf16": {
+            "ATEN_CPU_CAPABILITY": "avx512",
+            "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16",
+            "MKL_ENABLE_INSTRUCTIONS": "AVX512",
+        },
     }
 )
 
 
 def max_cpu_isa(environ: Mapping[str, str]) -> str | None:
-    """`avx2`, `avx_vnni` or `avx512`; None where all instructions may be used. Raises ConfigError for another value."""
+    """One of the words above; None where all instructions may be used. Raises ConfigError for another value."""
     asked = _asked(environ)
     if asked and asked not in _OF_LIBRARIES:
         raise ConfigError(f"{VARIABLE}: must be one of {', '.join(_OF_LIBRARIES)}, not {asked!r}; unset it for all")

@@ -11,7 +11,6 @@ from torch import Tensor
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, I64, INT, kernel
 from cairn.kernels.cpu.elementwise import silu_mul, squared_relu
-from cairn.kernels.cpu.panels import partition_expert_rows
 from cairn.kernels.cpu.products import AnyWeight, ExpertRows, multiply_experts
 from cairn.kernels.cpu.scalars import advance, load, store
 
@@ -45,9 +44,9 @@ def _mixed(
     _sort_by_expert[topk_ids.dtype](
         1, 0, topk_ids.data_ptr(), num_rows, top_k, ends.data_ptr(), down.shape[0], order.data_ptr(), places.data_ptr()
     )
-    rows = ExpertRows(order, ends, partition_expert_rows(ends, num_rows))
-    inner = activation(multiply_experts(x, up, rows, num_rows))
-    result = multiply_experts(inner, down, replace(rows, order=None), num_rows)
+    rows = ExpertRows(order, ends, num_rows)
+    inner = activation(multiply_experts(x, up, rows))
+    result = multiply_experts(inner, down, replace(rows, order=None))
     out = x.new_empty(tokens, down.shape[-2])
     _add_shares[x.dtype](
         tokens, result.numel() // 4, result.data_ptr(), places.data_ptr(), topk_weights.data_ptr(), top_k,

@@ -1,6 +1,8 @@
 """Which instructions compiled code may use: this processor's, within the limit of CAIRN_MAX_CPU_ISA."""
 
+import ctypes
 import os
+import platform
 from collections.abc import Collection, Mapping
 from functools import cache
 from types import MappingProxyType
@@ -11,12 +13,15 @@ from cairn.cpu_isa import VARIABLE, max_cpu_isa
 from cairn.errors import ConfigError
 
 _BEYOND_AVX2 = ("avx512", "avx10", "amx", "avxvnni", "avxneconvert", "avxifma", "evex512", "egpr")
-_NEEDED = MappingProxyType({"avx2": "avx2", "avx_vnni": "avxvnni", "avx512": "avx512f"})
+_NEEDED = MappingProxyType({"avx2": "avx2", "avx_vnni": "avxvnni", "avx512": "avx512f", "avx512_bf16": "avx512bf16"})
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
+_SKYLAKE = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "evex512")
 _KEPT: Mapping[str, Collection[str]] = MappingProxyType(
     {
         "avx2": (),
         "avx_vnni": ("avxvnni",),
-        "avx512": ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "evex512"),
+        "avx512": _SKYLAKE,
+        "avx512_bf16": (*_SKYLAKE, "avx512bf16", "avx512vnni"),
     }
 )
 
@@ -30,7 +35,16 @@ def cpu_features() -> Mapping[str, bool]:
         if not found.get(_NEEDED[limit]):
             raise ConfigError(f"{VARIABLE}={limit}: this processor has no {limit}; unset it")
         found |= {name: False for name in found if name.startswith(_BEYOND_AVX2) and name not in _KEPT[limit]}
+    if found.get("amx-tile") and not _may_use_tiles():
+        found |= {name: False for name in found if name.startswith("amx")}
     return found
+
+
+def _may_use_tiles() -> bool:
+    """Linux gives a process the room for the matrix unit's tiles on request: Documentation/arch/x86/xstate.rst."""
+    if platform.system() != "Linux":
+        return False
+    return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0)
 
 
 @cache

@@ -18,12 +18,13 @@ from torch import Tensor
 
 from cairn.errors import ConfigError
 from cairn.kernels.cpu.compiled import ELEMENTS, I8, I32, I64, INT, kernel, optional_arg, row_args
+from cairn.kernels.cpu.huge_pages import weight_memory
 from cairn.kernels.cpu.int8 import OUTPUTS, scale_of, whole_number
 from cairn.kernels.cpu.onednn import ZERO_POINT
 from cairn.kernels.cpu.panels import RowPartition, as_words, multiply_items, partition_rows, product_type
 from cairn.kernels.cpu.scalars import advance, bits_of, load
 from cairn.kernels.cpu.threads import step_work
-from cairn.kernels.cpu.tiles import FACTOR_WORDS, HAS_INT4, PANEL
+from cairn.kernels.cpu.tiles import FACTOR_WORDS, HAS_INT4, PANEL, VECTOR_GROUP
 from cairn.kernels.cpu.vectors import pointer_to
 from cairn.kernels.int4 import Int4Weight
 
@@ -55,7 +56,7 @@ def pack_int4(weight: Int4Weight) -> PackedInt4:
         scales, least, numbers = scales[None], least[None], numbers[None]
     count, outputs, groups = scales.shape
     panels, words = -(-outputs // PANEL), weight.group // _INPUTS_OF_WORD
-    stack = torch.empty(count, panels, groups * (FACTOR_WORDS + words), PANEL, dtype=torch.int32)
+    stack = weight_memory().empty((count, panels, groups * (FACTOR_WORDS + words), PANEL), torch.int32)
     step_work().add_weight(stack.nbytes, "int4 panels")
     missing = panels * PANEL - outputs
     for packed, *parts in zip(stack, numbers, scales, least, strict=True):
@@ -75,7 +76,7 @@ def multiply_int4(
     """x [n, in] times the transpose of one of the matrices, [n, out] in x's dtype or another one."""
     out = x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype or x.dtype)
     if x.shape[0]:
-        parts = partition_rows(x.shape[0], 2 * weight.matrices[expert].shape[1])
+        parts = partition_rows(x.shape[0], 2 * weight.matrices[expert].shape[1], VECTOR_GROUP)
         multiply_int4_panels(x, weight, bias, out, parts, expert=expert)
     return out
 

@@ -17,6 +17,7 @@ from numba.core import types as numba_types
 from torch import Tensor
 
 from cairn.errors import ConfigError
+from cairn.kernels.cpu.amx import SPARE_ROWS, begin_tiles, end_tiles
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, I16, I32, I64, INT, jit, kernel, optional_arg, row_args
 from cairn.kernels.cpu.onednn import ZERO_POINT, check_int8, height_of, reorder_int8, scaled_int8_sums
 from cairn.kernels.cpu.panels import (
@@ -28,6 +29,7 @@ from cairn.kernels.cpu.panels import (
     locate,
     pack_panels,
     partition_rows,
+    place_of,
     product_type,
     widens,
 )
@@ -129,7 +131,7 @@ def multiply_int8_panels(
     """As `multiply_panels`, with the weight's matrices from `expert` on, x and the bias in bfloat16 or float32."""
     panels, inputs = weight.matrices[expert], x.shape[1]
     width = 4 * panels.shape[1]
-    numbers = torch.empty(out.shape[0], width, dtype=torch.int16 if _WIDENS else torch.uint8)
+    numbers = torch.empty(out.shape[0] + SPARE_ROWS, width, dtype=torch.int16 if _WIDENS else torch.uint8)
     scales = torch.empty(out.shape[0])
     _quantize_rows[x.dtype](
         parts.groups.shape[0], numbers.numel() // 4, parts.groups.data_ptr(), True, *optional_arg(order),
@@ -172,7 +174,7 @@ def _quantize_rows(
                         target[2 * word * count + i] = words[word] & _LOW_BYTES
                         target[(2 * word + 1) * count + i] = (words[word] >> np.int32(8)) & _LOW_BYTES
                     else:
-                        target[word * count + i] = words[word]
+                        target[place_of(word, i, count)] = words[word]
     buffer[0] = 0
 
 
@@ -208,6 +210,7 @@ OUTPUTS: Sequence[tuple[torch.dtype, torch.dtype]] = tuple(
 def _multiply_int8(begin: int, end: int, p: Any, scales: Any, channel_scales: Any, zeros: Any) -> None:
     buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.int32)
     sums = aligned(buffer)
+    begin_tiles(p.x, sums)
     for item in range(begin, end):
         segment, panel, column, columns = locate(p, item)
         add_segment(p, sums, segment, panel)
@@ -223,6 +226,7 @@ def _multiply_int8(begin: int, end: int, p: Any, scales: Any, channel_scales: An
             else:
                 for j in range(columns):
                     store(target, j, product(np.float32(source[j] - zero[j]), factors[j], scale))
+    end_tiles(p.x, sums)
     buffer[0] = 0
 
 

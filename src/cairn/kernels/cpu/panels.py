@@ -3,6 +3,7 @@
     bfloat16: AVX512-BF16's vdpbf16ps, two products a lane, added in float32
               AVX512 without it, or AVX2 and FMA: each half of a word is a float32 once the other half is cleared, and
               rows are widened to float32, so that a product is a multiply-add, too
+    both: the tiles of a matrix unit, see `amx`
     int8: vpdpbusd of AVX512-VNNI or AVX-VNNI, four products a lane of an unsigned and a signed byte, added in int32
           AVX512's or AVX2's vpmaddwd, two products a lane in int16, to which both are widened: bytes would be added up
           in 16 bits, where they overflow
@@ -18,9 +19,10 @@ product.
 Each sum is taken in the order of its inputs: a row has the same bits whatever rows it is multiplied with.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +31,7 @@ import torch.nn.functional as F
 from llvmlite import ir
 from torch import Tensor
 
+from cairn.kernels.cpu.amx import HAS_AMX, ROWS, RUN, SPARE_ROWS, begin_tiles, end_tiles
 from cairn.kernels.cpu.compiled import (
     BF16,
     ELEMENTS,
@@ -44,17 +47,20 @@ from cairn.kernels.cpu.compiled import (
     row_args,
 )
 from cairn.kernels.cpu.features import cpu_features
+from cairn.kernels.cpu.huge_pages import weight_memory
 from cairn.kernels.cpu.scalars import advance, load, store
 from cairn.kernels.cpu.tiles import GROUP, HAS_AVX512, PANEL, add_tile, numbers_of_word, store_16
-from cairn.kernels.cpu.vectors import LANES, aligned
+from cairn.kernels.cpu.vectors import LANES, aligned, round_up
 
-SEGMENT = 16 * GROUP
+GROUPS_OF_SEGMENT = 16
+
+SEGMENT = GROUPS_OF_SEGMENT * GROUP
 """Rows of a segment at most."""
 
-SUMS_OF_SEGMENT = SEGMENT * PANEL
+SUMS_OF_SEGMENT = (SEGMENT + SPARE_ROWS) * PANEL
 
-_SEGMENT_WORDS = SEGMENT * 1024
-"""Words of a segment's rows at most, 768 KiB, where all have one matrix."""
+_SEGMENT_WORDS = (1 << 18) if HAS_AMX else SEGMENT * 1024
+"""Words of a segment's rows at most, 1 MiB or 768 KiB, where all have one matrix."""
 
 _STORES_16 = bool(cpu_features().get("avx512bf16"))
 
@@ -62,19 +68,21 @@ _CHUNK = 256 if HAS_AVX512 else 128
 """Words of a panel's outputs, 32 KiB or 16, that all groups are multiplied with before the next ones: they stay in the
 first cache, beside rows that take twice as much where they are widened."""
 
+_AHEAD = 32
+"""Words of a panel between those that a single group is multiplied with and those that are asked for: 4 KiB. Further
+ahead they would not stay in the first cache."""
+
 _INPUTS_OF_WORD = {torch.bfloat16: 2, torch.int8: 4}.__getitem__
-_FEATURES = {
-    torch.bfloat16: (("avx512bf16",), "amx-bf16"),
-    torch.int8: (("avx512vnni", "avxvnni"), "amx-int8"),
-}.get
+_FEATURES: Mapping[torch.dtype, Sequence[str]] = MappingProxyType(
+    {torch.bfloat16: ("avx512bf16",), torch.int8: ("avx512vnni", "avxvnni")}
+)
+"""A processor with a matrix unit has these as well."""
 
 
 @cache
 def has_instructions(dtype: torch.dtype) -> bool:
-    """Whether this processor has these dot instructions for weights of a dtype, and no matrix unit, which oneDNN
-    uses."""
-    found, (instructions, matrix_unit) = cpu_features(), _FEATURES(dtype, ((), ""))
-    return any(found.get(name) for name in instructions) and not found.get(matrix_unit)
+    """Whether this processor has dot instructions for weights of a dtype."""
+    return any(cpu_features().get(name) for name in _FEATURES.get(dtype, ()))
 
 
 @cache
@@ -85,9 +93,7 @@ def widens(dtype: torch.dtype) -> bool:
     found = cpu_features()
     if not (found.get("avx2") and found.get("fma")):
         return False
-    if dtype == torch.int8:
-        return not any(found.get(name) for name in ("avx512vnni", "avxvnni", "amx-int8"))
-    return dtype == torch.bfloat16 and not any(found.get(name) for name in ("avx512bf16", "amx-bf16"))
+    return dtype in _FEATURES and not any(found.get(name) for name in _FEATURES[dtype])
 
 
 @cache
@@ -104,10 +110,10 @@ _READ_RATE, _MULTIPLY_RATE = (35, 110 if _WIDENS else 440) if HAS_AVX512 else (1
 
 def pack_panels(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Matrices [out, in] of one shape, bfloat16 or int8 -> for each the same dtype [panels, words, 32, inputs of a
-    word], 0 where there are no more inputs or outputs, one behind the other in memory."""
+    word], 0 where there are no more inputs or outputs, one behind the other in memory. Words: a multiple of `RUN`."""
     (outputs, inputs), size = matrices[0].shape, _INPUTS_OF_WORD(matrices[0].dtype)
-    panels, words = -(-outputs // PANEL), -(-inputs // size)
-    stack = matrices[0].new_empty(len(matrices), panels, words, PANEL, size)
+    panels, words = -(-outputs // PANEL), -(-inputs // (size * RUN)) * RUN
+    stack = weight_memory().empty((len(matrices), panels, words, PANEL, size), matrices[0].dtype)
     for packed, matrix in zip(stack, matrices, strict=True):
         if (panels * PANEL, words * size) != (outputs, inputs):
             matrix = F.pad(matrix, (0, words * size - inputs, 0, panels * PANEL - outputs))
@@ -119,54 +125,62 @@ def pack_panels(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
 class RowPartition:
     """How the rows of a product are cut, those for the first matrix first. `groups`: int32 [G, 2], each group's first
     row and how many it has. `segments`: int32 [S, 4], each segment's matrix, first row, rows, and rows of its groups,
-    of which the last one may have fewer. A segment, times one panel, is the item that a thread takes."""
+    of which the last one may have fewer. A segment, times one panel, is the item that a thread takes. `num_rows`: of
+    all of them."""
 
     groups: Tensor
     segments: Tensor
+    num_rows: int
 
     def cost(self, panels: Tensor) -> int:
         """Nanoseconds on one thread of a product with a stack of such panels, roughly."""
         size = panels.nbytes
-        rows = GROUP * self.groups.shape[0]
-        return self.segments.shape[0] * size // _READ_RATE + rows * size // _MULTIPLY_RATE
+        return self.segments.shape[0] * size // _READ_RATE + self.num_rows * size // _MULTIPLY_RATE
 
 
-def partition_rows(rows: int, words: int) -> RowPartition:
+def partition_rows(rows: int, words: int, group: int = GROUP) -> RowPartition:
     """Of rows of so many words for one matrix. A segment fits the second cache, in which all panels come by."""
-    return _partition_rows(rows, max(2 * GROUP, min(SEGMENT, _SEGMENT_WORDS // words // GROUP * GROUP)))
+    fitting = _SEGMENT_WORDS // words // group * group
+    return _partition_rows(rows, max(2 * group, min(GROUPS_OF_SEGMENT * group, fitting)), group)
 
 
 @lru_cache(maxsize=4096)
-def _partition_rows(rows: int, segment: int) -> RowPartition:
-    return partition_expert_rows(torch.tensor([rows]), rows, segment)
+def _partition_rows(rows: int, segment: int, group: int) -> RowPartition:
+    return partition_expert_rows(torch.tensor([rows]), rows, group, segment)
 
 
-def partition_expert_rows(ends: Tensor, rows: int, segment: int = SEGMENT) -> RowPartition:
-    """Of `rows` rows in all for several matrices. `ends`: int64 [matrices], where each one's rows end. `segment`: rows
-    of one at most."""
+def partition_expert_rows(ends: Tensor, rows: int, group: int = GROUP, segment: int | None = None) -> RowPartition:
+    """Of `rows` rows in all for several matrices. `ends`: int64 [matrices], where each one's rows end. `group`,
+    `segment`: rows of one at most; None: of 16 groups."""
+    segment = segment or GROUPS_OF_SEGMENT * group
     most_segments = ends.shape[0] + rows // segment
     segments = torch.empty(most_segments, 4, dtype=torch.int32)
-    groups = torch.empty(most_segments + rows // GROUP, 2, dtype=torch.int32)
+    groups = torch.empty(most_segments + rows // group, 2, dtype=torch.int32)
     sizes = torch.empty(2, dtype=torch.int64)
+    multiple = ROWS if HAS_AMX and group == GROUP else 1
     _partition_expert_rows["any"](
-        1, 0, ends.data_ptr(), ends.shape[0], segment, segments.data_ptr(), groups.data_ptr(), sizes.data_ptr()
-    )
+        1, 0, ends.data_ptr(), ends.shape[0], segment, group, multiple, segments.data_ptr(), groups.data_ptr(),
+        sizes.data_ptr(),
+    )  # fmt: skip
     num_segments, num_groups = sizes.tolist()
-    return RowPartition(groups[:num_groups], segments[:num_segments])
+    return RowPartition(groups[:num_groups], segments[:num_segments], rows)
 
 
-@kernel({"any": (I64, INT, INT, I32, I32, I64)})
+@kernel({"any": (I64, INT, INT, INT, INT, I32, I32, I64)})
 def _partition_expert_rows(
-    begin: int, end: int, ends: Any, matrices: int, most: int, segments: Any, groups: Any, sizes: Any
-) -> None:
-    """One item does all of it. Segments of a matrix are of nearly the same size, and so are groups of a segment."""
+    begin: int, end: int, ends: Any, matrices: int, most: int, most_of_group: int, multiple: int, segments: Any,
+    groups: Any, sizes: Any,
+) -> None:  # fmt: skip
+    """One item does all of it. Segments of a matrix are of nearly the same size, and so are groups of a segment, each
+    but the last one of a multiple of so many rows."""
     num_segments = num_groups = first = 0
     for matrix in range(matrices):
         stop = ends[matrix]
         parts = (stop - first + most - 1) // most
         while first < stop:
             rows = (stop - first + parts - 1) // parts
-            group = (rows + (rows + GROUP - 1) // GROUP - 1) // ((rows + GROUP - 1) // GROUP)
+            num_parts = (rows + most_of_group - 1) // most_of_group
+            group = round_up((rows + num_parts - 1) // num_parts, multiple)
             segment = advance(segments, 4 * num_segments)
             segment[0], segment[1] = np.int32(matrix), np.int32(first)
             segment[2], segment[3] = np.int32(rows), np.int32(group)
@@ -190,8 +204,8 @@ def multiply_panels(
     or float32."""
     rows, inputs, words = out.shape[0], x.shape[1], panels.shape[1]
     grouped = x
-    if rows > 1 or inputs % 2 or order is not None or _WIDENS:
-        grouped = x.new_empty(rows, 2 * words, dtype=torch.float32 if _WIDENS else x.dtype)
+    if rows > 1 or inputs % 2 or order is not None or _WIDENS or HAS_AMX:
+        grouped = x.new_empty(rows + SPARE_ROWS, 2 * words, dtype=torch.float32 if _WIDENS else x.dtype)
         group_rows = _widen_rows if _WIDENS else _group_rows
         group_rows[x.dtype](
             parts.groups.shape[0], grouped.numel(), parts.groups.data_ptr(), *optional_arg(order), *row_args(x),
@@ -203,21 +217,33 @@ def multiply_panels(
     _multiply[x.dtype, out.dtype](items, cost, *operands, *results)
 
 
+@jit
+def place_of(word: int, i: int, count: Any) -> Any:
+    """Of a word of row i among those of a group of `count` rows."""
+    return (word - word % RUN) * count + i * RUN + word % RUN
+
+
 @kernel({torch.bfloat16: (I32, I64, INT, BF16, INT, BF16, INT)})
 def _group_rows(
     begin: int, end: int, groups: Any, order: Any, has_order: int, x: Any, row: int, out: Any, inputs: int
 ) -> None:
-    words = (inputs + 1) // 2
+    full = inputs // 2
+    words = round_up(full + inputs % 2, RUN)
     for item in range(begin, end):
         first, count = np.int64(groups[2 * item]), np.int64(groups[2 * item + 1])
         target = as_words(advance(out, first * words * 2))
         for i in range(count):
             source = advance(x, (order[first + i] if has_order else first + i) * row)
             pairs = as_words(source)
-            for word in range(inputs // 2):
-                target[word * count + i] = pairs[word]
+            for word in range(0, full // RUN * RUN, RUN):
+                for j in range(RUN):
+                    target[place_of(word, i, count) + j] = pairs[word + j]
+            for word in range(full // RUN * RUN, full):
+                target[place_of(word, i, count)] = pairs[word]
+            for word in range(full, words):
+                target[place_of(word, i, count)] = np.int32(0)
             if inputs % 2:
-                target[(words - 1) * count + i] = np.int32(source[inputs - 1])
+                target[place_of(full, i, count)] = np.int32(source[inputs - 1])
 
 
 @kernel({torch.bfloat16: (I32, I64, INT, BF16, INT, F32, INT)}, needs=_WIDENS)
@@ -287,6 +313,7 @@ def multiply_items(begin: int, end: int, p: Any) -> None:
     """Items of a product whose sums are float32."""
     buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.float32)
     sums = aligned(buffer)
+    begin_tiles(p.x, sums)
     for item in range(begin, end):
         segment, panel, column, columns = locate(p, item)
         add_segment(p, sums, segment, panel)
@@ -302,6 +329,7 @@ def multiply_items(begin: int, end: int, p: Any) -> None:
             else:
                 for j in range(columns):
                     store(target, j, source[j])
+    end_tiles(p.x, sums)
     buffer[0] = 0
 
 
@@ -318,11 +346,14 @@ def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
         count = min(chunk, words - word)
         for row in range(0, rows, group):
             num_rows = min(group, rows - row)
-            # The last two groups have the first cache filled with the next words, a half each.
             groups_left = (rows - row + group - 1) // group
-            next_words = advance(weights, (word + (0 if groups_left > 2 else chunk)) * PANEL)
-            if groups_left == 1 and row > 0:
-                next_words = advance(next_words, count * LANES)
+            if rows <= group:
+                next_words, step = advance(weights, (word + _AHEAD) * PANEL), PANEL
+            else:
+                # The last two groups have the first cache filled with the next words, a half each.
+                next_words = advance(weights, (word + (0 if groups_left > 2 else chunk)) * PANEL)
+                next_words = advance(next_words, count * LANES if groups_left == 1 else 0)
+                step = 0 if groups_left > 2 else LANES
             add_tile(
                 num_rows,
                 advance(x, (row * words + word * num_rows) * numbers),
@@ -331,6 +362,6 @@ def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
                 advance(sums, row * PANEL),
                 np.int64(word == 0),
                 next_words,
-                PANEL if rows <= group else LANES,
+                step,
                 p.block,
             )

@@ -3,7 +3,7 @@ nothing for bfloat16."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Literal
 
@@ -20,9 +20,11 @@ from cairn.kernels.cpu.panels import (
     has_panels,
     multiply_panels,
     pack_panels,
+    partition_expert_rows,
     partition_rows,
 )
 from cairn.kernels.cpu.threads import step_work
+from cairn.kernels.cpu.tiles import GROUP, VECTOR_GROUP
 from cairn.kernels.fp8 import WeightRows, dequantize_rows
 
 logger = logging.getLogger(__name__)
@@ -106,25 +108,32 @@ def multiply(
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
     """Rows in the order of their experts. `order`: int64 [n], which row of x each one is; None: x's own. `ends`: int64
-    [experts], where each expert's rows end. `parts`: how they are cut for `panels`."""
+    [experts], where each expert's rows end. `num_rows`: of all of them."""
 
     order: Tensor | None
     ends: Tensor
-    parts: RowPartition
+    num_rows: int
+    _parts: dict[int, RowPartition] = field(default_factory=dict)
+
+    def parts(self, group: int = GROUP) -> RowPartition:
+        """How they are cut for `panels`, into groups of so many at most."""
+        if group not in self._parts:
+            self._parts[group] = partition_expert_rows(self.ends, self.num_rows, group)
+        return self._parts[group]
 
 
-def multiply_experts(x: Tensor, weight: AnyWeight, rows: ExpertRows, num_rows: int) -> Tensor:
-    """Each of so many rows times the transpose of its expert's matrix, [num_rows, out] in x's dtype."""
-    out = x.new_empty(num_rows, weight.shape[-2])
-    if not num_rows:
+def multiply_experts(x: Tensor, weight: AnyWeight, rows: ExpertRows) -> Tensor:
+    """Each row times the transpose of its expert's matrix, [rows, out] in x's dtype."""
+    out = x.new_empty(rows.num_rows, weight.shape[-2])
+    if not rows.num_rows:
         return out
     if weight.layout == "panels":
         if isinstance(weight, Int8Weight):
-            multiply_int8_panels(x, weight, None, out, rows.parts, rows.order)
+            multiply_int8_panels(x, weight, None, out, rows.parts(), rows.order)
         elif isinstance(weight, PackedInt4):
-            multiply_int4_panels(x, weight, None, out, rows.parts, rows.order)
+            multiply_int4_panels(x, weight, None, out, rows.parts(VECTOR_GROUP), rows.order)
         else:
-            multiply_panels(x, weight.matrices[0], None, out, rows.parts, rows.order)
+            multiply_panels(x, weight.matrices[0], None, out, rows.parts(), rows.order)
         return out
     if rows.order is not None:
         x = x.index_select(0, rows.order)

@@ -11,6 +11,7 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.core import types as numba_types
 
+from cairn.kernels.cpu.amx import HAS_AMX, ROWS, call_tile, has_product
 from cairn.kernels.cpu.compiled import BF16, F32, I8, I16, I32, intrinsic
 from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.vectors import LANES, call_shared, prefetch_line
@@ -20,9 +21,12 @@ PANEL = 32
 
 HAS_AVX512 = bool(cpu_features().get("avx512f"))
 
-GROUP = 12 if HAS_AVX512 else 6
+VECTOR_GROUP = 12 if HAS_AVX512 else 6
 """Rows of a group at most: 24 vectors of sums, or 12 of half the length, and eight or four are left for what is
 multiplied."""
+
+GROUP = 2 * ROWS if HAS_AMX else VECTOR_GROUP
+"""The same where the matrix unit multiplies: not with weights of four bits."""
 
 FACTOR_WORDS = 2
 """Words in front of those of a group of inputs, where weights have four bits: of a panel the outputs' scales, and their
@@ -67,7 +71,7 @@ class _Form:
 
     def outputs_of_tile(self, rows: int) -> int:
         """All 32 where the sums of so many rows have room in registers, else half of them, and then the others."""
-        return PANEL if rows * PANEL // self.lanes <= 2 * GROUP else PANEL // 2
+        return PANEL if rows * PANEL // self.lanes <= 2 * VECTOR_GROUP else PANEL // 2
 
 
 def _whole(builder: Any, words: Any, part: int) -> Any:
@@ -188,9 +192,12 @@ def add_tile(
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         rows, *others = args
+        if has_product(x, sums):
+            call_tile(builder, (x, sums), rows, *others[:-1])
+            return context.get_dummy_value()
         done = builder.append_basic_block("done")
         chosen = builder.switch(rows, done)
-        for count in range(1, GROUP + 1):
+        for count in range(1, VECTOR_GROUP + 1):
             block = builder.append_basic_block(f"rows_{count}")
             chosen.add_case(ir.Constant(_I64, count), block)
             with builder.goto_block(block):
