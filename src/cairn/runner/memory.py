@@ -6,11 +6,11 @@ live   per slot: hidden [hidden], conv [layer, columns, channels], state [layer,
 
 import ctypes
 import logging
+import mmap
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from mmap import MAP_ANONYMOUS, MAP_PRIVATE, PAGESIZE, mmap
 
 import torch
 from torch import Tensor
@@ -52,10 +52,16 @@ def allocate_pool(num_pages: int, page_bytes: int, device: torch.device, machine
     if available is not None and num_bytes > available:
         raise ConfigError(f"{described}, does not fit into memory: lower it to at most {available}")
     try:
-        memory = mmap(-1, -(-num_bytes // PAGESIZE) * PAGESIZE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, _whole_pages(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"{described}, does not fit into memory: lower it") from error
+    with suppress(OSError, AttributeError):  # where there are none, small pages do as well
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(num_pages, page_bytes)
+
+
+def _whole_pages(num_bytes: int) -> int:
+    return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class PoolPopulation:
@@ -75,7 +81,7 @@ class PoolPopulation:
 
     def reach(self, page: int) -> None:
         """`page`: the last one in use, -1 for none."""
-        wanted = min(self._num_bytes, -(-((page + 1) * self._page_bytes + self._ahead) // PAGESIZE) * PAGESIZE)
+        wanted = min(self._num_bytes, _whole_pages((page + 1) * self._page_bytes + self._ahead))
         growth = wanted - self._wanted
         # Not for every page: a thread is worth some megabytes.
         if growth <= 0 or (growth < self._ahead // 4 and wanted < self._num_bytes):
