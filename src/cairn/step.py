@@ -24,7 +24,7 @@ step that last names it has been applied. What a slot's admit said is not said a
 Plans go to the other ranks as they are (`cairn.engine.ranks.wire`), so integers have the ranges that are read there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -299,8 +299,13 @@ class Scored:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """What the step with the same number gave: one entry for each of `samples` and one for each `PrefillRow.score`, in
-    plan order."""
+    plan order.
+
+    `advanced`: bool [decodes], whether each decode row has taken the sequence of its slot a token further. One that
+    continues with a stop token, sampled by a step that was still out, has not: nobody but the runner knew.
+    """
 
     step: int
     sampled: tuple[SampledToken, ...] = ()
     scored: tuple[Scored, ...] = ()
+    advanced: Sequence[bool] = ()

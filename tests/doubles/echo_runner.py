@@ -85,7 +85,7 @@ class EchoRunner:
             for slot, start, score in scores
             for i, target in enumerate(score.targets.tolist())
         )
-        return StepResult(plan.step, tuple(sampled), scored)
+        return StepResult(plan.step, tuple(sampled), scored, [True] * len(plan.decodes))
 
     def close(self) -> None:
         """Nothing runs beside it."""

@@ -53,6 +53,7 @@ class _Out:
 
     plan: StepPlan
     scored: tuple[Scored, ...]
+    advanced: list[bool]
     sampled: tuple[SampledToken, ...] | None = None
 
 
@@ -131,7 +132,8 @@ class SimulatedRunner(StepRunner):
                 targets = row.score.targets.tolist()
                 told = [self._logprobs(tag, token, row.score.top) for tag, token in zip(own, targets, strict=False)]
                 scored += [Scored(row.slot, position, one) for position, one in enumerate(told, row.start + 1)]
-        self._out.append(_Out(plan, tuple(scored)))
+        advanced = [slot not in self._ended for slot in plan.decodes.slots.tolist()]
+        self._out.append(_Out(plan, tuple(scored), advanced))
 
     def sample(self, step: int, masks: TokenMasks) -> None:
         """The draws of the step that was launched last."""
@@ -147,7 +149,7 @@ class SimulatedRunner(StepRunner):
         out = self._out.popleft()
         assert out.plan.step == step and out.sampled is not None, f"step {step} is not to be collected now"
         self._input_batch.append(out.sampled)
-        return StepResult(step, out.sampled, out.scored)
+        return StepResult(step, out.sampled, out.scored, out.advanced)
 
     def close(self) -> None:
         """Nothing runs beside it."""

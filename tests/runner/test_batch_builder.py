@@ -6,7 +6,8 @@ import torch
 from cairn.kernels import reference
 from cairn.kernels.staging import Readback, Staging, StepBuffers
 from cairn.runner.batch_builder import BatchBuilder, MultimodalInputs, SlotTensors
-from cairn.step import SAMPLED, DecodeRows, PrefillRow, Snapshot, StepPlan
+from cairn.step import SAMPLED, Admit, DecodeRows, PrefillRow, Snapshot, StepPlan
+from cairn.types import SamplingParams
 from doubles.counted_device import counted_device
 
 NO_PAGES = np.zeros(0, np.int32)
@@ -136,3 +137,27 @@ def test_all_that_a_step_gives_comes_back_in_one_piece():
         readback.wait()
         for array, one in zip(ARRAYS, fetched, strict=True):
             assert np.array_equal(one.array, array) and one.array.dtype == array.dtype
+
+
+def test_rows_behind_a_stop_token_do_not_advance_until_their_slot_is_admitted_anew():
+    tensors, slots = SlotTensors(1, 4, 4, torch.device("cpu")), torch.tensor([0, 1, 2], dtype=torch.int32)
+
+    def admit(*stops):
+        staging = Staging()
+        plan = StepPlan(
+            1, admits=tuple(Admit(slot, (NO_PAGES,), SamplingParams(), stop_token_ids=stop) for slot, stop in stops)
+        )
+        write = tensors.stage_updates(plan, staging)
+        staging.send(torch.device("cpu"))
+        write()
+
+    def advanced(last_tokens, tokens):
+        tensors.last_tokens[:3] = torch.tensor(last_tokens)
+        tensors.continue_rows(torch.tensor(tokens), slots)
+        return tensors.advanced(slots.long()).tolist()
+
+    admit((0, (7, 9)), (1, (7,)), (2, ()))
+    assert advanced([5, 7, 7], [SAMPLED, SAMPLED, SAMPLED]) == [True, False, True]
+    assert advanced([9, 5, 9], [SAMPLED, SAMPLED, SAMPLED]) == [False, False, True]
+    admit((1, (7,)))
+    assert advanced([5, 7, 7], [SAMPLED, 7, SAMPLED]) == [False, True, True]

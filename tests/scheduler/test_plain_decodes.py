@@ -85,3 +85,25 @@ def test_what_needs_the_token_before_is_not_plain(fields):
     while driver.scheduler.has_work:
         driver.step()
         assert not any(builder.plain for builder in driver.scheduler._plans)
+
+
+@pytest.mark.parametrize("mode", ["auto", None])
+def test_the_runner_says_how_far_a_sequence_has_come(mode):
+    """Of an answer that ends with a stop token steps are out that know nothing of it: what they did is the runner's
+    word, so a sequence stands before its stop token."""
+    driver = Driver(mode, 200, BLOCK, max_in_flight=3)
+    results, collect = [], driver.runner.collect
+
+    def collected(step):
+        results.append(collect(step))
+        return results[-1]
+
+    driver.runner.collect = collected
+    answer = driver.output(driver.submit(list(range(40)), 30))
+    driver.run()
+    stop, results[:] = answer[11], []
+    end = answer.index(stop) + 1
+    request = driver.ask(list(range(40)), max_tokens=30, stop=(stop,))
+    assert request.output == answer[:end] and request.num_computed == 40 + end - 1
+    advanced = [step.advanced[0] for step in results if step.advanced]
+    assert advanced.count(True) == end - 1 and advanced.count(False) > 0 and not any(advanced[end - 1 :])

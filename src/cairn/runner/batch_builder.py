@@ -43,6 +43,10 @@ class SlotTensors:
         self.stop_tokens = torch.full((num_slots + 1, _MIN_STOP_TOKENS), -1, dtype=torch.int64, device=device)
         self._stopped = torch.zeros(num_slots + 1, dtype=torch.bool, device=device)
 
+    def advanced(self, slots: Tensor) -> Tensor:
+        """Whether the rows of decodes in these slots, int [rows], have taken their sequences further: bool [rows]."""
+        return ~self._stopped[slots]
+
     @property
     def tensors(self) -> list[Tensor]:
         """All of them."""

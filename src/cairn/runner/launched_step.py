@@ -13,7 +13,7 @@ from cairn.runner.batch_builder import BatchBuilder
 from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
 from cairn.runner.vision import MultimodalInputs
-from cairn.step import Logprobs, PageCopy, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
+from cairn.step import SAMPLED, Logprobs, PageCopy, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
 
 _EMPTY = StagedArray(np.zeros(0, np.int64), 0), StagedArray(np.zeros(0, np.int64), 0)
 
@@ -25,7 +25,8 @@ class StepInputs:
     `copies`: target and source pages, in groups that are made one after the other. `restores`, `saves`: slots and
     state pages.
     `snapshots`: rows of hidden states and state pages, by row and position; behind a graph slots and state pages, as of
-    `saves`. `sampled_slots`: of the plan's samples.
+    `saves`. `sampled_slots`: of the plan's samples. `continuing_slots`: of its decodes, if one of them continues with
+    a token that only the device knows.
     `prompt_logprobs`: for each prefill row that wants them the slot, the position of the first target, the row's first
     token in the batch, and the computation.
     """
@@ -47,6 +48,9 @@ class StepInputs:
         ]
         self.restores, self.saves = self._slots_and_pages(plan.restores), self._slots_and_pages(plan.saves)
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
+        self.continuing_slots: StagedArray | None = None
+        if (plan.decodes.tokens == SAMPLED).any():
+            self.continuing_slots = self.staging.add(plan.decodes.slots.astype(np.int64))
         self.batch: BatchBuilder | None = None
         self.graph: tuple[int, StagedArray] | None = None
         self.prompt_logprobs: list[tuple[int, int, int, PromptLogprobs]] = []
@@ -111,6 +115,7 @@ class LaunchedStep:
     is_sampled: bool = False
     _readback: Readback = field(init=False)
     _tokens: ReadbackArray | None = None
+    _advanced: ReadbackArray | None = None
     _sampled_logprobs: list[tuple[list[int], list[ReadbackArray]]] = field(default_factory=list)
     _prompt_logprobs: list[tuple[int, int, list[ReadbackArray]]] = field(default_factory=list)
 
@@ -121,8 +126,11 @@ class LaunchedStep:
         """Of tokens of the sequence in `slot`, from `position` on."""
         self._prompt_logprobs.append((slot, position, [self._readback.add(tensor) for tensor in logprobs]))
 
-    def read_back(self, tokens: Tensor | None) -> None:
-        """Start the copy to the host. `tokens`: int64 [samples]; None for a plan without samples."""
+    def read_back(self, tokens: Tensor | None, advanced: Tensor | None) -> None:
+        """Start the copy to the host. `tokens`: int64 [samples]; None for a plan without samples. `advanced`: bool
+        [decodes]; None where all are."""
+        if advanced is not None:
+            self._advanced = self._readback.add(advanced)
         if tokens is not None:
             self._tokens = self._readback.add(tokens)
             if self.logprobs is not None and self.logits is not None:
@@ -155,4 +163,5 @@ class LaunchedStep:
                 Scored(slot, position, Logprobs(*(each.array for each in arrays)))
                 for slot, position, arrays in self._prompt_logprobs
             ),
+            [True] * len(self.plan.decodes) if self._advanced is None else self._advanced.array.tolist(),
         )

@@ -193,7 +193,8 @@ class Runner(StepRunner):
         assert launched.plan.step == step and not launched.is_sampled, f"step {step} is not to be sampled now"
         with torch.inference_mode(), explain_step_memory(step, launched.plan.num_seqs):
             tokens = None if launched.logits is None else self._sample(launched, launched.logits, masks)
-            launched.read_back(tokens)
+            slots = launched.inputs.continuing_slots
+            launched.read_back(tokens, None if slots is None else self._slot_tensors.advanced(slots.tensor))
 
     def collect(self, step: int) -> StepResult:
         """Wait for the oldest launched step; returns its tokens. All that it writes is written then."""

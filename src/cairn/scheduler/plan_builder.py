@@ -45,7 +45,7 @@ class ScheduledSequence:
 @dataclass(slots=True, eq=False)
 class PlanBuilder:
     """Collects the records of step `step`; `budget` is what is left of its tokens. `scheduled`: who takes part, each
-    with a slot of its own, but for `plain`: requests and where they are then, in tokens. Theirs are the decodes with
+    with a slot of its own, but for `plain`: requests and their decode rows. Theirs are the decodes with
     nothing but a token to them: no new page, no point of the grid or of the placement, no constraint, no penalty, and
     `max_tokens` leaves a token to sample. Of many sequences nearly all are plain in nearly every step, so these take a
     short way.
@@ -106,11 +106,11 @@ class PlanBuilder:
         sequence, position = request.sequence, request.num_scheduled
         assert sequence is not None
         token = SAMPLED if request.sampling_step is not None else request.output[-1]
+        self.plain.append((request, len(self._decodes)))
         self._decodes.append((request.slot, position, token, sequence.kv_write_from))
         request.num_scheduled = position = position + 1
         request.num_in_flight += 1
         self.budget -= 1
-        self.plain.append((request, position))
         self.add_sample(request, position)
 
     def add_sample(self, request: Request, position: int) -> None:
@@ -123,6 +123,11 @@ class PlanBuilder:
     def is_empty(self) -> bool:
         """Whether nobody takes part."""
         return not (self.scheduled or self.plain)
+
+    def plain_sequence(self, request: Request, row: int) -> ScheduledSequence:
+        """One of `plain` as the long way takes it."""
+        start = self._decodes[row][1]
+        return ScheduledSequence(request, start, start + 1, samples=True, is_decode=True, row=row)
 
     def row_of(self, scheduled: ScheduledSequence) -> int:
         """The number of its row among all of the plan's, once all of them are there."""

@@ -267,31 +267,33 @@ class Scheduler:
             owners[scored.slot].outcome.prompt_logprobs.append(scored.logprobs)
         progress = []
         # each of them has a slot of its own, so their order does not matter
-        for request, end in builder.plain:
+        for request, row in builder.plain:
             if request.phase is Phase.RUNNING:
                 request.num_in_flight -= 1
-                request.num_computed = end
+                request.num_computed += result.advanced[row]
                 progress.append(self._take_token(request, tokens[request.slot]))
             else:
-                self._apply_sequence(ScheduledSequence(request, end - 1, end, samples=True, is_decode=True), tokens)
+                self._apply_sequence(builder.plain_sequence(request, row), tokens, result.advanced)
         for scheduled in builder.scheduled:
-            update = self._apply_sequence(scheduled, tokens)
+            update = self._apply_sequence(scheduled, tokens, result.advanced)
             if update is not None:
                 progress.append(update)
         state.cache.release_step(builder.step)
         return progress
 
-    def _apply_sequence(self, scheduled: ScheduledSequence, tokens: dict[int, SampledToken]) -> Progress | None:
+    def _apply_sequence(
+        self, scheduled: ScheduledSequence, tokens: dict[int, SampledToken], advanced: Sequence[bool]
+    ) -> Progress | None:
         request, state = scheduled.request, self.state
         num_prompt, num_tokens = request.num_prompt_tokens, request.num_tokens
         assert request.sequence is not None
         request.num_in_flight -= 1
         sampled = tokens[request.slot] if scheduled.samples else None
-        # A step that was out when the request ended may have gone on with tokens that are not part of it. The runner
-        # itself has seen where one of its stop tokens came last: then the slot's state is that before it.
-        stopped = request.outcome.stop_token is not None and scheduled.is_decode and scheduled.end >= num_tokens
-        known = scheduled.end <= num_tokens and not stopped
-        if scheduled.has_row and not stopped and scheduled.end > request.num_computed:
+        # A step that was out when the request ended may have gone on with tokens that are not part of it. Behind a stop
+        # token it has not: the slot's state is that before it.
+        goes_on = not scheduled.is_decode or advanced[scheduled.row]
+        known = scheduled.end <= num_tokens and goes_on
+        if scheduled.has_row and goes_on and scheduled.end > request.num_computed:
             if request.num_computed < num_prompt:
                 num_prompt_computed = min(scheduled.end, num_prompt) - request.num_computed
                 request.stats.num_prompt_computed += num_prompt_computed
