@@ -102,7 +102,7 @@ from cairn.kernels import cpu
 from cairn.kernels.cpu import int4, int8, products, tiles
 from cairn.kernels.int4 import quantize_int4
 digest = hashlib.sha256()
-for inputs in (96, 1184):
+for inputs in (96, 1184, 1152):
     weight = torch.randn(70, inputs, generator=torch.manual_seed(1)) * torch.logspace(-3, 3, 70)[:, None]
     x = torch.randn(40, inputs, generator=torch.manual_seed(2)) * torch.logspace(-3, 3, 40)[:, None]
     weight[:, 8:40], x[:, 24:56] = weight[:, 8:9], x[:, 24:25].abs()

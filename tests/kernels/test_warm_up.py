@@ -104,7 +104,7 @@ def test_those_that_take_long_to_compile_come_first() -> None:
     [
         (set(), set()),
         ({"panels"}, {"panels:_group_rows", "panels:_widen_rows", "panels:_multiply"}),
-        ({"int4 panels"}, {"int4:_quantize_groups", "int4:_multiply_int4"}),
+        ({"int4 panels"}, {"int4:_quantize_groups", "int4:_multiply_int4", "int4:_multiply_int4_tiles"}),
         ({"int8 onednn"}, {"int8:_quantize_rows", "int8:_scale_rows", "int8:_multiply_int8"}),
     ],
 )

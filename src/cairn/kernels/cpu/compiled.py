@@ -40,6 +40,7 @@ FLOAT = types.float32
 F32 = types.CPointer(types.float32)
 BF16 = types.CPointer(types.uint16)
 I8 = types.CPointer(types.int8)
+U8 = types.CPointer(types.uint8)
 I16 = types.CPointer(types.int16)
 I32 = types.CPointer(types.int32)
 I64 = types.CPointer(types.int64)

@@ -4,8 +4,8 @@
     x weight^T = sum over groups of  scale * row scale * (a w^T) + minimum * (row scale * sum of a)
 
 A word of a panel has eight inputs, of which a row's are two words; a group's scales and minimums are two words in front
-of its own, and so are a row's scale and its sum. a w^T is exact, by VNNI's vpdpbusd or by AVX2's vpmaddubsw, and
-groups are added in their order: a row has the same bits whatever rows it is multiplied with.
+of its own, and so are a row's scale and its sum. a w^T is exact, by VNNI's vpdpbusd, by AVX2's vpmaddubsw, or for many
+rows by a matrix unit, and groups are added in their order: a row has the same bits whatever rows it is multiplied with.
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.errors import ConfigError
-from cairn.kernels.cpu.compiled import ELEMENTS, I8, I32, I64, INT, kernel, optional_arg, row_args
+from cairn.kernels.cpu.amx import FACTOR_WORDS, HAS_AMX, INT4_GROUP_WORDS, SPARE_ROWS
+from cairn.kernels.cpu.compiled import ELEMENTS, I8, I32, I64, INT, U8, kernel, optional_arg, row_args
 from cairn.kernels.cpu.huge_pages import weight_memory
 from cairn.kernels.cpu.int8 import OUTPUTS, scale_of, whole_number
 from cairn.kernels.cpu.onednn import ZERO_POINT
 from cairn.kernels.cpu.panels import RowPartition, as_words, multiply_items, partition_rows, product_type
 from cairn.kernels.cpu.scalars import advance, bits_of, load
 from cairn.kernels.cpu.threads import step_work
-from cairn.kernels.cpu.tiles import FACTOR_WORDS, HAS_INT4, PANEL, VECTOR_GROUP
+from cairn.kernels.cpu.tiles import GROUP, HAS_INT4, PANEL, VECTOR_GROUP
 from cairn.kernels.cpu.vectors import pointer_to
 from cairn.kernels.int4 import Int4Weight
 
@@ -45,6 +46,11 @@ class PackedInt4:
     matrices: tuple[Tensor, ...]
     group: int
     layout: Literal["panels"] = "panels"
+
+    @property
+    def has_tiles(self) -> bool:
+        """Whether a matrix unit multiplies with it."""
+        return HAS_AMX and self.group == INT4_GROUP_WORDS * _INPUTS_OF_WORD
 
 
 def pack_int4(weight: Int4Weight) -> PackedInt4:
@@ -76,7 +82,8 @@ def multiply_int4(
     """x [n, in] times the transpose of one of the matrices, [n, out] in x's dtype or another one."""
     out = x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype or x.dtype)
     if x.shape[0]:
-        parts = partition_rows(x.shape[0], 2 * weight.matrices[expert].shape[1], VECTOR_GROUP)
+        group = GROUP if x.shape[0] > VECTOR_GROUP and weight.has_tiles else VECTOR_GROUP
+        parts = partition_rows(x.shape[0], 2 * weight.matrices[expert].shape[1], group)
         multiply_int4_panels(x, weight, bias, out, parts, expert=expert)
     return out
 
@@ -91,25 +98,28 @@ def multiply_int4_panels(
     expert: int = 0,
 ) -> None:
     """As `multiply_panels`, with the weight's matrices from `expert` on, x and the bias in bfloat16 or float32."""
-    panels = weight.matrices[expert]
+    panels, by_tiles = weight.matrices[expert], parts.group > VECTOR_GROUP
     words = panels.shape[1]
-    numbers = torch.empty(out.shape[0], _ROW_BYTES_OF_WORD * words, dtype=torch.int8)
+    numbers = torch.empty(out.shape[0] + SPARE_ROWS, _ROW_BYTES_OF_WORD * words, dtype=torch.int8)
     _quantize_groups[x.dtype](
         parts.groups.shape[0], numbers.numel() // 4, parts.groups.data_ptr(), *optional_arg(order), *row_args(x),
-        numbers.data_ptr(), x.shape[1], weight.group,
+        numbers.data_ptr(), x.shape[1], weight.group, by_tiles,
     )  # fmt: skip
     items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
     block = FACTOR_WORDS + weight.group // _INPUTS_OF_WORD
     operands = parts.segments.data_ptr(), panels.shape[0], numbers.data_ptr(), panels.data_ptr(), words, block
-    _multiply_int4[x.dtype, out.dtype](items, cost, *operands, *optional_arg(bias), out.data_ptr(), out.shape[1])
+    multiply = _multiply_int4_tiles if by_tiles else _multiply_int4
+    multiply[x.dtype, out.dtype](items, cost, *operands, *optional_arg(bias), out.data_ptr(), out.shape[1])
 
 
-@kernel({dtype: (I32, I64, INT, x, INT, I8, INT, INT) for dtype, x in ELEMENTS.items()})
+@kernel({dtype: (I32, I64, INT, x, INT, I8, INT, INT, INT) for dtype, x in ELEMENTS.items()})
 def _quantize_groups(
-    begin: int, end: int, groups: Any, order: Any, has_order: int, x: Any, row: int, out: Any, inputs: int, group: int
-) -> None:
+    begin: int, end: int, groups: Any, order: Any, has_order: int, x: Any, row: int, out: Any, inputs: int, group: int,
+    by_tiles: int,
+) -> None:  # fmt: skip
     """In groups of rows, as `panels` has them, words of all rows side by side: of each group of inputs its scale, its
-    sum, two that are not used, and the numbers. A scale is NaN where one of its numbers is."""
+    sum, two that are not used, and the numbers; for tiles every second word of a row side by side, and then the others.
+    A scale is NaN where one of its numbers is."""
     buffer = np.zeros(group, np.int8)
     numbers = pointer_to(buffer)
     words = as_words(numbers)
@@ -131,8 +141,14 @@ def _quantize_groups(
                 at = advance(target, place * step * count + i)
                 at[0] = np.int32(bits_of(scale))
                 at[count] = np.int32(bits_of(scale * np.float32(total)))
-                for word in range(group // 4):
-                    at[(2 * FACTOR_WORDS + word) * count] = words[word]
+                if by_tiles:
+                    lines = advance(target, (place * step + 2 * FACTOR_WORDS) * count + i * INT4_GROUP_WORDS)
+                    for word in range(INT4_GROUP_WORDS):
+                        lines[word] = words[2 * word]
+                        lines[INT4_GROUP_WORDS * count + word] = words[2 * word + 1]
+                else:
+                    for word in range(group // 4):
+                        at[(2 * FACTOR_WORDS + word) * count] = words[word]
     buffer[0] = 0
 
 
@@ -140,4 +156,11 @@ def _quantize_groups(
     {(dtype, out): (product_type(I8, I32, ELEMENTS[dtype], ELEMENTS[out]),) for dtype, out in OUTPUTS}, needs=HAS_INT4
 )
 def _multiply_int4(begin: int, end: int, p: Any) -> None:
+    multiply_items(begin, end, p)
+
+
+@kernel(
+    {(dtype, out): (product_type(U8, I32, ELEMENTS[dtype], ELEMENTS[out]),) for dtype, out in OUTPUTS}, needs=HAS_AMX
+)
+def _multiply_int4_tiles(begin: int, end: int, p: Any) -> None:
     multiply_items(begin, end, p)

@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-from numba.core import types as numba_types
 from torch import Tensor
 
 from cairn.errors import ConfigError
 from cairn.kernels.cpu.amx import SPARE_ROWS, begin_tiles, end_tiles
-from cairn.kernels.cpu.compiled import ELEMENTS, F32, I16, I32, I64, INT, jit, kernel, optional_arg, row_args
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, I16, I32, I64, INT, U8, jit, kernel, optional_arg, row_args
 from cairn.kernels.cpu.onednn import ZERO_POINT, check_int8, height_of, reorder_int8, scaled_int8_sums
 from cairn.kernels.cpu.panels import (
     SUMS_OF_SEGMENT,
@@ -45,7 +44,6 @@ MAX_INPUTS = (2**31 - 1) // (255 * LARGEST)
 """Of a weight: the sums are int32, and are taken of activations that begin at 0."""
 
 _WIDENS = widens(torch.int8)
-_U8 = numba_types.CPointer(numba_types.uint8)
 _ROWS = I16 if _WIDENS else I32
 _TINY = np.float32(torch.finfo(torch.float32).tiny)
 _ROUNDING = np.float32(1.5 * 2**23)
@@ -144,7 +142,7 @@ def multiply_int8_panels(
     _multiply_int8[x.dtype, out.dtype](items, cost, *operands, *results, *factors)
 
 
-@kernel({dtype: (I32, INT, I64, INT, x, INT, _U8, F32, INT, INT) for dtype, x in ELEMENTS.items()})
+@kernel({dtype: (I32, INT, I64, INT, x, INT, U8, F32, INT, INT) for dtype, x in ELEMENTS.items()})
 def _quantize_rows(
     begin: int, end: int, groups: Any, in_groups: int, order: Any, has_order: int, x: Any, row: int, out: Any,
     scales: Any, inputs: int, width: int,

@@ -126,11 +126,12 @@ class RowPartition:
     """How the rows of a product are cut, those for the first matrix first. `groups`: int32 [G, 2], each group's first
     row and how many it has. `segments`: int32 [S, 4], each segment's matrix, first row, rows, and rows of its groups,
     of which the last one may have fewer. A segment, times one panel, is the item that a thread takes. `num_rows`: of
-    all of them."""
+    all of them. `group`: rows of a group at most."""
 
     groups: Tensor
     segments: Tensor
     num_rows: int
+    group: int
 
     def cost(self, panels: Tensor) -> int:
         """Nanoseconds on one thread of a product with a stack of such panels, roughly."""
@@ -163,7 +164,7 @@ def partition_expert_rows(ends: Tensor, rows: int, group: int = GROUP, segment: 
         sizes.data_ptr(),
     )  # fmt: skip
     num_segments, num_groups = sizes.tolist()
-    return RowPartition(groups[:num_groups], segments[:num_segments], rows)
+    return RowPartition(groups[:num_groups], segments[:num_segments], rows, group)
 
 
 @kernel({"any": (I64, INT, INT, INT, INT, I32, I32, I64)})

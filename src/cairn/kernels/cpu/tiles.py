@@ -11,8 +11,8 @@ from llvmlite import ir
 from numba.core import cgutils
 from numba.core import types as numba_types
 
-from cairn.kernels.cpu.amx import HAS_AMX, ROWS, call_tile, has_product
-from cairn.kernels.cpu.compiled import BF16, F32, I8, I16, I32, intrinsic
+from cairn.kernels.cpu.amx import FACTOR_WORDS, HAS_AMX, ROWS, call_tile, has_product
+from cairn.kernels.cpu.compiled import BF16, F32, I8, I16, I32, U8, intrinsic
 from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.vectors import LANES, call_shared, prefetch_line
 
@@ -26,11 +26,7 @@ VECTOR_GROUP = 12 if HAS_AVX512 else 6
 multiplied."""
 
 GROUP = 2 * ROWS if HAS_AMX else VECTOR_GROUP
-"""The same where the matrix unit multiplies: not with weights of four bits."""
-
-FACTOR_WORDS = 2
-"""Words in front of those of a group of inputs, where weights have four bits: of a panel the outputs' scales, and their
-minimums; of a row two pairs of numbers: its scale and the sum of its numbers, and two that are not used."""
+"""The same where the matrix unit multiplies: few rows of weights in four bits are multiplied by vectors there, too."""
 
 _VNNI_LANES = LANES if cpu_features().get("avx512vnni") else LANES // 2 if cpu_features().get("avxvnni") else 0
 """Outputs of a vector that vpdpbusd takes, of AVX512-VNNI or else of AVX-VNNI; 0: there is none."""
@@ -186,14 +182,14 @@ def add_tile(
     will be read next, of which a word's work asks for 32 numbers, `step` numbers behind those of the word before.
     `block`: words of a group of inputs with its factors, where there are groups."""
 
-    form = _FORMS.get((x, sums))
-    if form is None:
+    form, by_matrix_unit = _FORMS.get((x, sums)), has_product(x, sums)
+    if form is None and not by_matrix_unit:
         return None
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         rows, *others = args
-        if has_product(x, sums):
-            call_tile(builder, (x, sums), rows, *others[:-1])
+        if form is None or by_matrix_unit:
+            call_tile(builder, (x, sums), rows, *others)
             return context.get_dummy_value()
         done = builder.append_basic_block("done")
         chosen = builder.switch(rows, done)
@@ -213,7 +209,7 @@ def add_tile(
 @intrinsic
 def numbers_of_word(typingctx: Any, x: Any) -> Any:
     """Of a row behind a pointer: what a word of weights is multiplied with."""
-    numbers = {F32: 2, I16: 4, I8: 8}.get(x, 1)
+    numbers = {F32: 2, I16: 4, I8: 8, U8: 8}.get(x, 1)
     return numba_types.int64(x), lambda context, builder, _, args: ir.Constant(_I64, numbers)
 
 
