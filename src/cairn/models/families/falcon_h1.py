@@ -1,21 +1,20 @@
 """Falcon-H1 (arXiv 2507.22448 and transformers' `models/falcon_h1`): every layer has Mamba2 and rotary attention side
 by side on the same normed input, then a SwiGLU, with constant multipliers almost everywhere."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cairn.errors import ModelError
+from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, number, numbers, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, rope_theta
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ParallelMixers, RotarySpec, ScaledMixer
+from cairn.models.feed_forward import SwiGLULayer
 from cairn.models.layer_sizes import LayerSizes
-from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Sizes, expanded_inner
+from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer, Mamba2Sizes, expanded_inner
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
-
-if TYPE_CHECKING:
-    from cairn.layers.model import Layer, Model
-    from cairn.models.decoder_builder import DecoderBuilder
 
 
 def _normed(fields: Fields, name: str, config: Any) -> bool:
@@ -75,34 +74,40 @@ class FalconH1Config(Mamba2Config):
         return {"Mamba2 beside attention with MLP": self.num_hidden_layers}
 
 
-def build(config: FalconH1Config, b: "DecoderBuilder") -> "Model":
-    """The rank of the model whose tensors the builder draws."""
-    b.rotary(config.head_dim, config.rope_theta)
+def decoder(config: FalconH1Config, stored: Collection[str]) -> DecoderSpec:
+    """The model of a config as data."""
+    return DecoderSpec(
+        config=config,
+        embedding="model.embed_tokens.weight",
+        layers=tuple(_layers(config)),
+        final_norm="model.final_layernorm",
+        rotary=RotarySpec(config.head_dim, config.rope_theta),
+        embedding_scale=config.embedding_multiplier,
+        logit_scale=config.lm_head_multiplier,
+    )
+
+
+def _layers(config: FalconH1Config) -> Iterator[NamedMixer]:
     of_gate, of_mlp = config.mlp_multipliers
-    embedding = b.vocabulary("model.embed_tokens")
-    layers: list[Layer] = []
     for index in range(config.num_hidden_layers):
         name = f"model.layers.{index}"
-        first = b.norm(f"{name}.input_layernorm")
-        mamba2 = config.normed_mamba2.build(b, f"{name}.mamba", config.ssm_multipliers)
-        attention = config.attention.build(b, f"{name}.self_attn", factors={"k_proj": config.key_multiplier})
-        mixer = b.parallel(
-            b.scaled(mamba2, config.ssm_out_multiplier, config.ssm_in_multiplier),
-            b.scaled(attention, config.attention_out_multiplier, config.attention_in_multiplier),
+        mamba2 = Mamba2Layer(config.normed_mamba2, f"{name}.mamba", config.ssm_multipliers)
+        attention = AttentionLayer(config.attention, f"{name}.self_attn", factors={"k_proj": config.key_multiplier})
+        mixers = (
+            ScaledMixer(mamba2, config.ssm_out_multiplier, config.ssm_in_multiplier),
+            ScaledMixer(attention, config.attention_out_multiplier, config.attention_in_multiplier),
         )
-        second = b.norm(f"{name}.pre_ff_layernorm")
+        yield f"{name}.input_layernorm", ParallelMixers(mixers)
         sizes = config.feed_forward("intermediate_size")
-        mlp = sizes.build_swiglu(b, f"{name}.feed_forward", bias=config.mlp_bias, gate_factor=of_gate)
-        layers += [(first, mixer), (second, b.scaled(mlp, of_mlp))]
-    final_norm = b.norm("model.final_layernorm")
-    return b.model(embedding, layers, final_norm, config.embedding_multiplier, config.lm_head_multiplier)
+        mlp = SwiGLULayer(sizes, f"{name}.feed_forward", bias=config.mlp_bias, gate_factor=of_gate)
+        yield f"{name}.pre_ff_layernorm", ScaledMixer(mlp, of_mlp)
 
 
 FAMILY = Family(
     model_type="falcon_h1",
     architecture="FalconH1ForCausalLM",
     config=FalconH1Config,
-    compose=build,
+    decoder=decoder,
     float32_tensors=MAMBA2_FLOAT32,
 )
 

@@ -2,23 +2,22 @@
 layers with one mixer each: Mamba2 (`M`), attention without positions (`*`), a squared-ReLU MLP (`-`) or a mixture of
 such MLPs (`E`)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cairn.errors import ModelError
+from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import Fields, boolean, custom, integer, interval, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
-from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes
+from cairn.models.decoder_spec import DecoderSpec
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SigmoidRule, SquaredReluLayer
 from cairn.models.layer_sizes import LayerSizes
-from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Sizes
+from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Layer, Mamba2Sizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
-
-if TYPE_CHECKING:
-    from cairn.layers.model import Layer, Mixer, Model
-    from cairn.models.decoder_builder import DecoderBuilder
+from cairn.models.weight_specs import MixerSpec
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 """The letters of `hybrid_override_pattern`."""
@@ -151,47 +150,46 @@ class NemotronHConfig(DecoderConfig):
         return {word: count for kind, word in words.items() if (count := self.pattern.count(kind))}
 
 
-def build(config: NemotronHConfig, b: "DecoderBuilder") -> "Model":
-    """The rank of the model whose tensors the builder draws."""
-    embedding = b.vocabulary("backbone.embeddings")
-    layers: list[Layer] = []
-    for index, kind in enumerate(config.pattern):
-        name = f"backbone.layers.{index}"
-        layers.append((b.norm(f"{name}.norm"), _mixer(config, b, kind, f"{name}.mixer")))
-    return b.model(embedding, layers, b.norm("backbone.norm_f"))
-
-
-def _mixer(config: NemotronHConfig, b: "DecoderBuilder", kind: str, name: str) -> "Mixer":
-    hidden, bias = config.hidden_size, config.mlp_bias
-    if kind == MAMBA:
-        return config.mamba2.build(b, name)
-    if kind == ATTENTION:
-        return config.attention.build(b, name)
-    if kind == MLP:
-        return config.mlp("intermediate_size").build_squared_relu(b, name, bias)
-    router = config.experts.build_sigmoid_router(
-        b,
-        f"{name}.gate",
-        hidden,
-        num_groups=config.n_group,
-        top_groups=config.topk_group,
-        normalize=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
+def decoder(config: NemotronHConfig, stored: Collection[str]) -> DecoderSpec:
+    """The model of a config as data."""
+    names = ((f"backbone.layers.{index}", kind) for index, kind in enumerate(config.pattern))
+    return DecoderSpec(
+        config=config,
+        embedding="backbone.embeddings.weight",
+        layers=tuple((f"{name}.norm", _mixer(config, kind, f"{name}.mixer")) for name, kind in names),
+        final_norm="backbone.norm_f",
     )
-    latent = None
-    if config.moe_latent_size is not None:
-        latent = b.latent(f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj", hidden, config.moe_latent_size, bias)
-    experts = config.experts.build_squared_relus(b, f"{name}.experts")
+
+
+def _mixer(config: NemotronHConfig, kind: str, name: str) -> MixerSpec:
+    bias = config.mlp_bias
+    if kind == MAMBA:
+        return Mamba2Layer(config.mamba2, name)
+    if kind == ATTENTION:
+        return AttentionLayer(config.attention, name)
+    if kind == MLP:
+        return SquaredReluLayer(config.mlp("intermediate_size"), name, bias)
+    latent = (f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj") if config.moe_latent_size is not None else None
     shared = config.mlp("moe_shared_expert_intermediate_size")
-    shared_expert = shared.build_squared_relu(b, f"{name}.shared_experts", bias)
-    return b.moe(router, experts, shared_expert, gated=False, latent=latent)
+    return ExpertsLayer(
+        sizes=config.experts,
+        hidden=config.hidden_size,
+        router=f"{name}.gate",
+        sigmoid=SigmoidRule(config.n_group, config.topk_group, config.routed_scaling_factor),
+        normalize=config.norm_topk_prob,
+        experts=f"{name}.experts",
+        parts=("up_proj",),
+        latent=latent,
+        bias=bias,
+        shared=SquaredReluLayer(shared, f"{name}.shared_experts", bias),
+    )
 
 
 FAMILY = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     config=NemotronHConfig,
-    compose=build,
+    decoder=decoder,
     float32_tensors=(*MAMBA2_FLOAT32, "e_score_correction_bias"),
     ignored_tensors=("mtp.",),
 )
