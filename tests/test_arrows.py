@@ -89,6 +89,36 @@ ARROWS = MappingProxyType(
 
 KNOWN_CIRCLES = (("cairn.replay.server_log", "cairn.replay.traces"),)
 
+# What is imported inside functions, by module, and why: "optional" for packages that need not be installed, "start" for
+# what would make a command that does not need it begin measurably later.
+LATE = MappingProxyType(
+    {
+        "cairn.bench.plots": ("optional", "matplotlib"),
+        "cairn.check.reference": ("start", "transformers"),
+        "cairn.cli.command": (
+            "start",
+            "cairn.settings",
+            "cairn.replay",
+            "cairn.bench",
+            "cairn.check",
+            "cairn.models",
+            "rich",
+        ),
+        "cairn.cli.run": (
+            *("start", "cairn.engine", "cairn.server", "cairn.http.web_server", "cairn.proxy", "cairn.check"),
+            *("cairn.models", "cairn.settings.kv", "cairn.transfer", "rich", "jinja2"),
+        ),
+        "cairn.deploy.ray": ("optional", "cairn.deploy.ray"),
+        "cairn.engine.devices": ("optional", "cairn.kernels.cuda"),
+        "cairn.engine.ranks.worker": ("start", "cairn.engine", "cairn.layers", "cairn.models"),
+        "cairn.engine.transfers.kv_transfer": ("optional", "cairn.transfer.links.nixl"),
+        "cairn.kernels.cuda_support": ("optional", "triton"),
+        "cairn.models.qwen3_5_vision": ("start", "transformers"),
+        "cairn.replay.traces": ("circle", "cairn.replay.server_log"),
+        "cairn.transfer.links.nixl": ("optional", "nixl"),
+    }
+)
+
 TORCH = ("torch", "safetensors.torch")
 TORCH_ROOMS = ("kernels", "layers", "models", "runner", "check")
 TORCH_MODULES = (
@@ -97,6 +127,7 @@ TORCH_MODULES = (
     "cairn.engine.devices",
     "cairn.engine.gpu_memory",
     "cairn.engine.kernel_check",
+    "cairn.engine.ranks.transfer",
     "cairn.engine.transfers.device_pool",
     "cairn.engine.worker",
 )
@@ -168,6 +199,15 @@ def circles(modules):
     return sorted(found)
 
 
+def no_late_import(modules):
+    """What a module imports stands at its top, but for what the table knows."""
+    for module in modules:
+        _, *allowed = LATE.get(module.name, ("",))
+        for found in imports(module):
+            if found.late and not is_any(found, allowed):
+                yield f"{module.name}:{found.line} imports {found.target} inside a function"
+
+
 def settings_only_in_the_cli(modules):
     """No room is given the whole configuration."""
     for module in modules:
@@ -234,6 +274,7 @@ def eagerly_reached(module, by_name):
 RULES = (
     arrows,
     no_circle,
+    no_late_import,
     settings_only_in_the_cli,
     torch_in_its_rooms,
     nothing_else_loads_torch,
@@ -270,6 +311,13 @@ def test_the_package_keeps_the_rule(rule):
         (arrows, "cairn.bench.datasets", "from cairn.replay.traces import read_trace"),
         (arrows, "cairn.replay.layouts", "from cairn.models.weights.loader import read_config"),
         (arrows, "cairn.attic", "import os"),
+        (no_late_import, "cairn.cache.tree", "def late():\n    import numpy"),
+        (
+            no_late_import,
+            "cairn.models.attention",
+            "class A:\n    async def late(self):\n        from cairn import step",
+        ),
+        (no_late_import, "cairn.bench.plots", "def late():\n    if True:\n        import numpy"),
         (settings_only_in_the_cli, "cairn.engine.build", "from cairn.settings.serve import ServeSettings"),
         (torch_in_its_rooms, "cairn.cache.pages", "import torch"),
         (torch_in_its_rooms, "cairn.scheduler.plan", "from torch.nn import functional"),
@@ -320,6 +368,14 @@ def test_a_circle_is_found(text):
     found = list(no_circle([*modules, source("cairn.models.reuse", text)]))
     assert found == ["imports go round in a circle: cairn.models.reuse, cairn.models.store, cairn.models.tree"]
     assert list(no_circle([*modules, source("cairn.models.reuse", "import numpy")])) == []
+
+
+def test_every_late_import_of_the_table_is_still_there():
+    late = [(module.name, found) for module in sources() for found in imports(module) if found.late]
+    for name, (reason, *targets) in LATE.items():
+        assert reason in ("optional", "start", "circle")
+        unused = [each for each in targets if not any(of == name and is_any(found, (each,)) for of, found in late)]
+        assert unused == [], name
 
 
 def test_every_known_circle_is_still_there():

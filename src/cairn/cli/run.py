@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cairn.cpu_isa import max_cpu_isa
 from cairn.errors import ConfigError, ModelError
+from cairn.http.tls import check_tls
 from cairn.setting_types import SERVED_DTYPES
+from cairn.settings.images import image_limit, media_domains
+from cairn.settings.sources import warn_of_service_links
 
 if TYPE_CHECKING:
     from cairn.check.report import CheckReport
@@ -100,10 +103,8 @@ def run_server(
     load_tokenizer: LoadTokenizer,
     find_model: "Callable[[ServeSettings], str]",
 ) -> int:
-    from cairn.http.tls import check_tls
     from cairn.http.web_server import create_server_socket, parse_trusted_proxies, raise_descriptor_limit
     from cairn.server.run import HttpServer, tls_options
-    from cairn.settings.sources import warn_of_service_links
 
     start_log(settings.log_level)
     raise_descriptor_limit()
@@ -131,7 +132,6 @@ def run_server(
 def run_proxy(settings: "ProxySettings") -> int:
     from cairn.http.web_server import raise_descriptor_limit
     from cairn.proxy.app import ProxyServer
-    from cairn.settings.sources import warn_of_service_links
 
     start_log(settings.log_level)
     raise_descriptor_limit()
@@ -347,7 +347,6 @@ def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
 
 def image_options(settings: "ServeSettings") -> "ImageOptions":
     from cairn.server.options import ImageOptions
-    from cairn.settings.images import image_limit, media_domains
 
     limit = image_limit(settings.limit_mm_per_prompt)
     return ImageOptions(
