@@ -6,6 +6,7 @@ Kv heads are assigned to ranks in order, query heads with theirs.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import ClassVar
 
 from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
@@ -16,6 +17,8 @@ from cairn.models.weight_specs import MixerSpec, StoredTensor, WeightSpec, fused
 @dataclass(frozen=True, slots=True)
 class AttentionSizes(LayerSizes):
     """`gated`: with a gate on every output channel; `bias`: of all four projections."""
+
+    check_order: ClassVar[int] = 0
 
     hidden_size: int
     num_heads: int

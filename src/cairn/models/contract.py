@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from cairn.models.config_schema import Fields, parse_config
 from cairn.models.decoder_config import DecoderConfig
@@ -36,8 +36,7 @@ class Fp8Loader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model family. `config`: what its config.json may say; `decoder`: the model of a config, in the form in which
-    these tensors are stored.
+    """One model family. `config`: what its config.json may say, and the model of it as data.
 
     `float32_tensors`: last name parts of tensors that keep full precision in any serving dtype; `ignored_tensors`:
     name prefixes of parts of the checkpoint that are not served. `flatten`: brings the fields of config.json to where
@@ -47,7 +46,6 @@ class Family:
     model_type: str
     architecture: str
     config: type[DecoderConfig]
-    decoder: Callable[[Any, Collection[str]], DecoderSpec]
     float32_tensors: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
     flatten: Callable[[Mapping[str, object]], Fields] = Fields
@@ -57,9 +55,9 @@ class Family:
         return parse_config(self.config, self.flatten(raw))
 
     def spec(self, config: DecoderConfig, stored: Collection[str] = ()) -> DecoderSpec:
-        """The model as data. `stored`: the checkpoint's tensors, where the family is published in several forms. An
-        output that is stored is served, also where config.json ties it to the embedding: so does transformers."""
-        spec = self.decoder(config, stored)
+        """See `DecoderConfig.decoder`. An output that is stored is served, also where config.json ties it to the
+        embedding: so does transformers."""
+        spec = config.decoder(stored)
         return replace(spec, output=spec.embedding) if config.tie_word_embeddings and OUTPUT not in stored else spec
 
     def tensors(self, config: DecoderConfig, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:

@@ -91,9 +91,7 @@ class _DecoderBuilder:
     def __init__(self, spec: DecoderSpec, load: TensorLoader, execution: Execution) -> None:
         self._spec, self._execution, self._communicator = spec, execution, execution.communicator
         self._rank, self._size = self._communicator.rank, self._communicator.size
-        self._memory_spec = spec.config.cache_spec(self._rank, self._size).memory_spec(
-            execution.dtype, execution.device
-        )
+        self._memory_spec = spec.cache_spec(self._rank, self._size).memory_spec(execution.dtype, execution.device)
         self._kernels = load_kernels(execution.backend or ("exact" if execution.exact else "cpu"))
         self._weights = RankWeights(load, self._kernels, execution.device, execution.quantization, execution.load_fp8)
         self._attention_layers, self._recurrent_layers = count(), count()

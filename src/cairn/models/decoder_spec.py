@@ -1,14 +1,29 @@
 """A decoder as data, which families yield: its norms and mixers in order, with their tensors' names. Without torch."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from cairn.models.decoder_config import DecoderConfig
-from cairn.models.sharding import shard_vocabulary
+from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes
+from cairn.models.sharding import check_rank, shard_vocabulary
 from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec
 
 OUTPUT = "lm_head.weight"
 """The output's tensor, in every family."""
+
+
+class DecoderSizes(Protocol):
+    """What a config says of all layers."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def eps(self) -> float: ...
 
 
 NamedMixer = tuple[str, MixerSpec]
@@ -22,6 +37,7 @@ class ScaledMixer(MixerSpec):
     mixer: MixerSpec
     after: float
     before: float = 1.0
+    sizes: None = field(default=None, init=False)
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
@@ -34,6 +50,7 @@ class ParallelMixers(MixerSpec):
     """The sum of several mixers of the same input."""
 
     parts: tuple[MixerSpec, ...]
+    sizes: None = field(default=None, init=False)
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
@@ -55,7 +72,7 @@ class DecoderSpec:
     """`centred`: the norms' weights are stored less 1.
     `output`: the output's tensor, which is the embedding's where they are tied and none is stored."""
 
-    config: DecoderConfig
+    config: DecoderSizes
     embedding: str
     layers: tuple[NamedMixer, ...]
     final_norm: str
@@ -74,13 +91,37 @@ class DecoderSpec:
         """The weight of a norm over hidden states."""
         return StoredTensor(f"{name}.weight", (self.config.hidden_size,))
 
+    def layer_sizes(self) -> Counter[LayerSizes]:
+        """How many layers of each kind there are, and their sizes."""
+        mixers = (each for _, mixer in self.layers for each in _all((mixer,)))
+        return Counter(each.sizes for each in mixers if each.sizes is not None)
+
+    def cache_spec(self, rank: int, size: int) -> CacheSpec:
+        """See `DecoderConfig.cache_spec`."""
+        check_rank(rank, size)
+        attention = recurrent = None
+        for sizes, count in sorted(self.layer_sizes().items(), key=lambda pair: pair[0].check_order):
+            sizes.check_size(size)
+            attention = attention or sizes.attention_spec(count, rank, size)
+            recurrent = recurrent or sizes.recurrent_spec(count, rank, size)
+        return CacheSpec(self.config.hidden_size, recurrent, attention)
+
+    def forward_sizes(self) -> ForwardSizes:
+        """See `DecoderConfig.forward_sizes`."""
+        parts = self.layer_sizes().items()
+        return ForwardSizes(
+            sum(count * sizes.active_weights for sizes, count in parts),
+            sum(count * sizes.score_numbers for sizes, count in parts),
+        )
+
     def weights(self, rank: int, size: int) -> Iterator[WeightSpec]:
         """All that one of `size` ranks has, in the order of the checkpoint. Raises ConfigError naming
         --tensor-parallel-size and the field that does not divide."""
         yield self.vocabulary(self.embedding, rank, size)
         for norm, mixer in self.layers:
             yield self.norm(norm)
-            yield from _weights((mixer,), rank, size)
+            for each in _all((mixer,)):
+                yield from each.weights(rank, size).values()
         yield self.norm(self.final_norm)
         yield ProductSpec((self.vocabulary(self.output, rank, size),))
 
@@ -89,7 +130,8 @@ class DecoderSpec:
         return {tensor.name: tensor for weight in self.weights(rank, size) for tensor in weight.tensors}
 
 
-def _weights(mixers: Iterable[MixerSpec], rank: int, size: int) -> Iterator[WeightSpec]:
+def _all(mixers: Iterable[MixerSpec]) -> Iterator[MixerSpec]:
+    """These, each with those it is made of."""
     for mixer in mixers:
-        yield from mixer.weights(rank, size).values()
-        yield from _weights(mixer.mixers, rank, size)
+        yield mixer
+        yield from _all(mixer.mixers)

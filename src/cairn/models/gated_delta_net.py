@@ -4,6 +4,7 @@ Key heads are assigned to ranks in order, with their value heads.
 """
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cairn.layers.memory import ConvPart, RecurrentSpec
 from cairn.models.layer_sizes import LayerSizes
@@ -14,6 +15,8 @@ from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, Weig
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetSizes(LayerSizes):
     """`eps`: of the norm over one value head; `packed`: the projections are stored head by head in two tensors."""
+
+    check_order: ClassVar[int] = 1
 
     hidden_size: int
     key_heads: int

@@ -5,7 +5,7 @@ and C.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cairn.errors import ModelError
 from cairn.layers.memory import ConvPart, RecurrentSpec
@@ -27,6 +27,8 @@ class Mamba2Sizes(LayerSizes):
 
     A *unit* is what one rank has at least: a group, or a head where there is one group.
     """
+
+    check_order: ClassVar[int] = 1
 
     hidden_size: int
     num_heads: int

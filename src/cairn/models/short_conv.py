@@ -1,6 +1,7 @@
 """LFM2's short convolution: its sizes, how it is sharded, and its tensors. Without torch."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from cairn.layers.memory import ConvPart, RecurrentSpec
 from cairn.models.layer_sizes import LayerSizes
@@ -12,6 +13,8 @@ from cairn.models.weight_specs import MixerSpec, WeightSpec, column_parallel, ro
 class ShortConvSizes(LayerSizes):
     """`num_units`: the most shards that its channels are cut into, which config.json calls `units_field`; `taps`: how
     many inputs it sees; `bias`: of convolution and projections."""
+
+    check_order: ClassVar[int] = 0
 
     hidden_size: int
     num_units: int

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, Protocol
 
+from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import Slice, TensorShard
 
 Precision = Literal["quantized", "dtype", "float32"]
@@ -129,9 +130,11 @@ class ExpertMatrices:
 
 
 class MixerSpec:
-    """A layer as data: its kind, its sizes and its tensors' names."""
+    """A layer as data: its kind, its sizes and its tensors' names. `sizes`: None where it is made of others alone."""
 
     __slots__ = ()
+
+    sizes: LayerSizes | None
 
     def weights(self, rank: int, size: int) -> Mapping[str, WeightSpec]:
         """What one of `size` ranks has of it, its `mixers` aside. Raises ConfigError naming --tensor-parallel-size."""

@@ -12,7 +12,6 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, rope_theta
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ParallelMixers, RotarySpec, ScaledMixer
 from cairn.models.feed_forward import SwiGLULayer
-from cairn.models.layer_sizes import LayerSizes
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer, Mamba2Sizes, expanded_inner
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
@@ -64,50 +63,42 @@ class FalconH1Config(Mamba2Config):
         """Of one layer's Mamba2."""
         return replace(self.mamba2, out_bias=self.projectors_bias, normed=self.mamba_rms_norm)
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        for sizes in (self.feed_forward("intermediate_size"), self.normed_mamba2, self.attention):
-            yield self.num_hidden_layers, sizes
+        return DecoderSpec(
+            config=self,
+            embedding="model.embed_tokens.weight",
+            layers=tuple(self._layers()),
+            final_norm="model.final_layernorm",
+            rotary=RotarySpec(self.head_dim, self.rope_theta),
+            embedding_scale=self.embedding_multiplier,
+            logit_scale=self.lm_head_multiplier,
+        )
+
+    def _layers(self) -> Iterator[NamedMixer]:
+        of_gate, of_mlp = self.mlp_multipliers
+        for index in range(self.num_hidden_layers):
+            name = f"model.layers.{index}"
+            mamba2 = Mamba2Layer(self.normed_mamba2, f"{name}.mamba", self.ssm_multipliers)
+            attention = AttentionLayer(self.attention, f"{name}.self_attn", factors={"k_proj": self.key_multiplier})
+            mixers = (
+                ScaledMixer(mamba2, self.ssm_out_multiplier, self.ssm_in_multiplier),
+                ScaledMixer(attention, self.attention_out_multiplier, self.attention_in_multiplier),
+            )
+            yield f"{name}.input_layernorm", ParallelMixers(mixers)
+            sizes = self.feed_forward("intermediate_size")
+            mlp = SwiGLULayer(sizes, f"{name}.feed_forward", bias=self.mlp_bias, gate_factor=of_gate)
+            yield f"{name}.pre_ff_layernorm", ScaledMixer(mlp, of_mlp)
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
         return {"Mamba2 beside attention with MLP": self.num_hidden_layers}
 
 
-def decoder(config: FalconH1Config, stored: Collection[str]) -> DecoderSpec:
-    """The model of a config as data."""
-    return DecoderSpec(
-        config=config,
-        embedding="model.embed_tokens.weight",
-        layers=tuple(_layers(config)),
-        final_norm="model.final_layernorm",
-        rotary=RotarySpec(config.head_dim, config.rope_theta),
-        embedding_scale=config.embedding_multiplier,
-        logit_scale=config.lm_head_multiplier,
-    )
-
-
-def _layers(config: FalconH1Config) -> Iterator[NamedMixer]:
-    of_gate, of_mlp = config.mlp_multipliers
-    for index in range(config.num_hidden_layers):
-        name = f"model.layers.{index}"
-        mamba2 = Mamba2Layer(config.normed_mamba2, f"{name}.mamba", config.ssm_multipliers)
-        attention = AttentionLayer(config.attention, f"{name}.self_attn", factors={"k_proj": config.key_multiplier})
-        mixers = (
-            ScaledMixer(mamba2, config.ssm_out_multiplier, config.ssm_in_multiplier),
-            ScaledMixer(attention, config.attention_out_multiplier, config.attention_in_multiplier),
-        )
-        yield f"{name}.input_layernorm", ParallelMixers(mixers)
-        sizes = config.feed_forward("intermediate_size")
-        mlp = SwiGLULayer(sizes, f"{name}.feed_forward", bias=config.mlp_bias, gate_factor=of_gate)
-        yield f"{name}.pre_ff_layernorm", ScaledMixer(mlp, of_mlp)
-
-
 FAMILY = Family(
     model_type="falcon_h1",
     architecture="FalconH1ForCausalLM",
     config=FalconH1Config,
-    decoder=decoder,
     float32_tensors=MAMBA2_FLOAT32,
 )
 

@@ -13,7 +13,6 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, rope_theta
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec, ScaledMixer
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SwiGLULayer
-from cairn.models.layer_sizes import LayerSizes
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.weight_specs import MixerSpec
@@ -57,12 +56,42 @@ class GraniteConfig(Mamba2Config):
         router = self.num_local_experts * self.hidden_size
         return ExpertSizes(self.num_local_experts, self.num_experts_per_tok, one, router)
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        yield len(self.layer_types) if self.num_local_experts else 0, self.experts
-        yield len(self.layer_types), self.feed_forward("shared_intermediate_size")
-        yield self.layer_types.count(MAMBA), self.mamba2
-        yield self.layer_types.count(ATTENTION), self.attention
+        return DecoderSpec(
+            config=self,
+            embedding="model.embed_tokens.weight",
+            layers=tuple(self._layers()),
+            final_norm="model.norm",
+            rotary=RotarySpec(self.head_dim, self.rope_theta) if self.rope_theta else None,
+            embedding_scale=self.embedding_multiplier,
+            logit_scale=1 / self.logits_scaling,
+        )
+
+    def _layers(self) -> Iterator[NamedMixer]:
+        # The kernels scale by head_dim^-0.5.
+        factors = {"q_proj": self.attention_multiplier * math.sqrt(self.head_dim)}
+        for index, kind in enumerate(self.layer_types):
+            name, by = f"model.layers.{index}", self.residual_multiplier
+            if kind == MAMBA:
+                mixer: MixerSpec = Mamba2Layer(self.mamba2, f"{name}.mamba")
+            else:
+                mixer = AttentionLayer(self.attention, f"{name}.self_attn", factors=factors)
+            yield f"{name}.input_layernorm", ScaledMixer(mixer, by)
+            yield f"{name}.post_attention_layernorm", ScaledMixer(self._feed_forward(name), by)
+
+    def _feed_forward(self, name: str) -> MixerSpec:
+        sizes, moe = self.feed_forward("shared_intermediate_size"), f"{name}.block_sparse_moe"
+        shared = SwiGLULayer(sizes, f"{name}.shared_mlp", ("input_linear", "output_linear"))
+        if not self.num_local_experts:
+            return shared
+        return ExpertsLayer(
+            sizes=self.experts,
+            hidden=self.hidden_size,
+            router=f"{moe}.router.layer",
+            stacks=(f"{moe}.input_linear.weight", f"{moe}.output_linear.weight"),
+            shared=shared,
+        )
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
@@ -71,51 +100,10 @@ class GraniteConfig(Mamba2Config):
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
 
-def decoder(config: GraniteConfig, stored: Collection[str]) -> DecoderSpec:
-    """The model of a config as data."""
-    return DecoderSpec(
-        config=config,
-        embedding="model.embed_tokens.weight",
-        layers=tuple(_layers(config)),
-        final_norm="model.norm",
-        rotary=RotarySpec(config.head_dim, config.rope_theta) if config.rope_theta else None,
-        embedding_scale=config.embedding_multiplier,
-        logit_scale=1 / config.logits_scaling,
-    )
-
-
-def _layers(config: GraniteConfig) -> Iterator[NamedMixer]:
-    # The kernels scale by head_dim^-0.5.
-    factors = {"q_proj": config.attention_multiplier * math.sqrt(config.head_dim)}
-    for index, kind in enumerate(config.layer_types):
-        name, by = f"model.layers.{index}", config.residual_multiplier
-        if kind == MAMBA:
-            mixer: MixerSpec = Mamba2Layer(config.mamba2, f"{name}.mamba")
-        else:
-            mixer = AttentionLayer(config.attention, f"{name}.self_attn", factors=factors)
-        yield f"{name}.input_layernorm", ScaledMixer(mixer, by)
-        yield f"{name}.post_attention_layernorm", ScaledMixer(_feed_forward(config, name), by)
-
-
-def _feed_forward(config: GraniteConfig, name: str) -> MixerSpec:
-    sizes, moe = config.feed_forward("shared_intermediate_size"), f"{name}.block_sparse_moe"
-    shared = SwiGLULayer(sizes, f"{name}.shared_mlp", ("input_linear", "output_linear"))
-    if not config.num_local_experts:
-        return shared
-    return ExpertsLayer(
-        sizes=config.experts,
-        hidden=config.hidden_size,
-        router=f"{moe}.router.layer",
-        stacks=(f"{moe}.input_linear.weight", f"{moe}.output_linear.weight"),
-        shared=shared,
-    )
-
-
 FAMILY = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     config=GraniteConfig,
-    decoder=decoder,
     float32_tensors=MAMBA2_FLOAT32,
 )
 

@@ -12,7 +12,6 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_theta
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
 from cairn.models.feed_forward import SwiGLULayer
-from cairn.models.layer_sizes import LayerSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.short_conv import ShortConvLayer, ShortConvSizes
 from cairn.models.weight_specs import MixerSpec
@@ -63,11 +62,26 @@ class Lfm2Config(DecoderConfig):
             self.hidden_size, self.num_attention_heads, "num_attention_heads", self.conv_L_cache, self.conv_bias
         )
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        yield len(self.layer_types), self.feed_forward("intermediate_size")
-        yield self.layer_types.count(CONV), self.conv
-        yield self.layer_types.count(ATTENTION), self.attention
+        return DecoderSpec(
+            config=self,
+            embedding="model.embed_tokens.weight",
+            layers=tuple(self._layers()),
+            final_norm="model.embedding_norm",
+            rotary=RotarySpec(self.head_dim, self.rope_theta),
+        )
+
+    def _layers(self) -> Iterator[NamedMixer]:
+        for index, kind in enumerate(self.layer_types):
+            name, norms = f"model.layers.{index}", ("q_layernorm", "k_layernorm")
+            if kind == CONV:
+                mixer: MixerSpec = ShortConvLayer(self.conv, f"{name}.conv")
+            else:
+                mixer = AttentionLayer(self.attention, f"{name}.self_attn", norms, out="out_proj")
+            yield f"{name}.operator_norm", mixer
+            mlp = self.feed_forward("intermediate_size")
+            yield f"{name}.ffn_norm", SwiGLULayer(mlp, f"{name}.feed_forward", ("w1", "w3", "w2"))
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
@@ -75,30 +89,7 @@ class Lfm2Config(DecoderConfig):
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
 
-def decoder(config: Lfm2Config, stored: Collection[str]) -> DecoderSpec:
-    """The model of a config as data."""
-    return DecoderSpec(
-        config=config,
-        embedding="model.embed_tokens.weight",
-        layers=tuple(_layers(config)),
-        final_norm="model.embedding_norm",
-        rotary=RotarySpec(config.head_dim, config.rope_theta),
-    )
-
-
-def _layers(config: Lfm2Config) -> Iterator[NamedMixer]:
-    for index, kind in enumerate(config.layer_types):
-        name, norms = f"model.layers.{index}", ("q_layernorm", "k_layernorm")
-        if kind == CONV:
-            mixer: MixerSpec = ShortConvLayer(config.conv, f"{name}.conv")
-        else:
-            mixer = AttentionLayer(config.attention, f"{name}.self_attn", norms, out="out_proj")
-        yield f"{name}.operator_norm", mixer
-        mlp = config.feed_forward("intermediate_size")
-        yield f"{name}.ffn_norm", SwiGLULayer(mlp, f"{name}.feed_forward", ("w1", "w3", "w2"))
-
-
-FAMILY = Family(model_type="lfm2", architecture="Lfm2ForCausalLM", config=Lfm2Config, decoder=decoder)
+FAMILY = Family(model_type="lfm2", architecture="Lfm2ForCausalLM", config=Lfm2Config)
 
 RECIPE = Recipe(
     architecture=FAMILY.architecture,

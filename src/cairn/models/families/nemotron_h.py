@@ -2,7 +2,7 @@
 layers with one mixer each: Mamba2 (`M`), attention without positions (`*`), a squared-ReLU MLP (`-`) or a mixture of
 such MLPs (`E`)."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -14,7 +14,6 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SigmoidRule, SquaredReluLayer
-from cairn.models.layer_sizes import LayerSizes
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Layer, Mamba2Sizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.weight_specs import MixerSpec
@@ -135,14 +134,38 @@ class NemotronHConfig(DecoderConfig):
         one = self.mlp("moe_intermediate_size", latent)
         return ExpertSizes(self.n_routed_experts, self.num_experts_per_tok, one, extra)
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        count = self.pattern.count
-        yield count(ATTENTION), self.attention
-        yield count(MLP), self.mlp("intermediate_size")
-        yield count(MOE), self.experts
-        yield count(MOE), self.mlp("moe_shared_expert_intermediate_size")
-        yield count(MAMBA), self.mamba2
+        names = ((f"backbone.layers.{index}", kind) for index, kind in enumerate(self.pattern))
+        return DecoderSpec(
+            config=self,
+            embedding="backbone.embeddings.weight",
+            layers=tuple((f"{name}.norm", self._mixer(kind, f"{name}.mixer")) for name, kind in names),
+            final_norm="backbone.norm_f",
+        )
+
+    def _mixer(self, kind: str, name: str) -> MixerSpec:
+        bias = self.mlp_bias
+        if kind == MAMBA:
+            return Mamba2Layer(self.mamba2, name)
+        if kind == ATTENTION:
+            return AttentionLayer(self.attention, name)
+        if kind == MLP:
+            return SquaredReluLayer(self.mlp("intermediate_size"), name, bias)
+        latent = (f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj") if self.moe_latent_size is not None else None
+        shared = self.mlp("moe_shared_expert_intermediate_size")
+        return ExpertsLayer(
+            sizes=self.experts,
+            hidden=self.hidden_size,
+            router=f"{name}.gate",
+            sigmoid=SigmoidRule(self.n_group, self.topk_group, self.routed_scaling_factor),
+            normalize=self.norm_topk_prob,
+            experts=f"{name}.experts",
+            parts=("up_proj",),
+            latent=latent,
+            bias=bias,
+            shared=SquaredReluLayer(shared, f"{name}.shared_experts", bias),
+        )
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
@@ -150,46 +173,10 @@ class NemotronHConfig(DecoderConfig):
         return {word: count for kind, word in words.items() if (count := self.pattern.count(kind))}
 
 
-def decoder(config: NemotronHConfig, stored: Collection[str]) -> DecoderSpec:
-    """The model of a config as data."""
-    names = ((f"backbone.layers.{index}", kind) for index, kind in enumerate(config.pattern))
-    return DecoderSpec(
-        config=config,
-        embedding="backbone.embeddings.weight",
-        layers=tuple((f"{name}.norm", _mixer(config, kind, f"{name}.mixer")) for name, kind in names),
-        final_norm="backbone.norm_f",
-    )
-
-
-def _mixer(config: NemotronHConfig, kind: str, name: str) -> MixerSpec:
-    bias = config.mlp_bias
-    if kind == MAMBA:
-        return Mamba2Layer(config.mamba2, name)
-    if kind == ATTENTION:
-        return AttentionLayer(config.attention, name)
-    if kind == MLP:
-        return SquaredReluLayer(config.mlp("intermediate_size"), name, bias)
-    latent = (f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj") if config.moe_latent_size is not None else None
-    shared = config.mlp("moe_shared_expert_intermediate_size")
-    return ExpertsLayer(
-        sizes=config.experts,
-        hidden=config.hidden_size,
-        router=f"{name}.gate",
-        sigmoid=SigmoidRule(config.n_group, config.topk_group, config.routed_scaling_factor),
-        normalize=config.norm_topk_prob,
-        experts=f"{name}.experts",
-        parts=("up_proj",),
-        latent=latent,
-        bias=bias,
-        shared=SquaredReluLayer(shared, f"{name}.shared_experts", bias),
-    )
-
-
 FAMILY = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     config=NemotronHConfig,
-    decoder=decoder,
     float32_tensors=(*MAMBA2_FLOAT32, "e_score_correction_bias"),
     ignored_tensors=("mtp.",),
 )

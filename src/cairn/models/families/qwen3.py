@@ -11,7 +11,6 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig, rope_theta
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
 from cairn.models.feed_forward import SwiGLULayer
-from cairn.models.layer_sizes import LayerSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 
 ATTENTION = "full_attention"
@@ -31,36 +30,29 @@ class Qwen3Config(DecoderConfig):
     hidden_act: str = only("silu")
     use_sliding_window: bool = only(False)
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        yield len(self.layer_types), self.feed_forward("intermediate_size")
-        yield len(self.layer_types), self.attention
+        return DecoderSpec(
+            config=self,
+            embedding="model.embed_tokens.weight",
+            layers=tuple(self._layers()),
+            final_norm="model.norm",
+            rotary=RotarySpec(self.head_dim, self.rope_theta),
+        )
+
+    def _layers(self) -> Iterator[NamedMixer]:
+        for index in range(len(self.layer_types)):
+            name = f"model.layers.{index}"
+            yield f"{name}.input_layernorm", AttentionLayer(self.attention, f"{name}.self_attn", ("q_norm", "k_norm"))
+            mlp = self.feed_forward("intermediate_size")
+            yield f"{name}.post_attention_layernorm", SwiGLULayer(mlp, f"{name}.mlp")
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
         return {"attention with MLP": len(self.layer_types)}
 
 
-def decoder(config: Qwen3Config, stored: Collection[str]) -> DecoderSpec:
-    """The model of a config as data."""
-    return DecoderSpec(
-        config=config,
-        embedding="model.embed_tokens.weight",
-        layers=tuple(_layers(config)),
-        final_norm="model.norm",
-        rotary=RotarySpec(config.head_dim, config.rope_theta),
-    )
-
-
-def _layers(config: Qwen3Config) -> Iterator[NamedMixer]:
-    for index in range(len(config.layer_types)):
-        name = f"model.layers.{index}"
-        yield f"{name}.input_layernorm", AttentionLayer(config.attention, f"{name}.self_attn", ("q_norm", "k_norm"))
-        mlp = config.feed_forward("intermediate_size")
-        yield f"{name}.post_attention_layernorm", SwiGLULayer(mlp, f"{name}.mlp")
-
-
-FAMILY = Family(model_type="qwen3", architecture="Qwen3ForCausalLM", config=Qwen3Config, decoder=decoder)
+FAMILY = Family(model_type="qwen3", architecture="Qwen3ForCausalLM", config=Qwen3Config)
 
 RECIPE = Recipe(
     architecture=FAMILY.architecture,

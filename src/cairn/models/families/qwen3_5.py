@@ -15,7 +15,6 @@ from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, Dec
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SwiGLULayer
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
-from cairn.models.layer_sizes import LayerSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.weight_specs import MixerSpec
 
@@ -158,14 +157,48 @@ class Qwen35Config(DecoderConfig):
         """The shared expert, with the gate on its outcome."""
         return self.feed_forward("shared_expert_intermediate_size", extra_weights=self.hidden_size)
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
-        """See `DecoderConfig`."""
-        sparse = len(self.sparse_layers)
-        yield self.layer_types.count(FULL), self.attention
-        yield self.layer_types.count(DELTA), self.delta_net
-        yield len(self.layer_types) - sparse, self.feed_forward("intermediate_size")
-        yield sparse, self.experts
-        yield sparse, self.shared
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
+        """See `DecoderConfig`. Norms are centred, but for the one in the delta net."""
+        # A text model that was cut out of one that also sees may be stored under the names that it had there, which
+        # transformers takes, too.
+        names = ("model", "model.language_model")[:: -1 if self.nested else 1]
+        prefix = next((name for name in names if f"{name}.embed_tokens.weight" in stored), names[0])
+        rotary = RotarySpec(self.rotary_dim, self.rope_theta, self.mrope_section)
+        return DecoderSpec(
+            config=self,
+            embedding=f"{prefix}.embed_tokens.weight",
+            layers=tuple(self._layers(prefix, stored)),
+            final_norm=f"{prefix}.norm",
+            centred=True,
+            rotary=rotary if FULL in self.layer_types else None,
+        )
+
+    def _layers(self, prefix: str, stored: Collection[str]) -> Iterator[NamedMixer]:
+        for index, kind in enumerate(self.layer_types):
+            name, norms = f"{prefix}.layers.{index}", ("q_norm", "k_norm")
+            if kind == FULL:
+                mixer: MixerSpec = AttentionLayer(self.attention, f"{name}.self_attn", norms, centred=True)
+            else:
+                mixer = DeltaNetLayer(self.delta_net, f"{name}.linear_attn")
+            yield f"{name}.input_layernorm", mixer
+            sparse = index in self.sparse_layers
+            yield f"{name}.post_attention_layernorm", self._feed_forward(f"{name}.mlp", sparse, stored)
+
+    def _feed_forward(self, name: str, sparse: bool, stored: Collection[str]) -> MixerSpec:
+        """Experts are published as a tensor for each expert and matrix, and as two stacks."""
+        if not sparse:
+            return SwiGLULayer(self.feed_forward("intermediate_size"), name)
+        experts, shared = f"{name}.experts", f"{name}.shared_expert"
+        stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
+        return ExpertsLayer(
+            sizes=self.experts,
+            hidden=self.hidden_size,
+            router=f"{name}.gate",
+            normalize=self.norm_topk_prob,
+            experts=experts,
+            stacks=stacks if stacks[0] in stored else None,
+            shared=SwiGLULayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
+        )
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
@@ -222,58 +255,11 @@ def _text_config(raw: Mapping[str, object]) -> Fields:
     return Fields({**text, **beside}, path_of=lambda name: name if name in beside else f"text_config.{name}")
 
 
-def decoder(config: Qwen35Config, stored: Collection[str]) -> DecoderSpec:
-    """The model of a config as data. Norms are centred, but for the one in the delta net."""
-    # A text model that was cut out of one that also sees may be stored under the names that it had there, which
-    # transformers takes, too.
-    names = ("model", "model.language_model")[:: -1 if config.nested else 1]
-    prefix = next((name for name in names if f"{name}.embed_tokens.weight" in stored), names[0])
-    rotary = RotarySpec(config.rotary_dim, config.rope_theta, config.mrope_section)
-    return DecoderSpec(
-        config=config,
-        embedding=f"{prefix}.embed_tokens.weight",
-        layers=tuple(_layers(config, prefix, stored)),
-        final_norm=f"{prefix}.norm",
-        centred=True,
-        rotary=rotary if FULL in config.layer_types else None,
-    )
-
-
-def _layers(config: Qwen35Config, prefix: str, stored: Collection[str]) -> Iterator[NamedMixer]:
-    for index, kind in enumerate(config.layer_types):
-        name, norms = f"{prefix}.layers.{index}", ("q_norm", "k_norm")
-        if kind == FULL:
-            mixer: MixerSpec = AttentionLayer(config.attention, f"{name}.self_attn", norms, centred=True)
-        else:
-            mixer = DeltaNetLayer(config.delta_net, f"{name}.linear_attn")
-        yield f"{name}.input_layernorm", mixer
-        sparse = index in config.sparse_layers
-        yield f"{name}.post_attention_layernorm", _feed_forward(config, f"{name}.mlp", sparse, stored)
-
-
-def _feed_forward(config: Qwen35Config, name: str, sparse: bool, stored: Collection[str]) -> MixerSpec:
-    """Experts are published as a tensor for each expert and matrix, and as two stacks."""
-    if not sparse:
-        return SwiGLULayer(config.feed_forward("intermediate_size"), name)
-    experts, shared = f"{name}.experts", f"{name}.shared_expert"
-    stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
-    return ExpertsLayer(
-        sizes=config.experts,
-        hidden=config.hidden_size,
-        router=f"{name}.gate",
-        normalize=config.norm_topk_prob,
-        experts=experts,
-        stacks=stacks if stacks[0] in stored else None,
-        shared=SwiGLULayer(config.shared, shared, outcome_gate=f"{shared}_gate.weight"),
-    )
-
-
 def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> Family:
     return Family(
         model_type=model_type,
         architecture=architecture,
         config=config,
-        decoder=decoder,
         float32_tensors=("A_log", "dt_bias"),
         # Multi-token prediction is not served; the vision tower is loaded by itself, where there are images to see.
         ignored_tensors=("mtp.", "model.visual."),
