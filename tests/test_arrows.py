@@ -127,6 +127,7 @@ TORCH_MODULES = (
     "cairn.engine.devices",
     "cairn.engine.gpu_memory",
     "cairn.engine.kernel_check",
+    "cairn.engine.memory_plan",
     "cairn.engine.ranks.transfer",
     "cairn.engine.transfers.device_pool",
     "cairn.engine.worker",

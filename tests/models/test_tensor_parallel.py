@@ -225,7 +225,7 @@ def test_a_ranks_weights_are_counted(tiny_model: Path, size: int) -> None:
     assert report.weight_bytes == taken[0] == max(taken)
     assert report.layout == opened.layout(16, size)
     spec = opened.config.cache_spec(0, size).memory_spec(opened.dtype, torch.device("cpu"))
-    assert report.sizes.slot_bytes == slot_bytes(spec, report.layout, report.num_pages, report.max_model_len)
+    assert report.plan.slot == slot_bytes(spec, report.layout, report.num_pages, report.max_model_len)
 
 
 # -- sizes that cannot be ----------------------------------------------------------------------------------------------

@@ -63,8 +63,8 @@ def prepare_server(
 ) -> ServerSetup:
     """Check the settings, and find the checkpoint, which may download it. Raises ConfigError or DownloadError."""
     from cairn.engine.client import CoreClient, EngineDeadlines
+    from cairn.engine.cpu_threads import choose_cpu_threads
     from cairn.engine.process import ProcessTransport
-    from cairn.engine.sizing import choose_cpu_threads
     from cairn.models.checkpoint_dtypes import check_checkpoint_dtype
     from cairn.server.generation_config import check_default_sampling, load_default_sampling
     from cairn.server.openai.prompts import parse_template_kwargs
@@ -153,8 +153,8 @@ def run_generation_check(report: "CheckReport", output: Path | None, core: str, 
     from cairn.check.generation import MAX_TEXT_TOKENS, MAX_TOKENS, check_generation, render_generation
     from cairn.engine.client import CoreClient
     from cairn.engine.contract import EngineConfig
+    from cairn.engine.cpu_threads import choose_cpu_threads
     from cairn.engine.process import ProcessTransport
-    from cairn.engine.sizing import choose_cpu_threads
 
     asked = report.settings
     sizes: dict[str, Any] = {
