@@ -277,11 +277,11 @@ def test_what_is_not_all_in_fp8(gated_heads: int, caplog: pytest.LogCaptureFixtu
     assert torch.equal(linear.weight, whole[order]) and linear.shape == (10, 4)
     assert ("dequantized" in caplog.text) is bool(gated_heads)
     counter = ByteCounter(FAMILIES["qwen3"], torch.bfloat16, "fp8", load_fp8, None)
-    assert product.accept(counter) == plain.nbytes + (2 * 32 if gated_heads else first.nbytes)
+    assert counter.count(product) == plain.nbytes + (2 * 32 if gated_heads else first.nbytes)
     ups = ((matrix("a", (8, 4)),), (matrix("b", (8, 4)),))
     experts = ExpertMatrices(ups, (matrix("a", (8, 4)), matrix("a", (8, 4))))
     stack, _ = weights.experts(experts)
-    assert experts.accept(counter) == 2 * 2 * 32 + 2 * first.nbytes
+    assert counter.count(experts) == 2 * 2 * 32 + 2 * first.nbytes
     assert torch.equal(stack[0], first.dequantize()) and stack.shape == (2, 8, 4)
     assert caplog.text.count("weights in FP8 are dequantized") == 1 + bool(gated_heads)
 

@@ -142,7 +142,7 @@ class _DecoderBuilder:
 
     def _draw(self, layer: MixerSpec) -> dict[str, Any]:
         """What the rank has of it, by the names that the layer gives it."""
-        return {key: each.accept(self._weights) for key, each in layer.weights(self._rank, self._size).items()}
+        return {key: self._weights.make(each) for key, each in layer.weights(self._rank, self._size).items()}
 
     @singledispatchmethod
     def _build(self, layer: MixerSpec) -> Mixer:

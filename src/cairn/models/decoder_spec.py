@@ -73,9 +73,9 @@ class DecoderSpec:
     `output`: the output's tensor, which is the embedding's where they are tied and none is stored."""
 
     config: DecoderSizes
-    embedding: str
     layers: tuple[NamedMixer, ...]
-    final_norm: str
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm"
     centred: bool = False
     rotary: RotarySpec | None = None
     embedding_scale: float = 1.0

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Sequence
+from functools import singledispatchmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from cairn.kernels.int4 import quantize_int4
 from cairn.layers.linear import Linear
 from cairn.models.contract import Fp8Loader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
-from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, ProductSpec, StoredTensor
+from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, ProductSpec, StoredTensor, WeightSpec
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +26,7 @@ def read_weight(weight: StoredTensor, load: TensorLoader, load_fp8: Fp8Loader | 
 
 
 class RankWeights:
-    """A `WeightVisitor` that draws tensors and collects the matrix products that are made of them, `linears`. Raises
-    whatever `load` raises."""
+    """Draws tensors and collects the matrix products that are made of them, `linears`. Raises what `load` raises."""
 
     def __init__(
         self,
@@ -44,10 +45,18 @@ class RankWeights:
         self._quantization = quantization
         self._load_fp8 = load_fp8
 
+    @singledispatchmethod
+    def make(self, weight: WeightSpec) -> Any:
+        """A tensor, a product as a `Linear`, or the packed matrices of all experts, into and out of their inner
+        channels."""
+        raise TypeError(f"nothing is made of {weight!r:.200}")
+
+    @make.register
     def tensor(self, weight: StoredTensor) -> Tensor:
         """As it is loaded, on the device."""
         return self._load(weight.name, weight.shape, weight.shard).to(self._device)
 
+    @make.register
     def product(self, weight: ProductSpec) -> Linear:
         """Its rows packed, with their biases."""
         rows = join_rows([self._rows(part) for part in weight.parts])
@@ -74,10 +83,12 @@ class RankWeights:
         self.linears.append(linear)
         return linear
 
+    @make.register
     def stacks(self, weight: ExpertStacks) -> tuple[Weight, Weight]:
         """Both packed."""
         return self._pack(self.tensor(weight.up)), self._pack(self.tensor(weight.down))
 
+    @make.register
     def experts(self, weight: ExpertMatrices) -> tuple[Weight, Weight]:
         """Stacked, and both packed."""
         ups = [_joined([self._rows(part) for part in parts]) for parts in weight.ups]

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from functools import singledispatchmethod
 
 import torch
 
@@ -9,7 +10,7 @@ from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.int4 import int4_bytes
 from cairn.models.contract import Family, Fp8Loader
 from cairn.models.decoder_config import DecoderConfig, ServedQuantization
-from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, Precision, ProductSpec, StoredTensor
+from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, Precision, ProductSpec, StoredTensor, WeightSpec
 
 PackedDtype = Callable[[torch.dtype], torch.dtype]
 """`Kernels.packed_dtype` of a backend."""
@@ -31,11 +32,11 @@ def count_weight_bytes(
     Raises ConfigError where the model cannot be sharded among so many."""
     config.cache_spec(0, num_ranks)
     counter = ByteCounter(family, dtype, quantization, load_fp8, packed_dtype)
-    return sum(weight.accept(counter) for weight in family.spec(config, stored).weights(0, num_ranks))
+    return sum(counter.count(weight) for weight in family.spec(config, stored).weights(0, num_ranks))
 
 
 class ByteCounter:
-    """A `WeightVisitor`: bytes of what `RankWeights` makes."""
+    """Counts the bytes of what `RankWeights` makes."""
 
     def __init__(
         self,
@@ -51,9 +52,15 @@ class ByteCounter:
         self._load_fp8 = load_fp8
         self._packed_dtype = packed_dtype
 
+    @singledispatchmethod
+    def count(self, weight: WeightSpec) -> int:
+        raise TypeError(f"nothing is made of {weight!r:.200}")
+
+    @count.register
     def tensor(self, weight: StoredTensor) -> int:
         return math.prod(weight.rank_shape) * self._dtype_of(weight).itemsize
 
+    @count.register
     def product(self, weight: ProductSpec) -> int:
         biases = sum(map(self.tensor, weight.biases))
         fp8 = self._fp8(weight.parts)
@@ -62,9 +69,11 @@ class ByteCounter:
             return biases + sum(self._as_stored(*pair) for pair in zip(weight.parts, fp8, strict=True))
         return biases + sum(self._packed(part, weight.precision) for part in weight.parts)
 
+    @count.register
     def stacks(self, weight: ExpertStacks) -> int:
         return self._packed(weight.up) + self._packed(weight.down)
 
+    @count.register
     def experts(self, weight: ExpertMatrices) -> int:
         return sum(map(self._stacked, (weight.ups, [(down,) for down in weight.downs])))
 

@@ -9,7 +9,7 @@ row parallel       from a share of the inputs a partial sum of all outputs; the 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, Literal, Protocol
+from typing import Literal
 
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import Slice, TensorShard
@@ -17,31 +17,6 @@ from cairn.models.sharding import Slice, TensorShard
 Precision = Literal["quantized", "dtype", "float32"]
 """Of a product's weight: quantized if all are, or in any case in the model's dtype or in float32, where small errors
 choose among experts or scale all that one of them gives."""
-
-
-class WeightVisitor(Protocol):
-    """Makes something of each kind of weight."""
-
-    def tensor(self, weight: "StoredTensor") -> Any: ...
-
-    def product(self, weight: "ProductSpec") -> Any: ...
-
-    def stacks(self, weight: "ExpertStacks") -> Any: ...
-
-    def experts(self, weight: "ExpertMatrices") -> Any: ...
-
-
-class WeightSpec(Protocol):
-    """A part of a layer."""
-
-    @property
-    def tensors(self) -> Iterator["StoredTensor"]:
-        """What it is made of, in the order of the checkpoint."""
-        ...
-
-    def accept(self, visitor: WeightVisitor) -> Any:
-        """What the visitor makes of it."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +48,6 @@ class StoredTensor:
     def tensors(self) -> Iterator["StoredTensor"]:
         yield self
 
-    def accept(self, visitor: WeightVisitor) -> Any:
-        return visitor.tensor(self)
-
 
 @dataclass(frozen=True, slots=True)
 class ProductSpec:
@@ -92,9 +64,6 @@ class ProductSpec:
         for pair in zip_longest(self.parts, self.biases):
             yield from filter(None, pair)
 
-    def accept(self, visitor: WeightVisitor) -> Any:
-        return visitor.product(self)
-
 
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:
@@ -107,9 +76,6 @@ class ExpertStacks:
     def tensors(self) -> Iterator[StoredTensor]:
         yield self.up
         yield self.down
-
-    def accept(self, visitor: WeightVisitor) -> Any:
-        return visitor.stacks(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,8 +91,9 @@ class ExpertMatrices:
         for ups, down in zip(self.ups, self.downs, strict=True):
             yield from (*ups, down)
 
-    def accept(self, visitor: WeightVisitor) -> Any:
-        return visitor.experts(self)
+
+WeightSpec = StoredTensor | ProductSpec | ExpertStacks | ExpertMatrices
+"""A part of a layer. Each kind has `tensors`, what it is made of in the order of the checkpoint."""
 
 
 class MixerSpec:

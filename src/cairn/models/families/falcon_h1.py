@@ -67,7 +67,6 @@ class FalconH1Config(Mamba2Config):
         """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
-            embedding="model.embed_tokens.weight",
             layers=tuple(self._layers()),
             final_norm="model.final_layernorm",
             rotary=RotarySpec(self.head_dim, self.rope_theta),

@@ -60,9 +60,7 @@ class GraniteConfig(Mamba2Config):
         """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
-            embedding="model.embed_tokens.weight",
             layers=tuple(self._layers()),
-            final_norm="model.norm",
             rotary=RotarySpec(self.head_dim, self.rope_theta) if self.rope_theta else None,
             embedding_scale=self.embedding_multiplier,
             logit_scale=1 / self.logits_scaling,

@@ -66,7 +66,6 @@ class Lfm2Config(DecoderConfig):
         """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
-            embedding="model.embed_tokens.weight",
             layers=tuple(self._layers()),
             final_norm="model.embedding_norm",
             rotary=RotarySpec(self.head_dim, self.rope_theta),

@@ -34,9 +34,7 @@ class Qwen3Config(DecoderConfig):
         """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
-            embedding="model.embed_tokens.weight",
             layers=tuple(self._layers()),
-            final_norm="model.norm",
             rotary=RotarySpec(self.head_dim, self.rope_theta),
         )
 
