@@ -21,7 +21,7 @@ from cairn.engine.core import Core
 from cairn.kernels.contract import Kernels
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
-from cairn.models.decoder_builder import Backend, Execution
+from cairn.models.decoder_builder import Backend, Execution, build_decoder
 from cairn.models.decoder_config import AskedQuantization
 from cairn.models.random_weights.make_model import RECIPES, draw_tensor
 from cairn.models.random_weights.make_tokenizer import END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
@@ -156,20 +156,21 @@ class RandomModel(OpenModel):
     ) -> Model:
         if not self.built:
             place = device or torch.device("cpu")
-            stored = self.stored_tensors()
-            execution = Execution(exact, self.dtype, communicator, backend, stored, place)
+            execution = Execution(exact, self.dtype, communicator, backend, place)
             recipe = next(one for one in RECIPES.values() if one.model_type == self.family.model_type)
 
             def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
                 generator = torch.Generator(place).manual_seed(crc32(name.encode()))
-                tensor = draw_tensor(recipe, name, shape, generator).to(self.family.served_dtype(name, self.dtype))
+                tensor = draw_tensor(recipe, name, shape, generator).to(
+                    torch.float32 if self.family.keeps_float32(name) else self.dtype
+                )
                 if shard is None:
                     return tensor
                 return torch.cat(
                     [tensor.narrow(shard.dim, begin, end - begin) for begin, end in shard.slices], shard.dim
                 )
 
-            self.built.append(self.family.build(self.config, load, execution))
+            self.built.append(build_decoder(self.family.spec(self.config), load, execution))
         return self.built[0]
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, GenerateRequest, StopConditions
 from cairn.engine.core import Core
-from cairn.engine.sizing import thread_variables
+from cairn.engine.cpu_threads import thread_variables
 from cairn.errors import CairnError
 from cairn.models.registry import open_model
 from cairn.models.weights.tensor_headers import read_headers

@@ -30,11 +30,12 @@ class Source:
 @dataclass(frozen=True)
 class Import:
     """`target` is the full dotted name, what is taken out of a module included. `eager`: it runs when the importing
-    module is imported, which one inside a function or under TYPE_CHECKING does not."""
+    module is imported, which one inside a function or under TYPE_CHECKING does not. `late`: inside a function."""
 
     target: str
     line: int
     eager: bool
+    late: bool = False
 
 
 @cache
@@ -71,26 +72,27 @@ def _read(path: Path) -> Source:
     return Source(".".join(parts[:-1] if is_package else parts), ast.parse(path.read_text()), is_package)
 
 
-def _imports(module: Source, node: ast.AST, eager: bool) -> Iterator[Import]:
+def _imports(module: Source, node: ast.AST, eager: bool, late: bool = False) -> Iterator[Import]:
     match node:
         case ast.Import():
             for alias in node.names:
-                yield Import(alias.name, node.lineno, eager)
+                yield Import(alias.name, node.lineno, eager, late)
         case ast.ImportFrom():
             base = _base(module, node)
             for alias in node.names:
-                yield Import(f"{base}.{alias.name}", node.lineno, eager)
+                yield Import(f"{base}.{alias.name}", node.lineno, eager, late)
         case ast.If() if _is_type_checking(node.test):
             for child in node.body:
-                yield from _imports(module, child, eager=False)
+                yield from _imports(module, child, False, late)
             for child in node.orelse:
-                yield from _imports(module, child, eager)
+                yield from _imports(module, child, eager, late)
         case _:
-            eager = eager and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            late = late or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            eager = eager and not late
             for child in ast.iter_child_nodes(node):
                 # No expression has an import in it, and most of a tree is expressions.
                 if not isinstance(child, ast.expr):
-                    yield from _imports(module, child, eager)
+                    yield from _imports(module, child, eager, late)
 
 
 def _base(module: Source, node: ast.ImportFrom) -> str:

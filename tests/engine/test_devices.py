@@ -20,10 +20,10 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.decode_capture import DecodeCapture, graph_sizes
-from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_available_memory, open_for_device
-from cairn.engine.gpu_memory import CudaMemory, count_slot, guess_process_bytes, report_free
+from cairn.engine.devices import Device, choose_device, explain_out_of_memory, measure_memory, open_for_device
+from cairn.engine.gpu_memory import CudaMemory, report_free
+from cairn.engine.memory_plan import MemoryPlan, divide_memory, guess_process_bytes, least_pages, plan_memory
 from cairn.engine.profile_plans import SLOTS, num_profile_pages
-from cairn.engine.sizing import choose_memory_sizes, least_pages
 from cairn.errors import ConfigError, EngineDead
 from cairn.kernels import cpu, staging
 from cairn.kernels.cuda_support import sampling_bytes
@@ -281,8 +281,8 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
         memory.calls.append(place)
         when.append(len(ran))
 
-    found = measure_available_memory(config, model, layout, memory, None, barrier)
-    assert (found.num_bytes, found.step_bytes) == (1000 - 20 - 7, 7)
+    found = measure_memory(config, model, layout, memory, None, barrier)
+    assert (found.left, found.step, found.process, found.logits) == (1000 - 20 - 7, 7, 20, logits)
     assert memory.calls == ["start", "in the largest step", "peak", *5 * ["in the small steps"], "free"]
     # the largest with the snapshots that such a prompt may have, and one of a decode and of the 70 tokens behind a hit,
     # which ends off the grid; both are out when other ranks are waited for, and those that only compile two at a time
@@ -292,7 +292,7 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
     with pytest.raises(
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
     ):
-        measure_available_memory(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=own + 7))
+        measure_memory(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=own + 7))
 
 
 def test_what_was_compiled_is_tried_out_last(tiny_model, monkeypatch):
@@ -301,11 +301,11 @@ def test_what_was_compiled_is_tried_out_last(tiny_model, monkeypatch):
     config = OPEN.model_copy(update={"max_num_batched_tokens": 64})
     monkeypatch.setattr(devices, "_is_compiled", lambda model: True)
     when: list[str] = []
-    measure_available_memory(config, model, layout, FakeMemory(taken=20, total=10**9, step=7), None, when.append)
+    measure_memory(config, model, layout, FakeMemory(taken=20, total=10**9, step=7), None, when.append)
     assert when.count("in the check of the kernels") == 36 and when[-1] == "in the check of the kernels"
     monkeypatch.setattr(kernel_check, "LEAST_CORRELATION", 2.0)
     with pytest.raises(ConfigError, match="TRITON_PTXAS_PATH"):
-        measure_available_memory(config, model, layout, FakeMemory(taken=20, total=10**9, step=7))
+        measure_memory(config, model, layout, FakeMemory(taken=20, total=10**9, step=7))
 
 
 def test_what_the_profile_run_took_is_free_again_when_it_is_asked_what_is(tiny_model):
@@ -325,7 +325,7 @@ def test_what_the_profile_run_took_is_free_again_when_it_is_asked_what_is(tiny_m
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Runner, "__init__", remembered)
-            measure_available_memory(OPEN.model_copy(update={"max_num_batched_tokens": 64}), model, layout, memory)
+            measure_memory(OPEN.model_copy(update={"max_num_batched_tokens": 64}), model, layout, memory)
     finally:
         gc.enable()
     assert gone == [True]
@@ -395,9 +395,8 @@ def test_check_counts_what_the_engine_does(tiny_vl_model):
         config = OPEN.model_copy(update={"max_num_batched_tokens": 64, "gpu_memory_utilization": 0.5} | limits)
         layers = 54321
         memory = FakeMemory(weights + process, 4 << 30, profiled(model, layout, 64) + layers)
-        room = measure_available_memory(config, model, layout, memory, vision).num_bytes
-        slot = count_slot(model.spec, layout, room // layout.page_bytes, max_model_len, on_gpu=True)
-        sizes = choose_memory_sizes(config, layout, slot, 0, room, on_gpu=True)
+        measured = measure_memory(config, model, layout, memory, vision)
+        room, found = measured.left, plan_memory(measured, config, layout, model.spec, max_model_len)
         counted = CheckSettings(
             dtype="float32",
             gpu_memory_bytes=4 << 30,
@@ -407,11 +406,13 @@ def test_check_counts_what_the_engine_does(tiny_vl_model):
         )
         report = check(tiny_vl_model, counted)
         assert report.weight_bytes == weights
-        assert report.sizes.slot_bytes == slot and report.sizes.max_num_seqs == sizes.max_num_seqs == num_seqs
-        assert report.pool_bytes - layers + report.sizes.gpu.graph_bytes == sizes.kv_cache_memory_bytes
+        plan = report.plan
+        assert plan.slot == found.slot and plan.num_slots == found.num_slots == num_seqs
+        assert (plan.logits, plan.images, plan.usable) == (found.logits, found.images, found.usable)
+        assert plan.pool - layers + plan.graphs == found.pool
     assert lengths == [80, 12]  # four patches a token
     memory = FakeMemory(weights + process, 4 << 30, profiled(model, layout, 64) + layers)
-    with_none = measure_available_memory(config, model, layout, memory).num_bytes
+    with_none = measure_memory(config, model, layout, memory).left
     assert with_none - room == 3 << 20 and len(lengths) == 2
 
 
@@ -456,12 +457,12 @@ def test_graphs_are_estimated_from_the_two_largest_and_left_out_of_the_pool(tiny
     model, layout = opened.build(exact=False), opened.layout(16)
     config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "max_num_seqs": 16})
     memory = FakeMemory(taken=20, total=10**9, step=7)
-    plain = measure_available_memory(config, model, layout, FakeMemory(taken=20, total=10**9, step=7)).num_bytes
+    plain = measure_memory(config, model, layout, FakeMemory(taken=20, total=10**9, step=7)).left
     sizes = graph_sizes(config, 16)
     assert sizes == (1, 2, 4, 8, 16)
     capture = DecodeCapture(lambda: CountedGraphs(memory, 5000, 30), sizes, 4096)
     # Of this double's graphs nothing is given back; on a GPU it is.
-    found = measure_available_memory(config, model, layout, memory, capture=capture).num_bytes
+    found = measure_memory(config, model, layout, memory, capture=capture).left
     assert found == plain - 5030 - (5000 + 4 * 30)
 
 
@@ -620,18 +621,26 @@ def test_a_gpu_that_refuses_is_named(monkeypatch):
         devices._begin_on_gpu(3)
 
 
+def divided(config, room, slot=SLOT):
+    return divide_memory(MemoryPlan(on_gpu=True, usable=room, slot=slot), config, LAYOUT)
+
+
 def test_all_that_a_gpu_has_left_is_pool_and_states():
-    found = choose_memory_sizes(OPEN, LAYOUT, SLOT, 0, 40 * GIB, on_gpu=True)
-    states = (found.max_num_seqs + 1) * SLOT
-    assert found.max_num_seqs == 256
-    assert 0.85 * 40 * GIB < found.kv_cache_memory_bytes + states <= 40 * GIB
+    found = divided(OPEN, 40 * GIB)
+    assert found.num_slots == 256
+    assert 0.85 * 40 * GIB < found.pool + found.states <= 40 * GIB
     few = OPEN.model_copy(update={"max_num_seqs": 4})
-    found = choose_memory_sizes(few, LAYOUT, SLOT, 0, 40 * GIB, on_gpu=True)
-    assert found.kv_cache_memory_bytes == 40 * GIB - 5 * SLOT
+    assert divided(few, 40 * GIB).pool == 40 * GIB - 5 * SLOT
     least = least_pages(LAYOUT) * LAYOUT.page_bytes + 5 * SLOT
-    assert choose_memory_sizes(few, LAYOUT, SLOT, 0, least, on_gpu=True).max_num_seqs == 4
+    assert divided(few, least).num_slots == 4
     with pytest.raises(ConfigError, match="does not fit into memory"):
-        choose_memory_sizes(few, LAYOUT, SLOT, 0, least - 1, on_gpu=True)
+        divided(few, least - 1)
+
+
+def test_whatever_is_fixed_is_not_divided():
+    fixed = {"weights": 1, "process": 2, "step": 4, "logits": 8, "images": 16, "graphs": 32, "staging": 64}
+    plan = MemoryPlan(on_gpu=True, usable=GIB + 127, slot=SLOT, **fixed)
+    assert divide_memory(plan, OPEN, LAYOUT) == replace(divided(OPEN, GIB), usable=GIB + 127, **fixed)
 
 
 @pytest.mark.parametrize("room", [2 * (1 << 20) + 2**18, 30 << 20, 100 << 20, 1 << 30, 60 * GIB])
@@ -641,11 +650,11 @@ def test_pool_and_slots_never_take_more_than_there_is(room, slot):
     least = least_pages(LAYOUT) * LAYOUT.page_bytes + 2 * slot
     if room < least:
         with pytest.raises(ConfigError):
-            choose_memory_sizes(OPEN, LAYOUT, slot, 0, room, on_gpu=True)
+            divided(OPEN, room, slot)
         room = least
-    found = choose_memory_sizes(OPEN, LAYOUT, slot, 0, room, on_gpu=True)
-    assert found.max_num_seqs >= 1
-    assert found.kv_cache_memory_bytes + (found.max_num_seqs + 1) * slot <= room
+    found = divided(OPEN, room, slot)
+    assert found.num_slots >= 1
+    assert found.pool + found.states <= room
 
 
 class Event:
@@ -687,4 +696,4 @@ def test_a_model_without_attention_has_its_largest_step_measured():
     assert driver.layout.pages_for(100) == 0
     config = OPEN.model_copy(update={"max_num_batched_tokens": 100, "max_num_seqs": 2})
     memory = FakeMemory(taken=20, total=10**9, step=profiled(driver.model, driver.layout, 100) + 7)
-    assert measure_available_memory(config, driver.model, driver.layout, memory).step_bytes == 7
+    assert measure_memory(config, driver.model, driver.layout, memory).step == 7

@@ -10,7 +10,7 @@ from cairn.engine.build import build_core
 from cairn.engine.child_process import load_function
 from cairn.engine.contract import EngineConfig, KvTransferConfig
 from cairn.engine.devices import Device
-from cairn.engine.gpu_memory import count_slot
+from cairn.engine.memory_plan import count_slot
 from cairn.engine.ranks import runner as ranks_runner
 from cairn.engine.ranks import worker
 from cairn.engine.ranks.runner import Followers, RankDeadlines, RankedRunner

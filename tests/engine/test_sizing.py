@@ -6,7 +6,8 @@ import pytest
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.engine.contract import EngineConfig
-from cairn.engine.sizing import choose_cpu_threads, choose_memory_sizes, thread_variables
+from cairn.engine.cpu_threads import choose_cpu_threads, thread_variables
+from cairn.engine.memory_plan import MemoryPlan, divide_memory
 from cairn.errors import ConfigError
 
 GIB = 1 << 30
@@ -40,8 +41,8 @@ class FakeMachine:
 
 
 def sizes(config=OPEN, available=10 * GIB, weights=0, layout=LAYOUT):
-    found = choose_memory_sizes(config, layout, STATE, weights, available)
-    return found.kv_cache_memory_bytes, found.max_num_seqs
+    found = divide_memory(MemoryPlan(on_gpu=False, usable=available, weights=weights, slot=STATE), config, layout)
+    return found.pool, found.num_slots
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------

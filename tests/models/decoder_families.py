@@ -18,7 +18,7 @@ from transformers.utils import logging as transformers_logging
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
-from cairn.models.decoder_builder import Execution
+from cairn.models.decoder_builder import Execution, build_decoder
 from cairn.models.families import FAMILIES
 from cairn.models.sharding import TensorShard
 from cairn.runner.runner import Runner
@@ -176,7 +176,7 @@ class Tiny:
             narrow = not name.endswith(self.family.float32_tensors)
             return self.load(name, shape, shard).to(dtype if narrow else torch.float32)
 
-        return self.family.build(self.config, load, Execution(exact, dtype, communicator, **options))
+        return build_decoder(self.family.spec(self.config), load, Execution(exact, dtype, communicator, **options))
 
     def driver(self, exact: bool, **options: Any) -> "TinyDriver":
         return TinyDriver(self, [self.model(exact)], exact, **options)

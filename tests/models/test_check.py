@@ -15,8 +15,7 @@ from rich.console import Console
 
 from cairn.check.report import GPU_MEMORY, CheckReport, CheckSettings, check, render
 from cairn.engine.contract import EngineConfig
-from cairn.engine.gpu_memory import guess_graph_bytes, guess_process_bytes
-from cairn.engine.sizing import choose_memory_sizes
+from cairn.engine.memory_plan import MemoryPlan, divide_memory, guess_graph_bytes, guess_process_bytes
 from cairn.errors import ConfigError, ModelError
 from models.published import NANO
 from runner.harness import parse, tensors
@@ -100,7 +99,7 @@ def test_published_shapes(tmp_path: Path) -> None:
     saved = 23 * 64 * 64 * 128 * 2 - 8 * (23 * 8 * 4 + 32)
     assert smaller.layout.checkpoint_bytes == 49_087_744 - saved == 24_976_640
     assert smaller.layout.pages_per_checkpoint == 255 and smaller.checkpoint_tokens == 4080
-    assert smaller.sizes == report.sizes, "running states are what they were"
+    assert replace(smaller.plan, weights=report.weight_bytes) == report.plan, "running states are what they were"
 
 
 def test_weights_of_a_cpu_without_bfloat16_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,17 +224,17 @@ def test_what_a_gpu_has_left_is_the_pool(tmp_path):
     asked = CheckSettings(gpu_memory_bytes=GPU_MEMORY["h100"], **own)
     fits = check(tmp_path, asked)
     assert fits.ok and fits.fits_gpu
-    gpu, usable = fits.sizes.gpu, int(0.9 * (81559 << 20))
+    plan, usable = fits.plan, int(0.9 * (81559 << 20))
     # 64 slots and one more, each with a state and a block table of 512 pages, which goes through the steps' copies, too
     entries = 4 + 12 * 4  # a page in the table; index and page in two buffers of up to twice their size
-    assert 0 < fits.sizes.slot_bytes - fits.layout.checkpoint_bytes - entries * 512 < 5000
-    assert fits.state_bytes == 65 * fits.sizes.slot_bytes
+    assert 0 < plan.slot - fits.layout.checkpoint_bytes - entries * 512 < 5000
+    assert fits.state_bytes == 65 * plan.slot
     # logits, what is made of them, and tokens' counts, each of four bytes; masks and histograms are little
-    assert 12 < gpu.logits_bytes / 64 / NANO["vocab_size"] < 12.6
+    assert 12 < plan.logits / 64 / NANO["vocab_size"] < 12.6
     # 52 layers in graphs of 1, 2, 4, 8, 16, ... 64 rows
-    assert gpu.graph_bytes == guess_graph_bytes(52, 11) and gpu.process_bytes == guess_process_bytes(1)
-    assert fits.pool_bytes == usable - fits.weight_bytes - fits.state_bytes - gpu.taken_bytes
-    assert gpu.taken_bytes == gpu.graph_bytes + gpu.process_bytes + gpu.logits_bytes
+    assert plan.graphs == guess_graph_bytes(52, 11) and plan.process == guess_process_bytes(1)
+    assert fits.pool_bytes == usable - fits.state_bytes - plan.fixed
+    assert plan.fixed == fits.weight_bytes + plan.graphs + plan.process + plan.logits
     assert fits.num_pages == fits.pool_bytes // fits.layout.page_bytes > fits.pages_for_longest
     text = shown(fits)
     assert "90% of 79.65 GiB" in text and "of CUDA graphs and some 768.00 MiB of CUDA itself" in text
@@ -246,7 +245,7 @@ def test_what_a_gpu_has_left_is_the_pool(tmp_path):
     # all that there is, and not one page less
     exact = CheckSettings(gpu_memory_utilization=1.0, max_num_seqs=1, max_model_len=64, checkpoint_dtype="float32")
     roomy = check(tmp_path, replace(exact, gpu_memory_bytes=80 << 30))
-    needed = roomy.weight_bytes + roomy.state_bytes + roomy.sizes.gpu.taken_bytes
+    needed = roomy.state_bytes + roomy.plan.fixed
     needed += (fits.layout.pages_for(64) + fits.layout.pages_per_checkpoint + 1) * fits.layout.page_bytes
     assert check(tmp_path, replace(exact, gpu_memory_bytes=needed)).ok
     assert not check(tmp_path, replace(exact, gpu_memory_bytes=needed - 1)).ok
@@ -255,15 +254,14 @@ def test_what_a_gpu_has_left_is_the_pool(tmp_path):
 def test_requests_at_once_are_those_that_the_server_takes_on_a_gpu(tmp_path):
     write_checkpoint(tmp_path, NANO, published_headers(), 1)
     report = check(tmp_path, CheckSettings(gpu_memory_bytes=GPU_MEMORY["h200"], checkpoint_dtype="float32"))
-    sizes = report.sizes
-    room = sizes.gpu.usable_bytes - sizes.gpu.taken_bytes - report.weight_bytes
+    plan = report.plan
     config = EngineConfig(model="m", kv_cache_memory_bytes=None, max_num_seqs=None, device="cuda")
-    found = choose_memory_sizes(config, report.layout, sizes.slot_bytes, 0, room, on_gpu=True)
-    assert (sizes.max_num_seqs, sizes.pool_bytes) == (found.max_num_seqs, found.kv_cache_memory_bytes)
-    assert 64 < found.max_num_seqs < 256  # a tenth of the room has no more states
+    found = divide_memory(MemoryPlan(on_gpu=True, usable=plan.left, slot=plan.slot), config, report.layout)
+    assert (plan.num_slots, plan.pool) == (found.num_slots, found.pool)
+    assert 64 < found.num_slots < 256  # a tenth of the room has no more states
     # the block tables of the longest sequences are small beside their states, however large the pool is
-    assert sizes.slot_bytes < 1.02 * report.layout.checkpoint_bytes
-    assert check(tmp_path).sizes.max_num_seqs == 64
+    assert plan.slot < 1.02 * report.layout.checkpoint_bytes
+    assert check(tmp_path).plan.num_slots == 64
 
 
 def test_ranks_have_a_share_each(tmp_path):
@@ -274,9 +272,9 @@ def test_ranks_have_a_share_each(tmp_path):
     )
     # all but norms, routers and convolution channels that ranks share
     assert 0.5 < two.weight_bytes / one.weight_bytes < 0.51
-    assert 0.5 < two.sizes.slot_bytes / one.sizes.slot_bytes < 0.52
+    assert 0.5 < two.plan.slot / one.plan.slot < 0.52
     assert two.layout.page_bytes == one.layout.page_bytes // 2
-    assert two.sizes.gpu.process_bytes > one.sizes.gpu.process_bytes
+    assert two.plan.process > one.plan.process
     assert "2; what follows is on each of them" in shown(two)
     with pytest.raises(ConfigError, match="--tensor-parallel-size 3"):
         check(tmp_path, CheckSettings(tensor_parallel_size=3))

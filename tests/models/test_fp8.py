@@ -15,11 +15,13 @@ from cairn.check.report import CheckSettings, check
 from cairn.errors import ConfigError, ModelError
 from cairn.kernels import reference
 from cairn.kernels.fp8 import Fp8Weight
-from cairn.layers.communicator import SINGLE_RANK
 from cairn.models.decoder_config import AskedQuantization
+from cairn.models.families import FAMILIES
 from cairn.models.rank_weights import RankWeights
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard
+from cairn.models.weight_bytes import ByteCounter
+from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, ProductSpec, StoredTensor, matrix
 from cairn.models.weights.loader import WeightReader, account, read_config
 from cairn.models.weights.quantization import Quantization, describe_fp8
 from cairn.models.weights.tensor_headers import read_headers
@@ -253,28 +255,35 @@ def test_other_blocks_are_dequantized_and_that_is_logged(
     assert "weights are dequantized: there are no products with factors for blocks of (128, 64)" in caplog.text
 
 
-@pytest.mark.parametrize("reorders", [False, True])
-def test_what_is_not_all_in_fp8(reorders: bool, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("gated_heads", [0, 2])
+def test_what_is_not_all_in_fp8(gated_heads: int, caplog: pytest.LogCaptureFixture) -> None:
     """Side by side as they are; dequantized where rows are to be mixed, or experts stacked."""
-    first = Fp8Weight(torch.arange(24, dtype=torch.uint8).view(6, 4), torch.rand(6, 1), torch.bfloat16)
+    first = Fp8Weight(torch.arange(32, dtype=torch.uint8).view(8, 4), torch.rand(8, 1), torch.bfloat16)
     plain = torch.randn(2, 4).to(torch.bfloat16)
 
     def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
-        return plain
+        return plain if shape == (2, 4) else torch.zeros(shape, dtype=torch.bfloat16)
 
     def load_fp8(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
         return first if name.startswith("a") else None
 
-    weights = RankWeights(load, reference, SINGLE_RANK, torch.device("cpu"), None, load_fp8)
-    parts = [("a", (6, 4), ((0, 6),)), ("b", (2, 4), ((0, 2),))]
-    linear = weights.fused(parts, reorder=(lambda rows: rows.flip(0)) if reorders else None)
+    weights = RankWeights(load, reference, torch.device("cpu"), None, load_fp8)
+    parts = (matrix("a", (8, 4)), matrix("b", (2, 4)))
+    product = ProductSpec(parts, gated_heads=gated_heads)
+    linear = weights.product(product)
     whole = torch.cat([first.dequantize(), plain])
-    assert torch.equal(linear.weight, whole.flip(0) if reorders else whole) and linear.shape == (8, 4)
-    assert ("dequantized" in caplog.text) is reorders
-    assert weights.num_bytes == plain.nbytes + (2 * 24 if reorders else first.nbytes)
-    stack = weights.pack_experts([weights.matrix("a", (6, 4)), torch.zeros(6, 4, dtype=torch.bfloat16)])
-    assert torch.equal(stack[0], first.dequantize()) and stack.shape == (2, 6, 4)
-    assert caplog.text.count("weights in FP8 are dequantized") == 1 + reorders
+    # Two rows of a head's query, two of its gate.
+    order = [0, 1, 4, 5, 8, 9, 2, 3, 6, 7] if gated_heads else list(range(10))
+    assert torch.equal(linear.weight, whole[order]) and linear.shape == (10, 4)
+    assert ("dequantized" in caplog.text) is bool(gated_heads)
+    counter = ByteCounter(FAMILIES["qwen3"], torch.bfloat16, "fp8", load_fp8, None)
+    assert counter.count(product) == plain.nbytes + (2 * 32 if gated_heads else first.nbytes)
+    ups = ((matrix("a", (8, 4)),), (matrix("b", (8, 4)),))
+    experts = ExpertMatrices(ups, (matrix("a", (8, 4)), matrix("a", (8, 4))))
+    stack, _ = weights.experts(experts)
+    assert counter.count(experts) == 2 * 2 * 32 + 2 * first.nbytes
+    assert torch.equal(stack[0], first.dequantize()) and stack.shape == (2, 8, 4)
+    assert caplog.text.count("weights in FP8 are dequantized") == 1 + bool(gated_heads)
 
 
 @pytest.mark.parametrize("runs", [(), ((1, 3), (5, 7))])
@@ -282,8 +291,9 @@ def test_stacked_experts_are_cut_in_their_stack(tmp_path: Path, runs: tuple[tupl
     gate_up = torch.randn(5, 8, 16, generator=torch.manual_seed(2))
     save_file({"x.experts.gate_up_proj": gate_up}, tmp_path / "model.safetensors")
     with WeightReader(tmp_path, torch.float32) as reader:
-        weights = RankWeights(reader.load, reference, SINGLE_RANK, torch.device("cpu"))
-        found = weights.pack(weights.tensor("x.experts.gate_up_proj", tuple(gate_up.shape), *runs, dim=1))
+        weights = RankWeights(reader.load, reference, torch.device("cpu"))
+        stored = StoredTensor("x.experts.gate_up_proj", tuple(gate_up.shape), runs, 1)
+        found, _ = weights.stacks(ExpertStacks(stored, stored))
         assert torch.equal(found, left_of(gate_up, TensorShard(1, runs) if runs else None))
 
 

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from cairn.errors import ModelError
-from cairn.models.decoder_builder import Execution
+from cairn.models.decoder_builder import Execution, build_decoder
 from cairn.models.sharding import TensorShard
 from models.nemotron_h_truth import logits_of, published
 from runner.harness import Driver, build_tiny, family, parse, prompt, random_weights, raw_config, tensors
@@ -44,7 +44,7 @@ def test_every_tensor_is_asked_for_once() -> None:
         asked.append(name)
         return weights[name].clone()
 
-    family(config).build(config, load, Execution(True, torch.float32))
+    build_decoder(family(config).spec(config), load, Execution(True, torch.float32))
     assert sorted(asked) == sorted(tensors(config))
 
 
@@ -53,7 +53,7 @@ def test_what_the_loader_raises_comes_through() -> None:
         raise ModelError(f"{name} is missing")
 
     with pytest.raises(ModelError, match=r"backbone\.embeddings\.weight is missing"):
-        family(parse(RAW)).build(parse(RAW), load, Execution(False, torch.float32))
+        build_decoder(family(parse(RAW)).spec(parse(RAW)), load, Execution(False, torch.float32))
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cairn.check.report import check
 from cairn.errors import ConfigError, ModelError
-from cairn.models.decoder_builder import Execution
+from cairn.models.decoder_builder import Execution, build_decoder
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard
 from models.published_qwen3_5 import QWEN35
@@ -80,7 +80,7 @@ def test_every_tensor_is_asked_for_once(kind: str) -> None:
         asked.append(name)
         return left_of(weights[name], shard).clone()
 
-    family(config).build(config, load, Execution(True, torch.float32))
+    build_decoder(family(config).spec(config), load, Execution(True, torch.float32))
     assert sorted(asked) == sorted(tensors(config))
 
 

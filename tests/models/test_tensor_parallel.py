@@ -14,7 +14,7 @@ from torch import Tensor
 from cairn.check.report import CheckSettings, check
 from cairn.errors import ConfigError
 from cairn.layers.communicator import SINGLE_RANK
-from cairn.models.decoder_builder import Execution
+from cairn.models.decoder_builder import Execution, build_decoder
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import WeightReader
@@ -197,7 +197,7 @@ def test_ranks_together_read_every_number_and_the_large_ones_once(tiny_model: Pa
             return reader.load(name, shape, shard)
 
         for communicator in thread_ranks(size):
-            opened.family.build(opened.config, load, Execution(True, opened.dtype, communicator))
+            build_decoder(opened.family.spec(opened.config), load, Execution(True, opened.dtype, communicator))
     assert all((counts > 0).all() for counts in read.values())
     # k and v of a head, and a group's states, are on as many ranks as share it.
     shared = {"k_proj": size // 2, "v_proj": size // 2, "in_proj": size // 2, "gate": size}
@@ -225,7 +225,7 @@ def test_a_ranks_weights_are_counted(tiny_model: Path, size: int) -> None:
     assert report.weight_bytes == taken[0] == max(taken)
     assert report.layout == opened.layout(16, size)
     spec = opened.config.cache_spec(0, size).memory_spec(opened.dtype, torch.device("cpu"))
-    assert report.sizes.slot_bytes == slot_bytes(spec, report.layout, report.num_pages, report.max_model_len)
+    assert report.plan.slot == slot_bytes(spec, report.layout, report.num_pages, report.max_model_len)
 
 
 # -- sizes that cannot be ----------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from cairn.kernels.state_encoding import ENCODINGS
 from cairn.layers.communicator import Communicator
 from cairn.layers.model import Model
 from cairn.models.contract import Family
-from cairn.models.decoder_builder import Execution
+from cairn.models.decoder_builder import Execution, build_decoder
 from cairn.models.families import FAMILIES, family_of
 from cairn.models.sharding import TensorShard
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
@@ -117,7 +117,7 @@ def build_tiny(
         wanted = torch.float32 if name.endswith(family(config).float32_tensors) else dtype
         return left_of(weights[name], shard).to(wanted, copy=True)
 
-    return family(config).build(config, load, Execution(exact, dtype, **options))
+    return build_decoder(family(config).spec(config), load, Execution(exact, dtype, **options))
 
 
 @dataclass

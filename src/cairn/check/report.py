@@ -15,8 +15,16 @@ from rich.text import Text
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import EngineConfig
 from cairn.engine.decode_capture import graph_sizes
-from cairn.engine.gpu_memory import count_logits, count_slot, guess_graph_bytes, guess_process_bytes
-from cairn.engine.sizing import MOST_SEQS_ON_GPU, choose_memory_sizes, least_pages
+from cairn.engine.memory_plan import (
+    MOST_SEQS_ON_GPU,
+    MemoryPlan,
+    count_logits,
+    count_slot,
+    guess_graph_bytes,
+    guess_process_bytes,
+    least_pages,
+    plan_memory,
+)
 from cairn.errors import ConfigError
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.decoder_config import AskedQuantization
@@ -71,37 +79,8 @@ class CheckSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuBytes:
-    """What a GPU of which `usable_bytes` may be used has to hold beside weights, running requests and the pool: the
-    memory that CUDA and its graphs take, both guesses, logits with what is drawn from them, and encoded images. What a
-    step's layers take is not in it: a server finds that out by a step."""
-
-    usable_bytes: int
-    process_bytes: int
-    graph_bytes: int
-    logits_bytes: int
-    image_bytes: int
-
-    @property
-    def taken_bytes(self) -> int:
-        return self.process_bytes + self.graph_bytes + self.logits_bytes + self.image_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class ServedSizes:
-    """Of one rank, in bytes. `slot_bytes`: what each running request, and one slot more, takes besides pages. `gpu`:
-    None where none is counted with."""
-
-    max_num_seqs: int
-    slot_bytes: int
-    pool_bytes: int
-    gpu: GpuBytes | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The report. Sizes in bytes, on one rank; `weight_bytes` as they are served, with the vision tower's.
-    `packed_dtype`: of the weights of products."""
+    """The report. Sizes in bytes, on one rank. `packed_dtype`: of the weights of products."""
 
     folder: Path
     model_type: str
@@ -112,9 +91,8 @@ class CheckReport:
     num_files: int
     stored_dtypes: dict[str, int]
     parameters: int
-    weight_bytes: int
     packed_dtype: str
-    sizes: ServedSizes
+    plan: MemoryPlan
     dtype: str
     max_model_len: int
     layout: CacheLayout
@@ -125,20 +103,25 @@ class CheckReport:
         return not self.accounting.problems and self.fits_gpu
 
     @property
+    def weight_bytes(self) -> int:
+        """As they are served, with the vision tower's."""
+        return self.plan.weights
+
+    @property
     def state_bytes(self) -> int:
         """The running states of `max_num_seqs` sequences, their block tables, and one slot of nobody's."""
-        return (self.sizes.max_num_seqs + 1) * self.sizes.slot_bytes
+        return self.plan.states
 
     @property
     def pool_bytes(self) -> int:
         """At most 0 where a GPU has no room for a pool."""
-        return self.sizes.pool_bytes
+        return self.plan.pool
 
     @property
     def fits_gpu(self) -> bool:
         """Whether a sequence of `max_model_len` tokens has room in what the GPU has left, and the server takes so small
         a pool. True without a GPU."""
-        return self.sizes.gpu is None or max(self.pages_for_longest, least_pages(self.layout)) <= self.num_pages
+        return not self.plan.on_gpu or max(self.pages_for_longest, least_pages(self.layout)) <= self.num_pages
 
     @property
     def checkpoint_tokens(self) -> float:
@@ -178,11 +161,7 @@ def check(
     if vision is not None:
         expected |= tensors(vision)
         weight_bytes += tower_bytes(vision, model.dtype)
-    gpu = None
-    if settings.gpu_memory_bytes is not None:
-        images = 0 if vision is None else settings.mm_encoder_cache_bytes
-        gpu = _gpu_bytes(model, settings, settings.gpu_memory_bytes, images)
-    sizes = _served_sizes(model, settings, gpu, weight_bytes)
+    plan = _plan(model, settings, weight_bytes, 0 if vision is None else settings.mm_encoder_cache_bytes)
     # Where there is a vision model, nothing else may go by its name: the server accounts for all of it.
     ignored = tuple(prefix for prefix in model.family.ignored_tensors if not (vision and prefix == PREFIX))
     return CheckReport(
@@ -195,25 +174,11 @@ def check(
         num_files=len({header.file for header in headers.values()}),
         stored_dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
         parameters=sum(map(math.prod, expected.values())),
-        weight_bytes=weight_bytes,
         packed_dtype=str(model.dtype if packed_dtype is None else packed_dtype(model.dtype)).removeprefix("torch."),
-        sizes=sizes,
+        plan=plan,
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=settings.max_model_len or model.config.max_position_embeddings,
         layout=_layout(model, settings),
-    )
-
-
-def _gpu_bytes(model: OpenModel, settings: CheckSettings, memory_bytes: int, image_bytes: int) -> GpuBytes:
-    num_ranks, vocab_size = settings.tensor_parallel_size, model.config.vocab_size
-    most_seqs = settings.max_num_seqs or MOST_SEQS_ON_GPU
-    num_sizes = len(graph_sizes(_config(model), most_seqs))
-    return GpuBytes(
-        usable_bytes=int(settings.gpu_memory_utilization * memory_bytes),
-        process_bytes=guess_process_bytes(num_ranks),
-        graph_bytes=guess_graph_bytes(sum(model.config.layer_counts().values()), num_sizes),
-        logits_bytes=count_logits(most_seqs, vocab_size, num_ranks),
-        image_bytes=image_bytes,
     )
 
 
@@ -221,24 +186,33 @@ def _layout(model: OpenModel, settings: CheckSettings) -> CacheLayout:
     return model.layout(settings.block_size, settings.tensor_parallel_size, settings.checkpoint_dtype)
 
 
-def _served_sizes(model: OpenModel, settings: CheckSettings, gpu: GpuBytes | None, weight_bytes: int) -> ServedSizes:
-    """As the server chooses them."""
-    num_ranks, asked = settings.tensor_parallel_size, settings.max_num_seqs
-    layout = _layout(model, settings)
+def _plan(model: OpenModel, settings: CheckSettings, weight_bytes: int, image_bytes: int) -> MemoryPlan:
+    """As the server makes it, but for what a step's layers take: a server finds that out by a step."""
+    num_ranks, asked, layout = settings.tensor_parallel_size, settings.max_num_seqs, _layout(model, settings)
     spec = model.config.cache_spec(0, num_ranks).memory_spec(model.dtype, torch.device("cpu"))
     longest = settings.max_model_len or model.config.max_position_embeddings
-    if gpu is None:
-        pool_bytes = settings.kv_cache_memory_bytes
-        slot_bytes = count_slot(spec, layout, pool_bytes // layout.page_bytes, longest)
-        return ServedSizes(asked or _NUM_SEQS, slot_bytes, pool_bytes, None)
-    available_memory = gpu.usable_bytes - gpu.taken_bytes - weight_bytes
-    slot_bytes = count_slot(spec, layout, max(0, available_memory) // layout.page_bytes, longest, on_gpu=True)
-    config = _config(model, kv_cache_memory_bytes=None, max_num_seqs=asked)
+    if settings.gpu_memory_bytes is None:
+        pool = settings.kv_cache_memory_bytes
+        slot = count_slot(spec, layout, pool // layout.page_bytes, longest)
+        kept = {"weights": weight_bytes, "images": image_bytes}
+        return MemoryPlan(on_gpu=False, usable=None, slot=slot, num_slots=asked or _NUM_SEQS, pool=pool, **kept)
+    most_seqs, config = asked or MOST_SEQS_ON_GPU, _config(model, kv_cache_memory_bytes=None, max_num_seqs=asked)
+    num_graphs = len(graph_sizes(_config(model), most_seqs))
+    plan = MemoryPlan(
+        on_gpu=True,
+        usable=int(settings.gpu_memory_utilization * settings.gpu_memory_bytes),
+        weights=weight_bytes,
+        process=guess_process_bytes(num_ranks),
+        logits=count_logits(most_seqs, model.config.vocab_size, num_ranks),
+        images=image_bytes,
+        graphs=guess_graph_bytes(sum(model.config.layer_counts().values()), num_graphs),
+    )
     try:
-        found = choose_memory_sizes(config, layout, slot_bytes, 0, available_memory, on_gpu=True)
+        return plan_memory(plan, config, layout, spec, longest)
     except ConfigError:  # too little for the smallest pool: the report says how little
-        return ServedSizes(asked or 1, slot_bytes, available_memory - ((asked or 1) + 1) * slot_bytes, gpu)
-    return ServedSizes(found.max_num_seqs, slot_bytes, found.kv_cache_memory_bytes, gpu)
+        slot = count_slot(spec, layout, max(0, plan.left) // layout.page_bytes, longest, on_gpu=True)
+        plan = replace(plan, slot=slot, num_slots=asked or 1)
+        return replace(plan, pool=plan.left - plan.states)
 
 
 def _config(model: OpenModel, **settings: int | None) -> EngineConfig:
@@ -291,7 +265,7 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         ("checkpoint", f"{layout.checkpoint_bytes:,} bytes = {layout.pages_per_checkpoint:,} pages{form}{worth}"),
         (
             "running states",
-            f"{_size(report.state_bytes)} for {_count(report.sizes.max_num_seqs, 'sequence')}, with their block tables",
+            f"{_size(report.state_bytes)} for {_count(report.plan.num_slots, 'sequence')}, with their block tables",
         ),
         (
             "longest sequence",
@@ -314,14 +288,14 @@ def _rank_rows(report: CheckReport) -> list[tuple[str, str]]:
 
 
 def _gpu_rows(report: CheckReport) -> list[tuple[str, str]]:
-    settings, gpu, left = report.settings, report.sizes.gpu, report.pool_bytes
-    if gpu is None or settings.gpu_memory_bytes is None:
+    settings, plan, left = report.settings, report.plan, report.pool_bytes
+    if not plan.on_gpu or settings.gpu_memory_bytes is None:
         return []
     usable = f"{settings.gpu_memory_utilization:.0%} of {_size(settings.gpu_memory_bytes)}"
     taken = (
         f"{_size(report.weight_bytes)} of weights, {_size(report.state_bytes)} of running states, "
-        f"{_size(gpu.logits_bytes + gpu.image_bytes)} of logits and encoded images, some {_size(gpu.graph_bytes)} of "
-        f"CUDA graphs and some {_size(gpu.process_bytes)} of CUDA itself"
+        f"{_size(plan.logits + plan.images)} of logits and encoded images, some {_size(plan.graphs)} of "
+        f"CUDA graphs and some {_size(plan.process)} of CUDA itself"
     )
     if left <= 0:
         return [("GPU", f"{usable}: {_size(-left)} too little for {taken}")]

@@ -16,6 +16,7 @@ from cairn.cli.run import find_served_model, load_model_tokenizer, run_generatio
 from cairn.cli.words import rewrite_words
 from cairn.errors import CairnError, ConfigError
 from cairn.paths import check_encoding, check_output_file, check_working_folder
+from cairn.setting_types import SERVED_DTYPES, parse_count, parse_size
 
 if TYPE_CHECKING:
     from cairn.cli.run import LoadTokenizer
@@ -205,14 +206,10 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
 
 
 def _dtype(text: str) -> str:
-    from cairn.setting_types import SERVED_DTYPES
-
     return SERVED_DTYPES.get(text, text)
 
 
 def _count(text: str) -> int:
-    from cairn.setting_types import parse_count
-
     number = parse_count(text) or int(text)
     if not 1 <= number <= 1 << 24:
         raise argparse.ArgumentTypeError(f"must be between 1 and {1 << 24}, not {text}")
@@ -220,8 +217,6 @@ def _count(text: str) -> int:
 
 
 def _size(text: str) -> int:
-    from cairn.setting_types import parse_size
-
     try:
         return parse_size(text)
     except ConfigError as error:

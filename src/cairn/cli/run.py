@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from cairn.cpu_isa import max_cpu_isa
 from cairn.errors import ConfigError, ModelError
+from cairn.http.tls import check_tls
 from cairn.setting_types import SERVED_DTYPES
+from cairn.settings.images import image_limit, media_domains
+from cairn.settings.sources import warn_of_service_links
 
 if TYPE_CHECKING:
     from cairn.check.report import CheckReport
@@ -60,8 +63,8 @@ def prepare_server(
 ) -> ServerSetup:
     """Check the settings, and find the checkpoint, which may download it. Raises ConfigError or DownloadError."""
     from cairn.engine.client import CoreClient, EngineDeadlines
+    from cairn.engine.cpu_threads import choose_cpu_threads
     from cairn.engine.process import ProcessTransport
-    from cairn.engine.sizing import choose_cpu_threads
     from cairn.models.checkpoint_dtypes import check_checkpoint_dtype
     from cairn.server.generation_config import check_default_sampling, load_default_sampling
     from cairn.server.openai.prompts import parse_template_kwargs
@@ -100,10 +103,8 @@ def run_server(
     load_tokenizer: LoadTokenizer,
     find_model: "Callable[[ServeSettings], str]",
 ) -> int:
-    from cairn.http.tls import check_tls
     from cairn.http.web_server import create_server_socket, parse_trusted_proxies, raise_descriptor_limit
     from cairn.server.run import HttpServer, tls_options
-    from cairn.settings.sources import warn_of_service_links
 
     start_log(settings.log_level)
     raise_descriptor_limit()
@@ -131,7 +132,6 @@ def run_server(
 def run_proxy(settings: "ProxySettings") -> int:
     from cairn.http.web_server import raise_descriptor_limit
     from cairn.proxy.app import ProxyServer
-    from cairn.settings.sources import warn_of_service_links
 
     start_log(settings.log_level)
     raise_descriptor_limit()
@@ -153,8 +153,8 @@ def run_generation_check(report: "CheckReport", output: Path | None, core: str, 
     from cairn.check.generation import MAX_TEXT_TOKENS, MAX_TOKENS, check_generation, render_generation
     from cairn.engine.client import CoreClient
     from cairn.engine.contract import EngineConfig
+    from cairn.engine.cpu_threads import choose_cpu_threads
     from cairn.engine.process import ProcessTransport
-    from cairn.engine.sizing import choose_cpu_threads
 
     asked = report.settings
     sizes: dict[str, Any] = {
@@ -347,7 +347,6 @@ def _kv_transfer(settings: "ServeSettings") -> "KvTransferConfig | None":
 
 def image_options(settings: "ServeSettings") -> "ImageOptions":
     from cairn.server.options import ImageOptions
-    from cairn.settings.images import image_limit, media_domains
 
     limit = image_limit(settings.limit_mm_per_prompt)
     return ImageOptions(

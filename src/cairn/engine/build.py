@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import msgspec
 import torch
 
 from cairn.addresses import join_host_port
@@ -29,25 +28,17 @@ from cairn.engine.devices import (
     placement_of,
 )
 from cairn.engine.event_publisher import EventPublisher
-from cairn.engine.gpu_memory import count_slot
 from cairn.engine.grammars.compiler import GrammarCompiler
 from cairn.engine.grammars.vocabulary import grammar_tokenizer
+from cairn.engine.memory_plan import MemoryPlan, choose_max_model_len, count_pages, plan_memory
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.ranks.runner import load_ranks
 from cairn.engine.ranks.transfer import RankSockets, rank_service
 from cairn.engine.ranks.wire import RankConfig, RankGraphs, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
-from cairn.engine.sizing import (
-    LEAST_TOKENS,
-    MemorySizes,
-    choose_max_model_len,
-    choose_memory_sizes,
-    least_pages,
-)
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
-from cairn.errors import ConfigError
 from cairn.machine import Machine
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes
@@ -96,24 +87,24 @@ def build_core(
         make_graphs = CudaGraphs
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
 
-    size_up = partial(_size_up, config, opened, layout, placement, machine)
+    size_up = partial(_size_up, config, opened, layout, machine)
     with explain_out_of_memory(device):
-        ranks, info = _build_ranks(config, opened, layout, size_up, observe, device, make_graphs, clock)
-    vocab_size, eos_token_ids = info.vocab_size, opened.eos_token_ids(tokenizer.eos_token_id)
-    transfer = _build_transfer(config, opened, ranks, info.cache.num_pages, device, clock, make_link)
+        ranks, sizes = _build_ranks(config, opened, layout, size_up, observe, device, make_graphs, clock)
+    vocab_size, eos_token_ids = opened.config.vocab_size, opened.eos_token_ids(tokenizer.eos_token_id)
+    transfer = _build_transfer(config, opened, ranks, sizes.num_pages, device, clock, make_link)
     image_keys = _image_keys(ranks.own, opened, tokenizer)
     side_channel = None if transfer is None else join_host_port(transfer.host, transfer.side_port)
-    info = msgspec.structs.replace(info, reads_images=image_keys is not None, side_channel=side_channel)
+    info = _engine_info(config, opened, layout, placement, sizes, side_channel, image_keys is not None)
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
-    cache = PrefixCache(layout, info.cache.num_pages, policy, events, clock)
+    cache = PrefixCache(layout, sizes.num_pages, policy, events, clock)
     request_log = open_log(config, info, layout, opened.config.forward_sizes(), clock)
     transfers = None if transfer is None else transfer.transfers
     return Core(
         info,
         Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log),
-        _checked(config, ranks, info.cache.num_pages, vocab_size) if config.check_plans else ranks.runner,
+        _checked(config, ranks, sizes.num_pages, vocab_size) if config.check_plans else ranks.runner,
         tokenizer,
         eos_token_ids,
         config.seed,
@@ -127,47 +118,53 @@ def build_core(
 
 
 def _size_up(
+    config: EngineConfig, opened: OpenModel, layout: CacheLayout, machine: Machine, available_memory: int | None
+) -> RankSizes:
+    """`available_memory`: bytes that a GPU has left beside the weights; None for the machine's memory. Raises
+    ConfigError for a pool or a length that does not fit."""
+    staging = _extra_pages(config, opened, layout) * layout.page_bytes
+    if available_memory is not None:
+        plan = MemoryPlan(on_gpu=True, usable=available_memory, staging=staging)
+    else:
+        weights, images = _host_bytes(config, opened)
+        plan = MemoryPlan(
+            on_gpu=False,
+            usable=machine.available_memory(),
+            weights=weights,
+            images=images,
+            staging=staging * config.tensor_parallel_size,
+        )
+    spec = opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
+    plan = plan_memory(plan, config, layout, spec, _max_model_len(config, opened))
+    return RankSizes(count_pages(plan.pool, layout), plan.num_slots)
+
+
+def _engine_info(
     config: EngineConfig,
     opened: OpenModel,
     layout: CacheLayout,
     placement: PlacementPolicy | None,
-    machine: Machine,
-    available_memory: int | None,
+    sizes: RankSizes,
+    side_channel: str | None,
+    reads_images: bool,
 ) -> EngineInfo:
-    """`available_memory`: bytes that a GPU has left beside the weights; None for the machine's memory."""
-    longest = _max_model_len(config, opened)
-    spec = opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
-    if available_memory is not None:
-        # what other servers' pages are read into
-        available_memory -= _extra_pages(config, opened, layout) * layout.page_bytes
-        slot = count_slot(spec, layout, max(0, available_memory) // layout.page_bytes, longest, on_gpu=True)
-        sizes = choose_memory_sizes(config, layout, slot, 0, available_memory, on_gpu=True)
-    else:
-        fixed, available = _fixed_bytes(config, opened, layout), machine.available_memory()
-        slot = count_slot(spec, layout, (available or 0) // layout.page_bytes, longest)
-        sizes = choose_memory_sizes(config, layout, slot, fixed, available)
-    return _plain_info(config, opened, layout, placement, sizes)
-
-
-def _plain_info(
-    config: EngineConfig, opened: OpenModel, layout: CacheLayout, placement: PlacementPolicy | None, sizes: MemorySizes
-) -> EngineInfo:
-    """What can be told before anything is loaded. Raises ConfigError for a pool or a length that does not fit."""
     return EngineInfo(
         model=config.model,
         architecture=opened.family.model_type,
         dtype=str(opened.dtype).removeprefix("torch."),
         vocab_size=opened.config.vocab_size,
         max_model_len=_max_model_len(config, opened),
-        max_num_seqs=sizes.max_num_seqs,
+        max_num_seqs=sizes.num_slots,
         max_waiting=config.max_waiting,
         cpu_threads=torch.get_num_threads(),
         exact=config.exact,
         tensor_parallel_size=config.tensor_parallel_size,
         logs_requests=config.request_log is not None,
         quantization=opened.served_quantization,
+        reads_images=reads_images,
+        side_channel=side_channel,
         cache=CacheInfo(
-            num_pages=_num_pages(sizes.kv_cache_memory_bytes, layout),
+            num_pages=sizes.num_pages,
             block_size=config.block_size,
             page_bytes=layout.page_bytes,
             bytes_per_token=layout.bytes_per_token,
@@ -201,23 +198,23 @@ def _build_ranks(
     config: EngineConfig,
     opened: OpenModel,
     layout: CacheLayout,
-    size_up: Callable[[int | None], EngineInfo],
+    size_up: Callable[[int | None], RankSizes],
     observe: Observe | None,
     device: Device,
     make_graphs: Callable[[], Graphs] | None,
     clock: Clock,
-) -> tuple[_Ranks, EngineInfo]:
+) -> tuple[_Ranks, RankSizes]:
     """`size_up`: from the bytes that a GPU has left beside the weights, or None, to the sizes of pool and slots, which
     are known before weights are read where there is no GPU."""
     tp_size, extra = config.tensor_parallel_size, _extra_pages(config, opened, layout)
-    info = None if device.is_gpu else size_up(None)
+    sizes = None if device.is_gpu else size_up(None)
     if tp_size == 1:
         model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
         capture_for = partial(plan_capture, config, make_graphs, _max_model_len(config, opened))
         own = LoadedModel(config, opened, device, model, open_encoder(config, opened, device), capture_for)
-        info = info or size_up(own.measure_available_memory())
-        runner = own.allocate(info.cache.num_pages, info.max_num_seqs, extra, observe, clock)
-        return _Ranks(runner, runner), info
+        sizes = sizes or size_up(own.measure_available_memory())
+        runner = own.allocate(sizes.num_pages, sizes.num_slots, extra, observe, clock)
+        return _Ranks(runner, runner), sizes
     services: tuple[RankService, ...] = ()
     if config.kv_transfer is not None:
         services = (rank_service(config.kv_transfer.host, _model_units(opened)),)
@@ -227,9 +224,9 @@ def _build_ranks(
         graphs = RankGraphs(f"{make_graphs.__module__}:{make_graphs.__qualname__}", _max_model_len(config, opened))
     ranks = RankConfig(engine=config, extra_pages=extra, step_seconds=_STEP_SECONDS, services=services, graphs=graphs)
     with load_ranks(ranks, device) as loaded:
-        info = info or size_up(loaded.available_memory)
-        ranked = loaded.allocate(RankSizes(info.cache.num_pages, info.max_num_seqs), observe)
-    return _Ranks(ranked, ranked.own, RankSockets(ranked.folder, tp_size) if services else None), info
+        sizes = sizes or size_up(loaded.available_memory)
+        ranked = loaded.allocate(sizes, observe)
+    return _Ranks(ranked, ranked.own, RankSockets(ranked.folder, tp_size) if services else None), sizes
 
 
 def _build_transfer(
@@ -300,26 +297,12 @@ def _extra_pages(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -
     return staging_pages_for(_model_units(opened), geometry_of(layout, config.tensor_parallel_size))
 
 
-def _fixed_bytes(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -> int:
-    """What is loaded or set aside besides pool and running states, on all ranks together. Raises ModelError."""
+def _host_bytes(config: EngineConfig, opened: OpenModel) -> tuple[int, int]:
+    """Weights, with the vision tower's, and encoded images that are kept, on all ranks together. Raises ModelError."""
     weights = opened.weight_bytes(opened.stored_tensors(), packed_dtype=load_kernels("cpu").packed_dtype)
-    images = 0
-    if not config.language_model_only and (vision := read_vision(opened.folder)) is not None:
-        weights += tower_bytes(vision, opened.dtype)
-        images = config.mm_encoder_cache_bytes
-    extra = _extra_pages(config, opened, layout) * layout.page_bytes * config.tensor_parallel_size
-    return weights + images + extra
-
-
-def _num_pages(pool_bytes: int, layout: CacheLayout) -> int:
-    num_pages, least = pool_bytes // layout.page_bytes, least_pages(layout)
-    if num_pages < least:
-        raise ConfigError(
-            f"--kv-cache-memory-bytes {pool_bytes} gives {max(0, num_pages)} pages of "
-            f"{layout.page_bytes} bytes; one checkpoint and {LEAST_TOKENS} tokens need {least}: "
-            f"set at least {least * layout.page_bytes}"
-        )
-    return num_pages
+    if config.language_model_only or (vision := read_vision(opened.folder)) is None:
+        return weights, 0
+    return weights + tower_bytes(vision, opened.dtype), int(config.mm_encoder_cache_bytes)
 
 
 def _max_model_len(config: EngineConfig, opened: OpenModel) -> int:

@@ -15,10 +15,10 @@ from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
 from cairn.engine.decode_capture import Barrier, DecodeCapture, no_barrier
-from cairn.engine.gpu_memory import STEPS_IN_FLIGHT, CudaMemory, DeviceMemory, report_free
+from cairn.engine.gpu_memory import CudaMemory, DeviceMemory, report_free
 from cairn.engine.kernel_check import KernelCheck
+from cairn.engine.memory_plan import MOST_SEQS_ON_GPU, STEPS_IN_FLIGHT, MemoryPlan, choose_max_model_len
 from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans, warm_up_plans
-from cairn.engine.sizing import MOST_SEQS_ON_GPU, choose_max_model_len
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cuda_support import check_device, check_vocabulary, is_interpreted
@@ -225,15 +225,7 @@ def open_encoder(config: EngineConfig, opened: OpenModel, device: Device, rank: 
     return open_vision(opened.folder, opened.dtype, int(config.mm_encoder_cache_bytes), rank, device.place)
 
 
-@dataclass(frozen=True, slots=True)
-class AvailableMemory:
-    """`num_bytes`: for pool and slots. `step_bytes`: what has to be free when all is allocated."""
-
-    num_bytes: int
-    step_bytes: int
-
-
-def measure_available_memory(
+def measure_memory(
     config: EngineConfig,
     model: Model,
     layout: CacheLayout,
@@ -241,31 +233,36 @@ def measure_available_memory(
     vision: VisionEncoder | None = None,
     barrier: Barrier = no_barrier,
     capture: DecodeCapture | None = None,
-) -> AvailableMemory:
-    """What --gpu-memory-utilization leaves for pool and slots beside what is loaded, model and `vision`, other
-    processes, encoded images that are kept, CUDA graphs, and the largest step, which is carried out once to see what it
+) -> MemoryPlan:
+    """What a GPU has to hold besides pool and slots: what is loaded, model and `vision`, other processes, encoded
+    images that are kept, CUDA graphs, and the largest step, which is carried out once to see what it
     takes, as the largest image is encoded: by all ranks at the same time. They meet at `barrier` while it is out, as
     they do where graphs are captured. Logged. Raises ConfigError where nothing is left."""
     step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, barrier, capture)
     free, total = memory.free_and_total()
-    usable = int(config.gpu_memory_utilization * total)
-    logits_bytes = model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU)
-    image_bytes = 0 if vision is None else vision.cache_bytes
-    left = usable - (total - free) - step_bytes - logits_bytes - image_bytes - graph_bytes
+    plan = MemoryPlan(
+        on_gpu=True,
+        usable=int(config.gpu_memory_utilization * total),
+        process=total - free,
+        step=step_bytes,
+        logits=model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU),
+        images=0 if vision is None else vision.cache_bytes,
+        graphs=graph_bytes,
+    )
     message = (
-        f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {usable}; {total - free} are "
-        f"taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, logits take {logits_bytes}, and "
-        f"CUDA graphs some {graph_bytes}"
+        f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {plan.usable}; {plan.process} "
+        f"are taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, logits take {plan.logits}, "
+        f"and CUDA graphs some {graph_bytes}"
     )
     if vision is not None:
-        message += f", encoded images {image_bytes}"
-    if left <= 0:
+        message += f", encoded images {plan.images}"
+    if plan.left <= 0:
         raise ConfigError(
             f"{message}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, free the GPU, or "
             "serve with --device cpu"
         )
-    logger.info("%s: %d are left", message, left)
-    return AvailableMemory(left, step_bytes + image_bytes)
+    logger.info("%s: %d are left", message, plan.left)
+    return plan
 
 
 def _step_bytes(
@@ -356,15 +353,13 @@ class LoadedModel:
         self._step_bytes = 0
 
     def measure_available_memory(self, barrier: Barrier = no_barrier) -> int:
-        """Bytes that the GPU has for pool and slots; see the function of this name. Raises ConfigError."""
+        """Bytes that the GPU has for pool and slots; see `measure_memory`. Raises ConfigError."""
         assert self._memory is not None, "the CPU's memory is divided before anything is loaded"
         capture = self._capture_for(self._config.max_num_seqs or MOST_SEQS_ON_GPU)
         with explain_out_of_memory(self._device):
-            available_memory = measure_available_memory(
-                self._config, self._model, self._layout, self._memory, self._vision, barrier, capture
-            )
-        self._step_bytes = available_memory.step_bytes
-        return available_memory.num_bytes
+            plan = measure_memory(self._config, self._model, self._layout, self._memory, self._vision, barrier, capture)
+        self._step_bytes = plan.step + plan.images
+        return plan.left
 
     def allocate(
         self,

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from cairn.engine.child_process import FINAL_FRAME_SECONDS, ChildProcess, describe_exit
 from cairn.engine.contract import EngineConfig, EngineInfo
-from cairn.engine.sizing import thread_variables
+from cairn.engine.cpu_threads import thread_variables
 from cairn.engine.wire import (
     Abort,
     BuildRefused,

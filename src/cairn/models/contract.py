@@ -1,20 +1,18 @@
-"""A model family: its config, its tensors, and how a model of it is built."""
+"""A model family: its config, its tensors, and the model of a config as data."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
 
 from cairn.models.config_schema import Fields, parse_config
-from cairn.models.decoder_config import DecoderConfig, ServedQuantization
+from cairn.models.decoder_config import DecoderConfig
+from cairn.models.decoder_spec import OUTPUT, DecoderSpec
 from cairn.models.sharding import TensorShard
 
 if TYPE_CHECKING:
     import torch
 
     from cairn.kernels.fp8 import Fp8Weight
-    from cairn.layers.model import Model
-    from cairn.models.decoder_builder import DecoderBuilder, Execution
-    from cairn.models.rank_weights import PackedDtype
 
 __all__ = ["Family", "Fp8Loader", "TensorLoader"]
 
@@ -38,7 +36,7 @@ class Fp8Loader(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One model family. `config`: what its config.json may say; `compose`: builds a model of a config, layer by layer.
+    """One model family. `config`: what its config.json may say, and the model of it as data.
 
     `float32_tensors`: last name parts of tensors that keep full precision in any serving dtype; `ignored_tensors`:
     name prefixes of parts of the checkpoint that are not served. `flatten`: brings the fields of config.json to where
@@ -48,7 +46,6 @@ class Family:
     model_type: str
     architecture: str
     config: type[DecoderConfig]
-    compose: "Callable[[Any, DecoderBuilder], Model]"
     float32_tensors: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
     flatten: Callable[[Mapping[str, object]], Fields] = Fields
@@ -57,44 +54,17 @@ class Family:
         """config.json -> config, of the family's own class. Raises ModelError that names the field and the fix."""
         return parse_config(self.config, self.flatten(raw))
 
+    def spec(self, config: DecoderConfig, stored: Collection[str] = ()) -> DecoderSpec:
+        """See `DecoderConfig.decoder`. An output that is stored is served, also where config.json ties it to the
+        embedding: so does transformers."""
+        spec = config.decoder(stored)
+        return replace(spec, output=spec.embedding) if config.tie_word_embeddings and OUTPUT not in stored else spec
+
     def tensors(self, config: DecoderConfig, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:
-        """Every tensor of the checkpoint by its published name, in the order of the model, with its shape. `stored`:
-        the checkpoint's tensors, where the family is published in several forms."""
-        # Here and not above: what config.json says is known without torch.
-        from cairn.models.decoder_builder import trace_build
+        """Every tensor of the checkpoint by its published name, in the order of the model, with its shape; `stored` as
+        for `spec`."""
+        return {name: tensor.shape for name, tensor in self.spec(config, stored).tensors(0, 1).items()}
 
-        return trace_build(self.compose, config, stored)[0]
-
-    def weight_bytes(
-        self,
-        config: DecoderConfig,
-        stored: Collection[str],
-        dtype: "torch.dtype",
-        quantization: ServedQuantization | None = None,
-        load_fp8: Fp8Loader | None = None,
-        num_ranks: int = 1,
-        packed_dtype: "PackedDtype | None" = None,
-    ) -> int:
-        """Bytes of all weights as they are served on rank 0 of `num_ranks`, which has no fewer than any other: a tied
-        embedding is there twice, as rows and as a packed output. `load_fp8`: gives matrices that stay in FP8, on the
-        meta device. `packed_dtype`: of the backend, None where it keeps weights as they are. Raises ConfigError where
-        the model cannot be sharded among so many."""
-        from cairn.models.decoder_builder import trace_build
-
-        def dtype_of(name: str) -> "torch.dtype":
-            return self.served_dtype(name, dtype)
-
-        return trace_build(self.compose, config, stored, dtype_of, quantization, load_fp8, num_ranks, packed_dtype)[1]
-
-    def served_dtype(self, name: str, dtype: "torch.dtype") -> "torch.dtype":
-        """The dtype of a tensor, where that of the model is `dtype`."""
-        import torch
-
-        return torch.float32 if name.rpartition(".")[2] in self.float32_tensors else dtype
-
-    def build(self, config: DecoderConfig, load: TensorLoader, execution: "Execution") -> "Model":
-        """One rank of the model, its weights drawn from `load`. Raises ModelError that names the tensor, or ConfigError
-        that names --tensor-parallel-size or --dtype."""
-        from cairn.models.decoder_builder import DecoderBuilder
-
-        return self.compose(config, DecoderBuilder(config, load, execution))
+    def keeps_float32(self, name: str) -> bool:
+        """Whether a tensor has full precision in any serving dtype."""
+        return name.rpartition(".")[2] in self.float32_tensors

@@ -1,24 +1,22 @@
-"""What families build their models with: one rank's tensors, drawn by name in the order of the checkpoint.
-
-Names end where the layers' own begin: `config.attention.build(b, "model.layers.0.self_attn")` draws
-`model.layers.0.self_attn.q_proj.weight` and its like.
-"""
+"""From a decoder as data to one rank's model."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import singledispatchmethod
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from cairn.errors import ConfigError
-from cairn.kernels.contract import Kernels, Weight
-from cairn.layers.communicator import SINGLE_RANK, Communicator, SingleRank
+from cairn.kernels.contract import Kernels
+from cairn.layers.attention import Attention
+from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.feed_forward import (
     MixtureOfExperts,
     SharedExpert,
@@ -27,19 +25,26 @@ from cairn.layers.feed_forward import (
     SquaredReluMLP,
     SwiGLU,
 )
-from cairn.layers.linear import Linear
-from cairn.layers.model import Layer, Mixer, Model, Parallel, Scaled, VocabParallelEmbedding
-from cairn.layers.norms import RMSNorm
-from cairn.layers.rotary import Rotary, make_rotary
+from cairn.layers.gated_delta_net import GatedDeltaNet
+from cairn.layers.linear import Linear, Projection, ScaledLinear
+from cairn.layers.mamba2 import Mamba2
+from cairn.layers.model import Mixer, Model, Parallel, Scaled, VocabParallelEmbedding
+from cairn.layers.norms import GatedNorm, GatedRMSNorm, RMSNorm, ShardedGatedRMSNorm, SiluGate
+from cairn.layers.rotary import make_rotary
+from cairn.layers.short_conv import ShortConv
+from cairn.models.attention import AttentionLayer
 from cairn.models.contract import Fp8Loader, TensorLoader
-from cairn.models.decoder_config import DecoderConfig, ServedQuantization
-from cairn.models.rank_weights import PackedDtype, RankWeights
-from cairn.models.sharding import TensorShard, shard_vocabulary
+from cairn.models.decoder_config import ServedQuantization
+from cairn.models.decoder_spec import DecoderSpec, ParallelMixers, ScaledMixer
+from cairn.models.feed_forward import ExpertsLayer, SquaredReluLayer, SwiGLULayer
+from cairn.models.gated_delta_net import DeltaNetLayer
+from cairn.models.mamba2 import Mamba2Layer
+from cairn.models.rank_weights import RankWeights
+from cairn.models.sharding import HeadShard, shard_vocabulary
+from cairn.models.short_conv import ShortConvLayer
+from cairn.models.weight_specs import MixerSpec
 
 logger = logging.getLogger(__name__)
-
-OUTPUT = "lm_head.weight"
-"""The output's tensor, in every family."""
 
 Backend = Literal["cpu", "cuda", "cuda_exact", "exact", "reference"]
 
@@ -48,130 +53,26 @@ Backend = Literal["cpu", "cuda", "cuda_exact", "exact", "reference"]
 class Execution:
     """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels
     (None: the fast ones, or with `exact` those; a name, or functions that are there), which work on `device`.
-    `stored`: the checkpoint's tensors, by which a family that is published in several forms knows them apart.
-    `quantization`: what weights are kept in, instead of the dtype. `load_fp8`: gives those that stay in FP8.
-    `packed_dtype`: by which bytes are counted; see `RankWeights`."""
+    `quantization`: what weights are kept in, instead of the dtype. `load_fp8`: gives those that stay in FP8."""
 
     exact: bool
     dtype: torch.dtype
     communicator: Communicator = SINGLE_RANK
     backend: Backend | Kernels | None = None
-    stored: Collection[str] = ()
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
     quantization: ServedQuantization | None = None
     load_fp8: Fp8Loader | None = None
-    packed_dtype: PackedDtype | None = None
 
 
-class DecoderBuilder:
-    """Draws one rank's tensors. Raises ConfigError for `exact` in another dtype than float32 or quantized and for a
-    number of ranks that the model cannot be sharded among, before a tensor is drawn; and whatever `load` raises.
-
-    `weights`: this rank's tensors; `attention_layers`, `recurrent_layers`: count the layers of that kind.
-    """
-
-    def __init__(self, config: DecoderConfig, load: TensorLoader, execution: Execution) -> None:
-        if execution.exact and execution.dtype != torch.float32:
-            raise ConfigError(f"--exact needs --dtype float32: the fixed rounding is not kept in {execution.dtype}")
-        if execution.exact and execution.quantization is not None:
-            raise ConfigError(
-                f"--exact cannot be had with --quantization {execution.quantization}: leave one of them out"
-            )
-        communicator = execution.communicator
-        self.rank, self.size = communicator.rank, communicator.size
-        self.stored = execution.stored
-        kernels = load_kernels(execution.backend or ("exact" if execution.exact else "cpu"))
-        self._spec = config.cache_spec(self.rank, self.size).memory_spec(execution.dtype, execution.device)
-        self.weights = RankWeights(
-            load,
-            kernels,
-            communicator,
-            execution.device,
-            execution.quantization,
-            execution.load_fp8,
-            execution.packed_dtype,
-        )
-        self.attention_layers, self.recurrent_layers = count(), count()
-        self._config = config
-        self._execution = execution
-        self._rotary: Rotary | None = None
-
-    def vocabulary(self, name: str) -> Tensor:
-        """The rank's rows of an embedding or an output, [rows, hidden]."""
-        tokens, rows = shard_vocabulary(self._config.vocab_size, self.rank, self.size)
-        shape = (self._config.vocab_size, self._config.hidden_size)
-        return self.weights.vocabulary(f"{name}.weight", shape, tokens, rows)
-
-    def norm(self, name: str, width: int | None = None, centred: bool = False) -> RMSNorm:
-        """Over hidden states, or over `width` elements. `centred`: the weight is stored less 1; the sum is kept in
-        float32, as bfloat16 would round it."""
-        weight = self.weights.tensor(f"{name}.weight", (width or self._config.hidden_size,))
-        return RMSNorm(self.weights.kernels, weight.float() + 1.0 if centred else weight, self._config.eps)
-
-    def rotary(self, dim: int, theta: float, sections: tuple[int, int, int] | None = None) -> None:
-        """Positions turn queries and keys, in all attention of the model; see `make_rotary`."""
-        self._rotary = make_rotary(dim, theta, sections).to(self._execution.device)
-
-    def scaled(self, mixer: Mixer, after: float, before: float = 1.0) -> Mixer:
-        """after * mixer(before * x)."""
-        return Scaled(mixer, after, before)
-
-    def parallel(self, *mixers: Mixer) -> Mixer:
-        """The sum of several mixers of the same input."""
-        return Parallel(mixers)
-
-    def moe(
-        self,
-        router: SoftmaxRouter | SigmoidRouter,
-        experts: tuple[Weight, Weight],
-        shared: SwiGLU | SquaredReluMLP | SharedExpert,
-        *,
-        gated: bool = True,
-        latent: tuple[Linear, Linear] | None = None,
-    ) -> Mixer:
-        """Routed experts, SwiGLUs or, unless `gated`, squared-ReLU MLPs, and a shared one. `latent`: see `latent`."""
-        return MixtureOfExperts(self.weights.kernels, router, *experts, gated, shared, *(latent or ()))
-
-    def latent(self, to: str, back: str, hidden: int, width: int, bias: bool) -> tuple[Linear, Linear]:
-        """The products into the space in which routed experts work, and back. The latter has all of its inputs, but its
-        outputs are a partial sum."""
-        to_latent = self.weights.column_parallel(to, (width, hidden), (0, width), bias=bias)
-        return to_latent, self.weights.row_parallel(back, (hidden, width), (0, width), bias)
-
-    def model(
-        self,
-        embedding: Tensor,
-        layers: Iterable[Layer],
-        final_norm: RMSNorm,
-        embedding_scale: float = 1.0,
-        logit_scale: float = 1.0,
-    ) -> Model:
-        """The whole, with the output's weight, which comes last in a checkpoint. One that is stored is served, also
-        where config.json ties it to the embedding: so does transformers, and a copy is the same numbers."""
-        if self._config.tie_word_embeddings and OUTPUT not in self.stored:
-            head = embedding
-            # Packing copies it, and the embedding's rows stay.
-            self.weights.num_bytes += embedding.nbytes
-        else:
-            head = self.vocabulary(OUTPUT.removesuffix(".weight"))
-        communicator = self._execution.communicator
-        # Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank.
-        (first, _), _ = shard_vocabulary(self._config.vocab_size, self.rank, self.size)
-        return Model(
-            kernels=self.weights.kernels,
-            spec=self._spec,
-            exact=self._execution.exact,
-            vocab_size=self._config.vocab_size,
-            communicator=communicator,
-            embedding=VocabParallelEmbedding(self.weights.kernels, embedding, first, communicator),
-            layers=tuple(layers),
-            final_norm=final_norm,
-            lm_head=self.weights.linear([head]).weight,
-            linears=tuple(self.weights.linears),
-            rotary=self._rotary,
-            embedding_scale=embedding_scale,
-            logit_scale=logit_scale,
-        )
+def build_decoder(spec: DecoderSpec, load: TensorLoader, execution: Execution) -> Model:
+    """One rank of the model, its weights drawn from `load`. Raises ModelError that names the tensor, and before one
+    is drawn ConfigError: for `exact` in another dtype than float32 or quantized, and for a number of ranks that the
+    model cannot be sharded among."""
+    if execution.exact and execution.dtype != torch.float32:
+        raise ConfigError(f"--exact needs --dtype float32: the fixed rounding is not kept in {execution.dtype}")
+    if execution.exact and execution.quantization is not None:
+        raise ConfigError(f"--exact cannot be had with --quantization {execution.quantization}: leave one of them out")
+    return _DecoderBuilder(spec, load, execution).build()
 
 
 def load_kernels(backend: Backend | Kernels) -> Kernels:
@@ -186,83 +87,206 @@ def load_kernels(backend: Backend | Kernels) -> Kernels:
     return kernels
 
 
-def trace_build(
-    compose: Callable[[Any, DecoderBuilder], Model],
-    config: DecoderConfig,
-    stored: Collection[str] = (),
-    dtype_of: Callable[[str], torch.dtype] = lambda name: torch.float32,
-    quantization: ServedQuantization | None = None,
-    load_fp8: Fp8Loader | None = None,
-    num_ranks: int = 1,
-    packed_dtype: PackedDtype | None = None,
-) -> tuple[dict[str, tuple[int, ...]], int]:
-    """Build the first of `num_ranks` ranks of a model, of tensors without memory, on the meta device.
+class _DecoderBuilder:
+    def __init__(self, spec: DecoderSpec, load: TensorLoader, execution: Execution) -> None:
+        self._spec, self._execution, self._communicator = spec, execution, execution.communicator
+        self._rank, self._size = self._communicator.rank, self._communicator.size
+        self._memory_spec = spec.cache_spec(self._rank, self._size).memory_spec(execution.dtype, execution.device)
+        self._kernels = load_kernels(execution.backend or ("exact" if execution.exact else "cpu"))
+        self._weights = RankWeights(load, self._kernels, execution.device, execution.quantization, execution.load_fp8)
+        self._attention_layers, self._recurrent_layers = count(), count()
 
-    Returns every tensor that it is built of, by its published name and with its shape in the checkpoint, in the order
-    in which they are drawn; and the bytes that its weights take when a tensor is loaded as `dtype_of` its name, or by
-    `load_fp8` where that gives one, and those of products are kept in the `packed_dtype` of that.
-    """
-    shapes: dict[str, tuple[int, ...]] = {}
-    meta = torch.device("meta")
+    def build(self) -> Model:
+        spec = self._spec
+        embedding = self._vocabulary(spec.embedding)
+        layers = tuple((self._norm(norm), self._build(mixer)) for norm, mixer in spec.layers)
+        final_norm = self._norm(spec.final_norm)
+        output = embedding if spec.output == spec.embedding else self._vocabulary(spec.output)
+        rotary = None if spec.rotary is None else make_rotary(spec.rotary.dim, spec.rotary.theta, spec.rotary.sections)
+        # Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank.
+        (first, _), _ = shard_vocabulary(spec.config.vocab_size, self._rank, self._size)
+        return Model(
+            kernels=self._kernels,
+            spec=self._memory_spec,
+            exact=self._execution.exact,
+            vocab_size=spec.config.vocab_size,
+            communicator=self._communicator,
+            embedding=VocabParallelEmbedding(self._kernels, embedding, first, self._communicator),
+            layers=layers,
+            final_norm=final_norm,
+            lm_head=self._weights.linear([output]).weight,
+            linears=tuple(self._weights.linears),
+            rotary=None if rotary is None else rotary.to(self._execution.device),
+            embedding_scale=spec.embedding_scale,
+            logit_scale=spec.logit_scale,
+        )
 
-    def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Tensor:
-        shapes[name] = shape
-        return torch.empty(shape if shard is None else shard.shape(shape), dtype=dtype_of(name), device=meta)
+    def _vocabulary(self, name: str) -> Tensor:
+        """The rank's tokens, with zeros where it has fewer than the first one: [rows, hidden]."""
+        weight = self._weights.tensor(self._spec.vocabulary(name, self._rank, self._size))
+        _, rows = shard_vocabulary(self._spec.config.vocab_size, self._rank, self._size)
+        missing = rows - weight.shape[0]
+        return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
-    execution = Execution(
-        False,
-        torch.float32,
-        _FirstRank(num_ranks),
-        backend="reference",
-        stored=stored,
-        device=meta,
-        quantization=quantization,
-        load_fp8=load_fp8,
-        packed_dtype=packed_dtype,
-    )
-    builder = DecoderBuilder(config, load, execution)
-    with _ShapesAlone():
-        compose(config, builder)
-    return shapes, builder.weights.num_bytes
+    def _norm(self, name: str) -> RMSNorm:
+        return self._rms_norm(self._weights.tensor(self._spec.norm(name)), self._spec.centred)
+
+    def _rms_norm(self, weight: Tensor, centred: bool) -> RMSNorm:
+        """The sum of a centred weight and 1 is kept in float32, as bfloat16 would round it."""
+        return RMSNorm(self._kernels, weight.float() + 1.0 if centred else weight, self._spec.config.eps)
+
+    def _scaled(self, projection: Linear, factors: list[tuple[int, float]]) -> Projection:
+        """`factors`: of so many outputs each."""
+        by_row = torch.cat([torch.full((rows,), factor) for rows, factor in factors])
+        return ScaledLinear(projection, by_row.to(self._execution.device))
+
+    def _draw(self, layer: MixerSpec) -> dict[str, Any]:
+        """What the rank has of it, by the names that the layer gives it."""
+        return {key: self._weights.make(each) for key, each in layer.weights(self._rank, self._size).items()}
+
+    @singledispatchmethod
+    def _build(self, layer: MixerSpec) -> Mixer:
+        raise TypeError(f"no layer is built of {layer!r:.200}")
+
+    @_build.register
+    def _(self, layer: ScaledMixer) -> Mixer:
+        return Scaled(self._build(layer.mixer), layer.after, layer.before)
+
+    @_build.register
+    def _(self, layer: ParallelMixers) -> Mixer:
+        return Parallel(tuple(self._build(mixer) for mixer in layer.mixers))
+
+    @_build.register
+    def _(self, layer: AttentionLayer) -> Mixer:
+        sizes, drawn, shard = layer.sizes, self._draw(layer), layer.sizes.shard(self._rank, self._size)
+        first, last = sizes.rank_heads(self._rank, self._size)
+        projection: Projection = drawn["q_k_v"]
+        if layer.factors:
+            rows = {"q_proj": last - first, "k_proj": shard.count, "v_proj": shard.count}
+            factors = [(heads * sizes.head_dim, layer.factors.get(part, 1.0)) for part, heads in rows.items()]
+            projection = self._scaled(drawn["q_k_v"], factors)
+        q_norm, k_norm = (
+            None if key not in drawn else self._rms_norm(drawn[key], layer.centred) for key in ("q_norm", "k_norm")
+        )
+        return Attention(
+            kernels=self._kernels,
+            projection=projection,
+            o_proj=drawn["out"],
+            num_heads=last - first,
+            num_kv_heads=shard.count,
+            head_dim=sizes.head_dim,
+            layer=next(self._attention_layers),
+            q_norm=q_norm,
+            k_norm=k_norm,
+            gated=sizes.gated,
+        )
+
+    @_build.register
+    def _(self, layer: Mamba2Layer) -> Mixer:
+        sizes, drawn, shard = layer.sizes, self._draw(layer), layer.sizes.shard(self._rank, self._size)
+        in_proj: Projection = drawn["in"]
+        if layer.factors:
+            widths = (sizes.inner, sizes.inner, sizes.bc, sizes.bc, sizes.num_heads)
+            by_row = torch.cat([torch.full((width,), by) for width, by in zip(widths, layer.factors, strict=True)])
+            by_row = torch.cat([by_row[begin:end] for begin, end in sizes.rank_rows(self._rank, self._size)])
+            in_proj = ScaledLinear(drawn["in"], by_row.to(self._execution.device))
+        return Mamba2(
+            kernels=self._kernels,
+            num_heads=shard.count * sizes.unit_heads,
+            head_dim=sizes.head_dim,
+            num_groups=1 if sizes.one_group else shard.count,
+            state_size=sizes.state_size,
+            dt_limit=sizes.dt_limit,
+            in_proj=in_proj,
+            **_conv(drawn),
+            a=-drawn["A_log"].float().exp(),
+            d=drawn["D"].float(),
+            dt_bias=drawn["dt_bias"].float(),
+            norm=self._gated_norm(layer, drawn.get("norm"), shard),
+            out_proj=drawn["out"],
+            layer=next(self._recurrent_layers),
+        )
+
+    def _gated_norm(self, layer: Mamba2Layer, weight: Tensor | None, shard: HeadShard) -> GatedNorm:
+        """Groups are whole on the ranks that have them; a single one is sharded over all ranks."""
+        sizes, output_slice = layer.sizes, shard.local_output(layer.sizes.unit_channels)
+        if weight is None:
+            return SiluGate(self._kernels, output_slice)
+        if sizes.one_group and self._size > 1:
+            return ShardedGatedRMSNorm(self._kernels, weight, sizes.inner, sizes.eps, self._communicator, output_slice)
+        groups = 1 if sizes.one_group else shard.count
+        return GatedRMSNorm(self._kernels, weight, groups, sizes.eps, output_slice)
+
+    @_build.register
+    def _(self, layer: DeltaNetLayer) -> Mixer:
+        sizes, drawn, shard = layer.sizes, self._draw(layer), layer.sizes.shard(self._rank, self._size)
+        return GatedDeltaNet(
+            kernels=self._kernels,
+            num_key_heads=shard.count,
+            key_dim=sizes.key_dim,
+            num_value_heads=shard.count * sizes.unit_heads,
+            value_dim=sizes.value_dim,
+            in_proj=drawn["in"],
+            conv=_conv(drawn)["conv"],
+            a=-drawn["A_log"].float().exp(),
+            dt_bias=drawn["dt_bias"].float(),
+            norm=RMSNorm(self._kernels, drawn["norm"].float(), sizes.eps),
+            out_proj=drawn["out"],
+            layer=next(self._recurrent_layers),
+            output_slice=shard.local_output(sizes.unit_values),
+        )
+
+    @_build.register
+    def _(self, layer: ShortConvLayer) -> Mixer:
+        drawn = self._draw(layer)
+        return ShortConv(
+            kernels=self._kernels,
+            **_conv(drawn),
+            in_proj=drawn["in"],
+            out_proj=drawn["out"],
+            layer=next(self._recurrent_layers),
+        )
+
+    @_build.register
+    def _(self, layer: SquaredReluLayer) -> Mixer:
+        return SquaredReluMLP(self._kernels, **self._draw(layer))
+
+    @_build.register
+    def _(self, layer: SwiGLULayer) -> Mixer:
+        drawn = self._draw(layer)
+        gate_up: Projection = drawn["gate_up"]
+        if layer.gate_factor != 1.0:
+            rows = drawn["gate_up"].shape[0] // 2
+            gate_up = self._scaled(drawn["gate_up"], [(rows, layer.gate_factor), (rows, 1.0)])
+        mlp = SwiGLU(self._kernels, gate_up, drawn["down"])
+        return SharedExpert(self._kernels, mlp, drawn["gate"]) if "gate" in drawn else mlp
+
+    @_build.register
+    def _(self, layer: ExpertsLayer) -> Mixer:
+        sizes, drawn, rule = layer.sizes, self._draw(layer), layer.sigmoid
+        router: SoftmaxRouter | SigmoidRouter
+        if rule is None:
+            router = SoftmaxRouter(self._kernels, drawn["gate"], sizes.top_k, layer.normalize)
+        else:
+            router = SigmoidRouter(
+                self._kernels,
+                drawn["gate"],
+                drawn["correction"].float(),
+                sizes.top_k,
+                rule.num_groups,
+                rule.top_groups,
+                layer.normalize,
+                rule.scale,
+            )
+        up, down = drawn["experts"]
+        shared: Any = self._build(layer.shared)
+        gated = layer.stacks is not None or len(layer.parts) == 2
+        latent = drawn.get("to_latent"), drawn.get("from_latent")
+        return MixtureOfExperts(self._kernels, router, up, down, gated, shared, *latent)
 
 
-def trace_rank(
-    compose: Callable[[Any, DecoderBuilder], Model], config: DecoderConfig, load: TensorLoader, execution: Execution
-) -> None:
-    """Draw from `load`, which gives tensors without memory, all that one rank of a model is built of, in the order in
-    which it is when that is built in earnest."""
-    meta = replace(execution, backend="reference", device=torch.device("meta"))
-    with _ShapesAlone():
-        compose(config, DecoderBuilder(config, load, meta))
-
-
-@dataclass(frozen=True, slots=True)
-class _FirstRank(SingleRank):
-    """Of a model that is composed and never executed."""
-
-    num_ranks: int
-
-    @property
-    def size(self) -> int:
-        return self.num_ranks
-
-
-class _ShapesAlone(TorchFunctionMode):
-    """The results of arithmetic on tensors without memory. torch's own are computed in Python, and import its compiler:
-    1.5 s and 70 MB at the start of every server."""
-
-    _LIKE_THE_FIRST = frozenset(
-        (torch.Tensor.add, torch.Tensor.mul, torch.Tensor.neg, torch.Tensor.__neg__, torch.Tensor.exp)
-    )
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in self._LIKE_THE_FIRST:
-            return torch.empty(args[0].shape, device="meta")
-        if func is torch.stack:
-            return torch.empty((len(args[0]), *args[0][0].shape), device="meta", dtype=args[0][0].dtype)
-        if func is torch.cat:
-            parts, dim = list(args[0]), (*args[1:], *(kwargs or {}).values(), 0)[0]
-            shape = list(parts[0].shape)
-            shape[dim] = sum(part.shape[dim] for part in parts)
-            return torch.empty(shape, device=parts[0].device, dtype=parts[0].dtype)
-        return func(*args, **(kwargs or {}))
+def _conv(drawn: Mapping[str, Tensor]) -> dict[str, Any]:
+    """A depthwise convolution [channels, 1, W] as float32 taps [W, channels], oldest first, and its bias."""
+    bias = drawn.get("conv_bias")
+    conv = drawn["conv"][:, 0].t().float().contiguous()
+    return {"conv": conv, "conv_bias": None if bias is None else bias.float()}

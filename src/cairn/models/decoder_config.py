@@ -1,7 +1,7 @@
 """What every family's config.json says, and all that follows from it without torch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
@@ -12,9 +12,9 @@ from cairn.errors import ModelError
 from cairn.kernels.state_encoding import FLOAT32, StateEncoding
 from cairn.models.attention import AttentionSizes
 from cairn.models.config_schema import Fields, boolean, custom, integer, number, token_ids, transfer_facts
+from cairn.models.decoder_spec import DecoderSpec
 from cairn.models.feed_forward import FeedForwardSizes
-from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes
-from cairn.models.sharding import check_rank
+from cairn.models.layer_sizes import CacheSpec, ForwardSizes
 
 ServedDType = Literal["float32", "bfloat16"]
 
@@ -79,8 +79,8 @@ class DecoderConfig(ABC):
     attention_bias: bool = boolean(default=False)
 
     @abstractmethod
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
-        """How many layers of each kind there are, and their sizes."""
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
+        """The model as data. `stored`: the checkpoint's tensors, where the family is published in several forms."""
 
     @abstractmethod
     def layer_counts(self) -> dict[str, int]:
@@ -106,14 +106,7 @@ class DecoderConfig(ABC):
     def cache_spec(self, rank: int = 0, size: int = 1) -> CacheSpec:
         """What one of `size` ranks keeps of a sequence. Raises ConfigError naming --tensor-parallel-size and the field
         that does not divide, whatever that field belongs to."""
-        check_rank(rank, size)
-        attention = recurrent = None
-        for count, sizes in self.layer_sizes():
-            if count:
-                sizes.check_size(size)
-                attention = attention or sizes.attention_spec(count, rank, size)
-                recurrent = recurrent or sizes.recurrent_spec(count, rank, size)
-        return CacheSpec(self.hidden_size, recurrent, attention)
+        return self.decoder().cache_spec(rank, size)
 
     def layout(
         self, block_size: int, dtype_bytes: int, tp_size: int = 1, encoding: StateEncoding = FLOAT32
@@ -124,11 +117,7 @@ class DecoderConfig(ABC):
 
     def forward_sizes(self) -> ForwardSizes:
         """What computing a prompt's token takes, counted over the whole model."""
-        parts = tuple(self.layer_sizes())
-        return ForwardSizes(
-            sum(count * sizes.active_weights for count, sizes in parts if count),
-            sum(count * sizes.score_numbers for count, sizes in parts if count),
-        )
+        return self.decoder().forward_sizes()
 
     def transfer_facts(self) -> dict[str, str | int]:
         """All fields that decide what keys, values and states are: not how long a prompt may be or which ids end it."""

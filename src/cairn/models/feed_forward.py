@@ -1,23 +1,24 @@
-"""Feed-forward layers: their sizes, how they are sharded, and how they are built. No torch before they are built.
+"""Feed-forward layers: their sizes, how they are sharded, and their tensors. Without torch.
 
 A rank has a share of the inner channels, of every expert, too.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import Slice, shard_even
-
-if TYPE_CHECKING:
-    from cairn.kernels.contract import Weight
-    from cairn.layers.feed_forward import SharedExpert, SigmoidRouter, SoftmaxRouter, SquaredReluMLP, SwiGLU
-    from cairn.layers.linear import Linear, Projection
-    from cairn.models.decoder_builder import DecoderBuilder
-
-    Experts = tuple[Weight, Weight]
-    """The matrices of all experts: into their inner channels, and out of them."""
+from cairn.models.weight_specs import (
+    ExpertMatrices,
+    ExpertStacks,
+    MixerSpec,
+    ProductSpec,
+    StoredTensor,
+    WeightSpec,
+    column_parallel,
+    fused,
+    matrix,
+    row_parallel,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,52 +44,6 @@ class FeedForwardSizes(LayerSizes):
         """See `LayerSizes`."""
         self.shard(0, size)
 
-    def build_swiglu(
-        self,
-        b: "DecoderBuilder",
-        name: str,
-        parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
-        bias: bool = False,
-        gate_factor: float = 1.0,
-    ) -> "SwiGLU":
-        """`parts`: the names of gate, up and down; `gate_factor`: a constant multiplier of the gate."""
-        import torch
-
-        from cairn.layers.feed_forward import SwiGLU
-        from cairn.layers.linear import ScaledLinear
-
-        weights, inner, shape = b.weights, self.shard(b.rank, b.size), (self.inner, self.hidden)
-        gate_up: Projection = weights.fused([(f"{name}.{part}", shape, (inner,)) for part in parts[:2]], bias)
-        if gate_factor != 1.0:
-            gate = torch.full((inner[1] - inner[0],), gate_factor)
-            gate_up = ScaledLinear(gate_up, torch.cat([gate, torch.ones_like(gate)]).to(weights.device))
-        return SwiGLU(weights.kernels, gate_up, weights.row_parallel(f"{name}.{parts[2]}", shape[::-1], inner, bias))
-
-    def build_fused_swiglu(self, b: "DecoderBuilder", gate_up: str, down: str) -> "SwiGLU":
-        """A SwiGLU whose gate and up are stored as one matrix, in this order; both tensors by their names."""
-        from cairn.layers.feed_forward import SwiGLU
-
-        weights, inner = b.weights, self.shard(b.rank, b.size)
-        both = weights.column_parallel(gate_up, (2 * self.inner, self.hidden), *self.gate_and_up(inner))
-        return SwiGLU(weights.kernels, both, weights.row_parallel(down, (self.hidden, self.inner), inner))
-
-    def build_squared_relu(self, b: "DecoderBuilder", name: str, bias: bool = False) -> "SquaredReluMLP":
-        """`up_proj` and `down_proj`."""
-        from cairn.layers.feed_forward import SquaredReluMLP
-
-        weights, inner, shape = b.weights, self.shard(b.rank, b.size), (self.inner, self.hidden)
-        up = weights.column_parallel(f"{name}.up_proj", shape, inner, bias=bias)
-        down = weights.row_parallel(f"{name}.down_proj", shape[::-1], inner, bias)
-        return SquaredReluMLP(weights.kernels, up, down)
-
-    def build_shared_expert(self, b: "DecoderBuilder", name: str) -> "SharedExpert":
-        """A SwiGLU and, called `<name>_gate`, the gate on its outcome."""
-        from cairn.layers.feed_forward import SharedExpert
-
-        expert = self.build_swiglu(b, name)
-        gate = b.weights.unquantized(b.weights.tensor(f"{name}_gate.weight", (1, self.hidden)))
-        return SharedExpert(b.weights.kernels, expert, gate)
-
     def gate_and_up(self, inner: Slice) -> tuple[Slice, Slice]:
         """Where the rows of gate and up are in a matrix that has both."""
         return inner, (inner[0] + self.inner, inner[1] + self.inner)
@@ -112,50 +67,114 @@ class ExpertSizes(LayerSizes):
         """See `LayerSizes`."""
         self.expert.check_size(size)
 
-    def build_softmax_router(self, b: "DecoderBuilder", name: str, normalize: bool = True) -> "SoftmaxRouter":
-        """By a softmax over all experts; `normalize`: the weights of a token's experts add up to 1."""
-        from cairn.layers.feed_forward import SoftmaxRouter
 
-        return SoftmaxRouter(b.weights.kernels, self._gate(b, name, self.expert.hidden), self.top_k, normalize)
+@dataclass(frozen=True, slots=True)
+class SwiGLULayer(MixerSpec):
+    """`parts`: the tensors of gate, up and down below `name`, or of gate and up as one matrix, in this order, and down.
+    `gate_factor`: a constant multiplier of the gate. `outcome_gate`: the tensor of a gate on the outcome, if there is
+    one."""
 
-    def build_sigmoid_router(self, b: "DecoderBuilder", name: str, hidden: int, **rule: Any) -> "SigmoidRouter":
-        """By a sigmoid and a correction; `rule`: further fields of `SigmoidRouter`."""
-        from cairn.layers.feed_forward import SigmoidRouter
+    sizes: FeedForwardSizes
+    name: str
+    parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
+    bias: bool = False
+    gate_factor: float = 1.0
+    outcome_gate: str | None = None
 
-        gate = self._gate(b, name, hidden)
-        correction = b.weights.tensor(f"{name}.e_score_correction_bias", (self.count,)).float()
-        return SigmoidRouter(b.weights.kernels, gate, correction, top_k=self.top_k, **rule)
+    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
+        """See `MixerSpec`."""
+        inner, (rows, hidden) = self.sizes.shard(rank, size), (self.sizes.inner, self.sizes.hidden)
+        *ups, down = (f"{self.name}.{part}" for part in self.parts)
+        if len(ups) == 1:
+            gate_up = column_parallel(ups[0], (2 * rows, hidden), *self.sizes.gate_and_up(inner), bias=self.bias)
+        else:
+            gate_up = fused(tuple((up, (rows, hidden), (inner,)) for up in ups), self.bias)
+        weights: dict[str, WeightSpec] = {
+            "gate_up": gate_up,
+            "down": row_parallel(down, (hidden, rows), inner, rank, self.bias),
+        }
+        if self.outcome_gate is not None:
+            weights["gate"] = ProductSpec((StoredTensor(self.outcome_gate, (1, hidden)),), precision="dtype")
+        return weights
 
-    def _gate(self, b: "DecoderBuilder", name: str, hidden: int) -> "Linear":
-        return b.weights.unquantized(b.weights.tensor(f"{name}.weight", (self.count, hidden)).float())
 
-    def build_stacked(self, b: "DecoderBuilder", gate_up: str, down: str) -> "Experts":
-        """SwiGLUs in two stacks, gate and up [count, 2 * inner, hidden] and down [count, hidden, inner], by the names
-        of both tensors."""
-        weights, expert, inner = b.weights, self.expert, self.expert.shard(b.rank, b.size)
-        shape = (self.count, 2 * expert.inner, expert.hidden)
-        return (
-            weights.pack(weights.tensor(gate_up, shape, *expert.gate_and_up(inner), dim=1)),
-            weights.pack(weights.tensor(down, (self.count, expert.hidden, expert.inner), inner, dim=2)),
-        )
+@dataclass(frozen=True, slots=True)
+class SquaredReluLayer(MixerSpec):
+    """`up_proj` and `down_proj` below `name`."""
 
-    def build_swiglus(self, b: "DecoderBuilder", name: str) -> "Experts":
-        """SwiGLUs by a tensor for each expert and matrix, or by two stacks where the checkpoint has those: both forms
-        are published. gate and up are one product."""
-        if f"{name}.gate_up_proj" in b.stored:
-            return self.build_stacked(b, f"{name}.gate_up_proj", f"{name}.down_proj")
-        return self._build_experts(b, name, ("gate", "up"))
+    sizes: FeedForwardSizes
+    name: str
+    bias: bool = False
 
-    def build_squared_relus(self, b: "DecoderBuilder", name: str) -> "Experts":
-        """Squared-ReLU MLPs by a tensor for each expert and matrix."""
-        return self._build_experts(b, name, ("up",))
+    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
+        """See `MixerSpec`."""
+        inner, shape = self.sizes.shard(rank, size), (self.sizes.inner, self.sizes.hidden)
+        return {
+            "up": column_parallel(f"{self.name}.up_proj", shape, inner, bias=self.bias),
+            "down": row_parallel(f"{self.name}.down_proj", shape[::-1], inner, rank, self.bias),
+        }
 
-    def _build_experts(self, b: "DecoderBuilder", name: str, parts: Sequence[str]) -> "Experts":
-        """`parts`: the names of an expert's matrices into its inner channels."""
-        weights, inner, shape = b.weights, self.expert.shard(b.rank, b.size), (self.expert.inner, self.expert.hidden)
-        ups, downs = [], []
-        for expert in range(self.count):
-            base = f"{name}.{expert}"
-            ups.append(weights.rows([weights.matrix(f"{base}.{part}_proj.weight", shape, inner) for part in parts]))
-            downs.append(weights.matrix(f"{base}.down_proj.weight", shape[::-1], inner, dim=1))
-        return weights.pack_experts(ups), weights.pack_experts(downs)
+
+@dataclass(frozen=True, slots=True)
+class SigmoidRule:
+    """See `SigmoidRouter`."""
+
+    num_groups: int
+    top_groups: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertsLayer(MixerSpec):
+    """A mixture of experts beside a `shared` one.
+
+    `router`: the name of the gate over `hidden` channels, which chooses by a softmax over all experts, or by the rule
+    of `sigmoid`; `normalize`: the weights of a token's experts add up to 1. `experts`: the name below which
+    an expert's matrices are by number, `parts` those into its inner channels: gate and up of a SwiGLU, up alone of a
+    squared-ReLU MLP. `stacks`: instead of these the tensors of all experts' gate and up [count, 2 * inner, hidden] and
+    down [count, hidden, inner]. `latent`: the names of the products into the space in which routed experts work, and
+    back; `bias`: of these. The latter has all of its inputs, but its outputs are a partial sum.
+    """
+
+    sizes: ExpertSizes
+    hidden: int
+    router: str
+    sigmoid: SigmoidRule | None = None
+    normalize: bool = True
+    experts: str = ""
+    parts: tuple[str, ...] = ("gate_proj", "up_proj")
+    stacks: tuple[str, str] | None = None
+    latent: tuple[str, str] | None = None
+    bias: bool = False
+    shared: MixerSpec
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """See `MixerSpec`."""
+        return (self.shared,)
+
+    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
+        """See `MixerSpec`."""
+        count, width = self.sizes.count, self.sizes.expert.hidden
+        gate = StoredTensor(f"{self.router}.weight", (count, self.hidden))
+        weights: dict[str, WeightSpec] = {"gate": ProductSpec((gate,), precision="float32")}
+        if self.sigmoid is not None:
+            weights["correction"] = StoredTensor(f"{self.router}.e_score_correction_bias", (count,))
+        if self.latent is not None:
+            to, back = self.latent
+            weights["to_latent"] = column_parallel(to, (width, self.hidden), (0, width), bias=self.bias)
+            weights["from_latent"] = row_parallel(back, (self.hidden, width), (0, width), rank, self.bias)
+        return weights | {"experts": self._experts(self.sizes.expert.shard(rank, size))}
+
+    def _experts(self, inner: Slice) -> WeightSpec:
+        count, expert = self.sizes.count, self.sizes.expert
+        if self.stacks is not None:
+            up, down = self.stacks
+            up_shape, down_shape = (count, 2 * expert.inner, expert.hidden), (count, expert.hidden, expert.inner)
+            return ExpertStacks(
+                StoredTensor(up, up_shape, expert.gate_and_up(inner), 1), StoredTensor(down, down_shape, (inner,), 2)
+            )
+        shape, names = (expert.inner, expert.hidden), [f"{self.experts}.{number}" for number in range(count)]
+        ups = (tuple(matrix(f"{name}.{part}", shape, inner) for part in self.parts) for name in names)
+        downs = (matrix(f"{name}.down_proj", shape[::-1], inner, dim=1) for name in names)
+        return ExpertMatrices(tuple(ups), tuple(downs))

@@ -1,23 +1,22 @@
-"""The gated delta net: its sizes, how it is sharded, and how it is built. No torch before it is built.
+"""The gated delta net: its sizes, how it is sharded, and its tensors. Without torch.
 
 Key heads are assigned to ranks in order, with their value heads.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from cairn.layers.memory import ConvPart, RecurrentSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import HeadShard, Slice, shard_heads
-
-if TYPE_CHECKING:
-    from cairn.layers.gated_delta_net import GatedDeltaNet
-    from cairn.models.decoder_builder import DecoderBuilder
+from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, matrix, row_parallel, taps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeltaNetSizes(LayerSizes):
     """`eps`: of the norm over one value head; `packed`: the projections are stored head by head in two tensors."""
+
+    check_order: ClassVar[int] = 1
 
     hidden_size: int
     key_heads: int
@@ -73,58 +72,50 @@ class DeltaNetSizes(LayerSizes):
             units=heads,
         )
 
-    def build(self, b: "DecoderBuilder", name: str) -> "GatedDeltaNet":
-        """The rank's heads of the layer `name`."""
-        from cairn.layers.gated_delta_net import GatedDeltaNet
-        from cairn.layers.norms import RMSNorm
 
-        weights, shard = b.weights, self.shard(b.rank, b.size)
-        heads, values = shard.slice_of(self.unit_heads), shard.slice_of(self.unit_values)
+@dataclass(frozen=True, slots=True)
+class DeltaNetLayer(MixerSpec):
+    """The gated delta net called `name`."""
+
+    sizes: DeltaNetSizes
+    name: str
+
+    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
+        """See `MixerSpec`. `in` is q | k | v | gate | beta | time step, whatever the checkpoint's form."""
+        sizes, name, shard = self.sizes, self.name, self.sizes.shard(rank, size)
+        heads, values = shard.slice_of(sizes.unit_heads), shard.slice_of(sizes.unit_values)
         q_k_v = (
-            shard.slice_of(self.key_dim),
-            shard.slice_of(self.key_dim, self.keys),
-            shard.slice_of(self.unit_values, 2 * self.keys),
+            shard.slice_of(sizes.key_dim),
+            shard.slice_of(sizes.key_dim, sizes.keys),
+            shard.slice_of(sizes.unit_values, 2 * sizes.keys),
         )
-        dt_bias, a_log = (
-            weights.tensor(f"{name}.{vector}", (self.value_heads,), heads).float() for vector in ("dt_bias", "A_log")
-        )
-        conv, _ = weights.taps(f"{name}.conv1d", (self.conv_dim, 1, self.conv_kernel), *q_k_v)
-        # q | k | v | gate | beta | time step, whatever the checkpoint's form.
         parts: dict[str, tuple[int, tuple[Slice, ...]]]
-        if self.packed:
-            widths = (self.key_dim, self.key_dim, self.unit_values, self.unit_values)
+        if sizes.packed:
+            widths = (sizes.key_dim, sizes.key_dim, sizes.unit_values, sizes.unit_values)
             parts = {
-                "qkvz": (self.conv_dim + self.values, _by_part(shard, widths)),
-                "ba": (2 * self.value_heads, _by_part(shard, (self.unit_heads, self.unit_heads))),
+                "qkvz": (sizes.conv_dim + sizes.values, _by_part(shard, widths)),
+                "ba": (2 * sizes.value_heads, _by_part(shard, (sizes.unit_heads, sizes.unit_heads))),
             }
         else:
             parts = {
-                "qkv": (self.conv_dim, q_k_v),
-                "z": (self.values, (values,)),
-                "b": (self.value_heads, (heads,)),
-                "a": (self.value_heads, (heads,)),
+                "qkv": (sizes.conv_dim, q_k_v),
+                "z": (sizes.values, (values,)),
+                "b": (sizes.value_heads, (heads,)),
+                "a": (sizes.value_heads, (heads,)),
             }
-        in_proj = [
-            weights.matrix(f"{name}.in_proj_{part}.weight", (rows, self.hidden_size), *slices)
+        in_proj = (
+            matrix(f"{name}.in_proj_{part}", (rows, sizes.hidden_size), *slices)
             for part, (rows, slices) in parts.items()
-        ]
-        return GatedDeltaNet(
-            kernels=weights.kernels,
-            num_key_heads=shard.count,
-            key_dim=self.key_dim,
-            num_value_heads=shard.count * self.unit_heads,
-            value_dim=self.value_dim,
-            in_proj=weights.linear(in_proj),
-            conv=conv,
-            a=-a_log.exp(),
-            dt_bias=dt_bias,
-            norm=RMSNorm(weights.kernels, weights.tensor(f"{name}.norm.weight", (self.value_dim,)).float(), self.eps),
-            out_proj=weights.row_parallel(
-                f"{name}.out_proj", (self.hidden_size, self.values), shard.output_slice(self.unit_values)
-            ),
-            layer=next(b.recurrent_layers),
-            output_slice=shard.local_output(self.unit_values),
         )
+        return {
+            **{key: StoredTensor(f"{name}.{key}", (sizes.value_heads,), (heads,)) for key in ("dt_bias", "A_log")},
+            **taps(f"{name}.conv1d", (sizes.conv_dim, 1, sizes.conv_kernel), *q_k_v),
+            "in": ProductSpec(tuple(in_proj)),
+            "norm": StoredTensor(f"{name}.norm.weight", (sizes.value_dim,)),
+            "out": row_parallel(
+                f"{name}.out_proj", (sizes.hidden_size, sizes.values), shard.output_slice(sizes.unit_values), rank
+            ),
+        }
 
 
 def _by_part(shard: HeadShard, widths: tuple[int, ...]) -> tuple[Slice, ...]:

@@ -1,7 +1,7 @@
 """What layers' sizes decide besides their tensors, without torch: the cost of a token, and what is cached of it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.kernels.state_encoding import FLOAT32, StateEncoding
@@ -14,9 +14,12 @@ PAGE_BYTES_WITHOUT_ATTENTION = 65536
 
 
 class LayerSizes:
-    """A kind of layer. Counts are of one layer of the whole model."""
+    """A kind of layer. Counts are of one layer of the whole model. `check_order`: of several kinds that do not divide
+    among ranks the one with the lowest is named."""
 
     __slots__ = ()
+
+    check_order: ClassVar[int] = 2
 
     @property
     def active_weights(self) -> int:

@@ -1,12 +1,11 @@
-"""Mamba2: its sizes, how it is sharded, how it is built, and its fields in the config.json of two families. No torch
-before it is built.
+"""Mamba2: its sizes, how it is sharded, its tensors, and its fields in the config.json of two families. Without torch.
 
 Groups of heads are assigned to ranks in order, with their B and C; with one group heads are, while all ranks have B
 and C.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from cairn.errors import ModelError
 from cairn.layers.memory import ConvPart, RecurrentSpec
@@ -14,12 +13,7 @@ from cairn.models.config_schema import Fields, boolean, custom, integer, interva
 from cairn.models.decoder_config import MAX_HEADS, DecoderConfig
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import HeadShard, Slice, shard_heads
-
-if TYPE_CHECKING:
-    from cairn.layers.linear import Projection
-    from cairn.layers.mamba2 import Mamba2
-    from cairn.layers.norms import GatedNorm
-    from cairn.models.decoder_builder import DecoderBuilder
+from cairn.models.weight_specs import MixerSpec, StoredTensor, WeightSpec, column_parallel, row_parallel, taps
 
 MAMBA2_FLOAT32 = ("A_log", "D", "dt_bias")
 """Last name parts of the tensors that stay float32 whatever the serving dtype: a few numbers per head that act through
@@ -33,6 +27,8 @@ class Mamba2Sizes(LayerSizes):
 
     A *unit* is what one rank has at least: a group, or a head where there is one group.
     """
+
+    check_order: ClassVar[int] = 1
 
     hidden_size: int
     num_heads: int
@@ -103,77 +99,44 @@ class Mamba2Sizes(LayerSizes):
             units=units,
         )
 
-    def build(self, b: "DecoderBuilder", name: str, factors: tuple[float, ...] = ()) -> "Mamba2":
-        """The rank's heads of the layer `name`. `factors`: constant multipliers of gate, x, B, C and dt."""
-        import torch
-
-        from cairn.layers.linear import ScaledLinear
-        from cairn.layers.mamba2 import Mamba2
-
-        weights, shard = b.weights, self.shard(b.rank, b.size)
-        rows = (
+    def rank_rows(self, rank: int, size: int) -> tuple[Slice, ...]:
+        """The rank's rows of in_proj: gate | x | B | C | dt."""
+        shard = self.shard(rank, size)
+        return (
             shard.slice_of(self.unit_channels),
-            *self._conv_slices(shard, self.inner),
+            *self.rank_channels(shard, self.inner),
             shard.slice_of(self.unit_heads, self.inner + self.conv_dim),
         )
-        in_proj: Projection = weights.column_parallel(
-            f"{name}.in_proj", (self.projected, self.hidden_size), *rows, bias=self.proj_bias
-        )
-        if factors:
-            widths = (self.inner, self.inner, self.bc, self.bc, self.num_heads)
-            by_row = torch.cat([torch.full((width,), by) for width, by in zip(widths, factors, strict=True)])
-            by_row = torch.cat([by_row[begin:end] for begin, end in rows])
-            in_proj = ScaledLinear(in_proj, by_row.to(weights.device))
-        conv_shape = (self.conv_dim, 1, self.conv_kernel)
-        conv, conv_bias = weights.taps(f"{name}.conv1d", conv_shape, *self._conv_slices(shard), bias=self.conv_bias)
-        heads = shard.slice_of(self.unit_heads)
-        dt_bias, a_log, d = (
-            weights.tensor(f"{name}.{vector}", (self.num_heads,), heads).float() for vector in ("dt_bias", "A_log", "D")
-        )
-        return Mamba2(
-            kernels=weights.kernels,
-            num_heads=shard.count * self.unit_heads,
-            head_dim=self.head_dim,
-            num_groups=1 if self.one_group else shard.count,
-            state_size=self.state_size,
-            dt_limit=self.dt_limit,
-            in_proj=in_proj,
-            conv=conv,
-            conv_bias=conv_bias,
-            a=-a_log.exp(),
-            d=d,
-            dt_bias=dt_bias,
-            norm=self._norm(b, f"{name}.norm.weight", shard),
-            out_proj=weights.row_parallel(
-                f"{name}.out_proj",
-                (self.hidden_size, self.inner),
-                shard.output_slice(self.unit_channels),
-                self.out_bias,
-            ),
-            layer=next(b.recurrent_layers),
-        )
 
-    def _conv_slices(self, shard: HeadShard, offset: int = 0) -> tuple[Slice, ...]:
+    def rank_channels(self, shard: HeadShard, offset: int = 0) -> tuple[Slice, ...]:
         """The rank's channels of x | B | C, which begin at `offset`."""
         x, b = shard.slice_of(self.unit_channels, offset), offset + self.inner
         if self.one_group:
             return x, (b, b + 2 * self.bc)
         return x, shard.slice_of(self.state_size, b), shard.slice_of(self.state_size, b + self.bc)
 
-    def _norm(self, b: "DecoderBuilder", name: str, shard: HeadShard) -> "GatedNorm":
-        """Groups are whole on the ranks that have them; a single one is sharded over all ranks."""
-        from cairn.layers.norms import GatedRMSNorm, ShardedGatedRMSNorm, SiluGate
 
-        weights, output_slice = b.weights, shard.local_output(self.unit_channels)
-        if not self.normed:
-            return SiluGate(weights.kernels, output_slice)
-        if self.one_group and b.size > 1:
-            weight = weights.tensor(name, (self.inner,), shard.output_slice(self.unit_channels))
-            return ShardedGatedRMSNorm(
-                weights.kernels, weight, self.inner, self.eps, weights.communicator, output_slice
-            )
-        weight = weights.tensor(name, (self.inner,), shard.slice_of(self.unit_channels))
-        return GatedRMSNorm(weights.kernels, weight, 1 if self.one_group else shard.count, self.eps, output_slice)
+@dataclass(frozen=True, slots=True)
+class Mamba2Layer(MixerSpec):
+    """The Mamba2 called `name`. `factors`: constant multipliers of gate, x, B, C and dt."""
+
+    sizes: Mamba2Sizes
+    name: str
+    factors: tuple[float, ...] = ()
+
+    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
+        """See `MixerSpec`. Groups of the norm are whole on the ranks that have them; a single one is sharded."""
+        sizes, name, shard = self.sizes, self.name, self.sizes.shard(rank, size)
+        heads, outputs = shard.slice_of(sizes.unit_heads), shard.output_slice(sizes.unit_channels)
+        normed = outputs if sizes.one_group and size > 1 else shard.slice_of(sizes.unit_channels)
+        in_shape, conv_shape = (sizes.projected, sizes.hidden_size), (sizes.conv_dim, 1, sizes.conv_kernel)
+        return {
+            "in": column_parallel(f"{name}.in_proj", in_shape, *sizes.rank_rows(rank, size), bias=sizes.proj_bias),
+            **taps(f"{name}.conv1d", conv_shape, *sizes.rank_channels(shard), bias=sizes.conv_bias),
+            **{key: StoredTensor(f"{name}.{key}", (sizes.num_heads,), (heads,)) for key in ("dt_bias", "A_log", "D")},
+            **({"norm": StoredTensor(f"{name}.norm.weight", (sizes.inner,), (normed,))} if sizes.normed else {}),
+            "out": row_parallel(f"{name}.out_proj", (sizes.hidden_size, sizes.inner), outputs, rank, sizes.out_bias),
+        }
 
 
 def expanded_inner(fields: Fields, name: str, config: Any) -> int:

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,10 +15,12 @@ from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.checkpoint_dtypes import choose_checkpoint_dtype
 from cairn.models.contract import Family
-from cairn.models.decoder_builder import OUTPUT, Backend, Execution, trace_rank
+from cairn.models.decoder_builder import Backend, Execution, build_decoder
 from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization, DecoderConfig, ServedQuantization
+from cairn.models.decoder_spec import OUTPUT
 from cairn.models.families import family_of
-from cairn.models.rank_weights import PackedDtype
+from cairn.models.rank_weights import read_weight
+from cairn.models.weight_bytes import PackedDtype, count_weight_bytes
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, read_generation_eos, serving_dtype
@@ -77,10 +78,10 @@ class OpenModel:
         self, stored: Mapping[str, TensorHeader], num_ranks: int = 1, packed_dtype: PackedDtype | None = None
     ) -> int:
         """Bytes of all weights as they are served on the first of `num_ranks` ranks, in the form in which these tensors
-        are stored; see `Family.weight_bytes`."""
+        are stored; see `count_weight_bytes`."""
         load_fp8 = describe_fp8(stored, self.quantization, self.dtype) if self.stays_in_fp8 else None
-        sizes = self.served_quantization, load_fp8, num_ranks, packed_dtype
-        return self.family.weight_bytes(self.config, stored, self.dtype, *sizes)
+        served_as = self.dtype, self.served_quantization, load_fp8
+        return count_weight_bytes(self.family, self.config, stored, *served_as, num_ranks, packed_dtype)
 
     def transfer_facts(self) -> dict[str, str | int]:
         """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, quantization
@@ -118,20 +119,16 @@ class OpenModel:
                     "what is stored is served",
                     OUTPUT,
                 )
-            execution = Execution(
-                exact,
-                self.dtype,
-                communicator,
-                backend,
-                reader.headers,
-                place,
-                self.served_quantization,
-                reader.load_fp8 if self.stays_in_fp8 else None,
-            )
+            load_fp8 = reader.load_fp8 if self.stays_in_fp8 else None
+            execution = Execution(exact, self.dtype, communicator, backend, place, self.served_quantization, load_fp8)
+            spec = self.family.spec(self.config, reader.headers)
 
-            read_all = partial(trace_rank, self.family.compose, self.config, reader.load, execution)
+            def read_all() -> None:
+                for tensor in spec.tensors(communicator.rank, communicator.size).values():
+                    read_weight(tensor, reader.load, load_fp8)
+
             with load_weights(reader, expected, read_all, stream or stream_to(place), communicator):
-                return self.family.build(self.config, reader.load, execution)
+                return build_decoder(spec, reader.load, execution)
 
 
 def open_model(

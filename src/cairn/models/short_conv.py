@@ -1,21 +1,20 @@
-"""LFM2's short convolution: its sizes, how it is sharded, and how it is built. No torch before it is built."""
+"""LFM2's short convolution: its sizes, how it is sharded, and its tensors. Without torch."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 from cairn.layers.memory import ConvPart, RecurrentSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import HeadShard, shard_even
-
-if TYPE_CHECKING:
-    from cairn.layers.short_conv import ShortConv
-    from cairn.models.decoder_builder import DecoderBuilder
+from cairn.models.weight_specs import MixerSpec, WeightSpec, column_parallel, row_parallel, taps
 
 
 @dataclass(frozen=True, slots=True)
 class ShortConvSizes(LayerSizes):
     """`num_units`: the most shards that its channels are cut into, which config.json calls `units_field`; `taps`: how
     many inputs it sees; `bias`: of convolution and projections."""
+
+    check_order: ClassVar[int] = 0
 
     hidden_size: int
     num_units: int
@@ -41,19 +40,21 @@ class ShortConvSizes(LayerSizes):
         parts = (ConvPart(units * self.unit_channels),)
         return RecurrentSpec(num_layers, self.taps - 1, parts, state=(units, 0), units=units)
 
-    def build(self, b: "DecoderBuilder", name: str) -> "ShortConv":
-        """The rank's channels of the layer `name`: the convolution, and its projections to B | C | x and back."""
-        from cairn.layers.short_conv import ShortConv
 
-        weights, shard, hidden = b.weights, self.shard(b.rank, b.size), self.hidden_size
-        channels = shard.slice_of(self.unit_channels)
-        conv, bias = weights.taps(f"{name}.conv", (hidden, 1, self.taps), channels, bias=self.bias)
-        thirds = (shard.slice_of(self.unit_channels, part * hidden) for part in range(3))
-        return ShortConv(
-            kernels=weights.kernels,
-            conv=conv,
-            conv_bias=bias,
-            in_proj=weights.column_parallel(f"{name}.in_proj", (3 * hidden, hidden), *thirds, bias=self.bias),
-            out_proj=weights.row_parallel(f"{name}.out_proj", (hidden, hidden), channels, self.bias),
-            layer=next(b.recurrent_layers),
-        )
+@dataclass(frozen=True, slots=True)
+class ShortConvLayer(MixerSpec):
+    """The convolution called `name`, and its projections to B | C | x and back."""
+
+    sizes: ShortConvSizes
+    name: str
+
+    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
+        """See `MixerSpec`."""
+        sizes, name, hidden, shard = self.sizes, self.name, self.sizes.hidden_size, self.sizes.shard(rank, size)
+        channels = shard.slice_of(sizes.unit_channels)
+        thirds = (shard.slice_of(sizes.unit_channels, part * hidden) for part in range(3))
+        return {
+            **taps(f"{name}.conv", (hidden, 1, sizes.taps), channels, bias=sizes.bias),
+            "in": column_parallel(f"{name}.in_proj", (3 * hidden, hidden), *thirds, bias=sizes.bias),
+            "out": row_parallel(f"{name}.out_proj", (hidden, hidden), channels, rank, sizes.bias),
+        }

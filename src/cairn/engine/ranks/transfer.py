@@ -15,6 +15,7 @@ import zmq
 
 from cairn.engine.ranks.wire import RankService
 from cairn.engine.ranks.worker import RankPlace
+from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import MakeLink, RankMemory, nixl_link, rank_worker
 from cairn.transfer.geometry import ModelUnits
 from cairn.transfer.ranks import RankServant
@@ -86,8 +87,6 @@ def serve_rank(place: RankPlace, settings: bytes, make_link: MakeLink = nixl_lin
     """Carries out reads of this rank's share from a thread of its own, as long as the context is open. Raises
     ConfigError where the link cannot reach the rank's memory."""
     own = msgspec.msgpack.decode(settings, type=_Settings)
-    from cairn.engine.transfers.device_pool import open_pool  # needs torch, which this rank's process has
-
     pool = open_pool(place.runner.pool, place.runner.kernels, on_host=place.computes_on_host)
     memory = RankMemory(pool, place.num_pages, place.runner.layout, own.units, place.rank, place.tp_size)
     link = make_link(own.host)

@@ -1,21 +1,19 @@
 """Falcon-H1 (arXiv 2507.22448 and transformers' `models/falcon_h1`): every layer has Mamba2 and rotary attention side
 by side on the same normed input, then a SwiGLU, with constant multipliers almost everywhere."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cairn.errors import ModelError
+from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, number, numbers, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, rope_theta
-from cairn.models.layer_sizes import LayerSizes
-from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Sizes, expanded_inner
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ParallelMixers, RotarySpec, ScaledMixer
+from cairn.models.feed_forward import SwiGLULayer
+from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer, Mamba2Sizes, expanded_inner
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
-
-if TYPE_CHECKING:
-    from cairn.layers.model import Layer, Model
-    from cairn.models.decoder_builder import DecoderBuilder
 
 
 def _normed(fields: Fields, name: str, config: Any) -> bool:
@@ -65,44 +63,41 @@ class FalconH1Config(Mamba2Config):
         """Of one layer's Mamba2."""
         return replace(self.mamba2, out_bias=self.projectors_bias, normed=self.mamba_rms_norm)
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        for sizes in (self.feed_forward("intermediate_size"), self.normed_mamba2, self.attention):
-            yield self.num_hidden_layers, sizes
+        return DecoderSpec(
+            config=self,
+            layers=tuple(self._layers()),
+            final_norm="model.final_layernorm",
+            rotary=RotarySpec(self.head_dim, self.rope_theta),
+            embedding_scale=self.embedding_multiplier,
+            logit_scale=self.lm_head_multiplier,
+        )
+
+    def _layers(self) -> Iterator[NamedMixer]:
+        of_gate, of_mlp = self.mlp_multipliers
+        for index in range(self.num_hidden_layers):
+            name = f"model.layers.{index}"
+            mamba2 = Mamba2Layer(self.normed_mamba2, f"{name}.mamba", self.ssm_multipliers)
+            attention = AttentionLayer(self.attention, f"{name}.self_attn", factors={"k_proj": self.key_multiplier})
+            mixers = (
+                ScaledMixer(mamba2, self.ssm_out_multiplier, self.ssm_in_multiplier),
+                ScaledMixer(attention, self.attention_out_multiplier, self.attention_in_multiplier),
+            )
+            yield f"{name}.input_layernorm", ParallelMixers(mixers)
+            sizes = self.feed_forward("intermediate_size")
+            mlp = SwiGLULayer(sizes, f"{name}.feed_forward", bias=self.mlp_bias, gate_factor=of_gate)
+            yield f"{name}.pre_ff_layernorm", ScaledMixer(mlp, of_mlp)
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
         return {"Mamba2 beside attention with MLP": self.num_hidden_layers}
 
 
-def build(config: FalconH1Config, b: "DecoderBuilder") -> "Model":
-    """The rank of the model whose tensors the builder draws."""
-    b.rotary(config.head_dim, config.rope_theta)
-    of_gate, of_mlp = config.mlp_multipliers
-    embedding = b.vocabulary("model.embed_tokens")
-    layers: list[Layer] = []
-    for index in range(config.num_hidden_layers):
-        name = f"model.layers.{index}"
-        first = b.norm(f"{name}.input_layernorm")
-        mamba2 = config.normed_mamba2.build(b, f"{name}.mamba", config.ssm_multipliers)
-        attention = config.attention.build(b, f"{name}.self_attn", factors={"k_proj": config.key_multiplier})
-        mixer = b.parallel(
-            b.scaled(mamba2, config.ssm_out_multiplier, config.ssm_in_multiplier),
-            b.scaled(attention, config.attention_out_multiplier, config.attention_in_multiplier),
-        )
-        second = b.norm(f"{name}.pre_ff_layernorm")
-        sizes = config.feed_forward("intermediate_size")
-        mlp = sizes.build_swiglu(b, f"{name}.feed_forward", bias=config.mlp_bias, gate_factor=of_gate)
-        layers += [(first, mixer), (second, b.scaled(mlp, of_mlp))]
-    final_norm = b.norm("model.final_layernorm")
-    return b.model(embedding, layers, final_norm, config.embedding_multiplier, config.lm_head_multiplier)
-
-
 FAMILY = Family(
     model_type="falcon_h1",
     architecture="FalconH1ForCausalLM",
     config=FalconH1Config,
-    compose=build,
     float32_tensors=MAMBA2_FLOAT32,
 )
 

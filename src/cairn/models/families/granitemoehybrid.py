@@ -3,22 +3,19 @@ rotary positions; then a mixture of SwiGLU experts beside a shared one, or the s
 embedding, residual branches, attention scores and logits."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
+from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, rope_theta
-from cairn.models.feed_forward import ExpertSizes
-from cairn.models.layer_sizes import LayerSizes
-from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec, ScaledMixer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SwiGLULayer
+from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
-
-if TYPE_CHECKING:
-    from cairn.layers.model import Layer, Mixer, Model
-    from cairn.models.decoder_builder import DecoderBuilder
+from cairn.models.weight_specs import MixerSpec
 
 MAMBA, ATTENTION = "mamba", "attention"
 
@@ -59,12 +56,40 @@ class GraniteConfig(Mamba2Config):
         router = self.num_local_experts * self.hidden_size
         return ExpertSizes(self.num_local_experts, self.num_experts_per_tok, one, router)
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        yield len(self.layer_types) if self.num_local_experts else 0, self.experts
-        yield len(self.layer_types), self.feed_forward("shared_intermediate_size")
-        yield self.layer_types.count(MAMBA), self.mamba2
-        yield self.layer_types.count(ATTENTION), self.attention
+        return DecoderSpec(
+            config=self,
+            layers=tuple(self._layers()),
+            rotary=RotarySpec(self.head_dim, self.rope_theta) if self.rope_theta else None,
+            embedding_scale=self.embedding_multiplier,
+            logit_scale=1 / self.logits_scaling,
+        )
+
+    def _layers(self) -> Iterator[NamedMixer]:
+        # The kernels scale by head_dim^-0.5.
+        factors = {"q_proj": self.attention_multiplier * math.sqrt(self.head_dim)}
+        for index, kind in enumerate(self.layer_types):
+            name, by = f"model.layers.{index}", self.residual_multiplier
+            if kind == MAMBA:
+                mixer: MixerSpec = Mamba2Layer(self.mamba2, f"{name}.mamba")
+            else:
+                mixer = AttentionLayer(self.attention, f"{name}.self_attn", factors=factors)
+            yield f"{name}.input_layernorm", ScaledMixer(mixer, by)
+            yield f"{name}.post_attention_layernorm", ScaledMixer(self._feed_forward(name), by)
+
+    def _feed_forward(self, name: str) -> MixerSpec:
+        sizes, moe = self.feed_forward("shared_intermediate_size"), f"{name}.block_sparse_moe"
+        shared = SwiGLULayer(sizes, f"{name}.shared_mlp", ("input_linear", "output_linear"))
+        if not self.num_local_experts:
+            return shared
+        return ExpertsLayer(
+            sizes=self.experts,
+            hidden=self.hidden_size,
+            router=f"{moe}.router.layer",
+            stacks=(f"{moe}.input_linear.weight", f"{moe}.output_linear.weight"),
+            shared=shared,
+        )
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
@@ -73,44 +98,10 @@ class GraniteConfig(Mamba2Config):
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
 
-def build(config: GraniteConfig, b: "DecoderBuilder") -> "Model":
-    """The rank of the model whose tensors the builder draws."""
-    if config.rope_theta:
-        b.rotary(config.head_dim, config.rope_theta)
-    # The kernels scale by head_dim^-0.5.
-    factors = {"q_proj": config.attention_multiplier * math.sqrt(config.head_dim)}
-    embedding = b.vocabulary("model.embed_tokens")
-    layers: list[Layer] = []
-    for index, kind in enumerate(config.layer_types):
-        name, by = f"model.layers.{index}", config.residual_multiplier
-        first = b.norm(f"{name}.input_layernorm")
-        if kind == MAMBA:
-            mixer: Mixer = config.mamba2.build(b, f"{name}.mamba")
-        else:
-            mixer = config.attention.build(b, f"{name}.self_attn", factors=factors)
-        second = b.norm(f"{name}.post_attention_layernorm")
-        layers += [(first, b.scaled(mixer, by)), (second, b.scaled(_feed_forward(config, b, name), by))]
-    final_norm = b.norm("model.norm")
-    return b.model(embedding, layers, final_norm, config.embedding_multiplier, 1 / config.logits_scaling)
-
-
-def _feed_forward(config: GraniteConfig, b: "DecoderBuilder", name: str) -> "Mixer":
-    moe, mlp = f"{name}.block_sparse_moe", f"{name}.shared_mlp"
-    shared = config.feed_forward("shared_intermediate_size")
-    if not config.num_local_experts:
-        return shared.build_fused_swiglu(b, f"{mlp}.input_linear", f"{mlp}.output_linear")
-    return b.moe(
-        config.experts.build_softmax_router(b, f"{moe}.router.layer"),
-        config.experts.build_stacked(b, f"{moe}.input_linear.weight", f"{moe}.output_linear.weight"),
-        shared.build_fused_swiglu(b, f"{mlp}.input_linear", f"{mlp}.output_linear"),
-    )
-
-
 FAMILY = Family(
     model_type="granitemoehybrid",
     architecture="GraniteMoeHybridForCausalLM",
     config=GraniteConfig,
-    compose=build,
     float32_tensors=MAMBA2_FLOAT32,
 )
 

@@ -1,21 +1,20 @@
 """LFM2, dense (Liquid AI's checkpoints and transformers' `models/lfm2`): a doubly gated short convolution or rotary
 attention with normed heads, then a SwiGLU. The state of a convolution is its last inputs."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, number
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_theta
-from cairn.models.layer_sizes import LayerSizes
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
+from cairn.models.feed_forward import SwiGLULayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
-from cairn.models.short_conv import ShortConvSizes
-
-if TYPE_CHECKING:
-    from cairn.layers.model import Layer, Mixer, Model
-    from cairn.models.decoder_builder import DecoderBuilder
+from cairn.models.short_conv import ShortConvLayer, ShortConvSizes
+from cairn.models.weight_specs import MixerSpec
 
 CONV, ATTENTION = "conv", "full_attention"
 
@@ -63,11 +62,25 @@ class Lfm2Config(DecoderConfig):
             self.hidden_size, self.num_attention_heads, "num_attention_heads", self.conv_L_cache, self.conv_bias
         )
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        yield len(self.layer_types), self.feed_forward("intermediate_size")
-        yield self.layer_types.count(CONV), self.conv
-        yield self.layer_types.count(ATTENTION), self.attention
+        return DecoderSpec(
+            config=self,
+            layers=tuple(self._layers()),
+            final_norm="model.embedding_norm",
+            rotary=RotarySpec(self.head_dim, self.rope_theta),
+        )
+
+    def _layers(self) -> Iterator[NamedMixer]:
+        for index, kind in enumerate(self.layer_types):
+            name, norms = f"model.layers.{index}", ("q_layernorm", "k_layernorm")
+            if kind == CONV:
+                mixer: MixerSpec = ShortConvLayer(self.conv, f"{name}.conv")
+            else:
+                mixer = AttentionLayer(self.attention, f"{name}.self_attn", norms, out="out_proj")
+            yield f"{name}.operator_norm", mixer
+            mlp = self.feed_forward("intermediate_size")
+            yield f"{name}.ffn_norm", SwiGLULayer(mlp, f"{name}.feed_forward", ("w1", "w3", "w2"))
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
@@ -75,26 +88,7 @@ class Lfm2Config(DecoderConfig):
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
 
-def build(config: Lfm2Config, b: "DecoderBuilder") -> "Model":
-    """The rank of the model whose tensors the builder draws."""
-    b.rotary(config.head_dim, config.rope_theta)
-    embedding = b.vocabulary("model.embed_tokens")
-    layers: list[Layer] = []
-    for index, kind in enumerate(config.layer_types):
-        name = f"model.layers.{index}"
-        first = b.norm(f"{name}.operator_norm")
-        if kind == CONV:
-            mixer: Mixer = config.conv.build(b, f"{name}.conv")
-        else:
-            norms = ("q_layernorm", "k_layernorm")
-            mixer = config.attention.build(b, f"{name}.self_attn", head_norms=norms, out="out_proj")
-        second = b.norm(f"{name}.ffn_norm")
-        mlp = config.feed_forward("intermediate_size").build_swiglu(b, f"{name}.feed_forward", ("w1", "w3", "w2"))
-        layers += [(first, mixer), (second, mlp)]
-    return b.model(embedding, layers, b.norm("model.embedding_norm"))
-
-
-FAMILY = Family(model_type="lfm2", architecture="Lfm2ForCausalLM", config=Lfm2Config, compose=build)
+FAMILY = Family(model_type="lfm2", architecture="Lfm2ForCausalLM", config=Lfm2Config)
 
 RECIPE = Recipe(
     architecture=FAMILY.architecture,

@@ -2,23 +2,21 @@
 layers with one mixer each: Mamba2 (`M`), attention without positions (`*`), a squared-ReLU MLP (`-`) or a mixture of
 such MLPs (`E`)."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cairn.errors import ModelError
+from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import Fields, boolean, custom, integer, interval, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
-from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes
-from cairn.models.layer_sizes import LayerSizes
-from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Sizes
+from cairn.models.decoder_spec import DecoderSpec
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SigmoidRule, SquaredReluLayer
+from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Layer, Mamba2Sizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
-
-if TYPE_CHECKING:
-    from cairn.layers.model import Layer, Mixer, Model
-    from cairn.models.decoder_builder import DecoderBuilder
+from cairn.models.weight_specs import MixerSpec
 
 MAMBA, ATTENTION, MLP, MOE = "M", "*", "-", "E"
 """The letters of `hybrid_override_pattern`."""
@@ -136,14 +134,38 @@ class NemotronHConfig(DecoderConfig):
         one = self.mlp("moe_intermediate_size", latent)
         return ExpertSizes(self.n_routed_experts, self.num_experts_per_tok, one, extra)
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        count = self.pattern.count
-        yield count(ATTENTION), self.attention
-        yield count(MLP), self.mlp("intermediate_size")
-        yield count(MOE), self.experts
-        yield count(MOE), self.mlp("moe_shared_expert_intermediate_size")
-        yield count(MAMBA), self.mamba2
+        names = ((f"backbone.layers.{index}", kind) for index, kind in enumerate(self.pattern))
+        return DecoderSpec(
+            config=self,
+            embedding="backbone.embeddings.weight",
+            layers=tuple((f"{name}.norm", self._mixer(kind, f"{name}.mixer")) for name, kind in names),
+            final_norm="backbone.norm_f",
+        )
+
+    def _mixer(self, kind: str, name: str) -> MixerSpec:
+        bias = self.mlp_bias
+        if kind == MAMBA:
+            return Mamba2Layer(self.mamba2, name)
+        if kind == ATTENTION:
+            return AttentionLayer(self.attention, name)
+        if kind == MLP:
+            return SquaredReluLayer(self.mlp("intermediate_size"), name, bias)
+        latent = (f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj") if self.moe_latent_size is not None else None
+        shared = self.mlp("moe_shared_expert_intermediate_size")
+        return ExpertsLayer(
+            sizes=self.experts,
+            hidden=self.hidden_size,
+            router=f"{name}.gate",
+            sigmoid=SigmoidRule(self.n_group, self.topk_group, self.routed_scaling_factor),
+            normalize=self.norm_topk_prob,
+            experts=f"{name}.experts",
+            parts=("up_proj",),
+            latent=latent,
+            bias=bias,
+            shared=SquaredReluLayer(shared, f"{name}.shared_experts", bias),
+        )
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
@@ -151,47 +173,10 @@ class NemotronHConfig(DecoderConfig):
         return {word: count for kind, word in words.items() if (count := self.pattern.count(kind))}
 
 
-def build(config: NemotronHConfig, b: "DecoderBuilder") -> "Model":
-    """The rank of the model whose tensors the builder draws."""
-    embedding = b.vocabulary("backbone.embeddings")
-    layers: list[Layer] = []
-    for index, kind in enumerate(config.pattern):
-        name = f"backbone.layers.{index}"
-        layers.append((b.norm(f"{name}.norm"), _mixer(config, b, kind, f"{name}.mixer")))
-    return b.model(embedding, layers, b.norm("backbone.norm_f"))
-
-
-def _mixer(config: NemotronHConfig, b: "DecoderBuilder", kind: str, name: str) -> "Mixer":
-    hidden, bias = config.hidden_size, config.mlp_bias
-    if kind == MAMBA:
-        return config.mamba2.build(b, name)
-    if kind == ATTENTION:
-        return config.attention.build(b, name)
-    if kind == MLP:
-        return config.mlp("intermediate_size").build_squared_relu(b, name, bias)
-    router = config.experts.build_sigmoid_router(
-        b,
-        f"{name}.gate",
-        hidden,
-        num_groups=config.n_group,
-        top_groups=config.topk_group,
-        normalize=config.norm_topk_prob,
-        scale=config.routed_scaling_factor,
-    )
-    latent = None
-    if config.moe_latent_size is not None:
-        latent = b.latent(f"{name}.fc1_latent_proj", f"{name}.fc2_latent_proj", hidden, config.moe_latent_size, bias)
-    experts = config.experts.build_squared_relus(b, f"{name}.experts")
-    shared = config.mlp("moe_shared_expert_intermediate_size")
-    shared_expert = shared.build_squared_relu(b, f"{name}.shared_experts", bias)
-    return b.moe(router, experts, shared_expert, gated=False, latent=latent)
-
-
 FAMILY = Family(
     model_type="nemotron_h",
     architecture="NemotronHForCausalLM",
     config=NemotronHConfig,
-    compose=build,
     float32_tensors=(*MAMBA2_FLOAT32, "e_score_correction_bias"),
     ignored_tensors=("mtp.",),
 )

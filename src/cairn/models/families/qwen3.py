@@ -1,20 +1,17 @@
 """Qwen3, dense (arXiv 2505.09388 and transformers' `models/qwen3`): attention with a norm on every head of queries and
 keys and rotary positions, then a SwiGLU. There is no recurrent state, so any matched length is a hit."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
+from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig, rope_theta
-from cairn.models.layer_sizes import LayerSizes
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
+from cairn.models.feed_forward import SwiGLULayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
-
-if TYPE_CHECKING:
-    from cairn.layers.model import Layer, Model
-    from cairn.models.decoder_builder import DecoderBuilder
 
 ATTENTION = "full_attention"
 
@@ -33,34 +30,27 @@ class Qwen3Config(DecoderConfig):
     hidden_act: str = only("silu")
     use_sliding_window: bool = only(False)
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        yield len(self.layer_types), self.feed_forward("intermediate_size")
-        yield len(self.layer_types), self.attention
+        return DecoderSpec(
+            config=self,
+            layers=tuple(self._layers()),
+            rotary=RotarySpec(self.head_dim, self.rope_theta),
+        )
+
+    def _layers(self) -> Iterator[NamedMixer]:
+        for index in range(len(self.layer_types)):
+            name = f"model.layers.{index}"
+            yield f"{name}.input_layernorm", AttentionLayer(self.attention, f"{name}.self_attn", ("q_norm", "k_norm"))
+            mlp = self.feed_forward("intermediate_size")
+            yield f"{name}.post_attention_layernorm", SwiGLULayer(mlp, f"{name}.mlp")
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
         return {"attention with MLP": len(self.layer_types)}
 
 
-def build(config: Qwen3Config, b: "DecoderBuilder") -> "Model":
-    """The rank of the model whose tensors the builder draws."""
-    b.rotary(config.head_dim, config.rope_theta)
-    embedding = b.vocabulary("model.embed_tokens")
-    layers: list[Layer] = []
-    for index in range(len(config.layer_types)):
-        name = f"model.layers.{index}"
-        first = b.norm(f"{name}.input_layernorm")
-        attention = config.attention.build(b, f"{name}.self_attn", head_norms=("q_norm", "k_norm"))
-        second = b.norm(f"{name}.post_attention_layernorm")
-        layers += [
-            (first, attention),
-            (second, config.feed_forward("intermediate_size").build_swiglu(b, f"{name}.mlp")),
-        ]
-    return b.model(embedding, layers, b.norm("model.norm"))
-
-
-FAMILY = Family(model_type="qwen3", architecture="Qwen3ForCausalLM", config=Qwen3Config, compose=build)
+FAMILY = Family(model_type="qwen3", architecture="Qwen3ForCausalLM", config=Qwen3Config)
 
 RECIPE = Recipe(
     architecture=FAMILY.architecture,

@@ -2,24 +2,21 @@
 every layer is a gated delta net or gated attention, and then an MLP or a mixture of experts with a shared one. What
 images are read with is in `qwen3_5_vision`."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from cairn.errors import ModelError
-from cairn.models.attention import AttentionSizes
+from cairn.models.attention import AttentionLayer, AttentionSizes
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only, token_ids
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_fields
-from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes
-from cairn.models.gated_delta_net import DeltaNetSizes
-from cairn.models.layer_sizes import LayerSizes
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SwiGLULayer
+from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
-
-if TYPE_CHECKING:
-    from cairn.layers.model import Layer, Mixer, Model
-    from cairn.models.decoder_builder import DecoderBuilder
+from cairn.models.weight_specs import MixerSpec
 
 DELTA, FULL = "linear_attention", "full_attention"
 
@@ -160,14 +157,48 @@ class Qwen35Config(DecoderConfig):
         """The shared expert, with the gate on its outcome."""
         return self.feed_forward("shared_expert_intermediate_size", extra_weights=self.hidden_size)
 
-    def layer_sizes(self) -> Iterator[tuple[int, LayerSizes]]:
-        """See `DecoderConfig`."""
-        sparse = len(self.sparse_layers)
-        yield self.layer_types.count(FULL), self.attention
-        yield self.layer_types.count(DELTA), self.delta_net
-        yield len(self.layer_types) - sparse, self.feed_forward("intermediate_size")
-        yield sparse, self.experts
-        yield sparse, self.shared
+    def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
+        """See `DecoderConfig`. Norms are centred, but for the one in the delta net."""
+        # A text model that was cut out of one that also sees may be stored under the names that it had there, which
+        # transformers takes, too.
+        names = ("model", "model.language_model")[:: -1 if self.nested else 1]
+        prefix = next((name for name in names if f"{name}.embed_tokens.weight" in stored), names[0])
+        rotary = RotarySpec(self.rotary_dim, self.rope_theta, self.mrope_section)
+        return DecoderSpec(
+            config=self,
+            embedding=f"{prefix}.embed_tokens.weight",
+            layers=tuple(self._layers(prefix, stored)),
+            final_norm=f"{prefix}.norm",
+            centred=True,
+            rotary=rotary if FULL in self.layer_types else None,
+        )
+
+    def _layers(self, prefix: str, stored: Collection[str]) -> Iterator[NamedMixer]:
+        for index, kind in enumerate(self.layer_types):
+            name, norms = f"{prefix}.layers.{index}", ("q_norm", "k_norm")
+            if kind == FULL:
+                mixer: MixerSpec = AttentionLayer(self.attention, f"{name}.self_attn", norms, centred=True)
+            else:
+                mixer = DeltaNetLayer(self.delta_net, f"{name}.linear_attn")
+            yield f"{name}.input_layernorm", mixer
+            sparse = index in self.sparse_layers
+            yield f"{name}.post_attention_layernorm", self._feed_forward(f"{name}.mlp", sparse, stored)
+
+    def _feed_forward(self, name: str, sparse: bool, stored: Collection[str]) -> MixerSpec:
+        """Experts are published as a tensor for each expert and matrix, and as two stacks."""
+        if not sparse:
+            return SwiGLULayer(self.feed_forward("intermediate_size"), name)
+        experts, shared = f"{name}.experts", f"{name}.shared_expert"
+        stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
+        return ExpertsLayer(
+            sizes=self.experts,
+            hidden=self.hidden_size,
+            router=f"{name}.gate",
+            normalize=self.norm_topk_prob,
+            experts=experts,
+            stacks=stacks if stacks[0] in stored else None,
+            shared=SwiGLULayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
+        )
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
@@ -224,49 +255,11 @@ def _text_config(raw: Mapping[str, object]) -> Fields:
     return Fields({**text, **beside}, path_of=lambda name: name if name in beside else f"text_config.{name}")
 
 
-def build(config: Qwen35Config, b: "DecoderBuilder") -> "Model":
-    """The rank of the model whose tensors the builder draws. Norms are centred, but for the one in the delta net."""
-    if FULL in config.layer_types:
-        b.rotary(config.rotary_dim, config.rope_theta, config.mrope_section)
-    prefix = _prefix(config, b)
-    embedding = b.vocabulary(f"{prefix}.embed_tokens")
-    layers: list[Layer] = []
-    for index in range(len(config.layer_types)):
-        name = f"{prefix}.layers.{index}"
-        first = b.norm(f"{name}.input_layernorm", centred=True)
-        if config.layer_types[index] == FULL:
-            norms = ("q_norm", "k_norm")
-            mixer: Mixer = config.attention.build(b, f"{name}.self_attn", head_norms=norms, centred=True)
-        else:
-            mixer = config.delta_net.build(b, f"{name}.linear_attn")
-        second = b.norm(f"{name}.post_attention_layernorm", centred=True)
-        layers += [(first, mixer), (second, _feed_forward(config, b, f"{name}.mlp", index in config.sparse_layers))]
-    return b.model(embedding, layers, b.norm(f"{prefix}.norm", centred=True))
-
-
-def _prefix(config: Qwen35Config, b: "DecoderBuilder") -> str:
-    """How the names of the text model's tensors begin. A text model that was cut out of one that also sees may be
-    stored under the names that it had there, which transformers takes, too."""
-    names = ("model", "model.language_model")[:: -1 if config.nested else 1]
-    return next((name for name in names if f"{name}.embed_tokens.weight" in b.stored), names[0])
-
-
-def _feed_forward(config: Qwen35Config, b: "DecoderBuilder", name: str, sparse: bool) -> "Mixer":
-    if not sparse:
-        return config.feed_forward("intermediate_size").build_swiglu(b, name)
-    return b.moe(
-        config.experts.build_softmax_router(b, f"{name}.gate", config.norm_topk_prob),
-        config.experts.build_swiglus(b, f"{name}.experts"),
-        config.shared.build_shared_expert(b, f"{name}.shared_expert"),
-    )
-
-
 def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> Family:
     return Family(
         model_type=model_type,
         architecture=architecture,
         config=config,
-        compose=build,
         float32_tensors=("A_log", "dt_bias"),
         # Multi-token prediction is not served; the vision tower is loaded by itself, where there are images to see.
         ignored_tensors=("mtp.", "model.visual."),

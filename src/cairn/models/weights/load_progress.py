@@ -5,6 +5,9 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
 from cairn.types import Clock, SystemClock
 
 logger = logging.getLogger(__name__)
@@ -42,10 +45,6 @@ def _no_bar() -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def _bar(title: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    # Here and not above: a server whose log goes to a file needs nothing of it.
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

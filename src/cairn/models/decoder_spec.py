@@ -1,0 +1,137 @@
+"""A decoder as data, which families yield: its norms and mixers in order, with their tensors' names. Without torch."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes
+from cairn.models.sharding import check_rank, shard_vocabulary
+from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec
+
+OUTPUT = "lm_head.weight"
+"""The output's tensor, in every family."""
+
+
+class DecoderSizes(Protocol):
+    """What a config says of all layers."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def eps(self) -> float: ...
+
+
+NamedMixer = tuple[str, MixerSpec]
+"""A layer: the name of its norm, and its mixer."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledMixer(MixerSpec):
+    """after * mixer(before * x)."""
+
+    mixer: MixerSpec
+    after: float
+    before: float = 1.0
+    sizes: None = field(default=None, init=False)
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """See `MixerSpec`."""
+        return (self.mixer,)
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelMixers(MixerSpec):
+    """The sum of several mixers of the same input."""
+
+    parts: tuple[MixerSpec, ...]
+    sizes: None = field(default=None, init=False)
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """See `MixerSpec`."""
+        return self.parts
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """How positions turn queries and keys, in all attention of the model; see `make_rotary`."""
+
+    dim: int
+    theta: float
+    sections: tuple[int, int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec:
+    """`centred`: the norms' weights are stored less 1.
+    `output`: the output's tensor, which is the embedding's where they are tied and none is stored."""
+
+    config: DecoderSizes
+    layers: tuple[NamedMixer, ...]
+    embedding: str = "model.embed_tokens.weight"
+    final_norm: str = "model.norm"
+    centred: bool = False
+    rotary: RotarySpec | None = None
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    output: str = OUTPUT
+
+    def vocabulary(self, name: str, rank: int, size: int) -> StoredTensor:
+        """The rank's rows of an embedding or an output."""
+        tokens, _ = shard_vocabulary(self.config.vocab_size, rank, size)
+        return StoredTensor(name, (self.config.vocab_size, self.config.hidden_size), (tokens,))
+
+    def norm(self, name: str) -> StoredTensor:
+        """The weight of a norm over hidden states."""
+        return StoredTensor(f"{name}.weight", (self.config.hidden_size,))
+
+    def layer_sizes(self) -> Counter[LayerSizes]:
+        """How many layers of each kind there are, and their sizes."""
+        mixers = (each for _, mixer in self.layers for each in _all((mixer,)))
+        return Counter(each.sizes for each in mixers if each.sizes is not None)
+
+    def cache_spec(self, rank: int, size: int) -> CacheSpec:
+        """See `DecoderConfig.cache_spec`."""
+        check_rank(rank, size)
+        attention = recurrent = None
+        for sizes, count in sorted(self.layer_sizes().items(), key=lambda pair: pair[0].check_order):
+            sizes.check_size(size)
+            attention = attention or sizes.attention_spec(count, rank, size)
+            recurrent = recurrent or sizes.recurrent_spec(count, rank, size)
+        return CacheSpec(self.config.hidden_size, recurrent, attention)
+
+    def forward_sizes(self) -> ForwardSizes:
+        """See `DecoderConfig.forward_sizes`."""
+        parts = self.layer_sizes().items()
+        return ForwardSizes(
+            sum(count * sizes.active_weights for sizes, count in parts),
+            sum(count * sizes.score_numbers for sizes, count in parts),
+        )
+
+    def weights(self, rank: int, size: int) -> Iterator[WeightSpec]:
+        """All that one of `size` ranks has, in the order of the checkpoint. Raises ConfigError naming
+        --tensor-parallel-size and the field that does not divide."""
+        yield self.vocabulary(self.embedding, rank, size)
+        for norm, mixer in self.layers:
+            yield self.norm(norm)
+            for each in _all((mixer,)):
+                yield from each.weights(rank, size).values()
+        yield self.norm(self.final_norm)
+        yield ProductSpec((self.vocabulary(self.output, rank, size),))
+
+    def tensors(self, rank: int, size: int) -> dict[str, StoredTensor]:
+        """All that these are made of, by name."""
+        return {tensor.name: tensor for weight in self.weights(rank, size) for tensor in weight.tensors}
+
+
+def _all(mixers: Iterable[MixerSpec]) -> Iterator[MixerSpec]:
+    """These, each with those it is made of."""
+    for mixer in mixers:
+        yield mixer
+        yield from _all(mixer.mixers)

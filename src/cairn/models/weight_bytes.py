@@ -1,0 +1,116 @@
+"""What a model's weights take in memory, counted before any is read."""
+
+import math
+from collections.abc import Callable, Collection, Sequence
+from functools import singledispatchmethod
+
+import torch
+
+from cairn.kernels.fp8 import Fp8Weight
+from cairn.kernels.int4 import int4_bytes
+from cairn.models.contract import Family, Fp8Loader
+from cairn.models.decoder_config import DecoderConfig, ServedQuantization
+from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, Precision, ProductSpec, StoredTensor, WeightSpec
+
+PackedDtype = Callable[[torch.dtype], torch.dtype]
+"""`Kernels.packed_dtype` of a backend."""
+
+
+def count_weight_bytes(
+    family: Family,
+    config: DecoderConfig,
+    stored: Collection[str],
+    dtype: torch.dtype,
+    quantization: ServedQuantization | None = None,
+    load_fp8: Fp8Loader | None = None,
+    num_ranks: int = 1,
+    packed_dtype: PackedDtype | None = None,
+) -> int:
+    """Bytes of all weights as they are served on rank 0 of `num_ranks`, which has no fewer than any other, without the
+    padding of packed ones: a tied embedding is there twice, as rows and as a packed output. `load_fp8`: gives matrices
+    that stay in FP8, on the meta device. `packed_dtype`: of the backend, None where it keeps weights as they are.
+    Raises ConfigError where the model cannot be sharded among so many."""
+    config.cache_spec(0, num_ranks)
+    counter = ByteCounter(family, dtype, quantization, load_fp8, packed_dtype)
+    return sum(counter.count(weight) for weight in family.spec(config, stored).weights(0, num_ranks))
+
+
+class ByteCounter:
+    """Counts the bytes of what `RankWeights` makes."""
+
+    def __init__(
+        self,
+        family: Family,
+        dtype: torch.dtype,
+        quantization: ServedQuantization | None,
+        load_fp8: Fp8Loader | None,
+        packed_dtype: PackedDtype | None,
+    ) -> None:
+        self._family = family
+        self._dtype = dtype
+        self._quantization = quantization
+        self._load_fp8 = load_fp8
+        self._packed_dtype = packed_dtype
+
+    @singledispatchmethod
+    def count(self, weight: WeightSpec) -> int:
+        raise TypeError(f"nothing is made of {weight!r:.200}")
+
+    @count.register
+    def tensor(self, weight: StoredTensor) -> int:
+        return math.prod(weight.rank_shape) * self._dtype_of(weight).itemsize
+
+    @count.register
+    def product(self, weight: ProductSpec) -> int:
+        biases = sum(map(self.tensor, weight.biases))
+        fp8 = self._fp8(weight.parts)
+        # As they are, side by side, unless their rows are to be mixed.
+        if any(fp8) and (_is_one_kind(fp8) or not weight.gated_heads):
+            return biases + sum(self._as_stored(*pair) for pair in zip(weight.parts, fp8, strict=True))
+        return biases + sum(self._packed(part, weight.precision) for part in weight.parts)
+
+    @count.register
+    def stacks(self, weight: ExpertStacks) -> int:
+        return self._packed(weight.up) + self._packed(weight.down)
+
+    @count.register
+    def experts(self, weight: ExpertMatrices) -> int:
+        return sum(map(self._stacked, (weight.ups, [(down,) for down in weight.downs])))
+
+    def _stacked(self, matrices: Sequence[Sequence[StoredTensor]]) -> int:
+        """A stack of matrices, each of these parts: in FP8 if all are."""
+        parts = [part for each in matrices for part in each]
+        fp8 = self._fp8(parts)
+        if all(fp8) and _is_one_kind(fp8):
+            return sum(self._as_stored(*pair) for pair in zip(parts, fp8, strict=True))
+        return sum(map(self._packed, parts))
+
+    def _fp8(self, parts: Sequence[StoredTensor]) -> list[Fp8Weight | None]:
+        if self._load_fp8 is None:
+            return [None] * len(parts)
+        return [self._load_fp8(part.name, part.shape, part.shard) if part.is_matrix else None for part in parts]
+
+    def _as_stored(self, weight: StoredTensor, fp8: Fp8Weight | None) -> int:
+        return self.tensor(weight) if fp8 is None else fp8.nbytes
+
+    def _packed(self, weight: StoredTensor, precision: Precision = "quantized") -> int:
+        """A weight [..., out, in], not in FP8."""
+        shape, stored = weight.rank_shape, self.tensor(weight)
+        numbers = math.prod(shape)
+        if precision == "quantized" and self._quantization == "int4":
+            return int4_bytes(torch.Size(shape))
+        if precision == "quantized" and self._quantization == "int8":
+            # One byte a number, and eight an output: its scale, and the sum of its row.
+            return numbers + 8 * math.prod(shape[:-1])
+        if self._packed_dtype is None:
+            return stored
+        dtype = torch.float32 if precision == "float32" else self._dtype_of(weight)
+        return stored + numbers * (self._packed_dtype(dtype).itemsize - dtype.itemsize)
+
+    def _dtype_of(self, weight: StoredTensor) -> torch.dtype:
+        return torch.float32 if self._family.keeps_float32(weight.name) else self._dtype
+
+
+def _is_one_kind(parts: Sequence[Fp8Weight | None]) -> bool:
+    """Whether all have the same blocks of scales."""
+    return len({None if part is None else part.scales.shape[-1] for part in parts}) == 1
