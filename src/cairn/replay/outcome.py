@@ -1,5 +1,4 @@
-"""A cache that runs on a trace's own time while a clock measures the calls to it; the outcome of a replay, and the
-memory of the trees at its end."""
+"""The outcome of a replay, and the memory of the trees at its end."""
 
 import gc
 import sys
@@ -10,12 +9,9 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 import numpy as np
 
 from cairn.cache.checkpoint import Kind
-from cairn.cache.layout import CacheLayout
-from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
-from cairn.cache.tree_store import TreeObserver
-from cairn.step import GRID
-from cairn.types import Clock, ManualClock
+from cairn.types import Clock
 
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Kinds of objects that are there without any cache."""
@@ -84,7 +80,7 @@ class ReplayOutcome:
     `forward_passes`: prefill chunks. `lost`: every prompt token that was not hit, under one reason; those that no
     earlier request had are `never_seen`. `refused`: requests that the budget cannot hold. `hits`: cached tokens, by
     request. `taken`, `used`, `evicted`: checkpoints by kind. `peak_bytes`: the most memory of pages in use. `seconds`:
-    inside the cache and its placement policy. `tree`: memory of the trees at the end.
+    inside scheduler, cache and policies. `tree`: memory of the trees at the end.
     """
 
     prompt_tokens: int = 0
@@ -107,8 +103,7 @@ class ReplayOutcome:
 
 
 class Stopwatch:
-    """A context manager that adds to `seconds` the time spent inside, by `clock`. It is written to cost little itself:
-    a request makes many calls."""
+    """A context manager that adds to `seconds` the time spent inside, by `clock`."""
 
     __slots__ = ("_clock", "_since", "seconds")
 
@@ -122,62 +117,3 @@ class Stopwatch:
 
     def __exit__(self, *raised: object) -> None:
         self.seconds += self._clock.now() - self._since
-
-
-class TimedCache:
-    """A `cache` on a trace's own time, and the `outcome` of one replay through it. Calls of the cache are made inside
-    `stopwatch`, which measures them by `clock`. `max_tokens`: the longest prefill chunk."""
-
-    def __init__(
-        self,
-        layout: CacheLayout,
-        budget_bytes: int,
-        policy: CachePolicy,
-        clock: Clock,
-        max_tokens: int,
-        observer: TreeObserver | None = None,
-    ) -> None:
-        """`observer` is told of what enters and leaves the tree.
-
-        Raises ValueError if the budget is less than a page, or `max_tokens` less than 64.
-        """
-        if max_tokens < GRID:
-            raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {max_tokens}")
-        self._trace_time = ManualClock()
-        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, observer, self._trace_time)
-        self.outcome = ReplayOutcome()
-        self.max_tokens = max_tokens
-        self.stopwatch = Stopwatch(clock)
-
-    def advance_to(self, seconds: float) -> None:
-        """Set the trace's time, which never goes back."""
-        self._trace_time.advance(max(0.0, seconds - self._trace_time.now()))
-
-    def can_hold(self, num_prompt_tokens: int) -> bool:
-        """Whether an empty pool has room for such a prompt and one page a group for copy on write. The scheduler
-        refuses other prompts."""
-        layout = self.cache.layout
-        return layout.pages_for(num_prompt_tokens) + len(layout.groups) <= self.cache.pool.num_pages
-
-    def chunk_end(self, start: int, limit: int) -> int:
-        """Where a prefill chunk from `start` ends: at `limit` if a chunk can reach it, else on the 64-token grid."""
-        placement, most = self.cache.policy.placement, self.max_tokens
-        if placement is not None and placement.step_tokens is not None:
-            most = min(most, placement.step_tokens)
-        end = start + most
-        return limit if end >= limit else end // GRID * GRID
-
-    def record_usage(self) -> None:
-        """Update the peak: a step has been planned, so no more pages will be in use before it is applied."""
-        pool = self.cache.pool
-        in_use = (pool.num_pages - pool.num_free) * self.cache.layout.page_bytes
-        self.outcome.peak_bytes = max(self.outcome.peak_bytes, in_use)
-
-    def finish(self) -> ReplayOutcome:
-        """The outcome, completed with the cache's own counters."""
-        outcome, checkpoints = self.outcome, self.cache.checkpoints
-        outcome.taken, outcome.evicted = checkpoints.taken, checkpoints.evicted
-        outcome.used = self.cache.counters.used
-        outcome.seconds = self.stopwatch.seconds
-        outcome.tree = tree_memory(self.cache)
-        return outcome
