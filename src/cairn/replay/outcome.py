@@ -11,7 +11,6 @@ import numpy as np
 from cairn.cache.checkpoint import Kind
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
-from cairn.types import Clock
 
 _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Kinds of objects that are there without any cache."""
@@ -100,20 +99,3 @@ class ReplayOutcome:
     @property
     def microseconds_per_request(self) -> float:
         return 1e6 * self.seconds / max(1, len(self.hits))
-
-
-class Stopwatch:
-    """A context manager that adds to `seconds` the time spent inside, by `clock`."""
-
-    __slots__ = ("_clock", "_since", "seconds")
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._since = 0.0
-        self.seconds = 0.0
-
-    def __enter__(self) -> None:
-        self._since = self._clock.now()
-
-    def __exit__(self, *raised: object) -> None:
-        self.seconds += self._clock.now() - self._since

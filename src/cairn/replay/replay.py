@@ -23,7 +23,7 @@ from cairn.cache.tree_store import TreeObserver
 from cairn.errors import InvalidRequest
 from cairn.replay.bounds import Paths
 from cairn.replay.other_servers import OtherServers
-from cairn.replay.outcome import ReplayOutcome, Stopwatch, tree_memory
+from cairn.replay.outcome import ReplayOutcome, tree_memory
 from cairn.replay.traces import LogHeader, Timeline, Trace, TraceRequest, key_tokens
 from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder
@@ -109,7 +109,7 @@ class Replay:
         self._scheduler = Scheduler(self._config, self.cache, self._time, transfers, self)
         self._paths = Paths()
         self._unit = 1
-        self._stopwatch = Stopwatch(clock)
+        self._clock = clock
         self._requests: dict[RequestId, ReplayRequest] = {}
         self._admitted: list[tuple[ReplayRequest, Request]] = []
         self._ended: list[RequestId] = []
@@ -145,7 +145,6 @@ class Replay:
         outcome, checkpoints = self.outcome, self.cache.checkpoints
         outcome.taken, outcome.evicted = checkpoints.taken, checkpoints.evicted
         outcome.used = self.cache.counters.used
-        outcome.seconds = self._stopwatch.seconds
         outcome.tree = tree_memory(self.cache)
         return outcome
 
@@ -218,10 +217,11 @@ class Replay:
 
     def _run_until(self, step: int) -> None:
         """Plan and apply steps before this one of the log, and count the prompts that came in."""
-        with self._stopwatch:
-            while self._scheduler.has_work and self._num_steps < step + self._late:
-                self._run_step(step + self._late - self._num_steps)
-                self._poll()
+        since = self._clock.now()
+        while self._scheduler.has_work and self._num_steps < step + self._late:
+            self._run_step(step + self._late - self._num_steps)
+            self._poll()
+        self.outcome.seconds += self._clock.now() - since
         if step < sys.maxsize:
             self._num_steps = max(self._num_steps, step + self._late)
         for replayed, request in self._admitted:

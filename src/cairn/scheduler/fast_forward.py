@@ -51,8 +51,7 @@ def _go_on(state: SchedulerState, request: Request, tokens: Sequence[int]) -> No
     assert sequence is not None and not request.num_in_flight
     copies = state.cache.extend(sequence, end)
     assert copies == [], f"{request.id}: pages were there, and none is to be copied after the first decode"
-    for token in tokens:
-        sequence.append(token)
+    sequence.tokens.extend(tokens)
     request.output.extend(tokens)
     request.num_scheduled = request.num_computed = end
     # pages are there for more than `plain_until` knew: the next step looks again
