@@ -35,7 +35,6 @@ from cairn.cache.tree import Checkpoint, Node
 from cairn.replay.bounds import footprint_bytes
 from cairn.replay.layouts import layout_for
 from cairn.replay.replay import Replay
-from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace, read_trace
 
 
@@ -161,8 +160,8 @@ def replayed(trace: Trace, share: float, layout_name: str, name: str) -> Row:
     prompt_tokens = sum(request.num_prompt_tokens for request in trace.requests if not request.is_parallel_sample)
     if name == OFFLINE:
         return row | {"token_hit_rate": int(offline_hits(trace, layout, budget).sum()) / prompt_tokens}
-    timed = TimedCache(layout, budget, cache_policy(name), ThreadTime(), MAX_NUM_BATCHED_TOKENS)
-    outcome = Replay(timed).run(trace)
+    replay = Replay(layout, budget, cache_policy(name), MAX_NUM_BATCHED_TOKENS, ThreadTime(), trace.header)
+    outcome = replay.run(trace)
     return row | {
         "token_hit_rate": outcome.hit_tokens / prompt_tokens,
         "prefill_tokens": outcome.prefill_tokens,

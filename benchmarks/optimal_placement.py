@@ -29,7 +29,6 @@ from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy
 from cairn.replay.layouts import layout_for
 from cairn.replay.replay import Replay
-from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import read_trace
 from cairn.types import SystemClock
 
@@ -90,11 +89,11 @@ class MeasuredChoice(DivergenceStats):
 
 def measure(path: Path, budget: int, every: int) -> dict[str, object]:
     """One trace."""
-    layout = layout_for("nemotron-3-nano")
-    timed = TimedCache(layout, budget, CachePolicy(Auto(), ValuePerByte()), SystemClock(), 8192)
-    checkpoints, stats = timed.cache.checkpoints, MeasuredChoice(every)
+    trace, policy = read_trace(path), CachePolicy(Auto(), ValuePerByte())
+    replay = Replay(layout_for("nemotron-3-nano"), budget, policy, 8192, SystemClock(), trace.header)
+    checkpoints, stats = replay.cache.checkpoints, MeasuredChoice(every)
     checkpoints.divergences = checkpoints.eviction._divergences = stats  # type: ignore[attr-defined]
-    Replay(timed).run(read_trace(path))
+    replay.run(trace)
     return {
         "trace": path.name.partition(".")[0],
         "choices": len(stats.ratios),

@@ -38,8 +38,7 @@ from cairn.cache.prefix_cache import CachePolicy
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
 from cairn.cache.tree_store import TreeObserver
-from cairn.replay.replay import Replay, ReplayRequest
-from cairn.replay.timed_cache import TimedCache
+from cairn.replay.replay import Replay
 from cairn.replay.traces import Ids, TraceRequest, key_tokens
 from cairn.routing.rule import ReplicaLoad, RoutedRequest
 from cairn.types import ManualClock
@@ -98,17 +97,12 @@ class ReplayCache(Replay):
 
     def __init__(self, layout: CacheLayout, budget_bytes: int, observer: TreeObserver | None = None) -> None:
         policy = CachePolicy(placement_for("auto", layout.block_size, exact=False), eviction_for("value"))
-        super().__init__(
-            TimedCache(layout, budget_bytes, policy, ManualClock(), MAX_NUM_BATCHED_TOKENS, observer=observer)
-        )
+        super().__init__(layout, budget_bytes, policy, MAX_NUM_BATCHED_TOKENS, ManualClock(), observer=observer)
 
-    def serve(self, trace_request: TraceRequest, unit: int) -> int:
-        """The request's cached tokens."""
-        self.start(trace_request, unit)
-        return self.outcome.hits[-1]
-
-    def _count_prompt(self, request: ReplayRequest, hit: int, received: int, lost: Mapping[Reason, int]) -> None:
-        self.outcome.hits[request.index] = hit
+    def _count_prompt(
+        self, index: int, trace_request: TraceRequest, hit: int, received: int, lost: Mapping[Reason, int]
+    ) -> None:
+        self.outcome.hits[index] = hit
 
 
 class PathHasher:

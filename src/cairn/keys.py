@@ -1,5 +1,6 @@
 """Key tokens: a growing buffer of them, and how two sequences compare."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -44,8 +45,19 @@ class KeyBuffer:
     def append(self, token: int) -> None:
         """Add one key token."""
         if self.num_tokens == len(self._keys):
-            grown = np.empty(len(self._keys) * 5 // 4 + 64, np.int64)
-            grown[: self.num_tokens] = self._keys
-            self._keys = grown
+            self._grow(self.num_tokens + 1)
         self._keys[self.num_tokens] = token
         self.num_tokens += 1
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add several key tokens."""
+        end = self.num_tokens + len(tokens)
+        if end > len(self._keys):
+            self._grow(end)
+        self._keys[self.num_tokens : end] = tokens
+        self.num_tokens = end
+
+    def _grow(self, least: int) -> None:
+        grown = np.empty(max(least, len(self._keys) * 5 // 4 + 64), np.int64)
+        grown[: self.num_tokens] = self.keys
+        self._keys = grown

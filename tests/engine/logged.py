@@ -15,7 +15,6 @@ from cairn.engine.core import Core, StepRunner
 from cairn.engine.request_log.log import open_log
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.replay.replay import Replay
-from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import Trace
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
@@ -65,6 +64,7 @@ class LoggedServer:
         sizes: CacheLayout | None = None,
         runner: StepRunner | None = None,
         max_bytes: int = 1 << 30,
+        max_in_flight: int = 1,
         **fields,
     ) -> None:
         fields = {"max_num_seqs": 8, "max_num_batched_tokens": 256, "mamba_cache_mode": mode} | fields
@@ -102,6 +102,8 @@ class LoggedServer:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=info.max_model_len,
             exact=config.exact,
+            in_flight_sharing=config.in_flight_sharing,
+            max_in_flight=max_in_flight,
         )
         self.scheduler = Scheduler(scheduling, self.cache, self.clock, observer=self.log)
         runner = runner or SimulatedRunner(sizes, num_pages, config.max_num_seqs, VOCAB, numerics=config.exact)
@@ -156,8 +158,7 @@ def replayed(
     placement = None if mode == "none" else placement_for(mode, server.layout.block_size, rules.exact)
     policy = CachePolicy(placement, eviction_for(eviction or rules.eviction), rules.exact)
     budget_bytes = budget_bytes or server.budget_bytes
-    timed = TimedCache(server.layout, budget_bytes, policy, ManualClock(), server.max_num_batched_tokens)
-    replay = Replay(timed)
+    replay = Replay(server.layout, budget_bytes, policy, server.max_num_batched_tokens, ManualClock(), server)
     outcome = replay.run(trace)
     audit(replay.cache)
     assert not replay.cache.pinned.sequences and not replay.cache.pinned.steps and not replay.cache.pinned.pins

@@ -1,4 +1,4 @@
-"""The request log of a real engine, and its replay: the same cached tokens, within 1 %."""
+"""The request log of a real engine, and its replay: the same cached tokens, within .5 %."""
 
 import json
 import random
@@ -133,7 +133,7 @@ def test_the_replay_of_what_was_served_caches_as_much(tiny_model, tmp_path, requ
     assert {name for name, hit in told.items() if hit is not None} <= logged.keys() <= told.keys()
     assert all(hit == logged[name] for name, hit in told.items() if hit is not None)
     assert len(trace.requests) >= 0.967 * requests and sum(logged.values()) == stats.prefix_cache.hits > 0
-    assert abs(replay.outcome.hit_tokens - stats.prefix_cache.hits) <= 0.01 * stats.prefix_cache.hits
+    assert abs(replay.outcome.hit_tokens - stats.prefix_cache.hits) <= 0.005 * stats.prefix_cache.hits
     assert replay.outcome.prompt_tokens == stats.prefix_cache.queries
     assert concurrency > 1 or hits_by_name(trace, replay) == logged
     assert sum(stats.prefix_cache.checkpoints_evicted.values()) or exact or pool > 6 << 20
@@ -174,7 +174,8 @@ def test_a_line_says_what_the_answer_said_and_nothing_of_its_text(tiny_model, tm
         assert len(line["block_hashes"]) == (line["in"] + line["out"]) // 64 - behind // 64
         assert len(b64decode(line["token_hashes"])) == 2 * (line["in"] + line["out"] - behind)
         assert line["t"] < line["scheduled"] < line["finished"] < line["released"]
-        assert line["steps"][0][1] == line["in"] and line["scheduled"] < line["steps"][0][0] < line["finished"]
+        # one step for the prompt, and two for the tokens after the first
+        assert line["finished_step"] - line["arrived_step"] == 3
         assert sum(line["lost_tokens"].values()) == line["in"] - line["cached_tokens"]
     # whole units are said once; another salt shares nothing
     assert [line.get("prefix") for line in lines] == [None, [lines[0]["block_hashes"][0], 64], None]

@@ -237,7 +237,7 @@ class Sink:
 
 def test_a_request_that_was_dropped_is_counted_in_the_next_line():
     sink = Sink()
-    log = RequestLog(sink, ManualClock(), UNIT)
+    log = RequestLog(sink, ManualClock())
     for takes in (False, True):
         sink.takes = takes
         spec = Spec(request_id=RequestId("a"), prompt=np.arange(3), sampling=SamplingParams(), max_tokens=1)
@@ -254,14 +254,16 @@ def test_nothing_is_kept_of_requests_that_have_ended(tmp_path):
         server.submit(f"r{index}", range(100), max_tokens=20)
     server.step()
     server.core.abort("r4")
-    assert len(server.log._step_times) == 4
+    assert len(server.log._arrived_steps) == 4
     server.close()
-    assert not server.log._step_times
+    assert not server.log._arrived_steps
     told = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()[1:]]
     assert sorted(line["id"] for line in told) == [f"r{index}" for index in range(5)]
     # it never had pages: that is all that there is to tell
     (waited,) = [line for line in told if "scheduled" not in line]
-    assert waited["id"] == "r4" and waited["finish"] == "abort" and waited["steps"] == []
+    assert (
+        waited["id"] == "r4" and waited["finish"] == "abort" and waited["finished_step"] == waited["arrived_step"] + 1
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
 """The replay of what a real core has served to eight clients at once with a runner of tags: the cached tokens that it
-comes to are those that the server has counted, within 1 %."""
+comes to are those that the server has counted."""
 
 import pytest
 from loads import Load, serve
@@ -16,7 +16,8 @@ POOL = 300
 """Pages: twice what runs at once."""
 
 
-def assert_agrees(server: LoggedServer, path, within: float = 0.01) -> None:
+def assert_agrees(server: LoggedServer, path, within: float = 0.0005) -> None:
+    """Two sequences of a log may seem to share a token more than they do, and nothing else may differ."""
     trace = read_trace(path)
     replay = replayed(trace)
     counters, outcome = server.cache.counters, replay.outcome
@@ -95,14 +96,23 @@ def test_what_clients_hold_ends_at_the_same_time(tmp_path):
     assert_agrees(server, tmp_path / "log")
 
 
-def test_requests_that_were_preempted_have_their_lines(tmp_path):
-    """Of a pool that hardly holds what runs, chance decides what is evicted: that is no cache to measure."""
-    server = LoggedServer(tmp_path / "log", num_pages=100)
-    serve(server, Load(1), "chat", requests=150)
+@pytest.mark.parametrize(("seed", "num_pages"), [(1, 100), (2, 100), *(more(seed, 80) for seed in range(3, 9))])
+def test_of_a_pool_that_hardly_holds_what_runs(seed, num_pages, tmp_path):
+    server = LoggedServer(tmp_path / "log", num_pages=num_pages)
+    serve(server, Load(seed), "chat", requests=150)
     assert server.scheduler.state.counters.preemptions > 0 and server.log.dropped == 0
     trace = read_trace(tmp_path / "log")
     assert set(server.reports) <= logged_hits(trace).keys()
-    assert_agrees(server, tmp_path / "log", within=0.15)
+    assert_agrees(server, tmp_path / "log")
+
+
+@pytest.mark.parametrize(("kind", "num_pages"), [("mixed", POOL), ("chat", 100)])
+def test_two_steps_at_a_time(kind, num_pages, tmp_path):
+    """As a GPU's server has them."""
+    server = LoggedServer(tmp_path / "log", num_pages=num_pages, max_in_flight=2)
+    serve(server, Load(1), kind, requests=150)
+    assert read_trace(tmp_path / "log").header.max_in_flight == 2
+    assert_agrees(server, tmp_path / "log")
 
 
 def test_with_the_cache_off(tmp_path):
@@ -166,7 +176,7 @@ def test_what_came_from_another_server_is_no_hit_and_is_hit_later(tmp_path):
     assert replay.outcome.prefill_tokens == 1 and replay.outcome.forward_passes == 1
 
 
-def test_a_state_that_another_request_waits_for_stands_in_the_log(tmp_path):
+def test_a_state_that_another_request_waits_for_is_kept_again(tmp_path):
     """Two prompts at once that part off every place that the policy keeps: the second begins where they part."""
     server = LoggedServer(tmp_path / "log", "junction", max_num_batched_tokens=128)
     common = list(range(200))
@@ -175,8 +185,6 @@ def test_a_state_that_another_request_waits_for_stands_in_the_log(tmp_path):
     server.submit("b", [*common, *range(600, 700)])
     server.close()
     trace = read_trace(tmp_path / "log")
-    first = next(request for request in trace.requests if request.name == "a")
-    assert [position for _, position in first.timeline.forced_checkpoints] == [200]
     assert hits_by_name(trace, replayed(trace)) == logged_hits(trace) == {"a": 0, "b": 200}
 
 
@@ -198,7 +206,7 @@ def test_other_rules_give_what_a_server_with_these_rules_would_have(logged_mode,
         for num_pages, eviction in ((2000, "value"), (120, "value"), (120, "lru")):
             server = one_by_one(tmp_path / "other", mode, num_pages, eviction)
             replay = replayed(trace, mode, num_pages * trace.header.layout.page_bytes, eviction)
-            assert abs(replay.outcome.hit_tokens - server.cached_tokens) <= 0.01 * server.cached_tokens
+            assert abs(replay.outcome.hit_tokens - server.cached_tokens) <= 0.005 * server.cached_tokens
 
 
 @pytest.mark.parametrize("num_pages", [20, 150, *map(more, (40, 60))])

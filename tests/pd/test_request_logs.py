@@ -29,6 +29,7 @@ def test_both_hit_what_they_hit_and_what_came_from_the_other_is_no_hit(tiny_mode
     assert stats["d"].transfers.received_tokens > 0
     for name in ("p", "d"):
         trace = read_trace(tmp_path / name)
+        assert {request.timeline.kv_export for request in trace.requests} == {name == "p"}
         replay = replayed(trace)
         assert hits_by_name(trace, replay) == logged_hits(trace)
         assert replay.outcome.hit_tokens == stats[name].prefix_cache.hits > 0

@@ -14,13 +14,12 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.placement import Auto, placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
-from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.replay import replay as replay_module
-from cairn.replay import timed_cache as timed_cache_module
 from cairn.replay.bounds import Paths
+from cairn.replay.outcome import tree_memory
 from cairn.replay.replay import Replay
-from cairn.replay.timed_cache import TimedCache, tree_memory
 from cairn.replay.traces import Trace, TraceRequest
+from cairn.scheduler.scheduler import Scheduler
 from cairn.types import Boundary, ManualClock
 from tiers import first_of
 
@@ -34,7 +33,7 @@ def replayed(trace, num_pages, mode="auto", eviction="value", exact=False, block
     sizes = layout(block_size)
     placement = placement_for(mode, block_size, exact) if mode is not None else None
     policy = CachePolicy(placement, eviction_for(eviction), exact)
-    replay = Replay(TimedCache(sizes, num_pages * sizes.page_bytes, policy, ManualClock(), CHUNK))
+    replay = Replay(sizes, num_pages * sizes.page_bytes, policy, CHUNK, ManualClock())
     outcome = replay.run(trace)
     audit(replay.cache)
     assert not replay.cache.pinned.sequences and not replay.cache.pinned.steps
@@ -207,18 +206,18 @@ def test_a_prompt_without_a_full_unit_never_meets_the_cache():
     assert outcome.forward_passes == 2
 
 
-def test_only_the_cache_is_timed(monkeypatch):
-    """Every call of the cache and its placement takes a second here, and all else takes two."""
+def test_scheduler_and_cache_are_timed(monkeypatch):
+    """Every call of these takes a second here, and all else takes two."""
     clock, calls = ManualClock(), Counter()
     inside = {
         PrefixCache: (
             *("lookup", "extend", "begin_request", "prompt_facts", "reserve_checkpoint"),
             *("pin_until", "commit", "release_step", "release"),
         ),
+        Scheduler: ("plan", "apply", "skip_plain_steps"),
         Auto: ("in_prefill", "in_decode"),
     }
-    outside = {SequenceBlocks: ("append",), Paths: ("shared", "add"), replay_module: ("key_tokens",)}
-    outside[timed_cache_module] = ("tree_memory",)
+    outside = {Paths: ("shared", "add"), replay_module: ("key_tokens", "tree_memory")}
 
     def taking(owner, name, seconds):
         real = getattr(owner, name)
@@ -236,21 +235,28 @@ def test_only_the_cache_is_timed(monkeypatch):
                 taking(owner, name, seconds)
     sizes = layout()
     policy = CachePolicy(placement_for("auto", 16, False), eviction_for("lru"))
-    rows = [([1] * 40, [2, 3, 4], ()), ([1] * 40, [], ()), ([], [], ())]
-    timed = TimedCache(sizes, 100 * sizes.page_bytes, policy, clock, CHUNK)
-    outcome = Replay(timed).run(made_trace(rows, behind=3))
+    rows = [([1] * 40, list(range(2, 9)), ()), ([1] * 40, [], ()), ([], [], ())]
+    outcome = Replay(sizes, 100 * sizes.page_bytes, policy, CHUNK, clock).run(made_trace(rows, behind=3))
     names = {name for names in inside.values() for name in names}
     assert all(calls[name] for owner in (inside, outside) for names in owner.values() for name in names)
     assert outcome.seconds == sum(calls[name] for name in names)
     assert outcome.microseconds_per_request == 1e6 * outcome.seconds / 3
 
 
+def test_bounds_of_the_arguments():
+    sizes, policy = layout(), CachePolicy(placement_for("auto", 16, False), eviction_for("lru"))
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        Replay(sizes, 100 * sizes.page_bytes, policy, 63, ManualClock())
+    with pytest.raises(ValueError, match="num_pages"):
+        Replay(sizes, sizes.page_bytes - 1, policy, CHUNK, ManualClock())
+
+
 def test_an_answer_without_room_for_all_of_it_is_kept_as_far_as_it_goes():
     for mode in ("junction", "auto"):
         replay, outcome = replayed(made_trace([([1] * 10, list(range(10, 60)), ())]), 30, mode)
         deepest = max(node.end for root in replay.cache.tree.roots.values() for node in below(root))
-        # a checkpoint had been let go of to make room for the last of it
-        assert deepest == 30 * UNIT and outcome.peak_bytes == 30 * replay.cache.layout.page_bytes
+        # a checkpoint had been let go of to make room for the last of it; a page is left for copy on write
+        assert deepest == 29 * UNIT - 1 and outcome.peak_bytes == 30 * replay.cache.layout.page_bytes
 
 
 def test_what_the_tree_takes_in_memory():

@@ -20,27 +20,30 @@ SIZES = {"active_weights": 1000, "score_numbers": 8}
 UNIT = 16
 
 
-def first_line(sizes, num_pages, mode="auto", eviction="value", exact=False) -> dict:
+def first_line(sizes, num_pages, mode="auto", eviction="value", exact=False, **fields) -> dict:
     groups = [{"name": group.name, "tokens_per_page": group.tokens_per_page} for group in sizes.groups]
     names = ("block_size", "page_bytes", "page_units", "header_bytes", "state_bytes", "state_units")
     return {
         "name": "made",
         "unit": UNIT,
         "source": "cairn",
-        "version": 2,
+        "version": 3,
         "layout": {name: getattr(sizes, name) for name in names} | {"groups": groups},
         "forward_sizes": SIZES,
         "budget_bytes": num_pages * sizes.page_bytes,
         "policy": {"placement": mode, "eviction": eviction, "exact": exact},
+        "max_num_seqs": 8,
         "max_num_batched_tokens": 256,
-    }
+        "in_flight_sharing": True,
+    } | fields
 
 
 HEADER = first_line(layout(), 100)
 
 
 def line(number, hashes, num_out=0, **fields) -> dict:
-    """A request that is served alone. `hashes`: of all its tokens, or of those behind `prefix`."""
+    """A request that is served alone, at step 1000 * `number`. `hashes`: of all its tokens, or of those behind
+    `prefix`."""
     hashes = list(hashes)
     behind = fields["prefix"][1] if "prefix" in fields else 0
     length = behind + len(hashes)
@@ -56,10 +59,10 @@ def line(number, hashes, num_out=0, **fields) -> dict:
         "namespace": 0,
         "block_hashes": [1000 * number + unit for unit in range(behind // UNIT, length // UNIT)],
         "token_hashes": b64encode(np.array(hashes, "<u2").tobytes()).decode(),
-        "steps": [[at + 0.2, num_in]],
+        "arrived_step": 1000 * number,
+        "finished_step": 1000 * number + 500,
         "scheduled": at + 0.1,
         "finished": at + 0.3,
-        "released": at + 0.4,
     } | fields
 
 
@@ -94,40 +97,46 @@ def test_a_line_is_a_request_like_any_other(tmp_path):
 
 def test_requests_are_in_order_of_their_starts_and_those_never_served_are_left_out(tmp_path):
     waited = {name: value for name, value in line(2, range(20), finish="abort").items() if name != "scheduled"}
-    trace = read(
-        tmp_path, line(3, range(20)), waited, line(1, range(20), t=0.5, scheduled=9.0, finished=9.5, released=9.5)
-    )
+    trace = read(tmp_path, line(3, range(20)), waited, line(1, range(20), t=0.5, scheduled=9.0, finished=9.5))
     assert list(logged_hits(trace)) == ["r3", "r1"]
 
 
 def test_what_is_found_depends_on_when_it_was_looked_up(tmp_path):
     """Two prompts at once: the second is looked up before, or after, the first one's tokens are there."""
-    for started, hit in ((1.15, 0), (1.25, 100)):
-        other = line(2, range(120), scheduled=started, steps=[[2.0, 120]])
-        assert replayed(read(tmp_path, line(1, range(100)), other)).outcome.hits == [0, hit]
+    header = first_line(layout(), 100, in_flight_sharing=False)
+    for arrived, hit in ((1000, 0), (1001, 100)):
+        other = line(2, range(120), arrived_step=arrived)
+        assert replayed(read(tmp_path, line(1, range(100)), other, header=header)).outcome.hits == [0, hit]
 
 
 def test_a_chunk_is_there_when_it_has_been_computed(tmp_path):
-    steps = [[1.2, 64], [1.6, 128], [2.0, 200]]
-    first = line(1, range(200), steps=steps, finished=2.1, released=2.1)
-    for started, hit in ((1.3, 64), (1.7, 128), (2.05, 200)):
+    header = first_line(layout(), 1000, "granular", in_flight_sharing=False)
+    for arrived, hit in ((1001, 64), (1002, 128), (1004, 192)):
+        second = line(2, range(210), arrived_step=arrived)
+        assert replayed(read(tmp_path, line(1, range(200)), second, header=header)).outcome.hits == [0, hit]
+
+
+def test_a_state_that_another_request_needs_is_kept(tmp_path):
+    second = line(2, [*range(70), *range(500, 600)], arrived_step=1000)
+    for shares, hit in ((False, 0), (True, 70)):
+        header = first_line(layout(), 1000, "junction", in_flight_sharing=shares)
+        assert replayed(read(tmp_path, line(1, range(200)), second, header=header)).outcome.hits == [0, hit]
+
+
+def test_a_smaller_priority_comes_first(tmp_path):
+    """Two prompts wait for the only slot, of which one is the beginning of the other."""
+    header = first_line(layout(), 1000, max_num_seqs=1)
+    for priority, hits in ((0, [0, 0, 100]), (-1, [0, 64, 0])):
+        waiting = [line(2, range(500, 600)), line(3, range(500, 700), priority=priority)]
         trace = read(
-            tmp_path, first, line(2, range(210), scheduled=started, steps=[[5.0, 210]], finished=6, released=6)
+            tmp_path, line(1, range(100), 50), *(each | {"arrived_step": 1001} for each in waiting), header=header
         )
-        assert replayed(trace).outcome.hits == [0, hit]
-
-
-def test_a_state_that_another_request_needed_is_kept(tmp_path):
-    for asked, hit in (([], 0), ([[1.15, 70]], 70)):
-        first = line(1, range(200), forced_checkpoints=asked)
-        second = line(2, [*range(70), *range(500, 520)], scheduled=1.25)
-        trace = read(tmp_path, first, second, header=first_line(layout(), 1000, "junction"))
-        assert replayed(trace).outcome.hits == [0, hit]
+        assert replayed(trace).outcome.hits == hits
 
 
 def test_an_answer_that_was_left_is_not_kept_to_its_end(tmp_path):
     for finish, hit in (("stop", 149), ("abort", 128)):
-        first = line(1, range(150), 50, finish=finish)
+        first = line(1, range(150), 50, finish=finish, finished_step=1050)
         assert replayed(read(tmp_path, first, line(2, range(160)))).outcome.hits == [0, hit]
 
 
@@ -151,14 +160,13 @@ def test_an_answer_that_was_left_is_not_kept_to_its_end(tmp_path):
         ({"boundaries": [[3, "x", 0]]}, r"\$\.boundaries"),
         ({"boundaries": [[3, "message_end", -1]]}, r"\$\.boundaries"),
         ({"boundaries": [[99, "message_end", 0]]}, "`boundaries`"),
-        ({"steps": [[1.0, 99]]}, "`steps`"),
-        ({"steps": [[-1.0, 9]]}, r"\$\.steps"),
-        ({"steps": [[1.0]]}, r"\$\.steps"),
-        ({"forced_checkpoints": [[1.0, 41]]}, "`forced_checkpoints`"),
+        ({"arrived_step": -1}, r"\$\.arrived_step"),
+        ({"finished_step": 9}, "`finished_step`"),
+        ({"priority": "low"}, r"\$\.priority"),
         ({"cached_tokens": 41}, "`cached_tokens`"),
         ({"received_tokens": 41}, "`received_tokens`"),
         ({"scheduled": "soon"}, r"\$\.scheduled"),
-        ({"released": 1e300}, r"\$\.released"),
+        ({"finished": 1e300}, r"\$\.finished"),
         ({"finish": None}, r"\$\.finish"),
     ],
 )
@@ -171,13 +179,15 @@ def test_a_line_that_is_wrong_is_named(fields, said, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"version": 1}, "`version` 1 is not 2.*record a new one with `cairn serve --request-log FILE`"),
+        ({"version": 2}, "`version` 2 is not 3.*record a new one with `cairn serve --request-log FILE`"),
         ({"version": None}, "`version` None"),
         ({"unit": 0}, r"\$\.unit"),
         ({"layout": {}}, r"\$\.layout"),
         ({"layout": HEADER["layout"] | {"page_bytes": 0}}, "`layout`"),
         ({"policy": "auto"}, r"\$\.policy"),
         ({"budget_bytes": -1}, r"\$\.budget_bytes"),
+        ({"max_num_seqs": 0}, r"\$\.max_num_seqs"),
+        ({"in_flight_sharing": 1}, r"\$\.in_flight_sharing"),
         ({"forward_sizes": 5}, r"\$\.forward_sizes"),
         ({"forward_sizes": {"active_weights": 7}}, "`score_numbers`"),
         ({"forward_sizes": SIZES | {"active_weights": 0}}, r"\$\.forward_sizes\.active_weights"),
@@ -233,7 +243,8 @@ def test_a_layout_that_is_named_goes_before_the_logs_sizes(tmp_path):
 
 
 def test_answers_that_branch_count_once_in_every_line(tmp_path):
-    lines = [line(1, range(100)), line(2, range(100), parallel_sample=True), line(3, range(100))]
+    other = line(2, range(100), id="r1/1", arrived_step=1000, parallel_sample=True)
+    lines = [line(1, range(100)), other, line(3, range(100))]
     path, shown = written(tmp_path / "log", lines), tmp_path / "out.json"
     assert main(["replay", str(path), "--json", str(shown), "--per-request"]) == 0
     policy, unlimited = json.loads(shown.read_text())
@@ -245,26 +256,20 @@ def test_answers_that_branch_count_once_in_every_line(tmp_path):
 # -- with other sizes than the server's ------------------------------------------------------------------------------
 
 
-def test_who_finds_no_room_waits_and_is_late_from_then_on(tmp_path):
-    """Three prompts at once, and room for two: the third begins when the first has ended."""
-    ends = {1: 6.0, 2: 6.002, 3: 9.0}
-    lines = [line(n, range(300 * n, 300 * n + 100), **span(0.1 * n, end)) for n, end in ends.items()]
-    # the third one's prompt is computed at 6.01, though at 0.31 in the log
-    for scheduled, hit in ((6.005, 0), (6.02, 100)):
-        fourth = line(4, range(900, 1010), **span(scheduled, 9.0, 110))
-        replay = replayed(read(tmp_path, *lines, fourth, header=first_line(layout(16, 1), 20)))
-        assert replay.outcome.hits == [0, 0, 0, hit] and replay.outcome.refused == 0
-        assert replay.outcome.peak_bytes <= 20 * 64
-
-
-def span(started, finished, end=None):
-    steps = [[started + 0.01, 100 if end is None else end]]
-    return {"scheduled": started, "steps": steps, "finished": finished, "released": finished}
+def test_who_finds_no_room_waits_and_so_does_who_came_after_its_end(tmp_path):
+    """Three prompts at once, and room for two: the third begins when the first has ended. Another one that came after
+    its end comes after its end here, too."""
+    lines = [line(n, range(300 * n, 300 * n + 130), 30, arrived_step=0, finished_step=30) for n in (1, 2, 3)]
+    fourth = line(4, range(900, 1010), arrived_step=31)
+    for num_pages in (100, 20):
+        replay = replayed(read(tmp_path, *lines, fourth, header=first_line(layout(16, 1), num_pages)))
+        assert replay.outcome.hits == [0, 0, 0, 100] and replay.outcome.refused == 0
+        assert replay.outcome.peak_bytes <= num_pages * 64
 
 
 def test_who_runs_and_finds_no_room_sends_the_youngest_back(tmp_path):
     """Both answers grow into the last pages; the younger one is computed again when the older has ended."""
-    answers = [line(n, range(300 * n, 300 * n + 180), 100, **span(0.1 * n, 4.0, 80)) for n in (1, 2)]
+    answers = [line(n, range(300 * n, 300 * n + 180), 100, arrived_step=n) for n in (1, 2)]
     trace = read(tmp_path, *answers, header=first_line(layout(16, 1), 16))
     replay = replayed(trace)
     assert replay.outcome.refused == 0 and replay.outcome.forward_passes == 3
@@ -323,16 +328,3 @@ def test_other_blocks_than_the_servers(theirs, ours, tmp_path):
     trace = read_trace(tmp_path / "log")
     trace = replace(trace, header=replace(trace.header, layout=layout(ours)))
     assert replayed(trace, budget_bytes=4000 * 64).outcome.hits == list(logged_hits(trace).values()) == [0, 192, 128]
-
-
-def test_what_a_preemption_has_cost_is_charged_to_it(tmp_path):
-    """The one that is sent back keeps no state: what goes on from there later has lost it for that reason."""
-    answers = [line(n, range(300 * n, 300 * n + 180), 100, **span(0.1 * n, 4.0, 80)) for n in (1, 2)]
-    again = line(3, range(600, 780), **span(2.5, 9.0, 180))
-    trace = read(tmp_path, *answers, again, header=first_line(layout(16, 1), 24, "junction"))
-    assert replayed(trace, budget_bytes=64 * 100).outcome.lost["preempted"] == 0
-    assert "preempted" in {reason for pages in range(17, 24) for reason in lost(trace, pages)}
-
-
-def lost(trace, pages):
-    return replayed(trace, budget_bytes=64 * pages).outcome.lost

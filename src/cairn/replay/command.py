@@ -25,7 +25,6 @@ from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
 from cairn.replay.replay import Replay
 from cairn.replay.report import UNLIMITED, Report, Result, draw_plot, import_figure
-from cairn.replay.timed_cache import TimedCache
 from cairn.replay.traces import LogHeader, Trace, read_trace
 from cairn.setting_types import parse_size
 
@@ -91,8 +90,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
             for name in arguments.policy or ((LOGGED,) if log is not None else ("auto",)):
                 task = progress.add_task(f"{name} {decimal(budget)}", total=len(trace.requests))
                 policy = _make_policy(name, trace, layout.block_size)
-                timed = TimedCache(layout, budget, policy, _ThreadClock(), max_tokens)
-                outcome = Replay(timed).run(trace, lambda done: progress.update(progress.task_ids[-1], completed=done))
+                replay = Replay(layout, budget, policy, max_tokens, _ThreadClock(), log)
+                outcome = replay.run(trace, lambda done: progress.update(progress.task_ids[-1], completed=done))
                 progress.remove_task(task)
                 results.append(Result(name, budget, np.array(outcome.hits, np.int64), outcome))
             if not arguments.no_bounds:

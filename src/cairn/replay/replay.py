@@ -1,449 +1,315 @@
-"""A trace through the shipped cache: the same lookup, extend, reserve_checkpoint, commit and release that the scheduler
-makes.
+"""A trace through the shipped scheduler and cache, on a virtual clock and with a runner that knows every answer.
 
-Each request is a process of a discrete-event simulation. A request of a server's log is scheduled, computed and
-finished at the times in the log, concurrently with the others. A request of another trace has no timeline: it is served
-alone and at once when it arrives, in prefill chunks of `max_num_batched_tokens`, cut on the 64-token grid as the
-scheduler cuts them.
-
-A request that finds no room waits until pages are freed, and everything it does later is delayed by that. A running
-request that finds no room for its next token preempts the youngest one, as in the scheduler.
+A request of a server's log comes after as many steps as it did there, so under the server's own rules every step of the
+replay is one of the server's. Under other rules a request may end later than it did; then those that came after its end
+come so many steps later, as clients wait for answers. A request of another trace is served alone, at once, when it
+arrives.
 
 Positions finer than the trace's unit count as the unit: the prompt that the cache sees is its path, the tokens behind
 the path are computed every time, and the answer ends at a full unit.
 """
 
-import heapq
 import math
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
+import sys
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from cairn.cache.checkpoint import Kind
-from cairn.cache.placement import CheckpointPoint, PromptFacts
+from cairn.cache.layout import CacheLayout
+from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
-from cairn.cache.sequence_blocks import Namespace, SequenceBlocks
+from cairn.cache.sequence_blocks import Namespace
+from cairn.cache.tree_store import TreeObserver
+from cairn.errors import InvalidRequest
 from cairn.replay.bounds import Paths
-from cairn.replay.timed_cache import ReplayOutcome, TimedCache
-from cairn.replay.traces import Timeline, Trace, TraceRequest, key_tokens
-from cairn.types import Keys
+from cairn.replay.other_servers import OtherServers
+from cairn.replay.outcome import ReplayOutcome, tree_memory
+from cairn.replay.traces import LogHeader, Timeline, Trace, TraceRequest, key_tokens
+from cairn.scheduler.advance import chunk_end
+from cairn.scheduler.plan_builder import PlanBuilder
+from cairn.scheduler.request import Request, Spec
+from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.state import SchedulerConfig
+from cairn.scheduler.transfers import Transfers
+from cairn.step import GRID, SampledToken, StepResult
+from cairn.transfer.contract import KvSource, TransferRole
+from cairn.types import Clock, Keys, ManualClock, RequestId, SamplingParams
 
 __all__ = ["Replay", "ReplayOutcome"]
 
+UNBOUNDED = 1 << 60
+"""Tokens of a sequence, and requests that wait."""
 
-Process = Iterator[float]
-"""One request's simulation: each value is the time, in seconds, at which it resumes."""
-
-WAIT_FOR_ROOM = math.inf
-"""The time of a process that resumes when pages have been freed."""
-
-
-class EventQueue:
-    """A discrete-event simulation: runs processes in the order of their times, of equal times the lower number first.
-
-    `now`: the trace's time in seconds; `advance` is called with each new one. `room_freed`: to be set when pages were
-    freed; the processes that wait for room are then resumed in the order of their numbers until one has to wait again.
-    """
-
-    def __init__(self, advance: Callable[[float], None]) -> None:
-        self.now = -math.inf
-        self.room_freed = False
-        self._advance = advance
-        self._events: list[tuple[float, int, Process]] = []
-        self._waiting: list[tuple[int, Process]] = []
-
-    def has_waiting_before(self, number: int) -> bool:
-        """Whether a process with a lower number waits for room."""
-        return bool(self._waiting) and self._waiting[0][0] < number
-
-    def start(self, number: int, process: Process) -> None:
-        """Start a process now, and run it until it has to wait."""
-        self._run(number, process)
-        self._retry_waiting()
-
-    def run_until(self, seconds: float) -> None:
-        """Run all events up to and including this time."""
-        while self._events and self._events[0][0] <= seconds:
-            when, number, process = heapq.heappop(self._events)
-            self._set_time(when)
-            self._run(number, process)
-            self._retry_waiting()
-        self._set_time(seconds)
-
-    def run_to_end(self) -> None:
-        """Run all processes to their ends."""
-        self.run_until(math.inf)
-        assert not self._waiting, f"{len(self._waiting)} requests wait for room that nobody can free"
-
-    def _set_time(self, seconds: float) -> None:
-        if self.now < seconds < math.inf:
-            self.now = seconds
-            self._advance(seconds)
-
-    def _retry_waiting(self) -> None:
-        while self.room_freed and self._waiting:
-            self.room_freed = False
-            for _ in range(len(self._waiting)):
-                number, process = heapq.heappop(self._waiting)
-                if not self._run(number, process):
-                    break
-
-    def _run(self, number: int, process: Process) -> bool:
-        """False if it waits for room."""
-        for when in process:
-            if when == WAIT_FOR_ROOM:
-                heapq.heappush(self._waiting, (number, process))
-                return False
-            if when > self.now:
-                heapq.heappush(self._events, (when, number, process))
-                break
-        return True
+NO_TIMELINE = Timeline(0.0, 0.0, 0, sys.maxsize)
 
 
 @dataclass(slots=True, eq=False)
 class ReplayRequest:
-    """A request and its progress in tokens. `keys`: of its path and answer, of which `num_prompt` are the path's and
-    `num_tokens` exist so far; `position`: computed tokens. `delay`: seconds behind its timeline. `sequence`: None while
-    it waits."""
+    """A request that has not ended. `index`: where its hits are counted, if anywhere. `answer`: its tokens; the last
+    one may be any. `leaves`: its client is gone, as soon as it has been admitted."""
 
     index: int
     trace_request: TraceRequest
-    keys: Keys
-    num_prompt: int
-    sequence: SequenceBlocks | None = None
-    facts: PromptFacts | None = None
-    num_tokens: int = 0
-    position: int = 0
-    delay: float = 0.0
+    answer: list[int]
+    admitted: bool = False
+    leaves: bool = False
+
+    @property
+    def timeline(self) -> Timeline:
+        return self.trace_request.timeline or NO_TIMELINE
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """After so many steps, `indices` arrive: several are answers to one prompt. Or, with `leaves`, their client is
+    gone."""
+
+    step: int
+    seconds: float
+    indices: Sequence[int]
+    leaves: bool = False
 
 
 class Replay:
-    """Replays one trace through one cache, once, on the trace's own time."""
+    """Replays one trace, once. `cache`: what it goes through; `outcome`: what has come of it.
 
-    def __init__(self, timed: TimedCache) -> None:
-        self._timed = timed
-        self.cache, self.outcome = timed.cache, timed.outcome
+    `max_tokens`: of a step, at least 64. `clock` measures what scheduler, cache and policies take. `log`: the server
+    whose log the trace is. `observer` is told of what enters and leaves the tree. Raises ValueError if the budget is
+    less than a page, or `max_tokens` too small.
+    """
+
+    def __init__(
+        self,
+        layout: CacheLayout,
+        budget_bytes: int,
+        policy: CachePolicy,
+        max_tokens: int,
+        clock: Clock,
+        log: LogHeader | None = None,
+        observer: TreeObserver | None = None,
+    ) -> None:
+        if max_tokens < GRID:
+            raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {max_tokens}")
+        self._log = log
+        num_seqs = 1 if log is None else log.max_num_seqs
+        self._config = SchedulerConfig(
+            max_num_seqs=num_seqs,
+            max_num_batched_tokens=max(max_tokens, num_seqs + GRID),
+            max_waiting=UNBOUNDED,
+            max_model_len=UNBOUNDED,
+            max_in_flight=1 if log is None else log.max_in_flight,
+            exact=policy.exact,
+            in_flight_sharing=log is None or log.in_flight_sharing,
+        )
+        self._time = ManualClock()
+        self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, observer, self._time)
+        self.outcome = ReplayOutcome()
+        self._others = OtherServers()
+        transfers = Transfers(None if log is None else self._others)
+        self._scheduler = Scheduler(self._config, self.cache, self._time, transfers, self)
         self._paths = Paths()
         self._unit = 1
-        self._step = 0
-        self._events = EventQueue(timed.advance_to)
-        self._running: dict[int, ReplayRequest] = {}
+        self._clock = clock
+        self._requests: dict[RequestId, ReplayRequest] = {}
+        self._admitted: list[tuple[ReplayRequest, Request]] = []
+        self._ended: list[RequestId] = []
+        self._out: deque[PlanBuilder] = deque()
+        self._num_steps = 0
+        self._late = 0
+        """Steps by which requests of a log come later than they did."""
 
     def run(self, trace: Trace, progress: Callable[[int], None] | None = None) -> ReplayOutcome:
         """Replay all requests. `progress` is called with the number of requests started; `outcome.hits` is in their
         order."""
-        for number, trace_request in enumerate(trace.requests, 1):
-            self.start(trace_request, trace.unit)
-            if progress is not None:
+        progress = progress or (lambda number: None)
+        if self._log is None:
+            for number, trace_request in enumerate(trace.requests, 1):
+                self.serve(trace_request, trace.unit)
                 progress(number)
+        else:
+            self._serve_log(trace, progress)
         return self.finish()
 
-    def start(self, trace_request: TraceRequest, unit: int) -> None:
-        """Start one more request at its time, after all that happens before it. One without a timeline is served at
-        once: its cached tokens are the last of `outcome.hits`."""
+    def serve(self, trace_request: TraceRequest, unit: int) -> int:
+        """Serve one more request alone, from its arrival to its end. Returns its cached tokens, which are the last of
+        `outcome.hits`."""
         index, self._unit = len(self.outcome.hits), unit
         self.outcome.hits.append(0)
-        self._events.run_until(trace_request.scheduled_time)
-        keys = key_tokens(np.concatenate([trace_request.path, trace_request.answer]), unit)
-        num_prompt = len(trace_request.path) * unit
-        self._events.start(
-            index, self._simulate(ReplayRequest(index, trace_request, keys, num_prompt, num_tokens=num_prompt))
-        )
+        self._advance_to(trace_request.arrived)
+        self._submit({index: trace_request}, index)
+        self._run_until(sys.maxsize)
+        return self.outcome.hits[index]
 
     def finish(self) -> ReplayOutcome:
-        """Serve all requests to their ends."""
-        self._events.run_to_end()
-        return self._timed.finish()
+        """The outcome, completed with the counters of the cache."""
+        outcome, checkpoints = self.outcome, self.cache.checkpoints
+        outcome.taken, outcome.evicted = checkpoints.taken, checkpoints.evicted
+        outcome.used = self.cache.counters.used
+        outcome.tree = tree_memory(self.cache)
+        return outcome
 
-    def _simulate(self, request: ReplayRequest) -> Process:
-        trace_request, length = request.trace_request, request.trace_request.num_prompt_tokens
-        if not request.num_prompt or not self._timed.can_hold(request.num_prompt):
-            self.outcome.forward_passes += -(-length // self._timed.max_tokens)
-            self.outcome.refused += request.num_prompt > 0
-            self._count_prompt(request, 0, 0, {Reason.DISABLED if request.num_prompt else Reason.NEVER_SEEN: length})
-            return
-        yield from self._admit(request)
-        computed, since = request.position, trace_request.scheduled_time
-        for since, forced, end in self._prefill_steps(trace_request):
-            yield since + request.delay
-            if forced > request.position and request.sequence is not None:
-                with self._timed.stopwatch:
-                    self.cache.force_checkpoint(request.sequence, forced)
-            while max(computed, request.position) < end:
-                computed = yield from self._prefill(request, max(computed, request.position), end)
-        self._release_step_pages(request)
-        yield from self._decode(request, since)
-        if trace_request.timeline is not None:
-            yield trace_request.timeline.finished_time + request.delay
-        if request.sequence is None:
-            yield from self._admit(request)
-        saved = self._finish(request)
-        if trace_request.timeline is not None:
-            yield trace_request.timeline.released_time + request.delay
-        if request.sequence is None:
-            yield from self._admit(request)
-        self._release(request, saved)
-
-    def _prefill_steps(self, trace_request: TraceRequest) -> Iterator[tuple[float, int, int]]:
-        """Time, position of a forced checkpoint or 0, and end of a prefill step or 0. Forced checkpoints come before
-        those of the policy in the same step; the last step ends at the prompt's end if there is an answer."""
-        since, timeline = trace_request.scheduled_time, trace_request.timeline
-        if timeline is not None:
-            forced = [
-                (math.nextafter(when, -math.inf), position, 0)
-                for when, position in timeline.forced_checkpoints
-                if when >= timeline.scheduled_time
-            ]
-            yield from sorted(forced + [(when, 0, end) for when, end in timeline.prefill_steps])
-            since = timeline.prefill_steps[-1][0] if timeline.prefill_steps else since
-        if timeline is None or timeline.completed or len(trace_request.answer):
-            yield since, 0, trace_request.num_prompt_tokens
-
-    def _admit(self, request: ReplayRequest) -> Process:
-        """Wait for pages for all tokens so far, in the order of arrival."""
-        since = self._events.now
-        while self._events.has_waiting_before(request.index) or not self._try_admit(request):
-            if not self._running:
-                with self._timed.stopwatch:
-                    self.cache.clear()  # with nothing else running, its own hit is in the way
-                fits = self._try_admit(request)
-                assert fits, f"request {request.index} does not fit an empty pool"
-                break
-            yield WAIT_FOR_ROOM
-        self._running[request.index] = request
-        request.delay += self._events.now - since
-
-    def _try_admit(self, request: ReplayRequest) -> bool:
-        trace_request, cache = request.trace_request, self.cache
-        resumed = request.facts is not None
-        keys, name = request.keys[: request.num_tokens], str(request.index)
-        with self._timed.stopwatch:
-            bypass = trace_request.timeline is not None and trace_request.timeline.bypasses_cache and not resumed
-            namespace = Namespace(cache_salt=trace_request.namespace)
-            sequence = cache.lookup(namespace, keys, name, request.num_prompt if resumed else None, bypass)
-            fits = sequence.hit == request.num_tokens or cache.could_extend(sequence, request.num_tokens)
-            if not fits or (sequence.hit < request.num_tokens and cache.extend(sequence, request.num_tokens) is None):
-                cache.release(sequence)
-                return False
-            if trace_request.timeline is not None and not resumed:
-                self._receive_pages(sequence, trace_request.timeline.received_end)
-                for when, position in trace_request.timeline.forced_checkpoints:
-                    if when < trace_request.timeline.scheduled_time and position > sequence.hit:
-                        cache.force_checkpoint(sequence, position)
-            if (
-                trace_request.is_parallel_sample
-                and not resumed
-                and sequence.restore is not None
-                and sequence.hit == len(keys)
-            ):
-                # it starts from the checkpoint that was pinned for it, which is no hit that the cache learns from
-                looked_up, sequence = sequence, cache.branch(sequence, sequence.restore, name)
-                cache.release(looked_up)
-            else:
-                cache.begin_request(sequence, resumed or trace_request.is_parallel_sample)
-            cache.retain_breakpoints(sequence, trace_request.boundaries)
-            prefill_until = request.num_prompt if cache.policy.exact else request.num_tokens
-            request.sequence, request.facts = (
-                sequence,
-                cache.prompt_facts(sequence, prefill_until, trace_request.boundaries),
-            )
-        if resumed:
-            self._recompute(request, sequence)
-        else:
-            request.position = sequence.hit
-            self._count_prompt(request, sequence.hit, sequence.received, sequence.lost)
-        return True
-
-    def _receive_pages(self, sequence: SequenceBlocks, position: int) -> None:
-        """Take in another server's pages and state, if they reach beyond the hit."""
-        length = sequence.num_prompt_tokens
-        if sequence.hit < position <= length and self.cache.force_checkpoint(sequence, length) is not None:
-            self.cache.receive(sequence, position, length, position)
-
-    def _recompute(self, request: ReplayRequest, sequence: SequenceBlocks) -> None:
-        """Compute what the request had computed before it was preempted, from the hit on."""
-        reached, request.position = request.position, sequence.hit
-        while request.position < reached:
-            start, end = request.position, reached
-            if start < request.num_prompt:
-                end = self._timed.chunk_end(start, min(reached, request.num_prompt))
-                self.outcome.forward_passes += 1
-            with self._timed.stopwatch:
-                self._apply_step(
-                    sequence, end, self._reserve_checkpoints(request, sequence, start, min(end, request.num_prompt))
-                )
-            request.position = end
-
-    def _prefill(self, request: ReplayRequest, computed: int, end: int) -> Generator[float, None, int]:
-        """Compute one chunk of the prompt from `computed`, up to `end` at most. Returns how far the prompt is computed
-        then, tokens behind the path included: no further if the request was preempted meanwhile."""
-        if request.sequence is None:
-            yield from self._admit(request)
-            return computed
-        sequence, stop = request.sequence, self._timed.chunk_end(computed, end)
-        high = min(stop, request.num_prompt)
-        with self._timed.stopwatch:
-            positions = self._reserve_checkpoints(request, sequence, min(computed, request.num_prompt), high)
-        if request.trace_request.timeline is not None:
-            yield self._time_of_apply(request, request.trace_request.timeline, stop)
-        if request.sequence is not sequence:
-            return computed
-        with self._timed.stopwatch:
-            self._apply_step(sequence, high, positions)
-        request.position = max(request.position, high)
-        self.outcome.forward_passes += 1
-        return stop
-
-    def _time_of_apply(self, request: ReplayRequest, timeline: Timeline, end: int) -> float:
-        """The time at which a step that was just planned is applied: after the whole step was planned."""
-        first_token_time = timeline.first_token_time + request.delay
-        last = end >= request.num_prompt and first_token_time > self._events.now
-        return first_token_time if last else math.nextafter(self._events.now, math.inf)
-
-    def _reserve_checkpoints(self, request: ReplayRequest, sequence: SequenceBlocks, start: int, end: int) -> list[int]:
-        """Positions in the chunk (start, end] of the prompt that have a reserved checkpoint."""
-        placement, facts = self.cache.policy.placement, request.facts
-        assert facts is not None
-        reserved = [position for position in sequence.pending_states if start < position <= end]
-        for wanted in placement.in_prefill(facts, start, end) if placement is not None and start < end else []:
-            if self.cache.reserve_checkpoint(sequence, wanted) is not None:
-                reserved.append(wanted.position)
-        return reserved
-
-    def _decode(self, request: ReplayRequest, since: float) -> Process:
-        """Generate the answer as far as there is room for it, with the checkpoints of the placement policy.
-
-        Pages for all units up to the next stop are allocated at once, which evicts the same as one after the other.
-        """
-        policy, timeline = self.cache.policy, request.trace_request.timeline
-        start, end, block_size = request.num_prompt, len(request.keys), self.cache.layout.block_size
-        times, ends = _answer_timeline(timeline, since, start, end) if timeline is not None else ([], [])
-        for stop in range(start + self._unit, end + 1, self._unit):
-            facts = request.facts
-            assert facts is not None
-            with self._timed.stopwatch:
-                point = policy.placement.in_decode(facts, stop) if policy.placement and not policy.exact else None
-            # a page is needed for the first token, whose page may be shared and is copied, and at each page's begin
-            needs_page = timeline is not None and (stop == start + 1 or stop % block_size == 1 % block_size)
-            if point is None and stop < end and not needs_page:
+    def _serve_log(self, trace: Trace, progress: Callable[[int], None]) -> None:
+        requests, started = (*trace.requests, *trace.unserved), 0
+        self.outcome.hits = [0] * len(trace.requests)
+        for event in _events(requests):
+            self._run_until(event.step)
+            self._advance_to(event.seconds)
+            if event.leaves:
+                self._leave(event.indices[0])
                 continue
-            if timeline is not None:
-                yield float(np.interp(stop, ends, times)) + request.delay
-            if request.sequence is None:
-                yield from self._admit(request)
-            while not self._append_tokens(request, stop):
-                youngest = max(self._running)
-                if youngest > request.index:
-                    self._preempt(self._running[youngest])
-                elif len(self._running) > 1:
-                    freed = self._events.room_freed
-                    self._preempt(request)
-                    self._events.room_freed = freed  # the freed pages are for older requests
-                    yield WAIT_FOR_ROOM
-                    yield from self._admit(request)
-                else:
-                    return
-            if point is not None:
-                yield from self._save_checkpoint(request, point)
+            counted = [index for index in event.indices if not requests[index].is_parallel_sample]
+            self._submit({index: requests[index] for index in event.indices}, (counted or event.indices)[0])
+            started += len(event.indices)
+            progress(started)
+        self._run_until(sys.maxsize)
 
-    def _save_checkpoint(self, request: ReplayRequest, wanted: CheckpointPoint) -> Process:
-        """Save a checkpoint of the answer if there is room for it."""
-        sequence = request.sequence
-        with self._timed.stopwatch:
-            reserved = sequence is not None and self.cache.reserve_checkpoint(sequence, wanted) is not None
-        if reserved and request.trace_request.timeline is not None:
-            yield math.nextafter(self._events.now, math.inf)
-        if reserved and sequence is not None and request.sequence is sequence:
-            with self._timed.stopwatch:
-                self._apply_step(sequence, wanted.position, [wanted.position])
+    def _advance_to(self, seconds: float) -> None:
+        """Set the virtual time, which never goes back."""
+        self._time.advance(max(0.0, seconds - self._time.now()))
 
-    def _append_tokens(self, request: ReplayRequest, end: int) -> bool:
-        """Append the answer's tokens up to `end`. False if there is no room for all of them: then as many units as fit
-        are appended."""
-        sequence = request.sequence
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def _submit(self, answers: Mapping[int, TraceRequest], counted: int) -> None:
+        """Hand over requests with the same prompt, whose cached tokens are counted at index `counted`."""
+        first, name = next(iter(answers.values())), str(next(iter(answers)))
+        prompt, length = key_tokens(first.path, self._unit), first.num_prompt_tokens
+        specs, added = [], {}
+        limit = max(1, self._scheduler.max_tokens_for(len(prompt)))
+        for index, trace_request in answers.items():
+            # the last token of an answer is sampled and not computed
+            answer = [*key_tokens(trace_request.answer, self._unit).tolist(), 0]
+            request = ReplayRequest(counted, trace_request, answer)
+            added[RequestId(str(index))] = request
+            specs.append(_spec(RequestId(str(index)), request, prompt, min(limit, len(request.answer))))
+        if (end := (first.timeline or NO_TIMELINE).received_end) > 0:
+            self._others.promised[name] = end
+        self._requests |= added
+        try:
+            if not len(prompt):
+                raise InvalidRequest("a prompt without a full unit never meets the cache", "prompt")
+            self._scheduler.submit(specs[0], specs[1:])
+        except InvalidRequest:
+            for request_id in added:
+                del self._requests[request_id]
+            if counted >= len(self.outcome.hits):
+                return
+            self.outcome.refused += len(prompt) > 0
+            self.outcome.forward_passes += -(-length // self._config.max_num_batched_tokens)
+            reason = Reason.DISABLED if len(prompt) else Reason.NEVER_SEEN
+            self._count_prompt(counted, first, 0, 0, {reason: length})
+        self._poll()
+
+    def _poll(self) -> None:
+        """Other servers give and take all at once."""
+        self._scheduler.poll()
+        while self._others.pending:
+            self._scheduler.poll()
+
+    def _leave(self, index: int) -> None:
+        request_id = RequestId(str(index))
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.admitted or math.isinf(request.timeline.scheduled_time):
+            self._scheduler.abort(request_id)
+        else:
+            request.leaves = True
+
+    def _run_until(self, step: int) -> None:
+        """Plan and apply steps before this one of the log, and count the prompts that came in."""
+        since = self._clock.now()
+        while self._scheduler.has_work and self._num_steps < step + self._late:
+            self._run_step(step + self._late - self._num_steps)
+            self._poll()
+        self.outcome.seconds += self._clock.now() - since
+        if step < sys.maxsize:
+            self._num_steps = max(self._num_steps, step + self._late)
+        for replayed, request in self._admitted:
+            self._count_admitted(replayed, request)
+        for request_id in self._ended:
+            del self._requests[request_id]
+        self._admitted.clear()
+        self._ended.clear()
+
+    def _run_step(self, limit: int) -> None:
+        """Run one step to its end, or skip some, at most `limit`."""
+        skipped, pool = self._scheduler.skip_plain_steps(limit, self._next_tokens), self.cache.pool
+        if skipped:
+            self._num_steps += skipped
+            return
+        while self._scheduler.can_plan:
+            self._scheduler.plan()
+            in_use = (pool.num_pages - pool.num_free) * self.cache.layout.page_bytes
+            self.outcome.peak_bytes = max(self.outcome.peak_bytes, in_use)
+        builder = self._out.popleft()
+        sampled = [self._sample(part.request, part.end) for part in builder.scheduled if part.samples]
+        sampled += [self._sample(request, builder.plain_sequence(request, row).end) for request, row in builder.plain]
+        result = StepResult(builder.step, tuple(sampled), advanced=[True] * builder.num_decodes)
+        for progress in self._scheduler.apply(result):
+            if progress.finish is not None:
+                # who came after it waits for it, as long as it may take
+                timeline = self._requests[progress.request.id].timeline
+                self._late = max(self._late, self._num_steps - timeline.finished_step)
+        for replayed, request in self._admitted:
+            if replayed.leaves:
+                self._scheduler.abort(request.id)
+
+    def _sample(self, request: Request, position: int) -> SampledToken:
+        return SampledToken(request.slot, self._requests[request.id].answer[position - request.num_prompt_tokens])
+
+    def _next_tokens(self, request: Request, num_tokens: int) -> list[int]:
+        start = len(request.output)
+        return self._requests[request.id].answer[start : start + num_tokens]
+
+    # -- what the scheduler tells ---------------------------------------------------------------------------------
+
+    def submitted(self, request: Request) -> None:
+        """A `RequestObserver` is told so; there is nothing to note."""
+
+    def planned(self, builder: PlanBuilder) -> None:
+        self._out.append(builder)
+        self._num_steps += 1
+        for part in builder.scheduled:
+            self.outcome.forward_passes += part.has_row and not part.is_decode
+            replayed = self._requests[part.request.id]
+            if not replayed.admitted:
+                replayed.admitted = True
+                self._admitted.append((replayed, part.request))
+
+    def ended(self, request: Request) -> None:
+        self._ended.append(request.id)
+
+    # -- counts --------------------------------------------------------------------------------------------------
+
+    def _count_admitted(self, replayed: ReplayRequest, request: Request) -> None:
+        sequence = request.stats.first_sequence
         assert sequence is not None
-        for step in (end - request.num_tokens, self._unit):
-            while request.num_tokens < end:
-                with self._timed.stopwatch:
-                    fits = self.cache.extend(sequence, request.num_tokens + step) is not None
-                if not fits:
-                    break
-                for token in request.keys[request.num_tokens : request.num_tokens + step].tolist():
-                    sequence.append(token)
-                request.num_tokens += step
-        request.position = request.num_tokens
-        self._release_step_pages(request)
-        return request.num_tokens >= end
+        if not request.stats.is_parallel_sample and replayed.index < len(self.outcome.hits):
+            self._count_prompt(replayed.index, replayed.trace_request, sequence.hit, sequence.received, sequence.lost)
+            path, length = request.num_prompt_tokens, replayed.trace_request.num_prompt_tokens
+            self.outcome.forward_passes += self._num_chunks(sequence.hit, length) - self._num_chunks(sequence.hit, path)
 
-    def _release_step_pages(self, request: ReplayRequest) -> None:
-        """Free the pages that only the last step needed: the restored checkpoint, and the source of a page copy."""
-        if request.sequence is not None and request.sequence.transient:
-            self._step += 1
-            with self._timed.stopwatch:
-                self.cache.pin_until(self._step, request.sequence)
-                self.cache.release_step(self._step)
+    def _num_chunks(self, start: int, end: int) -> int:
+        placement, most = self.cache.policy.placement, self._config.max_num_batched_tokens
+        if placement is not None and placement.step_tokens is not None:
+            most = min(most, placement.step_tokens)
+        count = 0
+        while start < end:
+            start, count = chunk_end(start, end, most), count + 1
+        return count
 
-    def _apply_step(self, sequence: SequenceBlocks, num_tokens: int, positions: list[int]) -> None:
-        """Plan and apply one step that computes up to `num_tokens` and fills the checkpoints at `positions`."""
-        self._step += 1
-        self.cache.pin_until(self._step, sequence)
-        self._timed.record_usage()
-        self.cache.commit(sequence, num_tokens, positions)
-        self.cache.release_step(self._step)
-        self._events.room_freed = self._events.room_freed or bool(positions)  # committed checkpoints can be evicted
-
-    def _preempt(self, request: ReplayRequest) -> None:
-        """Free the pages of a running request; its state is kept under the same conditions as in the scheduler."""
-        sequence, cache, position = request.sequence, self.cache, request.position
-        assert sequence is not None
-        size = cache.layout.pages_per_checkpoint
-        own = sum(len(pages) for pages in sequence.pages) - cache.layout.pages_for(sequence.matched)
-        with self._timed.stopwatch:
-            self._apply_step(sequence, position, [])
-            if position > sequence.hit and size < own and cache.policy.placement is not None:
-                if cache.reserve_checkpoint(sequence, CheckpointPoint(position, Kind.PREEMPTION)) is not None:
-                    self._apply_step(sequence, position, [position])
-            cache.release(sequence, Reason.PREEMPTED)
-        del self._running[request.index]
-        request.sequence, self._events.room_freed = None, True
-
-    def _finish(self, request: ReplayRequest) -> list[int]:
-        """Commit the answer. Returns the position of the checkpoint to save at its end, if any."""
-        sequence, policy, position = request.sequence, self.cache.policy, request.position
-        assert sequence is not None
-        completed = request.trace_request.timeline is None or request.trace_request.timeline.completed
-        with self._timed.stopwatch:
-            self._apply_step(sequence, position, [])
-            at_end = policy.placement is not None and policy.placement.keeps_answer_end and not policy.exact
-            if not at_end or not completed or position <= request.num_prompt:
-                return []
-            state_pages = self.cache.reserve_checkpoint(sequence, CheckpointPoint(position, Kind.ANSWER_END))
-            return [] if state_pages is None else [position]
-
-    def _release(self, request: ReplayRequest, saved: list[int]) -> None:
-        sequence = request.sequence
-        assert sequence is not None
-        with self._timed.stopwatch:
-            if saved and saved[0] in sequence.pending_states:
-                self._apply_step(sequence, saved[0], saved)
-            self.cache.release(sequence)
-        del self._running[request.index]
-        self._events.room_freed = True
-
-    def _count_prompt(self, request: ReplayRequest, hit: int, received: int, lost: Mapping[Reason, int]) -> None:
+    def _count_prompt(
+        self, index: int, trace_request: TraceRequest, hit: int, received: int, lost: Mapping[Reason, int]
+    ) -> None:
         """Count the prompt: `hit` tokens need not be computed, of which `received` came from another server. `lost`:
         the other tokens by the cache's own account; those that it calls new and an earlier request had are evicted."""
-        trace_request, outcome = request.trace_request, self.outcome
-        num_seen = self._paths.shared(trace_request.path) * self._unit
+        outcome = self.outcome
+        length = trace_request.num_prompt_tokens
+        num_seen = max(hit, self._paths.shared(trace_request.path) * self._unit)
         self._paths.add(trace_request.path, trace_request.answer)
-        if trace_request.is_parallel_sample:
-            return
-        length, num_seen = trace_request.num_prompt_tokens, max(hit, num_seen)
         outcome.prompt_tokens += length
         outcome.hit_tokens += hit - received
-        outcome.hits[request.index] = hit - received
+        outcome.hits[index] = hit - received
         outcome.prefill_tokens += length - hit
         remaining = num_seen - hit
         for reason, tokens in lost.items():
@@ -457,11 +323,37 @@ class Replay:
         outcome.lost += Counter()  # drops reasons without tokens
 
 
-def _answer_timeline(timeline: Timeline, since: float, start: int, end: int) -> tuple[list[float], list[int]]:
-    """Times and ascending token counts of an answer's decode steps, for interpolation."""
-    times, ends = [since], [start]
-    for when, reached in (*timeline.decode_steps, (timeline.finished_time, end + 1)):
-        if reached > ends[-1] and when >= times[-1]:
-            times.append(when)
-            ends.append(reached)
-    return times, ends
+def _spec(request_id: RequestId, request: ReplayRequest, prompt: Keys, max_tokens: int) -> Spec:
+    trace_request, timeline = request.trace_request, request.timeline
+    source = KvSource("", "", 0, end=timeline.received_end) if timeline.received_end else None
+    return Spec(
+        request_id=request_id,
+        prompt=prompt,
+        sampling=SamplingParams(),
+        max_tokens=max_tokens,
+        namespace=Namespace(cache_salt=trace_request.namespace),
+        boundaries=trace_request.boundaries,
+        role=TransferRole(source, timeline.kv_export),
+        prompt_logprobs=0 if timeline.bypasses_cache else None,
+        priority=timeline.priority,
+    )
+
+
+def _events(requests: Sequence[TraceRequest]) -> Iterable[_Event]:
+    """Arrivals and departures of a log, in order. Answers to one prompt, which are named NAME, NAME/1, ..., arrive
+    together."""
+    arrivals: dict[object, list[int]] = {}
+    events = []
+    for index in sorted(range(len(requests)), key=lambda index: requests[index].arrived):
+        request, timeline = requests[index], requests[index].timeline
+        assert timeline is not None
+        base, _, number = request.name.rpartition("/")
+        prompt = base if base and number.isdecimal() else request.name
+        arrivals.setdefault((timeline.arrived_step, prompt, request.path.tobytes()), []).append(index)
+        if not timeline.completed:
+            events.append(_Event(timeline.finished_step, timeline.finished_time, [index], leaves=True))
+    for indices in arrivals.values():
+        first = requests[indices[0]]
+        assert first.timeline is not None
+        events.append(_Event(first.timeline.arrived_step, first.arrived, indices))
+    return sorted(events, key=lambda event: (event.step, event.seconds))

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from cairn.errors import ConfigError
 from cairn.models.layer_sizes import ForwardSizes
-from cairn.replay.timed_cache import ReplayOutcome
+from cairn.replay.outcome import ReplayOutcome
 from cairn.replay.traces import Trace
 
 UNLIMITED = "unlimited"

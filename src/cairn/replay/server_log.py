@@ -5,6 +5,7 @@ sequences share the first n hashes iff the originals share the first n tokens.
 """
 
 import binascii
+import math
 from base64 import b64decode
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any
@@ -21,7 +22,7 @@ from cairn.types import Boundary, BoundaryKind
 
 __all__ = ["read_server_log"]
 
-VERSION = 2
+VERSION = 3
 MAX_BYTES = MAX_ELEMENTS = 1 << 50
 HASH_BYTES = 2
 
@@ -61,7 +62,9 @@ class _Header(msgspec.Struct, frozen=True):
     forward_sizes: _ForwardSizes
     budget_bytes: Size
     policy: LoggedPolicy
+    max_num_seqs: Positive
     max_num_batched_tokens: Positive
+    in_flight_sharing: bool
     name: str = "request log"
 
 
@@ -74,46 +77,51 @@ class _LogLine(msgspec.Struct, frozen=True, rename={"num_in": "in", "num_out": "
     namespace: Number
     block_hashes: list[Number]
     token_hashes: str
-    steps: list[tuple[Seconds, Positive]]
+    arrived_step: Number
+    finished_step: Number
     finished: Seconds
-    released: Seconds
     prefix: tuple[Number, Positive] | None = None
     boundaries: list[tuple[Positive, BoundaryKind, Count]] = []
     scheduled: Seconds | None = None
-    first_token: Seconds | None = None
-    forced_checkpoints: list[tuple[Seconds, Positive]] = []
+    in_flight: Positive = 1
+    priority: int = 0
     parallel_sample: bool = False
+    kv_export: bool = False
     bypasses_cache: bool = False
     cached_tokens: Count = 0
     received_tokens: Count = 0
 
 
 def read_server_log(where: str, first: Mapping[str, Any], lines: Iterable[tuple[str, Mapping[str, Any]]]) -> Trace:
-    """The trace of a log with this first line, at `where`, and these others. Requests that were never scheduled are
-    left out; the others are sorted by the time they were. Raises ConfigError naming the line and the field."""
+    """The trace of a log with this first line, at `where`, and these others. They are sorted by the
+    time when they were scheduled; those that never were are `unserved`. Raises ConfigError naming the line and the
+    field."""
     if first.get("version") != VERSION:
         raise ConfigError(
             f"{where}: `version` {first.get('version')!r:.40} is not {VERSION}: another cairn has written this log; "
             "record a new one with `cairn serve --request-log FILE`"
         )
     header: _Header = _parse(first, _Header, where)
-    sequences, requests = _Sequences(header.unit), []
+    sequences, requests, in_flight = _Sequences(header.unit), [], 1
     for place, raw in lines:
         line: _LogLine = _parse(raw, _LogLine, place)
-        request = _make_request(line, sequences.add(line, place), place)
-        if request is not None:
-            requests.append(request)
-    if not requests:
-        raise ConfigError(f"{where}: a header, and no request that was scheduled")
+        in_flight = max(in_flight, line.in_flight)
+        requests.append(_make_request(line, sequences.add(line, place), place))
     requests.sort(key=lambda request: request.scheduled_time)
+    num_served = sum(math.isfinite(request.scheduled_time) for request in requests)
+    if not num_served:
+        raise ConfigError(f"{where}: a header, and no request that was scheduled")
     log_header = LogHeader(
         layout=_make_layout(header.layout, where),
         forward_sizes=ForwardSizes(*msgspec.structs.astuple(header.forward_sizes)),
         budget_bytes=header.budget_bytes,
         policy=header.policy,
+        max_num_seqs=header.max_num_seqs,
         max_num_batched_tokens=header.max_num_batched_tokens,
+        max_in_flight=in_flight,
+        in_flight_sharing=header.in_flight_sharing,
     )
-    return Trace(header.name, 1, tuple(requests), log_header)
+    return Trace(header.name, 1, tuple(requests[:num_served]), log_header, tuple(requests[num_served:]))
 
 
 def _parse(value: object, form: Any, where: str) -> Any:
@@ -173,27 +181,25 @@ def _decode_hashes(text: str, where: str) -> Ids:
     return np.frombuffer(raw, "<u2")
 
 
-def _make_request(line: _LogLine, tokens: Ids, where: str) -> TraceRequest | None:
-    """None if it was never scheduled."""
-    ends = [end for _, end in line.forced_checkpoints] + [boundary[0] for boundary in line.boundaries]
-    if max((end for _, end in line.steps), default=0) > len(tokens) or max(ends, default=0) > line.num_in:
-        raise ConfigError(f"{where}: `steps`, `forced_checkpoints` and `boundaries` must name tokens of the request")
+def _make_request(line: _LogLine, tokens: Ids, where: str) -> TraceRequest:
+    if max((boundary[0] for boundary in line.boundaries), default=0) > line.num_in:
+        raise ConfigError(f"{where}: `boundaries` must name tokens of the prompt")
+    if line.finished_step < line.arrived_step:
+        raise ConfigError(f"{where}: `finished_step` must not be before `arrived_step`")
     if line.cached_tokens + line.received_tokens > line.num_in:
         raise ConfigError(f"{where}: `cached_tokens` and `received_tokens` must be tokens of the prompt")
-    if line.scheduled is None:
-        return None
-    # the last token of an answer is sampled and not computed
-    num_computed = max(line.num_in, line.num_in + line.num_out - 1)
+    # the last token of an answer is sampled and not computed, unless its client left while that was under way
+    completed = line.finish in ("stop", "length")
+    num_computed = max(line.num_in, line.num_in + line.num_out - completed)
     timeline = Timeline(
-        scheduled_time=line.scheduled,
-        prefill_steps=tuple(step for step in line.steps if step[1] <= line.num_in),
-        decode_steps=tuple(step for step in line.steps if step[1] > line.num_in),
-        first_token_time=line.first_token if line.first_token is not None else line.scheduled,
-        finished_time=max(line.scheduled, line.finished),
-        released_time=max(line.scheduled, line.finished, line.released),
-        completed=line.finish in ("stop", "length"),
-        forced_checkpoints=tuple(line.forced_checkpoints),
+        scheduled_time=math.inf if line.scheduled is None else line.scheduled,
+        finished_time=line.finished,
+        arrived_step=line.arrived_step,
+        finished_step=line.finished_step,
+        completed=completed,
+        priority=line.priority,
         received_end=line.cached_tokens + line.received_tokens if line.received_tokens else 0,
+        kv_export=line.kv_export,
         bypasses_cache=line.bypasses_cache,
         cached_tokens=line.cached_tokens,
     )

@@ -38,27 +38,25 @@ _ANY = -1
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The times at which a server served a request, in seconds since the start of its log.
+    """When a server served a request: in seconds since the start of its log, and in steps, which are counted as they
+    are planned.
 
-    `scheduled_time`: the request got its pages; `first_token_time`: the step that ended its prompt was applied, or
-    `scheduled_time` if none was; `finished_time`: its answer was complete; `released_time`: its pages were freed.
-    `prefill_steps`: the time of each prefill step and the number of prompt tokens computed after it; `decode_steps`:
-    the same for decode steps that need a page or may keep a state, the number of tokens with the answer included.
-    `forced_checkpoints`: time and position of each checkpoint that was reserved for another request, whatever the
-    placement policy says. `received_end`: the number of prompt tokens available after another server's
-    pages came, 0 if none came. `completed`: the answer ended with `stop` or `length`. `bypasses_cache`: no
-    lookup was made. `cached_tokens`: the server's own hit, to compare a replay with.
+    `scheduled_time`: the request got its pages, infinite if it never did; `finished_time`: its answer was complete, or
+    its client left. `arrived_step` and `finished_step`: steps planned before it arrived, and before it was finished.
+    `completed`: the answer ended with `stop` or `length`. `priority`: as the client gave it. `received_end`: the number
+    of prompt tokens available after another server's pages came, 0 if none came; `kv_export`: its own were leased to
+    another server. `bypasses_cache`: no lookup was made. `cached_tokens`: the server's own hit, to compare a replay
+    with.
     """
 
     scheduled_time: float
-    prefill_steps: tuple[tuple[float, int], ...]
-    decode_steps: tuple[tuple[float, int], ...]
-    first_token_time: float
     finished_time: float
-    released_time: float
+    arrived_step: int
+    finished_step: int
     completed: bool = True
-    forced_checkpoints: tuple[tuple[float, int], ...] = ()
+    priority: int = 0
     received_end: int = 0
+    kv_export: bool = False
     bypasses_cache: bool = False
     cached_tokens: int = 0
 
@@ -103,24 +101,31 @@ class LoggedPolicy(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LogHeader:
-    """The server that wrote a log. `layout`, `budget_bytes`: of one rank; `forward_sizes`: of the whole model."""
+    """The server that wrote a log. `layout`, `budget_bytes`: of one rank; `forward_sizes`: of the whole model.
+    The others: as its
+    scheduler had them."""
 
     layout: CacheLayout
     forward_sizes: ForwardSizes
     budget_bytes: int
     policy: LoggedPolicy
+    max_num_seqs: int
     max_num_batched_tokens: int
+    max_in_flight: int
+    in_flight_sharing: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
     """Requests in the order of their `scheduled_time`; `unit`: tokens of one id. `header`: None if it is no server's
-    log."""
+    log. `unserved`: requests of a log whose clients left before they got their pages, and that only kept others
+    waiting."""
 
     name: str
     unit: int
     requests: tuple[TraceRequest, ...]
     header: LogHeader | None = None
+    unserved: tuple[TraceRequest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

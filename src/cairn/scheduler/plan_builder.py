@@ -124,6 +124,11 @@ class PlanBuilder:
         """Whether nobody takes part."""
         return not (self.scheduled or self.plain)
 
+    @property
+    def num_decodes(self) -> int:
+        """Rows of one token each."""
+        return len(self._decodes)
+
     def plain_sequence(self, request: Request, row: int) -> ScheduledSequence:
         """One of `plain` as the long way takes it."""
         start = self._decodes[row][1]
@@ -131,7 +136,7 @@ class PlanBuilder:
 
     def row_of(self, scheduled: ScheduledSequence) -> int:
         """The number of its row among all of the plan's, once all of them are there."""
-        return scheduled.row if scheduled.is_decode else scheduled.row + len(self._decodes)
+        return scheduled.row if scheduled.is_decode else scheduled.row + self.num_decodes
 
     def plan(self) -> StepPlan:
         decodes = np.array(self._decodes, np.int64).reshape(-1, 4).T.copy()

@@ -10,6 +10,7 @@ from cairn.cache.prefix_cache import PrefixCache
 from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.admit import admit, admit_fully_fetched
 from cairn.scheduler.advance import advance
+from cairn.scheduler.fast_forward import NextTokens, skip_plain_steps
 from cairn.scheduler.finish import finish, release_or_save
 from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer, withdraw, withdraw_offers
 from cairn.scheduler.kv_import import finish_pull, release_quarantine, release_source, slow_fetches, start_pulls
@@ -280,6 +281,11 @@ class Scheduler:
                 progress.append(update)
         state.cache.release_step(builder.step)
         return progress
+
+    def skip_plain_steps(self, limit: int, next_tokens: NextTokens) -> int:
+        """Do at once what the next steps would do, `limit` of them at most, while each would only decode the token of
+        every running request that `next_tokens` knows. Returns how many that were; 0: plan the next step."""
+        return 0 if self._plans else skip_plain_steps(self.state, limit, next_tokens)
 
     def _apply_sequence(
         self, scheduled: ScheduledSequence, tokens: dict[int, SampledToken], advanced: Sequence[bool]

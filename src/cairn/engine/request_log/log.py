@@ -6,14 +6,15 @@
 
 The first line says what was served and by which rules: bytes are those of one rank, `forward_sizes` are the whole
 model's. The others are written as requests end. The scheduler's thread only hands a `LogEntry` over; the thread of
-`LogFile` hashes and writes. Where checkpoints are placed and what is evicted is not in it: a replay decides that
-anew.
+`LogFile` hashes and writes. What the scheduler and the cache made of the requests is not in it: a replay decides that
+anew, with as many steps between two arrivals as there were here.
 """
 
 import os
 import time
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -25,13 +26,11 @@ from cairn.engine.core_report import cache_report
 from cairn.engine.request_log.file import LogFile
 from cairn.engine.request_log.lines import LogEntry, LogLines
 from cairn.models.layer_sizes import ForwardSizes
-from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
+from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request
-from cairn.step import GRID
 from cairn.types import Clock
 
-_NANOSECOND = 1e-9
-VERSION = 2
+VERSION = 3
 UNIT = 64
 """Tokens of a block hash."""
 KEY_BYTES = 32
@@ -39,30 +38,18 @@ MAX_WRITTEN_TOKENS = 1 << 24
 """For how many tokens the block hashes in the file are remembered: 30 MiB."""
 
 
-@dataclass(slots=True)
-class StepTimes:
-    """When a request was computed, in seconds since the start of the log.
-
-    `steps`: the time at which each of its steps was planned and the number of tokens computed after it: all prefill
-    steps, and those decode steps that need a page or may keep a state. `forced_checkpoints`: the positions of
-    checkpoints that were reserved because another request needs them, whatever the placement policy says, with the
-    times at which they were first seen.
-    """
-
-    steps: list[tuple[float, int]] = field(default_factory=list)
-    forced_checkpoints: dict[int, float] = field(default_factory=dict)
-
-
 class RequestLog:
     """A `RequestObserver` that makes a `LogEntry` of each request when it ends. One thread only."""
 
-    def __init__(self, sink: LogFile, clock: Clock, block_size: int) -> None:
+    def __init__(self, sink: LogFile, clock: Clock) -> None:
         self._sink = sink
-        self._block_size = block_size
         self._clock = clock
         self._start = clock.now()
-        self._last_plan = 0.0
-        self._step_times: dict[str, StepTimes] = {}
+        self._num_steps = 0
+        # when they were planned: enough for all from a request's end until its pages are freed
+        self._last_steps: deque[float] = deque(maxlen=16)
+        self._in_flight = 1
+        self._arrived_steps: dict[str, int] = {}
 
     @property
     def dropped(self) -> int:
@@ -73,40 +60,21 @@ class RequestLog:
         self._sink.close()
 
     def submitted(self, request: Request) -> None:
-        self._step_times[request.id] = StepTimes()
+        self._arrived_steps[request.id] = self._num_steps
 
     def planned(self, builder: PlanBuilder) -> None:
-        now = self._clock.now() - self._start
-        last_plan, self._last_plan = self._last_plan, now
-        admitted = [when for part in builder.scheduled if (when := self._scheduled(part.request)) > last_plan]
-        # running requests get their pages before others are admitted; checkpoints are reserved last
-        before_admission = min([now, *(when - _NANOSECOND for when in admitted)])
-        for part in builder.scheduled:
-            sequence = part.request.sequence
-            times = self._step_times[part.request.id]
-            if part.has_row and (not part.is_decode or self._must_record(part)):
-                when = before_admission if part.is_decode and self._needs_page(part) else now
-                times.steps.append((when, part.end))
-            if sequence is not None:
-                scheduled = self._scheduled(part.request)
-                for position in [at for at, pending in sequence.pending_states.items() if pending.forced]:
-                    # for other answers, or another server, the one at the prompt's end is reserved with the pages
-                    with_pages = scheduled > last_plan and position == part.request.num_prompt_tokens
-                    times.forced_checkpoints.setdefault(position, scheduled - _NANOSECOND if with_pages else now)
-
-    def _must_record(self, part: ScheduledSequence) -> bool:
-        """Whether a decode step needs a page or may keep a state."""
-        return self._needs_page(part) or bool(part.checkpoint_positions) or part.end % GRID == 0
-
-    def _needs_page(self, part: ScheduledSequence) -> bool:
-        return part.start % self._block_size == 0 or part.start == part.request.num_prompt_tokens
-
-    def _scheduled(self, request: Request) -> float:
-        when = request.stats.scheduled_time
-        return -1.0 if when is None else when - self._start
+        last = self._last_steps[-1] if self._last_steps else 0.0
+        requests = [part.request for part in builder.scheduled] + [request for request, _ in builder.plain[:1]]
+        for request in requests:
+            self._in_flight = max(self._in_flight, request.num_in_flight)
+            # what it has fetched from another server was not there before
+            if request.transfer.pulled is not None and (request.stats.scheduled_time or 0.0) > last:
+                self._arrived_steps[request.id] = self._num_steps
+        self._num_steps += 1
+        self._last_steps.append(self._clock.now())
 
     def ended(self, request: Request) -> None:
-        spec, steps = request.spec, self._step_times.pop(request.id)
+        spec, finished = request.spec, request.stats.finished_time or self._clock.now()
         fields: dict[str, object] = {
             "n": request.stats.arrival,
             "id": request.id,
@@ -116,7 +84,8 @@ class RequestLog:
             "timings": _timings(request),
             **_cache_fields(cache_report(request)),
             "boundaries": [(each.position, each.kind, each.retain_seconds) for each in spec.boundaries],
-            "steps": [(_rounded(when), end) for when, end in steps.steps],
+            "arrived_step": self._arrived_steps.pop(request.id),
+            "finished_step": self._num_steps - sum(when > finished for when in self._last_steps),
         }
         moments = {
             "t": request.stats.arrival_time,
@@ -125,20 +94,17 @@ class RequestLog:
             "finished": request.stats.finished_time,
             "released": self._clock.now(),
         }
-        fields |= {name: _rounded(when - self._start) for name, when in moments.items() if when is not None}
+        fields |= {name: round(when - self._start, 9) for name, when in moments.items() if when is not None}
         optional = {
-            "forced_checkpoints": [(_rounded(when), place) for place, when in steps.forced_checkpoints.items()],
+            "in_flight": self._in_flight if self._in_flight > 1 else 0,
+            "priority": spec.priority,
             "parallel_sample": request.stats.is_parallel_sample,
+            "kv_export": spec.role.kv_export,
             "bypasses_cache": spec.prompt_logprobs is not None,
             "dropped": self._sink.dropped,
         }
         fields |= {name: value for name, value in optional.items() if value}
         self._sink.put(LogEntry(spec.namespace, spec.prompt, tuple(request.output), fields))
-
-
-def _rounded(seconds: float) -> float:
-    """To nanoseconds, which keeps the order of events within a step."""
-    return round(seconds, 9)
 
 
 def _cache_fields(report: CacheReport | None) -> dict[str, object]:
@@ -180,7 +146,7 @@ def open_log(
         return None
     first = header(config, info, layout, sizes)
     file = LogFile(Path(log.path), log.max_bytes, partial(_new_lines, first))
-    return RequestLog(file, clock, layout.block_size)
+    return RequestLog(file, clock)
 
 
 def _new_lines(first: Mapping[str, object]) -> LogLines:
@@ -208,4 +174,5 @@ def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: F
         },
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_num_seqs": info.max_num_seqs,
+        "in_flight_sharing": config.in_flight_sharing,
     }
