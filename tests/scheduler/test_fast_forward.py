@@ -31,7 +31,7 @@ def played(driver, limit):
         running = {request.slot: request for request in scheduler.state.requests.values() if request.slot >= 0}
         slots = [slot for slot in plan.samples.slots.tolist() if running[slot].phase is Phase.RUNNING]
         sampled = tuple(SampledToken(slot, next_tokens(running[slot], 1)[0]) for slot in slots)
-        for progress in scheduler.apply(StepResult(plan.step, sampled)):
+        for progress in scheduler.apply(StepResult(plan.step, sampled, advanced=[True] * len(plan.decodes))):
             if progress.finish is not None:
                 finished[progress.request.id] = planned + skipped
     return planned, skipped, finished
@@ -79,7 +79,8 @@ def test_nothing_is_skipped_while_something_may_happen():
     played_steps(driver, 1)
     plan = scheduler.plan()
     assert scheduler.skip_plain_steps(100, next_tokens) == 0, "a step is out"
-    scheduler.apply(StepResult(plan.step, (SampledToken(plan.samples.slots.tolist()[0], 7),)))
+    sampled = (SampledToken(plan.samples.slots.tolist()[0], 7),)
+    scheduler.apply(StepResult(plan.step, sampled, advanced=[True] * len(plan.decodes)))
     assert scheduler.skip_plain_steps(5, next_tokens) == 5
     assert scheduler.skip_plain_steps(100, next_tokens) == 127 - 100 - 7, "a point of the grid"
     driver.submit(range(500, 600), 300)
@@ -90,4 +91,4 @@ def played_steps(driver, number):
     for _ in range(number):
         plan = driver.scheduler.plan()
         sampled = [SampledToken(slot, 7) for slot in plan.samples.slots.tolist()]
-        driver.scheduler.apply(StepResult(plan.step, tuple(sampled)))
+        driver.scheduler.apply(StepResult(plan.step, tuple(sampled), advanced=[True] * len(plan.decodes)))
