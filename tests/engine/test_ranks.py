@@ -25,7 +25,6 @@ from cairn.engine.contract import EngineConfig
 from cairn.engine.ranks.runner import RankDeadlines, RankedRunner, load_ranks
 from cairn.engine.ranks.wire import (
     RankConfig,
-    RankGraphs,
     RankService,
     RankSizes,
     follower_plan,
@@ -217,7 +216,7 @@ def test_all_ranks_replay_a_step_or_none(tiny_model, monkeypatch, num_stop_token
 
 def test_a_configuration_comes_through_whole():
     engine = EngineConfig(model="m", dtype="bfloat16", tensor_parallel_size=3)
-    config = RankConfig(engine=engine, extra_pages=7, rank=2, graphs=RankGraphs("a.b:c", 4096))
+    config = RankConfig(engine=engine, extra_pages=7, rank=2, graphs="a.b:c")
     assert frames_of_config().decode(frames_of_config().encode(config)) == config
 
 
@@ -399,7 +398,7 @@ def test_a_rank_that_cannot_capture_ends_the_start_of_all(tiny_model, monkeypatc
         met.append("the device is waited for")
 
     monkeypatch.setattr(DecodeGraphs, "capture", capture)
-    graphs = RankGraphs("engine.rank_service:make_graphs_on_rank_zero", 64)
+    graphs = "engine.rank_service:make_graphs_on_rank_zero"
     with load_ranks(msgspec.structs.replace(config_of(tiny_model, exact=False), graphs=graphs)) as loaded:
         pids = [each.child.process.pid for each in loaded._followers]
         with pytest.raises(

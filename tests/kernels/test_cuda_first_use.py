@@ -21,7 +21,6 @@ if INTERPRETED or ON_GPU or find_spec("triton") is None:
 from cairn.engine import devices
 from cairn.engine.build import _model_units
 from cairn.engine.contract import EngineConfig
-from cairn.engine.decode_capture import plan_capture
 from cairn.engine.devices import Device, LoadedModel, keeps_fp8, layout_of
 from cairn.engine.transfers.device_pool import DevicePool, NoStream
 from cairn.models.registry import open_model
@@ -92,8 +91,7 @@ class Server:
         self.opened = open_model(folder, config.dtype, keeps_fp8=keeps_fp8(config))
         model = self.opened.build(exact=config.exact, backend="cuda_exact" if config.exact else "cuda")
         vision = BlackImages(model.spec.hidden_size)
-        capture_for = partial(plan_capture, config, LaunchedAnew, MAX_MODEL_LEN)
-        loaded = LoadedModel(config, self.opened, Device("cuda"), model, vision, capture_for)
+        loaded = LoadedModel(config, self.opened, Device("cuda"), model, vision, LaunchedAnew)
         loaded._memory = Memory()
         loaded.measure_available_memory()
         clock = SimpleNamespace(now=lambda: 0.0)

@@ -15,7 +15,7 @@ from cairn.cache.placement import PlacementPolicy
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo
 from cairn.engine.core import Core
-from cairn.engine.decode_capture import plan_capture, records_decodes
+from cairn.engine.decode_capture import records_decodes
 from cairn.engine.devices import (
     Device,
     LoadedModel,
@@ -34,7 +34,7 @@ from cairn.engine.memory_plan import MemoryPlan, choose_max_model_len, count_pag
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.ranks.runner import load_ranks
 from cairn.engine.ranks.transfer import RankSockets, rank_service
-from cairn.engine.ranks.wire import RankConfig, RankGraphs, RankService, RankSizes
+from cairn.engine.ranks.wire import RankConfig, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.device_pool import open_pool
@@ -210,8 +210,7 @@ def _build_ranks(
     sizes = None if device.is_gpu else size_up(None)
     if tp_size == 1:
         model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
-        capture_for = partial(plan_capture, config, make_graphs, _max_model_len(config, opened))
-        own = LoadedModel(config, opened, device, model, open_encoder(config, opened, device), capture_for)
+        own = LoadedModel(config, opened, device, model, open_encoder(config, opened, device), make_graphs)
         sizes = sizes or size_up(own.measure_available_memory())
         runner = own.allocate(sizes.num_pages, sizes.num_slots, extra, observe, clock)
         return _Ranks(runner, runner), sizes
@@ -221,7 +220,7 @@ def _build_ranks(
     graphs = None
     if make_graphs is not None and records_decodes(config):
         # By name: the other ranks are processes of their own.
-        graphs = RankGraphs(f"{make_graphs.__module__}:{make_graphs.__qualname__}", _max_model_len(config, opened))
+        graphs = f"{make_graphs.__module__}:{make_graphs.__qualname__}"
     ranks = RankConfig(engine=config, extra_pages=extra, step_seconds=_STEP_SECONDS, services=services, graphs=graphs)
     with load_ranks(ranks, device) as loaded:
         sizes = sizes or size_up(loaded.available_memory)

@@ -14,7 +14,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy, placement_for
 from cairn.engine.contract import EngineConfig
 from cairn.engine.contract.request import MAX_IMAGE_AREA
-from cairn.engine.decode_capture import Barrier, DecodeCapture, no_barrier
+from cairn.engine.decode_capture import Barrier, DecodeCapture, no_barrier, plan_capture
 from cairn.engine.gpu_memory import CudaMemory, DeviceMemory, report_free
 from cairn.engine.kernel_check import KernelCheck
 from cairn.engine.memory_plan import MOST_SEQS_ON_GPU, STEPS_IN_FLIGHT, MemoryPlan, choose_max_model_len
@@ -28,6 +28,7 @@ from cairn.models.decoder_builder import Backend
 from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization
 from cairn.models.registry import OpenModel
 from cairn.models.weights.loader import DType
+from cairn.runner.decode_graphs import Graphs
 from cairn.runner.runner import Observe, Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
 from cairn.step import StepPlan, TokenMasks
@@ -235,9 +236,9 @@ def measure_memory(
     capture: DecodeCapture | None = None,
 ) -> MemoryPlan:
     """What a GPU has to hold besides pool and slots: what is loaded, model and `vision`, other processes, encoded
-    images that are kept, CUDA graphs, and the largest step, which is carried out once to see what it
-    takes, as the largest image is encoded: by all ranks at the same time. They meet at `barrier` while it is out, as
-    they do where graphs are captured. Logged. Raises ConfigError where nothing is left."""
+    images that are kept, CUDA graphs, and the largest step, which is carried out once to see what it takes, as the
+    largest image is encoded: by all ranks at the same time. They meet at `barrier` while it is out, as they do where
+    graphs are captured. Logged. Raises ConfigError where nothing is left."""
     step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, barrier, capture)
     free, total = memory.free_and_total()
     plan = MemoryPlan(
@@ -334,7 +335,7 @@ def explain_out_of_memory(device: Device) -> Iterator[None]:
 
 class LoadedModel:
     """A model with its weights on a device, one rank's share of it, and without memory. `vision`: see `open_encoder`.
-    `capture_for`: what to capture where so many sequences run at once; see `plan_capture`."""
+    `make_graphs`: what records decode steps, if anything does; see `plan_capture`."""
 
     def __init__(
         self,
@@ -343,12 +344,12 @@ class LoadedModel:
         device: Device,
         model: Model,
         vision: VisionEncoder | None,
-        capture_for: Callable[[int], DecodeCapture | None],
+        make_graphs: Callable[[], Graphs] | None,
     ) -> None:
         self._config, self._device, self._model, self._vision = config, device, model, vision
         self._layout = layout_of(config, opened)
-        self._model_limit = opened.config.max_position_embeddings
-        self._capture_for = capture_for
+        self._max_model_len = choose_max_model_len(config.max_model_len, opened.config.max_position_embeddings)
+        self._capture_for = partial(plan_capture, config, make_graphs, self._max_model_len)
         self._memory = CudaMemory(device.place) if device.is_gpu else None
         self._step_bytes = 0
 
@@ -373,7 +374,6 @@ class LoadedModel:
         """A runner with memory of these sizes and with graphs. `extra_pages`: behind the pool, for what comes from
         other servers. Raises ConfigError, and EngineDead when another rank is lost meanwhile."""
         config = self._config
-        longest = choose_max_model_len(config.max_model_len, self._model_limit)
         with explain_out_of_memory(self._device):
             runner = Runner(
                 self._model,
@@ -384,7 +384,7 @@ class LoadedModel:
                 observe,
                 extra_pages,
                 self._vision,
-                longest,
+                self._max_model_len,
             )
             runner.get_ready()
         capture = self._capture_for(num_slots)

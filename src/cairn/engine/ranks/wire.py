@@ -27,26 +27,19 @@ _Seconds = Annotated[float, msgspec.Meta(gt=0, le=86400)]
 _Bytes = Annotated[bytes, msgspec.Meta(max_length=MAX_FRAME_BYTES)]
 
 
+_Factory = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+"""package.module:name"""
+
+
 class RankService(msgspec.Struct, frozen=True):
     """Something that lives beside a rank's runner, such as its transfer link.
 
-    `factory`: "package.module:function", called with a `worker.RankPlace` and `settings`; it returns a context
+    `factory`: a function, called with a `worker.RankPlace` and `settings`; it returns a context
     manager that is open while the rank serves.
     """
 
-    factory: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    factory: _Factory
     settings: _Bytes = b""
-
-
-class RankGraphs(msgspec.Struct, frozen=True):
-    """Decode steps as CUDA graphs, on every rank.
-
-    `factory`: "package.module:name" of what makes a `runner.decode_graphs.Graphs`. `max_model_len`: tokens of the
-    longest sequence.
-    """
-
-    factory: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
-    max_model_len: _Positive
 
 
 class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -55,8 +48,8 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     `engine`: what the whole engine is built of. `extra_pages`: behind the pool, for what comes from other servers.
     `join_seconds`: how long the ranks may take to find each other once all of them run. `step_seconds`: how long one
-    may keep the others waiting within a step. `services` are started on every rank but 0. `graphs`: None where decode
-    steps are launched kernel by kernel.
+    may keep the others waiting within a step. `services` are started on every rank but 0. `graphs`: what makes a
+    `runner.decode_graphs.Graphs`; None where decode steps are launched kernel by kernel.
     """
 
     engine: EngineConfig
@@ -66,7 +59,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     rank: _Number = 0
     rendezvous: _Text = ""
     services: Annotated[tuple[RankService, ...], msgspec.Meta(max_length=16)] = ()
-    graphs: RankGraphs | None = None
+    graphs: _Factory | None = None
 
     @property
     def tp_size(self) -> int:

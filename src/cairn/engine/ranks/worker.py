@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,7 +82,6 @@ class LoadedRank:
         Raises ConfigError or ModelError, and EngineDead when not all ranks join in time.
         """
         # Here and not above: rank 0's module is imported where nothing of torch is wanted.
-        from cairn.engine.decode_capture import plan_capture
         from cairn.engine.devices import LoadedModel, choose_device, explain_out_of_memory, keeps_fp8, open_encoder
         from cairn.layers.process_ranks import join_ranks
         from cairn.models.registry import open_model
@@ -112,11 +110,8 @@ class LoadedRank:
                 device=self.device.place,
             )
             vision = open_encoder(engine, opened, self.device, config.rank)
-        capture_for = partial(plan_capture, engine, None, 0)
-        if (graphs := config.graphs) is not None:
-            make_graphs = load_function(graphs.factory, "what makes graphs")
-            capture_for = partial(plan_capture, engine, make_graphs, graphs.max_model_len)
-        self._loaded = LoadedModel(engine, opened, self.device, model, vision, capture_for)
+        make_graphs = None if config.graphs is None else load_function(config.graphs, "what makes graphs")
+        self._loaded = LoadedModel(engine, opened, self.device, model, vision, make_graphs)
 
     def measure_available_memory(self, barrier: "Barrier") -> int:
         """See `devices.LoadedModel`; all ranks do it at the same time."""
