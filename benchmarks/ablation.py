@@ -35,7 +35,8 @@ from cairn.cache.tree import Checkpoint, Node
 from cairn.replay.bounds import footprint_bytes
 from cairn.replay.layouts import layout_for
 from cairn.replay.replay import Replay
-from cairn.replay.traces import Trace, read_trace
+from cairn.replay.trace import Trace
+from cairn.replay.traces import read_trace
 
 
 class WithoutNeighbours(HazardTable):

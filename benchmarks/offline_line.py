@@ -37,7 +37,8 @@ from cairn.cache.layout import CacheLayout
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import layout_for, sizes_for
 from cairn.replay.report import UNLIMITED, Report, Result
-from cairn.replay.traces import Trace, read_trace
+from cairn.replay.trace import Trace
+from cairn.replay.traces import read_trace
 
 __all__ = ["OFFLINE", "offline_hits", "offline_schedule"]
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from cairn.cache.layout import CacheLayout
 from cairn.cache.tree import Node
 from cairn.replay.bounds import Paths
-from cairn.replay.traces import Trace
+from cairn.replay.trace import Trace
 
 __all__ = ["STEPS", "Schedule", "find_schedule"]
 

@@ -42,7 +42,8 @@ from rich.table import Table
 
 from cairn.cache.layout import CacheLayout
 from cairn.replay.layouts import layout_for
-from cairn.replay.traces import Trace, read_trace
+from cairn.replay.trace import Trace
+from cairn.replay.traces import read_trace
 from cairn.routing.index import PrefixIndex
 from cairn.routing.rule import RoutingOptions
 

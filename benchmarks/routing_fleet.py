@@ -39,7 +39,7 @@ from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
 from cairn.cache.tree_store import TreeObserver
 from cairn.replay.replay import Replay
-from cairn.replay.traces import Ids, TraceRequest, key_tokens
+from cairn.replay.trace import Ids, TraceRequest, key_tokens
 from cairn.routing.rule import ReplicaLoad, RoutedRequest
 from cairn.types import ManualClock
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
 from cairn.replay.bounds import Paths
-from cairn.replay.traces import Ids, Trace, TraceRequest
+from cairn.replay.trace import Ids, Trace, TraceRequest
 
 __all__ = ["RepeatedTrace", "num_copies"]
 

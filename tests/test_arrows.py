@@ -87,7 +87,6 @@ ARROWS = MappingProxyType(
     }
 )
 
-KNOWN_CIRCLES = (("cairn.replay.server_log", "cairn.replay.traces"),)
 
 # What is imported inside functions, by module, and why: "optional" for packages that need not be installed, "start" for
 # what would make a command that does not need it begin measurably later.
@@ -114,7 +113,6 @@ LATE = MappingProxyType(
         "cairn.engine.transfers.kv_transfer": ("optional", "cairn.transfer.links.nixl"),
         "cairn.kernels.cuda_support": ("optional", "triton"),
         "cairn.models.qwen3_5_vision": ("start", "transformers"),
-        "cairn.replay.traces": ("circle", "cairn.replay.server_log"),
         "cairn.transfer.links.nixl": ("optional", "nixl"),
     }
 )
@@ -162,8 +160,7 @@ def no_circle(modules):
     """The package can be read module by module: none imports one that imports it, for types alone, inside a function or
     otherwise."""
     for circle in circles(modules):
-        if circle not in KNOWN_CIRCLES:
-            yield f"imports go round in a circle: {', '.join(circle)}"
+        yield f"imports go round in a circle: {', '.join(circle)}"
 
 
 def circles(modules):
@@ -374,13 +371,9 @@ def test_a_circle_is_found(text):
 def test_every_late_import_of_the_table_is_still_there():
     late = [(module.name, found) for module in sources() for found in imports(module) if found.late]
     for name, (reason, *targets) in LATE.items():
-        assert reason in ("optional", "start", "circle")
+        assert reason in ("optional", "start")
         unused = [each for each in targets if not any(of == name and is_any(found, (each,)) for of, found in late)]
         assert unused == [], name
-
-
-def test_every_known_circle_is_still_there():
-    assert set(KNOWN_CIRCLES) <= set(circles(sources()))
 
 
 def test_torch_is_found_behind_another_module():

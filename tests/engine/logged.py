@@ -15,7 +15,7 @@ from cairn.engine.core import Core, StepRunner
 from cairn.engine.request_log.log import open_log
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.replay.replay import Replay
-from cairn.replay.traces import Trace
+from cairn.replay.trace import Trace
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import ManualClock

@@ -5,7 +5,7 @@ Positions are all full units, prefixes are tuples of ids, and nothing is shared 
 
 from itertools import combinations
 
-from cairn.replay.traces import Trace
+from cairn.replay.trace import Trace
 
 __all__ = ["best_hit_units", "held_bytes", "make_trace", "seen_units"]
 
@@ -14,7 +14,7 @@ def make_trace(rows, unit=4):
     """A trace of (path ids, answer ids) with nothing behind the paths."""
     import numpy as np
 
-    from cairn.replay.traces import TraceRequest
+    from cairn.replay.trace import TraceRequest
 
     requests = [
         TraceRequest(float(t), len(path) * unit, np.array(path, np.int64), np.array(answer, np.int64))

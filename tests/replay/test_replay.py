@@ -18,7 +18,7 @@ from cairn.replay import replay as replay_module
 from cairn.replay.bounds import Paths
 from cairn.replay.outcome import tree_memory
 from cairn.replay.replay import Replay
-from cairn.replay.traces import Trace, TraceRequest
+from cairn.replay.trace import Trace, TraceRequest
 from cairn.scheduler.scheduler import Scheduler
 from cairn.types import Boundary, ManualClock
 from tiers import first_of

@@ -13,7 +13,8 @@ from cairn.cli import main
 from cairn.errors import ConfigError
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import sizes_for
-from cairn.replay.traces import Trace, read_trace
+from cairn.replay.trace import Trace
+from cairn.replay.traces import read_trace
 from cairn.types import Boundary
 
 SIZES = {"active_weights": 1000, "score_numbers": 8}

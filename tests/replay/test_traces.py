@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from cairn.errors import ConfigError
 from cairn.replay.bounds import Paths
-from cairn.replay.traces import key_tokens, read_trace
+from cairn.replay.trace import key_tokens
+from cairn.replay.traces import read_trace
 from cairn.trace_rows import MOONCAKE_UNIT
 
 HEADER = {"name": "made", "unit": 16}

@@ -16,7 +16,8 @@ from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy
 from cairn.replay.bounds import footprint_bytes
 from cairn.replay.replay import Replay
-from cairn.replay.traces import Trace, TraceRequest, read_trace
+from cairn.replay.trace import Trace, TraceRequest
+from cairn.replay.traces import read_trace
 from cairn.routing.rule import ReplicaLoad, RoutedRequest, RoutingOptions
 from cairn.types import ManualClock
 from tiers import first

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
 from cairn.cache.tree import Node, TokenKey, split, walk
-from cairn.replay.traces import Ids, Trace
+from cairn.replay.trace import Ids, Trace
 
 __all__ = ["footprint_bytes", "unlimited_hits"]
 

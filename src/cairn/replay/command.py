@@ -25,7 +25,8 @@ from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
 from cairn.replay.replay import Replay
 from cairn.replay.report import UNLIMITED, Report, Result, draw_plot, import_figure
-from cairn.replay.traces import LogHeader, Trace, read_trace
+from cairn.replay.trace import LogHeader, Trace
+from cairn.replay.traces import read_trace
 from cairn.setting_types import parse_size
 
 __all__ = ["POLICIES", "add_replay_flags", "run_replay"]

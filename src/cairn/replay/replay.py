@@ -24,7 +24,7 @@ from cairn.errors import InvalidRequest
 from cairn.replay.bounds import Paths
 from cairn.replay.other_servers import OtherServers
 from cairn.replay.outcome import ReplayOutcome, tree_memory
-from cairn.replay.traces import LogHeader, Timeline, Trace, TraceRequest, key_tokens
+from cairn.replay.trace import LogHeader, Timeline, Trace, TraceRequest, key_tokens
 from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request, Spec

@@ -14,7 +14,7 @@ from rich.table import Table
 from cairn.errors import ConfigError
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.replay.outcome import ReplayOutcome
-from cairn.replay.traces import Trace
+from cairn.replay.trace import Trace
 
 UNLIMITED = "unlimited"
 

@@ -17,7 +17,7 @@ from msgspec import Meta
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.errors import ConfigError
 from cairn.models.layer_sizes import ForwardSizes
-from cairn.replay.traces import MAX_TOKENS, MAX_UNIT, Ids, LoggedPolicy, LogHeader, Timeline, Trace, TraceRequest
+from cairn.replay.trace import MAX_TOKENS, MAX_UNIT, Ids, LoggedPolicy, LogHeader, Timeline, Trace, TraceRequest
 from cairn.types import Boundary, BoundaryKind
 
 __all__ = ["read_server_log"]
