@@ -144,7 +144,7 @@ EXPORTED = {
     "cairn.replay.layouts": "LAYOUT_NAMES layout_for sizes_for",
     "cairn.replay.replay": "Replay ReplayOutcome",
     "cairn.replay.server_log": "read_server_log",
-    "cairn.replay.traces": "Ids LogHeader LoggedPolicy Timeline Trace TraceRequest key_tokens read_trace",
+    "cairn.replay.traces": "read_trace",
     "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header parse_integer trace_lines trace_rows",
     "cairn.bench.command": "add_bench_flags run_bench",
     "cairn.bench.work": "Conversation FIRST_TOKEN Ids MAX_PROMPTS MAX_TOKENS Speller TokenizerSpeller Turn "

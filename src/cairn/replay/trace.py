@@ -14,8 +14,6 @@ from cairn.cache.layout import CacheLayout
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.types import Boundary, Keys
 
-__all__ = ["Ids", "LogHeader", "LoggedPolicy", "Timeline", "Trace", "TraceRequest", "key_tokens"]
-
 MAX_UNIT = 1 << 16
 MAX_TOKENS = 1 << 24
 
