@@ -2,6 +2,7 @@
 
 import re
 import sys
+import threading
 
 import pytest
 
@@ -67,7 +68,9 @@ def calls(running_server, tiny_model):
         # The core's thread is traced from its next word on, the server's from its next turn on.
         server.core.stats = trace.by_thread(server.core.stats)
         assert server.get("/ready").status_code == 200
-        server._loop.call_soon_threadsafe(trace.by_thread(lambda: None))
+        traced = threading.Event()
+        server._loop.call_soon_threadsafe(trace.by_thread(traced.set))
+        assert traced.wait(10)
         answer = server.post("/v1/chat/completions", BODY)
         assert answer.status_code == 200 and answer.text.endswith("data: [DONE]\n\n")
     finally:
