@@ -2,7 +2,7 @@
 
     python -m benchmarks.quantization [--model DIR] [--sequences 1 8] [--windows 5] [--decode-steps 32] [--context 512]
                                       [--prompt 1024] [--error-prompts 16] [--cpu-threads N] [--clock wall|processor]
-                                      [--json FILE]
+                                      [--small-pages] [--json FILE]
 
 Without --model a Qwen3.5 of 333 M random parameters is made. The baseline is the same checkpoint in bfloat16.
   decode    tokens a second of so many sequences with contexts of --context tokens: windows of --decode-steps steps
@@ -12,10 +12,12 @@ Without --model a Qwen3.5 of 333 M random parameters is made. The baseline is th
             the float32 logits' distance from their mean, the Kullback-Leibler divergence, and how often the likeliest
             token is the same. bfloat16's is next to it.
 Seconds are those of the wall, or with --clock processor those that the process computed, all threads together: on a
-machine that others use as well, those of one thread say more.
+machine that others use as well, those of one thread say more. --small-pages: what all of it would take where Linux
+gives no huge pages.
 """
 
 import argparse
+import ctypes
 import gc
 import os
 import statistics
@@ -43,8 +45,10 @@ from cairn.models.registry import open_model
 from cairn.models.weights.tensor_headers import read_headers
 from cairn.types import SamplingParams
 
-SHOWN = ("windows", "decode_steps", "context", "prompt", "error_prompts", "cpu_threads", "clock", "seed")
+SHOWN = ("windows", "decode_steps", "context", "prompt", "error_prompts", "cpu_threads", "clock", "small_pages", "seed")
 """What goes into the JSON of the flags."""
+
+_PR_SET_THP_DISABLE = 41
 
 FIRST_TOKEN, LAST_TOKEN = 64, 4_000
 ERROR_PROMPT = 64
@@ -238,6 +242,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--error-prompts", type=int, default=16)
     parser.add_argument("--cpu-threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--clock", choices=tuple(CLOCKS), default="wall")
+    parser.add_argument("--small-pages", action="store_true", help="this process gets no huge pages (Linux)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args(words)
@@ -259,6 +264,8 @@ def wait_as_a_server_does(num_threads: int) -> None:
 def main() -> None:
     arguments = parse()
     wait_as_a_server_does(arguments.cpu_threads)
+    if arguments.small_pages and ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0):
+        raise SystemExit("quantization: --small-pages: this system has no such switch")
     with ExitStack() as stack:
         model = arguments.model
         if model is None:
