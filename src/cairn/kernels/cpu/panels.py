@@ -68,8 +68,8 @@ _CHUNK = 256 if HAS_AVX512 else 128
 """Words of a panel's outputs, 32 KiB or 16, that all groups are multiplied with before the next ones: they stay in the
 first cache, beside rows that take twice as much where they are widened."""
 
-_AHEAD = 32
-"""Words of a panel between those that a single group is multiplied with and those that are asked for: 4 KiB. Further
+_AHEAD = 16
+"""Words of a panel between those that a single group is multiplied with and those that are asked for: 2 KiB. Further
 ahead they would not stay in the first cache."""
 
 _INPUTS_OF_WORD = {torch.bfloat16: 2, torch.int8: 4}.__getitem__
