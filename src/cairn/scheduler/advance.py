@@ -70,17 +70,14 @@ def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[P
 
 def _plain_until(state: SchedulerState, request: Request) -> int:
     """Decodes of tokens from `num_scheduled` up to this one are plain (see `PlanBuilder`): the tokens behind the last
-    one are sampled, pages are there, and no point of the grid nor of the placement is reached."""
+    one are sampled, pages are there, and no point of the placement is reached."""
     spec, sequence, placement = request.spec, request.sequence, state.cache.policy.placement
     assert sequence is not None
     if spec.constraint is not None or spec.sampling.needs_history:
         return 0
-    ends = [sequence.blocks.capacity, request.num_prompt_tokens + spec.max_tokens - 1]
-    # the grid's points also without a placement: the request log has them
-    for stride in (GRID, 0 if placement is None else placement.decode_stride):
-        if stride:
-            ends.append((request.num_scheduled // stride + 1) * stride - 1)
-    return min(ends)
+    end = min(sequence.blocks.capacity, request.num_prompt_tokens + spec.max_tokens - 1)
+    stride = 0 if placement is None else placement.decode_stride
+    return min(end, (request.num_scheduled // stride + 1) * stride - 1) if stride else end
 
 
 def _can_decode(request: Request) -> bool:

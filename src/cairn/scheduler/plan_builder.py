@@ -45,10 +45,9 @@ class ScheduledSequence:
 @dataclass(slots=True, eq=False)
 class PlanBuilder:
     """Collects the records of step `step`; `budget` is what is left of its tokens. `scheduled`: who takes part, each
-    with a slot of its own, but for `plain`: requests and their decode rows. Theirs are the decodes with
-    nothing but a token to them: no new page, no point of the grid or of the placement, no constraint, no penalty, and
-    `max_tokens` leaves a token to sample. Of many sequences nearly all are plain in nearly every step, so these take a
-    short way.
+    with a slot of its own, but for `plain`: requests and their decode rows. Theirs are the decodes with nothing but a
+    token to them: no new page, no point of the placement, no constraint, no penalty, and `max_tokens` leaves a token to
+    sample. Of many sequences nearly all are plain in nearly every step, so these take a short way.
     """
 
     step: int
