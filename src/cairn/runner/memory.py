@@ -55,8 +55,6 @@ def allocate_pool(num_pages: int, page_bytes: int, device: torch.device, machine
         memory = mmap.mmap(-1, _whole_pages(num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"{described}, does not fit into memory: lower it") from error
-    with suppress(OSError, AttributeError):  # where there are none, small pages do as well
-        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).view(num_pages, page_bytes)
 
 
