@@ -20,10 +20,10 @@ from cairn.engine.memory_plan import (
     MemoryPlan,
     count_logits,
     count_slot,
+    divide_memory,
     guess_graph_bytes,
     guess_process_bytes,
     least_pages,
-    plan_memory,
 )
 from cairn.errors import ConfigError
 from cairn.models.decoder_builder import load_kernels
@@ -207,11 +207,11 @@ def _plan(model: OpenModel, settings: CheckSettings, weight_bytes: int, image_by
         images=image_bytes,
         graphs=guess_graph_bytes(sum(model.config.layer_counts().values()), num_graphs),
     )
+    plan = replace(plan, slot=count_slot(spec, layout, max(0, plan.left) // layout.page_bytes, longest, on_gpu=True))
     try:
-        return plan_memory(plan, config, layout, spec, longest)
+        return divide_memory(plan, config, layout)
     except ConfigError:  # too little for the smallest pool: the report says how little
-        slot = count_slot(spec, layout, max(0, plan.left) // layout.page_bytes, longest, on_gpu=True)
-        plan = replace(plan, slot=slot, num_slots=asked or 1)
+        plan = replace(plan, num_slots=asked or 1)
         return replace(plan, pool=plan.left - plan.states)
 
 

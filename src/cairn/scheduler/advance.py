@@ -71,11 +71,16 @@ def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[P
 def _plain_until(state: SchedulerState, request: Request) -> int:
     """Decodes of tokens from `num_scheduled` up to this one are plain (see `PlanBuilder`): the tokens behind the last
     one are sampled, pages are there, and no point of the placement is reached."""
-    spec, sequence, placement = request.spec, request.sequence, state.cache.policy.placement
+    spec, sequence = request.spec, request.sequence
     assert sequence is not None
     if spec.constraint is not None or spec.sampling.needs_history:
         return 0
-    end = min(sequence.blocks.capacity, request.num_prompt_tokens + spec.max_tokens - 1)
+    return before_point(state, request, min(sequence.blocks.capacity, request.num_prompt_tokens + spec.max_tokens - 1))
+
+
+def before_point(state: SchedulerState, request: Request, end: int) -> int:
+    """`end`, or where the decode stands that reaches the placement's next point, if that comes sooner."""
+    placement = state.cache.policy.placement
     stride = 0 if placement is None else placement.decode_stride
     return min(end, (request.num_scheduled // stride + 1) * stride - 1) if stride else end
 

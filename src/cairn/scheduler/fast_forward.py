@@ -3,6 +3,7 @@ knows what is sampled."""
 
 from collections.abc import Callable, Sequence
 
+from cairn.scheduler.advance import before_point
 from cairn.scheduler.request import Request
 from cairn.scheduler.state import SchedulerState
 
@@ -38,12 +39,8 @@ def _num_plain(state: SchedulerState, request: Request) -> int:
     """How many decodes until the one that ends the answer or reaches a point of the placement."""
     if not request.plain_until or request.num_scheduled + 1 < request.num_tokens:
         return 0
-    placement, position = state.cache.policy.placement, request.num_scheduled
     last = request.num_prompt_tokens + request.spec.max_tokens - 2
-    if placement is not None and placement.decode_stride:
-        stride = placement.decode_stride
-        last = min(last, (position // stride + 1) * stride - 1)
-    return last - position
+    return before_point(state, request, last) - request.num_scheduled
 
 
 def _go_on(state: SchedulerState, request: Request, tokens: Sequence[int]) -> None:

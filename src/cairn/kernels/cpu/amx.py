@@ -22,7 +22,7 @@ from numba.core import types as numba_types
 
 from cairn.kernels.cpu.compiled import F32, I32, U8, intrinsic
 from cairn.kernels.cpu.features import cpu_features
-from cairn.kernels.cpu.vectors import call_shared, prefetch_line
+from cairn.kernels.cpu.vectors import call_shared, everywhere, fused, prefetch_line
 
 HAS_AMX = all(cpu_features().get(name) for name in ("amx-tile", "amx-bf16", "amx-int8"))
 
@@ -160,12 +160,12 @@ def _write_int4(tiles: int, builder: Any, function: Any) -> None:
         scales, least = ([_load(builder, place, _FLOATS) for place in places] for places in factors)
         with cgutils.for_range(builder, rows, intp=_I64) as row:
             own = [builder.gep(group_rows, [place]) for place in (row.index, builder.add(rows, row.index))]
-            scale, row_sum = (_everywhere(builder, _load(builder, place, _FLOAT)) for place in own)
+            scale, row_sum = (everywhere(builder, _load(builder, place, _FLOAT), _FLOATS) for place in own)
             targets, sums = _columns_of(builder, total, row.index), _columns_of(builder, whole, row.index)
             for column, (target, place) in enumerate(zip(targets, sums, strict=True)):
-                so_far = _fused(builder, row_sum, least[column], _load(builder, target, _FLOATS))
+                so_far = fused(builder, row_sum, least[column], _load(builder, target, _FLOATS))
                 number = builder.sitofp(_load(builder, place, _WHOLES), _FLOATS)
-                _store(builder, _fused(builder, number, builder.fmul(scale, scales[column]), so_far), target)
+                _store(builder, fused(builder, number, builder.fmul(scale, scales[column]), so_far), target)
 
 
 def _spread_nibbles(builder: Any, words: Any, numbers: Any) -> None:
@@ -220,13 +220,3 @@ def _load(builder: Any, pointer: Any, kind: Any) -> Any:
 
 def _store(builder: Any, numbers: Any, pointer: Any) -> None:
     builder.store(numbers, builder.bitcast(pointer, numbers.type.as_pointer()), align=4)
-
-
-def _everywhere(builder: Any, number: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_FLOATS, ir.Undefined), number, ir.Constant(_I32, 0))
-    return builder.shuffle_vector(one, one, ir.Constant(_WHOLES, [0] * _OUTPUTS))
-
-
-def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    kind = ir.FunctionType(_FLOATS, [_FLOATS] * 3)
-    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{_OUTPUTS}f32"), [a, b, c])

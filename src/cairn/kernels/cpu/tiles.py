@@ -14,7 +14,7 @@ from numba.core import types as numba_types
 from cairn.kernels.cpu.amx import FACTOR_WORDS, HAS_AMX, ROWS, call_tile, has_product
 from cairn.kernels.cpu.compiled import BF16, F32, I8, I16, I32, U8, intrinsic
 from cairn.kernels.cpu.features import cpu_features
-from cairn.kernels.cpu.vectors import LANES, call_shared, prefetch_line
+from cairn.kernels.cpu.vectors import LANES, call_shared, everywhere, fused, prefetch_line
 
 PANEL = 32
 """Outputs of a panel: two vectors."""
@@ -77,11 +77,6 @@ def _whole(builder: Any, words: Any, part: int) -> Any:
 def _call(builder: Any, name: str, result: Any, args: Sequence[Any]) -> Any:
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
-
-
-def _fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
-    """a * b + c, rounded once whatever is around it."""
-    return _call(builder, f"llvm.fma.v{a.type.count}f32", a.type, [a, b, c])
 
 
 def _dot_bfloat16(builder: Any, total: Any, part: Any, numbers: Any) -> Any:
@@ -259,13 +254,6 @@ def _vector_at(builder: Any, pointer: Any, index: Any, kind: Any) -> Any:
     return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
 
 
-def _everywhere(builder: Any, number: Any, vector: Any) -> Any:
-    """A vector that has the number in each lane."""
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(_I32, 0))
-    lanes = ir.Constant(ir.VectorType(_I32, vector.count), [0] * vector.count)
-    return builder.shuffle_vector(one, one, lanes)
-
-
 def _hidden(builder: Any, pointer: Any) -> Any:
     """The same pointer, of which LLVM does not know that it is: what is read behind both is read twice."""
     return builder.asm(ir.FunctionType(pointer.type, [pointer.type]), "", "=r,0", [pointer], side_effect=False)
@@ -317,7 +305,7 @@ class _Tile:
         first = self.builder.mul(word, ir.Constant(_I64, self.form.parts * self.rows))
         place = self.builder.gep(self.x, [self._after(first, part * self.rows + row)])
         number = self.builder.load(self.builder.bitcast(place, kind.as_pointer()), align=4)
-        return _everywhere(self.builder, number, self.form.vector(kind))
+        return everywhere(self.builder, number, self.form.vector(kind))
 
     def _add_word(self, sums: Mapping[tuple[int, int], Any], word: Any) -> None:
         builder, form = self.builder, self.form
@@ -351,10 +339,10 @@ class _Tile:
             for i in range(self.rows):
                 scale, total = (self._number(first, part, i, _FLOAT) for part in range(2))
                 for column in self.columns:
-                    so_far = _fused(builder, total, least[column], builder.load(sums[i, column]))
+                    so_far = fused(builder, total, least[column], builder.load(sums[i, column]))
                     factor = builder.fmul(scale, scales[column])
                     number = builder.sitofp(builder.load(whole[i, column]), floats)
-                    builder.store(_fused(builder, number, factor, so_far), sums[i, column])
+                    builder.store(fused(builder, number, factor, so_far), sums[i, column])
 
     def _add_run(self, whole: Mapping[tuple[int, int], Any], first: Any) -> None:
         builder, run = self.builder, self.form.run

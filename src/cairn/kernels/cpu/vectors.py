@@ -52,9 +52,19 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
-def _broadcast(builder: Any, value: Any) -> Any:
-    one = builder.insert_element(ir.Constant(_VECTOR, ir.Undefined), value, ir.Constant(ir.IntType(32), 0))
-    return _shuffle(builder, one, one, [0] * LANES)
+def everywhere(builder: Any, number: Any, vector: Any) -> Any:
+    """LLVM code: a vector that has the number in each lane."""
+    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
+    lanes = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
+    return builder.shuffle_vector(one, one, lanes)
+
+
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """LLVM code: a * b + c of float32 vectors, rounded once whatever is around it."""
+    function = ir.FunctionType(a.type, [a.type] * 3)
+    return builder.call(
+        cgutils.get_or_insert_function(builder.module, function, f"llvm.fma.v{a.type.count}f32"), [a, b, c]
+    )
 
 
 def _shuffle(builder: Any, a: Any, b: Any, lanes: Sequence[int]) -> Any:
@@ -211,7 +221,7 @@ def _add_product(rows: int, lanes: int) -> Any:
             return builder.add(builder.mul(c_row, ir.Constant(_I64, i)), ir.Constant(_I64, column))
 
         sums = {cell: cgutils.alloca_once(builder, _VECTOR) for cell in cells}
-        zeros, factor = ir.Constant(_VECTOR, [0.0] * LANES), _broadcast(builder, scale)
+        zeros, factor = ir.Constant(_VECTOR, [0.0] * LANES), everywhere(builder, scale, _VECTOR)
         # 0 times what nobody has written yet may be NaN.
         fresh = builder.fcmp_ordered("==", scale, ir.Constant(_FLOAT, 0.0))
         for cell in cells:
@@ -222,7 +232,7 @@ def _add_product(rows: int, lanes: int) -> Any:
             a_at, b_at = builder.mul(loop.index, a_step), builder.mul(loop.index, b_row)
             parts = {n: _load(builder, b, builder.add(b_at, ir.Constant(_I64, n))) for n in columns}
             for i in range(rows):
-                number = _broadcast(builder, builder.load(builder.gep(a_rows[i], [a_at])))
+                number = everywhere(builder, builder.load(builder.gep(a_rows[i], [a_at])), _VECTOR)
                 for n in columns:
                     total = sums[i, n]
                     builder.store(_multiply_add(builder, number, parts[n], builder.load(total)), total)
