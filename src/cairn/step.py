@@ -204,6 +204,11 @@ class DecodeRows:
     tokens: Keys = field(default_factory=_no_tokens)
     kv_write_from: NDArray[np.int32] = field(default_factory=_no_slots)
 
+    @property
+    def continues(self) -> bool:
+        """Whether a row continues with a token that only the device knows."""
+        return bool((self.tokens == SAMPLED).any())
+
     def __len__(self) -> int:
         return len(self.slots)
 

@@ -146,7 +146,7 @@ class BatchBuilder:
         if plan.prefills:
             # Placeholders of images are below 0.
             tokens = np.concatenate([tokens, *(np.maximum(row.tokens, 0) for row in plan.prefills)])
-        self._continues = bool((plan.decodes.tokens == SAMPLED).any())
+        self._continues = plan.decodes.continues
         first = host.cu_seqlens[:-1]
         positions = np.empty((3, host.num_tokens), np.int64)
         if plan.prefills:

@@ -13,7 +13,7 @@ from cairn.runner.batch_builder import BatchBuilder
 from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
 from cairn.runner.vision import MultimodalInputs
-from cairn.step import SAMPLED, Logprobs, PageCopy, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
+from cairn.step import Logprobs, PageCopy, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
 
 _EMPTY = StagedArray(np.zeros(0, np.int64), 0), StagedArray(np.zeros(0, np.int64), 0)
 
@@ -49,7 +49,7 @@ class StepInputs:
         self.restores, self.saves = self._slots_and_pages(plan.restores), self._slots_and_pages(plan.saves)
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         self.continuing_slots: StagedArray | None = None
-        if (plan.decodes.tokens == SAMPLED).any():
+        if plan.decodes.continues:
             self.continuing_slots = self.staging.add(plan.decodes.slots.astype(np.int64))
         self.batch: BatchBuilder | None = None
         self.graph: tuple[int, StagedArray] | None = None
