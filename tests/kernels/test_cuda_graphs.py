@@ -25,11 +25,11 @@ pytestmark = [
 if INTERPRETED:
     from cairn.kernels import reference
     from cairn.kernels.batch import HostBatch
+    from cairn.kernels.contract import Graphs
     from cairn.kernels.staging import Staging
     from cairn.layers.rotary import make_rotary
     from cairn.runner import decode_graphs
     from cairn.runner import runner as runner_module
-    from cairn.runner.decode_graphs import Graphs
     from cairn.runner.runner import Runner
     from cairn.step import SAMPLED, Admit, DecodeRows, Samples, Snapshot, StepPlan
     from cairn.types import SamplingParams

@@ -39,12 +39,13 @@ from cairn.engine.request_log.log import open_log
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
+from cairn.kernels.contract import Graphs
 from cairn.machine import Machine
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes
 from cairn.models.registry import OpenModel, open_model
 from cairn.runner.contract import StepRunner
-from cairn.runner.decode_graphs import CudaGraphs, Graphs
+from cairn.runner.decode_graphs import CudaGraphs
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
 from cairn.runner.vision import tower_identity

@@ -20,7 +20,7 @@ from cairn.engine.kernel_check import KernelCheck
 from cairn.engine.memory_plan import MOST_SEQS_ON_GPU, STEPS_IN_FLIGHT, MemoryPlan, choose_max_model_len
 from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans, warm_up_plans
 from cairn.errors import ConfigError
-from cairn.kernels.contract import Kernels
+from cairn.kernels.contract import Graphs, Kernels
 from cairn.kernels.cuda_support import check_device, check_vocabulary, is_interpreted
 from cairn.layers.model import Model
 from cairn.machine import Machine
@@ -28,7 +28,6 @@ from cairn.models.decoder_builder import Backend
 from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization
 from cairn.models.registry import OpenModel
 from cairn.models.weights.loader import DType
-from cairn.runner.decode_graphs import Graphs
 from cairn.runner.runner import Observe, Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
 from cairn.step import StepPlan, TokenMasks
@@ -390,6 +389,8 @@ class LoadedModel:
         capture = self._capture_for(num_slots)
         if capture is not None:
             capture.run(runner, clock, self._memory, barrier)
+        elif config.tensor_parallel_size == 1 and not config.enforce_eager:
+            runner.record_decodes(min(config.max_cudagraph_capture_size, num_slots), self._max_model_len)
         if self._memory is not None:
             report_free(self._memory, self._step_bytes)
         return runner

@@ -36,6 +36,28 @@ StateSpans = Any
 """What `Kernels.pack_state_spans` made of spans: a backend's own."""
 
 
+class Graphs(Protocol):
+    """What records the launches of a pass, to be made again with the same arguments."""
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Record what `run` launches; returns what launches it again. Memory that is allocated meanwhile is shared with
+        other graphs and holds nothing from one launch to the next."""
+        ...
+
+
+class StepGraphs(Graphs, Protocol):
+    """What records a pass while it is computed."""
+
+    def set_lengths(self, metadata: object, host: HostBatch) -> None:
+        """Bring what `Kernels.build_metadata` gave for a captured batch to the lengths of the step that comes next.
+        `host`: of as many decodes, without snapshots."""
+        ...
+
+
+def no_step_graphs() -> None:
+    """`Kernels.step_graphs` of a backend that records no steps."""
+
+
 class TokenCounts(Protocol):
     """How often each slot's sequence has each token, for penalties: on the device. Memory of one sampler alone."""
 
@@ -118,6 +140,10 @@ class Kernels(Protocol):
     def build_metadata(self, host: HostBatch, staging: Staging) -> object:
         """What the backend works out about a batch once a step, before its layers run: `Batch.metadata`. It is complete
         when `staging` has been sent."""
+        ...
+
+    def step_graphs(self) -> StepGraphs | None:
+        """None where nothing records a pass while it is computed."""
         ...
 
     # -- sampling -------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Decode steps as CUDA graphs: a forward pass of one token a sequence is recorded once for some numbers of rows, and
+"""Decode steps as graphs: a forward pass of one token a sequence is recorded once for some numbers of rows, and
 launched as a whole from then on. The host's share of such a step is one array of lengths.
 
 A graph launches the same kernels with the same arguments every time. So everything that differs between two steps is
@@ -9,7 +9,10 @@ read on the device, from tensors that stay where they are:
     slots   block tables, newest and stop tokens, running states, as for any step
     pages   the pool
 
-and nothing is chosen by lengths: see `HostBatch.captured`. A batch of fewer rows has padding behind them: decodes of
+and nothing is chosen by lengths: see `HostBatch.captured`. On a GPU, by CUDA, passes of some sizes are recorded before
+serving begins. On the CPU any size is recorded when it comes for the second time, which computes the step, too.
+
+A batch of fewer rows has padding behind them: decodes of
 length 0 in the slot that is no request's, which read and write no pages. What a graph ends with is the final hidden
 state in each row's slot; logits and the sampling are of the plan's samples, not of its rows, and come after it. So do
 snapshots: a decode has one token, and the state behind it is what its slot has when the pass is over.
@@ -21,8 +24,8 @@ which size, follows from its plan and from plans before it, which are the same f
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -30,7 +33,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
-from cairn.kernels.staging import Staging
+from cairn.kernels.contract import Graphs, StepGraphs
+from cairn.kernels.staging import StagedArray, Staging
 from cairn.layers.memory import Memory
 from cairn.layers.model import Model
 from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors
@@ -41,15 +45,6 @@ _FIELDS = 8
 _ALIGNMENT = 16
 """Rows of the array have room for a multiple of so many numbers, 64 bytes: kernels are compiled for how operands are
 aligned, and are the same for all sizes then."""
-
-
-class Graphs(Protocol):
-    """What records launches."""
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record what `run` launches; returns what launches it again, with the same arguments. Memory that is allocated
-        meanwhile is shared with other graphs and holds nothing from one launch to the next."""
-        ...
 
 
 class CudaGraphs:
@@ -68,6 +63,15 @@ class CudaGraphs:
         return replay
 
 
+@dataclass(slots=True)
+class _Pass:
+    """A forward pass of one size, as it is recorded. `replay`: None before."""
+
+    metadata: object
+    run: Callable[[], None]
+    replay: Callable[[], None] | None = None
+
+
 class DecodeGraphs:
     """The graphs of one runner; none before `capture`."""
 
@@ -75,11 +79,12 @@ class DecodeGraphs:
         """`memory`: of a pass without snapshots. `hidden`: final hidden states by slot, [slots + 1, hidden]."""
         self._model, self._memory, self._hidden, self._slot_tensors = model, memory, hidden, slot_tensors
         self._num_slots = len(hidden) - 1
-        self._sizes: list[int] = []
-        self._replays: dict[int, Callable[[], None]] = {}
+        self._sizes: Sequence[int] = ()
+        self._recorder: StepGraphs | None = None
+        self._passes: dict[int, _Pass] = {}
         self._rows = torch.zeros(0, dtype=torch.int32)
         self._stop_tokens = slot_tensors.stop_tokens
-        self._constants: list[object] = []
+        self._max_model_len = 0
 
     def capture(
         self,
@@ -93,27 +98,37 @@ class DecodeGraphs:
         tokens of the longest sequence. `captured` is called with each size, `warmed` before that, while the pass that
         is not recorded is out: recording begins with a wait for the device, and so for the other ranks.
         """
-        device = self._model.spec.device
-        self._rows = torch.zeros(_FIELDS * _pitch(max(sizes)), dtype=torch.int32, device=device)
+        self._begin(sorted(set(sizes)), max_model_len)
+        for size in reversed(self._sizes):
+            staging = Staging()
+            padding = staging.add(self._padding(size))
+            found = self._passes[size] = self._make_pass(size, staging)
+            self._view(size).copy_(padding.tensor)
+            found.run()  # compiles kernels, and makes what libraries want to have made before they are recorded
+            warmed(size)
+            found.replay = graphs.capture(found.run)
+            captured(size)
+
+    def record(self, graphs: StepGraphs, max_num_seqs: int, max_model_len: int) -> None:
+        """Record passes of up to `max_num_seqs` rows, each when its number of rows comes for the second time."""
+        self._begin(range(1, max_num_seqs + 1), max_model_len)
+        self._recorder = graphs
+
+    def _begin(self, sizes: Sequence[int], max_model_len: int) -> None:
+        self._sizes, self._passes, self._max_model_len = sizes, {}, max_model_len
+        self._rows = torch.zeros(_FIELDS * _pitch(sizes[-1]), dtype=torch.int32, device=self._model.spec.device)
         self._slot_tensors.reserve_stop_tokens(MOST_STOP_TOKENS)
         self._stop_tokens = self._slot_tensors.stop_tokens
-        self._sizes, self._replays, self._constants = sorted(set(sizes)), {}, []
-        for size in reversed(self._sizes):
-            host, staging = HostBatch.captured(size, max_model_len), Staging()
-            metadata, cu_seqlens = self._model.kernels.build_metadata(host, staging), staging.add(host.cu_seqlens)
-            padding = staging.add(self._padding(size))
-            staging.send(device)
-            self._view(size).copy_(padding.tensor)
-            run = partial(self._run, size, host, cu_seqlens.tensor, metadata)
-            run()  # compiles kernels, and makes what libraries want to have made before they are recorded
-            warmed(size)
-            self._replays[size] = graphs.capture(run)
-            self._constants.append((cu_seqlens, metadata))  # a graph does not keep what it reads
-            captured(size)
+
+    def _make_pass(self, size: int, staging: Staging) -> _Pass:
+        host = HostBatch.captured(size, self._max_model_len)
+        metadata, cu_seqlens = self._model.kernels.build_metadata(host, staging), staging.add(host.cu_seqlens)
+        staging.send(self._model.spec.device)
+        return _Pass(metadata, partial(self._run, size, host, cu_seqlens.tensor, metadata))
 
     def release(self) -> None:
         """Forget all graphs: NCCL does not end while there is one with operations of its own."""
-        self._sizes, self._replays, self._constants = [], {}, []
+        self._recorder, self._sizes, self._passes = None, (), {}
 
     def size_for(self, plan: StepPlan) -> int | None:
         """The size that the plan's rows are padded to; None where they are not replayed: prefill, and more rows than
@@ -146,10 +161,21 @@ class DecodeGraphs:
                 own[1:4, row] = each.positions[:, 0]
         return rows
 
-    def replay(self, size: int, rows: Tensor) -> None:
+    def replay(self, size: int, rows: StagedArray) -> None:
         """Launch the pass of `size` rows. `rows`: what `pack` gave, on the device."""
-        self._view(size).copy_(rows)
-        self._replays[size]()
+        self._view(size).copy_(rows.tensor)
+        first_time = size not in self._passes
+        if first_time:
+            self._passes[size] = self._make_pass(size, Staging())
+        found, recorder = self._passes[size], self._recorder
+        if recorder is not None:
+            recorder.set_lengths(found.metadata, _host_batch(rows.array[:, :size]))
+        if found.replay is not None:
+            found.replay()
+        elif first_time or recorder is None:
+            found.run()  # compiles, and fills caches
+        else:
+            found.replay = recorder.capture(found.run)
 
     def _padding(self, size: int) -> NDArray[np.int32]:
         rows = np.zeros((_FIELDS, _pitch(size)), np.int32)
@@ -179,6 +205,15 @@ class DecodeGraphs:
             metadata=metadata,
         )
         self._hidden[state_slots] = self._model.forward(batch, self._memory)
+
+
+def _host_batch(rows: NDArray[np.int32]) -> HostBatch:
+    """Of decodes without snapshots, as `DecodeGraphs.pack` has them."""
+    nothing, num_seqs = np.zeros(0, np.int32), rows.shape[1]
+    slots, starts, ends, write_from = rows[4:8]
+    return HostBatch(
+        num_seqs, np.arange(num_seqs + 1, dtype=np.int32), slots, starts, ends, write_from, nothing, nothing
+    )
 
 
 def _pitch(size: int) -> int:

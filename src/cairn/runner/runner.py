@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
-from cairn.kernels.contract import ExactKernels, Kernels
+from cairn.kernels.contract import ExactKernels, Graphs, Kernels
 from cairn.kernels.operations import operations_of
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.sampling.sampler import SampledRows
@@ -27,7 +27,7 @@ from cairn.layers.model import Model
 from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors
 from cairn.runner.checkpoint import CheckpointPages
 from cairn.runner.contract import EncoderCounters, StepRunner
-from cairn.runner.decode_graphs import DecodeGraphs, Graphs
+from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.input_batch import InputBatch
 from cairn.runner.launched_step import LaunchedStep, StepInputs
 from cairn.runner.logprobs import SampledLogprobs
@@ -137,6 +137,13 @@ class Runner(StepRunner):
         with torch.inference_mode():
             self._graphs.capture(graphs, sizes, max_model_len, captured, warmed)
 
+    def record_decodes(self, max_num_seqs: int, max_model_len: int) -> None:
+        """From now on decode steps of up to `max_num_seqs` rows are recorded as they are computed, where the kernels
+        have what records them. To be called before the first plan."""
+        graphs = self._model.kernels.step_graphs()
+        if graphs is not None and max_num_seqs:
+            self._graphs.record(graphs, max_num_seqs, max_model_len)
+
     def get_ready(self) -> None:
         """Compile the kernels; in exact mode also check that rows are independent with this rank's
         weights. To be called before the first plan. Raises ConfigError if they do not."""
@@ -144,7 +151,7 @@ class Runner(StepRunner):
             self._population = PoolPopulation(self.pool)
             self._population.reach(-1)
         self._model.kernels.warm_up(
-            self._model.spec.dtype, operations_of(self._model) | self._checkpoint_pages.operations
+            self._model.spec.dtype, operations_of(self._model) | self._checkpoint_pages.operations | {"step_graphs"}
         )
         if self._extra_pages:
             self._copy_no_tokens()
@@ -294,7 +301,7 @@ class Runner(StepRunner):
         self.forward_passes += 1
         if inputs.graph is not None:
             size, packed = inputs.graph
-            self._graphs.replay(size, packed.tensor)
+            self._graphs.replay(size, packed)
             if step.plan.snapshots:
                 self._save(*inputs.snapshots)
             return

@@ -108,7 +108,7 @@ class DeviceOptions(_Options):
         "installed, where it can",
     )
     enforce_eager: bool = Field(
-        False, description="on a GPU: launch decode steps kernel by kernel, without CUDA graphs"
+        False, description="launch decode steps kernel by kernel: on a GPU without CUDA graphs, on the CPU unrecorded"
     )
     cudagraph_capture_sizes: GraphSizes = Field(
         None,
@@ -116,7 +116,8 @@ class DeviceOptions(_Options):
     )
     max_cudagraph_capture_size: int = Field(
         512,
-        description="on a GPU: rows of the largest CUDA graph, never more than --max-num-seqs; 0 for none",
+        description="rows of the largest CUDA graph, and of the largest decode step that is recorded on the CPU, never "
+        "more than --max-num-seqs; 0 for none",
         ge=0,
         le=65536,
     )

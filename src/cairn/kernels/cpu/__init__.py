@@ -7,6 +7,7 @@ from cairn.kernels.cpu.conv import conv
 from cairn.kernels.cpu.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cpu.experts import experts, gated_experts
 from cairn.kernels.cpu.gdn import gdn
+from cairn.kernels.cpu.graphs import CpuGraphs as step_graphs
 from cairn.kernels.cpu.int4 import pack_int4
 from cairn.kernels.cpu.int8 import pack_int8
 from cairn.kernels.cpu.metadata import build_metadata
@@ -53,6 +54,7 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "step_graphs",
     "store_states",
     "token_counts",
     "warm_up",

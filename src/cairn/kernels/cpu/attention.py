@@ -15,6 +15,7 @@ from torch import Tensor
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel, record, row_args
 from cairn.kernels.cpu.metadata import CpuMetadata
+from cairn.kernels.cpu.recording import called_again
 from cairn.kernels.cpu.recurrence import copy
 from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store
 from cairn.kernels.cpu.vectors import (
@@ -82,6 +83,7 @@ def _write(
             copy(advance(x, row * x_row + head * x_head), advance(token, head * pages.head), dim)
 
 
+@called_again
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
     """See `Kernels.write_kv`."""
     metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]
@@ -262,6 +264,7 @@ def _merge(begin: int, end: int, partials: Any, merges: Any, heads: int, dim: in
             store(target, j, weighted[j] / total)
 
 
+@called_again
 def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
     """See `Kernels.attention`."""
     metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]

@@ -31,6 +31,7 @@ from numba.core.ccallback import CFunc
 from cairn.kernels.cpu.compile_cache import CompileCache, cache_folder, lock_path
 from cairn.kernels.cpu.features import features_text
 from cairn.kernels.cpu.inlined import InlinedFunction
+from cairn.kernels.cpu.recording import recording
 from cairn.kernels.cpu.threads import inline_limit, step_work, team
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -132,8 +133,12 @@ class Variant:
         thread, in nanoseconds, roughly: little work stays on the calling thread."""
         alone = cost < self._inline_limit or count < 2 or not self._team
         threads = 1 if alone else self._work.threads_for(cost)
-        if self._native(self._pack(self._team, threads, count, *arguments)):
+        packed = self._pack(self._team, threads, count, *arguments)
+        if self._native(packed):
             raise RuntimeError(f"{self.name} failed on {count} items")
+        record = recording()
+        if record is not None:
+            record.add_loop(self.name, self._compiled.address, packed)
 
 
 class Kernel(dict[Hashable, Variant]):

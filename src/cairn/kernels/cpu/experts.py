@@ -12,14 +12,17 @@ from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, I64, INT, kernel
 from cairn.kernels.cpu.elementwise import silu_mul, squared_relu
 from cairn.kernels.cpu.products import AnyWeight, ExpertRows, multiply_experts
+from cairn.kernels.cpu.recording import called_again
 from cairn.kernels.cpu.scalars import advance, load, store
 
 
+@called_again
 def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: AnyWeight, down: AnyWeight, batch: Batch) -> Tensor:
     """See `Kernels.experts`."""
     return _mixed(x, topk_ids, topk_weights, up, down, squared_relu)
 
 
+@called_again
 def gated_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: AnyWeight, down: AnyWeight, batch: Batch
 ) -> Tensor:

@@ -1,6 +1,6 @@
 """Metadata of the CPU backend, once a step: a batch's work as integer tables that compiled loops read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
@@ -16,6 +16,10 @@ SPLIT_TOKENS = 512
 are, because on where sums are cut depends how they are rounded."""
 
 
+_NO_WORK = np.zeros((0, 0), np.int32)
+"""Of a batch that is to be recorded: `CpuGraphs.set_lengths` has its lengths before it is computed."""
+
+
 class Table:
     """int32 [count, columns] for compiled loops. `address`: where it begins in memory, as long as this object lives."""
 
@@ -27,7 +31,7 @@ class Table:
         self.count = len(self.array)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CpuMetadata:
     """`Batch.metadata` of this backend.
 
@@ -45,10 +49,17 @@ class CpuMetadata:
     max_rows: int
     num_pairs: int
 
+    def become(self, other: "CpuMetadata") -> None:
+        """That of another batch, for those who have this one."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(other, each.name))
+
 
 def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
     """See `Kernels.build_metadata`."""
     step_work().begin_step(host.num_tokens)
+    if host.max_seq_len is not None:
+        return CpuMetadata(Table(_NO_WORK), Table(_NO_WORK), Table(_NO_WORK), 0, 0, 0)
     tiles, merges = _tiles(host)
     rows, partials = tiles[:, 1], tiles[:, 6]
     return CpuMetadata(

@@ -48,6 +48,7 @@ from cairn.kernels.cpu.compiled import (
 )
 from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.huge_pages import weight_memory
+from cairn.kernels.cpu.recording import kept
 from cairn.kernels.cpu.scalars import advance, load, store
 from cairn.kernels.cpu.tiles import GROUP, HAS_AVX512, PANEL, add_tile, numbers_of_word, store_16
 from cairn.kernels.cpu.vectors import LANES, aligned, round_up
@@ -142,7 +143,8 @@ class RowPartition:
 def partition_rows(rows: int, words: int, group: int = GROUP) -> RowPartition:
     """Of rows of so many words for one matrix. A segment fits the second cache, in which all panels come by."""
     fitting = _SEGMENT_WORDS // words // group * group
-    return _partition_rows(rows, max(2 * group, min(GROUPS_OF_SEGMENT * group, fitting)), group)
+    segment = max(2 * group, min(GROUPS_OF_SEGMENT * group, fitting))
+    return kept(lambda: _partition_rows(rows, segment, group))
 
 
 @lru_cache(maxsize=4096)

@@ -9,12 +9,15 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import I32, INT, jit, record
+from cairn.kernels.cpu.recording import recording
 from cairn.kernels.cpu.scalars import ZERO, advance
 
 
 def empty(*shape: int) -> Tensor:
     """A float32 tensor. numpy asks for huge pages: each small page of a large tensor costs its first use a fault, which
-    takes longer than what is computed on it."""
+    takes longer than what is computed on it. In a pass that is recorded it is the record's."""
+    if recording() is not None:
+        return torch.empty(shape)
     return torch.from_numpy(np.empty(shape, np.float32))
 
 

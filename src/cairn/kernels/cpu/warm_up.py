@@ -26,7 +26,7 @@ MODULES: tuple[ModuleType, ...] = tuple(
     import_module(f"cairn.kernels.cpu.{name}")
     for name in (
         *("attention", "checkpoint_files", "conv", "elementwise", "experts", "gdn", "int4", "int8", "norms"),
-        *("panels", "routers", "ssd"),
+        *("panels", "routers", "ssd", "graphs"),
     )
 )
 """Where the kernels are."""
@@ -146,7 +146,7 @@ def _unused_names() -> Set[str]:
 
 
 def _names_of(operations: Set[str]) -> Set[str]:
-    """Of the kernels that the CPU backend's functions of these names use, themselves or through others."""
+    """Of the kernels that the CPU backend's functions, or classes, of these names use, themselves or through others."""
     backend = import_module("cairn.kernels.cpu")
     found: set[str] = set()
     seen: set[object] = set()
@@ -156,6 +156,8 @@ def _names_of(operations: Set[str]) -> Set[str]:
         each = getattr(each, "__wrapped__", each)  # of a function whose results are kept
         if isinstance(each, Kernel):
             found.add(each.path)
+        elif isinstance(each, type) and each.__module__.startswith(f"{backend.__name__}."):
+            left += vars(each).values()
         elif isinstance(each, FunctionType) and each.__module__.startswith(f"{backend.__name__}.") and each not in seen:
             seen.add(each)
             left += [each.__globals__[name] for name in names_in(each.__code__) if name in each.__globals__]

@@ -1,5 +1,6 @@
 """The CUDA backend: Triton kernels, and cuBLAS's products."""
 
+from cairn.kernels.contract import no_step_graphs as step_graphs
 from cairn.kernels.cuda.attention import attention
 from cairn.kernels.cuda.checkpoint_files import copy_pages, copy_tokens, load_states, pack_state_spans, store_states
 from cairn.kernels.cuda.conv import conv
@@ -51,6 +52,7 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "step_graphs",
     "store_states",
     "token_counts",
     "warm_up",

@@ -31,6 +31,7 @@ from dataclasses import replace
 
 from cairn.kernels import cuda
 from cairn.kernels.batch import HostBatch
+from cairn.kernels.contract import no_step_graphs as step_graphs
 from cairn.kernels.cuda import (
     copy_pages,
     copy_tokens,
@@ -112,6 +113,7 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "step_graphs",
     "store_states",
     "token_counts",
     "warm_up",

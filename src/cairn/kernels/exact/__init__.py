@@ -5,6 +5,7 @@ products are free, and nothing is promised.
 """
 
 from cairn.kernels.checkpoint_files import copy_pages, copy_tokens, load_states, pack_state_spans, store_states
+from cairn.kernels.contract import no_step_graphs as step_graphs
 from cairn.kernels.exact.attention import attention, write_kv
 from cairn.kernels.exact.conv import conv
 from cairn.kernels.exact.elementwise import (
@@ -71,6 +72,7 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "step_graphs",
     "store_states",
     "token_counts",
     "warm_up",

@@ -3,6 +3,7 @@
 Where the contract says float32, a float64 model has float64.
 """
 
+from cairn.kernels.contract import no_step_graphs as step_graphs
 from cairn.kernels.reference.attention import attention, write_kv
 from cairn.kernels.reference.checkpoint_files import (
     copy_pages,
@@ -73,6 +74,7 @@ __all__ = [
     "softmax_router",
     "squared_relu",
     "ssd",
+    "step_graphs",
     "store_states",
     "token_counts",
     "warm_up",

@@ -1,0 +1,85 @@
+"""Decode steps that are recorded once and repeated: see `recording`. A step of a small model has hundreds of loops of a
+few microseconds, and to call each from Python takes longer than it takes itself.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from cairn.kernels.batch import HostBatch
+from cairn.kernels.cpu.compiled import I64, intrinsic, kernel
+from cairn.kernels.cpu.metadata import CpuMetadata, build_metadata
+from cairn.kernels.cpu.recording import Loop, Operation, PassMemory, Recording
+from cairn.kernels.staging import Staging
+
+
+class CpuGraphs:
+    """See `StepGraphs`."""
+
+    def __init__(self) -> None:
+        self._memory = PassMemory()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        """See `Graphs.capture`."""
+        with Recording(self._memory) as recording:
+            run()
+        operations = [LoopSequence(step) if isinstance(step, list) else step for step in recording.steps]
+        return _Repeat(operations, recording)
+
+    def set_lengths(self, metadata: object, host: HostBatch) -> None:
+        """See `StepGraphs.set_lengths`."""
+        assert isinstance(metadata, CpuMetadata)
+        metadata.become(build_metadata(host, Staging()))
+
+
+class _Repeat:
+    """`recording`: whose memory the operations use."""
+
+    def __init__(self, operations: Sequence[Operation], recording: Recording) -> None:
+        self._operations, self._recording = operations, recording
+
+    def __call__(self) -> None:
+        for operation in self._operations:
+            operation()
+
+
+class LoopSequence:
+    """Loops one after the other, in one call."""
+
+    def __init__(self, loops: Sequence[Loop]) -> None:
+        self._names = [name for name, _, _ in loops]
+        arguments = b"".join(packed for _, _, packed in loops)
+        self._arguments = np.frombuffer(arguments, np.uint8).copy()
+        ends = np.cumsum([len(packed) for _, _, packed in loops])
+        places = self._arguments.ctypes.data + np.concatenate([[0], ends[:-1]])
+        self._table = np.array([[address for _, address, _ in loops], places], np.int64).T.copy()
+        self._failed = np.zeros(1, np.int64)
+
+    def __call__(self) -> None:
+        """Raises RuntimeError where one fails."""
+        _run_loops["any"](len(self._names), 0, self._table.ctypes.data, self._failed.ctypes.data)
+        if self._failed[0]:
+            raise RuntimeError(f"{self._names[self._failed[0] - 1]} failed")
+
+
+@kernel({"any": (I64, I64)})
+def _run_loops(begin: int, end: int, table: Any, failed: Any) -> None:
+    """On one thread; each loop takes its own."""
+    failed[0] = 0
+    for i in range(begin, end):
+        if _call(table[2 * i], table[2 * i + 1]) and not failed[0]:
+            failed[0] = i + 1
+
+
+@intrinsic
+def _call(typingctx: Any, function: Any, packed: Any) -> Any:
+    """int64 (*function)(packed)."""
+
+    def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(8).as_pointer()]).as_pointer()
+        return builder.call(builder.inttoptr(args[0], kind), [builder.inttoptr(args[1], ir.IntType(8).as_pointer())])
+
+    return types.int64(types.int64, types.int64), code

@@ -1,0 +1,199 @@
+"""A record of what a pass computes: its compiled loops with their arguments, and torch's operations between them.
+
+Only addresses and numbers are in the arguments of a loop, so that it computes the same from what lies there later. All
+memory that a pass allocates while it is recorded is the record's: it is used again within the pass as soon as nobody
+has a tensor there, and by nobody else.
+
+An operation whose loops, or whose number of them, follow from lengths or values of the batch is `called_again`.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+from weakref import finalize
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as tree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+Loop = tuple[str, int, bytes]
+"""A loop's name, the address of its code, and what it takes: see `compiled.Variant`."""
+
+Operation = Callable[[], object]
+
+_EMPTY = frozenset(
+    {
+        torch.ops.aten.empty.memory_format,
+        torch.ops.aten.empty_like.default,
+        torch.ops.aten.empty_strided.default,
+        torch.ops.aten.new_empty.default,
+    }
+)
+_READ = frozenset({torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default})
+_ALIGNMENT = 64
+
+
+class PassMemory:
+    """Blocks that passes have their tensors in, one pass at a time. `num_bytes`: of all."""
+
+    def __init__(self) -> None:
+        self._blocks: list[Any] = []
+        self._free: defaultdict[int, list[Any]] = defaultdict(list)
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.nbytes for block in self._blocks)
+
+    def begin(self) -> None:
+        """A pass begins: what tensors of passes before it have is free."""
+        self._free = defaultdict(list)
+        for block in self._blocks:
+            self._free[block.nbytes].append(block)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Contiguous and uninitialized; in the pass its block is free again when the last tensor with its memory is
+        gone."""
+        count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        size = max(_ALIGNMENT, 1 << (count - 1).bit_length())
+        free = self._free[size]
+        block = free.pop() if free else self._allocate(size)
+        # torch keeps this very object for as long as any tensor has its memory.
+        lent = block[:count]
+        finalize(lent, free.append, block).atexit = False
+        return torch.from_numpy(lent).view(dtype).view(tuple(shape))
+
+    def _allocate(self, size: int) -> Any:
+        memory = np.empty(size + _ALIGNMENT, np.uint8)
+        begin = -memory.ctypes.data % _ALIGNMENT
+        self._blocks.append(memory[begin : begin + size])
+        return self._blocks[-1]
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """What this thread computes within a `with`. `steps`: lists of loops, and operations between them, in order."""
+
+    def __init__(self, memory: PassMemory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[list[Loop] | Operation] = []
+        self._memory, self._paused = memory, False
+        self._kept: list[object] = []
+
+    def __enter__(self) -> "Recording":
+        self._memory.begin()
+        self._token = _recording.set(self)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *details: Any) -> None:
+        super().__exit__(*details)  # type: ignore[no-untyped-call]
+        _recording.reset(self._token)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._paused:
+            return func(*args, **kwargs)
+        if func in _READ:
+            raise RuntimeError(f"{func} in a pass that is recorded: what follows from a value would not follow later")
+        with self._pause():
+            result = func(*args, **kwargs)
+            if func in _EMPTY and result.is_contiguous():
+                return self._memory.empty(result.shape, result.dtype)
+        if any(argument.alias_info is not None and argument.alias_info.is_write for argument in func._schema.arguments):
+            self.steps.append(lambda: func(*args, **kwargs))
+        elif func not in _EMPTY:
+            return self._record(lambda: func(*args, **kwargs), result, (args, kwargs))
+        return result
+
+    def add_loop(self, name: str, address: int, packed: bytes) -> None:
+        """A compiled loop has run."""
+        if self._paused:
+            return
+        last = self.steps[-1] if self.steps else None
+        if isinstance(last, list):
+            last.append((name, address, packed))
+        else:
+            self.steps.append([(name, address, packed)])
+
+    def call(self, operation: Callable[[], Result], operands: object) -> Result:
+        """The result of an operation that is to be called again as a whole."""
+        with self._pause():
+            result = operation()
+            return self._record(operation, result, operands)
+
+    def keep(self, make: Callable[[], Result]) -> Result:
+        """What `make` returns, which does not change; it stays where it is as long as the record."""
+        with self._pause():
+            made = make()
+        self._kept.append(made)
+        return made
+
+    def _record(self, operation: Callable[[], Result], result: Result, operands: object) -> Result:
+        """An operation whose results, unless they are views of its operands, go to the same places each time. Returns
+        them there."""
+        viewed = {tensor.untyped_storage().data_ptr() for tensor in _tensors(operands)}
+        results = _tensors(result)
+        if results and all(tensor.untyped_storage().data_ptr() in viewed for tensor in results):
+            return result
+        placed: Result = tree.tree_map_only(Tensor, self._place, result)
+        places = _tensors(placed)
+        self.steps.append((lambda: _copy_results(places, operation())) if places else operation)
+        return placed
+
+    def _place(self, result: Tensor) -> Tensor:
+        return self._memory.empty(result.shape, result.dtype).copy_(result) if result.is_contiguous() else result
+
+    @contextmanager
+    def _pause(self) -> Any:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
+_recording: ContextVar[Recording | None] = ContextVar("recording", default=None)
+
+
+def recording() -> Recording | None:
+    """This thread's."""
+    return _recording.get()
+
+
+def called_again(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """An operation that a record has as a whole: it is called again with the same operands, of which a batch's metadata
+    may say something else then."""
+
+    @wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        record = recording()
+        if record is None:
+            return function(*args, **kwargs)
+        return record.call(lambda: function(*args, **kwargs), (args, kwargs))
+
+    return call
+
+
+def kept(make: Callable[[], Result]) -> Result:
+    """What `make` returns, which a record of this pass keeps."""
+    record = recording()
+    return make() if record is None else record.keep(make)
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree.tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _copy_results(places: Iterable[Tensor], results: object) -> None:
+    found = [results] if isinstance(results, Tensor) else _tensors(results)
+    for place, result in zip(places, found, strict=True):
+        place.copy_(result)

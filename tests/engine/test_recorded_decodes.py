@@ -1,0 +1,121 @@
+"""Decode steps that are recorded and repeated leave the same bits everywhere as steps that are computed anew."""
+
+import gc
+
+import numpy as np
+import pytest
+import torch
+
+from cairn.engine.build import build_core
+from cairn.engine.contract import EngineConfig
+from cairn.kernels.cpu.graphs import LoopSequence
+from cairn.runner.runner import Runner
+from doubles.engine_requests import generate_request
+from tiers import first_of
+
+FAMILIES = ("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "falcon_h1", "qwen3")
+FORMS = ("float32", "bfloat16", "int8", "int4")
+SEQS = 4
+
+
+class Twin:
+    """A core, and all that its runner has."""
+
+    def __init__(self, folder, form, **options):
+        quantization = form if form.startswith("int") else None
+        dtype = "float32" if form == "float32" else "bfloat16"
+        config = EngineConfig(
+            model=str(folder), dtype=dtype, quantization=quantization, max_num_seqs=SEQS, max_num_batched_tokens=256,
+            kv_cache_memory_bytes=4 << 20, **options,
+        )  # fmt: skip
+        self.core = build_core(config)
+        self.runner: Runner = self.core._runner
+
+    def submit(self, name, prompt, max_tokens, **options):
+        keys = np.array(prompt, "<i8").tobytes()
+        fields = {"seed": 1, "ignore_eos": True, "max_tokens": max_tokens} | options
+        self.core.submit(generate_request(request_id=name, prompt=keys, **fields))
+
+    def step(self):
+        return [(output.request_id, list(output.token_ids)) for output in self.core.step()]
+
+    def memory(self):
+        """Without the slot that is nobody's."""
+        runner = self.runner
+        states = [part[:-1] for layer in runner._live.recurrent for part in (layer.conv, layer.state)]
+        return [runner.pool, *states, runner._live.hidden[:-1], runner._slot_tensors.last_tokens[:-1]]
+
+    def repeats(self):
+        """What repeats the steps that have been recorded."""
+        return [each.replay for each in self.runner._graphs._passes.values() if each.replay is not None]
+
+    def spoil(self):
+        """What passes have allocated is rubbish from one step to the next."""
+        for block in self.runner._graphs._recorder._memory._blocks:
+            block.fill(0xFF)
+
+
+def traffic(seed=0):
+    """By step, the requests that come: one to four at a time, prompts over the ends of pages, and contexts over the end
+    of a part of attention's, again and again, some sampled, some with penalties."""
+    rng = np.random.default_rng(seed)
+    lengths = {0: [5], 2: [63], 4: [500, 15], 30: [17, 64, 33, 128], 50: [1], 54: [3], 70: [509, 16, 7]}
+    options = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.7, "presence_penalty": 1.0}]
+    return {
+        step: [(rng.integers(5, 300, length).tolist(), 12 + step % 7, options[length % 3]) for length in several]
+        for step, several in lengths.items()
+    }
+
+
+def run_both(recorded, eager, steps=160):
+    """Raises AssertionError where the two do not do the same."""
+    coming, num_steps = traffic(), 0
+    for step in range(steps):
+        for place, (prompt, max_tokens, options) in enumerate(coming.get(step, ())):
+            for twin in (recorded, eager):
+                twin.submit(f"{step}-{place}", prompt, max_tokens, **options)
+        if not (recorded.core.has_work or eager.core.has_work):
+            continue
+        num_steps += 1
+        recorded.spoil()
+        assert recorded.step() == eager.step(), step
+        for found, wanted in zip(recorded.memory(), eager.memory(), strict=True):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), step
+    assert num_steps > 60 and not recorded.core.has_work
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    first_of(
+        [("qwen3_5", "bfloat16"), ("nemotron_h", "float32"), ("qwen3_5_moe", "int8"), ("falcon_h1", "int4")],
+        FAMILIES,
+        FORMS,
+    ),
+)
+def test_a_repeated_step_leaves_the_bits_of_one_that_is_computed(family, form, made_model):
+    folder = made_model(family)
+    recorded, eager = Twin(folder, form), Twin(folder, form, enforce_eager=True)
+    run_both(recorded, eager)
+    assert len(recorded.repeats()) == SEQS and not eager.repeats()
+    check_addresses(recorded)
+
+
+def check_addresses(twin):
+    """All that loops point to is there: tensors, and memory of passes."""
+    blocks = twin.runner._graphs._recorder._memory._blocks
+    places = [(block.ctypes.data, block.nbytes) for block in blocks]
+    storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    places = np.array(sorted(places + [(each.data_ptr(), each.nbytes()) for each in storages]))
+    pointers = 0
+    for repeat in twin.repeats():
+        for loops in repeat._operations:
+            if isinstance(loops, LoopSequence):
+                ends = [*(loops._table[1:, 1] - loops._arguments.ctypes.data).tolist(), len(loops._arguments)]
+                for name, begin, end in zip(loops._names, [0, *ends[:-1]], ends, strict=True):
+                    numbers = loops._arguments[begin + 8 : begin + (end - begin) // 8 * 8].view(np.uint64)
+                    # An address of a process, and no two numbers in one word.
+                    for address in numbers[(numbers >= 1 << 32) & (numbers < 1 << 47)].tolist():
+                        index = int(np.searchsorted(places[:, 0], address, side="right")) - 1
+                        assert address < places[: index + 1].sum(axis=1).max(), (name, address)
+                        pointers += 1
+    assert pointers > 100
