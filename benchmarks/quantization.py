@@ -253,11 +253,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def wait_as_a_server_does(num_threads: int) -> None:
-    """Begin anew with the threads of a server, which wait for each other asleep: torch's read it when they start."""
+def wait_as_a_server_does(num_threads: int, module: str = "benchmarks.quantization") -> None:
+    """Begin this module anew with the threads of a server, which wait for each other asleep: torch's read it when
+    they start."""
     wanted = thread_variables(num_threads, os.environ)
     if not wanted.items() <= os.environ.items():
-        words = [sys.executable, "-m", "benchmarks.quantization", *sys.argv[1:]]
+        words = [sys.executable, "-m", module, *sys.argv[1:]]
         os.execve(sys.executable, words, {**os.environ, **wanted})
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel, record, row_args
 from cairn.kernels.cpu.metadata import CpuMetadata
-from cairn.kernels.cpu.recording import called_again
+from cairn.kernels.cpu.recording import call_again
 from cairn.kernels.cpu.recurrence import copy
 from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store
 from cairn.kernels.cpu.vectors import (
@@ -83,17 +83,22 @@ def _write(
             copy(advance(x, row * x_row + head * x_head), advance(token, head * pages.head), dim)
 
 
-@called_again
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
     """See `Kernels.write_kv`."""
     metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]
-    table = batch.block_tables[group]
+    table = row_args(batch.block_tables[group])
     _, heads, page_size, dim = keys.shape
-    for x, cache in ((k, keys), (v, values)):
-        work = metadata.writes.count, x.numel() // 16
-        pages = cache.data_ptr(), *cache.stride()[:3]
-        sizes = metadata.writes.address, page_size, heads, dim
-        _write[x.dtype, cache.dtype](*work, *row_args(x), x.stride(1), *pages, *row_args(table), *sizes)
+    write, cost = _write[k.dtype, keys.dtype], k.numel() // 16
+    places = [
+        (*row_args(x), x.stride(1), cache.data_ptr(), *cache.stride()[:3], *table)
+        for x, cache in ((k, keys), (v, values))
+    ]
+
+    def run() -> None:
+        for place in places:
+            write(metadata.writes.count, cost, *place, metadata.writes.address, page_size, heads, dim)
+
+    call_again(run)
 
 
 @jit
@@ -264,22 +269,25 @@ def _merge(begin: int, end: int, partials: Any, merges: Any, heads: int, dim: in
             store(target, j, weighted[j] / total)
 
 
-@called_again
 def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
     """See `Kernels.attention`."""
     metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]
-    table = batch.block_tables[group]
     _, heads, dim = q.shape
+    _, kv_heads, page_size, _ = keys.shape
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    partials = torch.empty(metadata.num_partials * heads * (dim + 2))
-    _attend[q.dtype, keys.dtype](
-        *(metadata.tiles.count * keys.shape[1], metadata.num_pairs * heads * dim // 6),
-        *(*row_args(q), q.stride(1), keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3]),
-        *(*row_args(table), metadata.tiles.address, metadata.max_rows),
-        *(keys.shape[2], heads, keys.shape[1], dim, -(-dim // WIDTH) * WIDTH),
-        *(dim**-0.5, partials.data_ptr(), out.data_ptr()),
-    )
-    if metadata.num_partials:
-        count, work = metadata.merges.count * heads, partials.numel()
-        _merge[q.dtype](count, work, partials.data_ptr(), metadata.merges.address, heads, dim, out.data_ptr())
+    attend, merge, target = _attend[q.dtype, keys.dtype], _merge[q.dtype], out.data_ptr()
+    pages = keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3]
+    operands = *row_args(q), q.stride(1), *pages, *row_args(batch.block_tables[group])
+    sizes = page_size, heads, kv_heads, dim, -(-dim // WIDTH) * WIDTH, dim**-0.5
+
+    def run() -> None:
+        tiles, merges, count = metadata.tiles, metadata.merges, metadata.num_partials
+        partials = torch.empty(count * heads * (dim + 2))
+        work = tiles.count * kv_heads, metadata.num_pairs * heads * dim // 6
+        attend(*work, *operands, tiles.address, metadata.max_rows, *sizes, partials.data_ptr(), target)
+        if count:
+            work = merges.count * heads, partials.numel()
+            merge(*work, partials.data_ptr(), merges.address, heads, dim, target)
+
+    call_again(run)
     return out

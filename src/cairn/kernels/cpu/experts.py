@@ -12,17 +12,15 @@ from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, I64, INT, kernel
 from cairn.kernels.cpu.elementwise import silu_mul, squared_relu
 from cairn.kernels.cpu.products import AnyWeight, ExpertRows, multiply_experts
-from cairn.kernels.cpu.recording import called_again
+from cairn.kernels.cpu.recording import call_again
 from cairn.kernels.cpu.scalars import advance, load, store
 
 
-@called_again
 def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: AnyWeight, down: AnyWeight, batch: Batch) -> Tensor:
     """See `Kernels.experts`."""
     return _mixed(x, topk_ids, topk_weights, up, down, squared_relu)
 
 
-@called_again
 def gated_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: AnyWeight, down: AnyWeight, batch: Batch
 ) -> Tensor:
@@ -39,9 +37,23 @@ def _mixed(
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The experts' results, added by the tokens' shares."""
+    out = x.new_empty(len(x), down.shape[-2])
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+    call_again(lambda: _mix_into(out, x, topk_ids, topk_weights, up, down, activation))
+    return out
+
+
+def _mix_into(
+    out: Tensor,
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    up: AnyWeight,
+    down: AnyWeight,
+    activation: Callable[[Tensor], Tensor],
+) -> None:
     tokens, top_k = topk_ids.shape
     num_rows = tokens * top_k
-    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     ends = torch.zeros(down.shape[0], dtype=torch.int64)
     order, places = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.int64)
     _sort_by_expert[topk_ids.dtype](
@@ -50,12 +62,10 @@ def _mixed(
     rows = ExpertRows(order, ends, num_rows)
     inner = activation(multiply_experts(x, up, rows))
     result = multiply_experts(inner, down, replace(rows, order=None))
-    out = x.new_empty(tokens, down.shape[-2])
     _add_shares[x.dtype](
         tokens, result.numel() // 4, result.data_ptr(), places.data_ptr(), topk_weights.data_ptr(), top_k,
         out.data_ptr(), out.shape[1],
     )  # fmt: skip
-    return out
 
 
 @kernel({torch.int64: (I64, INT, INT, I64, INT, I64, I64)})

@@ -4,15 +4,14 @@ Only addresses and numbers are in the arguments of a loop, so that it computes t
 memory that a pass allocates while it is recorded is the record's: it is used again within the pass as soon as nobody
 has a tensor there, and by nobody else.
 
-An operation whose loops, or whose number of them, follow from lengths or values of the batch is `called_again`.
+An operation whose loops, or whose number of them, follow from lengths or values of the batch is for `call_again`.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 from weakref import finalize
 
 import numpy as np
@@ -21,7 +20,6 @@ from torch import Tensor
 from torch.utils import _pytree as tree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 
 Loop = tuple[str, int, bytes]
@@ -124,11 +122,11 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self.steps.append([(name, address, packed)])
 
-    def call(self, operation: Callable[[], Result], operands: object) -> Result:
-        """The result of an operation that is to be called again as a whole."""
+    def call(self, operation: Operation) -> None:
+        """See `call_again`."""
         with self._pause():
-            result = operation()
-            return self._record(operation, result, operands)
+            operation()
+        self.steps.append(operation)
 
     def keep(self, make: Callable[[], Result]) -> Result:
         """What `make` returns, which does not change; it stays where it is as long as the record."""
@@ -169,18 +167,14 @@ def recording() -> Recording | None:
     return _recording.get()
 
 
-def called_again(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """An operation that a record has as a whole: it is called again with the same operands, of which a batch's metadata
-    may say something else then."""
-
-    @wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        record = recording()
-        if record is None:
-            return function(*args, **kwargs)
-        return record.call(lambda: function(*args, **kwargs), (args, kwargs))
-
-    return call
+def call_again(operation: Operation) -> None:
+    """Calls it now, and so does a record of this pass, which has nothing of what it does: its loops follow from values,
+    or from a batch's metadata."""
+    record = recording()
+    if record is None:
+        operation()
+    else:
+        record.call(operation)
 
 
 def kept(make: Callable[[], Result]) -> Result:
