@@ -268,7 +268,7 @@ class _Tile:
         self.columns = range(0, outputs, form.lanes)
         self.lines = range(0, outputs, LANES)
         # Each part reads its words anew: there are not enough registers to keep them, where there are 16.
-        again = self.panel if HAS_AVX512 or form.parts == 1 else _hidden(builder, self.panel)
+        again = self.panel if HAS_AVX512 or form.parts == 1 or rows == 1 else _hidden(builder, self.panel)
         self.panels = self.panel, again
 
     def write(self) -> None:
