@@ -20,7 +20,7 @@ from cairn.kernels.cpu.amx import SPARE_ROWS, begin_tiles, end_tiles
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, I16, I32, I64, INT, U8, jit, kernel, optional_arg, row_args
 from cairn.kernels.cpu.onednn import ZERO_POINT, check_int8, height_of, reorder_int8, scaled_int8_sums
 from cairn.kernels.cpu.panels import (
-    SUMS_OF_SEGMENT,
+    NUMBERS_OF_SEGMENT,
     RowPartition,
     add_segment,
     as_words,
@@ -206,7 +206,7 @@ OUTPUTS: Sequence[tuple[torch.dtype, torch.dtype]] = tuple(
     needs=has_panels(torch.int8),
 )
 def _multiply_int8(begin: int, end: int, p: Any, scales: Any, channel_scales: Any, zeros: Any) -> None:
-    buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.int32)
+    buffer = np.empty(NUMBERS_OF_SEGMENT + LANES, np.int32)
     sums = aligned(buffer)
     begin_tiles(p.x, sums)
     for item in range(begin, end):

@@ -36,6 +36,7 @@ from cairn.kernels.cpu.compiled import (
     BF16,
     ELEMENTS,
     F32,
+    I16,
     I32,
     I64,
     INT,
@@ -50,7 +51,17 @@ from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.huge_pages import weight_memory
 from cairn.kernels.cpu.recording import kept
 from cairn.kernels.cpu.scalars import advance, load, store
-from cairn.kernels.cpu.tiles import GROUP, HAS_AVX512, PANEL, add_tile, numbers_of_word, store_16
+from cairn.kernels.cpu.tiles import (
+    GROUP,
+    HAS_AVX512,
+    PANEL,
+    WIDENS_ONCE,
+    add_tile,
+    numbers_of_word,
+    store_16,
+    wide_words,
+    widen_words,
+)
 from cairn.kernels.cpu.vectors import LANES, aligned, round_up
 
 GROUPS_OF_SEGMENT = 16
@@ -58,7 +69,7 @@ GROUPS_OF_SEGMENT = 16
 SEGMENT = GROUPS_OF_SEGMENT * GROUP
 """Rows of a segment at most."""
 
-SUMS_OF_SEGMENT = (SEGMENT + SPARE_ROWS) * PANEL
+_SUMS_OF_SEGMENT = (SEGMENT + SPARE_ROWS) * PANEL
 
 _SEGMENT_WORDS = (1 << 18) if HAS_AMX else SEGMENT * 1024
 """Words of a segment's rows at most, 1 MiB or 768 KiB, where all have one matrix."""
@@ -68,6 +79,9 @@ _STORES_16 = bool(cpu_features().get("avx512bf16"))
 _CHUNK = 256 if HAS_AVX512 else 128
 """Words of a panel's outputs, 32 KiB or 16, that all groups are multiplied with before the next ones: they stay in the
 first cache, beside rows that take twice as much where they are widened."""
+
+_WIDENED_CHUNK = 96
+"""The same of words that are widened once for all groups, 24 KiB."""
 
 _AHEAD = 16
 """Words of a panel between those that a single group is multiplied with and those that are asked for: 2 KiB. Further
@@ -104,6 +118,9 @@ def has_panels(dtype: torch.dtype) -> bool:
 
 
 _WIDENS = widens(torch.bfloat16)
+
+NUMBERS_OF_SEGMENT = _SUMS_OF_SEGMENT + (2 * _WIDENED_CHUNK * PANEL if WIDENS_ONCE else 0)
+"""What a thread has for a segment: its sums, and words that have been widened for all groups."""
 
 _READ_RATE, _MULTIPLY_RATE = (35, 110 if _WIDENS else 440) if HAS_AVX512 else (14, 55)
 """Bytes of weights that one thread reads in a nanosecond, and that it multiplies with a row."""
@@ -314,7 +331,7 @@ def _multiply(begin: int, end: int, p: Any) -> None:
 @jit
 def multiply_items(begin: int, end: int, p: Any) -> None:
     """Items of a product whose sums are float32."""
-    buffer = np.empty(SUMS_OF_SEGMENT + LANES, np.float32)
+    buffer = np.empty(NUMBERS_OF_SEGMENT + LANES, np.float32)
     sums = aligned(buffer)
     begin_tiles(p.x, sums)
     for item in range(begin, end):
@@ -336,6 +353,13 @@ def multiply_items(begin: int, end: int, p: Any) -> None:
     buffer[0] = 0
 
 
+@intrinsic
+def words_of_chunk(typingctx: Any, x: Any) -> Any:
+    """By the type of the rows."""
+    words = _WIDENED_CHUNK if WIDENS_ONCE and x in (F32, I16) else _CHUNK
+    return INT(x), lambda context, builder, _, args: ir.Constant(ir.IntType(64), words)
+
+
 @jit
 def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
     """sums [rows, 32], float32 or int32: a segment's rows, in groups, times one of the panels of its matrix."""
@@ -344,9 +368,11 @@ def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
     words, numbers = p.words, numbers_of_word(p.x)
     x = advance(p.x, first * words * numbers)
     weights = advance(p.panels, (matrix * p.num_panels + panel) * words * PANEL)
-    chunk = _CHUNK // p.block * p.block
+    chunk = words_of_chunk(p.x) // p.block * p.block
+    wide = wide_words(p.x, advance(sums, _SUMS_OF_SEGMENT))
     for word in range(0, words, chunk):
         count = min(chunk, words - word)
+        is_wide = rows > 2 * group and widen_words(advance(weights, word * PANEL), count, wide)
         for row in range(0, rows, group):
             num_rows = min(group, rows - row)
             groups_left = (rows - row + group - 1) // group
@@ -357,14 +383,10 @@ def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
                 next_words = advance(weights, (word + (0 if groups_left > 2 else chunk)) * PANEL)
                 next_words = advance(next_words, count * LANES if groups_left == 1 else 0)
                 step = 0 if groups_left > 2 else LANES
-            add_tile(
-                num_rows,
-                advance(x, (row * words + word * num_rows) * numbers),
-                advance(weights, word * PANEL),
-                count,
-                advance(sums, row * PANEL),
-                np.int64(word == 0),
-                next_words,
-                step,
-                p.block,
-            )
+            rows_of_group = advance(x, (row * words + word * num_rows) * numbers)
+            target, fresh = advance(sums, row * PANEL), np.int64(word == 0)
+            if is_wide:
+                add_tile(num_rows, rows_of_group, wide, 2 * count, target, fresh, next_words, step // 2, p.block)
+            else:
+                panel_words = advance(weights, word * PANEL)
+                add_tile(num_rows, rows_of_group, panel_words, count, target, fresh, next_words, step, p.block)

@@ -96,6 +96,14 @@ def _all_lanes(kind: Any, value: int) -> Any:
     return ir.Constant(kind, [value] * kind.count)
 
 
+def _as_floats(builder: Any, words: Any, part: int) -> Any:
+    return builder.bitcast(words, ir.VectorType(_FLOAT, words.type.count))
+
+
+def _as_halves(builder: Any, words: Any, part: int) -> Any:
+    return builder.bitcast(words, ir.VectorType(_I16, 2 * words.type.count))
+
+
 def _widened_bfloat16(builder: Any, words: Any, part: int) -> Any:
     """Each half of a word is a float32 once the other half is cleared."""
     kind = words.type
@@ -168,6 +176,16 @@ _FORMS: Mapping[Any, _Form] = {
 }
 """By the types of what rows and sums are in."""
 
+_WIDE_FORMS: Mapping[Any, _Form] = {
+    (F32, F32): _Form("float32", _SHORT, 1, _FLOAT, _FLOAT, _as_floats, _multiply_add_floats),
+    (I16, I32): _Form("int16", _SHORT, 1, _I32, _I32, _as_halves, _multiply_add_pairs),
+}
+"""The same where the panel has been widened before: see `widen_words`."""
+
+WIDENS_ONCE = not HAS_AVX512
+"""Whether words are widened once for many groups of rows. With twice the rows in a group and vectors of twice the
+length it takes longer than it saves."""
+
 
 @intrinsic
 def add_tile(
@@ -175,14 +193,17 @@ def add_tile(
 ) -> Any:
     """sums [rows, 32] += one group of rows times so many words of a panel, or = if `fresh`; see `_FORMS`. `ahead`: what
     will be read next, of which a word's work asks for 32 numbers, `step` numbers behind those of the word before.
-    `block`: words of a group of inputs with its factors, where there are groups."""
+    `block`: words of a group of inputs with its factors, where there are groups. `panel`: words as they are packed, or
+    as `wide_words` has them."""
 
-    form, by_matrix_unit = _FORMS.get((x, sums)), has_product(x, sums)
+    by_matrix_unit = has_product(x, sums)
+    form = (_FORMS if panel == I32 else _WIDE_FORMS).get((x, sums))
     if form is None and not by_matrix_unit:
         return None
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        rows, *others = args
+        rows, own, words, *others = args
+        others = [own, builder.bitcast(words, _I32.as_pointer()), *others]
         if form is None or by_matrix_unit:
             call_tile(builder, (x, sums), rows, *others)
             return context.get_dummy_value()
@@ -198,7 +219,39 @@ def add_tile(
         return context.get_dummy_value()
 
     i64 = numba_types.int64
-    return numba_types.void(i64, x, I32, i64, sums, i64, I32, i64, i64), code
+    return numba_types.void(i64, x, panel, i64, sums, i64, I32, i64, i64), code
+
+
+@intrinsic
+def wide_words(typingctx: Any, x: Any, scratch: Any) -> Any:
+    """A pointer to where words are widened for rows like x, by its type; to words as they are where nothing is widened
+    for them."""
+    kind = x if WIDENS_ONCE and (x, scratch) in _WIDE_FORMS else I32
+    return kind(x, scratch), lambda context, builder, _, args: builder.bitcast(args[1], context.get_value_type(kind))
+
+
+@intrinsic
+def widen_words(typingctx: Any, panel: Any, count: Any, out: Any) -> Any:
+    """So many words of a panel, each as two words of 32 outputs: see `_WIDE_FORMS`. Returns whether it did anything."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        panel, count, out = args
+        form = _FORMS[out_type, F32 if out_type == F32 else I32] if out_type != I32 else None
+        if form is not None:
+            target, lanes = builder.bitcast(out, _I32.as_pointer()), form.lanes
+            with cgutils.for_range(builder, count, intp=_I64) as loop:
+                for column in range(0, PANEL, lanes):
+                    place = builder.add(builder.mul(loop.index, ir.Constant(_I64, PANEL)), ir.Constant(_I64, column))
+                    words = builder.load(_vector_at(builder, panel, place, form.vector(_I32)), align=4)
+                    for part in range(form.parts):
+                        first = builder.mul(loop.index, ir.Constant(_I64, form.parts * PANEL))
+                        place = builder.add(first, ir.Constant(_I64, part * PANEL + column))
+                        wide = form.part_of(builder, words, part)
+                        builder.store(wide, _vector_at(builder, target, place, wide.type), align=4)
+        return ir.Constant(ir.IntType(1), form is not None)
+
+    out_type = out
+    return numba_types.boolean(I32, numba_types.int64, out), code
 
 
 @intrinsic
