@@ -28,8 +28,6 @@ class CheckpointPages:
     """Reads and writes states in a pool of pages, uint8 [num_pages, page_bytes]. `state_pages`: the page lists of n
     states, int64 [n, pages_per_checkpoint]; n may be 0. `slots`: int64 [n].
 
-    `operations`: names of the kernels' functions that have something to compile for it.
-
     Raises ValueError when the layout's sizes are not those of the model.
     """
 
@@ -56,7 +54,6 @@ class CheckpointPages:
         entry_bytes = [part.stride(0) * part.itemsize for part in self._live]
         whole, states = live_spans(spec, live, encoding)
         self._whole = kernels.pack_state_spans(whole, entry_bytes, pool, states)
-        self.operations = frozenset({"store_states", "load_states"} if sizes is not None and sizes.unit.scales else ())
 
     def restore(self, state_pages: Tensor, slots: Tensor) -> None:
         """From state pages to slots, which are all different."""

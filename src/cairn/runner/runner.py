@@ -150,9 +150,7 @@ class Runner(StepRunner):
         if self.pool.device.type == "cpu":
             self._population = PoolPopulation(self.pool)
             self._population.reach(-1)
-        self._model.kernels.warm_up(
-            self._model.spec.dtype, operations_of(self._model) | self._checkpoint_pages.operations | {"step_graphs"}
-        )
+        self._model.kernels.warm_up(self._model.spec.dtype, operations_of(self._model) | {"step_graphs"})
         if self._extra_pages:
             self._copy_no_tokens()
         if self._model.exact:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cairn.kernels import checkpoint_files
 from cairn.kernels.checkpoint_files import StateSpan
-from cairn.kernels.cpu.compiled import F32, I64, INT, exact_jit, intrinsic, jit, kernel, record
+from cairn.kernels.cpu.compiled import F32, I64, INT, Variant, exact_jit, intrinsic, jit, kernel, record
 from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load
 from cairn.kernels.state_codec import (
     HALF_ROUNDING,
@@ -66,21 +66,25 @@ _COPIES = record(_Copies, _U8, INT, I64, INT, F32, INT, I64, INT, I64, INT, INT,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedCopies:
-    """What `pack_state_spans` makes here. `copies`: of what is not encoded; `heads`: see `_Copies`."""
+    """What `pack_state_spans` makes here. `copies`: of what is not encoded; `heads`: see `_Copies`. `store`, `load`:
+    what encodes and decodes, compiled."""
 
     copies: checkpoint_files.IndexedCopies
     states: EncodedStates | None
     heads: Tensor
+    store: Variant | None = None
+    load: Variant | None = None
 
 
 def pack_state_spans(
     spans: Sequence[StateSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
 ) -> EncodedCopies:
     """See `Kernels.pack_state_spans`."""
-    heads = np.zeros((0, 3), np.int64) if states is None else head_table(states, pool.shape[1])
-    return EncodedCopies(
-        checkpoint_files.pack_state_spans(spans, entry_bytes, pool), states, torch.from_numpy(heads.flatten())
-    )
+    copies = checkpoint_files.pack_state_spans(spans, entry_bytes, pool)
+    if states is None:
+        return EncodedCopies(copies, None, torch.zeros(0, dtype=torch.int64))
+    heads, encoding = torch.from_numpy(head_table(states, pool.shape[1]).flatten()), states.encoding.name
+    return EncodedCopies(copies, states, heads, _STORES[encoding][None], _LOADS[encoding][None])
 
 
 def store_states(
@@ -88,8 +92,8 @@ def store_states(
 ) -> None:
     """See `Kernels.store_states`."""
     checkpoint_files.store_states(pool, files, tensors, entries, spans.copies)
-    if spans.states is not None and len(files):
-        _run(_STORES[spans.states.encoding.name], pool, files, tensors[spans.states.tensor], entries, spans)
+    if spans.store is not None:
+        _run(spans.store, pool, files, tensors, entries, spans)
 
 
 def load_states(
@@ -97,20 +101,28 @@ def load_states(
 ) -> None:
     """See `Kernels.load_states`."""
     checkpoint_files.load_states(pool, files, tensors, entries, spans.copies)
-    if spans.states is not None and len(files):
-        _run(_LOADS[spans.states.encoding.name], pool, files, tensors[spans.states.tensor], entries, spans)
+    if spans.load is not None:
+        _run(spans.load, pool, files, tensors, entries, spans)
 
 
 def _run(
-    convert: Any, pool: Tensor, files: Tensor, tensor: Tensor, entries: Tensor | None, spans: EncodedCopies
+    convert: Variant,
+    pool: Tensor,
+    files: Tensor,
+    tensors: Sequence[Tensor],
+    entries: Tensor | None,
+    spans: EncodedCopies,
 ) -> None:
     states, num_heads = spans.states, len(spans.heads) // 3
     assert states is not None
+    if not len(files):
+        return
+    tensor = tensors[states.tensor]
     files, entries = files.contiguous(), None if entries is None else entries.contiguous()
     parts = states.scale_bytes // SCALE_BYTES
     numbers = states.rows * states.columns
     count = len(files) * num_heads
-    convert[None](
+    convert(
         *(count, count * numbers // _NUMBERS_PER_NS),
         *(pool.data_ptr(), pool.shape[1], files.data_ptr(), files.shape[1], tensor.data_ptr(), tensor.stride(0)),
         *(files.data_ptr() if entries is None else entries.data_ptr(), entries is not None),

@@ -1,0 +1,59 @@
+"""Once a server has started, no request waits for the CPU's compiler."""
+
+import numpy as np
+import pytest
+
+from cairn.engine.build import build_core
+from cairn.engine.contract import EngineConfig
+from cairn.kernels.cpu.compiled import Kernel
+from cairn.kernels.cpu.warm_up import KERNELS
+from doubles.engine_requests import generate_request
+from tiers import first_of
+
+FORMS = ("float32", "bfloat16", "int8", "int4")
+FAMILIES = ("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "falcon_h1", "qwen3")
+
+
+@pytest.mark.parametrize("checkpoint_dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    first_of([("qwen3_5", "bfloat16"), ("nemotron_h", "float32"), ("qwen3_5_moe", "int8")], FAMILIES, FORMS),
+)
+def test_requests_wait_for_no_compiler(family, form, checkpoint_dtype, made_model, monkeypatch):
+    for kernel in KERNELS.values():  # as if none had been asked for in this process
+        kernel.clear()
+    core = build_core(
+        EngineConfig(
+            model=str(made_model(family)),
+            dtype="float32" if form == "float32" else "bfloat16",
+            quantization=form if form.startswith("int") else None,
+            checkpoint_dtype=checkpoint_dtype,
+            max_num_seqs=4,
+            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=8 << 20,
+        )
+    )
+    late, find = [], Kernel.__missing__
+
+    def found_late(kernel, key):
+        late.append((kernel.name, key))
+        return find(kernel, key)
+
+    monkeypatch.setattr(Kernel, "__missing__", found_late)
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(5, 300, 600)
+    prompts = [prompt[:400], prompt[:400], np.concatenate([prompt[:300], prompt[500:]]), prompt, prompt[:3]]
+    for number, tokens in enumerate(prompts):
+        options = {"temperature": float(number % 2), "logprobs": 2 * (number % 2), "presence_penalty": number / 4}
+        core.submit(
+            generate_request(
+                request_id=str(number), prompt=tokens.astype("<i8").tobytes(), seed=1, max_tokens=70, **options
+            )
+        )
+        for _ in range(4 if number > 2 else 500):
+            if core.has_work:
+                core.step()
+    while core.has_work:
+        core.step()
+    core.close()
+    assert late == []
