@@ -110,9 +110,10 @@ def check_addresses(twin):
     for repeat in twin.repeats():
         for loops in repeat._operations:
             if isinstance(loops, LoopSequence):
-                ends = [*(loops._table[1:, 1] - loops._arguments.ctypes.data).tolist(), len(loops._arguments)]
+                firsts = (loops._table[:, 1] - loops._arguments.ctypes.data) // 8
+                ends = [*firsts[1:].tolist(), len(loops._arguments)]
                 for name, begin, end in zip(loops._names, [0, *ends[:-1]], ends, strict=True):
-                    numbers = loops._arguments[begin + 8 : begin + (end - begin) // 8 * 8].view(np.uint64)
+                    numbers = loops._arguments[begin + 1 : end].view(np.uint64)
                     # An address of a process, and no two numbers in one word.
                     for address in numbers[(numbers >= 1 << 32) & (numbers < 1 << 47)].tolist():
                         index = int(np.searchsorted(places[:, 0], address, side="right")) - 1

@@ -50,12 +50,11 @@ class LoopSequence:
     """Loops one after the other, in one call."""
 
     def __init__(self, loops: Sequence[Loop]) -> None:
-        self._names = [name for name, _, _ in loops]
-        arguments = b"".join(packed for _, _, packed in loops)
-        self._arguments = np.frombuffer(arguments, np.uint8).copy()
-        ends = np.cumsum([len(packed) for _, _, packed in loops])
-        places = self._arguments.ctypes.data + np.concatenate([[0], ends[:-1]])
-        self._table = np.array([[address for _, address, _ in loops], places], np.int64).T.copy()
+        self._names, addresses, arguments = zip(*loops, strict=True)
+        words = [packed.ljust(-(-len(packed) // 8) * 8, b"\0") for packed in arguments]
+        self._arguments = np.frombuffer(b"".join(words), np.int64).copy()
+        firsts = np.cumsum([0, *map(len, words[:-1])])
+        self._table = np.array([addresses, self._arguments.ctypes.data + firsts], np.int64).T.copy()
         self._failed = np.zeros(1, np.int64)
 
     def __call__(self) -> None:
