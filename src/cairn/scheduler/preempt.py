@@ -3,7 +3,7 @@
 from cairn.cache.checkpoint import Kind
 from cairn.cache.placement import CheckpointPoint
 from cairn.cache.reasons import Reason
-from cairn.scheduler.kv_import import cancel_slow_fetch, requeue_youngest_fetched
+from cairn.scheduler.fetch import cancel_slow_fetch, requeue_youngest_fetched
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.step import PageCopy

@@ -1,13 +1,17 @@
-"""What is under way between this server and others, as the scheduler remembers it. See `kv_import` and `kv_export`."""
+"""What is under way between this server and others, as the scheduler remembers it. See `fetch` and `kv_export`."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.cache.sequence_blocks import PagePin
+from cairn.scheduler.page_source import FetchId, FetchPlan, FetchTarget, PageSource
 from cairn.scheduler.request import Request
 from cairn.step import PageCopy
-from cairn.transfer.contract import ContentName, KvSource, NamedImage, PullId, SchedulerSide
+from cairn.transfer.contract import ContentName, NamedImage, SchedulerSide
 from cairn.types import Keys, RequestId
+
+FetchKey = tuple[PageSource, FetchId]
+"""A fetch of any source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +43,12 @@ def content_name(request: Request) -> ContentName:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A request whose pages are being read. `copies`: page copies to be made at its first step, should less arrive
-    than was there already. `began`: seconds."""
+    """A request whose pages are being read into `target`. `copies`: page copies to be made at its first step, should
+    less arrive than was there already. `began`: seconds."""
 
     request: Request
-    source: KvSource
+    plan: FetchPlan
+    target: FetchTarget
     copies: list[PageCopy]
     began: float
 
@@ -62,19 +67,19 @@ class OpenLease:
 class Transfers:
     """`side` None: this server takes no part in transfers. `sequences`: what other servers may ask for by content.
 
-    `fetching`: by pull. `ready`: in order of arrival, with the page copies their first step needs. `quarantine`: pages
-    of pulls that were given up, until no byte can reach them any more. `offers`: by reference, what is held for other
-    servers, and `quota` how much may be. `releases`: pulls that only let go of what another server holds.
+    `sources`: who may bring pages of waiting requests. `fetching`: what they bring now. `ready`: in order of arrival,
+    with the page copies their first step needs. `quarantine`: targets of fetches that were given up, until no byte can
+    reach them any more. `offers`: by reference, what is held for other servers, and `quota` how much may be.
     """
 
     side: SchedulerSide | None = None
     sequences: RecentSequences | None = None
     quota: LeaseQuota = field(default_factory=LeaseQuota)
-    fetching: dict[PullId, Fetch] = field(default_factory=dict)
+    sources: tuple[PageSource, ...] = ()
+    fetching: dict[FetchKey, Fetch] = field(default_factory=dict)
     ready: dict[Request, list[PageCopy]] = field(default_factory=dict)
-    quarantine: dict[PullId, PagePin] = field(default_factory=dict)
+    quarantine: dict[FetchKey, PagePin] = field(default_factory=dict)
     offers: dict[str, OpenLease] = field(default_factory=dict)
-    releases: set[PullId] = field(default_factory=set)
 
     @property
     def is_open(self) -> bool:

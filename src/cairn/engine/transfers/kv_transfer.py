@@ -148,12 +148,12 @@ def find_lease(params: object, transfer: KvTransfer) -> str | KvSource | None:
 
 def report(request: Request) -> TransferReport | None:
     """Duration and size of the request's own pull, None if it had none."""
-    pulled = request.transfer.pulled
-    if pulled is None or pulled.volume is None:
+    fetched = request.transfer.fetched
+    if fetched is None or fetched.volume is None:
         return None
-    volume = pulled.volume
+    volume = fetched.volume
     return TransferReport(
-        seconds=request.transfer.pull_seconds, num_bytes=volume.num_bytes, num_descriptors=volume.num_descriptors
+        seconds=request.transfer.fetch_seconds, num_bytes=volume.num_bytes, num_descriptors=volume.num_descriptors
     )
 
 

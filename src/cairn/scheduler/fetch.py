@@ -1,31 +1,26 @@
-"""Pages from another server: asked for while a request waits, and used as if they had been computed here.
+"""Pages from elsewhere: asked for while a request waits, and used as if they had been computed here.
 
-WAITING -> FETCHING   look up; share what is there, pages for the rest and for the state; pull
-FETCHING -> READY     confirmed: into the tree, and on as after a hit of its own
+WAITING -> FETCHING   look up; share what is there, pages for the rest and for the state; a source begins
+FETCHING -> READY     it has come: into the tree, and on as after a hit of its own
 FETCHING -> WAITING   it failed: compute (or end with an error, as --kv-transfer-config says)
 
 prompt   0 ........ hit .. matched ............ prompt end
-         here already              pulled (from the page that holds `matched`)
+         here already              fetched (from the page that holds `matched`)
 """
 
 import logging
 
 import numpy as np
 
-from cairn.addresses import join_host_port
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import SequenceBlocks
+from cairn.scheduler.page_source import FetchEnded, FetchPlan, FetchRequest, FetchTarget, PageSource, TargetFree
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
-from cairn.scheduler.transfers import Fetch, content_name
-from cairn.transfer.contract import ContentName, KvSource, PagesFree, PullEnded, PullId, PullSpec
-from cairn.types import Pages
+from cairn.scheduler.transfers import Fetch, FetchKey, content_name
 
 MAX_BYPASSED = 64
 """Requests that may come in before one that finds no pages for its fetch: then it is computed here, in its turn."""
-
-MAX_RELEASES = 256
-"""Releases that are under way at a time; what is not released runs out by itself."""
 
 SLOW_SECONDS = 0.25
 """A fetch that takes longer gives way to requests that lack its pages."""
@@ -33,7 +28,18 @@ SLOW_SECONDS = 0.25
 logger = logging.getLogger(__name__)
 
 
-def start_pulls(state: SchedulerState) -> bool:
+def find_sources(state: SchedulerState, request: Request) -> None:
+    """Note who may have pages of a request that has been submitted."""
+    if state.transfers.sources:
+        wanted = _fetch_request(request)
+        request.transfer.sources = tuple(source for source in state.transfers.sources if source.may_have(wanted))
+
+
+def _fetch_request(request: Request) -> FetchRequest:
+    return FetchRequest(request.id, content_name(request), request.spec.prompt, request.spec.role.source)
+
+
+def start_fetches(state: SchedulerState) -> bool:
     """Ask for what requests can get elsewhere, in the order of their turns, as long as there is room for it. Returns
     whether anything was asked for, or given up.
 
@@ -41,14 +47,14 @@ def start_pulls(state: SchedulerState) -> bool:
     never keep them waiting.
     """
     transfers, changed = state.transfers, False
-    while (request := state.waiting.fetches.head) is not None and (source := request.transfer.source) is not None:
+    while (request := state.waiting.fetches.head) is not None:
         if len(transfers.fetching) + len(transfers.ready) >= state.config.max_num_seqs:
             request.transfer.num_bypassed = 0
             break
-        if not _start(state, request, source):
+        if not _start(state, request):
             if request.transfer.num_bypassed < MAX_BYPASSED and not _nothing_else_can_free_pages(state, request):
                 break
-            _compute_here(state, request, source)
+            _compute_here(state, request)
         changed = True
     return changed
 
@@ -61,9 +67,21 @@ def _nothing_else_can_free_pages(state: SchedulerState, request: Request) -> boo
     return next(state.waiting.plain.before(request), None) is None
 
 
-def _compute_here(state: SchedulerState, request: Request, source: KvSource) -> None:
+def _compute_here(state: SchedulerState, request: Request) -> None:
+    sources = request.transfer.sources
     state.waiting.compute(request)
-    release_source(state, source)
+    _decline(request, sources)
+
+
+def decline_sources(request: Request) -> None:
+    """Nothing more is wanted for it from elsewhere."""
+    sources, request.transfer.sources = request.transfer.sources, ()
+    _decline(request, sources)
+
+
+def _decline(request: Request, sources: tuple[PageSource, ...]) -> None:
+    for source in sources:
+        source.decline(_fetch_request(request))
 
 
 def count_bypassed(state: SchedulerState, request: Request) -> None:
@@ -73,19 +91,18 @@ def count_bypassed(state: SchedulerState, request: Request) -> None:
         first.transfer.num_bypassed += 1
 
 
-def _start(state: SchedulerState, request: Request, source: KvSource) -> bool:
+def _start(state: SchedulerState, request: Request) -> bool:
     """False if there is no room now. Otherwise the request is being fetched, or has nothing to fetch any more."""
     cache, length = state.cache, request.num_prompt_tokens
-    if state.config.exact:
-        source = source.exact(length)
     if request.spec.prompt_logprobs is not None:
         # all of it has to be computed here
-        _compute_here(state, request, source)
+        _compute_here(state, request)
         return True
     sequence = cache.lookup(request.spec.namespace, request.keys(), request.id, probe=True)
-    if sequence.hit == length or (source.nonce is None and source.reach(length) <= sequence.matched):
+    offer = _best_offer(request, sequence) if sequence.hit < length else None
+    if offer is None:
         cache.discard(sequence)
-        _compute_here(state, request, source)
+        _compute_here(state, request)
         return True
     if not cache.could_extend(sequence, length, num_states=1, reserved_pages=_pages_before(state, request)):
         cache.discard(sequence)
@@ -96,13 +113,24 @@ def _start(state: SchedulerState, request: Request, source: KvSource) -> bool:
     if copies is None or state_pages is None:
         cache.discard(sequence)
         return False
+    source, plan = offer
     state.waiting.remove(request)
-    request.transfer.source, request.sequence = None, sequence
+    request.transfer.sources, request.sequence = (), sequence
     request.set_phase(Phase.FETCHING)
-    assert state.transfers.side is not None
-    pull = state.transfers.side.pull(_pull_spec(request, source, sequence, state_pages))
-    state.transfers.fetching[pull] = Fetch(request, source, copies, state.clock.now())
+    pages = sequence.blocks.span(sequence.matched, length) if sequence.matched < length else ()
+    target = FetchTarget(sequence.matched, pages, state_pages)
+    fetch = source.start(_fetch_request(request), target)
+    state.transfers.fetching[source, fetch] = Fetch(request, plan, target, copies, state.clock.now())
     return True
+
+
+def _best_offer(request: Request, sequence: SequenceBlocks) -> tuple[PageSource, FetchPlan] | None:
+    wanted = _fetch_request(request)
+    for source in request.transfer.sources:
+        plan = source.plan(wanted, sequence)
+        if plan is not None:
+            return source, plan
+    return None
 
 
 def _pages_before(state: SchedulerState, request: Request) -> int:
@@ -115,42 +143,31 @@ def _pages_before(state: SchedulerState, request: Request) -> int:
     return num_pages
 
 
-def _pull_spec(request: Request, source: KvSource, sequence: SequenceBlocks, state_pages: Pages) -> PullSpec:
-    length, start = request.num_prompt_tokens, _fetch_start(sequence)
-    pages = (
-        sequence.blocks.span(start, length)[0] if sequence.blocks.groups and start < length else np.zeros(0, np.int32)
-    )
-    return PullSpec(request.id, source, content_name(request), request.spec.prompt, start, pages, state_pages)
+def take_fetch_events(state: SchedulerState) -> tuple[bool, list[Request]]:
+    """Take in what sources say. Returns whether they have said anything, and the requests that have ended because of a
+    failure."""
+    heard, failed = False, []
+    for source in state.transfers.sources:
+        for event in source.events():
+            heard, key = True, (source, event.fetch)
+            if isinstance(event, TargetFree):
+                pin = state.transfers.quarantine.pop(key, None)
+                if pin is not None:
+                    state.cache.unpin(pin)
+            elif (request := _finish(state, key, event)) is not None:
+                failed.append(request)
+    return heard, failed
 
 
-def _fetch_start(sequence: SequenceBlocks) -> int:
-    """Where reading begins: at the page that holds the first token that is not here."""
-    if sequence.matched >= sequence.num_tokens or not sequence.blocks.groups:
-        return sequence.num_tokens
-    tokens_per_page = sequence.blocks.groups[0].tokens_per_page
-    return sequence.matched // tokens_per_page * tokens_per_page
-
-
-def release_source(state: SchedulerState, source: KvSource) -> None:
-    """Tell another server, once, that nothing is wanted of what it has promised: it need not keep it, unless somebody
-    else has claimed it."""
-    side, releases = state.transfers.side, state.transfers.releases
-    if source.nonce is None or side is None or len(releases) >= MAX_RELEASES:
-        return
-    purpose, keys, nothing = f"release of {source.request_id}", np.zeros(0, np.int64), np.zeros(0, np.int32)
-    releases.add(side.pull(PullSpec(purpose, source, ContentName(), keys, 0, nothing, None, release_only=True)))
-
-
-def finish_pull(state: SchedulerState, ended: PullEnded) -> Request | None:
+def _finish(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> Request | None:
     """Go on with what has come, or without it. Returns the request if it has ended because of a failure."""
-    state.transfers.releases.discard(ended.pull)
-    fetch = state.transfers.fetching.pop(ended.pull, None)
+    fetch = state.transfers.fetching.pop(key, None)
     if fetch is None:
         return None
     request, sequence = fetch.request, fetch.request.sequence
     assert sequence is not None
     if ended.failure is not None:
-        _quarantine(state, ended.pull, request)
+        _quarantine(state, key, fetch)
         return _failed(state, fetch, ended.failure)
     length, position = request.num_prompt_tokens, ended.checkpoint_position or 0
     if state.cache.layout.resumes_anywhere:
@@ -164,7 +181,7 @@ def finish_pull(state: SchedulerState, ended: PullEnded) -> Request | None:
     state.cache.receive(sequence, ended.position, length, position)
     state.counters.external_queries += num_queried
     state.counters.external_hits += sequence.received
-    request.transfer.pulled, request.transfer.pull_seconds = ended, state.clock.now() - fetch.began
+    request.transfer.fetched, request.transfer.fetch_seconds = ended, state.clock.now() - fetch.began
     request.set_phase(Phase.READY)
     state.transfers.ready[request] = copies
     return None
@@ -172,52 +189,35 @@ def finish_pull(state: SchedulerState, ended: PullEnded) -> Request | None:
 
 def _failed(state: SchedulerState, fetch: Fetch, failure: str) -> Request | None:
     request = fetch.request
-    if fetch.source.nonce is None:
-        # nothing had been promised
+    if not fetch.plan.promised:
         state.requeue(request)
         return None
     state.counters.failed_pulls += 1
-    where = join_host_port(fetch.source.host, fetch.source.port)
-    logger.warning("%s: its prompt could not be fetched from %s: %s", request.id, where, failure)
+    logger.warning("%s: its prompt could not be fetched from %s: %s", request.id, fetch.plan.origin, failure)
     state.counters.external_queries += request.num_prompt_tokens - (request.sequence.hit if request.sequence else 0)
     if state.config.on_load_failure == "recompute":
         request.transfer.remote_failed = True
         state.requeue(request)
         return None
-    request.outcome.failure = f"the prompt could not be fetched from {where}: {failure}"
+    request.outcome.failure = f"the prompt could not be fetched from {fetch.plan.origin}: {failure}"
     request.outcome.finish_reason = "error"
     request.stats.finished_time = state.clock.now()
     state.drop(request)
     return request
 
 
-def _quarantine(state: SchedulerState, pull: PullId, request: Request) -> None:
-    """The link may still write to what the pull was to fill: nobody gets these pages before it says that it is over."""
-    sequence = request.sequence
-    assert sequence is not None
-    start, length = _fetch_start(sequence), request.num_prompt_tokens
-    pages = [sequence.pending_states[length].pages]
-    if sequence.blocks.groups and start < length:
-        pages += sequence.blocks.span(start, length)
-    state.transfers.quarantine[pull] = state.cache.pin(f"quarantined after {request.id}", np.concatenate(pages))
+def _quarantine(state: SchedulerState, key: FetchKey, fetch: Fetch) -> None:
+    """The source may still write to the target: nobody gets these pages before it says that it is over."""
+    pages = np.concatenate([fetch.target.state_pages, *fetch.target.pages])
+    state.transfers.quarantine[key] = state.cache.pin(f"quarantined after {fetch.request.id}", pages)
 
 
 def cancel_fetch(state: SchedulerState, request: Request) -> None:
-    """The request that is being fetched has been aborted."""
-    transfers = state.transfers
-    pull = next(pull for pull, fetch in transfers.fetching.items() if fetch.request is request)
-    source = transfers.fetching.pop(pull).source
-    _quarantine(state, pull, request)
-    assert transfers.side is not None
-    transfers.side.abort(pull)
-    # a pull that has claimed the lease gives it back itself; one that had not come so far knows no peer yet
-    release_source(state, source)
-
-
-def release_quarantine(state: SchedulerState, free: PagesFree) -> None:
-    pin = state.transfers.quarantine.pop(free.pull, None)
-    if pin is not None:
-        state.cache.unpin(pin)
+    """The request that is being fetched is given up."""
+    fetching = state.transfers.fetching
+    source, number = key = next(key for key, fetch in fetching.items() if fetch.request is request)
+    _quarantine(state, key, fetching.pop(key))
+    source.abort(number)
 
 
 def cancel_slow_fetch(state: SchedulerState) -> None:
