@@ -2,7 +2,8 @@
 
 WAITING -> FETCHING   look up; share what is there, pages for the rest and for the state; a source begins
 FETCHING -> READY     it has come: into the tree, and on as after a hit of its own
-FETCHING -> WAITING   it failed: compute (or end with an error, as --kv-transfer-config says)
+FETCHING -> WAITING   it failed: compute (or end with an error, as --kv-transfer-config says); with other sources left,
+                      after a failure or where less has come than was asked for, one of them may follow
 
 prompt   0 ........ hit .. matched ............ prompt end
          here already              fetched (from the page that holds `matched`)
@@ -24,6 +25,12 @@ MAX_BYPASSED = 64
 
 SLOW_SECONDS = 0.25
 """A fetch that takes longer gives way to requests that lack its pages."""
+
+MAX_FETCHES = 2
+"""Sources that one request is fetched from, one after the other."""
+
+OVERDUE_FACTOR = 4.0
+"""Where several sources are asked, a fetch is given up after so many times what it, or computing, was to take."""
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +106,8 @@ def _start(state: SchedulerState, request: Request) -> bool:
         _compute_here(state, request)
         return True
     sequence = cache.lookup(request.spec.namespace, request.keys(), request.id, probe=True)
-    offer = _best_offer(request, sequence) if sequence.hit < length else None
-    if offer is None:
+    choice = _best_plan(state, request, sequence)
+    if choice is None:
         cache.discard(sequence)
         _compute_here(state, request)
         return True
@@ -113,24 +120,44 @@ def _start(state: SchedulerState, request: Request) -> bool:
     if copies is None or state_pages is None:
         cache.discard(sequence)
         return False
-    source, plan = offer
+    source, plan = choice
     state.waiting.remove(request)
-    request.transfer.sources, request.sequence = (), sequence
+    request.sequence = sequence
+    request.transfer.sources = tuple(other for other in request.transfer.sources if other is not source)
+    request.transfer.num_fetches += 1
+    if request.transfer.num_fetches == MAX_FETCHES:
+        decline_sources(request)
     request.set_phase(Phase.FETCHING)
     pages = sequence.blocks.span(sequence.matched, length) if sequence.matched < length else ()
     target = FetchTarget(sequence.matched, pages, state_pages)
-    fetch = source.start(_fetch_request(request), target)
-    state.transfers.fetching[source, fetch] = Fetch(request, plan, target, copies, state.clock.now())
+    began, deadline = state.clock.now(), None
+    if len(state.transfers.sources) > 1:
+        deadline = began + OVERDUE_FACTOR * max(plan.seconds, _compute_seconds(state, plan, sequence))
+    number = source.start(_fetch_request(request), target)
+    state.transfers.fetching[source, number] = Fetch(request, plan, target, copies, began, deadline)
     return True
 
 
-def _best_offer(request: Request, sequence: SequenceBlocks) -> tuple[PageSource, FetchPlan] | None:
-    wanted = _fetch_request(request)
+def _best_plan(
+    state: SchedulerState, request: Request, sequence: SequenceBlocks
+) -> tuple[PageSource, FetchPlan] | None:
+    """The plan that saves most time, and whose it is; None if there is none, or computing takes less. The plan of a
+    source that is the only one this server has is taken as it stands."""
+    if sequence.hit == request.num_prompt_tokens:
+        return None
+    wanted, plans = _fetch_request(request), []
     for source in request.transfer.sources:
-        plan = source.plan(wanted, sequence)
-        if plan is not None:
-            return source, plan
-    return None
+        if (plan := source.plan(wanted, sequence)) is not None:
+            saved = _compute_seconds(state, plan, sequence) - plan.seconds
+            plans.append((saved, source, plan))
+    if not plans:
+        return None
+    saved, source, plan = max(plans, key=lambda choice: choice[0])
+    return (source, plan) if saved > 0 or len(state.transfers.sources) == 1 else None
+
+
+def _compute_seconds(state: SchedulerState, plan: FetchPlan, sequence: SequenceBlocks) -> float:
+    return (plan.position - sequence.hit) * state.transfers.prefill_speed.seconds_per_token
 
 
 def _pages_before(state: SchedulerState, request: Request) -> int:
@@ -174,6 +201,7 @@ def _finish(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> Request 
         # keys and values alone are enough anywhere but at the prompt's end
         position = max(position, min(ended.position, length - 1))
     if position <= sequence.hit:
+        # another source, if there is one
         state.requeue(request)
         return None
     num_queried = length - sequence.hit
@@ -182,6 +210,11 @@ def _finish(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> Request 
     state.counters.external_queries += num_queried
     state.counters.external_hits += sequence.received
     request.transfer.fetched, request.transfer.fetch_seconds = ended, state.clock.now() - fetch.began
+    if state.cache.enabled and _best_plan(state, request, sequence) is not None:
+        # for the rest; what has come is found by a lookup
+        state.requeue(request)
+        return None
+    decline_sources(request)
     request.set_phase(Phase.READY)
     state.transfers.ready[request] = copies
     return None
@@ -199,6 +232,7 @@ def _failed(state: SchedulerState, fetch: Fetch, failure: str) -> Request | None
         request.transfer.remote_failed = True
         state.requeue(request)
         return None
+    decline_sources(request)
     request.outcome.failure = f"the prompt could not be fetched from {fetch.plan.origin}: {failure}"
     request.outcome.finish_reason = "error"
     request.stats.finished_time = state.clock.now()
@@ -213,11 +247,12 @@ def _quarantine(state: SchedulerState, key: FetchKey, fetch: Fetch) -> None:
 
 
 def cancel_fetch(state: SchedulerState, request: Request) -> None:
-    """The request that is being fetched is given up."""
+    """Nobody waits for the pages of this request any more: it has been aborted, or is going to be computed here."""
     fetching = state.transfers.fetching
     source, number = key = next(key for key, fetch in fetching.items() if fetch.request is request)
     _quarantine(state, key, fetching.pop(key))
     source.abort(number)
+    decline_sources(request)
 
 
 def cancel_slow_fetch(state: SchedulerState) -> None:
@@ -228,6 +263,17 @@ def cancel_slow_fetch(state: SchedulerState) -> None:
         youngest = max(slow, key=lambda request: request.sort_key)
         cancel_fetch(state, youngest)
         state.requeue(youngest)
+
+
+def cancel_overdue_fetches(state: SchedulerState) -> bool:
+    """Compute what sources have not brought in time, though another one, or computing, was to be faster. False if there
+    is none."""
+    now, fetches = state.clock.now(), state.transfers.fetching.values()
+    overdue = [fetch.request for fetch in fetches if fetch.deadline is not None and now >= fetch.deadline]
+    for request in overdue:
+        cancel_fetch(state, request)
+        state.requeue(request)
+    return bool(overdue)
 
 
 def slow_fetches(state: SchedulerState) -> list[Request]:

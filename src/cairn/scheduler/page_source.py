@@ -29,9 +29,9 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class FetchPlan:
-    """An offer: the first `position` tokens of the prompt could be used, at most, after `num_bytes` bytes have been
-    moved, which takes about `seconds`. `promised`: the source has told whoever sent the request that it has them, so
-    that not to bring them is a failure. `origin`: where they are, for messages."""
+    """What a source would bring: the first `position` tokens of the prompt, at most, could be used after `num_bytes`
+    bytes have been moved, which takes about `seconds`. `promised`: the source has told whoever sent the request that it
+    has them, so that not to bring them is a failure. `origin`: where they are, for messages."""
 
     position: int
     num_bytes: int

@@ -1,5 +1,7 @@
 """Pages from other servers: each request names the one that may have its prompt."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from cairn.addresses import join_host_port
@@ -27,6 +29,15 @@ BYTES_PER_SECOND = 1e9
 """What a link moves, before a pull has said."""
 
 
+@dataclass(slots=True)
+class _OpenPull:
+    """A pull whose target may still be written to. `began`: seconds; `ended`: nobody waits for it."""
+
+    peer: KvSource
+    began: float
+    ended: bool = False
+
+
 class PeerSource:
     """A `PageSource` that pulls from other servers by way of `side`. `exact`: see `KvSource.exact`.
 
@@ -38,7 +49,7 @@ class PeerSource:
         self._layout = layout
         self._exact = exact
         self._clock = clock
-        self._pulls: dict[PullId, tuple[KvSource, float]] = {}  # with the reading of the clock at the start
+        self._pulls: dict[PullId, _OpenPull] = {}
         self._releases: set[PullId] = set()
         self._events: list[FetchEvent] = []
         self._bytes_per_second = BYTES_PER_SECOND
@@ -73,15 +84,16 @@ class PeerSource:
             start, pages = target.first_token // tokens_per_page * tokens_per_page, target.pages[0]
         spec = PullSpec(request.request_id, source, request.name, request.keys, start, pages, target.state_pages)
         pull = self._side.pull(spec)
-        self._pulls[pull] = source, self._clock.now()
+        self._pulls[pull] = _OpenPull(source, self._clock.now())
         return FetchId(pull)
 
     def abort(self, fetch: FetchId) -> None:
-        open_pull = self._pulls.pop(PullId(fetch), None)
-        if open_pull is not None:
+        pull = self._pulls.get(PullId(fetch))
+        if pull is not None and not pull.ended:
+            pull.ended = True
             self._side.abort(PullId(fetch))
             # a pull that has claimed the lease gives it back itself; one that had not come so far knows no peer yet
-            self.release(open_pull[0])
+            self.release(pull.peer)
 
     def decline(self, request: FetchRequest) -> None:
         self.release(self._peer(request))
@@ -101,17 +113,19 @@ class PeerSource:
 
     def receive(self, event: PullEnded | PagesFree) -> None:
         """News of a pull, from `side`."""
-        match event:
-            case PullEnded(pull=pull, failure=failure, volume=volume):
-                self._releases.discard(pull)
-                open_pull = self._pulls.pop(pull, None)
-                if failure is None and volume is not None and open_pull is not None:
-                    self._learn(volume.num_bytes, self._clock.now() - open_pull[1])
-                self._events.append(
-                    FetchEnded(FetchId(pull), failure, event.position, event.checkpoint_position, volume)
-                )
-            case PagesFree(pull=pull):
-                self._events.append(TargetFree(FetchId(pull)))
+        number = event.pull
+        pull = self._pulls.get(number)
+        if pull is None:
+            self._releases.discard(number)
+        elif isinstance(event, PagesFree):
+            del self._pulls[number]
+            self._events.append(TargetFree(FetchId(number)))
+        else:
+            pull.ended, volume = True, event.volume
+            if event.failure is None and volume is not None:
+                self._learn(volume.num_bytes, self._clock.now() - pull.began)
+            ended = FetchEnded(FetchId(number), event.failure, event.position, event.checkpoint_position, volume)
+            self._events.append(ended)
 
     def _learn(self, num_bytes: int, seconds: float) -> None:
         if num_bytes and seconds > ROUND_TRIPS_SECONDS:

@@ -156,14 +156,15 @@ class RequestOutcome:
 class RequestTransfer:
     """A request's part in transfers between servers; all of it default for one that has none.
 
-    Import: `sources`, who may be asked for its pages; `num_bypassed`: requests that came in before this one while it
-    found no pages for its fetch; `fetched`: what a source gave, `fetch_seconds` how long that took; `remote_failed`:
-    one had promised more and did not deliver.
+    Import: `sources`, who may still be asked for its pages, `num_fetches` how many have been; `num_bypassed`: requests
+    that came in before this one while it found no pages for its fetch; `fetched`: what a source gave, `fetch_seconds`
+    how long that took; `remote_failed`: one had promised more and did not deliver.
     Export: `no_lease_room_since`: seconds, when the leases were found to leave no room for its prompt;
     `pinned_checkpoint`: the state at the prompt's end; `offered`: what became of it.
     """
 
     sources: tuple[PageSource, ...] = ()
+    num_fetches: int = 0
     num_bypassed: int = 0
     fetched: FetchEnded | None = None
     fetch_seconds: float = 0.0

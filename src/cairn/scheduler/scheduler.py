@@ -11,7 +11,7 @@ from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.admit import admit, admit_fully_fetched
 from cairn.scheduler.advance import advance
 from cairn.scheduler.fast_forward import NextTokens, skip_plain_steps
-from cairn.scheduler.fetch import find_sources, slow_fetches, start_fetches, take_fetch_events
+from cairn.scheduler.fetch import cancel_overdue_fetches, find_sources, slow_fetches, start_fetches, take_fetch_events
 from cairn.scheduler.finish import finish, release_or_save
 from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer, withdraw, withdraw_offers
 from cairn.scheduler.kv_lookup import answer_lookup
@@ -185,7 +185,8 @@ class Scheduler:
         changed = self._take_side_events()
         heard, ended = take_fetch_events(state)
         ended += (refused := reject_overdue(state))
-        changed = start_fetches(state) or changed or heard or bool(refused)
+        changed |= heard | cancel_overdue_fetches(state) | bool(refused)
+        changed |= start_fetches(state)
         if state.transfers.sources and (state.running or state.waiting.plain):
             changed = changed or bool(slow_fetches(state))  # whose pages a request may lack
         self._stalled = self._stalled and not changed

@@ -169,6 +169,7 @@ class SchedulerState:
     def drop(self, request: Request) -> None:
         """The end of a request: nothing is held for it any more."""
         self._release(request)
+        self.transfers.prefill_speed.learn(request.stats)
         request.set_phase(Phase.FINISHED)
         self.requests.pop(request.id, None)
         self.parallel_sampling.remove(request)

@@ -5,8 +5,8 @@ from typing import Protocol
 
 from cairn.cache.sequence_blocks import PagePin
 from cairn.scheduler.page_source import FetchId, FetchPlan, FetchTarget, PageSource
-from cairn.scheduler.request import Request
-from cairn.step import PageCopy
+from cairn.scheduler.request import Request, RequestStats
+from cairn.step import GRID, PageCopy
 from cairn.transfer.contract import ContentName, NamedImage, SchedulerSide
 from cairn.types import Keys, RequestId
 
@@ -44,13 +44,34 @@ def content_name(request: Request) -> ContentName:
 @dataclass(slots=True, eq=False)
 class Fetch:
     """A request whose pages are being read into `target`. `copies`: page copies to be made at its first step, should
-    less arrive than was there already. `began`: seconds."""
+    less arrive than was there already. `began`: seconds; from `deadline` on nobody waits for it, None: for ever."""
 
     request: Request
     plan: FetchPlan
     target: FetchTarget
     copies: list[PageCopy]
     began: float
+    deadline: float | None = None
+
+
+@dataclass(slots=True)
+class PrefillSpeed:
+    """What a prompt token that is computed here takes of its request's time, in seconds, as requests that have ended
+    tell."""
+
+    seconds_per_token: float = 0.001
+
+    def learn(self, stats: RequestStats) -> None:
+        """From a request that has ended."""
+        begun, first, num_tokens = stats.scheduled_time, stats.first_token_time, stats.num_prompt_computed
+        if (
+            begun is not None
+            and first is not None
+            and first > begun
+            and num_tokens >= GRID
+            and not stats.num_preemptions
+        ):
+            self.seconds_per_token += ((first - begun) / num_tokens - self.seconds_per_token) / 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,6 +91,7 @@ class Transfers:
     `sources`: who may bring pages of waiting requests. `fetching`: what they bring now. `ready`: in order of arrival,
     with the page copies their first step needs. `quarantine`: targets of fetches that were given up, until no byte can
     reach them any more. `offers`: by reference, what is held for other servers, and `quota` how much may be.
+    `prefill_speed`: what a fetch has to be faster than.
     """
 
     side: SchedulerSide | None = None
@@ -80,6 +102,7 @@ class Transfers:
     ready: dict[Request, list[PageCopy]] = field(default_factory=dict)
     quarantine: dict[FetchKey, PagePin] = field(default_factory=dict)
     offers: dict[str, OpenLease] = field(default_factory=dict)
+    prefill_speed: PrefillSpeed = field(default_factory=PrefillSpeed)
 
     @property
     def is_open(self) -> bool:
