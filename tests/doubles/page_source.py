@@ -57,8 +57,8 @@ class OpenFetch:
 def write(runner: SimulatedRunner, tokens: Sequence[int], target: FetchTarget, block_size: int) -> None:
     """Fill the target's pages with what prefill would leave of the beginning `tokens` of a prompt."""
     tags, states = prefill_tags(tokens)
-    for pages in target.pages:
-        for number, page in enumerate(pages.tolist(), target.first_token // block_size):
+    for part in target.pages:
+        for number, page in enumerate(part.pages.tolist(), part.first_page):
             if number * block_size < len(tokens):
                 known = tags[number * block_size : (number + 1) * block_size]
                 runner.write_tokens(page, known + [None] * (block_size - len(known)))
@@ -150,8 +150,8 @@ class ScriptedSource:
 
     def _spoil(self, own: OpenFetch) -> None:
         """Half of it is there: a wrong half."""
-        for pages in own.target.pages:
-            for page in pages.tolist():
+        for part in own.target.pages:
+            for page in part.pages.tolist():
                 self._runner.write_tokens(page, [RUBBISH] * self._layout.block_size)
         self._runner.write_state(own.target.state_pages, (RUBBISH, RUBBISH))
 

@@ -32,13 +32,13 @@ class PageSourceContract:
     def check(self, target: FetchTarget) -> None:
         """The target has the prompt's tokens and the state at its end."""
         tags, states = prefill_tags(PROMPT)
-        assert self.content(target) == (tags[target.first_token // 16 * 16 :], states[-1])
+        assert self.content(target) == (tags[16 * target.pages[0].first_page :], states[-1])
 
     def content(self, target: FetchTarget) -> tuple[list[int], State]:
         """What the runner reads in the target's pages now: the tags of the tokens, and the state."""
-        (pages,) = target.pages
-        first = target.first_token // 16 * 16
-        tags = [self.runner._read(pages[(p - first) // 16], p % 16) for p in range(first, len(PROMPT))]
+        (part,) = target.pages
+        first = part.first_page
+        tags = [self.runner._read(part.pages[p // 16 - first], p % 16) for p in range(16 * first, len(PROMPT))]
         return tags, self.runner._read_file(target.state_pages)
 
     # -- the test's own ------------------------------------------------------------------------------------------
@@ -54,7 +54,7 @@ class PageSourceContract:
         assert self.cache.extend(sequence, length) is not None
         state_pages = self.cache.force_checkpoint(sequence, length)
         assert state_pages is not None
-        return FetchTarget(sequence.matched, sequence.blocks.span(sequence.matched, length), state_pages)
+        return FetchTarget(sequence.blocks.span(sequence.matched, length), state_pages)
 
     def test_a_plan_says_how_far_it_leads_and_what_it_costs(self):
         source, sequence = self.source(), self.look_up()
@@ -94,7 +94,7 @@ class PageSourceContract:
 
     def rewrite(self, target: FetchTarget) -> None:
         """The pages have another owner."""
-        for page in target.pages[0].tolist():
+        for page in target.pages[0].pages.tolist():
             for offset in range(16):
                 self.runner._write(page, offset, 5)
         self.runner._write_file(target.state_pages, (5, 5))

@@ -19,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from cairn.cache.audit import audit
+from cairn.cache.group_pages import page_numbers
 from cairn.scheduler.request import Phase
 from doubles.page_source import Behaviour, ScriptedSource
 
@@ -127,13 +128,13 @@ class SourceMachine(RuleBasedStateMachine):
             if sequence not in fetching
         ]
         for node in self.driver.cache.tree.nodes():
-            used += node.pages or ()
+            used += [part.pages for part in node.pages or ()]
             used += [] if node.checkpoint is None else [node.checkpoint.pages]
         used += pinned.by_steps()
         used = set(np.concatenate([np.zeros(0, np.int32), *used]).tolist())
         for source in self.sources:
             for own in source.fetches.values():
-                for pages in (*own.target.pages, own.target.state_pages):
+                for pages in (page_numbers(own.target.pages), own.target.state_pages):
                     assert not used & set(pages.tolist())
                     assert (self.driver.cache.pool.counts[pages] == 1).all()
 

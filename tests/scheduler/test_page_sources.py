@@ -6,6 +6,7 @@ from driver import Driver, alone
 from test_fetch import HINTED, PROMISED, Side, named, say
 
 from cairn.cache.audit import audit
+from cairn.cache.group_pages import page_numbers
 from cairn.scheduler.fetch import MAX_FETCHES, OVERDUE_FACTOR, SLOW_SECONDS
 from cairn.scheduler.request import Phase
 from cairn.transfer.contract import PagesFree, PullEnded, PullId
@@ -109,7 +110,7 @@ def test_what_one_brings_in_part_another_completes(position):
     driver.scheduler.poll()
     assert first.started == second.started == [name] and driver.requests[name].phase is Phase.FETCHING
     (fetch,) = second.fetches.values()
-    assert fetch.target.first_token == position, "what has come is not fetched again"
+    assert fetch.target.pages[0].first_token == position, "what has come is not fetched again"
     run(driver)
     assert driver.output(name) == alone(PROMPT, False) and computed(driver, name) == 0
     assert driver.scheduler.state.counters.external_hits == 300
@@ -135,12 +136,12 @@ def test_after_a_failure_another_follows_while_the_first_may_still_write(late):
     name = driver.submit(PROMPT)
     driver.scheduler.poll()
     (bad,) = first.fetches.values()
-    spoiled = {*bad.target.state_pages.tolist(), *bad.target.pages[0].tolist()}
+    spoiled = {*bad.target.state_pages.tolist(), *page_numbers(bad.target.pages).tolist()}
     driver.scheduler.poll()
     assert second.started == [name]
     if late:
         (good,) = second.fetches.values()
-        assert not spoiled & {*good.target.state_pages.tolist(), *good.target.pages[0].tolist()}
+        assert not spoiled & {*good.target.state_pages.tolist(), *page_numbers(good.target.pages).tolist()}
     while driver.scheduler.has_work or driver.requests[name].phase is not Phase.FINISHED:
         driver.scheduler.poll()
         if driver.scheduler.has_work:
@@ -170,7 +171,7 @@ def test_an_answer_that_comes_after_its_request_has_gone_is_not_used(ignores_abo
     name = driver.submit(PROMPT)
     driver.scheduler.poll()
     (fetch,) = source.fetches.values()
-    pages = np.concatenate([*fetch.target.pages, fetch.target.state_pages])
+    pages = np.concatenate([page_numbers(fetch.target.pages), fetch.target.state_pages])
     driver.scheduler.abort(name)
     assert other.declined == [name]
     again = driver.submit(PROMPT, max_tokens=20)

@@ -13,6 +13,7 @@ import logging
 
 import numpy as np
 
+from cairn.cache.group_pages import page_numbers
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.page_source import FetchEnded, FetchPlan, FetchRequest, FetchTarget, PageSource, TargetFree
@@ -128,8 +129,7 @@ def _start(state: SchedulerState, request: Request) -> bool:
     if request.transfer.num_fetches == MAX_FETCHES:
         decline_sources(request)
     request.set_phase(Phase.FETCHING)
-    pages = sequence.blocks.span(sequence.matched, length) if sequence.matched < length else ()
-    target = FetchTarget(sequence.matched, pages, state_pages)
+    target = FetchTarget(sequence.blocks.span(sequence.matched, length), state_pages)
     began, deadline = state.clock.now(), None
     if len(state.transfers.sources) > 1:
         deadline = began + OVERDUE_FACTOR * max(plan.seconds, _compute_seconds(state, plan, sequence))
@@ -242,7 +242,7 @@ def _failed(state: SchedulerState, fetch: Fetch, failure: str) -> Request | None
 
 def _quarantine(state: SchedulerState, key: FetchKey, fetch: Fetch) -> None:
     """The source may still write to the target: nobody gets these pages before it says that it is over."""
-    pages = np.concatenate([fetch.target.state_pages, *fetch.target.pages])
+    pages = np.concatenate([fetch.target.state_pages, page_numbers(fetch.target.pages)])
     state.transfers.quarantine[key] = state.cache.pin(f"quarantined after {fetch.request.id}", pages)
 
 

@@ -8,6 +8,7 @@ events   what has come, what has failed, and which targets nothing is written to
 from dataclasses import dataclass
 from typing import NewType, Protocol
 
+from cairn.cache.group_pages import GroupPages
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.transfer.contract import ContentName, KvSource, Volume
 from cairn.types import Keys, Pages, RequestId
@@ -42,11 +43,10 @@ class FetchPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchTarget:
-    """Where to: `pages`, per attention group, cover the tokens [`first_token`, prompt end), from the page on that holds
-    the first of them; none where all are here already. `state_pages`: for the state at the end of what comes."""
+    """Where to: `pages`, per attention group, for the tokens that are not here, to the prompt's end; from the page on
+    that holds the first of them, and none where all are here. `state_pages`: for the state at the end of what comes."""
 
-    first_token: int
-    pages: tuple[Pages, ...]
+    pages: tuple[GroupPages, ...]
     state_pages: Pages
 
 

@@ -79,9 +79,9 @@ class PeerSource:
 
     def start(self, request: FetchRequest, target: FetchTarget) -> FetchId:
         source, start, pages = self._peer(request), len(request.keys), np.zeros(0, np.int32)
-        if target.pages and len(target.pages[0]):
-            tokens_per_page = self._layout.groups[0].tokens_per_page
-            start, pages = target.first_token // tokens_per_page * tokens_per_page, target.pages[0]
+        for part in target.pages:
+            # a layout that other servers read has no more than one group
+            start, pages = part.first_page * part.group.tokens_per_page, part.pages
         spec = PullSpec(request.request_id, source, request.name, request.keys, start, pages, target.state_pages)
         pull = self._side.pull(spec)
         self._pulls[pull] = _OpenPull(source, self._clock.now())
