@@ -300,7 +300,7 @@ class Simulation:
 
     def _slot(self, lease: SequenceBlocks, position: int) -> tuple[int, int]:
         size = self.cache.layout.block_size
-        return int(lease.pages[0][position // size]), position % size
+        return int(lease.tables[0].pages[position // size]), position % size
 
     def _write(self, request: Request, position: int) -> None:
         slot = self._slot(request.lease, position)

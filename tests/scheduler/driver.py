@@ -119,7 +119,7 @@ class Driver:
     def pages(self) -> dict[int, list]:
         """By slot, the pages of those that run: a list a group."""
         running = self.scheduler.state.running
-        return {request.slot: [pages.tolist() for pages in request.sequence.pages] for request in running}
+        return {request.slot: [table.pages.tolist() for table in request.sequence.tables] for request in running}
 
     def check_tables(self, pages: dict[int, list]) -> None:
         """What the runner has been told of pages is what the requests have."""

@@ -78,8 +78,8 @@ class PageTable:
 
     def span(self, start: int, end: int) -> GroupPages:
         """The pages that tokens [start, end) touch: a copy."""
-        group = self.group
-        return GroupPages(group, start, self._pages[start // group.tokens_per_page : group.pages_for(end)].copy())
+        part = self.upto(end).drop_before(start)
+        return GroupPages(self.group, start, part.pages.copy())
 
     def missing_pages(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens need beyond those here; below 0 where there are more."""
@@ -139,11 +139,6 @@ class PageTables:
     def __init__(self, tables: tuple[PageTable, ...]) -> None:
         self.tables = tables
         self.copied = False
-
-    @property
-    def pages(self) -> tuple[Pages, ...]:
-        """Per group the pages of the tokens so far."""
-        return tuple(table.pages for table in self.tables)
 
     def upto(self, num_tokens: int) -> tuple[GroupPages, ...]:
         """Per group the pages of the first `num_tokens` tokens: views."""
@@ -325,11 +320,6 @@ class SequenceBlocks:
     def tables(self) -> tuple[PageTable, ...]:
         """The page table of each attention group."""
         return self.blocks.tables
-
-    @property
-    def pages(self) -> tuple[Pages, ...]:
-        """Per group the pages of the tokens so far."""
-        return self.blocks.pages
 
     # -- copies --------------------------------------------------------------------------------------------------
 

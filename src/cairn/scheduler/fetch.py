@@ -20,6 +20,7 @@ from cairn.scheduler.page_source import FetchEnded, FetchPlan, FetchRequest, Fet
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import Fetch, FetchKey, content_name
+from cairn.transfer.contract import Volume
 
 MAX_BYPASSED = 64
 """Requests that may come in before one that finds no pages for its fetch: then it is computed here, in its turn."""
@@ -209,7 +210,8 @@ def _finish(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> Request 
     state.cache.receive(sequence, ended.position, length, position)
     state.counters.external_queries += num_queried
     state.counters.external_hits += sequence.received
-    request.transfer.fetched, request.transfer.fetch_seconds = ended, state.clock.now() - fetch.began
+    request.transfer.fetched = (request.transfer.fetched or Volume()) + (ended.volume or Volume())
+    request.transfer.fetch_seconds += state.clock.now() - fetch.began
     if state.cache.enabled and _best_plan(state, request, sequence) is not None:
         # for the rest; what has come is found by a lookup
         state.requeue(request)

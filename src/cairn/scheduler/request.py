@@ -10,9 +10,9 @@ import numpy as np
 
 from cairn.cache.placement import PromptFacts
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
-from cairn.scheduler.page_source import FetchEnded, PageSource
+from cairn.scheduler.page_source import PageSource
 from cairn.step import Image, Logprobs, TokenMask
-from cairn.transfer.contract import Offer, TransferRole
+from cairn.transfer.contract import Offer, TransferRole, Volume
 from cairn.types import Boundary, Keys, RequestId, SamplingParams
 
 __all__ = [
@@ -157,8 +157,8 @@ class RequestTransfer:
     """A request's part in transfers between servers; all of it default for one that has none.
 
     Import: `sources`, who may still be asked for its pages, `num_fetches` how many have been; `num_bypassed`: requests
-    that came in before this one while it found no pages for its fetch; `fetched`: what a source gave, `fetch_seconds`
-    how long that took; `remote_failed`: one had promised more and did not deliver.
+    that came in before this one while it found no pages for its fetch; `fetched`: how much sources have brought,
+    `fetch_seconds` how long that took; `remote_failed`: one had promised more and did not deliver.
     Export: `no_lease_room_since`: seconds, when the leases were found to leave no room for its prompt;
     `pinned_checkpoint`: the state at the prompt's end; `offered`: what became of it.
     """
@@ -166,7 +166,7 @@ class RequestTransfer:
     sources: tuple[PageSource, ...] = ()
     num_fetches: int = 0
     num_bypassed: int = 0
-    fetched: FetchEnded | None = None
+    fetched: Volume | None = None
     fetch_seconds: float = 0.0
     remote_failed: bool = False
     no_lease_room_since: float | None = None

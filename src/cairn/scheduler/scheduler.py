@@ -182,12 +182,14 @@ class Scheduler:
         """Take in what sources of pages have brought, and what other servers have taken, and ask for more. Returns the
         requests that this has ended. To be called between steps while `state.transfers` has a source."""
         state = self.state
+        if not state.transfers.sources:
+            return []
         changed = self._take_side_events()
         heard, ended = take_fetch_events(state)
         ended += (refused := reject_overdue(state))
         changed |= heard | cancel_overdue_fetches(state) | bool(refused)
         changed |= start_fetches(state)
-        if state.transfers.sources and (state.running or state.waiting.plain):
+        if state.running or state.waiting.plain:
             changed = changed or bool(slow_fetches(state))  # whose pages a request may lack
         self._stalled = self._stalled and not changed
         return [Progress(request, (), request.outcome.finish_reason) for request in ended]
