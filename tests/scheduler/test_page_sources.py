@@ -9,7 +9,7 @@ from cairn.cache.audit import audit
 from cairn.cache.group_pages import page_numbers
 from cairn.scheduler.fetch import MAX_FETCHES, OVERDUE_FACTOR, SLOW_SECONDS
 from cairn.scheduler.request import Phase
-from cairn.transfer.contract import PagesFree, PullEnded, PullId
+from cairn.transfer.contract import PagesFree, PullEnded, PullId, Volume
 from doubles.page_source import Behaviour, ScriptedSource, write
 
 TEXT = list(range(100, 900))
@@ -98,6 +98,24 @@ def test_what_computing_takes_is_learned():
     driver.submit(TEXT[400:700])
     driver.scheduler.poll()
     assert not source.started, "computing 300 tokens takes less than a tenth of a second"
+
+
+def test_what_a_link_takes_is_learned():
+    driver = Driver(side=(side := Side()))
+    taken = []
+    for number in range(3):
+        prompt = TEXT[100 * number : 100 * number + 90]
+        driver.submit(prompt, source=PROMISED)
+        driver.scheduler.poll()
+        ((key, fetch),) = driver.scheduler.state.transfers.fetching.items()
+        taken.append(fetch.plan.seconds)
+        driver.clock.advance(1.0)
+        write(driver.runner, prompt, fetch.target, 16)
+        pull = PullId(key[1])
+        say(driver, side, PullEnded(pull, None, 90, 90, Volume(fetch.plan.num_bytes)), PagesFree(pull))
+        driver.run()
+    # a second each, and the last ones count most
+    assert taken[0] < 0.02 and taken[0] + 0.2 < taken[1] < taken[2] - 0.1 < 1.0
 
 
 @pytest.mark.parametrize("position", [64, 128, 256])

@@ -25,8 +25,8 @@ MAX_RELEASES = 256
 ROUND_TRIPS_SECONDS = 0.01
 """What a pull takes besides its bytes: hello, claim, confirm."""
 
-BYTES_PER_SECOND = 1e9
-"""What a link moves, before a pull has said."""
+SECONDS_PER_BYTE = 1e-9
+"""What a link takes, before a pull has said."""
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class PeerSource:
         self._pulls: dict[PullId, _OpenPull] = {}
         self._releases: set[PullId] = set()
         self._events: list[FetchEvent] = []
-        self._bytes_per_second = BYTES_PER_SECOND
+        self._seconds_per_byte = SECONDS_PER_BYTE
 
     @property
     def num_releases(self) -> int:
@@ -72,7 +72,7 @@ class PeerSource:
         return FetchPlan(
             position,
             num_bytes,
-            ROUND_TRIPS_SECONDS + num_bytes / self._bytes_per_second,
+            ROUND_TRIPS_SECONDS + num_bytes * self._seconds_per_byte,
             promised=source.nonce is not None,
             origin=join_host_port(source.host, source.port),
         )
@@ -130,8 +130,8 @@ class PeerSource:
     def _learn(self, num_bytes: int, seconds: float) -> None:
         if num_bytes and seconds > ROUND_TRIPS_SECONDS:
             # the last pulls count most: links are shared
-            measured = num_bytes / (seconds - ROUND_TRIPS_SECONDS)
-            self._bytes_per_second += (measured - self._bytes_per_second) / 4
+            measured = (seconds - ROUND_TRIPS_SECONDS) / num_bytes
+            self._seconds_per_byte += (measured - self._seconds_per_byte) / 4
 
     def _peer(self, request: FetchRequest) -> KvSource:
         assert request.peer is not None
