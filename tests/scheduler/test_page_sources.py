@@ -57,6 +57,23 @@ def test_what_a_source_has_need_not_be_computed():
     assert driver.scheduler.state.counters.external_hits == 300
 
 
+def test_of_several_answers_to_a_prompt_the_first_one_fetches_it():
+    driver, source = stores(1)
+    name = driver.submit(PROMPT, n=3, seed=5)
+    driver.scheduler.poll()
+    waiting = driver.scheduler.state.waiting
+    assert source.started == [name] and not len(waiting.fetches)
+    while driver.scheduler.has_work or driver.scheduler.state.requests:
+        driver.scheduler.poll()
+        assert not len(waiting.fetches)
+        if driver.scheduler.has_work:
+            driver.step()
+    run(driver)
+    assert source.started == [name] and not source.declined
+    for number, own in enumerate([name, f"{name}.1", f"{name}.2"]):
+        assert driver.output(own) == alone(PROMPT, False, seed=5 + number) and not computed(driver, own)
+
+
 def test_the_plan_that_saves_most_is_carried_out_and_the_others_are_declined():
     driver, slow, far, near = stores(3)
     # a millisecond a token: 300 against 300 - 290, 128 - 1, 300 - 20

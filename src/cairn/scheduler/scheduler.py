@@ -87,6 +87,7 @@ class Scheduler:
         check_quota(self.state, [group[0] for group in groups])
         for group in groups:
             leader, *others = [self._add_request(own) for own in group]
+            find_sources(self.state, leader)
             if others:
                 self.state.parallel_sampling.defer(leader, others)
             self.state.waiting.put(leader)
@@ -130,7 +131,6 @@ class Scheduler:
         state = self.state
         self._arrivals += 1
         request = Request(spec, RequestStats(state.clock.now(), self._arrivals))
-        find_sources(state, request)
         state.requests[request.id] = request
         if state.observer is not None:
             state.observer.submitted(request)
