@@ -118,7 +118,7 @@ class Simulation:
             self.cache.release(lease)
             return None
         if position > len(prompt) or not lease.hit < state_at <= position:
-            own = lease.blocks.span(known // size * size, len(prompt)) if known < len(prompt) else ()
+            own = (part.pages for part in lease.blocks.span(known, len(prompt)))
             self.quarantine.append(self.cache.pin(name, np.concatenate([*own, file])))
             self.cache.release(lease)
             return None
@@ -146,7 +146,7 @@ class Simulation:
 
     def offer(self, request: Request) -> None:
         """Another server is going to read what has been computed of the request."""
-        pages = request.lease.blocks.pages_upto(request.computed)[0]
+        pages = request.lease.blocks.upto(request.computed)[0].pages
         slots = [self._slot(request.lease, token) for token in range(request.computed)]
         self.offered.append((self.cache.pin(request.name, pages), {slot: self.slots[slot] for slot in slots}))
 
@@ -300,7 +300,7 @@ class Simulation:
 
     def _slot(self, lease: SequenceBlocks, position: int) -> tuple[int, int]:
         size = self.cache.layout.block_size
-        return int(lease.pages[0][position // size]), position % size
+        return int(lease.tables[0].pages[position // size]), position % size
 
     def _write(self, request: Request, position: int) -> None:
         slot = self._slot(request.lease, position)

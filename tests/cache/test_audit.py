@@ -1,6 +1,7 @@
 """Every check of the audit, each with a state in which all else is right."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from cairn.cache.placement import Auto
 from cairn.cache.sequence_blocks import Namespace
 from cairn.cache.tree import Checkpoint, Node
 from cairn.errors import AuditError
-from cairn.types import Boundary
+from cairn.types import Boundary, Pages
 
 PROMPT = tuple(range(1000, 1100))
 
@@ -73,12 +74,25 @@ class World:
         return Checkpoint(Node(None, b"", 0, 0), np.empty(0, np.int32), Kind.GRID, Origin.GRID, "nobody")
 
 
+def pages_of(node: Node) -> Pages:
+    """The page numbers of its one attention group."""
+    assert node.pages is not None
+    (part,) = node.pages
+    return part.pages
+
+
+def give(node: Node, pages: Pages) -> None:
+    """Have it list other pages."""
+    assert node.pages is not None
+    node.pages = (replace(node.pages[0], pages=pages),)
+
+
 def closed_lease(w: World) -> None:
     w.lease.closed = True
 
 
 def count(w: World) -> None:
-    w.pool.counts[w.other.pages[0][0]] += 1
+    w.pool.counts[pages_of(w.other)[0]] += 1
 
 
 def free_page_twice(w: World) -> None:
@@ -86,7 +100,7 @@ def free_page_twice(w: World) -> None:
 
 
 def free_page_in_use(w: World) -> None:
-    w.pool._free[0] = w.other.pages[0][0]
+    w.pool._free[0] = pages_of(w.other)[0]
 
 
 def page_never_free_again(w: World) -> None:
@@ -115,7 +129,7 @@ def resident_children(w: World) -> None:
 
 
 def ghost_above_a_resident(w: World) -> None:
-    w.pool.release(w.middle.pages[0])
+    w.pool.release(pages_of(w.middle))
     drop_checkpoint(w, w.middle)
     w.middle.pages = None
     w.middle.parent.resident_children -= 1
@@ -134,19 +148,29 @@ def ghost_in_a_lease(w: World) -> None:
     w.tree.lock(w.ghost)
 
 
+def pages_of_no_group(w: World) -> None:
+    w.pool.release(pages_of(w.other))
+    w.other.pages = ()
+
+
+def pages_from_another_token_on(w: World) -> None:
+    assert w.other.pages is not None and w.other.start % 4 == 0
+    w.other.pages = (replace(w.other.pages[0], first_token=w.other.start + 1),)
+
+
 def page_too_many(w: World) -> None:
-    w.other.pages = (np.append(w.other.pages[0], w.pool.allocate(1)),)
+    give(w.other, np.append(pages_of(w.other), w.pool.allocate(1)))
 
 
 def page_too_few(w: World) -> None:
-    w.pool.release(w.other.pages[0][-1:])
-    w.other.pages = (w.other.pages[0][:-1],)
+    w.pool.release(pages_of(w.other)[-1:])
+    give(w.other, pages_of(w.other)[:-1])
 
 
 def page_twice_in_a_node(w: World) -> None:
-    w.pool.release(w.other.pages[0][-1:])
-    w.other.pages[0][-1] = w.other.pages[0][-2]
-    w.pool.acquire(w.other.pages[0][-1:])
+    w.pool.release(pages_of(w.other)[-1:])
+    pages_of(w.other)[-1] = pages_of(w.other)[-2]
+    w.pool.acquire(pages_of(w.other)[-1:])
 
 
 def node_of_a_checkpoint(w: World) -> None:
@@ -278,6 +302,8 @@ FAULTS: list[tuple[Callable[[World], None], str]] = [
     (ghost_above_a_resident, "is a ghost that holds things"),
     (ghost_with_a_checkpoint, "is a ghost that holds things"),
     (ghost_in_a_lease, "is a ghost that holds things"),
+    (pages_of_no_group, "has pages of other groups"),
+    (pages_from_another_token_on, "lists pages from token 81 on"),
     (page_too_many, "lists 9 pages of group full, needs 8"),
     (page_too_few, "lists 7 pages of group full, needs 8"),
     (page_twice_in_a_node, "lists a page twice"),

@@ -45,7 +45,12 @@ def probe(sim, prompt=PROBE, name="probe", namespace=PLAIN):
         lease.match.left,
         lease.node,
     )
-    told = (facts, [pages.tolist() for pages in lease.pages], lease.match.walk.path, lease.match.walk.evicted_tail)
+    told = (
+        facts,
+        [table.pages.tolist() for table in lease.tables],
+        lease.match.walk.path,
+        lease.match.walk.evicted_tail,
+    )
     cache.discard(lease)
     return told, len(walks)
 

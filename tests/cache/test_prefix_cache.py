@@ -185,7 +185,7 @@ def test_what_a_running_request_reads_is_not_replaced_in_exact_mode():
     assert first.lease.matched == 149
     run(sim, LONG, name="second")
     # the second has computed the same tokens by prefill, and the first goes on with its own
-    assert (sim.cache.pool.counts[first.lease.pages[0]] > 0).all()
+    assert (sim.cache.pool.counts[first.lease.tables[0].pages] > 0).all()
     sim.check_hit(first)
     sim.end(first)
     run(sim, LONG, name="third")
@@ -321,10 +321,10 @@ def test_a_page_table_view_does_not_change_under_a_reader():
     sim = simulation()
     run(sim, LONG[:150])
     request = sim.start("reader", LONG[:150] + (1,) * 10)
-    view = request.lease.pages[0]
+    view = request.lease.tables[0].pages
     before = view.copy()
     sim.cache.extend(request.lease, 160)
-    assert np.array_equal(view, before) and request.lease.pages[0][37] != before[37]
+    assert np.array_equal(view, before) and request.lease.tables[0].pages[37] != before[37]
     sim.end(request)
 
 
@@ -369,7 +369,7 @@ def test_a_model_without_attention_has_checkpoints_alone():
     cache = PrefixCache(layout, 40, CachePolicy(Auto(), ValuePerByte()))
     keys = np.arange(130)
     lease = cache.lookup(Namespace(), keys, "a")
-    assert cache.extend(lease, 130) == [] and lease.pages == ()
+    assert cache.extend(lease, 130) == [] and lease.tables == ()
     assert cache.reserve_checkpoint(lease, CheckpointPoint(128, Kind.GRID)) is not None
     cache.commit(lease, 130, [128])
     cache.release(lease)

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.tree import NARROW, WIDE, Node, TokenKey, common_prefix, split, walk
 
@@ -60,10 +61,11 @@ class Tree:
         found = walk(self.root, key)
         node = found.path[-1] if found.path else self.root
         if found.ever_matched < node.end:
-            node, _ = split(node, found.ever_matched, (AttentionGroup("full", 1),))
+            node, _ = split(node, found.ever_matched)
         if found.ever_matched < len(tokens):
             child = Node(node, key.slice_raw(found.ever_matched, len(tokens)), found.ever_matched, len(tokens))
-            child.pages = (np.arange(found.ever_matched, len(tokens), dtype=np.int32),)
+            pages = np.arange(found.ever_matched, len(tokens), dtype=np.int32)
+            child.pages = (GroupPages(AttentionGroup("full", 1), found.ever_matched, pages),)
             node.adopt(child)
 
     def nodes(self):

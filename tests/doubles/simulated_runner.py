@@ -20,7 +20,7 @@ from cairn.runner.plan_check import PlanCheck, PlanLimits
 from cairn.step import GRID, SAMPLED, Logprobs, SampledToken, Scored, Snapshot, StepPlan, StepResult, TokenMasks
 from cairn.types import Pages
 
-__all__ = ["BlockTables", "SimulatedRunner"]
+__all__ = ["BlockTables", "SimulatedRunner", "prefill_tags"]
 
 State = tuple[int, int]
 """Tag of the recurrent state, tag of the last hidden state."""
@@ -223,6 +223,18 @@ class SimulatedRunner(StepRunner):
         numbers = np.array([[values[other] for other in told]], np.float32)
         return Logprobs(np.array([told], np.int32), numbers, np.array([rank], np.int32))
 
+    # -- what others write ---------------------------------------------------------------------------------------
+
+    def write_tokens(self, page: int, tags: Sequence[int | None]) -> None:
+        """Somebody else writes a page: the tag of each of its tokens, None where there is none."""
+        self._files.pop(page, None)
+        self._sums.pop(page, None)
+        self._tags[page] = list(tags)
+
+    def write_state(self, pages: Pages, state: State) -> None:
+        """Somebody else writes the pages of a checkpoint."""
+        self._write_file(pages, state)
+
     # -- memory --------------------------------------------------------------------------------------------------
 
     def _read(self, page: int, offset: int) -> int:
@@ -271,6 +283,19 @@ class SimulatedRunner(StepRunner):
         for page in pages.tolist():
             self._forget(page)
             self._files[page] = state
+
+
+def prefill_tags(tokens: Sequence[int]) -> tuple[list[int], list[State]]:
+    """What prefill leaves, without `numerics`, of each of these tokens, which begin a prompt: the tag of its keys and
+    values, and the state after it."""
+    tags: list[int] = []
+    states: list[State] = []
+    state, _ = FRESH
+    for token in tokens:
+        state = hash((state, token, PREFILL))
+        tags.append(hash((state, token)))
+        states.append((state, hash((state, sum(tags)))))
+    return tags, states
 
 
 def _files_of(row: int, snapshots: Sequence[Snapshot]) -> dict[int, Pages]:

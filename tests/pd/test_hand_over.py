@@ -10,7 +10,8 @@ from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
 from cairn.engine.transfers.kv_transfer import parse_role
 from cairn.errors import InvalidRequest
-from cairn.scheduler.kv_import import MAX_RELEASES, cancel_slow_fetch
+from cairn.scheduler.fetch import cancel_slow_fetch
+from cairn.scheduler.peer_source import MAX_RELEASES
 from cairn.step import Image
 from cairn.types import RequestId
 from doubles.hand_plans import slots_without_row
@@ -199,9 +200,9 @@ def test_releases_are_bounded_and_end_by_themselves():
     for _ in range(MAX_RELEASES + 50):
         d.scheduler.release_source(source)
     d.turn()
-    assert d.consumer.num_open == len(d.scheduler.state.transfers.releases) == MAX_RELEASES
+    assert d.consumer.num_open == d.scheduler.state.peers.num_releases == MAX_RELEASES
     world.pass_time(10.0)
-    assert d.consumer.num_open == len(d.scheduler.state.transfers.releases) == 0
+    assert d.consumer.num_open == d.scheduler.state.peers.num_releases == 0
 
 
 def test_a_prompt_larger_than_the_share_goes_alone():

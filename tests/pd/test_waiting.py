@@ -8,7 +8,7 @@ import pytest
 from pd_world import REMOTE_DECODE, World, alone, prefill, silent
 
 from cairn.errors import InvalidRequest, QueueFull
-from cairn.scheduler.kv_import import MAX_BYPASSED, SLOW_SECONDS
+from cairn.scheduler.fetch import MAX_BYPASSED, SLOW_SECONDS
 from cairn.scheduler.request import Phase
 from cairn.transfer.contract import LookupRequest
 from cairn.types import RequestId

@@ -14,6 +14,7 @@ from cairn.engine.step_pipeline import StepPipeline
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Progress, Scheduler
 from cairn.scheduler.state import SchedulerConfig
+from cairn.scheduler.transfers import Transfers
 from cairn.transfer.contract import TransferRole
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 from doubles.simulated_runner import SimulatedRunner
@@ -44,9 +45,11 @@ class ForgetfulRunner(SimulatedRunner):
 
 
 class Driver:
-    """`mode` None: the cache is off."""
+    """`mode` None: the cache is off. `side`: the way to other servers, `sources` to others that may have pages."""
 
-    def __init__(self, mode: str | None = "auto", num_pages: int = 1000, block_size: int = 16, **config) -> None:
+    def __init__(
+        self, mode: str | None = "auto", num_pages: int = 1000, block_size: int = 16, side=None, sources=(), **config
+    ) -> None:
         config.setdefault("max_num_seqs", 4)
         config.setdefault("max_num_batched_tokens", 256)
         self.config = SchedulerConfig(**config)
@@ -58,7 +61,8 @@ class Driver:
         self.cache = PrefixCache(
             self.layout, num_pages, CachePolicy(placement, ValuePerByte(), self.config.exact), clock=self.clock
         )
-        self.scheduler = Scheduler(self.config, self.cache, self.clock)
+        transfers = Transfers(side, sources=tuple(sources))
+        self.scheduler = Scheduler(self.config, self.cache, self.clock, transfers)
         self.runner = ForgetfulRunner(self.layout, num_pages, self.config.max_num_seqs, 50, numerics=self.config.exact)
         self.pipeline = StepPipeline(self.scheduler, self.runner)
         self.requests: dict[str, Request] = {}
@@ -115,7 +119,7 @@ class Driver:
     def pages(self) -> dict[int, list]:
         """By slot, the pages of those that run: a list a group."""
         running = self.scheduler.state.running
-        return {request.slot: [pages.tolist() for pages in request.sequence.pages] for request in running}
+        return {request.slot: [table.pages.tolist() for table in request.sequence.tables] for request in running}
 
     def check_tables(self, pages: dict[int, list]) -> None:
         """What the runner has been told of pages is what the requests have."""

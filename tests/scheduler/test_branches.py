@@ -102,9 +102,9 @@ def test_all_branches_share_the_full_pages_while_they_run():
     for _ in range(6):
         driver.step()
     sequences = [driver.requests[own].sequence for own in names(name, 4)]
-    full = {tuple(sequence.pages[0][:6].tolist()) for sequence in sequences}
+    full = {tuple(sequence.tables[0].pages[:6].tolist()) for sequence in sequences}
     assert len(full) == 1
-    assert len({int(sequence.pages[0][6]) for sequence in sequences}) == 4
+    assert len({int(sequence.tables[0].pages[6]) for sequence in sequences}) == 4
     driver.run()
 
 

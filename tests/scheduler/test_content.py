@@ -39,10 +39,10 @@ class Known:
 
 def answer(start=0, adapter="", length=256, cached=256, room=True):
     """What is answered to somebody who lacks tokens from `start` on of a sequence of so many, whose state is here."""
-    driver, side = Driver(), Side()
+    driver = Driver(side=(side := Side()))
     side.room = room
     transfers = driver.scheduler.state.transfers
-    transfers.side, transfers.sequences = side, Known(ContentName(), np.array(TEXT[:length]))
+    transfers.sequences = Known(ContentName(), np.array(TEXT[:length]))
     if cached:
         driver.ask(TEXT[:cached], max_tokens=1)
     side.news.append(LookupRequest(LookupId(1), adapter, b"", start))

@@ -7,7 +7,7 @@ import pytest
 from driver import Driver, alone
 
 from cairn.cache.reasons import Reason
-from cairn.scheduler.kv_import import requeue_youngest_fetched
+from cairn.scheduler.fetch import requeue_youngest_fetched
 from cairn.scheduler.request import Phase
 from cairn.transfer.contract import KvSource, PagesFree, PullEnded, PullId
 from cairn.types import SamplingParams
@@ -41,8 +41,7 @@ class Side:
 
 def fetching(source=PROMISED, length=200, num_pages=60, known=0, **config):
     """A driver that fetches a prompt, of which it knows the beginning already, and how the request is called."""
-    driver, side = Driver(num_pages=num_pages, **config), Side()
-    driver.scheduler.state.transfers.side = side
+    driver = Driver(side=(side := Side()), num_pages=num_pages, **config)
     if known:
         driver.ask(TEXT[:known], max_tokens=1)
     name = driver.submit(TEXT[:length], source=source)
@@ -163,8 +162,7 @@ def test_no_more_is_fetched_at_a_time_than_can_run():
 
 
 def test_a_promise_that_is_not_needed_is_given_back_at_once():
-    driver, side = Driver(), Side()
-    driver.scheduler.state.transfers.side = side
+    driver = Driver(side=(side := Side()))
     driver.ask(TEXT[:200], max_tokens=1)
     name = driver.submit(TEXT[:200], source=PROMISED)
     driver.scheduler.poll()
@@ -180,8 +178,7 @@ def test_a_promise_that_is_not_needed_is_given_back_at_once():
 
 @pytest.mark.parametrize(("known", "end"), [(192, None), (200, 200)])
 def test_a_server_that_can_add_nothing_is_not_asked(known, end):
-    driver, side = Driver(), Side()
-    driver.scheduler.state.transfers.side = side
+    driver = Driver(side=(side := Side()))
     driver.ask(TEXT[:known], max_tokens=1)
     prompt = [*TEXT[:known], 1, 2, 3]
     name = driver.submit(prompt, source=replace(HINTED, end=end))
@@ -196,8 +193,7 @@ def test_a_server_that_can_add_nothing_is_not_asked(known, end):
 
 def two_that_have_come(position, priority=0):
     """Two requests whose pages have come, in the order of their submission, beside one that runs; one slot is free."""
-    driver, side = Driver(max_num_seqs=2), Side()
-    driver.scheduler.state.transfers.side = side
+    driver = Driver(side=(side := Side()), max_num_seqs=2)
     driver.submit(TEXT[700:710], max_tokens=50)
     driver.scheduler.poll()
     driver.step()
@@ -226,8 +222,7 @@ def test_of_those_that_have_come_the_youngest_gives_way():
 
 
 def test_what_has_to_be_computed_here_is_fetched_from_nowhere():
-    driver, side = Driver(), Side()
-    driver.scheduler.state.transfers.side = side
+    driver = Driver(side=(side := Side()))
     driver.submit(TEXT[:200], source=PROMISED, prompt_logprobs=0)
     driver.scheduler.poll()
     (spec,) = side.specs.values()
@@ -255,8 +250,7 @@ def test_what_is_here_already_was_not_asked_of_others(failure):
 
 @pytest.mark.parametrize("source", [PROMISED, HINTED])
 def test_a_prompt_that_does_not_fit_beside_its_file_is_computed_in_shares(source):
-    driver, side = Driver(num_pages=30), Side()
-    driver.scheduler.state.transfers.side = side
+    driver = Driver(side=(side := Side()), num_pages=30)
     name = driver.submit(TEXT[:460], source=source)
     driver.scheduler.poll()
     assert [spec.release_only for spec in side.specs.values()] == [True] * (source is PROMISED)
@@ -265,8 +259,7 @@ def test_a_prompt_that_does_not_fit_beside_its_file_is_computed_in_shares(source
 
 
 def test_a_fetch_that_waits_for_room_costs_nobody_what_is_cached():
-    driver, side = Driver(num_pages=60), Side()
-    driver.scheduler.state.transfers.side = side
+    driver = Driver(side=(side := Side()), num_pages=60)
     running = driver.submit(range(5000, 5720), max_tokens=20)
     driver.scheduler.poll()
     while not driver.output(running):
@@ -281,8 +274,7 @@ def test_a_fetch_that_waits_for_room_costs_nobody_what_is_cached():
 
 
 def test_one_that_has_come_does_not_take_the_slot_of_one_that_is_held_back_and_comes_before_it():
-    driver, side = Driver(max_num_seqs=2, max_num_batched_tokens=100), Side()
-    driver.scheduler.state.transfers.side = side
+    driver = Driver(side=(side := Side()), max_num_seqs=2, max_num_batched_tokens=100)
     driver.submit(TEXT[:700])
     driver.step()
     fetched = driver.submit(range(5000, 5100), source=PROMISED)
@@ -296,8 +288,7 @@ def test_one_that_has_come_does_not_take_the_slot_of_one_that_is_held_back_and_c
 
 
 def test_an_empty_plan_does_not_stop_those_that_run_while_others_are_fetched():
-    driver, side = Driver(max_in_flight=2), Side()
-    driver.scheduler.state.transfers.side = side
+    driver = Driver(side=(side := Side()), max_in_flight=2)
     # each of its tokens has to be known before the next one is planned, so every second plan is empty
     running = driver.submit(TEXT[:50], max_tokens=10, sampling=SamplingParams(repetition_penalty=1.5))
     driver.step()

@@ -81,7 +81,7 @@ def test_a_state_is_saved_that_is_smaller_than_what_was_computed(length, saved):
     """A file is three pages, and a page 16 tokens."""
     driver, (request,) = running(length)
     driver.step()
-    assert request.num_computed == length + 1 and len(request.sequence.pages[0]) == 3 + saved
+    assert request.num_computed == length + 1 and len(request.sequence.tables[0].pages) == 3 + saved
     preempt(driver.scheduler.state, request, request, 0)
     assert (request.phase is Phase.PREEMPTING) == saved
 
@@ -101,7 +101,7 @@ def test_what_is_shared_with_the_tree_does_not_count_for_a_state():
     driver.step()
     driver.step()
     request = driver.requests[name]
-    assert request.sequence.matched == 96 and len(request.sequence.pages[0]) == 7
+    assert request.sequence.matched == 96 and len(request.sequence.tables[0].pages) == 7
     preempt(driver.scheduler.state, request, request, 0)
     assert request.phase is Phase.WAITING
 

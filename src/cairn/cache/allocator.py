@@ -39,8 +39,8 @@ class BlockAllocator:
             return None
         copies = [self._copy_on_write(sequence, table, index) for table, index in shared]
         blocks.copied = blocks.copied or num_tokens > sequence.matched
-        for group, table in zip(self.layout.groups, blocks.tables, strict=True):
-            missing = group.pages_for(num_tokens) - table.length
+        for table in blocks.tables:
+            missing = table.missing_pages(num_tokens)
             if missing > 0:
                 table.append(self.pool.allocate(missing))
         return copies
@@ -54,9 +54,9 @@ class BlockAllocator:
         if sequence.blocks.copied or num_tokens <= sequence.matched:
             return []
         return [
-            (table, sequence.matched // group.tokens_per_page)
-            for group, table in zip(self.layout.groups, sequence.tables, strict=True)
-            if sequence.matched % group.tokens_per_page
+            (table, sequence.matched // table.group.tokens_per_page)
+            for table in sequence.tables
+            if sequence.matched % table.group.tokens_per_page
         ]
 
     def _copy_on_write(self, sequence: SequenceBlocks, table: PageTable, index: int) -> PageCopy:
@@ -290,7 +290,7 @@ class PinnedPages:
             node = sequence.node
             while node is not None and node not in locked:
                 locked.add(node)
-                held += node.pages or ()
+                held += [part.pages for part in node.pages or ()]
                 node = node.parent
         return held + [pin.pages for pin in self.pins.values() if pin.for_requests]
 

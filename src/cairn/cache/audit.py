@@ -29,8 +29,8 @@ def _check(holds: bool, message: str) -> None:
 def _audit_pages(cache: PrefixCache) -> None:
     counts: NDArray[np.int32] = np.zeros(cache.pool.num_pages, np.int32)
     for node in cache.tree.nodes():
-        for pages in node.pages or ():
-            np.add.at(counts, pages, 1)
+        for part in node.pages or ():
+            np.add.at(counts, part.pages, 1)
         if node.checkpoint is not None:
             np.add.at(counts, node.checkpoint.pages, 1)
     for sequence in cache.pinned.sequences.values():
@@ -95,10 +95,14 @@ def _audit_node(cache: PrefixCache, node: Node) -> None:
     if node.pages is None:
         _check(resident == 0 and node.checkpoint is None and node.locks == 0, f"{where} is a ghost that holds things")
         return
-    for group, pages in zip(cache.layout.groups, node.pages, strict=True):
-        need = group.pages_for(node.end) - node.start // group.tokens_per_page
-        _check(len(pages) == need, f"{where} lists {len(pages)} pages of group {group.name}, needs {need}")
-        _check(len(np.unique(pages)) == len(pages), f"{where} lists a page twice")
+    _check(tuple(part.group for part in node.pages) == cache.layout.groups, f"{where} has pages of other groups")
+    for part in node.pages:
+        need = part.group.pages_for(node.end) - part.first_page
+        _check(part.first_token == node.start, f"{where} lists pages from token {part.first_token} on")
+        _check(
+            len(part.pages) == need, f"{where} lists {len(part.pages)} pages of group {part.group.name}, needs {need}"
+        )
+        _check(len(np.unique(part.pages)) == len(part.pages), f"{where} lists a page twice")
     if node.checkpoint is not None:
         _check(node.checkpoint.node is node, f"the checkpoint of {where} points elsewhere")
         _check(node.checkpoint in cache.checkpoints.queue, f"the checkpoint of {where} is not in the eviction queue")
@@ -136,8 +140,8 @@ def _audit_locks(cache: PrefixCache) -> None:
         while node is not None:
             locks[node] = locks.get(node, 0) + 1
             node = node.parent
-        for group, table in zip(cache.layout.groups, sequence.tables, strict=True):
-            least = group.pages_for(sequence.committed)
+        for table in sequence.tables:
+            least = table.group.pages_for(sequence.committed)
             _check(
                 table.length >= least, f"{sequence.request_id}: {table.length} pages for {sequence.committed} tokens"
             )

@@ -142,11 +142,10 @@ class PrefixLookup:
                 walk=found,
             ),
             blocks=PageTables(
-                self._layout.groups,
                 tuple(
-                    PageTable(shared := path_pages(found.path, index, group, found.matched), len(shared))
+                    PageTable(group, shared := path_pages(found, index, group), len(shared))
                     for index, group in enumerate(self._layout.groups)
-                ),
+                )
             ),
             tokens=KeyBuffer(keys),
             node=found.path[-1] if found.path else None,

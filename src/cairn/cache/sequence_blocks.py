@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cairn.cache.checkpoint import Kind, Lineage
+from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason, first_reason
 from cairn.cache.tree import Checkpoint, Node, Walk
@@ -52,9 +53,10 @@ class PageTable:
     sequence refers itself. `num_sent`: entries that plans have told the runner, and that have not changed since.
     """
 
-    __slots__ = ("_pages", "length", "num_sent", "num_shared")
+    __slots__ = ("_pages", "group", "length", "num_sent", "num_shared")
 
-    def __init__(self, pages: Pages, num_shared: int = 0) -> None:
+    def __init__(self, group: AttentionGroup, pages: Pages, num_shared: int = 0) -> None:
+        self.group = group
         self._pages = pages
         self.length = len(pages)
         self.num_shared = num_shared
@@ -69,6 +71,19 @@ class PageTable:
     def own(self) -> Pages:
         """The pages that the sequence itself refers to."""
         return self._pages[self.num_shared : self.length]
+
+    def upto(self, num_tokens: int) -> GroupPages:
+        """The pages of the first `num_tokens` tokens: a view."""
+        return GroupPages(self.group, 0, self._pages[: min(self.length, self.group.pages_for(num_tokens))])
+
+    def span(self, start: int, end: int) -> GroupPages:
+        """The pages that tokens [start, end) touch: a copy."""
+        part = self.upto(end).drop_before(start)
+        return GroupPages(self.group, start, part.pages.copy())
+
+    def missing_pages(self, num_tokens: int) -> int:
+        """How many pages `num_tokens` tokens need beyond those here; below 0 where there are more."""
+        return self.group.pages_for(num_tokens) - self.length
 
     def append(self, pages: Pages) -> None:
         """Add pages at the end."""
@@ -119,42 +134,31 @@ class PageTables:
     """The page tables of one sequence, one for each attention group. `copied`: the page that tokens from `matched` on
     are written into is the sequence's own."""
 
-    __slots__ = ("copied", "groups", "tables")
+    __slots__ = ("copied", "tables")
 
-    def __init__(self, groups: tuple[AttentionGroup, ...], tables: tuple[PageTable, ...]) -> None:
-        self.groups = groups
+    def __init__(self, tables: tuple[PageTable, ...]) -> None:
         self.tables = tables
         self.copied = False
 
-    @property
-    def pages(self) -> tuple[Pages, ...]:
-        """Per group the pages of the tokens so far."""
-        return tuple(table.pages for table in self.tables)
+    def upto(self, num_tokens: int) -> tuple[GroupPages, ...]:
+        """Per group the pages of the first `num_tokens` tokens: views."""
+        return tuple(table.upto(num_tokens) for table in self.tables)
 
-    def pages_upto(self, num_tokens: int) -> tuple[Pages, ...]:
-        """Per group the pages of the first `num_tokens` tokens."""
-        return tuple(
-            table.pages[: group.pages_for(num_tokens)] for group, table in zip(self.groups, self.tables, strict=True)
-        )
-
-    def span(self, start: int, end: int) -> tuple[Pages, ...]:
-        """Per group the pages that tokens [start, end) touch, copies."""
-        return tuple(
-            table.pages[start // group.tokens_per_page : group.pages_for(end)].copy()
-            for group, table in zip(self.groups, self.tables, strict=True)
-        )
+    def span(self, start: int, end: int) -> tuple[GroupPages, ...]:
+        """Per group the pages that tokens [start, end) touch: copies, and none where there are no such tokens."""
+        return tuple(table.span(start, end) for table in self.tables) if start < end else ()
 
     @property
     def capacity(self) -> int:
         """Tokens for which there are pages in all groups; without groups as many as one likes."""
-        sizes = (group.tokens_per_page * table.length for group, table in zip(self.groups, self.tables, strict=True))
+        sizes = (table.group.tokens_per_page * table.length for table in self.tables)
         return min(sizes, default=sys.maxsize)
 
     def missing_pages(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens need beyond those held."""
         num_pages = 0
-        for group, table in zip(self.groups, self.tables, strict=True):
-            missing = group.pages_for(num_tokens) - table.length
+        for table in self.tables:
+            missing = table.missing_pages(num_tokens)
             if missing > 0:
                 num_pages += missing
         return num_pages
@@ -317,11 +321,6 @@ class SequenceBlocks:
         """The page table of each attention group."""
         return self.blocks.tables
 
-    @property
-    def pages(self) -> tuple[Pages, ...]:
-        """Per group the pages of the tokens so far."""
-        return self.blocks.pages
-
     # -- copies --------------------------------------------------------------------------------------------------
 
     def copy(self) -> "SequenceBlocks":
@@ -346,7 +345,7 @@ class SequenceBlocks:
                 match.miss_spans,
                 match.walk,
             ),
-            PageTables(self.blocks.groups, tuple(PageTable(table.pages, table.length) for table in self.tables)),
+            PageTables(tuple(PageTable(table.group, table.pages, table.length) for table in self.tables)),
             KeyBuffer(self.keys),
             self.node,
             self.decode_from,
@@ -362,7 +361,7 @@ class SequenceBlocks:
             namespace=self.namespace,
             num_prompt_tokens=length,
             match=PrefixMatch(length, length, length, restore=state, lineage=self.match.lineage),
-            blocks=PageTables(self.blocks.groups, tuple(map(PageTable, self.blocks.pages_upto(length)))),
+            blocks=PageTables(tuple(PageTable(part.group, part.pages) for part in self.blocks.upto(length))),
             tokens=KeyBuffer(self.keys[:length]),
             node=self.node,
             decode_from=length,

@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.checkpoint import Kind, Lineage, Origin
+from cairn.cache.group_pages import GroupPages, join
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
 from cairn.keys import common_tokens
@@ -109,7 +110,7 @@ class Node:
         # nearly all nodes have one child or none, and a dict takes more than all else of a node
         self._below: Node | dict[int, Node] | None = None
         self.resident_children = 0
-        self.pages: tuple[Pages, ...] | None = None
+        self.pages: tuple[GroupPages, ...] | None = None
         self.checkpoint: Checkpoint | None = None
         self.decode_by: str | None = None
         self.locks = 0
@@ -287,17 +288,11 @@ def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None)
     return Walk(path, evicted_tail, matched, position)
 
 
-def path_pages(path: list[Node], index: int, group: AttentionGroup, num_tokens: int) -> Pages:
-    """The page list of group `index` for the first `num_tokens` tokens of a path from the root, shape [pages].
-
-    parent   | p0 | p1 |            a node that starts inside p1's tokens lists that page, too:
-    child         | q1 | q2 |   ->  p0, q1, q2
-    """
-    parts = [node.pages[index] for node in path if node.pages is not None]
-    assert len(parts) == len(path), "a run on the path has no pages"
-    for below in [place for place, node in enumerate(path) if node.start % group.tokens_per_page]:
-        parts[below - 1] = parts[below - 1][:-1]
-    return np.concatenate(parts)[: group.pages_for(num_tokens)] if parts else np.empty(0, np.int32)
+def path_pages(found: Walk, index: int, group: AttentionGroup) -> Pages:
+    """The page list of group `index` for the matched tokens of a path from the root, shape [pages]."""
+    parts = [node.pages[index] for node in found.path if node.pages is not None]
+    assert len(parts) == len(found.path), "a run on the path has no pages"
+    return join(parts).upto(found.matched).pages if parts else np.empty(0, np.int32)
 
 
 def last_keys(node: Node, num_tokens: int) -> bytes:
@@ -311,7 +306,7 @@ def last_keys(node: Node, num_tokens: int) -> bytes:
     return b"".join(reversed(parts))
 
 
-def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node, list[Pages]]:
+def split(node: Node, at: int) -> tuple[Node, list[Pages]]:
     """Cut `node` at token `at`; it keeps its end, its checkpoint and its identity. Returns the new upper node and
     the pages that both now list (a cut inside a page), which the caller has to count once more.
 
@@ -326,12 +321,10 @@ def split(node: Node, at: int, groups: tuple[AttentionGroup, ...]) -> tuple[Node
     shared: list[Pages] = []
     if node.pages is not None:
         above, below = [], []
-        for group, pages in zip(groups, node.pages, strict=True):
-            first = node.start // group.tokens_per_page
-            high = pages[: group.pages_for(at) - first]
-            low = pages[at // group.tokens_per_page - first :]
-            if at % group.tokens_per_page:
-                shared.append(low[:1])
+        for part in node.pages:
+            high, low = part.split(at)
+            if at % part.group.tokens_per_page:
+                shared.append(low.pages[:1])
             above.append(high)
             below.append(low)
         upper.pages, node.pages = tuple(above), tuple(below)

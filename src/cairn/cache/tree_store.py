@@ -9,11 +9,11 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from cairn.cache.checkpoint import Lineage
+from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.sequence_blocks import Namespace
 from cairn.cache.tree import Node, split
-from cairn.types import Pages
 
 
 class TreeObserver:
@@ -82,9 +82,9 @@ class TreeStore:
         return root
 
     def add(
-        self, parent: Node, raw: bytes, end: int, pages: tuple[Pages, ...], decode_by: str | None, lineage: Lineage
+        self, parent: Node, raw: bytes, end: int, pages: tuple[GroupPages, ...], decode_by: str | None, lineage: Lineage
     ) -> Node:
-        """A new node below `parent` for the key tokens `raw` up to token `end`, referring to `pages` (per group)."""
+        """A new node below `parent` for the key tokens `raw` up to token `end`, referring to `pages`."""
         node = Node(parent, raw, parent.end, end)
         node.lineage = lineage
         parent.adopt(node)
@@ -93,11 +93,11 @@ class TreeStore:
         self.fill(node, pages, decode_by)
         return node
 
-    def fill(self, node: Node, pages: tuple[Pages, ...], decode_by: str | None) -> None:
+    def fill(self, node: Node, pages: tuple[GroupPages, ...], decode_by: str | None) -> None:
         """Give `node` other pages: those of a new node, of a ghost that comes back, or of tokens that were computed
         anew."""
         for new in pages:
-            self._pool.acquire(new)
+            self._pool.acquire(new.pages)
         if node.pages is None:
             assert node.parent is not None
             node.parent.resident_children += 1
@@ -107,7 +107,7 @@ class TreeStore:
                 self.num_ghost_tokens -= node.num_tokens
         else:
             for old in node.pages:
-                self._pool.release(old)
+                self._pool.release(old.pages)
         node.pages, node.decode_by, node.loss = pages, decode_by, None
         self._list_if_unreachable(node)
         self.changed(node)
@@ -115,7 +115,7 @@ class TreeStore:
     def split(self, node: Node, at: int) -> Node:
         """Split `node` at token `at`; returns the upper part, the lower one stays the same object."""
         self.version += 1
-        upper, shared = split(node, at, self._layout.groups)
+        upper, shared = split(node, at)
         for pages in shared:
             self._pool.acquire(pages)
         if node in self.ghosts:
@@ -184,8 +184,8 @@ class TreeStore:
     def _drop(self, node: Node) -> None:
         assert node.pages is not None and node.parent is not None
         del self.unreachable[node]
-        for pages in node.pages:
-            self._pool.release(pages)
+        for part in node.pages:
+            self._pool.release(part.pages)
         node.pages = None
         node.parent.resident_children -= 1
         self._list_if_unreachable(node.parent)

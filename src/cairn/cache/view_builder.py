@@ -91,7 +91,7 @@ class TreeTable:
         is_open: list[int] = []
         while stack:
             node, row, goes_on, above, start, number = stack.pop()
-            pages = 0 if node.pages is None else sum(map(len, node.pages))
+            pages = 0 if node.pages is None else sum(len(part.pages) for part in node.pages)
             if goes_on and (node.pages is None) == (self.last[row].pages is None):
                 self.end[row], self.last[row] = node.end, node
                 self.pages[row] += pages

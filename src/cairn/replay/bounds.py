@@ -42,7 +42,7 @@ class Paths:
         found = walk(self.root, key)
         node = found.evicted_tail[-1] if found.evicted_tail else self.root
         if found.ever_matched < node.end:
-            node = split(node, found.ever_matched, ())[0]
+            node = split(node, found.ever_matched)[0]
         if found.ever_matched < len(path):
             child = Node(node, key.slice_raw(found.ever_matched, len(path)), found.ever_matched, len(path))
             node.adopt(child)

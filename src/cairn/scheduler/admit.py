@@ -2,17 +2,17 @@
 
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.advance import add_prefill, next_prefill_end
+from cairn.scheduler.fetch import (
+    cancel_slow_fetch,
+    count_bypassed,
+    requeue_youngest_fetched,
+    set_failed_pull_reason,
+)
 from cairn.scheduler.kv_export import (
     fits_leases,
     needs_prompt_checkpoint,
     pin_prompt_checkpoint,
     reserve_prompt_checkpoint,
-)
-from cairn.scheduler.kv_import import (
-    cancel_slow_fetch,
-    count_bypassed,
-    requeue_youngest_fetched,
-    set_failed_pull_reason,
 )
 from cairn.scheduler.lease_limits import wait_for_lease_room
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence

@@ -2,8 +2,8 @@
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.placement import CheckpointPoint
+from cairn.scheduler.fetch import cancel_fetch, decline_sources
 from cairn.scheduler.kv_export import offer_prompt
-from cairn.scheduler.kv_import import cancel_fetch, release_source
 from cairn.scheduler.kv_lookup import remember_sequence
 from cairn.scheduler.request import Finish, Phase, Request
 from cairn.scheduler.state import SchedulerState
@@ -37,8 +37,7 @@ def _forget(state: SchedulerState, request: Request) -> None:
         case Phase.WAITING:
             if not state.parallel_sampling.is_deferred(request):
                 state.waiting.remove(request)
-            if request.transfer.source is not None:
-                release_source(state, request.transfer.source)
+            decline_sources(request)
         case Phase.FETCHING:
             cancel_fetch(state, request)
         case Phase.READY:

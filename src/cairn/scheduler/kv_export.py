@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from cairn.cache.group_pages import page_numbers
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.request import PromptOffer, Request
 from cairn.scheduler.state import SchedulerState
@@ -53,9 +54,9 @@ def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceB
     shared in part is copied before anything is written after what it holds."""
     length, pages = request.num_prompt_tokens, [np.zeros(0, np.int32)]
     stays = sequence.blocks.copied or length + request.spec.max_tokens - 1 <= sequence.matched
-    for group, table in zip(sequence.blocks.groups, sequence.tables, strict=True):
-        shared = min(sequence.matched, length) // group.tokens_per_page
-        pages.append(table.pages[: group.pages_for(length) if stays else shared])
+    for part in sequence.blocks.upto(length):
+        shared = min(sequence.matched, length) // part.group.tokens_per_page
+        pages.append(part.pages if stays else part.pages[:shared])
     if request.transfer.pinned_checkpoint is not None:
         pages.append(request.transfer.pinned_checkpoint.pages)
     elif (state_pages := sequence.state_pages(length)) is not None:
@@ -91,12 +92,11 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
     sequence, side, checkpoint = request.sequence, state.transfers.side, request.transfer.pinned_checkpoint
     assert sequence is not None and side is not None and checkpoint is not None
     length = request.num_prompt_tokens
-    pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(length)])
     made = Offer(
         request_id=request.id,
         name=content_name(request),
         keys=request.spec.prompt,
-        pages=pages,
+        pages=page_numbers(sequence.blocks.upto(length)),
         checkpoints=(OfferedCheckpoint(length, checkpoint.pages),),
     )
     reference = side.offer(made)

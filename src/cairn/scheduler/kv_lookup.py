@@ -4,8 +4,7 @@ Nothing is pinned for it: `remember_sequence` notes which tokens were there, and
 cached when somebody who knows their digests asks.
 """
 
-import numpy as np
-
+from cairn.cache.group_pages import page_numbers
 from cairn.cache.sequence_blocks import Namespace
 from cairn.scheduler.kv_export import pages_to_lease
 from cairn.scheduler.request import Request
@@ -45,7 +44,7 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
     checkpoint = sequence.restore if sequence.hit <= position else None
     # without a state keys and values are worth nothing to anybody, unless the model has none
     of_use = position > request.start and (checkpoint is not None or cache.layout.resumes_anywhere)
-    pages = np.concatenate([np.zeros(0, np.int32), *sequence.blocks.pages_upto(position)])
+    pages = page_numbers(sequence.blocks.upto(position))
     checkpoints = () if checkpoint is None else (OfferedCheckpoint(sequence.hit, checkpoint),)
     offer = Offer(purpose, name, keys[:position], pages, checkpoints)
     can_lease = state.num_leases < state.transfers.quota.max_leases

@@ -3,7 +3,7 @@
 from cairn.cache.checkpoint import Kind
 from cairn.cache.placement import CheckpointPoint
 from cairn.cache.reasons import Reason
-from cairn.scheduler.kv_import import cancel_slow_fetch, requeue_youngest_fetched
+from cairn.scheduler.fetch import cancel_slow_fetch, requeue_youngest_fetched
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.step import PageCopy
@@ -59,7 +59,7 @@ def preempt(state: SchedulerState, victim: Request, preemptor: Request, needed_p
     victim.stats.num_preemptions += 1
     cache.commit(sequence, victim.num_computed)
     size = cache.layout.pages_per_checkpoint
-    own = sum(len(pages) for pages in sequence.pages) - cache.layout.pages_for(sequence.matched)
+    own = sum(table.length for table in sequence.tables) - cache.layout.pages_for(sequence.matched)
     position = victim.num_computed
     worth_it = position > sequence.hit and size < own and position not in sequence.pending_states
     if worth_it and cache.make_room(needed_pages + size):

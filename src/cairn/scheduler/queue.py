@@ -52,8 +52,8 @@ class RequestQueue:
 class WaitingQueue:
     """At most `limit` requests that have not been admitted; preempted ones come back whatever the limit.
 
-    Nobody in `plain` waits for those in the other two, which wait for other servers: `fetches` for room to ask one for
-    what they lack, `kv_exports` until what is leased to them leaves room for a prompt more.
+    Nobody in `plain` waits for those in the other two: `fetches` wait for room for what they lack and may get from
+    elsewhere, `kv_exports` until what is leased to them leaves room for a prompt more.
     """
 
     def __init__(self, limit: int) -> None:
@@ -75,7 +75,7 @@ class WaitingQueue:
     def compute(self, request: Request) -> None:
         """A request of `fetches` is going to be computed here, in its turn."""
         self.remove(request)
-        request.transfer.source = None
+        request.transfer.sources = ()
         self.put(request)
 
     def set_no_lease_room(self, request: Request, since: float | None) -> None:
@@ -85,7 +85,7 @@ class WaitingQueue:
         self.put(request)
 
     def _queue_of(self, request: Request) -> RequestQueue:
-        if request.transfer.source is not None:
+        if request.transfer.sources:
             return self.fetches
         return self.plain if request.transfer.no_lease_room_since is None else self.kv_exports
 

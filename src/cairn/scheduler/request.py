@@ -10,8 +10,9 @@ import numpy as np
 
 from cairn.cache.placement import PromptFacts
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
+from cairn.scheduler.page_source import PageSource
 from cairn.step import Image, Logprobs, TokenMask
-from cairn.transfer.contract import KvSource, Offer, PullEnded, TransferRole
+from cairn.transfer.contract import Offer, TransferRole, Volume
 from cairn.types import Boundary, Keys, RequestId, SamplingParams
 
 __all__ = [
@@ -40,7 +41,7 @@ class Phase(Enum):
     WAITING = "waiting"
     """In the queue; holds no slot and no pages. A preempted request is back here."""
     FETCHING = "fetching"
-    """Another server's pages are being read; holds pages and no slot."""
+    """Pages are being read from elsewhere; holds pages and no slot."""
     READY = "ready"
     """What was fetched is there; holds pages and waits for a slot."""
     RUNNING = "running"
@@ -155,17 +156,18 @@ class RequestOutcome:
 class RequestTransfer:
     """A request's part in transfers between servers; all of it default for one that has none.
 
-    Import: `source`, the spec's until it has been asked; `num_bypassed`: requests that came in before this one while
-    it found no pages for its fetch; `pulled`: what the source gave, `pull_seconds` how long that took; `remote_failed`:
-    the source had promised more and did not deliver.
+    Import: `sources`, who may still be asked for its pages, `num_fetches` how many have been; `num_bypassed`: requests
+    that came in before this one while it found no pages for its fetch; `fetched`: how much sources have brought,
+    `fetch_seconds` how long that took; `remote_failed`: one had promised more and did not deliver.
     Export: `no_lease_room_since`: seconds, when the leases were found to leave no room for its prompt;
     `pinned_checkpoint`: the state at the prompt's end; `offered`: what became of it.
     """
 
-    source: KvSource | None = None
+    sources: tuple[PageSource, ...] = ()
+    num_fetches: int = 0
     num_bypassed: int = 0
-    pulled: PullEnded | None = None
-    pull_seconds: float = 0.0
+    fetched: Volume | None = None
+    fetch_seconds: float = 0.0
     remote_failed: bool = False
     no_lease_room_since: float | None = None
     pinned_checkpoint: PagePin | None = None

@@ -11,9 +11,9 @@ from cairn.errors import InvalidRequest, QueueFull
 from cairn.scheduler.admit import admit, admit_fully_fetched
 from cairn.scheduler.advance import advance
 from cairn.scheduler.fast_forward import NextTokens, skip_plain_steps
+from cairn.scheduler.fetch import cancel_overdue_fetches, find_sources, slow_fetches, start_fetches, take_fetch_events
 from cairn.scheduler.finish import finish, release_or_save
 from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer, withdraw, withdraw_offers
-from cairn.scheduler.kv_import import finish_pull, release_quarantine, release_source, slow_fetches, start_pulls
 from cairn.scheduler.kv_lookup import answer_lookup
 from cairn.scheduler.lease_limits import check_quota, reject_overdue
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
@@ -87,6 +87,7 @@ class Scheduler:
         check_quota(self.state, [group[0] for group in groups])
         for group in groups:
             leader, *others = [self._add_request(own) for own in group]
+            find_sources(self.state, leader)
             if others:
                 self.state.parallel_sampling.defer(leader, others)
             self.state.waiting.put(leader)
@@ -130,7 +131,6 @@ class Scheduler:
         state = self.state
         self._arrivals += 1
         request = Request(spec, RequestStats(state.clock.now(), self._arrivals))
-        request.transfer.source = spec.role.source
         state.requests[request.id] = request
         if state.observer is not None:
             state.observer.submitted(request)
@@ -170,7 +170,8 @@ class Scheduler:
 
     def release_source(self, source: KvSource) -> None:
         """Tell another server that what it has promised is not going to be fetched."""
-        release_source(self.state, source)
+        if self.state.peers is not None:
+            self.state.peers.release(source)
 
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request now: at a stop string, by an abort. No matter if it has ended already."""
@@ -178,29 +179,35 @@ class Scheduler:
             self._stalled = False
 
     def poll(self) -> list[Progress]:
-        """Take in what other servers have sent or taken, and ask them for more. Returns the requests that this has
-        ended. To be called between steps while `state.transfers` has a side."""
+        """Take in what sources of pages have brought, and what other servers have taken, and ask for more. Returns the
+        requests that this has ended. To be called between steps while `state.transfers` has a source."""
         state = self.state
-        if state.transfers.side is None:
+        if not state.transfers.sources:
             return []
-        events, ended = state.transfers.side.events(), []
+        changed = self._take_side_events()
+        heard, ended = take_fetch_events(state)
+        ended += (refused := reject_overdue(state))
+        changed |= heard | cancel_overdue_fetches(state) | bool(refused)
+        changed |= start_fetches(state)
+        if state.running or state.waiting.plain:
+            changed = changed or bool(slow_fetches(state))  # whose pages a request may lack
+        self._stalled = self._stalled and not changed
+        return [Progress(request, (), request.outcome.finish_reason) for request in ended]
+
+    def _take_side_events(self) -> bool:
+        """Take in what has become of leases and pulls. Whether anything has."""
+        state = self.state
+        events = [] if state.transfers.side is None else state.transfers.side.events()
         for event in events:
             match event:
-                case PullEnded():
-                    if (request := finish_pull(state, event)) is not None:
-                        ended.append(request)
-                case PagesFree():
-                    release_quarantine(state, event)
+                case PullEnded() | PagesFree():
+                    assert state.peers is not None
+                    state.peers.receive(event)
                 case LeaseEnded():
                     release_offer(state, event)
                 case LookupRequest():
                     answer_lookup(state, event)
-        refused = reject_overdue(state)
-        changed = start_pulls(state) or bool(events or refused)
-        if state.running or state.waiting.plain:
-            changed = changed or bool(slow_fetches(state))  # whose pages a request may lack
-        self._stalled = self._stalled and not changed
-        return [Progress(request, (), request.outcome.finish_reason) for request in ended + refused]
+        return bool(events)
 
     @property
     def has_work(self) -> bool:

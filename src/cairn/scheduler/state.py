@@ -9,6 +9,7 @@ from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError
 from cairn.scheduler.in_flight import InFlight, SharedCounters
 from cairn.scheduler.parallel_sampling import ParallelSampling
+from cairn.scheduler.peer_source import PeerSource
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.queue import RequestQueue, WaitingQueue
 from cairn.scheduler.request import Phase, Request
@@ -86,8 +87,8 @@ class SchedulerState:
 
     `requests`: all that have not ended. `running`, and `ending`: those whose state is being saved, or that are finished
     while steps still name them. `pending_saves`: the position of the state to be saved for a request once no step names
-    it any more. `transfers`: what is under way between this server and others. `parallel_sampling`: prompts with
-    several answers. `in_flight`: who waits for what another one computes.
+    it any more. `transfers`: what is under way between this server and others; `peers`: the source of pages that they
+    are. `parallel_sampling`: prompts with several answers. `in_flight`: who waits for what another one computes.
     """
 
     config: SchedulerConfig
@@ -104,10 +105,14 @@ class SchedulerState:
     counters: Counters = field(default_factory=Counters)
     parallel_sampling: ParallelSampling = field(init=False)
     in_flight: InFlight = field(init=False)
+    peers: PeerSource | None = None
 
     def __post_init__(self) -> None:
         self.parallel_sampling = ParallelSampling(self.cache, self.waiting)
-        config = self.config
+        config, transfers = self.config, self.transfers
+        if transfers.side is not None:
+            self.peers = PeerSource(transfers.side, self.cache.layout, config.exact, self.clock)
+            transfers.sources = (self.peers, *transfers.sources)
         self.in_flight = InFlight(self.cache, self.counters.shared, config.exact, config.in_flight_sharing)
 
     @property
@@ -164,6 +169,7 @@ class SchedulerState:
     def drop(self, request: Request) -> None:
         """The end of a request: nothing is held for it any more."""
         self._release(request)
+        self.transfers.prefill_speed.learn(request.stats)
         request.set_phase(Phase.FINISHED)
         self.requests.pop(request.id, None)
         self.parallel_sampling.remove(request)

@@ -1,13 +1,17 @@
-"""What is under way between this server and others, as the scheduler remembers it. See `kv_import` and `kv_export`."""
+"""What is under way between this server and others, as the scheduler remembers it. See `fetch` and `kv_export`."""
 
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.cache.sequence_blocks import PagePin
-from cairn.scheduler.request import Request
-from cairn.step import PageCopy
-from cairn.transfer.contract import ContentName, KvSource, NamedImage, PullId, SchedulerSide
+from cairn.scheduler.page_source import FetchId, FetchPlan, FetchTarget, PageSource
+from cairn.scheduler.request import Request, RequestStats
+from cairn.step import GRID, PageCopy
+from cairn.transfer.contract import ContentName, NamedImage, SchedulerSide
 from cairn.types import Keys, RequestId
+
+FetchKey = tuple[PageSource, FetchId]
+"""A fetch of any source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,13 +43,35 @@ def content_name(request: Request) -> ContentName:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A request whose pages are being read. `copies`: page copies to be made at its first step, should less arrive
-    than was there already. `began`: seconds."""
+    """A request whose pages are being read into `target`. `copies`: page copies to be made at its first step, should
+    less arrive than was there already. `began`: seconds; from `deadline` on nobody waits for it, None: for ever."""
 
     request: Request
-    source: KvSource
+    plan: FetchPlan
+    target: FetchTarget
     copies: list[PageCopy]
     began: float
+    deadline: float | None = None
+
+
+@dataclass(slots=True)
+class PrefillSpeed:
+    """What a prompt token that is computed here takes of its request's time, in seconds, as requests that have ended
+    tell."""
+
+    seconds_per_token: float = 0.001
+
+    def learn(self, stats: RequestStats) -> None:
+        """From a request that has ended."""
+        begun, first, num_tokens = stats.scheduled_time, stats.first_token_time, stats.num_prompt_computed
+        if (
+            begun is not None
+            and first is not None
+            and first > begun
+            and num_tokens >= GRID
+            and not stats.num_preemptions
+        ):
+            self.seconds_per_token += ((first - begun) / num_tokens - self.seconds_per_token) / 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,19 +88,21 @@ class OpenLease:
 class Transfers:
     """`side` None: this server takes no part in transfers. `sequences`: what other servers may ask for by content.
 
-    `fetching`: by pull. `ready`: in order of arrival, with the page copies their first step needs. `quarantine`: pages
-    of pulls that were given up, until no byte can reach them any more. `offers`: by reference, what is held for other
-    servers, and `quota` how much may be. `releases`: pulls that only let go of what another server holds.
+    `sources`: who may bring pages of waiting requests. `fetching`: what they bring now. `ready`: in order of arrival,
+    with the page copies their first step needs. `quarantine`: targets of fetches that were given up, until no byte can
+    reach them any more. `offers`: by reference, what is held for other servers, and `quota` how much may be.
+    `prefill_speed`: what a fetch has to be faster than.
     """
 
     side: SchedulerSide | None = None
     sequences: RecentSequences | None = None
     quota: LeaseQuota = field(default_factory=LeaseQuota)
-    fetching: dict[PullId, Fetch] = field(default_factory=dict)
+    sources: tuple[PageSource, ...] = ()
+    fetching: dict[FetchKey, Fetch] = field(default_factory=dict)
     ready: dict[Request, list[PageCopy]] = field(default_factory=dict)
-    quarantine: dict[PullId, PagePin] = field(default_factory=dict)
+    quarantine: dict[FetchKey, PagePin] = field(default_factory=dict)
     offers: dict[str, OpenLease] = field(default_factory=dict)
-    releases: set[PullId] = field(default_factory=set)
+    prefill_speed: PrefillSpeed = field(default_factory=PrefillSpeed)
 
     @property
     def is_open(self) -> bool:

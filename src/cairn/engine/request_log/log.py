@@ -68,7 +68,7 @@ class RequestLog:
         for request in requests:
             self._in_flight = max(self._in_flight, request.num_in_flight)
             # what it has fetched from another server was not there before
-            if request.transfer.pulled is not None and (request.stats.scheduled_time or 0.0) > last:
+            if request.transfer.fetched is not None and (request.stats.scheduled_time or 0.0) > last:
                 self._arrived_steps[request.id] = self._num_steps
         self._num_steps += 1
         self._last_steps.append(self._clock.now())

@@ -147,14 +147,12 @@ def find_lease(params: object, transfer: KvTransfer) -> str | KvSource | None:
 
 
 def report(request: Request) -> TransferReport | None:
-    """Duration and size of the request's own pull, None if it had none."""
-    pulled = request.transfer.pulled
-    if pulled is None or pulled.volume is None:
+    """Duration and size of what was fetched for the request, None if nothing was."""
+    fetched = request.transfer.fetched
+    if fetched is None:
         return None
-    volume = pulled.volume
-    return TransferReport(
-        seconds=request.transfer.pull_seconds, num_bytes=volume.num_bytes, num_descriptors=volume.num_descriptors
-    )
+    seconds = request.transfer.fetch_seconds
+    return TransferReport(seconds=seconds, num_bytes=fetched.num_bytes, num_descriptors=fetched.num_descriptors)
 
 
 MakeLink = Callable[[str], Link]

@@ -1,0 +1,101 @@
+"""Whoever can bring pages of a waiting request's prompt from elsewhere: `fetch` decides which source brings what.
+
+plan     what a source would bring of a prompt, beyond what is cached here
+start    the source begins to write into the target's pages
+events   what has come, what has failed, and which targets nothing is written to any more
+"""
+
+from dataclasses import dataclass
+from typing import NewType, Protocol
+
+from cairn.cache.group_pages import GroupPages
+from cairn.cache.sequence_blocks import SequenceBlocks
+from cairn.transfer.contract import ContentName, KvSource, Volume
+from cairn.types import Keys, Pages, RequestId
+
+FetchId = NewType("FetchId", int)
+"""A fetch of one source; numbers of two sources have nothing to do with each other."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FetchRequest:
+    """A waiting request, as sources see it: the prompt's content is `keys` under `name`. `peer`: the server that its
+    client says may have it."""
+
+    request_id: RequestId
+    name: ContentName
+    keys: Keys
+    peer: KvSource | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FetchPlan:
+    """What a source would bring: the first `position` tokens of the prompt, at most, could be used after `num_bytes`
+    bytes have been moved, which takes about `seconds`. `promised`: the source has told whoever sent the request that it
+    has them, so that not to bring them is a failure. `origin`: where they are, for messages."""
+
+    position: int
+    num_bytes: int
+    seconds: float
+    promised: bool = False
+    origin: str = ""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FetchTarget:
+    """Where to: `pages`, per attention group, for the tokens that are not here, to the prompt's end; from the page on
+    that holds the first of them, and none where all are here. `state_pages`: for the state at the end of what comes."""
+
+    pages: tuple[GroupPages, ...]
+    state_pages: Pages
+
+
+@dataclass(frozen=True, slots=True)
+class FetchEnded:
+    """The outcome of a fetch. `failure` None: nothing is written any more, tokens up to `position` may be used, and the
+    state at `checkpoint_position`, None where none has come. Otherwise nothing may be used, and `failure` says why.
+    `volume`: what was moved, where that is known."""
+
+    fetch: FetchId
+    failure: str | None
+    position: int = 0
+    checkpoint_position: int | None = None
+    volume: Volume | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFree:
+    """No write of this fetch can come any more. Comes after its `FetchEnded`, or together with it."""
+
+    fetch: FetchId
+
+
+FetchEvent = FetchEnded | TargetFree
+
+
+class PageSource(Protocol):
+    """No method waits. Called by the scheduler's thread alone."""
+
+    def may_have(self, request: FetchRequest) -> bool:
+        """Whether it is worth asking for a plan, in O(1): called when the request is submitted."""
+        ...
+
+    def plan(self, request: FetchRequest, sequence: SequenceBlocks) -> FetchPlan | None:
+        """What it would bring of the prompt beyond `sequence`, which has been looked up; None: nothing."""
+        ...
+
+    def start(self, request: FetchRequest, target: FetchTarget) -> FetchId:
+        """Begin a fetch. It ends in exactly one `FetchEnded` and one `TargetFree`, also when it is aborted."""
+        ...
+
+    def abort(self, fetch: FetchId) -> None:
+        """Nobody waits for it any more. Its `TargetFree` may come much later. Does nothing for ended ones."""
+        ...
+
+    def decline(self, request: FetchRequest) -> None:
+        """Nothing is wanted of it for this request, for which it has started no fetch."""
+        ...
+
+    def events(self) -> list[FetchEvent]:
+        """Events since the last call, in order."""
+        ...
