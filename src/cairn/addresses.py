@@ -7,7 +7,7 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def make_url(scheme: str, host: str, port: int) -> str:
-    """`scheme://host:port`. The zone of an IPv6 address stands behind `%25` in URLs (RFC 6874)."""
+    """`scheme://host:port`. The zone of an IPv6 address stands after `%25` in URLs (RFC 6874)."""
     if ":" in host:
         host = host.replace("%", "%25")
     return f"{scheme}://{join_host_port(host, port)}"

@@ -16,7 +16,7 @@ Tokens = NDArray[np.signedinteger[Any]]
 
 
 def common_tokens(ours: Tokens, theirs: Tokens, limit: int | None = None) -> int:
-    """How many tokens both begin with, at most `limit`. No block behind the first difference is read."""
+    """How many tokens both begin with, at most `limit`. No block after the first difference is read."""
     length = min(len(ours), len(theirs)) if limit is None else min(len(ours), len(theirs), limit)
     for start in range(0, length, _BLOCK):
         end = min(start + _BLOCK, length)

@@ -27,11 +27,11 @@ _MAX_LIST_TEXT = 1 << 16
 def parse_count(text: str) -> int | None:
     """vLLM's numbers with a letter: small ones are powers of 1000 (`8k`, `25.6k`), large ones of 1024 (`8K`), which
     take no fraction. None for anything else."""
-    found = _COUNT.fullmatch(text)
-    if found is None or (found[2] and found[3].isupper()):
+    match = _COUNT.fullmatch(text)
+    if match is None or (match[2] and match[3].isupper()):
         return None
-    base, power = (1024, found[3].lower()) if found[3].isupper() else (1000, found[3])
-    return int(Decimal(found[1] + (found[2] or "")) * base ** (_POWERS.index(power) + 1))
+    base, power = (1024, match[3].lower()) if match[3].isupper() else (1000, match[3])
+    return int(Decimal(match[1] + (match[2] or "")) * base ** (_POWERS.index(power) + 1))
 
 
 def _count(value: Any) -> Any:
@@ -90,8 +90,8 @@ def _check_texts(text: str) -> str:
 
 def _check_object(text: str) -> str:
     try:
-        found = json.loads(text)
-        is_object = isinstance(found, dict) and is_unicode(json.dumps(found, ensure_ascii=False))
+        decoded = json.loads(text)
+        is_object = isinstance(decoded, dict) and is_unicode(json.dumps(decoded, ensure_ascii=False))
     except (ValueError, RecursionError):
         is_object = False
     if not is_object:

@@ -109,7 +109,7 @@ def _mooncake_row(line: Mapping[str, Any], where: str, bounds: TraceBounds) -> T
     num_in = parse_integer(line, "input_length", where, 1, bounds.tokens)
     num_out = parse_integer(line, "output_length", where, 0, bounds.tokens)
     ids = line.get("hash_ids")
-    if not isinstance(ids, list) or any(type(found) is not int or not 0 <= found < bounds.ids for found in ids):
+    if not isinstance(ids, list) or any(type(hash_id) is not int or not 0 <= hash_id < bounds.ids for hash_id in ids):
         raise ConfigError(f"{where}: `hash_ids` must list whole numbers from 0 to {bounds.ids - 1}")
     path = np.array(ids[: num_in // MOONCAKE_UNIT], np.int64)
     return TraceRow(_parse_time(line, "timestamp", where) / 1000, num_in, num_out, path, where, line)

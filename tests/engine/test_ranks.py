@@ -373,8 +373,8 @@ def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch
     with pytest.raises(ValueError, match=r"pages must be in 0\.\.99"):
         checked.run(StepPlan(10, copies=(PageCopy(0, NUM_PAGES),)))
     assert checked.run(prefill(10)).sampled == threads.run(prefill(10)).sampled
-    assert ranked.own.pool.shape == (NUM_PAGES + 3, layout.page_bytes)
-    assert torch.equal(ranked.own.pool[:NUM_PAGES], threads.runners[0].pool)
+    assert ranked.local_runner.pool.shape == (NUM_PAGES + 3, layout.page_bytes)
+    assert torch.equal(ranked.local_runner.pool[:NUM_PAGES], threads.runners[0].pool)
     with zmq.Context() as context, context.socket(zmq.REQ) as asking:
         asking.setsockopt(zmq.RCVTIMEO, 20_000)
         asking.setsockopt(zmq.LINGER, 0)

@@ -357,7 +357,7 @@ def _count(value: Any) -> int | None:
 
 
 def _dicts(value: Any) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
 
 
 async def _error_text(response: httpx.Response) -> str:

@@ -236,9 +236,9 @@ def _read(path: Path, cut: TraceCut) -> tuple[int, list[TraceRow]]:
     first = next(lines, None)
     if first is None:
         raise ConfigError(f"--dataset-path {path} is empty: a trace has one JSON object a line")
-    unit, found = trace_rows(first, lines, _BOUNDS)
+    unit, parsed_rows = trace_rows(first, lines, _BOUNDS)
     rows: list[TraceRow] = []
-    for row in islice(found, cut.most):
+    for row in islice(parsed_rows, cut.most):
         if rows and row.arrived < rows[-1].arrived:
             raise ConfigError(f"{row.where}: requests must be in order of arrival")
         if rows and cut.duration is not None and row.arrived - rows[0].arrived >= cut.duration:

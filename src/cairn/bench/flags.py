@@ -159,13 +159,13 @@ def _add_load(group: argparse._ArgumentGroup) -> None:
 
 def _add_dataset(group: argparse._ArgumentGroup, dataset: str, settings: type[Any]) -> None:
     """A flag for each field of a dataset's record that is one, as `--random-input-len`."""
-    for one in fields(settings):
-        if one.metadata:
-            least, most = one.metadata["least"], one.metadata["most"]
-            about = [one.metadata["about"]] if one.metadata["about"] else []
-            about += [f"default: {one.default}"] if one.default is not None else []
+    for field in fields(settings):
+        if field.metadata:
+            least, most = field.metadata["least"], field.metadata["most"]
+            about = [field.metadata["about"]] if field.metadata["about"] else []
+            about += [f"default: {field.default}"] if field.default is not None else []
             kind = _integer(least, most) if isinstance(least, int) else _number(least, most)
-            group.add_argument(f"--{dataset}-{one.name}".replace("_", "-"), type=kind, help="; ".join(about))
+            group.add_argument(f"--{dataset}-{field.name}".replace("_", "-"), type=kind, help="; ".join(about))
 
 
 def _add_sampling(group: argparse._ArgumentGroup) -> None:
@@ -367,9 +367,9 @@ def make_workload(
     shape = RandomPrompts(first.num_tokens, first.max_tokens)
     warmups = make_random_prompts(shape, arguments.num_warmups, vocabulary, others) if arguments.num_warmups else []
     if kind == "chat":
-        work, warmups = ([spell_prompts(one, speller) for one in some] for some in (work, warmups))
+        work, warmups = ([spell_prompts(conversation, speller) for conversation in some] for some in (work, warmups))
     if work[0].at is not None:
-        due = [one.at or 0.0 for one in work]
+        due = [conversation.at or 0.0 for conversation in work]
     else:
         due = draw_arrival_times(len(work), arguments.request_rate, arguments.burstiness, arrivals).tolist()
     ignore_eos = arguments.ignore_eos or arguments.dataset_name in ("random", "trace")
@@ -410,7 +410,7 @@ def _make_dataset(
 
 def _dataset_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     """The dataset's settings that were given, by flags of its own, else by --input-len and --output-len."""
-    names = [one.name for one in fields(DATASETS[arguments.dataset_name]) if one.metadata]
+    names = [field.name for field in fields(DATASETS[arguments.dataset_name]) if field.metadata]
     general = {name: getattr(arguments, name) for name in ("input_len", "output_len") if name in names}
-    own = {name: getattr(arguments, f"{arguments.dataset_name}_{name}") for name in names}
-    return {name: value for given in (general, own) for name, value in given.items() if value is not None}
+    specific = {name: getattr(arguments, f"{arguments.dataset_name}_{name}") for name in names}
+    return {name: value for given in (general, specific) for name, value in given.items() if value is not None}

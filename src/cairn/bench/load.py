@@ -68,9 +68,9 @@ class LoadGenerator:
         if not stopped and isinstance(results[0], BaseException):
             raise results[0]
         return LoadResult(
-            records=[record for one in progress for record in one.records],
-            num_interrupted=sum(one.num_in_flight for one in progress),
-            num_unsent=sum(one.num_unsent for one in progress),
+            records=[record for entry in progress for record in entry.records],
+            num_interrupted=sum(entry.num_in_flight for entry in progress),
+            num_unsent=sum(entry.num_unsent for entry in progress),
             start=start,
             seconds=self._clock.now() - start,
             stopped=stopped,
@@ -80,9 +80,9 @@ class LoadGenerator:
         self, progress: list[_Progress], due: Sequence[float], start: float, on_end: Callable[[RequestRecord], None]
     ) -> None:
         async with asyncio.TaskGroup() as group:
-            for one, seconds in zip(progress, due, strict=True):
+            for entry, seconds in zip(progress, due, strict=True):
                 await self._clock.wait_until(start + seconds)
-                group.create_task(self._converse(one, start + seconds, on_end))
+                group.create_task(self._converse(entry, start + seconds, on_end))
 
     async def _converse(self, progress: _Progress, due: float, on_end: Callable[[RequestRecord], None]) -> None:
         """One conversation. A turn that fails ends it: the next turns would lack its answer in their history."""

@@ -168,7 +168,9 @@ def make_result(
         "latencies": [record.latency for record in records],
         "start_times": [record.sent - load.start for record in records],
         "queue_times": [record.queue_time for record in records],
-        "errors": ["" if (one := record.failure) is None else f"{one.kind}: {one.detail}" for record in records],
+        "errors": [
+            "" if (failure := record.failure) is None else f"{failure.kind}: {failure.detail}" for record in records
+        ],
     }
     return result | ({"generated_texts": [record.text for record in records]} if with_texts else {})
 
@@ -241,8 +243,8 @@ def compare_results(first: Path, second: Path, plot: Path | None) -> None:
     ConfigError naming the file."""
     results = read_result(first), read_result(second)
     console = Console(width=None if sys.stdout.isatty() else _CONSOLE_WIDTH, highlight=False)
-    for name, one, other in find_differences(*results):
-        console.print(f"not the same: {name} is {one} and {other}", markup=False)
+    for name, first_value, second_value in find_differences(*results):
+        console.print(f"not the same: {name} is {first_value} and {second_value}", markup=False)
     table = Table("", first.name, second.name, "B / A")
     for column in table.columns[1:]:
         column.justify = "right"
@@ -271,22 +273,24 @@ def read_result(path: Path) -> Mapping[str, Any]:
     return result
 
 
-def find_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+def find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """The settings of the workload that both have and that are not the same: name, and both values."""
     return [
-        (name, one[name], other[name]) for name in _SAME if name in one and name in other and one[name] != other[name]
+        (name, first[name], second[name])
+        for name in _SAME
+        if name in first and name in second and first[name] != second[name]
     ]
 
 
-def comparison_rows(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
+def comparison_rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Title, both figures and their ratio, of everything that at least one of them has."""
     titles = {key: (_TITLES | _CACHE_TITLES)[key] for key in _COMPARED}
     for metric in METRICS:
-        keys = _latency_keys(metric, sorted({*one, *other}))
+        keys = _latency_keys(metric, sorted({*first, *second}))
         titles |= {key: f"{_latency_title(key)} (ms)" for key in keys}
     rows = []
     for key, title in titles.items():
-        values = [_number(result.get(key)) for result in (one, other)]
+        values = [_number(result.get(key)) for result in (first, second)]
         if values != [None, None]:
             a, b = values
             ratio = f"{b / a:.3f}" if a and b is not None else ""

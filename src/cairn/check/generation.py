@@ -113,26 +113,26 @@ class GenerationReport:
     @property
     def problems(self) -> list[str]:
         """What is not as it should be, a sentence each; empty for the same model."""
-        found, tolerance = [], self.tolerance
+        problems, tolerance = [], self.tolerance
         apart = abs(self.perplexity / self.transformers_perplexity - 1)
         if not apart <= tolerance.perplexity:
-            found.append(f"the perplexities are {apart:.2%} apart; at most {tolerance.perplexity:.2%} is rounding")
+            problems.append(f"the perplexities are {apart:.2%} apart; at most {tolerance.perplexity:.2%} is rounding")
         if len(self.outliers) > tolerance.num_outliers:
-            found.append(
+            problems.append(
                 f"answers {', '.join(map(str, self.outliers))} part where transformers' token is up to "
                 f"{max(answer.gap for answer in self.answers):.3f} nats more likely; up to {tolerance.logprob:g} is "
                 f"rounding, and {tolerance.num_outliers} answers may be beyond it"
             )
         for number, answer in enumerate(self.answers):
             if not answer.cached_tokens:
-                found.append(f"answer {number}: the same prompt again found nothing in the cache")
+                problems.append(f"answer {number}: the same prompt again found nothing in the cache")
             elif answer.cached_gap is None or answer.cached_gap > tolerance.logprob:
                 apart_by = "much less" if answer.cached_gap is None else f"{answer.cached_gap:.3f} nats less"
-                found.append(
+                problems.append(
                     f"answer {number} is another one when its prompt is cached, from a token on that was {apart_by} "
                     f"likely; up to {tolerance.logprob:g} is rounding"
                 )
-        return found
+        return problems
 
     def as_json(self) -> dict[str, Any]:
         """The whole report, the verdict included."""
@@ -187,7 +187,7 @@ async def generate_all(engine: EngineClient, advance: Callable[[], None]) -> Ser
     text = engine.tokenizer.encode(read_text())[: min(MAX_TEXT_TOKENS, limit)]
     scored = await _ask(engine, "text", text, max_tokens=1, prompt_logprobs=0)
     assert scored.prompt_logprobs is not None
-    total = sum(own[1] for _rank, (own, *_best) in scored.prompt_logprobs)
+    total = sum(pair[1] for _rank, (pair, *_best) in scored.prompt_logprobs)
     advance()
     answers = []
     for number, prompt in enumerate(prompts_of(text, limit - MAX_TOKENS)):
@@ -267,20 +267,20 @@ def compare(
     advance()
     answers = []
     for answer in served.answers:
-        own, right = answer.first.token_ids, reference.generate(answer.prompt, MAX_TOKENS)
-        place = next((at for at, (a, b) in enumerate(zip(own, right.token_ids, strict=True)) if a != b), None)
+        served_ids, right = answer.first.token_ids, reference.generate(answer.prompt, MAX_TOKENS)
+        place = next((at for at, (a, b) in enumerate(zip(served_ids, right.token_ids, strict=True)) if a != b), None)
         gap = 0.0
         if place is not None:
-            gap = float(right.logprobs[place, right.token_ids[place]] - right.logprobs[place, own[place]])
+            gap = float(right.logprobs[place, right.token_ids[place]] - right.logprobs[place, served_ids[place]])
         answers.append(
             AnswerComparison(
                 prompt_tokens=len(answer.prompt),
-                text=decode(own),
+                text=decode(served_ids),
                 transformers_text=decode(right.token_ids),
                 first_difference=place,
                 gap=gap,
                 cached_tokens=answer.again.cached_tokens,
-                cached_answer_equal=answer.again.token_ids == own,
+                cached_answer_equal=answer.again.token_ids == served_ids,
                 cached_gap=gap_of(answer.first, answer.again),
             )
         )
@@ -299,12 +299,12 @@ def gap_of(first: EngineAnswer, again: EngineAnswer) -> float | None:
     """How much more likely the first answer's token was than the other's where they part, in nats: 0 where they do not,
     None where the other's was not among the likeliest."""
     assert first.logprobs is not None
-    for tokens, (_rank, (own, *best)) in zip(
+    for tokens, (_rank, (chosen, *best)) in zip(
         zip(first.token_ids, again.token_ids, strict=True), first.logprobs, strict=True
     ):
         if tokens[0] != tokens[1]:
             likely = dict(best)
-            return own[1] - likely[tokens[1]] if tokens[1] in likely else None
+            return chosen[1] - likely[tokens[1]] if tokens[1] in likely else None
     return 0.0
 
 
@@ -317,7 +317,7 @@ def render_generation(report: GenerationReport) -> RenderableType:
         same = "yes" if answer.first_difference is None else f"{answer.first_difference} tokens, gap {answer.gap:.3f}"
         cached_gap = math.inf if answer.cached_gap is None else answer.cached_gap
         again = "same" if answer.cached_answer_equal else f"other, gap {cached_gap:.3f}"
-        texts = (Text(repr(one)[1:-1]) for one in (answer.text, answer.transformers_text))
+        texts = (Text(repr(text)[1:-1]) for text in (answer.text, answer.transformers_text))
         table.add_row(str(number), str(answer.prompt_tokens), *texts, same, f"{answer.cached_tokens} {again}")
     lines = [
         Text(

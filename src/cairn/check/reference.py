@@ -57,7 +57,7 @@ class TransformersReference:
     def generate(self, prompt: Sequence[int], max_tokens: int) -> ReferenceAnswer:
         """The greedy answer of exactly `max_tokens` tokens."""
         tokens = torch.tensor([list(prompt)])
-        found = self._model.generate(
+        output = self._model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),
             max_new_tokens=max_tokens,
@@ -72,5 +72,5 @@ class TransformersReference:
             output_logits=True,
             return_dict_in_generate=True,
         )
-        logprobs = torch.cat(found.logits).float().log_softmax(dim=-1)
-        return ReferenceAnswer(found.sequences[0, len(prompt) :].tolist(), logprobs)
+        logprobs = torch.cat(output.logits).float().log_softmax(dim=-1)
+        return ReferenceAnswer(output.sequences[0, len(prompt) :].tolist(), logprobs)

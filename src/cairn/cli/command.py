@@ -277,7 +277,7 @@ def _check(parsed: argparse.Namespace, core: str, load_tokenizer: "LoadTokenizer
         check_output_file("--output", parsed.output)
     source = _source(parsed, parsed.model, "MODEL")
     folder, headers = (find_checkpoint(source), None) if parsed.generate else find_headers(source)
-    names = {one.name for one in fields(CheckSettings)}
+    names = {field.name for field in fields(CheckSettings)}
     settings = {name: value for name, value in vars(parsed).items() if name in names}
     report = check(folder, CheckSettings(**settings), headers)
     Console().print(render(report))

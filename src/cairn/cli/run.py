@@ -172,15 +172,15 @@ def run_generation_check(report: "CheckReport", output: Path | None, core: str, 
     transport = ProcessTransport(config, core=core, threads=choose_cpu_threads(None, 1, os.environ))
     engine = CoreClient(transport, lambda: load_tokenizer(config.model, None, None))
     console = Console()
-    found = check_generation(report.folder, report.dtype, asked.quantization, engine, console)
-    console.print(render_generation(found))
+    generation_report = check_generation(report.folder, report.dtype, asked.quantization, engine, console)
+    console.print(render_generation(generation_report))
     if output is not None:
-        text = json.dumps(found.as_json(), indent=2, ensure_ascii=False) + "\n"
+        text = json.dumps(generation_report.as_json(), indent=2, ensure_ascii=False) + "\n"
         try:
             output.write_text(text, encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from error
-    return 1 if found.problems else 0
+    return 1 if generation_report.problems else 0
 
 
 def start_log(level: str) -> None:
@@ -223,8 +223,8 @@ def _find_tokenizer(settings: "ServeSettings") -> str | None:
     from cairn.models.weights.hub import ModelSource, find_tokenizer
 
     source = ModelSource(settings.tokenizer, settings.tokenizer_revision, settings.download_dir, "--tokenizer")
-    found = find_tokenizer(source)
-    return str(found.parent if found.is_file() else found)
+    path = find_tokenizer(source)
+    return str(path.parent if path.is_file() else path)
 
 
 def check_outlets(config: "EngineConfig") -> None:

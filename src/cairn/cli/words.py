@@ -23,11 +23,11 @@ def rewrite_words(words: Sequence[str]) -> list[str]:
     objects: dict[str, dict[str, Any]] = {}
     before_end = iter(words[:end])
     for word in before_end:
-        found = _FLAG.fullmatch(word)
-        if found is None:
+        match = _FLAG.fullmatch(word)
+        if match is None:
             plain.append(word)
             continue
-        flag, keys, given = found[1], found[2], found[3]
+        flag, keys, given = match[1], match[2], match[3]
         if flag.startswith("--"):
             flag = flag.replace("_", "-")
         if not keys:

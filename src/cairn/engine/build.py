@@ -93,7 +93,7 @@ def build_core(
         ranks, sizes = _build_ranks(config, opened, layout, size_up, observe, device, make_graphs, clock)
     vocab_size, eos_token_ids = opened.config.vocab_size, opened.eos_token_ids(tokenizer.eos_token_id)
     transfer = _build_transfer(config, opened, ranks, sizes.num_pages, device, clock, make_link)
-    image_keys = _image_keys(ranks.own, opened, tokenizer)
+    image_keys = _image_keys(ranks.local_runner, opened, tokenizer)
     side_channel = None if transfer is None else join_host_port(transfer.host, transfer.side_port)
     info = _engine_info(config, opened, layout, placement, sizes, side_channel, image_keys is not None)
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
@@ -112,7 +112,7 @@ def build_core(
         transfer=transfer,
         events=publisher,
         image_keys=image_keys,
-        encoder_counters=ranks.own.encoder_counters,
+        encoder_counters=ranks.local_runner.encoder_counters,
         request_log=request_log,
         grammars=GrammarCompiler(partial(grammar_tokenizer, tokenizer, vocab_size, eos_token_ids), vocab_size, clock),
     )
@@ -185,14 +185,14 @@ class _Ranks:
     """What carries plans out, and rank 0's own part of it. `sockets`: the ways to the other ranks' links."""
 
     runner: StepRunner
-    own: Runner
+    local_runner: Runner
     sockets: RankSockets | None = None
 
 
 def _checked(config: EngineConfig, ranks: _Ranks, num_pages: int, vocab_size: int) -> CheckedRunner:
-    layout = ranks.own.layout
+    layout = ranks.local_runner.layout
     aligned = config.exact and not layout.resumes_anywhere
-    return CheckedRunner(ranks.runner, PlanLimits(layout, num_pages, ranks.own.num_slots, vocab_size, aligned))
+    return CheckedRunner(ranks.runner, PlanLimits(layout, num_pages, ranks.local_runner.num_slots, vocab_size, aligned))
 
 
 def _build_ranks(
@@ -211,9 +211,9 @@ def _build_ranks(
     sizes = None if device.is_gpu else size_up(None)
     if tp_size == 1:
         model = opened.build(exact=config.exact, backend=device.backend, device=device.place)
-        own = LoadedModel(config, opened, device, model, open_encoder(config, opened, device), make_graphs)
-        sizes = sizes or size_up(own.measure_available_memory())
-        runner = own.allocate(sizes.num_pages, sizes.num_slots, extra, observe, clock)
+        loaded_model = LoadedModel(config, opened, device, model, open_encoder(config, opened, device), make_graphs)
+        sizes = sizes or size_up(loaded_model.measure_available_memory())
+        runner = loaded_model.allocate(sizes.num_pages, sizes.num_slots, extra, observe, clock)
         return _Ranks(runner, runner), sizes
     services: tuple[RankService, ...] = ()
     if config.kv_transfer is not None:
@@ -226,7 +226,7 @@ def _build_ranks(
     with load_ranks(ranks, device) as loaded:
         sizes = sizes or size_up(loaded.available_memory)
         ranked = loaded.allocate(sizes, observe)
-    return _Ranks(ranked, ranked.own, RankSockets(ranked.folder, tp_size) if services else None), sizes
+    return _Ranks(ranked, ranked.local_runner, RankSockets(ranked.folder, tp_size) if services else None), sizes
 
 
 def _build_transfer(
@@ -241,10 +241,10 @@ def _build_transfer(
     """None for a server that neither gives nor takes pages."""
     if config.kv_transfer is None:
         return None
-    pool = open_pool(ranks.own.pool, ranks.own.kernels, on_host=device.backend is None)
+    pool = open_pool(ranks.local_runner.pool, ranks.local_runner.kernels, on_host=device.backend is None)
     tp_size = config.tensor_parallel_size
-    memory = RankMemory(pool, num_pages, ranks.own.layout, _model_units(opened), tp_size=tp_size)
-    content = layout_hash(opened.transfer_facts() | _cache_facts(config, ranks.own.layout))
+    memory = RankMemory(pool, num_pages, ranks.local_runner.layout, _model_units(opened), tp_size=tp_size)
+    content = layout_hash(opened.transfer_facts() | _cache_facts(config, ranks.local_runner.layout))
     channels = () if ranks.sockets is None else ranks.sockets.channels
     transfer = build_transfer(config.kv_transfer, memory, content, clock, make_link=make_link, ranks=channels)
     if ranks.sockets is not None:
@@ -291,7 +291,7 @@ def _image_keys(runner: Runner, opened: OpenModel, tokenizer: ModelTokenizer) ->
 
 
 def _extra_pages(config: EngineConfig, opened: OpenModel, layout: CacheLayout) -> int:
-    """Pages of each rank behind the pool, for what comes from other servers."""
+    """Pages of each rank after the pool, for what comes from other servers."""
     if config.kv_transfer is None:
         return 0
     return staging_pages_for(_model_units(opened), geometry_of(layout, config.tensor_parallel_size))

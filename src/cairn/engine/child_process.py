@@ -224,7 +224,7 @@ class ParentLink:
 def run_child(arguments: Sequence[str], label: str, serve: Callable[..., int]) -> int:
     """A child's `main`: serves the parent until that says otherwise, or is gone. Returns the exit code.
 
-    `arguments`: address, log level, and what else `serve` gets behind its `ParentLink`.
+    `arguments`: address, log level, and what else `serve` gets after its `ParentLink`.
     """
     address, log_level, *more = arguments
     # The parent decides when this process ends; a Ctrl-C, or a service manager that signals the whole group, must not

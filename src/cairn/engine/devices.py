@@ -65,8 +65,8 @@ def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Mach
     """
 
     def opened_on(device: str) -> tuple[EngineConfig, OpenModel]:
-        found = config.model_copy(update={"device": device})
-        return found, open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(found))
+        on_device = config.model_copy(update={"device": device})
+        return on_device, open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(on_device))
 
     if config.device != "auto":
         return opened_on(config.device)
@@ -370,7 +370,7 @@ class LoadedModel:
         clock: Clock,
         barrier: Barrier = no_barrier,
     ) -> Runner:
-        """A runner with memory of these sizes and with graphs. `extra_pages`: behind the pool, for what comes from
+        """A runner with memory of these sizes and with graphs. `extra_pages`: after the pool, for what comes from
         other servers. Raises ConfigError, and EngineDead when another rank is lost meanwhile."""
         config = self._config
         with explain_out_of_memory(self._device):

@@ -42,7 +42,7 @@ class KernelCheck:
 
     def begin(self, layout: CacheLayout, vocab_size: int, step: int) -> Steps:
         """The prompt, and then the same tokens one by one in the same slot, in steps from number `step` on; logits
-        behind the last token are kept of both."""
+        after the last token are kept of both."""
         self._rows = []
         tokens = np.random.default_rng(0).integers(0, vocab_size, NUM_TOKENS)
         tables = tuple(np.arange(group.pages_for(NUM_TOKENS), dtype=np.int32) for group in layout.groups)
@@ -64,12 +64,12 @@ class KernelCheck:
         if not rows:
             return
         at_once, one_by_one = rows
-        found = float(torch.corrcoef(torch.stack((at_once, one_by_one)))[0, 1])
-        logger.info("kernels: the logits of a prompt in one step and token by token correlate by %.4f", found)
-        if not found >= LEAST_CORRELATION:
+        correlation = float(torch.corrcoef(torch.stack((at_once, one_by_one)))[0, 1])
+        logger.info("kernels: the logits of a prompt in one step and token by token correlate by %.4f", correlation)
+        if not correlation >= LEAST_CORRELATION:
             raise ConfigError(
                 "--device cuda: a prompt in one step and token by token come to different logits (correlation "
-                f"{found:.2f}): the kernels were compiled wrongly for this model. Triton's ptxas is the likeliest "
-                "reason: name a newer one (of CUDA 13.1 or later) in TRITON_PTXAS_PATH, or serve with --exact, which "
-                "has no products on tensor cores, or with --device cpu"
+                f"{correlation:.2f}): the kernels were compiled wrongly for this model. Triton's ptxas is the "
+                "likeliest reason: name a newer one (of CUDA 13.1 or later) in TRITON_PTXAS_PATH, or serve with "
+                "--exact, which has no products on tensor cores, or with --device cpu"
             )

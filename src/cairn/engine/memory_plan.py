@@ -56,7 +56,7 @@ class MemoryPlan:
     `usable`: what there is to be divided, None where nothing tells. Of it take `weights` their share, with the vision
     tower's; `process`: what CUDA itself and other processes take; `step`: the most that a step takes beside all that is
     kept; `logits`, with what is made of them to draw tokens; `images`: encoded ones that are kept; `graphs`: CUDA
-    graphs; `staging`: the pages behind the pool, for what comes from other servers.
+    graphs; `staging`: the pages after the pool, for what comes from other servers.
 
     `slot`: what a running request takes on a rank besides pages; `num_slots`: requests computed at once, and one slot
     more is there for rows that are nobody's; `pool`: of each rank.
@@ -122,11 +122,11 @@ def count_slot(
     """Bytes that a running request takes besides pages, and the slot of rows that are nobody's likewise: states, block
     tables and tokens. On a GPU also room for its block tables in the copies of all steps in flight, whose buffers are
     as large as the next power of two. `most_pages`: of the pool."""
-    own = slot_bytes(spec, layout, most_pages, max_model_len)
+    num_bytes = slot_bytes(spec, layout, most_pages, max_model_len)
     if not on_gpu:
-        return own
+        return num_bytes
     entries = len(layout.groups) * pages_of_table(layout, most_pages, max_model_len)
-    return own + STEPS_IN_FLIGHT * 2 * TABLE_ENTRY_BYTES * entries
+    return num_bytes + STEPS_IN_FLIGHT * 2 * TABLE_ENTRY_BYTES * entries
 
 
 def count_logits(num_seqs: int, vocab_size: int, num_ranks: int) -> int:

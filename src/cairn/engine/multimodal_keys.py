@@ -49,16 +49,16 @@ class ImageKeys:
 
         Raises InvalidRequest when they do not fit into the prompt, in order, or contradict themselves.
         """
-        keys, found, behind = keys.copy(), [], 0
+        keys, placed, end = keys.copy(), [], 0
         for number, image in enumerate(images):
-            _check(number, image, behind, len(keys))
-            behind = image.start + image.length
+            _check(number, image, end, len(keys))
+            end = image.start + image.length
             digest = sha256(self._tower + image.digest).digest()
             run = self._run(digest, image.length)
-            keys[image.start : behind] = run.base - np.arange(image.length)
+            keys[image.start : end] = run.base - np.arange(image.length)
             place = image.start, image.length, image.grid
-            found.append(Image(*place, digest, image.width, image.height, image.rgb, image.bounds))
-        return keys, tuple(found)
+            placed.append(Image(*place, digest, image.width, image.height, image.rgb, image.bounds))
+        return keys, tuple(placed)
 
     def name(self, key: int) -> KeyName | None:
         """See `cairn.cache.events.KeyNames`."""
@@ -92,9 +92,9 @@ class ImageKeys:
         return run if run is not None and run.base - key < run.length else None
 
 
-def _check(number: int, image: ImageInput, behind: int, length: int) -> None:
+def _check(number: int, image: ImageInput, previous_end: int, length: int) -> None:
     where = f"images[{number}]"
-    if not behind <= image.start < image.start + image.length <= length:
+    if not previous_end <= image.start < image.start + image.length <= length:
         raise InvalidRequest(f"{where}: tokens {image.start} + {image.length} are no place of their own", "images")
     if len(image.digest) != DIGEST_BYTES:
         raise InvalidRequest(f"{where}: a digest has {DIGEST_BYTES} bytes, not {len(image.digest)}", "images")

@@ -30,7 +30,7 @@ SLOTS = 2
 """That the plans name."""
 
 _BEHIND = GRID, 2 * GRID + 6
-"""Tokens of the second step's prompt: behind a hit, and to an end off the grid."""
+"""Tokens of the second step's prompt: after a hit, and to an end off the grid."""
 
 _LONG = 17 * 128
 """Tokens before a decode whose attention is in many parts. Of those the CUDA kernels put 16 together with one variant,
@@ -46,8 +46,8 @@ def num_profile_pages(layout: CacheLayout, num_tokens: int) -> int:
 
 
 def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPolicy | None) -> tuple[StepPlan, StepPlan]:
-    """A prompt of `num_tokens` tokens, with as many checkpoints as a step ever takes of it; and behind it a step of all
-    kinds: a decode, a prompt behind a hit, a checkpoint between grid points, a save, a copy, and a greedy draw.
+    """A prompt of `num_tokens` tokens, with as many checkpoints as a step ever takes of it; and after it a step of all
+    kinds: a decode, a prompt after a hit, a checkpoint between grid points, a save, a copy, and a greedy draw.
     `placement`: where checkpoints are kept; None without a cache."""
     tables = tuple(np.arange(group.pages_for(_longest(num_tokens)), dtype=np.int32) for group in layout.groups)
     state_pages = np.arange(layout.pages_per_checkpoint, dtype=np.int32)
@@ -107,7 +107,7 @@ def warm_up_plans(
 
 
 def _longest(num_tokens: int) -> int:
-    """Tokens of the longest sequence: the first one decodes a token behind its prompt."""
+    """Tokens of the longest sequence: the first one decodes a token after its prompt."""
     return max(num_tokens + 1, _BEHIND[1], _LONG + 1)
 
 

@@ -76,16 +76,18 @@ def check_request(request: GenerateRequest) -> None:
 
 
 def _values(request: GenerateRequest, name: str) -> Iterable[tuple[str, float]]:
-    """What one of the `RANGES` speaks of, each behind its place: numbers, or how long something is."""
+    """What one of the `RANGES` speaks of, each after its place: numbers, or how long something is."""
     field = name.removesuffix("[]").removesuffix(".*")
-    holder = next(one for one in (request, request.sampling, request.stop_conditions) if hasattr(one, field))
+    holder = next(part for part in (request, request.sampling, request.stop_conditions) if hasattr(part, field))
     value = getattr(holder, field)
     if value is None:
         return ()
     if name != field:
         named = dict(value).items() if name.endswith(".*") else enumerate(value)
         mark = "{}.{}" if name.endswith(".*") else "{}[{}]"
-        return [(mark.format(field, key), one if isinstance(one, int | float) else len(one)) for key, one in named]
+        return [
+            (mark.format(field, key), entry if isinstance(entry, int | float) else len(entry)) for key, entry in named
+        ]
     return [(field, value if isinstance(value, int | float) else len(value))]
 
 

@@ -79,8 +79,8 @@ async def _request_error(request: Request, error: Exception) -> Response:
 async def http_error(request: Request, error: Exception) -> Response:
     """For errors of the framework: a path or a method that does not exist."""
     assert isinstance(error, HTTPException)
-    found = make_error(error.detail, error.status_code)
-    found.type = HTTPStatus(error.status_code).phrase
-    response = error_response(found, request.scope)
+    request_error = make_error(error.detail, error.status_code)
+    request_error.type = HTTPStatus(error.status_code).phrase
+    response = error_response(request_error, request.scope)
     response.headers.update(error.headers or {})
     return response

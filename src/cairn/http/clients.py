@@ -41,7 +41,7 @@ def get_client_address(scope: Scope) -> str:
     if not client:
         return ""
     try:
-        # An IPv6 address may have its interface behind it, of any length.
+        # An IPv6 address may have its interface after it, of any length.
         address = ipaddress.ip_address(str(client[0]).partition("%")[0])
     except ValueError:
         return ""

@@ -232,15 +232,15 @@ class BodyLimit(HttpMiddleware):
     def _unpack(self, body: bytes) -> bytes:
         unpacker = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
         try:
-            found = unpacker.decompress(body, self._max_bytes + 1)
+            unpacked = unpacker.decompress(body, self._max_bytes + 1)
         except zlib.error as error:
             raise InvalidRequest(f"the body is no gzip: {error}") from None
-        if len(found) > self._max_bytes:
+        if len(unpacked) > self._max_bytes:
             raise self._too_large()
         if not unpacker.eof or unpacker.unused_data:
             what = "ends too early" if not unpacker.eof else f"has {len(unpacker.unused_data)} bytes behind its end"
             raise InvalidRequest(f"the body's gzip {what}")
-        return found
+        return unpacked
 
     def _too_large(self) -> RequestError:
         return make_error(f"the body has more than {self._max_bytes} bytes", 413)

@@ -1,4 +1,4 @@
-"""What clients put at the front of a prompt and change with every request: behind it nothing would ever be a hit."""
+"""What clients put at the front of a prompt and change with every request: after it nothing would ever be a hit."""
 
 from typing import Any
 

@@ -172,10 +172,10 @@ async def wait_first(*waits: Awaitable[Any]) -> None:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     finally:
-        own = [task for task, wait in zip(tasks, waits, strict=True) if task is not wait]
-        for task in own:
+        created = [task for task, wait in zip(tasks, waits, strict=True) if task is not wait]
+        for task in created:
             task.cancel()
-        await asyncio.gather(*own, return_exceptions=True)
+        await asyncio.gather(*created, return_exceptions=True)
 
 
 def parse_trusted_proxies(text: str | None, environ: Mapping[str, str] = os.environ) -> tuple[str, ...]:

@@ -78,7 +78,7 @@ class Batch:
     the slot holds. `seq_lens` int32 [B]: tokens with this pass. `kv_write_from` int32 [B]: keys and values of positions
     below it are read, never written: other sequences and other servers own those pages.
     `block_tables`: for each attention group int32 [slots + 1, pages]: the page of position p is entry p // page size of
-    the slot's row; entries at and behind the pages of `seq_lens` are not to be read.
+    the slot's row; entries at and after the pages of `seq_lens` are not to be read.
     `metadata`: what `Kernels.build_metadata` made of `host`; nobody else looks into it.
     `cos`, `sin`: the rotation of every row, float32 [T, pairs], where the model turns queries and keys.
     """

@@ -75,7 +75,7 @@ class RowGroup:
         in_file = torch.cat([rows_from(span.state_offset, span) for span in spans])
         in_entry = torch.cat([rows_from(span.offset, span) for span in spans])
         end = max(span.offset + span.num_bytes for span in spans) // row_bytes
-        follow = all(one.offset + one.num_bytes == two.offset for one, two in pairwise(spans))
+        follow = all(before.offset + before.num_bytes == after.offset for before, after in pairwise(spans))
         is_whole = follow and spans[0].offset == 0 and end == rows_per_entry
         pages, rows_in_page = in_file // rows_per_page, in_file % rows_per_page
         return RowGroup(
@@ -182,9 +182,11 @@ def pack_state_spans(
 ) -> IndexedCopies:
     """See `Kernels.pack_state_spans`."""
     groups: list[list[StateSpan]] = []
-    for _, own in groupby(sorted(spans, key=lambda span: (span.tensor, span.state_offset)), lambda span: span.tensor):
+    for _, tensor_spans in groupby(
+        sorted(spans, key=lambda span: (span.tensor, span.state_offset)), lambda span: span.tensor
+    ):
         size = _GROUP_BYTES
-        for span in own:
+        for span in tensor_spans:
             if size + span.num_bytes > _GROUP_BYTES:
                 groups.append([])
                 size = 0

@@ -93,7 +93,7 @@ class Kernels(Protocol):
         ...
 
     def pack_fp8(self, rows: Sequence[WeightRows]) -> Weight:
-        """As `pack`, of a weight [out, in] whose rows are those of all of these one behind the other, or of a stack of
+        """As `pack`, of a weight [out, in] whose rows are those of all of these one after the other, or of a stack of
         experts', which is one. For `linear` and the experts. A backend that computes with FP8 weights keeps the numbers
         and scales of an `Fp8Weight`; others bring it to the model's dtype."""
         ...
@@ -335,7 +335,7 @@ class Kernels(Protocol):
 
     def attention(self, q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
         """Causal attention over the pages, scaled by D^-0.5: q [T, Hq, D] -> [T, Hq, D]. A token at position p sees
-        positions 0..p of its sequence; a key head serves Hq / Hk consecutive query heads. What lies in a page behind
+        positions 0..p of its sequence; a key head serves Hq / Hk consecutive query heads. What lies in a page after
         the sequence's end may read as NaN and must not count."""
         ...
 

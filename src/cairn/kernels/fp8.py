@@ -56,7 +56,7 @@ WeightRows = Tensor | Fp8Weight
 
 
 def join_rows(parts: Sequence[WeightRows]) -> tuple[WeightRows, ...]:
-    """The rows of several weights one behind the other: neighbours of one kind become one part."""
+    """The rows of several weights one after the other: neighbours of one kind become one part."""
     runs: list[list[WeightRows]] = []
     for part in parts:
         if runs and _kind(runs[-1][0]) == _kind(part):

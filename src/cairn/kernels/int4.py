@@ -90,9 +90,11 @@ def quantize_int4(weight: Tensor) -> Int4Weight:
         least, most = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
         first, second = (_quantized(wide, least, (most - least) * share, 1 - share) for share in _SHARES)
         is_better = second[-1] < first[-1]
-        found, *own = (torch.where(is_better, new, old) for old, new in zip(first[:3], second[:3], strict=True))
-        numbers[part] = found.flatten(-2)
-        factors[:, part] = torch.stack(own).squeeze(-1)
+        part_numbers, *part_factors = (
+            torch.where(is_better, new, old) for old, new in zip(first[:3], second[:3], strict=True)
+        )
+        numbers[part] = part_numbers.flatten(-2)
+        factors[:, part] = torch.stack(part_factors).squeeze(-1)
     scales, minimums = factors.view(2, *outer, inputs // group).unbind()
     return Int4Weight(numbers.view(weight.shape), scales, minimums, weight.dtype)
 

@@ -25,7 +25,7 @@ def names_in(code: CodeType) -> Iterator[str]:
 def operations_of(layer: object) -> Set[str]:
     """The operations that a dataclass of layers may call in a forward pass, by its own methods or by those of the
     dataclasses in its fields and in tuples there."""
-    found: set[str] = set()
+    operations: set[str] = set()
     seen: set[int] = set()
     left = [layer]
     while left:
@@ -36,9 +36,9 @@ def operations_of(layer: object) -> Set[str]:
         if isinstance(each, tuple):
             left += each
         elif is_dataclass(each) and not isinstance(each, type):
-            found |= _operations_of_class(type(each))
+            operations |= _operations_of_class(type(each))
             left += [getattr(each, field.name) for field in fields(each)]
-    return found
+    return operations
 
 
 @cache

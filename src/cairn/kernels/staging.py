@@ -55,7 +55,7 @@ class StepBuffers:
     out, and the event of the step's end. Kept from step to step, and grown where a step needs more; a set belongs to
     one step until that step's event is complete.
 
-    `done`: recorded once a step, behind everything that the step does. That is one event for two questions, whether the
+    `done`: recorded once a step, after everything that the step does. That is one event for two questions, whether the
     tokens may be read and whether pages, states and checkpoints are written: all of a step is in one stream, and its
     last work is the draw and the copy of what was drawn. An earlier event for what the forward pass writes would be of
     no use, because a commit needs the tokens, too.
@@ -127,8 +127,8 @@ class Staging:
         if device.type == "cpu":
             for staged in staged_arrays:
                 flags = staged.array.flags
-                own = staged.array if flags.c_contiguous and flags.writeable else staged.array.copy()
-                staged.tensor = torch.from_numpy(own)
+                array = staged.array if flags.c_contiguous and flags.writeable else staged.array.copy()
+                staged.tensor = torch.from_numpy(array)
         elif staged_arrays:
             self._copy(staged_arrays, device)
         self._end = 0

@@ -66,7 +66,7 @@ class StateEncoding:
 
 @dataclass(frozen=True, slots=True)
 class UnitBytes:
-    """A unit in a file: of each layer convolution inputs and numbers of the state, and behind those of all layers the
+    """A unit in a file: of each layer convolution inputs and numbers of the state, and after those of all layers the
     scales of each.
 
         [layer][conv | values] [layer][scales]

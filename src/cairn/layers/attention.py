@@ -14,7 +14,7 @@ from cairn.layers.norms import RMSNorm
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One rank's heads. `projection` gives queries | keys | values and, if `gated`, behind them the logits of a gate on
+    """One rank's heads. `projection` gives queries | keys | values and, if `gated`, after them the logits of a gate on
     every output channel. `q_norm`, `k_norm`: over one head. Queries and keys are turned where the batch has a rotation.
     `layer` counts the model's attention layers, `group` the attention groups of the cache."""
 

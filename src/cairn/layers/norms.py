@@ -27,7 +27,7 @@ class RMSNorm:
 
 
 class GatedNorm(Protocol):
-    """The norm behind Mamba2's scan: the gate is applied first."""
+    """The norm after Mamba2's scan: the gate is applied first."""
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """x (float32) and gate, both [rows, width] -> in the gate's dtype [rows, width], or the output slice of it

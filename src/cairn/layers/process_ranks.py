@@ -174,7 +174,7 @@ def _in_current_stream(options: Any) -> Any:
 
 
 def _reason(error: RuntimeError) -> str:
-    """torch's text without the place in its source before it and the advice behind it."""
+    """torch's text without the place in its source before it and the advice after it."""
     text = str(error)
     if text.startswith("["):
         text = text.partition("] ")[2]

@@ -56,7 +56,7 @@ class AttentionLayer(MixerSpec):
 
     `head_norms`: the names of the norms over one head of queries and of keys, or none; `centred`: their weights are
     stored less 1; `out`: the name of the output projection; `factors`: constant multipliers of a projection's results,
-    by its name. A gate is stored behind each head's query.
+    by its name. A gate is stored after each head's query.
     """
 
     sizes: AttentionSizes

@@ -218,8 +218,8 @@ def token_ids(**options: Unpack[Options]) -> Any:
     """Ids of the vocabulary: none, one or several under each of `names`, which all count."""
 
     def reader(fields: Fields, name: str, config: Any) -> tuple[int, ...]:
-        found = [fields.token_ids(each, config.vocab_size) for each in options.get("names", (name,))]
-        return tuple(dict.fromkeys(chain.from_iterable(found)))
+        ids = [fields.token_ids(each, config.vocab_size) for each in options.get("names", (name,))]
+        return tuple(dict.fromkeys(chain.from_iterable(ids)))
 
     return custom(reader, **options)
 

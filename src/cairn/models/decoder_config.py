@@ -143,8 +143,8 @@ def rope_fields(fields: Fields, *types: str) -> Fields:
                 raise fields.error(f"{paths[name]} and {place}.{name} differ; keep one of them")
             paths.setdefault(name, f"{place}.{name}")
         # `type` is the older name, which transformers reads where there is no other.
-        own = Fields(nested, path_of=f"{place}.{{}}".format)
-        own.only("rope_type" if own.has("rope_type") else "type", *types)
+        nested_fields = Fields(nested, path_of=f"{place}.{{}}".format)
+        nested_fields.only("rope_type" if nested_fields.has("rope_type") else "type", *types)
     if not settings:
         fields.only("rope_type", *types)
         return fields

@@ -218,10 +218,10 @@ class VisionTower:
         with torch.inference_mode():
             sent, indices, weights, places = self._send(arrays)
             # How many patches are attended to at once is read on the host: there the grid stays.
-            found = module(
+            output = module(
                 sent.view(self._dtype), grid, interp_indices=indices, interp_weights=weights, position_ids=places
             )
-            vectors: Tensor = found.pooler_output
+            vectors: Tensor = output.pooler_output
         return vectors
 
 

@@ -21,8 +21,8 @@ logger = logging.getLogger(__name__)
 
 def read_weight(weight: StoredTensor, load: TensorLoader, load_fp8: Fp8Loader | None) -> WeightRows:
     """The rank's share, in FP8 where that stays."""
-    found = load_fp8(weight.name, weight.shape, weight.shard) if load_fp8 is not None and weight.is_matrix else None
-    return load(weight.name, weight.shape, weight.shard) if found is None else found
+    fp8_rows = load_fp8(weight.name, weight.shape, weight.shard) if load_fp8 is not None and weight.is_matrix else None
+    return load(weight.name, weight.shape, weight.shard) if fp8_rows is None else fp8_rows
 
 
 class RankWeights:
@@ -76,7 +76,7 @@ class RankWeights:
         return self.linear(rows, bias, weight.precision == "quantized")
 
     def linear(self, rows: Sequence[WeightRows], bias: Tensor | None = None, quantized: bool = True) -> Linear:
-        """A product of rows one behind the other, which are in FP8 or not."""
+        """A product of rows one after the other, which are in FP8 or not."""
         shape = sum(part.shape[0] for part in rows), rows[0].shape[1]
         packed = self._pack(rows[0], quantized) if len(rows) == 1 else self._kernels.pack_fp8(rows)
         linear = Linear(self._kernels, packed, bias, shape)
@@ -129,7 +129,7 @@ def _dequantize(parts: Sequence[WeightRows]) -> list[Tensor]:
 
 
 def _gates_last(rows: Tensor, heads: int, outputs: int) -> Tensor:
-    """The first `outputs` rows, each head's query and then its gate, with keys and values behind them all -> queries |
+    """The first `outputs` rows, each head's query and then its gate, with keys and values after them all -> queries |
     keys | values | gates."""
     queries, gates = rows[:outputs].reshape(heads, 2, -1, *rows.shape[1:]).unbind(1)
     return torch.cat([queries.flatten(0, 1), rows[outputs:], gates.flatten(0, 1)])

@@ -49,8 +49,8 @@ class OpenModel:
     def eos_token_ids(self, tokenizer_id: int | None) -> tuple[int, ...]:
         """All ids that end an answer: those of config.json and of generation_config.json, which may name the end of a
         document alone, and the `tokenizer_id` that the tokenizer calls its end, unless the model has no such token."""
-        own = () if tokenizer_id is None or tokenizer_id >= self.config.vocab_size else (tokenizer_id,)
-        return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.generation_eos_token_ids, *own)))
+        tokenizer_ids = () if tokenizer_id is None or tokenizer_id >= self.config.vocab_size else (tokenizer_id,)
+        return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.generation_eos_token_ids, *tokenizer_ids)))
 
     @property
     def stays_in_fp8(self) -> bool:
@@ -89,11 +89,11 @@ class OpenModel:
         identity of the stored weights (see `weights_identity`). Block size and number of ranks are not in it. Raises
         ModelError."""
         identity = weights_identity(self.folder, self.tensors(read_headers(self.folder)), self.quantization)
-        own = {"model_type": self.family.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
+        facts = {"model_type": self.family.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
         # Those that stay in FP8 are the same numbers as dequantized ones.
         if self.served_quantization in MADE_AT_LOAD:
-            own["quantization"] = str(self.served_quantization)
-        return {**self.config.transfer_facts(), **own, "weights": identity}
+            facts["quantization"] = str(self.served_quantization)
+        return {**self.config.transfer_facts(), **facts, "weights": identity}
 
     def build(
         self,
@@ -152,8 +152,8 @@ def _served_quantization(
     if asked in MADE_AT_LOAD:
         return asked
     if asked is not None and (stored_as is None or stored_as.method != asked):
-        found = "not quantized" if stored_as is None else f"in {stored_as.method}"
-        text = f"--quantization {asked}: the checkpoint is {found}, and is served as it is without this flag"
+        stored = "not quantized" if stored_as is None else f"in {stored_as.method}"
+        text = f"--quantization {asked}: the checkpoint is {stored}, and is served as it is without this flag"
         raise ConfigError(f"{text}; int8 or int4 can be made of it while it is loaded")
     if not keeps_fp8 or stored_as is None:
         return None

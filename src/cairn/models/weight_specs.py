@@ -51,7 +51,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class ProductSpec:
-    """A matrix product of one input: the outputs of all `parts` one behind the other, each with its bias if there are
+    """A matrix product of one input: the outputs of all `parts` one after the other, each with its bias if there are
     any. `gated_heads`: so many heads of the first part are each a query and its gate, and all gates go last."""
 
     parts: tuple[StoredTensor, ...]
@@ -80,7 +80,7 @@ class ExpertStacks:
 
 @dataclass(frozen=True, slots=True)
 class ExpertMatrices:
-    """As `ExpertStacks`, of tensors of each expert: into its inner channels one or several, rows one behind the other,
+    """As `ExpertStacks`, of tensors of each expert: into its inner channels one or several, rows one after the other,
     and one out of them."""
 
     ups: tuple[tuple[StoredTensor, ...], ...]

@@ -213,8 +213,8 @@ def _messages(body: Body) -> list[dict[str, Any]] | None:
 def _item_message(item: dict[str, Any]) -> dict[str, Any]:
     """An item of a response's input as a message: an answer that is sent back as its text alone is the same."""
     if item.get("type") not in (None, "message"):
-        own = {name: value for name, value in item.items() if name not in ("id", "status")}
-        return {"role": item.get("type"), "content": own}
+        fields = {name: value for name, value in item.items() if name not in ("id", "status")}
+        return {"role": item.get("type"), "content": fields}
     content = item.get("content")
     if isinstance(content, list):
         kinds = ("input_text", "output_text")

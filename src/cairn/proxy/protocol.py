@@ -161,8 +161,8 @@ def stored_response_of(body: Body) -> str:
     """The id of the stored response that a body of /v1/responses goes on from, or refers to an item of; empty for
     none."""
     previous, items = text_field(body, "previous_response_id"), bytes(body.get("input", b""))
-    found = _ITEM_ID.search(items) if not previous and b'"item_reference"' in items else None
-    return previous if found is None else f"resp_{found[1].decode()}"
+    match = _ITEM_ID.search(items) if not previous and b'"item_reference"' in items else None
+    return previous if match is None else f"resp_{match[1].decode()}"
 
 
 def prefill_body(path: str, body: Body, hint: msgspec.Raw | None, key: str) -> bytes:
@@ -189,8 +189,8 @@ def decode_body(body: Body, handover: msgspec.Raw | None) -> bytes:
 
     A client's own `kv_transfer_params` go to nobody: they name addresses that servers connect to.
     """
-    own = {name: value for name, value in body.items() if name != "kv_transfer_params"}
-    return msgspec.json.encode(own if handover is None else {**own, "kv_transfer_params": handover})
+    fields = {name: value for name, value in body.items() if name != "kv_transfer_params"}
+    return msgspec.json.encode(fields if handover is None else {**fields, "kv_transfer_params": handover})
 
 
 def handover_of(answer: bytes) -> msgspec.Raw | None:

@@ -28,7 +28,7 @@ class Paths:
         return walk(self.root, _token_key(path)).ever_matched
 
     def add(self, path: Ids, answer: Ids) -> None:
-        """Add a prompt's path and the answer behind it; a node ends where the prompt does."""
+        """Add a prompt's path and the answer after it; a node ends where the prompt does."""
         self._add(path)
         if len(answer):
             self._add(np.concatenate([path, answer]))
@@ -39,12 +39,12 @@ class Paths:
 
     def _add(self, path: Ids) -> None:
         key = _token_key(path)
-        found = walk(self.root, key)
-        node = found.evicted_tail[-1] if found.evicted_tail else self.root
-        if found.ever_matched < node.end:
-            node = split(node, found.ever_matched)[0]
-        if found.ever_matched < len(path):
-            child = Node(node, key.slice_raw(found.ever_matched, len(path)), found.ever_matched, len(path))
+        walked = walk(self.root, key)
+        node = walked.evicted_tail[-1] if walked.evicted_tail else self.root
+        if walked.ever_matched < node.end:
+            node = split(node, walked.ever_matched)[0]
+        if walked.ever_matched < len(path):
+            child = Node(node, key.slice_raw(walked.ever_matched, len(path)), walked.ever_matched, len(path))
             node.adopt(child)
             self.num_units += child.num_tokens
 

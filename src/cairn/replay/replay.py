@@ -5,7 +5,7 @@ replay is one of the server's. Under other rules a request may end later than it
 come so many steps later, as clients wait for answers. A request of another trace is served alone, at once, when it
 arrives.
 
-Positions finer than the trace's unit count as the unit: the prompt that the cache sees is its path, the tokens behind
+Positions finer than the trace's unit count as the unit: the prompt that the cache sees is its path, the tokens after
 the path are computed every time, and the answer ends at a full unit.
 """
 

@@ -149,24 +149,24 @@ class _Sequences:
 
     def add(self, line: _LogLine, where: str) -> Ids:
         """The token hashes of a line's prompt and answer, shape [in + out]."""
-        length, behind = line.num_in + line.num_out, 0
+        length, prefix_length = line.num_in + line.num_out, 0
         beginning: Ids = np.empty(0, np.uint16)
         if line.prefix is not None:
-            block_hash, behind = line.prefix
+            block_hash, prefix_length = line.prefix
             earlier, end = self._blocks.get(block_hash, (beginning, 0))
-            if end != behind or behind > length:
+            if end != prefix_length or prefix_length > length:
                 raise ConfigError(
                     f"{where}: `prefix` names no beginning of this length in a line above: lines were cut out, so take "
                     "this one out as well"
                 )
             beginning = earlier[:end]
         hashes = _decode_hashes(line.token_hashes, where)
-        if len(hashes) != length - behind:
+        if len(hashes) != length - prefix_length:
             raise ConfigError(f"{where}: `token_hashes` must have a hash for each token behind `prefix`")
-        if len(line.block_hashes) != length // self._unit - behind // self._unit:
+        if len(line.block_hashes) != length // self._unit - prefix_length // self._unit:
             raise ConfigError(f"{where}: `block_hashes` must have a hash for each full unit of tokens behind `prefix`")
         sequence = np.concatenate([beginning, hashes])
-        for index, block_hash in enumerate(line.block_hashes, behind // self._unit + 1):
+        for index, block_hash in enumerate(line.block_hashes, prefix_length // self._unit + 1):
             self._blocks[block_hash] = sequence, index * self._unit
         return sequence
 

@@ -1,6 +1,6 @@
 """A trace: requests, and of a server's log the server that served them.
 
-A prompt's *path* is the ids of its full units; the tokens behind the last one are never hit.
+A prompt's *path* is the ids of its full units; the tokens after the last one are never hit.
 """
 
 from dataclasses import dataclass
@@ -49,7 +49,7 @@ class Timeline:
 class TraceRequest:
     """One request, arrived `arrived` seconds after the trace's start.
 
-    `num_prompt_tokens` counts what is behind the path, too; `path` holds the ids of its full units, shape [u]; `answer`
+    `num_prompt_tokens` counts what is after the path, too; `path` holds the ids of its full units, shape [u]; `answer`
     the ids of the units that are computed of the answer, shape [a], negative where nobody else has them.
     `boundaries`: ends of messages, ascending, rounded down to the unit, within the path. `name`: what the trace calls
     it, if anything. `namespace`: requests of different namespaces share nothing. `is_parallel_sample`: one of several

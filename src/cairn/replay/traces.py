@@ -53,13 +53,13 @@ def _read_lines(path: Path) -> Trace:
     where, header = first
     if header.get("source") == "cairn":
         return read_server_log(where, header, lines)
-    unit, found = trace_rows(first, lines, _BOUNDS)
+    unit, parsed_rows = trace_rows(first, lines, _BOUNDS)
     if has_header(header):
-        name, rows = str(header.get("name", path.name)), [_parse_row(row, unit) for row in found]
+        name, rows = str(header.get("name", path.name)), [_parse_row(row, unit) for row in parsed_rows]
     else:
         name = path.name.removesuffix(".gz").removesuffix(".jsonl")
         # Mooncake's say nothing of sessions: an answer may be seen again anywhere.
-        rows = [_SessionRow(row, None) for row in found]
+        rows = [_SessionRow(row, None) for row in parsed_rows]
     if not rows:
         raise ConfigError(f"{path} has a header and no requests")
     return Trace(name, unit, _add_answers(rows, unit))
@@ -79,15 +79,17 @@ def _add_answers(rows: list[_SessionRow], unit: int) -> tuple[TraceRequest, ...]
     """Give each row its answer's content: that of the first later prompt that continues it, else content of its own."""
     followers = _find_followers(rows)
     requests, num_private = [], 0
-    for index, one in enumerate(rows):
-        row, start = one.row, len(one.row.ids)
+    for index, session_row in enumerate(rows):
+        row, start = session_row.row, len(session_row.row.ids)
         end = max(start, (row.num_in + row.num_out) // unit)
         if index in followers:
             answer = rows[followers[index]].row.ids[start:end]
         else:
             answer = -1 - np.arange(num_private, num_private + end - start, dtype=np.int64)
             num_private += end - start
-        requests.append(TraceRequest(row.arrived, row.num_in, row.ids, answer, one.boundaries, session=one.session))
+        requests.append(
+            TraceRequest(row.arrived, row.num_in, row.ids, answer, session_row.boundaries, session=session_row.session)
+        )
     return tuple(requests)
 
 
@@ -98,12 +100,12 @@ def _find_followers(rows: list[_SessionRow]) -> dict[int, int]:
     A row waits, under the last id of its path, for one with this id whose prompt is long enough; rows that need the
     shortest prompts are looked at first.
     """
-    single = rows[0].session is None or len({one.session for one in rows}) == len(rows)
+    single = rows[0].session is None or len({session_row.session for session_row in rows}) == len(rows)
     sessions: dict[int | None, dict[int, list[tuple[int, int]]]] = {}
     followers: dict[int, int] = {}
-    for index, one in enumerate(rows):
-        path, num_in = one.row.ids, one.row.num_in
-        waiting = sessions.setdefault(0 if single else one.session, {})
+    for index, session_row in enumerate(rows):
+        path, num_in = session_row.row.ids, session_row.row.num_in
+        waiting = sessions.setdefault(0 if single else session_row.session, {})
         for last in waiting.keys() & {_ANY, *path.tolist()}:
             queue = waiting[last]
             others: list[tuple[int, int]] = []
@@ -116,7 +118,7 @@ def _find_followers(rows: list[_SessionRow]) -> dict[int, int]:
                     others.append((min_length, earlier))
             for other in others:
                 heapq.heappush(queue, other)
-        if one.reappears and (len(path) or not single):
+        if session_row.reappears and (len(path) or not single):
             last = int(path[-1]) if len(path) else _ANY
-            heapq.heappush(waiting.setdefault(last, []), (num_in + one.row.num_out, index))
+            heapq.heappush(waiting.setdefault(last, []), (num_in + session_row.row.num_out, index))
     return followers

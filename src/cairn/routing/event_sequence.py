@@ -101,7 +101,7 @@ class EventSequence:
 
 
 def parse_frames(frames: list[bytes]) -> tuple[int, bytes]:
-    """Number and batch, behind a frame with the topic, or an empty one. Raises MalformedBatch."""
+    """Number and batch, after a frame with the topic, or an empty one. Raises MalformedBatch."""
     if len(frames) != 3 or len(frames[1]) != 8:
         raise MalformedBatch(f"{len(frames)} frames of {[len(frame) for frame in frames[:4]]} bytes")
     return int.from_bytes(frames[1], "big", signed=True), frames[2]

@@ -141,7 +141,7 @@ class PrefixIndex:
     def matched_masks(self, block_hashes: Sequence[int], resolution: int = 1) -> list[tuple[int, int]]:
         """How many leading blocks are matched, and the mask of the replicas that have so many at least; the fewest
         blocks first. Looks at every `resolution`-th block, or the last one before it that is kept: of what a replica
-        has the part behind the last block that was looked at is not told.
+        has the part after the last block that was looked at is not told.
 
         Where events were lost, a replica may have a block and not those before it: then it may count as having them.
         """
@@ -158,10 +158,10 @@ class PrefixIndex:
                 block_hash = block_hashes[number]
             if block_hash & unsampled:
                 continue
-            found = find(block_hash, 0)
+            block_mask = find(block_hash, 0)
             for find_other in others:
-                found |= find_other(block_hash, 0)
-            mask = last & found
+                block_mask |= find_other(block_hash, 0)
+            mask = last & block_mask
             if mask != last:
                 if end:
                     matches.append((end, last))
@@ -227,7 +227,7 @@ class PrefixIndex:
 
     def _sampled(self, block_hashes: Sequence[int]) -> Sequence[int]:
         unsampled = self.sample_every - 1
-        return [one for one in block_hashes if not one & unsampled] if unsampled else block_hashes
+        return [block_hash for block_hash in block_hashes if not block_hash & unsampled] if unsampled else block_hashes
 
     def _sample_fewer(self) -> bool:
         """Keep half of the blocks from now on; returns whether that may be: O(all blocks)."""

@@ -309,7 +309,7 @@ def _unequal(new: Sequence[object], old: Sequence[object]) -> Iterator[int]:
         part, old_part = new[start : start + _COMPARED], old[start : start + _COMPARED]
         if part != old_part:
             yield from (
-                start + row for row, (one, other) in enumerate(zip(part, old_part, strict=True)) if one != other
+                start + row for row, (item, old_item) in enumerate(zip(part, old_part, strict=True)) if item != old_item
             )
 
 

@@ -23,13 +23,13 @@ def session_name(body: Mapping[str, msgspec.Raw], headers: Iterable[tuple[bytes,
     """
     sent = dict(headers)
     arguments, metadata = _object(body, "vllm_xargs"), _object(body, "metadata")
-    found = [
+    names = [
         *(_value(body, name) for name in _FIELDS),
         *(arguments.get(name) for name in _ARGUMENTS),
         *(sent.get(name, b"").decode("latin-1") for name in _HEADERS),
         metadata.get("user_id"),
     ]
-    name = next((text for text in found if isinstance(text, str) and text), None)
+    name = next((text for text in names if isinstance(text, str) and text), None)
     if name is None:
         return None
     owner = [_value(body, field) for field in ("model", "cache_salt")]

@@ -51,8 +51,8 @@ class ChatTranslation:
         except ValidationError as error:
             # Both schemas bound what they share alike; where they ever do not, it is the client's error still.
             first = error.errors()[0]
-            found = explain_validation_error({**first, "loc": ("body", *first["loc"])}, fields)
-            raise self.rename_error(found) from None
+            request_error = explain_validation_error({**first, "loc": ("body", *first["loc"])}, fields)
+            raise self.rename_error(request_error) from None
 
     def rename_error(self, error: RequestError) -> RequestError:
         """An error about the chat as one about the body that it is made of."""
@@ -60,15 +60,15 @@ class ChatTranslation:
             return error
         message = _PLACE.sub(self._original_place, error.message)
         param = None if error.param is None else _PLACE.sub(self._original_place, error.param)
-        for name, own in self.renamed.items():
+        for name, original in self.renamed.items():
             if param == name.partition(".")[0] and (name == param or name in message):
-                return type(error)(message.replace(name, own, 1), own)
+                return type(error)(message.replace(name, original, 1), original)
         return type(error)(message, param)
 
-    def _original_place(self, found: re.Match[str]) -> str:
-        number, part = int(found[1]), found[2]
+    def _original_place(self, match: re.Match[str]) -> str:
+        number, part = int(match[1]), match[2]
         if number >= len(self.places):
-            return found[0]
+            return match[0]
         if part is None or int(part) >= len(self.blocks[number]):
             return self.places[number]
         return self.blocks[number][int(part)]

@@ -104,9 +104,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 400:
         # The framework keeps a body that it could not parse, and does not say what was wrong.
-        found = explain_unreadable(getattr(request, "_body", b""))
-        if found is not None:
-            return error_response(InvalidBody(*found), request.scope)
+        explanation = explain_unreadable(getattr(request, "_body", b""))
+        if explanation is not None:
+            return error_response(InvalidBody(*explanation), request.scope)
     return await http_error(request, error)
 
 
@@ -123,17 +123,21 @@ async def _validation_error(request: Request, error: Exception) -> Response:
     if first["type"] == "json_invalid":
         message = f"the body is not valid JSON: {first.get('ctx', {}).get('error', '')}"
         return error_response(InvalidBody(message), request.scope)
-    found = explain_validation_error(first, error.body)
+    request_error = explain_validation_error(first, error.body)
     if keys := _wrong_keys(first, others):
-        found = InvalidBody(f"{found.message}; so must {', '.join(keys)}", found.param)
-    return error_response(found, request.scope)
+        request_error = InvalidBody(f"{request_error.message}; so must {', '.join(keys)}", request_error.param)
+    return error_response(request_error, request.scope)
 
 
 def _wrong_keys(first: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> list[str]:
     """Further keys of the object in which `first` is about a key, for the same reason."""
     place, wrong = first["loc"], [first["type"], "[key]"]
-    found = [one["loc"] for one in others if [one["type"], one["loc"][-1]] == wrong and one["loc"][:-2] == place[:-2]]
-    return [str(loc[-2])[:_MAX_NAME] for loc in found[:_MAX_KEYS]] if place[-1] == "[key]" else []
+    places = [
+        other["loc"]
+        for other in others
+        if [other["type"], other["loc"][-1]] == wrong and other["loc"][:-2] == place[:-2]
+    ]
+    return [str(loc[-2])[:_MAX_NAME] for loc in places[:_MAX_KEYS]] if place[-1] == "[key]" else []
 
 
 def explain_validation_error(first: Mapping[str, Any], body: Any) -> InvalidBody:
@@ -172,15 +176,15 @@ def _locate(loc: Sequence[int | str], value: Any, *, is_missing: bool) -> list[i
     of a union that pydantic has tried: of the ways that leave them out, the longest is taken."""
     if not loc:
         return []
-    (step, *rest), found = loc, list[int | str]()
+    (step, *rest), steps = loc, list[int | str]()
     if isinstance(step, int):
         exists = isinstance(value, list) and step < len(value)
         return [step, *_locate(rest, value[step], is_missing=is_missing)] if exists else []
     if isinstance(value, dict) and step in value:
-        found = [step, *_locate(rest, value[step], is_missing=is_missing)]
+        steps = [step, *_locate(rest, value[step], is_missing=is_missing)]
     elif is_missing and not rest and isinstance(value, dict):
-        found = [step]
-    return max(_locate(rest, value, is_missing=is_missing), found, key=len)
+        steps = [step]
+    return max(_locate(rest, value, is_missing=is_missing), steps, key=len)
 
 
 def _join(path: Sequence[int | str]) -> str:

@@ -24,15 +24,15 @@ def load_default_sampling(source: str, overrides: str | None, model: Path) -> di
 
     Raises ConfigError naming the file or the flag, and the field.
     """
-    found = _read_folder(source, model)
+    fields = _read_folder(source, model)
     if overrides is not None:
-        found |= _read_fields(overrides, "--override-generation-config")
-    if "max_new_tokens" in found:
-        found["max_tokens"] = found.pop("max_new_tokens")
-    if found:
-        named = ", ".join(f"{name} {value:g}" for name, value in found.items())
+        fields |= _read_fields(overrides, "--override-generation-config")
+    if "max_new_tokens" in fields:
+        fields["max_tokens"] = fields.pop("max_new_tokens")
+    if fields:
+        named = ", ".join(f"{name} {value:g}" for name, value in fields.items())
         logger.warning("requests that say nothing else are sampled with %s; --generation-config vllm ends that", named)
-    return found
+    return fields
 
 
 def check_default_sampling(source: str, overrides: str | None) -> None:

@@ -342,8 +342,8 @@ class RequestMeter:
         if self._index == 0:
             metrics.prompt_tokens.observe(num_prompt_tokens)
         if output.cache is not None:
-            found = output.cache.cached_tokens + output.cache.received_tokens
-            metrics.computed_tokens.observe(num_prompt_tokens - found)
+            num_reused = output.cache.cached_tokens + output.cache.received_tokens
+            metrics.computed_tokens.observe(num_prompt_tokens - num_reused)
         metrics.max_tokens.observe(self._max_model_len - num_prompt_tokens if max_tokens is None else max_tokens)
         metrics.generation_tokens.observe(self._num_tokens)
         self._lengths.append(self._num_tokens)

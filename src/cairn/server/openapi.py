@@ -108,11 +108,15 @@ _ENDED_BY_DONE = frozenset({"/v1/completions", "/v1/chat/completions", "/invocat
 
 def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[str]) -> dict[str, Any]:
     """`gated`: paths that generate or tokenize; `open_paths`: those that need no key."""
-    found = get_openapi(title=app.title, version=app.version, routes=app.routes)
+    document = get_openapi(title=app.title, version=app.version, routes=app.routes)
     if service.options.root_path is not None:
-        found["servers"] = [{"url": service.options.root_path}]
+        document["servers"] = [{"url": service.options.root_path}]
     has_keys = bool(service.options.api_key)
-    operations = [(path, method, one) for path, methods in found["paths"].items() for method, one in methods.items()]
+    operations = [
+        (path, method, operation)
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    ]
     for path, method, operation in operations:
         statuses = operation["responses"]
         statuses.pop("422", None)
@@ -124,7 +128,7 @@ def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open
         if has_keys and path not in open_paths:
             operation["security"] = [{"key": []}]
             statuses["401"] = _error_schema(path, 401)
-    parts = found.setdefault("components", {})
+    parts = document.setdefault("components", {})
     schemas = parts.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
@@ -139,7 +143,7 @@ def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open
     del engine["properties"]["cache"]
     if has_keys:
         parts["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
-    return found
+    return document
 
 
 def _reference(kind: Any) -> Schema:
@@ -211,5 +215,5 @@ def _add_model_limits(schema: Any, service: Service) -> None:
     if isinstance(schema, dict):
         schema |= limits.get(str(schema.get("format")), {})
         schema = [*schema.values()]
-    for one in schema if isinstance(schema, list) else ():
-        _add_model_limits(one, service)
+    for inner in schema if isinstance(schema, list) else ():
+        _add_model_limits(inner, service)

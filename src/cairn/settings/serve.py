@@ -122,9 +122,9 @@ def load_settings(parsed: Namespace, source: "CliSettingsSource[ServeSettings]")
 
 
 def _with_model(parsed: Namespace, from_file: Mapping[str, Any]) -> Namespace:
-    """Several words of a flag in one list. Where nothing else is MODEL, it is a folder behind keys, or whatever stands
-    behind the model's names."""
-    named = {found for name in ("model", _MODEL_FLAG) if isinstance(found := getattr(parsed, name, None), str)}
+    """Several words of a flag in one list. Where nothing else is MODEL, it is a folder after keys, or whatever stands
+    after the model's names."""
+    named = {model for name in ("model", _MODEL_FLAG) if isinstance(model := getattr(parsed, name, None), str)}
     if len(named) > 1:
         raise ConfigError("--model: MODEL is there already, and another one: name it once")
     if named:

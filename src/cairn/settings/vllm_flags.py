@@ -364,8 +364,8 @@ class _Flag(Action):
             given = ["on" if name == option else "off"]
         else:
             given = [values] if isinstance(values, str) else [str(value) for value in values or ()]
-        for one in given:
-            row.check(name, one)
+        for value in given:
+            row.check(name, value)
         setattr(namespace, _DEST, [*getattr(namespace, _DEST, ()), option])
 
 
@@ -375,7 +375,7 @@ def _rows() -> Mapping[str, VllmFlags]:
 
 
 def _spellings(row: VllmFlags) -> Iterator[list[str]]:
-    """Each flag of a row with the short forms that stand behind it."""
+    """Each flag of a row with the short forms that follow it."""
     names: list[str] = []
     for name in row.names.split():
         if name.startswith("--") and names:

@@ -16,9 +16,9 @@ __all__ = ["app"]
 def app(args: Mapping[str, Any]) -> Any:
     """The Serve application that `serve run` and `serve build` make of their arguments: every setting of `cairn serve`
     but those of its address, and `cairn.deploy.ray.settings.RaySettings`'s own. Raises ConfigError."""
-    found = importlib.util.find_spec("ray")
+    spec = importlib.util.find_spec("ray")
     # a folder of that name where one stands is no Ray: /tmp has one wherever Ray has run
-    if found is None or found.origin is None:
+    if spec is None or spec.origin is None:
         raise ConfigError('Ray Serve is not installed: pip install "cairn-serve[ray]"')
     from cairn.deploy.ray.application import build_application
     from cairn.deploy.ray.settings import load_ray_settings

@@ -71,7 +71,7 @@ class Fleet:
         self.rule.remove(name)
 
     def rank(self, request: RoutedRequest, names: Sequence[str], last: Sequence[str], first: str | None) -> list[str]:
-        """The best first; those named in `last` behind all others, and before them `first`."""
+        """The best first; those named in `last` after all others, and before them `first`."""
         loads = self._loads
         if list(loads) != list(names):
             loads = {name: loads.get(name, _UNKNOWN) for name in names}

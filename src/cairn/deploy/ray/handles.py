@@ -115,8 +115,8 @@ class HandleCall:
 def _read_status(handle: DeploymentHandle) -> str:
     """What Ray says of the deployment behind `handle`. It waits for Ray's controller."""
     application = serve.status().applications.get(handle.app_name)
-    found = None if application is None else application.deployments.get(handle.deployment_name)
-    return "" if found is None else found.message
+    status = None if application is None else application.deployments.get(handle.deployment_name)
+    return "" if status is None else status.message
 
 
 def _in_one_line(error: Exception) -> str:

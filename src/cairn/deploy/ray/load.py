@@ -44,8 +44,8 @@ def make_report(stats: EngineStats, events: KvEventsConfig | None) -> dict[str, 
         replay_endpoint=None if events is None else events.replay_endpoint,
         topic="" if events is None else events.topic,
     )
-    found: dict[str, Any] = msgspec.to_builtins(report)
-    return found
+    encoded: dict[str, Any] = msgspec.to_builtins(report)
+    return encoded
 
 
 def parse_report(stats: dict[str, Any]) -> ReplicaReport:

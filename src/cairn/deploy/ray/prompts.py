@@ -108,11 +108,11 @@ async def _run_here(work: Callable[[], Result]) -> Result:
 
 def create_prompt_reader(settings: RaySettings) -> PromptReader:
     """With the tokenizer of these settings, which may be downloaded. Raises ConfigError, ModelError, DownloadError."""
-    own = settings.tokenizer is None
-    revision = settings.revision if own else settings.tokenizer_revision
+    has_model_tokenizer = settings.tokenizer is None
+    revision = settings.revision if has_model_tokenizer else settings.tokenizer_revision
     source = ModelSource(settings.tokenizer or settings.model, revision, settings.download_dir)
-    found: Path = find_tokenizer(source)
-    folder = found.parent if found.is_file() else found
+    path: Path = find_tokenizer(source)
+    folder = path.parent if path.is_file() else path
     engine = _Tokenizing(ModelTokenizer(folder, None, read_chat_template(settings.chat_template)), settings)
     service = Service(
         cast(EngineClient, engine),

@@ -111,7 +111,7 @@ def with_kv_events(settings: RaySettings, host: str) -> RaySettings:
         return settings
     with ExitStack() as stack:
         sockets = [stack.enter_context(create_server_socket(host, 0)) for _ in range(2)]
-        ports = [one.getsockname()[1] for one in sockets]
+        ports = [server_socket.getsockname()[1] for server_socket in sockets]
     addresses = [f"tcp://{join_host_port(host, port)}" for port in ports]
     config = {"endpoint": addresses[0], "replay_endpoint": addresses[1]}
     return settings.model_copy(update={"kv_events_config": json.dumps(config)})

@@ -21,8 +21,8 @@ def find_failure(message: str) -> str:
     """The reason in the message of a deployment's status, in one line; empty where there is none. Of an error that is
     not cairn's own it is the last line."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    own = [line.partition(_MARK)[2] for line in lines if f"RuntimeError: {_MARK}" in line]
-    return (own or lines or [""])[-1][:_MAX_CHARACTERS]
+    failures = [line.partition(_MARK)[2] for line in lines if f"RuntimeError: {_MARK}" in line]
+    return (failures or lines or [""])[-1][:_MAX_CHARACTERS]
 
 
 class StartFailures:

@@ -82,8 +82,8 @@ class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cached_by_source(self) -> dict[str, int]:
         """Prompt tokens that were not computed: found here (`device`), or fetched from another server (`p2p`)."""
-        found = {"device": "local_cache_hit", "p2p": "external_kv_transfer"}
-        return {name: self.prompt_by_source[key] for name, key in found.items() if key in self.prompt_by_source}
+        sources = {"device": "local_cache_hit", "p2p": "external_kv_transfer"}
+        return {name: self.prompt_by_source[key] for name, key in sources.items() if key in self.prompt_by_source}
 
     @property
     def cached(self) -> int:

@@ -131,9 +131,9 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def num_logprob_entries(self) -> int:
         """Tokens that it tells of, those of the prompt included: what makes an output large."""
-        own, prompt = self.logprobs, self.prompt_logprobs
+        logprobs, prompt = self.logprobs, self.prompt_logprobs
         # for every output of every step: most have neither
-        return (0 if own is None else own.num_entries) + (0 if prompt is None else prompt.num_entries)
+        return (0 if logprobs is None else logprobs.num_entries) + (0 if prompt is None else prompt.num_entries)
 
     def concat(self, later: "GenerateOutput") -> "GenerateOutput":
         """This and a later output of the same answer as one. This one must not be the answer's last."""

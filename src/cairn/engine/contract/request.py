@@ -136,7 +136,7 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     `kind`: what `text` is: a JSON schema, a regular expression, a JSON list of texts to choose from, a grammar (Lark or
     GBNF), a structural tag as xgrammar has it, or `calls`: JSON, `{"tools": [{"name", "parameters", "place"}],
     "parallel"}`, one of which has to be called; `place`: its number in the request. `field`: where the client put it.
-    `reasoning`: the form begins behind `</think>`, because the prompt has `opened` the reasoning, or it is `possible`
+    `reasoning`: the form begins after `</think>`, because the prompt has `opened` the reasoning, or it is `possible`
     that the answer does.
     """
 
@@ -157,7 +157,7 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
 
 class ThinkingBudget(msgspec.Struct, frozen=True, kw_only=True):
     """The thinking at an answer's beginning, between the texts `start` and `end`, has at most `num_tokens` tokens: then
-    `end` follows. `is_open`: the prompt ends within it, behind its `start`. `call_heads`: texts, without whitespace,
+    `end` follows. `is_open`: the prompt ends within it, after its `start`. `call_heads`: texts, without whitespace,
     of which one ends the thinking, too; one that has begun when the tokens are used up may become complete."""
 
     num_tokens: int

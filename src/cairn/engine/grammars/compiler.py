@@ -329,11 +329,11 @@ class PendingGrammars:
 
     def poll(self) -> list[tuple[list[GenerateRequest], Constraints | RequestError]]:
         """The requests that do not wait any more, as they were submitted: with their constraints, or the refusal."""
-        found = self._compiler.poll()
+        results = self._compiler.poll()
         ready = []
         for batch in dict.fromkeys(self._batches.values()):
             for request_id, grammar in list(batch.missing.items()):
-                if (compiled := found.get(grammar)) is None:
+                if (compiled := results.get(grammar)) is None:
                     continue
                 del batch.missing[request_id]
                 if isinstance(compiled, RequestError):

@@ -76,8 +76,8 @@ class GrammarConstraint:
     def _allowed(self) -> TokenMask:
         mask = np.zeros(-(-self._vocab_size // 32), np.int32)
         if not self._matcher.is_stopped():
-            found = np.frombuffer(self._matcher.compute_bitmask(), "<i4")[: len(mask)]
-            mask[: len(found)] = found
+            bitmask = np.frombuffer(self._matcher.compute_bitmask(), "<i4")[: len(mask)]
+            mask[: len(bitmask)] = bitmask
         # a tokenizer may have tokens that the model has not: one of them alone would be no way on
         if beyond := self._vocab_size % 32:
             mask[-1] &= (1 << beyond) - 1

@@ -21,7 +21,7 @@ _MAX_COUNT = 1024
 _Text: TypeAlias = Annotated[str, msgspec.Meta(min_length=1)]
 _Count: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=_MAX_COUNT)]
 _Ends: TypeAlias = Sequence[str] | None
-"""The texts of which one comes behind a part; None for the answer's end, or whatever the rule around it has."""
+"""The texts of which one comes after a part; None for the answer's end, or whatever the rule around it has."""
 
 # -- what is sent ------------------------------------------------------------------------------------------------------
 
@@ -133,7 +133,10 @@ def _read(text: str) -> _Format:
     if not (isinstance(sent, dict) and "structures" in sent):
         return msgspec.convert(sent, _StructuralTag).format
     legacy = msgspec.convert(sent, _LegacyTag)
-    tags = [_Tag(begin=one.begin, content=_Schema(json_schema=one.schema), end=one.end) for one in legacy.structures]
+    tags = [
+        _Tag(begin=structure.begin, content=_Schema(json_schema=structure.schema), end=structure.end)
+        for structure in legacy.structures
+    ]
     return _TriggeredTags(triggers=legacy.triggers, tags=tags)
 
 
@@ -147,13 +150,13 @@ def write_structural_tag(text: str, write_schema: Callable[[Any], dict[str, Any]
     Raises ValueError that names the place and what is wrong there.
     """
     try:
-        found = _read(text)
+        form = _read(text)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"it is no structural tag: {error}") from None
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     writer = _Writer(write_schema)
-    start = writer.write(found, None)
+    start = writer.write(form, None)
     return "\n".join([f"start: {start}", *writer.lines]), writer.grammars
 
 
@@ -181,7 +184,7 @@ class _Writer:
         self._num_names = 0
 
     def write(self, form: _Format, ends: _Ends) -> str:
-        """The name of the rule for `form` and one of `ends` behind it."""
+        """The name of the rule for `form` and one of `ends` after it."""
         if len(self.lines) > 4 * MAX_FORMATS:
             raise ValueError(f"it has more than {MAX_FORMATS} formats")
         match form:
@@ -192,12 +195,14 @@ class _Writer:
                 lark = json.loads(LLMatcher.grammar_from_regex(form.pattern))["grammars"][0]["lark_grammar"]
                 return self._add(f"{lark.removeprefix('start: ')} {_choice(ends)}", "TERMINAL")
             case _Or():
-                return self._add(" | ".join(self.write(one, ends) for one in form.elements))
+                return self._add(" | ".join(self.write(element, ends) for element in form.elements))
             case _Optional():
                 return self._add(f"{self.write(form.content, ends)} | {_choice(ends)}")
             case _Sequence():
                 *firsts, last = form.elements
-                return self._add(" ".join([*(self._write_limited(one) for one in firsts), self.write(last, ends)]))
+                return self._add(
+                    " ".join([*(self._write_limited(element) for element in firsts), self.write(last, ends)])
+                )
             case _TriggeredTags():
                 return self._write_triggered(form, ends)
         return self._add(f"{self._write_body(form)} {_choice(ends)}")
@@ -255,15 +260,17 @@ class _Writer:
                 f"{_literal(tag.begin.removeprefix(triggers[0]))} {self._write_rest(tag)}"
             )
         heads = [self._add(f"{_any_text(form.excludes)} {_literal(trigger)}", "lazy") for trigger in rests]
-        tags = [f"{head} ({' | '.join(own)})" for head, own in zip(heads, rests.values(), strict=True)]
-        one = self._add(" | ".join(tags))
+        tags = [
+            f"{head} ({' | '.join(trigger_rests)})" for head, trigger_rests in zip(heads, rests.values(), strict=True)
+        ]
+        any_tag = self._add(" | ".join(tags))
         first = self._write_tags(form.tags) if form.at_least_one else ""
         if form.stop_after_first and form.at_least_one:
             return self._add(f"{first} {_choice(ends)}")
         tail = self._write_text(form.excludes, ends)
         if form.stop_after_first:
-            return self._add(f"{one} {_choice(ends)} | {tail}")
-        return self._add(f"{first} {one}* {tail}")
+            return self._add(f"{any_tag} {_choice(ends)} | {tail}")
+        return self._add(f"{first} {any_tag}* {tail}")
 
     def _write_text(self, excludes: Sequence[str], ends: _Ends, max_chars: int | None = None) -> str:
         text = _any_text(excludes, max_chars)
@@ -280,7 +287,7 @@ def _any_text(excludes: Sequence[str], max_chars: int | None = None) -> str:
     text = f"/(?s:.{'*' if max_chars is None else f'{{0,{max_chars}}}'})/"
     if not excludes:
         return text
-    without = "|".join("".join(f"\\x{{{ord(character):x}}}" for character in one) for one in excludes)
+    without = "|".join("".join(f"\\x{{{ord(character):x}}}" for character in excluded) for excluded in excludes)
     return f"({text} & ~/(?s:.*)({without})(?s:.*)/)"
 
 

@@ -126,10 +126,14 @@ def _is_deeper(value: Any, depth: int) -> bool:
     """Whether lists and objects are nested more than `depth` deep; level by level, so that no depth is too much."""
     level = [value]
     for _ in range(depth + 1):
-        inner = [list(one.values()) if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        inner = [
+            list(element.values()) if isinstance(element, dict) else element
+            for element in level
+            if isinstance(element, dict | list)
+        ]
         if not inner:
             return False
-        level = [one for part in inner for one in part]
+        level = [element for part in inner for element in part]
     return True
 
 
@@ -147,7 +151,11 @@ def _lark_of_regex(text: str) -> str:
 
 def _lark_of_choices(structure: Structure) -> str:
     choices = _decoded(structure)
-    if not isinstance(choices, list) or not choices or not all(isinstance(one, str) and one for one in choices):
+    if (
+        not isinstance(choices, list)
+        or not choices
+        or not all(isinstance(choice, str) and choice for choice in choices)
+    ):
         raise _refused(structure, "must be a list of texts that are not empty")
     if len(choices) > MAX_CHOICES:
         raise _refused(structure, f"has {len(choices)} entries; at most {MAX_CHOICES} are taken")
@@ -187,10 +195,10 @@ def _place(tool: dict[str, Any]) -> str:
 
 def _refused_tool(structure: Structure, reason: str) -> tuple[str, str] | None:
     """The place of the tool whose schema is what is wrong, and what llguidance says of it without quoting the rest."""
-    found = _WRONG_TOOL.match(reason) if structure.kind == "calls" else None
-    if found is None:
+    match = _WRONG_TOOL.match(reason) if structure.kind == "calls" else None
+    if match is None:
         return None
-    return _place(_decoded(structure)["tools"][(int(found[1]) - _HEAD_LINES) // 2 - 1]), found[2]
+    return _place(_decoded(structure)["tools"][(int(match[1]) - _HEAD_LINES) // 2 - 1]), match[2]
 
 
 _WRONG_TOOL = re.compile(r"at (\d+)\(\d+\): failed to compile JSON schema: (.*)")

@@ -129,8 +129,8 @@ class Followers:
         self._all: list[Follower] = []
         try:
             for rank in range(1, config.tp_size):
-                own = msgspec.structs.replace(config, rank=rank)
-                self._all.append(Follower(self._context, own, deadlines, clock))
+                rank_config = msgspec.structs.replace(config, rank=rank)
+                self._all.append(Follower(self._context, rank_config, deadlines, clock))
             for follower in self._all:
                 follower.configure()
         except BaseException:
@@ -187,14 +187,14 @@ class RankedRunner(StepRunner):
     """Implements `StepRunner` for all ranks together. One thread only.
 
     `folder`: where the ranks' sockets are, a directory that only this user can enter; whoever adds services to ranks
-    may put theirs there. `own`: rank 0's runner, for its pages; to run plans on it alone would be a mistake.
+    may put theirs there. `local_runner`: rank 0's runner, for its pages; to run plans on it alone would be a mistake.
     """
 
-    def __init__(self, own: "Runner", followers: Followers, step_seconds: float) -> None:
+    def __init__(self, local_runner: "Runner", followers: Followers, step_seconds: float) -> None:
         self.forward_passes = 0
         self.steps = 0
         self.folder = followers.folder
-        self.own = own
+        self.local_runner = local_runner
         self._followers = followers
         self._step_seconds = step_seconds
         self._dead: str | None = None
@@ -208,12 +208,12 @@ class RankedRunner(StepRunner):
         """All ranks begin the plan. Raises EngineDead when a rank is lost, and then whatever is called after it."""
         with self._handle_loss():
             self._followers.post(plan)
-            self.own.launch(plan)
+            self.local_runner.launch(plan)
 
     def sample(self, step: int, masks: TokenMasks) -> None:
         """Rank 0 samples, and tells the others. Raises as `launch` does."""
         with self._handle_loss():
-            self.own.sample(step, masks)
+            self.local_runner.sample(step, masks)
 
     def collect(self, step: int) -> StepResult:
         """Returns when every rank has carried the plan out. Raises as `launch` does."""
@@ -222,8 +222,8 @@ class RankedRunner(StepRunner):
             for done in self._followers.receive(StepDone, self._step_seconds, f"done with step {step}"):
                 if done.step != step:
                     raise EngineDead(f"a rank is done with step {done.step}, and step {step} is the oldest")
-            result = self.own.collect(step)
-        self.forward_passes, self.steps = self.own.forward_passes, self.own.steps
+            result = self.local_runner.collect(step)
+        self.forward_passes, self.steps = self.local_runner.forward_passes, self.local_runner.steps
         return result
 
     @contextmanager
@@ -242,7 +242,7 @@ class RankedRunner(StepRunner):
         if self._dead is None:
             self._dead = "the ranks have been stopped"
             self._followers.close(kill=False)
-        self.own.close()
+        self.local_runner.close()
 
 
 class LoadedRanks:
@@ -255,14 +255,14 @@ class LoadedRanks:
     def __init__(
         self,
         config: RankConfig,
-        own: LoadedRank,
+        local_rank: LoadedRank,
         followers: Followers,
         deadlines: RankDeadlines,
         available_memory: int | None,
     ) -> None:
         self.available_memory = available_memory
         self._config = config
-        self._own = own
+        self._local_rank = local_rank
         self._followers = followers
         self._deadlines = deadlines
         self._runner: RankedRunner | None = None
@@ -271,9 +271,9 @@ class LoadedRanks:
         """A runner with memory of these sizes on every rank. Raises ConfigError, ModelError and EngineDead, as
         `load_ranks` does."""
         self._followers.send_sizes(sizes)
-        own = self._own.allocate(sizes, observe, self._followers.barrier)
+        local_runner = self._local_rank.allocate(sizes, observe, self._followers.barrier)
         self._followers.receive(RankReady, self._deadlines.ready, "built")
-        self._runner = RankedRunner(own, self._followers, self._config.step_seconds)
+        self._runner = RankedRunner(local_runner, self._followers, self._config.step_seconds)
         return self._runner
 
     def __enter__(self) -> "LoadedRanks":
@@ -302,17 +302,19 @@ def load_ranks(
     followers = Followers(config, deadlines, clock or SystemClock())
     try:
         followers.receive(RankStarted, deadlines.hello, "started")
-        own = LoadedRank(config, device)
+        local_rank = LoadedRank(config, device)
         # Before the first step together: whoever has refused would be waited for in it.
         followers.receive(RankLoaded, deadlines.ready, "loaded")
-        available_memory = _least_available_memory(own, followers, deadlines) if own.device.is_gpu else None
+        available_memory = (
+            _least_available_memory(local_rank, followers, deadlines) if local_rank.device.is_gpu else None
+        )
     except BaseException:
         followers.close(kill=True)
         raise
-    return LoadedRanks(config, own, followers, deadlines, available_memory)
+    return LoadedRanks(config, local_rank, followers, deadlines, available_memory)
 
 
-def _least_available_memory(own: LoadedRank, followers: Followers, deadlines: RankDeadlines) -> int:
-    available_memory = own.measure_available_memory(followers.barrier)
+def _least_available_memory(local_rank: LoadedRank, followers: Followers, deadlines: RankDeadlines) -> int:
+    available_memory = local_rank.measure_available_memory(followers.barrier)
     others = followers.receive(RankAvailableMemory, deadlines.ready, "measured")
     return min(available_memory, *(each.num_bytes for each in others))

@@ -46,7 +46,7 @@ class RankConfig(msgspec.Struct, frozen=True, kw_only=True):
     """All that one rank needs to load its share; `rank` and `rendezvous`, the file by which the ranks find each
     other, are filled in by who starts them.
 
-    `engine`: what the whole engine is built of. `extra_pages`: behind the pool, for what comes from other servers.
+    `engine`: what the whole engine is built of. `extra_pages`: after the pool, for what comes from other servers.
     `join_seconds`: how long the ranks may take to find each other once all of them run. `step_seconds`: how long one
     may keep the others waiting within a step. `services` are started on every rank but 0. `graphs`: what makes a
     `runner.decode_graphs.Graphs`; None where decode steps are launched kernel by kernel.

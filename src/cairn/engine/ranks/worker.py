@@ -54,7 +54,7 @@ _POLL_SECONDS = 50e-6
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     """Where a service finds itself. `folder`: a directory for sockets that only this user can enter. `num_pages`: the
-    scheduler's, behind which the pool has those that RankConfig adds.
+    scheduler's, after which the pool has those that RankConfig adds.
 
     `runner.pool` is written by the rank's own thread while it carries out a plan; a service in a thread of its own
     may touch only pages that no plan names at that time.

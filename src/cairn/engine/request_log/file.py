@@ -35,10 +35,10 @@ def check_log_file(path: Path) -> None:
         with tempfile.TemporaryFile(dir=path.parent):
             folder = os.stat(path.parent)
         with contextlib.suppress(FileNotFoundError):
-            found = os.lstat(path)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.lstat(path)
+            if not stat.S_ISREG(status.st_mode):
                 raise OSError(0, _NO_FILE)
-            if folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, found.st_uid):
+            if folder.st_mode & stat.S_ISVTX and os.geteuid() not in (0, folder.st_uid, status.st_uid):
                 raise OSError(0, "it is another user's, and the folder lets only its owner rename it")
         with contextlib.suppress(FileNotFoundError):
             if stat.S_ISDIR(os.lstat(f"{path}.1").st_mode):

@@ -5,7 +5,7 @@ that a line says of a token is taken from one BLAKE2b hash over the namespace an
 
     "prefix": [hash, tokens]    the first `tokens` tokens are those of an earlier line with this block hash at their end
     "block_hashes": [hash, ...] 52 bits of the hash at the end of each further full block of `unit` tokens
-    "token_hashes": "..."       16 bits of the hash at each token behind `prefix`, little-endian, base64
+    "token_hashes": "..."       16 bits of the hash at each token after `prefix`, little-endian, base64
 
 Equal hashes are equal beginnings, so sharing is known to the token: with a chance of 1 in 65,536, two sequences that
 diverge seem to share one token more. The block hashes in the file are remembered for a bounded number of tokens; the
@@ -104,7 +104,7 @@ class LogLines:
     def _remember(self, blocks: list[int]) -> None:
         for block_hash in reversed(blocks):
             self._written[block_hash] = None
-            self._written.move_to_end(block_hash)  # a block is newer than those behind it, so it is forgotten later
+            self._written.move_to_end(block_hash)  # a block is newer than those after it, so it is forgotten later
         while len(self._written) > self._max_written:
             self._written.popitem(last=False)
 

@@ -33,11 +33,11 @@ class Chat:
     chat_template: str | None = None
 
     def beginning(self, count: int) -> "Chat":
-        """The first messages alone, with nothing behind them."""
+        """The first messages alone, with nothing after them."""
         return self.of(self.messages[:count])
 
     def of(self, messages: tuple[Message, ...]) -> "Chat":
-        """Other messages under the same settings, all of them ended, and nothing behind them."""
+        """Other messages under the same settings, all of them ended, and nothing after them."""
         return replace(self, messages=messages, add_generation_prompt=False, continue_final_message=False)
 
 
@@ -84,7 +84,7 @@ def _plain(message: Message, takes_parts: Callable[[str], bool]) -> Message:
 
 
 def text_of(content: str | list[Message]) -> str:
-    """The texts of a content, one behind the other."""
+    """The texts of a content, one after the other."""
     return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)
 
 
@@ -101,14 +101,14 @@ def _plain_call(call: Message) -> Message:
 
 
 def pictures(messages: Sequence[Message]) -> list[tuple[str, Pixels]]:
-    """The images of all messages, in order, each behind its place."""
-    found = []
+    """The images of all messages, in order, each after its place."""
+    images = []
     for index, message in enumerate(messages):
         content = message.get("content")
         for number, part in enumerate(content if isinstance(content, list) else ()):
             if part["type"] == "image":
-                found.append((f"messages[{index}].content[{number}]", part["image"]))
-    return found
+                images.append((f"messages[{index}].content[{number}]", part["image"]))
+    return images
 
 
 # -- marks -------------------------------------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ def marked(messages: Sequence[Message], breakpoints: Sequence[Breakpoint]) -> tu
                 end = Mark(index, "part", number)
             text = marking.mark(part["text"], start, end)
             if number and (index, number - 1) in named:
-                # behind what joins them, which may be one token with the end of the part before
+                # after what joins them, which may be one token with the end of the part before
                 text = marking.next(Mark(index, "part", number - 1)) + text
             parts[number] = {**part, "text": text}
         copies.append({**message, "content": parts[0]["text"] if isinstance(content, str) else parts})
@@ -176,13 +176,13 @@ def _has_text(part: Message) -> bool:
 def unmarked(text: str) -> tuple[str, dict[str, list[int]]]:
     """The text without marks, and where in it each of them has stood."""
     pieces: list[str] = []
-    found: dict[str, list[int]] = {}
+    marks: dict[str, list[int]] = {}
     at = 0
     for number, match in enumerate(_ANY_MARK.finditer(text)):
         pieces.append(text[at : match.start()])
-        found.setdefault(match[0], []).append(match.start() - number)
+        marks.setdefault(match[0], []).append(match.start() - number)
         at = match.end()
-    return "".join([*pieces, text[at:]]), found
+    return "".join([*pieces, text[at:]]), marks
 
 
 def behind_last_mark(text: str) -> str | None:

@@ -2,7 +2,7 @@
 
 Templates are programs: they join tool results into one turn, leave out the reasoning of earlier turns, and write a
 suffix that the next turn does not have. So nothing is assumed of them. One rendering of a marked copy shows where each
-text stands; what a template writes behind the last message of each role is learnt from a rendering that ends there.
+text stands; what a template writes after the last message of each role is learnt from a rendering that ends there.
 Where the marks change the rest of the text, only the system segment and the last messages are looked for, by rendering
 the chat that ends there. At most `MAX_RENDERINGS` in all, however long the chat is.
 """
@@ -31,7 +31,7 @@ _TAIL = 24
 """Characters at the end of a rendering by which the same place is found in another."""
 
 _CLOSING = 64
-"""Most characters that are taken for what is written behind a message's text."""
+"""Most characters that are taken for what is written after a message's text."""
 
 # What a template can run into when messages have the wrong form; TemplateError includes its own raise_exception.
 _TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
@@ -79,10 +79,10 @@ def find_variables(template: str) -> frozenset[str]:
 class ChatTemplate:
     """The template of one model."""
 
-    def __init__(self, apply: Apply, own: str | Mapping[str, str] | None) -> None:
-        """`own`: the checkpoint's template, or several by name; None: it has none."""
+    def __init__(self, apply: Apply, templates: str | Mapping[str, str] | None) -> None:
+        """`templates`: the checkpoint's template, or several by name; None: it has none."""
         self._apply = apply
-        self._own = [own] if isinstance(own, str) else list((own or {}).values())
+        self._templates = [templates] if isinstance(templates, str) else list((templates or {}).values())
         self._traits = lru_cache(maxsize=16)(self._make_traits)
 
     def traits(self, chat_template: str | None = None) -> TemplateTraits:
@@ -98,7 +98,7 @@ class ChatTemplate:
 
     def render(self, chat: Chat) -> str:
         """Raises InvalidRequest when the template refuses the chat."""
-        templates = [chat.chat_template] if chat.chat_template else self._own
+        templates = [chat.chat_template] if chat.chat_template else self._templates
         if not any(templates):
             raise InvalidRequest("this model has no chat template; send a prompt to /v1/completions", "messages")
         try:
@@ -134,7 +134,7 @@ class _Search:
         self._chat = chat
         self._text = text
         self._left = MAX_RENDERINGS - 1
-        self._found = TextEnds()
+        self._ends = TextEnds()
         self._marks: dict[Mark, int] = {}
         self._starts: dict[int, int] = {}
         self._marked: Chat | None = None
@@ -142,15 +142,15 @@ class _Search:
     def run(self, messages: Sequence[Message], breakpoints: Sequence[Breakpoint]) -> TextEnds:
         turns, count = first_turn(self._chat.messages), len(self._chat.messages)
         self._find_marks(messages, breakpoints)
-        self._found.system = self._system_end(turns)
+        self._ends.system = self._system_end(turns)
         last = self._last_end(count)
         if last is not None:
-            self._found.messages[count - 1] = last
+            self._ends.messages[count - 1] = last
         if self._marks:
             self._find_inner(turns, count - 1)
         else:
             self._try_beginnings(turns, count - 1)
-        return self._found
+        return self._ends
 
     def _render(self, chat: Chat) -> str | None:
         """None when the template refuses, or when it has been asked often enough."""
@@ -184,7 +184,7 @@ class _Search:
         whole = self._render(self._chat.of((*leading, *turns, second)))
         if before is None or whole is None:
             return ""
-        # only behind the answer are both alike: a template may write more of the last one than of one before
+        # only after the answer are both alike: a template may write more of the last one than of one before
         closing, opening = before.rpartition("answer")[2], whole.rpartition("second")[0].rpartition("answer")[2]
         return opening.removeprefix(closing) if opening.startswith(closing) else ""
 
@@ -213,19 +213,19 @@ class _Search:
         rendered = self._render(self._marked)
         if rendered is None:
             return
-        bare, found = unmarked(rendered)
+        bare, marks = unmarked(rendered)
         if bare != self._text:
             return  # the template looks at what it writes: the marks have changed it
-        places = {names[character]: at[0] for character, at in found.items() if character in names and len(at) == 1}
+        places = {names[character]: at[0] for character, at in marks.items() if character in names and len(at) == 1}
         self._marks = places
         for mark, place in places.items():
             if mark.place == "start":
                 self._starts[mark.message] = place
             elif mark.place == "part" and mark.part is not None:
-                self._found.parts[mark.message, mark.part] = place
+                self._ends.parts[mark.message, mark.part] = place
 
     def _find_inner(self, first: int, last: int) -> None:
-        """Messages [first, last), by what the template writes behind them."""
+        """Messages [first, last), by what the template writes after them."""
         ends = {mark.message: (place, mark.space) for mark, place in self._marks.items() if mark.place == "end"}
         closings: dict[str, list[str]] = {}
         openings: dict[str, str] = {}
@@ -242,10 +242,10 @@ class _Search:
                     openings[following] = opening
                 start = self._starts[index + 1]
                 if following in openings and self._text.endswith(openings[following], 0, start):
-                    self._found.messages[index] = start - len(openings[following])
+                    self._ends.messages[index] = start - len(openings[following])
 
     def _closings(self, index: int, space: str) -> list[str]:
-        """What is written behind the text of message `index` when nothing follows it: with the white space that the
+        """What is written after the text of message `index` when nothing follows it: with the white space that the
         text ends with, and without."""
         assert self._marked is not None
         rendered = self._render(self._marked.beginning(index + 1))
@@ -265,7 +265,7 @@ class _Search:
                 if (shared or not closing) and (best is None or (shared, start) > best):
                     best = shared, start
         if best is not None:
-            self._found.messages[index] = sum(best)
+            self._ends.messages[index] = sum(best)
 
     def _opening(self, index: int) -> str | None:
         """What is written between the end of message `index`, whose own end has no mark, and the text of the next."""
@@ -284,17 +284,17 @@ class _Search:
             part = self._render(self._chat.beginning(index + 1))
             end = None if part is None else self._end_of(part, self._chat.messages[index])
             if end:
-                self._found.messages[index] = end
+                self._ends.messages[index] = end
 
 
-def _num_shared(one: Sequence[object], other: Sequence[object]) -> int:
+def _num_shared(first: Sequence[object], second: Sequence[object]) -> int:
     """How many characters, or tokens, both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _cut_back(text: str, place: int) -> int:
-    """The last place up to `place` where something may end: behind a bracket or a line's end, not within a word."""
+    """The last place up to `place` where something may end: after a bracket or a line's end, not within a word."""
     while place and text[place - 1] not in "\n>]}":
         place -= 1
     return place
@@ -303,15 +303,15 @@ def _cut_back(text: str, place: int) -> int:
 def list_boundaries(ends: TextEnds, turns: int, breakpoints: Sequence[Breakpoint]) -> list[Boundary]:
     """The boundaries of a chat whose turns begin with message `turns`, with their positions in characters, ascending
     and distinct."""
-    found: dict[int, Boundary] = {}
+    boundaries: dict[int, Boundary] = {}
 
     def add(place: int | None, kind: BoundaryKind, seconds: int = 0) -> None:
         if not place:
             return
-        old = found.get(place)
+        old = boundaries.get(place)
         if old is not None and _RANK[old.kind] <= _RANK[kind]:
             kind = old.kind
-        found[place] = Boundary(place, kind, max(seconds, 0 if old is None else old.retain_seconds))
+        boundaries[place] = Boundary(place, kind, max(seconds, 0 if old is None else old.retain_seconds))
 
     add(ends.system, "system_end")
     for place in ends.messages.values():
@@ -325,14 +325,14 @@ def list_boundaries(ends: TextEnds, turns: int, breakpoints: Sequence[Breakpoint
             add(ends.system, "breakpoint", point.seconds)
         else:
             add(ends.messages.get(message), "breakpoint", point.seconds)
-    return [found[place] for place in sorted(found)]
+    return [boundaries[place] for place in sorted(boundaries)]
 
 
 def place_boundaries(
     boundaries: Sequence[Boundary], text: str, token_ids: list[int], encode: Callable[[str], list[int]]
 ) -> list[Boundary]:
     """The same boundaries with their positions in tokens, without those before which the tokens would be others if
-    nothing came behind: `token_ids` is `encode(text)`. A breakpoint in a token, which a client's part may share with
+    nothing came after: `token_ids` is `encode(text)`. A breakpoint in a token, which a client's part may share with
     the next one, is where the tokens are the same up to.
 
     Each stretch of text between two of them is encoded once more, alone.

@@ -23,7 +23,7 @@ _BETWEEN = "\n\n"
 """Between what were messages of their own."""
 
 _ANSWERED = ("", "assistant", "call")
-"""What stands behind a message that is answered: nothing yet, and in the next turn the answer, before which it has to
+"""What stands after a message that is answered: nothing yet, and in the next turn the answer, before which it has to
 be the same."""
 
 Parts = list[dict[str, Any]]
@@ -33,8 +33,8 @@ def fit(
     messages: Sequence[Message], breakpoints: Sequence[Breakpoint], traits: TemplateTraits
 ) -> tuple[list[Message], list[Breakpoint]]:
     """The messages as the template takes them, and the breakpoints at the same places in them."""
-    own = [message for message in messages if message["role"] in SYSTEM_ROLES]
-    if not own or (len(own) == 1 and messages[0]["role"] == "system"):
+    system_messages = [message for message in messages if message["role"] in SYSTEM_ROLES]
+    if not system_messages or (len(system_messages) == 1 and messages[0]["role"] == "system"):
         return list(messages), list(breakpoints)
     fitting = _Fitting(traits, messages)
     fitting.run()
@@ -50,12 +50,12 @@ class _Fitting:
         self._traits = traits
         self._sent = [self._renamed(message) for message in messages]
         self._before = _neighbours(self._sent)
-        self._behind = _neighbours(self._sent[::-1])[::-1]
+        self._after = _neighbours(self._sent[::-1])[::-1]
         self._places: dict[int, tuple[int, int]] = {}
         self._appended = 0
         """How many messages there were when something was last added to the last one."""
         self._pending: list[int] = []
-        """Reminders that go into the tool's result behind them."""
+        """Reminders that go into the tool's result after them."""
 
     def _renamed(self, message: Message) -> Message:
         is_new = message["role"] == "developer" and not self._traits.knows_developer
@@ -111,14 +111,14 @@ class _Fitting:
             at += len(_parts(self._sent[number]))
 
     def _add_later(self, number: int) -> None:
-        message, before, behind = self._sent[number], self._before[number], self._behind[number]
-        kinds = _ANSWERED if behind in _ANSWERED else (behind,)
+        message, before, after = self._sent[number], self._before[number], self._after[number]
+        kinds = _ANSWERED if after in _ANSWERED else (after,)
         if all(self._traits.takes(message["role"], before, kind) for kind in kinds):
             self._places[number] = (len(self.messages), 0)
             self.messages.append(message)
         elif before == "tool" or (before == "user" and not self._takes_two_users()):
             self._append(number)
-        elif behind == "tool" or (behind == "user" and not self._takes_two_users()):
+        elif after == "tool" or (after == "user" and not self._takes_two_users()):
             self._pending.append(number)
         else:
             self._add(number, "user", self._reminder(number))
@@ -171,8 +171,8 @@ def _extend(joined: Parts, content: Parts) -> None:
 
 def _neighbours(messages: Sequence[Message]) -> list[str]:
     """For each message the kind of the one before it that is no system message."""
-    found, last = [], ""
+    kinds, last = [], ""
     for message in messages:
-        found.append(last)
+        kinds.append(last)
         last = last if message["role"] in SYSTEM_ROLES else kind_of(message)
-    return found
+    return kinds

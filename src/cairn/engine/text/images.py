@@ -33,7 +33,7 @@ class ImagePrompts:
         markers: tuple[str, ...],
     ) -> None:
         """`image_token`: what the template writes for an image. `other_tokens`: placeholders of what is not served
-        (videos). `end_token`: what it writes behind an image. `markers`: the texts of all placeholders."""
+        (videos). `end_token`: what it writes after an image. `markers`: the texts of all placeholders."""
         self.processor = processor
         self.markers = markers
         self.token = image_token
@@ -64,7 +64,7 @@ class ImagePrompts:
 
     def expand(self, rendered: RenderedPrompt, pictures: Sequence[tuple[str, Pixels]]) -> RenderedPrompt:
         """The prompt with as many placeholders for each image as it has vectors, its boundaries where they are then,
-        and one more at each image's end. `pictures`: in the order of their placeholders, each behind its place in
+        and one more at each image's end. `pictures`: in the order of their placeholders, each after its place in
         the request.
 
         Raises InvalidRequest unless there are as many placeholders as images: then one was typed as text, or the

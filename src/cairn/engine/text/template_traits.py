@@ -114,5 +114,5 @@ class TemplateTraits:
 
 
 def _in_order(text: str, *wanted: str) -> bool:
-    places = [text.find(one) for one in wanted]
+    places = [text.find(part) for part in wanted]
     return -1 not in places and places == sorted(places)

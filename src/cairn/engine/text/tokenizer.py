@@ -156,7 +156,7 @@ class ModelTokenizer:
     ) -> RenderedPrompt:
         """The chat template applied; `boundaries` are the ends of the leading system segment (tools included), of each
         message and of each image, and `breakpoints`, as far as they can be found and what comes before them has the
-        same tokens without what comes behind.
+        same tokens without what comes after.
 
         Raises InvalidRequest when the template refuses the messages, a content part is neither text nor an image that
         the model reads, or something other than an image takes an image's place.

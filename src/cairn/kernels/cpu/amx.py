@@ -1,7 +1,7 @@
 """Tiles of products on the processor's matrix unit, AMX: 16 rows times 16 outputs, of 16 words at once.
 
 A panel's words lie as the unit wants them. Of a group's rows it wants 16 words of a row side by side, and then those of
-the next one: `RUN`. It takes 16 rows whatever there are: behind a group's last row it reads what follows in memory and
+the next one: `RUN`. It takes 16 rows whatever there are: after a group's last row it reads what follows in memory and
 writes sums that nobody reads, so that rows and sums need room for 15 more. A sum is taken in the same order for any
 number of rows, as with vectors: one row is multiplied here as well, and is as fast as its weights come.
 
@@ -33,7 +33,7 @@ RUN = 16 if HAS_AMX else 1
 """Words of a row of a group that lie together."""
 
 SPARE_ROWS = ROWS - 1 if HAS_AMX else 0
-"""That are read and written behind the last one of a group."""
+"""That are read and written after the last one of a group."""
 
 FACTOR_WORDS = 2
 """Words in front of those of a group of inputs, where weights have four bits: of a panel the outputs' scales, and their
@@ -86,8 +86,8 @@ def call_tile(builder: Any, kinds: tuple[Any, Any], rows: Any, *args: Any) -> No
     product = _PRODUCTS[kinds]
     write = _write_int4 if product == _INT4 else partial(_write, product)
     few = builder.icmp_signed("<=", rows, _constant(ROWS))
-    with builder.if_else(few) as (one, two):
-        for block, tiles in ((one, 1), (two, 2)):
+    with builder.if_else(few) as (then, otherwise):
+        for block, tiles in ((then, 1), (otherwise, 2)):
             with block:
                 call_shared(builder, f"cairn.{product}.{tiles}", [rows, *args], partial(write, tiles))
 
@@ -159,8 +159,8 @@ def _write_int4(tiles: int, builder: Any, function: Any) -> None:
         factors = [_columns_of(builder, group, _constant(word)) for word in range(FACTOR_WORDS)]
         scales, least = ([_load(builder, place, _FLOATS) for place in places] for places in factors)
         with cgutils.for_range(builder, rows, intp=_I64) as row:
-            own = [builder.gep(group_rows, [place]) for place in (row.index, builder.add(rows, row.index))]
-            scale, row_sum = (everywhere(builder, _load(builder, place, _FLOAT), _FLOATS) for place in own)
+            row_factors = [builder.gep(group_rows, [place]) for place in (row.index, builder.add(rows, row.index))]
+            scale, row_sum = (everywhere(builder, _load(builder, place, _FLOAT), _FLOATS) for place in row_factors)
             targets, sums = _columns_of(builder, total, row.index), _columns_of(builder, whole, row.index)
             for column, (target, place) in enumerate(zip(targets, sums, strict=True)):
                 so_far = fused(builder, row_sum, least[column], _load(builder, target, _FLOATS))

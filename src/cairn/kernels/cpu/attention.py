@@ -103,7 +103,7 @@ def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, bat
 
 @jit
 def _widen_block(pages: Any, head: int, table: Any, s: Any, first: Any, end: Any, out: Any) -> None:
-    """The tokens of a block from position `first` on of one head, as float32 rows of `out`; rows at and behind position
+    """The tokens of a block from position `first` on of one head, as float32 rows of `out`; rows at and after position
     `end` are zeros. The next block's are prefetched: a page of a head is too short for the CPU to see what comes."""
     cache, count, whole = advance(pages.address, head * pages.head), min(BLOCK, end - first), s.dim // LANES * LANES
     page, offset = (first + BLOCK) // s.page_size, (first + BLOCK) % s.page_size
@@ -198,7 +198,7 @@ def _attend(
     heads, kv_heads, dim, width = s.heads, s.kv_heads, s.dim, s.width
     per_kv = heads // kv_heads
     most = max_rows * per_kv
-    # The rows behind `dim` stay zeros.
+    # The rows after `dim` stay zeros.
     buffer = np.zeros(2 * (most + BLOCK) * width + (BLOCK + 2) * most + 16, np.float32)
     queries = aligned(buffer)
     weighted = advance(queries, most * width)

@@ -69,8 +69,8 @@ class CompileCache(FunctionCache):  # type: ignore[misc]
 def lock_path(function: Any, argument_types: tuple[Any, ...], folder: Path) -> Path:
     """The file that is locked while a variant is compiled, in the folder of all variants with these types. It is there
     from the first time on."""
-    own = folder / hashlib.sha256(str(argument_types).encode()).hexdigest()[:16]
-    return own / f"{function.__module__}.{function.__qualname__}.lock"
+    variants = folder / hashlib.sha256(str(argument_types).encode()).hexdigest()[:16]
+    return variants / f"{function.__module__}.{function.__qualname__}.lock"
 
 
 def _lock_within(descriptor: int, seconds: float) -> bool:
@@ -102,13 +102,13 @@ def cache_folder() -> Path | None:
 
 
 def _check_private(folder: Path) -> None:
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise PermissionError(f"{folder} is no folder")
-    if found.st_uid != os.getuid():
-        raise PermissionError(f"{folder} belongs to user {found.st_uid}")
-    if found.st_mode & 0o077:
-        raise PermissionError(f"{folder} is open to others (mode {stat.S_IMODE(found.st_mode):o}, wanted 700)")
+    if status.st_uid != os.getuid():
+        raise PermissionError(f"{folder} belongs to user {status.st_uid}")
+    if status.st_mode & 0o077:
+        raise PermissionError(f"{folder} is open to others (mode {stat.S_IMODE(status.st_mode):o}, wanted 700)")
     if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
         raise PermissionError(f"{folder} cannot be written")
 

@@ -103,7 +103,7 @@ def optional_arg(x: torch.Tensor | None) -> tuple[int, bool]:
 def kernel(
     variants: Mapping[Hashable, tuple[types.Type, ...]], needs: bool = True
 ) -> Callable[[Callable[..., None]], "Kernel"]:
-    """A kernel of the function below: for each key the types of its arguments behind `begin` and `end`. `needs`:
+    """A kernel of the function below: for each key the types of its arguments after `begin` and `end`. `needs`:
     whether this processor has the instructions in its body; without them it has no variants, since LLVM ends the
     process where it is given an instruction that the processor has not."""
     return lambda function: Kernel(function, variants if needs else {})
@@ -247,10 +247,10 @@ def _split_over_team(work: Any, argument_types: tuple[types.Type, ...]) -> Any:
             builder.store(value, cgutils.gep_inbounds(builder, shared, 0, index))
         body = _thread_function(context, builder.module)
         data = builder.bitcast(shared, pointer)
-        with builder.if_else(alone) as (one, many):
-            with one:
+        with builder.if_else(alone) as (then, otherwise):
+            with then:
                 builder.call(body, [data])
-            with many:
+            with otherwise:
                 i32 = ir.IntType(32)
                 parallel = ir.FunctionType(ir.VoidType(), [body.type, pointer, i32, i32]).as_pointer()
                 number = builder.trunc(threads, i32)

@@ -169,7 +169,7 @@ def _update_states(begin: int, end: int, o: Any, s: Any) -> None:
 
 @jit
 def _copy_window(o: Any, state: Any, first_row: int, length: int, target: Any) -> None:
-    """target = the last width - 1 inputs of the state and, behind them, `length` rows of x from `first_row` on; it may
+    """target = the last width - 1 inputs of the state and, after them, `length` rows of x from `first_row` on; it may
     be the state."""
     for tap in range(o.width - 1):
         source = length - (o.width - 1) + tap

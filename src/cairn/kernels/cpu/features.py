@@ -30,14 +30,14 @@ _KEPT: Mapping[str, Collection[str]] = MappingProxyType(
 def cpu_features() -> Mapping[str, bool]:
     """By LLVM's names, such as avx512bf16. Raises ConfigError for a wrong limit, and for one that this processor does
     not reach: what it would be like there cannot be tried here."""
-    limit, found = max_cpu_isa(os.environ), dict(llvmlite.binding.get_host_cpu_features())
+    limit, features = max_cpu_isa(os.environ), dict(llvmlite.binding.get_host_cpu_features())
     if limit is not None:
-        if not found.get(_NEEDED[limit]):
+        if not features.get(_NEEDED[limit]):
             raise ConfigError(f"{VARIABLE}={limit}: this processor has no {limit}; unset it")
-        found |= {name: False for name in found if name.startswith(_BEYOND_AVX2) and name not in _KEPT[limit]}
-    if found.get("amx-tile") and not _may_use_tiles():
-        found |= {name: False for name in found if name.startswith("amx")}
-    return found
+        features |= {name: False for name in features if name.startswith(_BEYOND_AVX2) and name not in _KEPT[limit]}
+    if features.get("amx-tile") and not _may_use_tiles():
+        features |= {name: False for name in features if name.startswith("amx")}
+    return features
 
 
 def _may_use_tiles() -> bool:

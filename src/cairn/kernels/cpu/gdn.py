@@ -178,7 +178,7 @@ class _Scratch(NamedTuple):
 
     `keys`, `queries` [CHUNK, keys_row], `transposed_keys` [keys_row, CHUNK]; `key_key`, `query_key`, `system`, `scores`
     [CHUNK, CHUNK]; `written`, `decayed`, `out` [CHUNK, columns]; `snapshot` and each of `states` [state_rows, columns];
-    by token: `decays` float64, the log of the decay since the chunk's start (behind a strong decay its differences are
+    by token: `decays` float64, the log of the decay since the chunk's start (after a strong decay its differences are
     small beside it, and in float32 they would lose what they are needed for), its exponential `decay`, and `betas`.
     """
 

@@ -20,7 +20,7 @@ _ALIGNMENT = 64
 
 
 class WeightMemory:
-    """Tensors one behind the other in regions of huge pages. A region stays for as long as one of its tensors."""
+    """Tensors one after the other in regions of huge pages. A region stays for as long as one of its tensors."""
 
     def __init__(self) -> None:
         self._region: Tensor | None = None
@@ -33,9 +33,9 @@ class WeightMemory:
             return torch.empty(shape, dtype=dtype)
         if self._region is None or self._used + num_bytes > self._region.numel():
             self._region, self._used = _map_region(max(num_bytes, _REGION)), 0
-        found = self._region[self._used : self._used + num_bytes].view(dtype).view(shape)
+        tensor = self._region[self._used : self._used + num_bytes].view(dtype).view(shape)
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        return found
+        return tensor
 
 
 @cache

@@ -38,7 +38,7 @@ class PackedInt4:
     """A weight, or a stack of experts' ones, in four bits.
 
     `shape`, `dtype`: those of the tensor it was made of. `matrices`: int32 [panels, words, 32] of each expert, one
-    behind the other in memory. `group`: inputs of a group.
+    after the other in memory. `group`: inputs of a group.
     """
 
     shape: torch.Size

@@ -124,8 +124,8 @@ def check_int8() -> None:
             "--quantization int8: this machine's int8 products give wrong sums, as on processors without VNNI and "
             "AMX do; leave it out"
         )
-    found = torch.cpu.get_capabilities()
-    if not any(found.get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8", "i8mm")):
+    capabilities = torch.cpu.get_capabilities()
+    if not any(capabilities.get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8", "i8mm")):
         logger.warning(
             "--quantization int8: this processor has no instructions for int8 products (VNNI or AMX): they are right, "
             "but may be slower than bfloat16's"

@@ -105,10 +105,10 @@ def widens(dtype: torch.dtype) -> bool:
     """Whether products with weights of a dtype are made of wider numbers here, by AVX2 and FMA, or AVX512.
 
     bfloat16: with AVX512 and no instructions for it oneDNN has products, too, which take five times as long."""
-    found = cpu_features()
-    if not (found.get("avx2") and found.get("fma")):
+    features = cpu_features()
+    if not (features.get("avx2") and features.get("fma")):
         return False
-    return dtype in _FEATURES and not any(found.get(name) for name in _FEATURES[dtype])
+    return dtype in _FEATURES and not any(features.get(name) for name in _FEATURES[dtype])
 
 
 @cache
@@ -128,7 +128,7 @@ _READ_RATE, _MULTIPLY_RATE = (35, 110 if _WIDENS else 440) if HAS_AVX512 else (1
 
 def pack_panels(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Matrices [out, in] of one shape, bfloat16 or int8 -> for each the same dtype [panels, words, 32, inputs of a
-    word], 0 where there are no more inputs or outputs, one behind the other in memory. Words: a multiple of `RUN`."""
+    word], 0 where there are no more inputs or outputs, one after the other in memory. Words: a multiple of `RUN`."""
     (outputs, inputs), size = matrices[0].shape, _INPUTS_OF_WORD(matrices[0].dtype)
     panels, words = -(-outputs // PANEL), -(-inputs // (size * RUN)) * RUN
     stack = weight_memory().empty((len(matrices), panels, words, PANEL, size), matrices[0].dtype)
@@ -220,7 +220,7 @@ def multiply_panels(
     x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, parts: RowPartition, order: Tensor | None = None
 ) -> None:
     """x bfloat16 [rows, in], or of those the ones that `order`, int64 [n], names, times the transposes of the matrices
-    that bfloat16 `panels` were made of, one behind the other from here on, plus the bias, into out [n, out], bfloat16
+    that bfloat16 `panels` were made of, one after the other from here on, plus the bias, into out [n, out], bfloat16
     or float32."""
     rows, inputs, words = out.shape[0], x.shape[1], panels.shape[1]
     grouped = x

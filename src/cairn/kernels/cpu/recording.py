@@ -188,6 +188,6 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _copy_results(places: Iterable[Tensor], results: object) -> None:
-    found = [results] if isinstance(results, Tensor) else _tensors(results)
-    for place, result in zip(places, found, strict=True):
+    tensors = [results] if isinstance(results, Tensor) else _tensors(results)
+    for place, result in zip(places, tensors, strict=True):
         place.copy_(result)

@@ -63,7 +63,7 @@ class Sequences(NamedTuple):
 
 
 def sequences_type(state: Any) -> Any:
-    """The type of `Sequences` whose states are numbers behind pointers of type `state`."""
+    """The type of `Sequences` whose states are numbers at pointers of type `state`."""
     return record(Sequences, I32, I32, I32, INT, I32, I32, INT, state, INT, state, INT)
 
 
@@ -92,7 +92,7 @@ def first_snapshot(s: Any, sequence: int) -> int:
 
 @jit
 def end_of_snapshots(s: Any, first: int, sequence: int, num_tokens: int) -> int:
-    """Index behind those snapshots from `first` on that are of the sequence's first `num_tokens` tokens of the pass."""
+    """Index after those snapshots from `first` on that are of the sequence's first `num_tokens` tokens of the pass."""
     while first < s.num_snapshots and s.snapshot_seqs[first] == sequence and s.snapshot_offsets[first] <= num_tokens:
         first += 1
     return first
@@ -124,7 +124,7 @@ def softplus(x: float) -> float:
 def copy_block(
     source: Any, source_row: int, rows: int, columns: int, target: Any, target_row: int, all_rows: int, all_columns: int
 ) -> None:
-    """target [all_rows, all_columns] = source [rows, columns], and zeros behind and below it."""
+    """target [all_rows, all_columns] = source [rows, columns], and zeros to the right of it and below it."""
     for i in range(rows):
         for j in range(columns):
             target[i * target_row + j] = source[i * source_row + j]

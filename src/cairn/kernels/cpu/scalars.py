@@ -58,7 +58,7 @@ def narrow(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def load(typingctx: Any, pointer: Any, index: Any) -> Any:
-    """float32: number `index` behind a pointer to float32 or bfloat16."""
+    """float32: number `index` at a pointer to float32 or bfloat16."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         value = builder.load(builder.gep(args[0], [args[1]]))
@@ -69,7 +69,7 @@ def load(typingctx: Any, pointer: Any, index: Any) -> Any:
 
 @intrinsic
 def store(typingctx: Any, pointer: Any, index: Any, value: Any) -> Any:
-    """A float32 becomes number `index` behind a pointer to float32 or bfloat16."""
+    """A float32 becomes number `index` at a pointer to float32 or bfloat16."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         value = args[2] if pointer == F32 else _narrow(builder, args[2])

@@ -153,7 +153,7 @@ class _Scratch(NamedTuple):
 
     `b`, `c` [CHUNK, columns], `transposed_c` [columns, CHUNK], `x`, `decayed` [CHUNK, x_columns], `transposed_y`
     [state_rows, CHUNK]; `b_c` and `scores` [CHUNK, CHUNK], rows by j; `snapshot` and each of `states` [state_rows,
-    columns]; by token: `decays` float64, the log of the decay since the chunk's start (behind a strong decay its
+    columns]; by token: `decays` float64, the log of the decay since the chunk's start (after a strong decay its
     differences are small beside it, and in float32 they would lose what they are needed for), its exponential `decay`,
     and `steps`.
     """

@@ -28,10 +28,10 @@ def team() -> int:
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.*")):
         try:
             # Symbols are looked up in the library and in those that it is linked with.
-            found = ctypes.CDLL(str(path)).GOMP_parallel
+            parallel = ctypes.CDLL(str(path)).GOMP_parallel
         except (OSError, AttributeError):
             continue
-        return ctypes.cast(found, ctypes.c_void_p).value or 0
+        return ctypes.cast(parallel, ctypes.c_void_p).value or 0
     logger.warning("torch's threads are no GNU OpenMP ones here: the CPU backend's loops run on one thread")
     return 0
 
@@ -54,10 +54,10 @@ def _rates() -> tuple[int, int]:
     of them. Without its instructions for bfloat16: 17, and 170 of weights in the cache; on one with AVX2 alone 14, and
     50 to 56 for 16 to 1,200 rows.
     """
-    found = cpu_features()
-    if not found.get("avx512f"):
+    features = cpu_features()
+    if not features.get("avx512f"):
         return 14, 50
-    return (35, 350) if any(found.get(name) for name in ("avx512bf16", "amx-bf16")) else (17, 110)
+    return (35, 350) if any(features.get(name) for name in ("avx512bf16", "amx-bf16")) else (17, 110)
 
 
 BYTES_PER_NS, PRODUCTS_PER_NS = _rates()

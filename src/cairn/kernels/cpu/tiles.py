@@ -192,7 +192,7 @@ def add_tile(
     typingctx: Any, rows: Any, x: Any, panel: Any, words: Any, sums: Any, fresh: Any, ahead: Any, step: Any, block: Any
 ) -> Any:
     """sums [rows, 32] += one group of rows times so many words of a panel, or = if `fresh`; see `_FORMS`. `ahead`: what
-    will be read next, of which a word's work asks for 32 numbers, `step` numbers behind those of the word before.
+    will be read next, of which a word's work asks for 32 numbers, `step` numbers after those of the word before.
     `block`: words of a group of inputs with its factors, where there are groups. `panel`: words as they are packed, or
     as `wide_words` has them."""
 
@@ -202,8 +202,8 @@ def add_tile(
         return None
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        rows, own, words, *others = args
-        others = [own, builder.bitcast(words, _I32.as_pointer()), *others]
+        rows, x_pointer, words, *others = args
+        others = [x_pointer, builder.bitcast(words, _I32.as_pointer()), *others]
         if form is None or by_matrix_unit:
             call_tile(builder, (x, sums), rows, *others)
             return context.get_dummy_value()
@@ -256,7 +256,7 @@ def widen_words(typingctx: Any, panel: Any, count: Any, out: Any) -> Any:
 
 @intrinsic
 def numbers_of_word(typingctx: Any, x: Any) -> Any:
-    """Of a row behind a pointer: what a word of weights is multiplied with."""
+    """Of a row at a pointer: what a word of weights is multiplied with."""
     numbers = {F32: 2, I16: 4, I8: 8, U8: 8}.get(x, 1)
     return numba_types.int64(x), lambda context, builder, _, args: ir.Constant(_I64, numbers)
 
@@ -286,7 +286,7 @@ def _call_tiles(
 def _tile_sums(
     builder: Any, total: Any, fresh: Any, rows: int, columns: Sequence[int], vector: Any
 ) -> Iterator[Mapping[tuple[int, int], Any]]:
-    """A tile's sums by row and first column, in registers inside: loaded before, 0 if `fresh`, and stored behind."""
+    """A tile's sums by row and first column, in registers inside: loaded before, 0 if `fresh`, and stored after."""
 
     def place(row: int, column: int) -> Any:
         return _vector_at(builder, total, ir.Constant(_I64, row * PANEL + column), vector)
@@ -308,7 +308,7 @@ def _vector_at(builder: Any, pointer: Any, index: Any, kind: Any) -> Any:
 
 
 def _hidden(builder: Any, pointer: Any) -> Any:
-    """The same pointer, of which LLVM does not know that it is: what is read behind both is read twice."""
+    """The same pointer, of which LLVM does not know that it is: what is read through both is read twice."""
     return builder.asm(ir.FunctionType(pointer.type, [pointer.type]), "", "=r,0", [pointer], side_effect=False)
 
 
@@ -364,8 +364,8 @@ class _Tile:
         builder, form = self.builder, self.form
         self._ask_ahead(word)
         for part in range(form.parts):
-            found = self._vectors(word, _I32, part)
-            parts = {column: form.part_of(builder, each, part) for column, each in found.items()}
+            vectors = self._vectors(word, _I32, part)
+            parts = {column: form.part_of(builder, each, part) for column, each in vectors.items()}
             for i in range(self.rows):
                 numbers = self._number(word, part, i, form.number)
                 for column in self.columns:
@@ -420,7 +420,7 @@ def _write_tile(form: _Form, rows: int, outputs: int, builder: Any, function: An
 
 @intrinsic
 def store_16(typingctx: Any, source: Any, target: Any) -> Any:
-    """16 float32 become numbers of the dtype behind a pointer, by one instruction."""
+    """16 float32 become numbers of the dtype at a pointer, by one instruction."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         source, target = args

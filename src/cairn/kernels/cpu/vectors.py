@@ -54,9 +54,9 @@ def _larger(builder: Any, a: Any, b: Any) -> Any:
 
 def everywhere(builder: Any, number: Any, vector: Any) -> Any:
     """LLVM code: a vector that has the number in each lane."""
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
+    inserted = builder.insert_element(ir.Constant(vector, ir.Undefined), number, ir.Constant(ir.IntType(32), 0))
     lanes = ir.Constant(ir.VectorType(ir.IntType(32), vector.count), [0] * vector.count)
-    return builder.shuffle_vector(one, one, lanes)
+    return builder.shuffle_vector(inserted, inserted, lanes)
 
 
 def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
@@ -101,7 +101,7 @@ def prefetch(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def pointer_to(typingctx: Any, array: Any) -> Any:
-    """Pointer to the first number of a buffer, which has to be mentioned behind its last use, as for `aligned`."""
+    """Pointer to the first number of a buffer, which has to be mentioned after its last use, as for `aligned`."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return context.make_array(signature.args[0])(context, builder, args[0]).data
@@ -113,7 +113,7 @@ def pointer_to(typingctx: Any, array: Any) -> Any:
 def aligned(typingctx: Any, array: Any) -> Any:
     """Pointer to the first number of a float32 or int32 buffer that a cache line begins with: where vectors cross
     lines, two are fetched for one. 15 numbers of the buffer may be left over in front. The buffer has to be mentioned
-    behind the last use of the pointer, or it is gone before."""
+    after the last use of the pointer, or it is gone before."""
 
     def code(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         view = context.make_array(signature.args[0])(context, builder, args[0])

@@ -148,17 +148,17 @@ def _unused_names() -> Set[str]:
 def _names_of(operations: Set[str]) -> Set[str]:
     """Of the kernels that the CPU backend's functions, or classes, of these names use, themselves or through others."""
     backend = import_module("cairn.kernels.cpu")
-    found: set[str] = set()
+    names: set[str] = set()
     seen: set[object] = set()
     left: list[object] = [getattr(backend, operation) for operation in operations]
     while left:
         each = left.pop()
         each = getattr(each, "__wrapped__", each)  # of a function whose results are kept
         if isinstance(each, Kernel):
-            found.add(each.path)
+            names.add(each.path)
         elif isinstance(each, type) and each.__module__.startswith(f"{backend.__name__}."):
             left += vars(each).values()
         elif isinstance(each, FunctionType) and each.__module__.startswith(f"{backend.__name__}.") and each not in seen:
             seen.add(each)
             left += [each.__globals__[name] for name in names_in(each.__code__) if name in each.__globals__]
-    return found
+    return names

@@ -51,7 +51,7 @@ _COMBINED = (16, 64)
 @triton.jit
 def _pages(table, first, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Pages of positions [first, first + BLOCK), first a multiple of BLOCK: one number where they lie in one page.
-    Entries of the table for positions at and behind `end` are not read."""
+    Entries of the table for positions at and after `end` are not read."""
     if PAGE_SIZE % BLOCK == 0:
         pages = tl.load(table + first // PAGE_SIZE, mask=first < end, other=0)
     else:
@@ -62,18 +62,18 @@ def _pages(table, first, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rows(x, offsets, mask, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """Rows of DIM numbers at the offsets, zeros behind them; zeros where masked."""
+    """Rows of DIM numbers at the offsets, zeros after them; zeros where masked."""
     dims = tl.arange(0, DIM_BLOCK)
     places = x + offsets[:, None] + dims[None, :]
     if MASKED and DIM != DIM_BLOCK:
-        found = tl.load(places, mask=mask[:, None] & (dims < DIM)[None, :], other=0.0)
+        rows = tl.load(places, mask=mask[:, None] & (dims < DIM)[None, :], other=0.0)
     elif MASKED:
-        found = tl.load(places, mask=mask[:, None], other=0.0)
+        rows = tl.load(places, mask=mask[:, None], other=0.0)
     elif DIM != DIM_BLOCK:
-        found = tl.load(places, mask=(dims < DIM)[None, :], other=0.0)
+        rows = tl.load(places, mask=(dims < DIM)[None, :], other=0.0)
     else:
-        found = tl.load(places)
-    return found
+        rows = tl.load(places)
+    return rows
 
 
 @triton.jit
@@ -85,8 +85,8 @@ def _attend(
 ):  # fmt: skip
     """Adds the keys at positions [first, first + BLOCK) to the weighted values' total, the largest score and the sum of
     the weights of each row; `pages` are the block's, and the next one's are given back: loads of keys and values can
-    then be sent for some blocks ahead without waiting for the table. If MASKED, a row's keys at and behind `seen` do
-    not count and those at and behind `end` are not read. Every row must have seen a key after its first block."""
+    then be sent for some blocks ahead without waiting for the table. If MASKED, a row's keys at and after `seen` do
+    not count and those at and after `end` are not read. Every row must have seen a key after its first block."""
     positions = first + tl.arange(0, BLOCK)
     tokens = first % PAGE_SIZE + tl.arange(0, BLOCK) if PAGE_SIZE % BLOCK == 0 else positions % PAGE_SIZE
     wide = pages.to(tl.int64)

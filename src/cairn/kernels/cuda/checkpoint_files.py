@@ -92,11 +92,11 @@ def _files_kernel(
     column = tl.arange(0, COLUMNS)
     mask = column[None, :] < length[:, None]
     paged = pool + (in_pool[:, None] + column[None, :])
-    own = tensor + (in_entry[:, None] + column[None, :])
+    tensor_places = tensor + (in_entry[:, None] + column[None, :])
     if STORE:
-        tl.store(paged, tl.load(own, mask=mask, other=0), mask=mask)
+        tl.store(paged, tl.load(tensor_places, mask=mask, other=0), mask=mask)
     else:
-        tl.store(own, tl.load(paged, mask=mask, other=0), mask=mask)
+        tl.store(tensor_places, tl.load(paged, mask=mask, other=0), mask=mask)
 
 
 @triton.jit
@@ -124,7 +124,7 @@ def _heads_kernel(
     pages = files + file.to(tl.int64) * file_pages
     part = block * PARTS + tl.arange(0, PARTS)
     values_at = tl.load(heads + 3 * head + 1)
-    own = tensor + entry * entry_numbers + tl.load(heads + 3 * head)
+    head_base = tensor + entry * entry_numbers + tl.load(heads + 3 * head)
     column = tl.arange(0, NUMBERS)
     # A scale may lie in two pages, a half of it may not.
     half = tl.arange(0, 2)
@@ -136,7 +136,7 @@ def _heads_kernel(
         most = tl.zeros([PARTS], tl.int32)
         for start in range(0, part_numbers, NUMBERS):
             mask = (part[:, None] < num_parts) & (start + column[None, :] < part_numbers)
-            x = tl.load(own + (part[:, None] * part_numbers + start + column[None, :]), mask=mask, other=0.0)
+            x = tl.load(head_base + (part[:, None] * part_numbers + start + column[None, :]), mask=mask, other=0.0)
             most = tl.maximum(most, tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
         if HALF:
             exponent = tl.minimum(tl.maximum((most + _HALF_ROUNDING) >> 23, _HALF_TOP + 1), 254) - _HALF_TOP
@@ -163,7 +163,7 @@ def _heads_kernel(
         else:
             stored = pool + _in_pool(pages, page_bytes, values_at + place, mask)
         if STORE:
-            x = tl.where(broken[:, None], 0.0, tl.load(own + place, mask=mask, other=0.0))
+            x = tl.where(broken[:, None], 0.0, tl.load(head_base + place, mask=mask, other=0.0))
             scaled = tl.div_rn(x, by[:, None] + tl.zeros_like(x))
             if HALF:
                 scaled = tl.minimum(tl.maximum(scaled, -_MOST_HALF), _MOST_HALF)
@@ -173,10 +173,10 @@ def _heads_kernel(
                 tl.store(stored, rounded.to(tl.int8), mask=mask)
         elif HALF:
             values = tl.load(stored, mask=mask, other=0).to(tl.float16, bitcast=True)
-            tl.store(own + place, values.to(tl.float32) * by[:, None], mask=mask)
+            tl.store(head_base + place, values.to(tl.float32) * by[:, None], mask=mask)
         else:
             values = tl.load(stored, mask=mask, other=0)
-            tl.store(own + place, values.to(tl.float32) * by[:, None], mask=mask)
+            tl.store(head_base + place, values.to(tl.float32) * by[:, None], mask=mask)
 
 
 @_sized
@@ -231,13 +231,15 @@ def pack_state_spans(
     tile = _tile(max(span.num_bytes for span in spans), alignment)
     tables, tile_tensors = [], list[int]()
     for tensor in range(len(entry_bytes)):
-        own = [span for span in spans if span.tensor == tensor]
-        found = [piece for span in own for piece in _pieces(span, pool.shape[1], size, tile["COLUMNS"])]
-        own_tiles = triton.cdiv(len(found), tile["ROWS"])
-        table = np.zeros((own_tiles * tile["ROWS"], 4), np.int32)
-        table[: len(found)] = np.array(found, np.int32).reshape(-1, 4)
+        tensor_spans = [span for span in spans if span.tensor == tensor]
+        tensor_pieces = [
+            piece for span in tensor_spans for piece in _pieces(span, pool.shape[1], size, tile["COLUMNS"])
+        ]
+        num_tiles = triton.cdiv(len(tensor_pieces), tile["ROWS"])
+        table = np.zeros((num_tiles * tile["ROWS"], 4), np.int32)
+        table[: len(tensor_pieces)] = np.array(tensor_pieces, np.int32).reshape(-1, 4)
         tables.append(table)
-        tile_tensors += [tensor] * own_tiles
+        tile_tensors += [tensor] * num_tiles
     pieces = torch.from_numpy(np.ascontiguousarray(np.concatenate(tables).T)).to(pool.device)
     numbers = torch.tensor(tile_tensors, dtype=torch.int32).to(pool.device)
     table = np.zeros((0, 3), np.int32) if states is None else head_table(states, pool.shape[1]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Causal depthwise convolution of sequences that lie one behind the other (as in Mamba2, arXiv 2405.21060).
+"""Causal depthwise convolution of sequences that lie one after the other (as in Mamba2, arXiv 2405.21060).
 
 A token's taps are the last W - 1 inputs and itself; inputs before a sequence's first row are in its state. The bound is
 the memory: inputs are read once from it, further taps find them in the caches.
@@ -96,14 +96,14 @@ def _prefill_kernel(
     inside = channel < channels
     seq = tl.load(row_seqs + row, mask=row < end_row, other=0)
     first = tl.load(cu_seqlens + seq)
-    # How many of the sequence's rows come before; rows behind the end have nothing to read.
+    # How many of the sequence's rows come before; rows after the end have nothing to read.
     before = tl.where(row < end_row, row - first, -1)
     valid = (row < end_row)[:, None] & inside[None, :]
     places = row.to(tl.int64)[:, None] * x_stride + channel[None, :]
     sums = tl.zeros((ROWS, CHANNELS), dtype=tl.float32)
     if HAS_BIAS:
         sums += tl.load(bias + channel, mask=inside, other=0)[None, :]
-    # Oldest taps first: those out of the state, which a tile of rows far behind their sequence's first has not.
+    # Oldest taps first: those out of the state, which a tile of rows far after their sequence's first has not.
     if tl.min(tl.where(row < end_row, before, W)) < W - 1:
         state = tl.load(slots + seq).to(tl.int64) * state_stride
         started = (row < end_row) & (tl.load(seq_starts + seq) > 0)

@@ -41,7 +41,7 @@ def _rope_kernel(
     x_stride, x_head_stride, cos_stride, sin_stride,
     HAS_REST: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
-    """out [num_rows, width]; row r is head r % heads of token r // heads. REST: columns behind the pairs, padded."""
+    """out [num_rows, width]; row r is head r % heads of token r // heads. REST: columns after the pairs, padded."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     tokens = rows // heads
     source = x + (tokens * x_stride + (rows % heads) * x_head_stride)[:, None]

@@ -19,16 +19,16 @@ def _sort_kernel(topk_ids, order, starts, num_pairs, num_experts, ROWS: tl.const
     pairs with a lower expert, as of pairs that follow the last one and come before all others of their expert."""
     item = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_pair = item < num_pairs
-    own = tl.load(topk_ids + item, mask=is_pair, other=0).to(tl.int32)
-    own = tl.where(is_pair, own, item - num_pairs)
+    expert = tl.load(topk_ids + item, mask=is_pair, other=0).to(tl.int32)
+    expert = tl.where(is_pair, expert, item - num_pairs)
     turn = tl.where(is_pair, item, 0)
     before = tl.zeros((ROWS,), dtype=tl.int32)
     for first in range(0, num_pairs, COLUMNS):
         other = first + tl.arange(0, COLUMNS)
-        # Padding comes behind all.
+        # Padding comes after all.
         experts = tl.load(topk_ids + other, mask=other < num_pairs, other=2147483647).to(tl.int32)
-        lower = experts[None, :] < own[:, None]
-        earlier = (experts[None, :] == own[:, None]) & (other[None, :] < turn[:, None])
+        lower = experts[None, :] < expert[:, None]
+        earlier = (experts[None, :] == expert[:, None]) & (other[None, :] < turn[:, None])
         before += tl.sum((lower | earlier).to(tl.int32), axis=1)
     tl.store(order + before, item, mask=is_pair)
     tl.store(starts + (item - num_pairs), before, mask=(item >= num_pairs) & (item <= num_pairs + num_experts))
@@ -43,14 +43,14 @@ def block_of_pairs(starts, num_experts, block, ROWS: tl.constexpr, EXPERTS: tl.c
     end = tl.load(starts + expert + 1, mask=expert < num_experts, other=0)
     blocks = (end - first + (ROWS - 1)) // ROWS
     last_blocks = tl.cumsum(blocks, axis=0)
-    own = tl.sum(((last_blocks <= block) & (expert < num_experts)).to(tl.int32), axis=0)
-    mine = expert == own
-    first_pair = tl.sum(tl.where(mine, first + (block - (last_blocks - blocks)) * ROWS, 0), axis=0)
-    return own, first_pair, tl.sum(tl.where(mine, end, 0), axis=0)
+    block_expert = tl.sum(((last_blocks <= block) & (expert < num_experts)).to(tl.int32), axis=0)
+    matches = expert == block_expert
+    first_pair = tl.sum(tl.where(matches, first + (block - (last_blocks - blocks)) * ROWS, 0), axis=0)
+    return block_expert, first_pair, tl.sum(tl.where(matches, end, 0), axis=0)
 
 
 def sort_pairs(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """Pairs in the order of their experts, and for each expert and behind the last one the first of its places."""
+    """Pairs in the order of their experts, and for each expert and after the last one the first of its places."""
     pairs = topk_ids.numel()
     if pairs > _COUNTED_PAIRS:
         by_expert, order = torch.sort(topk_ids.flatten(), stable=True)

@@ -80,7 +80,7 @@ def _up_kernel(
     a_pointers = x + (token * x_stride)[:, None] + depth[None, :]
     b_pointers = weight + expert.to(tl.int64) * expert_stride
     b_pointers += column.to(tl.int64)[None, :] * weight_stride + depth[:, None]
-    # The rows of `up` lie behind those of `gate`.
+    # The rows of `up` lie after those of `gate`.
     half = tl.cast(inner_width, tl.int64) * weight_stride
     is_column = column < inner_width
     gate_scales, up_scales = _up_scales(scales, expert, column, inner_width, width, GATED, BLOCKED)

@@ -55,7 +55,7 @@ class SubBatch:
         cu_seqlens = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         rows = np.arange(cu_seqlens[-1]) + np.repeat(host.cu_seqlens[seqs] - cu_seqlens[:-1], counts)
         snapshots = np.flatnonzero(np.isin(host.snapshot_seqs, seqs))
-        own = HostBatch(
+        host_part = HostBatch(
             num_decodes=int((seqs < host.num_decodes).sum()),
             cu_seqlens=cu_seqlens,
             slots=host.slots[seqs],
@@ -66,7 +66,7 @@ class SubBatch:
             snapshot_offsets=host.snapshot_offsets[snapshots],
         )
         on_device = [staging.add(array.astype(np.int64)) for array in (rows, seqs, snapshots)]
-        return SubBatch(own, on_device[0], on_device[1], on_device[2], staging.add(cu_seqlens))
+        return SubBatch(host_part, on_device[0], on_device[1], on_device[2], staging.add(cu_seqlens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ class FlaDeltaRule:
         if plan.own_batch is not None:
             part = plan.own_batch
             rows = partial(torch.index_select, dim=0, index=part.rows.tensor)
-            own = _batch_of(part, batch, plan.metadata)
-            out, kept = gdn(rows(q), rows(k), rows(v), rows(beta), rows(dt), a, dt_bias, states, own)
+            batch_part = _batch_of(part, batch, plan.metadata)
+            out, kept = gdn(rows(q), rows(k), rows(v), rows(beta), rows(dt), a, dt_bias, states, batch_part)
             y.index_copy_(0, part.rows.tensor, out)
             snapshots.index_copy_(0, part.snapshots.tensor, kept)
 

@@ -6,7 +6,7 @@ are on the device, into its form by a kernel in front of the first layer.
 
 Written against flashinfer-python 0.7.2: `BatchPrefillWithPagedKVCacheWrapper` and `BatchDecodeWithPagedKVCacheWrapper`
 with kv_layout "HND" take (keys, values) [page, Hk, token, D] with any strides, as long as both have the same, read
-nothing behind a sequence's end, and align a causal mask with the ends of queries and keys.
+nothing after a sequence's end, and align a causal mask with the ends of queries and keys.
 """
 
 from dataclasses import dataclass

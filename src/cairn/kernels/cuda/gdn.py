@@ -7,7 +7,7 @@ Of a chunk of 64 tokens, with Q and K over their lengths and G the sum of the lo
     N = U - W S                 S' = exp(G_last) S + K^T (exp(G_last - G) N)       chunk after chunk, state S
     Y = exp(G) Q S + tril(Q K^T * exp(G_i - G_j)) N                                for all chunks at once
 
-    state after the first n tokens of a chunk: the third line with the tokens behind them masked, since N of a token
+    state after the first n tokens of a chunk: the third line with the tokens after them masked, since N of a token
     does not depend on later ones
 
 Decodes are one token each and take the recurrence as it is written.

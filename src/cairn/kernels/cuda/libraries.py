@@ -42,9 +42,9 @@ def with_libraries(attention: FlashInferAttention | None, delta_rule: FlaDeltaRu
     """A backend. None: cairn's own kernels."""
 
     def build_metadata(host: HostBatch, staging: Staging) -> LibraryMetadata:
-        own = cuda.build_metadata(host, staging)
+        metadata = cuda.build_metadata(host, staging)
         return LibraryMetadata(
-            **{field.name: getattr(own, field.name) for field in fields(own)},
+            **{field.name: getattr(metadata, field.name) for field in fields(metadata)},
             attention=None if attention is None else attention.plan(host, staging),
             delta_rule=None if delta_rule is None else delta_rule.plan(host, staging),
         )

@@ -31,7 +31,7 @@ def _sum_tiles_kernel(
     row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     base = logits + tl.load(rows + row) * stride
     x = load_logits(base, tile * TILE + tl.arange(0, TILE), vocab)
-    own = tl.load(base + tl.load(tokens + row))
+    token_logit = tl.load(base + tl.load(tokens + row))
     maxima = tl.max(tl.reshape(x, (TILE // BLOCK, BLOCK)), axis=1)
     blocks = row * (TILES * TILE // BLOCK) + tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
     tl.store(block_maxima + blocks, maxima)
@@ -40,7 +40,7 @@ def _sum_tiles_kernel(
     sums = tl.where(best > float("-inf"), tl.sum(tl.exp(x - best), axis=0), 0.0)
     tl.store(tile_maxima + row * TILES + tile, best)
     tl.store(tile_sums + row * TILES + tile, sums)
-    tl.store(tile_ranks + row * TILES + tile, tl.sum((x > own).to(tl.int32), axis=0))
+    tl.store(tile_ranks + row * TILES + tile, tl.sum((x > token_logit).to(tl.int32), axis=0))
 
 
 @kernel
@@ -73,12 +73,12 @@ def _report_kernel(
         tl.store(token_ids + first + 1 + start + places, other.to(tl.int32), mask=inside)
         tl.store(values + first + 1 + start + places, x - best - total, mask=inside)
     if num_top > 0:
-        own = block_maxima + row * (TILES * TILE // BLOCK)
-        found, _ = list_best(
-            base, own, chosen + row * BEST, candidates + row * BEST, vocab, TILES * TILE // BLOCK, CHOSEN
+        row_maxima = block_maxima + row * (TILES * TILE // BLOCK)
+        best_keys, _ = list_best(
+            base, row_maxima, chosen + row * BEST, candidates + row * BEST, vocab, TILES * TILE // BLOCK, CHOSEN
         )
-        x = numbers((found >> 32).to(tl.int32))
-        other = 0x7FFFFFFF - (found & 0x7FFFFFFF).to(tl.int32)
+        x = numbers((best_keys >> 32).to(tl.int32))
+        other = 0x7FFFFFFF - (best_keys & 0x7FFFFFFF).to(tl.int32)
         tl.store(token_ids + first + 1 + places, other, mask=places < num_top)
         tl.store(values + first + 1 + places, x - best - total, mask=places < num_top)
 

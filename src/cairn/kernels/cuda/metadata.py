@@ -2,7 +2,7 @@
 
 Prefill sequences are cut at the chunks of their own absolute grid: chunk c of a sequence that starts at position s
 holds positions [(s // 64 + c) * 64, ... + 64), of which the rows before s are masked in its first chunk and those
-behind the end in its last.
+after the end in its last.
 """
 
 from dataclasses import dataclass

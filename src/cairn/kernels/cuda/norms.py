@@ -58,7 +58,7 @@ def _gated_norm_kernel(
     eps,
     GATE_FIRST: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """As `_rms_norm_kernel`, times silu(gate) before the norm or behind it; each part has its own weight, or all have
+    """As `_rms_norm_kernel`, times silu(gate) before the norm or after it; each part has its own weight, or all have
     the same (`weight_stride` 0)."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)

@@ -71,19 +71,19 @@ def _copy_kernel(
 
 
 @triton.jit
-def _ban(own, tokens, start, end, num_live, LIST: tl.constexpr):
+def _ban(row, tokens, start, end, num_live, LIST: tl.constexpr):
     """Minus infinity for the tokens of a list unless nothing would be left; returns how many are left."""
     banned = num_live * 0
     for first in range(start, end, LIST):
         places = first + tl.arange(0, LIST)
         token = tl.load(tokens + places, mask=places < end, other=0)
-        x = tl.load(own + token, mask=places < end, other=float("-inf"))
+        x = tl.load(row + token, mask=places < end, other=float("-inf"))
         banned += tl.sum((x > float("-inf")).to(tl.int32), axis=0)
     if banned < num_live:
         for first in range(start, end, LIST):
             places = first + tl.arange(0, LIST)
             token = tl.load(tokens + places, mask=places < end, other=0)
-            tl.store(own + token, tl.full((LIST,), float("-inf"), dtype=tl.float32), mask=places < end)
+            tl.store(row + token, tl.full((LIST,), float("-inf"), dtype=tl.float32), mask=places < end)
     tl.debug_barrier()
     return tl.where(banned < num_live, num_live - banned, num_live)
 
@@ -96,7 +96,7 @@ def _edit_kernel(
     """The lists of one row, in vLLM's order: allowed tokens, two of banned ones, biases; `starts` [4, num_edits + 1]
     of each in `tokens`, a token once in a list. `biases`: beside `tokens`."""
     edit = tl.program_id(0).to(tl.int64)
-    own = processed + edit * vocab
+    processed_row = processed + edit * vocab
     number = tl.load(mask_numbers + edit).to(tl.int64)
     base = logits + tl.load(rows + edit).to(tl.int64) * stride
     words = masks + number * mask_stride
@@ -111,25 +111,25 @@ def _edit_kernel(
             there = places < end
             token = tl.load(tokens + places, mask=there, other=0)
             x = load_masked(base, tl.where(there, token, vocab), vocab, words, number >= 0)
-            tl.store(own + token, x, mask=there)
+            tl.store(processed_row + token, x, mask=there)
             num_listed += tl.sum((x > float("-inf")).to(tl.int32), axis=0)
         tl.debug_barrier()
         if num_listed == 0:
             for first in range(0, vocab, TILE):
                 columns = first + tl.arange(0, TILE)
                 x = load_masked(base, columns, vocab, words, number >= 0)
-                tl.store(own + columns, x, mask=columns < vocab)
+                tl.store(processed_row + columns, x, mask=columns < vocab)
         num_live = tl.where(num_listed == 0, num_live, num_listed)
     tl.debug_barrier()
     table = starts + num_edits + 1 + edit
-    num_live = _ban(own, tokens, tl.load(table), tl.load(table + 1), num_live, LIST)
+    num_live = _ban(processed_row, tokens, tl.load(table), tl.load(table + 1), num_live, LIST)
     table += num_edits + 1
-    num_live = _ban(own, tokens, tl.load(table), tl.load(table + 1), num_live, LIST)
+    num_live = _ban(processed_row, tokens, tl.load(table), tl.load(table + 1), num_live, LIST)
     table += num_edits + 1
     end = tl.load(table + 1)
     for first in range(tl.load(table), end, LIST):
         places = first + tl.arange(0, LIST)
         token = tl.load(tokens + places, mask=places < end, other=0)
-        x = tl.load(own + token, mask=places < end, other=0.0)
+        x = tl.load(processed_row + token, mask=places < end, other=0.0)
         bias = tl.load(biases + places, mask=places < end, other=0.0)
-        tl.store(own + token, x + bias, mask=places < end)
+        tl.store(processed_row + token, x + bias, mask=places < end)

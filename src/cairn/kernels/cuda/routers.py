@@ -38,8 +38,8 @@ def _softmax_kernel(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
-    own = logits + row * stride
-    scores = tl.load(own + expert, mask=expert < num_experts, other=float("-inf"))
+    row_logits = logits + row * stride
+    scores = tl.load(row_logits + expert, mask=expert < num_experts, other=float("-inf"))
     largest = tl.max(scores, axis=0)
     keys = tl.where(expert < num_experts, _keys(scores, expert), _TAKEN)
     place = tl.arange(0, CHOSEN)
@@ -49,7 +49,7 @@ def _softmax_kernel(
         chosen = tl.where(place == k, _index(best), chosen)
         keys = tl.where(keys == best, _TAKEN, keys)
     inside = place < TOP_K
-    rates = tl.where(inside, tl.exp(tl.load(own + chosen, mask=inside, other=0) - largest), 0.0)
+    rates = tl.where(inside, tl.exp(tl.load(row_logits + chosen, mask=inside, other=0) - largest), 0.0)
     if NORMALIZE:
         total = tl.sum(rates, axis=0)
     else:
@@ -69,8 +69,8 @@ def _sigmoid_kernel(
     group, member = tl.arange(0, GROUPS), tl.arange(0, PER_GROUP)
     expert = (group * per_group)[:, None] + member[None, :]
     real = (group < num_groups)[:, None] & (member < per_group)[None, :]
-    own = logits + row * stride
-    scores = tl.sigmoid(tl.load(own + expert, mask=real, other=0))
+    row_logits = logits + row * stride
+    scores = tl.sigmoid(tl.load(row_logits + expert, mask=real, other=0))
     scores += tl.load(correction + expert, mask=real, other=0)
     keys = tl.where(real, _keys(scores, expert), _TAKEN)
     if GROUPED:
@@ -83,7 +83,7 @@ def _sigmoid_kernel(
         for _ in range(TOP_GROUPS):
             group_keys = tl.where(group_keys == tl.max(group_keys, axis=0), _TAKEN, group_keys)
         is_open = group_keys == _TAKEN
-        # Experts of the other groups come behind all of the open ones'.
+        # Experts of the other groups come after all of the open ones'.
         closed = _keys(tl.full((GROUPS, PER_GROUP), float("-inf"), dtype=tl.float32), expert)
         keys = tl.where(real & (is_open == 0)[:, None], closed, keys)
     place = tl.arange(0, CHOSEN)
@@ -93,7 +93,7 @@ def _sigmoid_kernel(
         chosen = tl.where(place == k, _index(best_key), chosen)
         keys = tl.where(keys == best_key, _TAKEN, keys)
     inside = place < TOP_K
-    rates = tl.where(inside, tl.sigmoid(tl.load(own + chosen, mask=inside, other=0)), 0.0)
+    rates = tl.where(inside, tl.sigmoid(tl.load(row_logits + chosen, mask=inside, other=0)), 0.0)
     if NORMALIZE:
         rates = rates / (tl.sum(rates, axis=0) + 1e-20)
     tl.store(topk_ids + row * TOP_K + place, chosen.to(tl.int64), mask=inside)

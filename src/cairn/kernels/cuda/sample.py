@@ -171,12 +171,12 @@ def _kth_value(base, k, vocab, TILE: tl.constexpr):
                 digit = (keys >> (24 - 8 * level)) & 255
             counts += tl.histogram(digit, 256, mask=there)
         above = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)
-        found = tl.sum((above >= k).to(tl.int32), axis=0)
-        k -= tl.sum(tl.where(digits == found, above, 0), axis=0)
+        kth_digit = tl.sum((above >= k).to(tl.int32), axis=0)
+        k -= tl.sum(tl.where(digits == kth_digit, above, 0), axis=0)
         if level == 0:
-            prefix = found - 128
+            prefix = kth_digit - 128
         else:
-            prefix = prefix * 256 + found
+            prefix = prefix * 256 + kth_digit
     return numbers(prefix)
 
 
@@ -261,8 +261,8 @@ def list_best(base, block_maxima, chosen, candidates, vocab, BLOCKS: tl.constexp
     num_best = tl.sum(is_chosen.to(tl.int32), axis=0)
     tl.debug_barrier()
     ranks = tl.arange(0, BEST)
-    found = tl.load(candidates + ranks, mask=ranks < num_best, other=-(2**63))
-    return tl.sort(found, descending=True), num_best
+    best_keys = tl.load(candidates + ranks, mask=ranks < num_best, other=-(2**63))
+    return tl.sort(best_keys, descending=True), num_best
 
 
 @kernel
@@ -288,11 +288,11 @@ def _best_kernel(
             threshold = _kth_value(base, k, vocab, TILE)
     else:
         maxima = block_maxima + row * (TILES * TILE // BLOCK)
-        found, num_best = list_best(
+        best_keys, num_best = list_best(
             base, maxima, chosen + row * BEST, candidates + row * BEST, vocab, TILES * TILE // BLOCK, CHOSEN
         )
         ranks = tl.arange(0, BEST)
-        values = tl.where(ranks < num_best, numbers((found >> 32).to(tl.int32)), float("-inf"))
+        values = tl.where(ranks < num_best, numbers((best_keys >> 32).to(tl.int32)), float("-inf"))
         last_value = tl.sum(tl.where(ranks == k - 1, values, 0.0), axis=0)
         threshold = tl.where(k > 0, last_value, float("-inf"))
         scaled = (values - best) / tl.load(temperatures + row)
@@ -317,7 +317,7 @@ def _best_kernel(
         kept = tl.where(is_kept, weights, 0)
         at = _unit_at(uniform, tl.sum(kept, axis=0))
         rank = tl.sum((tl.cumsum(kept, axis=0) <= at).to(tl.int32), axis=0)
-        drawn = 0x7FFFFFFF - (tl.sum(tl.where(ranks == rank, found, 0), axis=0) & 0x7FFFFFFF).to(tl.int32)
+        drawn = 0x7FFFFFFF - (tl.sum(tl.where(ranks == rank, best_keys, 0), axis=0) & 0x7FFFFFFF).to(tl.int32)
         token = tl.where(unknown, -1, drawn)
     tl.store(thresholds + row, threshold)
     tl.store(tokens + row, token.to(tl.int64))
@@ -343,8 +343,8 @@ def _histogram_kernel(
         rates = _rates(x, best, tl.load(temperatures + row), tl.load(least_logs + row))
         rates = tl.where(x >= tl.load(thresholds + row), rates, 0.0)
         keys = _weight_keys(rates)
-        own = histograms + row * 3 * BINS
-        prefix, _ = _resolve(own, top_p, LEVEL)
+        row_histograms = histograms + row * 3 * BINS
+        prefix, _ = _resolve(row_histograms, top_p, LEVEL)
         if LEVEL == 0:
             matches = keys >= 0
             digits = keys >> 19
@@ -354,7 +354,7 @@ def _histogram_kernel(
         else:
             matches = (keys >= 0) & (keys >> 9 == prefix)
             digits = keys & 511
-        tl.atomic_add(own + LEVEL * BINS + digits, _weights(rates), mask=matches, sem="relaxed")
+        tl.atomic_add(row_histograms + LEVEL * BINS + digits, _weights(rates), mask=matches, sem="relaxed")
 
 
 @kernel

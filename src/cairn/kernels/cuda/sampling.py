@@ -95,7 +95,7 @@ class CudaSampler:
         self._has_top_p = bool((drawn & (top_p < 1)).any())
         self._is_filtered = self._has_top_p or bool((drawn & ((kinds != SampleFrom.ALL) | (top_k > 0))).any())
         penalties = np.array(
-            [(max(one.repetition_penalty, MIN_PENALTY), one.frequency_penalty, one.presence_penalty) for one in rows]
+            [(max(row.repetition_penalty, MIN_PENALTY), row.frequency_penalty, row.presence_penalty) for row in rows]
         ).T
         temperatures = temperature.clip(1 / MOST_TEMPERATURE, MOST_TEMPERATURE)
         singles = np.stack([temperatures, np.log(min_p.clip(LEAST_SHARE)), *penalties])
@@ -160,14 +160,14 @@ class CudaSampler:
         masks = [sample.allowed_mask for sample in samples] or [None] * len(self._params)
         rows = [
             row
-            for row, one in enumerate(self._params)
-            if one.has_penalties or masks[row] is not None or any(map(len, lists[row]))
+            for row, params in enumerate(self._params)
+            if params.has_penalties or masks[row] is not None or any(map(len, lists[row]))
         ]
         if not rows:
             return None
         sources = np.full(len(self._params), -1, np.int32)
         sources[rows] = np.arange(len(rows))
-        penalized = [slot if one.has_penalties else -1 for slot, one in zip(slots, self._params, strict=True)]
+        penalized = [slot if params.has_penalties else -1 for slot, params in zip(slots, self._params, strict=True)]
         words = [mask_words(mask, self._vocab_size) for mask in masks if mask is not None]
         has_mask = np.array([masks[row] is not None for row in rows])
         mask_numbers = np.where(has_mask, np.cumsum(has_mask) - 1, -1)
@@ -232,7 +232,7 @@ class _Step:
         self.state = empty(torch.float32, num_rows), histograms, self.tokens
 
     def launch(self, kernel: Any, *operands: object, **constants: int | bool) -> None:
-        """A program for each tile of each row; behind the operands come vocabulary and stride."""
+        """A program for each tile of each row; after the operands come vocabulary and stride."""
         self._launch(
             kernel,
             (len(self._logits), self._num_tiles),

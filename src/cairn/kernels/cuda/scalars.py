@@ -37,7 +37,7 @@ def sigmoid(x):
 @triton.jit
 def product(a, b, total, PRECISION: tl.constexpr):
     """total + a b in a `Precision`."""
-    # Triton reads on behind a return.
+    # Triton reads on after a return.
     if PRECISION == "bf16":
         total = tl.dot(a.to(tl.bfloat16), b.to(tl.bfloat16), total)
     else:

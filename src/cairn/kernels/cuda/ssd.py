@@ -5,7 +5,7 @@ Of a chunk of 64 tokens, with G the sum of step * a so far:
     S' = exp(G_last) S + B^T (step exp(G_last - G) X)              chunk after chunk, state S
     Y = exp(G) C S + tril(C B^T * exp(G_i - G_j) step_j) X + d X   for all chunks at once
 
-    state after the first n tokens of a chunk: the first line with the tokens behind them masked
+    state after the first n tokens of a chunk: the first line with the tokens after them masked
 
 Decodes are one token each and take the recurrence as it is written.
 """

@@ -18,7 +18,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def lay_out_rows(x: Tensor) -> Tensor:
-    """x [T, ...] with its rows one behind the other, from an aligned place on: itself where it is so, else a copy."""
+    """x [T, ...] with its rows one after the other, from an aligned place on: itself where it is so, else a copy."""
     if not x.is_contiguous():
         return x.contiguous()
     # A single row is contiguous to torch whatever its stride.

@@ -26,13 +26,13 @@ def _linear_kernel(
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inner = tl.arange(0, DEPTH)
-    own, inside = row < num_rows, column < out_width
+    is_row, inside = row < num_rows, column < out_width
     x_places = x + (row.to(tl.int64) * width)[:, None] + inner[None, :]
     weight_places = weight + (column.to(tl.int64) * weight_stride)[None, :] + inner[:, None]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for first in range(0, width, DEPTH):
         known = inner < width - first
-        a = tl.load(x_places, mask=own[:, None] & known[None, :], other=0.0)
+        a = tl.load(x_places, mask=is_row[:, None] & known[None, :], other=0.0)
         b = tl.load(weight_places, mask=known[:, None] & inside[None, :], other=0.0)
         total = tl.dot(a, b, total, input_precision="ieee")
         x_places += DEPTH
@@ -40,7 +40,7 @@ def _linear_kernel(
     if HAS_BIAS:
         total += tl.load(bias + column, mask=inside, other=0.0)[None, :]
     tl.store(
-        out + (row.to(tl.int64) * out_width)[:, None] + column[None, :], total, mask=own[:, None] & inside[None, :]
+        out + (row.to(tl.int64) * out_width)[:, None] + column[None, :], total, mask=is_row[:, None] & inside[None, :]
     )
 
 

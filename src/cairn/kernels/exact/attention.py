@@ -1,7 +1,7 @@
 """Paged attention, one sequence at a time: gather its pages once, then SDPA with a key head's query heads as rows.
 
 The length of keys and values is a multiple of 64 that depends on the position alone, so a query's bits depend neither
-on the batch nor on how the prompt was cut. Bytes behind the valid length are cleared: pages are recycled, and what
+on the batch nor on how the prompt was cut. Bytes after the valid length are cleared: pages are recycled, and what
 they held may read as NaN, which no mask would stop.
 """
 

@@ -86,7 +86,7 @@ def _run_chunk(
 def _advance(state: Tensor, cum: Tensor, k: Tensor, written: Tensor, rows: int) -> Tensor:
     """state [H, S, P], as it was at the chunk's start, becomes the state after the chunk's first `rows` rows.
 
-    The rows behind them get the weight 0 in products of the same shape, so the bits are those of a pass that ended
+    The rows after them get the weight 0 in products of the same shape, so the bits are those of a pass that ended
     there, whose rows from there on are no tokens.
     """
     last = cum[:, rows - 1 : rows]

@@ -39,7 +39,7 @@ class Decode:
 class Prefill:
     """One sequence's rows [first_row, first_row + length) of the batch, at positions from `start` on.
 
-    Laid out on the grid of chunks they have `front` rows before them and some behind, whole chunks together. Snapshot
+    Laid out on the grid of chunks they have `front` rows before them and some after, whole chunks together. Snapshot
     `first_snapshot + i` is taken after the first `offsets[i]` tokens.
     """
 
@@ -84,11 +84,11 @@ class Prefill:
 
     def snapshots_by_chunk(self) -> list[list[tuple[int, int]]]:
         """For every chunk: its snapshots as pairs (snapshot, rows of the chunk up to it)."""
-        found: list[list[tuple[int, int]]] = [[] for _ in range(self.num_chunks)]
+        snapshots: list[list[tuple[int, int]]] = [[] for _ in range(self.num_chunks)]
         for number, offset in enumerate(self.offsets, start=self.first_snapshot):
             chunk, last = divmod(self.front + offset - 1, CHUNK)
-            found[chunk].append((number, last + 1))
-        return found
+            snapshots[chunk].append((number, last + 1))
+        return snapshots
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def lm_head(hidden: Tensor, weight: Weight) -> Tensor:
 
 def _in_pairs(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Both with a column of zeros more where they have an odd number of them. AMX multiplies pairs of bfloat16 numbers,
-    and torch 2.13 has it multiply what lies behind an odd last one by zero, which may be NaN."""
+    and torch 2.13 has it multiply what lies after an odd last one by zero, which may be NaN."""
     return (F.pad(x, (0, 1)), F.pad(weight, (0, 1))) if x.shape[1] % 2 else (x, weight)
 
 

@@ -75,7 +75,7 @@ def _run_chunk(
 def _advance(state: Tensor, cum: Tensor, inputs: Tensor, b: Tensor, rows: int) -> Tensor:
     """state [H, P, S], as it was at the chunk's start, becomes the state after the chunk's first `rows` rows.
 
-    The rows behind them get the weight 0 in products of the same shape, so the bits are those of a pass that ended
+    The rows after them get the weight 0 in products of the same shape, so the bits are those of a pass that ended
     there, whose rows from there on are no tokens.
     """
     heads, length = cum.shape

@@ -127,7 +127,7 @@ def _places(
     pool: Tensor, files: Tensor, tensors: Sequence[Tensor], entries: Tensor | None, spans: Sequence[StateSpan]
 ) -> list[tuple[Tensor, Tensor]]:
     """Views, uint8, of the same bytes in a page and in an entry."""
-    found = []
+    places = []
     for number, file in enumerate(files.tolist()):
         entry = number if entries is None else int(entries[number])
         for span in spans:
@@ -136,8 +136,8 @@ def _places(
             for page, begin, piece in span.pieces(pool.shape[1]):
                 at = first + piece.offset
                 in_page = pool[file[page], begin : begin + piece.num_bytes]
-                found.append((in_page, whole[at : at + piece.num_bytes]))
-    return found
+                places.append((in_page, whole[at : at + piece.num_bytes]))
+    return places
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

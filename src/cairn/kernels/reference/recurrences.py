@@ -30,8 +30,8 @@ class SequencePass:
 
     def state_before(self, states: Tensor) -> Tensor:
         """The sequence's state before this pass, a copy."""
-        own = states[self.slot]
-        return torch.zeros_like(own) if self.start == 0 else own.clone()
+        state = states[self.slot]
+        return torch.zeros_like(state) if self.start == 0 else state.clone()
 
 
 def sequences_of(host: HostBatch, state_slots: Tensor | None = None) -> Iterator[SequencePass]:

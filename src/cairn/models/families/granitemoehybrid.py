@@ -52,9 +52,9 @@ class GraniteConfig(Mamba2Config):
     @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture, without the shared expert."""
-        one = self.feed_forward("intermediate_size")
+        expert = self.feed_forward("intermediate_size")
         router = self.num_local_experts * self.hidden_size
-        return ExpertSizes(self.num_local_experts, self.num_experts_per_tok, one, router)
+        return ExpertSizes(self.num_local_experts, self.num_experts_per_tok, expert, router)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
@@ -93,8 +93,8 @@ class GraniteConfig(Mamba2Config):
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
-        behind = "mixture of experts" if self.num_local_experts else "MLP"
-        words = {MAMBA: f"Mamba2 with {behind}", ATTENTION: f"attention with {behind}"}
+        feed_forward = "mixture of experts" if self.num_local_experts else "MLP"
+        words = {MAMBA: f"Mamba2 with {feed_forward}", ATTENTION: f"attention with {feed_forward}"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
 

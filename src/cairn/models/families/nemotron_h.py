@@ -131,8 +131,8 @@ class NemotronHConfig(DecoderConfig):
         """Of one mixture, with the way to the latent space and back, and without the shared expert."""
         latent = self.moe_latent_size
         extra = (self.n_routed_experts + 2 * (latent or 0)) * self.hidden_size
-        one = self.mlp("moe_intermediate_size", latent)
-        return ExpertSizes(self.n_routed_experts, self.num_experts_per_tok, one, extra)
+        expert = self.mlp("moe_intermediate_size", latent)
+        return ExpertSizes(self.n_routed_experts, self.num_experts_per_tok, expert, extra)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""

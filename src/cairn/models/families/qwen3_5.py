@@ -149,8 +149,8 @@ class Qwen35Config(DecoderConfig):
     @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture, without the shared expert."""
-        one = self.feed_forward("moe_intermediate_size")
-        return ExpertSizes(self.num_experts, self.num_experts_per_tok, one, self.num_experts * self.hidden_size)
+        expert = self.feed_forward("moe_intermediate_size")
+        return ExpertSizes(self.num_experts, self.num_experts_per_tok, expert, self.num_experts * self.hidden_size)
 
     @property
     def shared(self) -> FeedForwardSizes:
@@ -317,7 +317,7 @@ DENSE_RECIPE = Recipe(
         },
         "tie_word_embeddings": False,
     },
-    # Weights of norms are stored less 1, but for the one behind the delta rule.
+    # Weights of norms are stored less 1, but for the one after the delta rule.
     spreads={
         "layernorm.weight": (0.0, 0.1),
         "q_norm.weight": (0.0, 0.1),

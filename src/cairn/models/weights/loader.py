@@ -81,8 +81,8 @@ def account(
     quantization: Quantization | None = None,
 ) -> Accounting:
     """Compare names, shapes and dtypes. `ignored`: name prefixes that are allowed and not served."""
-    found = filter(None, (find_problem(headers, name, shape, quantization) for name, shape in expected.items()))
-    problems = sorted(found, key=lambda problem: (problem.endswith("is missing"), problem))
+    mismatches = filter(None, (find_problem(headers, name, shape, quantization) for name, shape in expected.items()))
+    problems = sorted(mismatches, key=lambda problem: (problem.endswith("is missing"), problem))
     num_wrong = sum(not problem.endswith("is missing") for problem in problems)
     extra = headers.keys() - used_tensors(headers, expected, quantization)
     unknown = sorted(name for name in extra if not name.startswith(ignored))

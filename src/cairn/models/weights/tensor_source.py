@@ -108,9 +108,9 @@ class PartRecorder:
         self._headers = headers
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
-        found = stored_part(name, part, dtype)
-        self.parts.append(found)
-        return torch.empty(found.shape, dtype=dtype or TORCH_DTYPES[self._headers[name].dtype], device=self.device)
+        stored = stored_part(name, part, dtype)
+        self.parts.append(stored)
+        return torch.empty(stored.shape, dtype=dtype or TORCH_DTYPES[self._headers[name].dtype], device=self.device)
 
     def num_bytes(self, part: StoredPart) -> int:
         """As it is stored."""

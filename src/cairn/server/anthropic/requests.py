@@ -80,7 +80,7 @@ class ContentSource(TypedDict):
 
 
 class DocumentBlock(TypedDict):
-    """A document of text, behind its title and what it is about. Citations are not made."""
+    """A document of text, after its title and what it is about. Citations are not made."""
 
     type: Literal["document"]
     source: Annotated[TextSource | FileSource | ContentSource, Field(discriminator="type")]
@@ -90,7 +90,7 @@ class DocumentBlock(TypedDict):
 
 
 class SearchResultBlock(TypedDict):
-    """What a search has found: the text behind its title and where it is from."""
+    """What a search has found: the text after its title and where it is from."""
 
     type: Literal["search_result"]
     source: Unicode

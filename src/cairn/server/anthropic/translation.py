@@ -96,7 +96,7 @@ def _translate_block(block: Any, where: str) -> list[dict[str, Any]]:
         case "tool_reference":
             parts = [_text_part(block["tool_name"])]
         case "search_result":
-            text = "\n".join(one["text"] for one in block["content"])
+            text = "\n".join(inner["text"] for inner in block["content"])
             parts = [_text_part(title_text("\n".join(filter(None, (block["title"], block["source"]))), text))]
         case _:
             parts = _document_parts(block, where)
@@ -117,7 +117,7 @@ def _document_parts(block: DocumentBlock, where: str) -> list[dict[str, Any]]:
     content = source["content"]
     if isinstance(content, str):
         return [_text_part(title_text(title, content))]
-    parts = [part for one in content for part in _translate_block(one, where)]
+    parts = [part for inner in content for part in _translate_block(inner, where)]
     return [*([_text_part(f"{title}\n\n")] if title or not parts else []), *parts]
 
 
@@ -145,9 +145,9 @@ def _add_user(chat: ChatTranslation, message: UserMessage, place: str, open_call
     for number, block in enumerate(content):
         where = f"{place}.content[{number}]"
         if block["type"] != "tool_result":
-            own = _translate_block(block, where)
-            parts += own
-            blocks += [where] * len(own)
+            block_parts = _translate_block(block, where)
+            parts += block_parts
+            blocks += [where] * len(block_parts)
             continue
         if block["tool_use_id"] not in open_calls:
             text = f"{where}.tool_use_id: the message before has no tool_use block with the id {block['tool_use_id']!r}"
@@ -163,7 +163,7 @@ def _add_result(chat: ChatTranslation, block: ToolResultBlock, where: str) -> li
     """Returns the parts that are images."""
     content = block.get("content") or ""
     sent: list[Any] = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    parts = [part for one in sent for part in _translate_block(one, where)]
+    parts = [part for inner in sent for part in _translate_block(inner, where)]
     texts = [part for part in parts if part["type"] == "text"]
     if block.get("is_error"):
         texts = [_text_part("Error: "), *texts]
@@ -229,10 +229,10 @@ def _translate_tool_choice(body: CountTokensRequest) -> dict[str, Any]:
     if choice is None:
         return {}
     fields: dict[str, Any] = {"parallel_tool_calls": not choice.get("disable_parallel_tool_use")}
-    own = [tool["name"] for tool in body.tools or () if _is_own(tool)]
+    client_tools = [tool["name"] for tool in body.tools or () if _is_own(tool)]
     hosted = [tool.get("name") for tool in body.tools or () if not _is_own(tool)]
     if hosted and (
-        (choice["type"] == "any" and not own) or (choice["type"] == "tool" and choice.get("name") in hosted)
+        (choice["type"] == "any" and not client_tools) or (choice["type"] == "tool" and choice.get("name") in hosted)
     ):
         return fields  # what has to be called is not there
     if choice["type"] == "tool":

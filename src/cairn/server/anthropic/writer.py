@@ -164,12 +164,12 @@ _CUT = "partial_json"
 def _decode_arguments(text: str) -> dict[str, Any]:
     """A call that was cut off by `max_tokens` is no JSON: its text is kept where a client can see it."""
     try:
-        found = msgspec.json.decode(text) if text else None
+        arguments = msgspec.json.decode(text) if text else None
     except (msgspec.DecodeError, RecursionError):
         return {_CUT: text}
-    if found is None:
+    if arguments is None:
         return {}
-    return found if isinstance(found, dict) else {_CUT: text}
+    return arguments if isinstance(arguments, dict) else {_CUT: text}
 
 
 def read_arguments(sent: dict[str, Any] | None) -> tuple[Any, bool]:

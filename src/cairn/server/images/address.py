@@ -29,8 +29,8 @@ class SystemResolver:
 
     async def addresses(self, host: str, port: int) -> list[str]:
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+        entries = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        return list(dict.fromkeys(str(entry[4][0]) for entry in entries))
 
 
 def is_public(address: str) -> bool:
@@ -53,11 +53,11 @@ def is_public(address: str) -> bool:
 async def resolve_public(resolver: Resolver, host: str, port: int) -> list[str]:
     """The host's addresses. Raises InvalidRequest unless it has some and all are public."""
     try:
-        found = await resolver.addresses(host, port)
+        addresses = await resolver.addresses(host, port)
     except (OSError, UnicodeError):
-        found = []
-    if not found:
+        addresses = []
+    if not addresses:
         raise InvalidRequest(f"the host {host!r} cannot be resolved")
-    if not all(map(is_public, found)):
+    if not all(map(is_public, addresses)):
         raise InvalidRequest(f"the host {host!r} is no public one: private addresses are not fetched from")
-    return found
+    return addresses

@@ -77,7 +77,7 @@ class MediaConnector:
         await self._fetcher.aclose()
 
     def _find_parts(self, messages: list[Message], reads_images: bool) -> dict[tuple[int, int], ImagePart]:
-        found: dict[tuple[int, int], ImagePart] = {}
+        image_parts: dict[tuple[int, int], ImagePart] = {}
         for i, message in enumerate(messages):
             for j, part in enumerate(message.parts):
                 if part["type"] == "text":
@@ -87,14 +87,14 @@ class MediaConnector:
                     raise InvalidRequest(f"{where} is an image, but this model reads text alone", "messages")
                 if message.role not in _ROLES:
                     raise InvalidRequest(f"{where} is an image: only user and tool messages have them", "messages")
-                if len(found) == self._options.limit:
+                if len(image_parts) == self._options.limit:
                     raise InvalidRequest(
                         f"{where} is one image too many: at most {self._options.limit} in one prompt are served here, "
                         "see --limit-mm-per-prompt",
                         "messages",
                     )
-                found[i, j] = part
-        return found
+                image_parts[i, j] = part
+        return image_parts
 
     async def _read(self, part: ImagePart, owner: Owner, allocation: ImageAllocation) -> bytes:
         """The file: what its URL says, or what has come under its name before."""

@@ -56,11 +56,11 @@ class _FetchSlots:
 
     @asynccontextmanager
     async def slot(self, client: str) -> AsyncIterator[None]:
-        own = self._clients.setdefault(client, asyncio.Semaphore(self._max_per_client))
+        client_slots = self._clients.setdefault(client, asyncio.Semaphore(self._max_per_client))
         self._num_users[client] += 1
         try:
             # The client's own first: who waits for it takes no slot from others.
-            async with own, self._all:
+            async with client_slots, self._all:
                 yield
         finally:
             self._num_users[client] -= 1

@@ -90,9 +90,9 @@ def resolve_num_logprobs(body: SamplingFields, most: int, vocab_size: int) -> Sa
     """The body with the number of tokens in the vocabulary for -1. `most`: --max-logprobs.
 
     Raises InvalidRequest for more log-probabilities of a token than these, and for other numbers below 0."""
-    own, most = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs", vocab_size if most == -1 else most
-    found = {}
-    for name, number in ((own, body.get_num_logprobs()), ("prompt_logprobs", body.prompt_logprobs)):
+    field, most = "top_logprobs" if isinstance(body, ChatRequest) else "logprobs", vocab_size if most == -1 else most
+    updates = {}
+    for name, number in ((field, body.get_num_logprobs()), ("prompt_logprobs", body.prompt_logprobs)):
         if number is None or 0 <= number <= most:
             continue
         if number < -1:
@@ -100,8 +100,8 @@ def resolve_num_logprobs(body: SamplingFields, most: int, vocab_size: int) -> Sa
         shown = f"-1, which means all {vocab_size} tokens" if number == -1 else str(number)
         if number > most or vocab_size > most:
             raise InvalidRequest(f"{name} is {shown}; this server gives at most {most} (--max-logprobs)", name)
-        found[name] = vocab_size
-    return body.model_copy(update=found) if found else body
+        updates[name] = vocab_size
+    return body.model_copy(update=updates) if updates else body
 
 
 def _echoes_logprobs(body: SamplingFields) -> bool:
@@ -161,14 +161,14 @@ def encode_bad_words(encode: Callable[[str, bool], list[int]], words: Sequence[s
 
     Raises InvalidRequest naming the word.
     """
-    found = []
+    token_lists = []
     for i, word in enumerate(words):
         text = word.lstrip()
         plain, spaced = encode(text, False), encode(f" {text}", False)
         if not text or not plain:
             raise InvalidRequest(f"bad_words[{i}] is blank: leave it out", "bad_words")
-        found += [plain] if spaced == plain else [plain, spaced]
-    return found
+        token_lists += [plain] if spaced == plain else [plain, spaced]
+    return token_lists
 
 
 def encode_transfer_params(params: dict[str, Any] | None, info: EngineInfo) -> bytes | None:
@@ -230,4 +230,4 @@ def _is_deeper_than(value: object, limit: int) -> bool:
     if not isinstance(value, dict | list):
         return False
     inner = value.values() if isinstance(value, dict) else value
-    return limit == 0 or any(_is_deeper_than(one, limit - 1) for one in inner)
+    return limit == 0 or any(_is_deeper_than(element, limit - 1) for element in inner)

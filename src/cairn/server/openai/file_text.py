@@ -15,7 +15,7 @@ _TYPE = re.compile(r"(text/.*|application/(.*\+)?(json|xml|yaml|toml|javascript|
 
 
 def read_file_text(data: str | None, name: str | None = None) -> str:
-    """The text of a file, behind its name where it has one. `data`: a data URL of a type that is text, or UTF-8 in
+    """The text of a file, after its name where it has one. `data`: a data URL of a type that is text, or UTF-8 in
     base64. Raises PydanticCustomError for anything else."""
     if data is None:
         raise _refusal("needs file_data or a file_url that is a data URL: files are kept nowhere here")
@@ -35,7 +35,7 @@ def read_file_text(data: str | None, name: str | None = None) -> str:
 
 
 def title_text(title: str | None, text: str) -> str:
-    """A document's text behind what it is called."""
+    """A document's text after what it is called."""
     return f"{title}\n\n{text}" if title else text
 
 

@@ -54,10 +54,10 @@ def _lenient(schema: Any, tell: Callable[[str], None], depth: int) -> Any:
 
 def _inner(keyword: str, value: Any, tell: Callable[[str], None], depth: int) -> Any:
     if keyword in _BY_NAME and isinstance(value, dict):
-        return {name: _lenient(one, tell, depth - 1) for name, one in value.items()}
+        return {name: _lenient(schema, tell, depth - 1) for name, schema in value.items()}
     if keyword in _SCHEMAS:
         is_list = isinstance(value, list)
-        return [_lenient(one, tell, depth - 1) for one in value] if is_list else _lenient(value, tell, depth)
+        return [_lenient(schema, tell, depth - 1) for schema in value] if is_list else _lenient(value, tell, depth)
     return value
 
 

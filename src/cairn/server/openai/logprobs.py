@@ -56,9 +56,9 @@ class LogprobsFormatter:
         as_token_ids = self._as_token_ids if as_token_ids is None else as_token_ids
         if (as_token_ids, has_listed) == (self._as_token_ids, self._has_listed):
             return self
-        found = copy(self)  # with the same cache of texts
-        found._as_token_ids, found._has_listed = as_token_ids, has_listed
-        return found
+        formatter = copy(self)  # with the same cache of texts
+        formatter._as_token_ids, formatter._has_listed = as_token_ids, has_listed
+        return formatter
 
     def spell(self, token: int) -> bytes:
         """The token's text."""
@@ -99,8 +99,11 @@ class LogprobsFormatter:
     def prompt(self, logprobs: TokenLogprobs) -> list[msgspec.Raw | None]:
         """vLLM's `prompt_logprobs`: by token id, null for the first token. As JSON: there may be a million entries."""
         parts: list[msgspec.Raw | None] = [None]
-        for rank, (own, *best) in logprobs:
-            ranked = [(rank, own), *((place, pair) for place, pair in enumerate(best, 1) if pair[0] != own[0])]
+        for rank, (prompt_pair, *best) in logprobs:
+            ranked = [
+                (rank, prompt_pair),
+                *((place, pair) for place, pair in enumerate(best, 1) if pair[0] != prompt_pair[0]),
+            ]
             entry = {
                 str(token): {"logprob": _number(value), "rank": place, "decoded_token": _text(self._bytes(token))}
                 for place, (token, value) in ranked

@@ -126,8 +126,10 @@ async def add_prompt_text(
     is_echoed = isinstance(body, CompletionRequest) and body.echo
     if not (is_echoed or (isinstance(body, ChatRequest) and body.return_prompt_text)):
         return prompts
-    texts = [await service.tokenizer.decode(one.token_ids) if one.text is None else one.text for one in prompts]
-    return [msgspec.structs.replace(one, text=text) for one, text in zip(prompts, texts, strict=True)]
+    texts = [
+        await service.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text for prompt in prompts
+    ]
+    return [msgspec.structs.replace(prompt, text=text) for prompt, text in zip(prompts, texts, strict=True)]
 
 
 # -- chats -------------------------------------------------------------------------------------------------------------
@@ -250,15 +252,15 @@ def _breakpoints(body: TemplateFields, messages: list[Message]) -> list[Breakpoi
 
     Anthropic's convention, as gateways pass it on. Raises InvalidRequest naming the part that is wrong.
     """
-    found: list[Breakpoint] = []
+    breakpoints: list[Breakpoint] = []
 
     def add(mark: CacheControl | None, where: str, message: int | None = None, part: int | None = None) -> None:
         if mark is None:
             return
-        if len(found) == MAX_BREAKPOINTS:
+        if len(breakpoints) == MAX_BREAKPOINTS:
             text = f"{where}.cache_control is one too many: at most {MAX_BREAKPOINTS} can be held"
             raise InvalidRequest(text, where.partition("[")[0])
-        found.append(Breakpoint(message=message, part=part, seconds=_TTL_SECONDS[mark.get("ttl") or "5m"]))
+        breakpoints.append(Breakpoint(message=message, part=part, seconds=_TTL_SECONDS[mark.get("ttl") or "5m"]))
 
     for i, tool in enumerate(body.tools or ()):
         add(tool.get("cache_control"), f"tools[{i}]")
@@ -270,4 +272,4 @@ def _breakpoints(body: TemplateFields, messages: list[Message]) -> list[Breakpoi
                 raise InvalidRequest(f"{where}.cache_control: an empty text cannot be held", "messages")
             add(mark, where, i, j if j + 1 < len(message.parts) else None)
         add(message.cache_control, f"messages[{i}]", i)
-    return found
+    return breakpoints

@@ -173,13 +173,13 @@ class SamplingFields(BaseModel):
 
     def with_defaults(self, defaults: Mapping[str, float]) -> Self:
         """With values for the fields that it does not have. Their `max_tokens` is a bound that holds for all."""
-        found = {
+        updates = {
             name: value for name, value in defaults.items() if name != "max_tokens" and getattr(self, name) is None
         }
         most, limit = defaults.get("max_tokens"), self.get_max_tokens()
         if most is not None and (limit is None or limit > most):
-            found[self.max_tokens_field or "max_tokens"] = most
-        return self.model_copy(update=found) if found else self
+            updates[self.max_tokens_field or "max_tokens"] = most
+        return self.model_copy(update=updates) if updates else self
 
     @property
     def reused_prompt_ids(self) -> Any:

@@ -56,7 +56,7 @@ def parse_response_format(service: Service, body: SamplingFields, *, opened: boo
     if is_required and structure is not None and body.response_format is None:
         text = f"{structure.field} and a tool_choice that requires a call cannot go together: send one of them"
         raise InvalidRequest(text, "tool_choice")
-    # A grammar of calls or content begins behind the reasoning, so nothing within that can be either.
+    # A grammar of calls or content begins after the reasoning, so nothing within that can be either.
     calls_end_reasoning = not is_required and structure is None
     # Where the model may choose, an answer that has a form has no calls.
     structure = tool_structure if is_required else structure or tool_structure
@@ -118,7 +118,7 @@ def _parse_tool_choice(
     places = {function["name"]: place for place, function in enumerate(sent)}
     held = tools if service.options.lenient_schemas == "none" else _make_lenient(service, tools)
     required = {
-        "tools": [{"name": name, "parameters": own, "place": places[name]} for name, own in held.items()],
+        "tools": [{"name": name, "parameters": schema, "place": places[name]} for name, schema in held.items()],
         "parallel": mode == "required" and body.parallel_tool_calls is not False,
     }
     text = _encode_json(required, "tools")
@@ -132,7 +132,7 @@ def _select_tools(tools: ToolSchemas, names: Sequence[str]) -> ToolSchemas:
     for name in names:
         if name not in tools:
             raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is none of the tools", "tool_choice")
-    return {name: own for name, own in tools.items() if name in names}
+    return {name: schema for name, schema in tools.items() if name in names}
 
 
 def _limit_calls(parser: type[ToolParser], tools: ToolSchemas) -> Structure:
@@ -154,31 +154,31 @@ def _make_lenient(service: Service, schemas: Mapping[str, Any]) -> dict[str, Any
 
 def _parse_structure(service: Service, body: SamplingFields) -> Structure | None:
     """The grammar of an answer; None for any text. Raises InvalidRequest naming the field."""
-    found: list[tuple[str, Any, str]] = []  # kind, value, field
+    structures: list[tuple[str, Any, str]] = []  # kind, value, field
     form, outputs = body.response_format, body.structured_outputs
     if form is not None and form["type"] == "json_object":
-        found.append(("json", {"type": "object"}, "response_format"))
+        structures.append(("json", {"type": "object"}, "response_format"))
     elif form is not None and form["type"] == "json_schema":
         schema = form["json_schema"].get("schema", form["json_schema"].get("json_schema"))
         if schema is None:
             raise InvalidRequest('response_format.json_schema must be {"schema": {...}}', "response_format")
-        found.append(("json", schema, "response_format.json_schema.schema"))
+        structures.append(("json", schema, "response_format.json_schema.schema"))
     elif form is not None and form["type"] == "structural_tag":
         sent = {name: value for name, value in form.items() if value is not None}
-        found.append(("structural_tag", sent, "response_format"))
+        structures.append(("structural_tag", sent, "response_format"))
     if outputs is not None:
         options = {name: value for name, value in outputs.items() if value is not None and name not in _IGNORED}
         if options.pop("json_object", False):
             options["json"] = {"type": "object"}
         if len(options) != 1 or not options.keys() <= set(_KINDS):
             raise InvalidRequest(f"structured_outputs must have one of {', '.join(_KINDS)}", "structured_outputs")
-        found += [(kind, value, f"structured_outputs.{kind}") for kind, value in options.items()]
+        structures += [(kind, value, f"structured_outputs.{kind}") for kind, value in options.items()]
     guided = {kind: getattr(body, f"guided_{kind}") for kind in _GUIDED}
-    found += [(kind, value, f"guided_{kind}") for kind, value in guided.items() if value is not None]
-    if len(found) > 1:
-        names = " and ".join(field for _, _, field in found)
-        raise InvalidRequest(f"{names} cannot go together: send one of them", found[1][2].partition(".")[0])
-    for kind, value, field in found:
+    structures += [(kind, value, f"guided_{kind}") for kind, value in guided.items() if value is not None]
+    if len(structures) > 1:
+        names = " and ".join(field for _, _, field in structures)
+        raise InvalidRequest(f"{names} cannot go together: send one of them", structures[1][2].partition(".")[0])
+    for kind, value, field in structures:
         if kind == "json" and service.options.lenient_schemas == "all":
             value = _make_lenient(service, {field: value})[field]
         # A JSON schema may come as text, too.

@@ -54,13 +54,13 @@ async def limit_thinking(
 
 
 def count_reasoning_tokens(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -> int:
-    """Tokens behind the last `<think>`, without the newlines next to it."""
+    """Tokens after the last `<think>`, without the newlines next to it."""
     spelled = [token_bytes(token) for token in token_ids]
     begin = b"".join(spelled).rfind(THINK_START.encode()) + len(THINK_START)
-    position, behind = 0, list[bytes]()
+    position, following = 0, list[bytes]()
     for part in spelled:
         if position >= begin:
-            behind.append(part)
+            following.append(part)
         position += len(part)
-    num_blank = next((i for i, part in enumerate(behind) if part.strip(b"\n")), len(behind))
-    return len(behind) - num_blank
+    num_blank = next((i for i, part in enumerate(following) if part.strip(b"\n")), len(following))
+    return len(following) - num_blank

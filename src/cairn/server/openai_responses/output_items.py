@@ -174,7 +174,7 @@ class _InputReader:
     def add(self, piece: str) -> str:
         """The text that has become certain."""
         self._pieces.append(piece)
-        if self._state in ("behind", "other"):
+        if self._state in ("after", "other"):
             return ""
         self._held += piece
         if self._state == "before":
@@ -187,7 +187,7 @@ class _InputReader:
         while token := _TOKEN.match(self._held, end):
             end, last = token.end(), token[0]
         if self._held[end : end + 1] == '"':
-            self._state = "behind"
+            self._state = "after"
         elif _HIGH.fullmatch(last):
             end -= len(last)  # the other half of the character is yet to come
         text, self._held = self._held[:end], self._held[end:]
@@ -195,15 +195,15 @@ class _InputReader:
 
     def finish(self) -> str:
         """What is left at the end; all that has come, where it is no such object."""
-        if self._state in ("within", "behind"):
+        if self._state in ("within", "after"):
             return ""
         sent = "".join(self._pieces)
         try:
-            found = json.loads(sent)["input"]
+            text = json.loads(sent)["input"]
         except (ValueError, LookupError, TypeError, RecursionError):
-            found = None
-        if isinstance(found, str):
-            return found
+            text = None
+        if isinstance(text, str):
+            return text
         return "" if sent.strip() in ("", "{", "{}") or _is_cut_opening(sent) else sent
 
 
@@ -216,4 +216,8 @@ def _decode(text: str) -> str:
         decoded: str = json.loads(f'"{text}"', strict=False)
     except ValueError:  # an escape that JSON does not have
         return text
-    return decoded.encode(errors="replace").decode() if any("\ud800" <= one <= "\udfff" for one in decoded) else decoded
+    return (
+        decoded.encode(errors="replace").decode()
+        if any("\ud800" <= character <= "\udfff" for character in decoded)
+        else decoded
+    )

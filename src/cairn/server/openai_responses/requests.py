@@ -306,7 +306,8 @@ def _kind_of_tool(value: Any) -> str | None:
 
 
 class NamespaceTool(TypedDict):
-    """Tools under one name. They are called by their own names, or behind this one where another tool has the same."""
+    """Tools under one name. They are called by their own names, or with this one in front where another tool has the
+    same."""
 
     type: Literal["namespace"]
     name: Text

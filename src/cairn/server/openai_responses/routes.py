@@ -66,9 +66,9 @@ async def create_response(
             service.responses.put(owner, response_id, stored)
 
     def make_writer(_: str, *fields: Any) -> ResponsesWriter:
-        own: dict[str, Any] = {"asked": body, "tools": tools, "wall": service.wall, "keep": keep}
-        own["seal"] = (lambda text: seal.close(text, owner)) if is_sealed else None
-        return ResponsesWriter(response_id, *fields, **own)
+        options: dict[str, Any] = {"asked": body, "tools": tools, "wall": service.wall, "keep": keep}
+        options["seal"] = (lambda text: seal.close(text, owner)) if is_sealed else None
+        return ResponsesWriter(response_id, *fields, **options)
 
     async def render() -> list[RenderedPrompt]:
         return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]
@@ -182,11 +182,11 @@ def _load_history(service: Service, owner: Owner, previous: str | None) -> list[
     if previous is None:
         return []
     chain, limit = service.responses.get_chain(owner, previous, _PREVIOUS), service.options.max_body_bytes
-    if (num_bytes := sum(one.num_bytes for one in chain)) > limit:
+    if (num_bytes := sum(response.num_bytes for response in chain)) > limit:
         text = f"{_PREVIOUS}: the conversation has {num_bytes} bytes, at most {limit} are read: begin a new one"
         raise InvalidRequest(text, _PREVIOUS)
     _check_ended(chain[-1], _PREVIOUS)
-    return [item for one in chain for item in (*one.decode_items(), *one.decode_output())]
+    return [item for response in chain for item in (*response.decode_items(), *response.decode_output())]
 
 
 def _check_ended(stored: StoredResponse, param: str) -> None:

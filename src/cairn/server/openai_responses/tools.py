@@ -1,7 +1,8 @@
 """The tools of a body of /v1/responses: as functions that a chat's model can call, and what items their calls are.
 
 A custom tool is a function with one text, `input`; the local shell one with a command; a namespace's tools are called
-by their own names, or behind the namespace's where another tool has the same. Those that OpenAI runs are left out.
+by their own names, or with the namespace's in front where another tool has the same. Those that OpenAI runs are
+left out.
 """
 
 import json
@@ -44,15 +45,15 @@ class ToolTable:
             match tool["type"]:
                 case "namespace":
                     inner = [
-                        one
-                        for place, one in enumerate(tool["tools"])
-                        if self._can_run(one, f"tools[{number}].tools[{place}]")
+                        member
+                        for place, member in enumerate(tool["tools"])
+                        if self._can_run(member, f"tools[{number}].tools[{place}]")
                     ]
-                    for one in inner:
-                        name = _name(one)
-                        self._add(one, tool["name"], _qualified(tool["name"], name) if counts[name] > 1 else name)
-                    own = {name: tool.get(name) for name in ("type", "name", "description")}
-                    self.described.append(own | {"tools": [*map(_described, inner)]})
+                    for member in inner:
+                        name = _name(member)
+                        self._add(member, tool["name"], _qualified(tool["name"], name) if counts[name] > 1 else name)
+                    fields = {name: tool.get(name) for name in ("type", "name", "description")}
+                    self.described.append(fields | {"tools": [*map(_described, inner)]})
                 case _ if self._can_run(tool, f"tools[{number}]"):
                     self._add(tool, None, _name(tool))
                     self.described.append(_described(tool))
@@ -85,7 +86,7 @@ class ToolTable:
             return choice
         if choice["type"] != "allowed_tools":
             return None if (name := self._chosen(choice)) is None else _named(name)
-        names = [name for one in choice["tools"] if (name := self._chosen(one)) is not None]
+        names = [name for tool in choice["tools"] if (name := self._chosen(tool)) is not None]
         if not names:
             return "none" if choice["mode"] == "auto" else None
         return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": [*map(_named, names)]}}
@@ -98,8 +99,12 @@ class ToolTable:
             self.left_out.setdefault("tool_choice", choice["type"])
             return None
         name, within = choice["name"], choice.get("namespace")
-        found = [called for (space, own), called in self._names.items() if own == name and within in (None, space)]
-        return found[0] if found else str(name)
+        matches = [
+            called
+            for (space, tool_name), called in self._names.items()
+            if tool_name == name and within in (None, space)
+        ]
+        return matches[0] if matches else str(name)
 
     def read_call(self, item: Mapping[str, Any]) -> dict[str, Any]:
         """The function and the arguments of a call that is sent back."""
@@ -121,12 +126,12 @@ def read_shell_action(arguments: str) -> dict[str, Any]:
         sent = json.loads(arguments)
     except (ValueError, RecursionError):
         sent = None
-    found = {name: sent[name] for name in _SHELL_FIELDS if name in sent} if isinstance(sent, dict) else {}
-    command = found.get("command")
+    action = {name: sent[name] for name in _SHELL_FIELDS if name in sent} if isinstance(sent, dict) else {}
+    command = action.get("command")
     if isinstance(command, str):
         command = ["bash", "-lc", command]
     words = [str(word) for word in command] if isinstance(command, list) else []
-    timeout, folder = found.get("timeout_ms"), found.get("working_directory")
+    timeout, folder = action.get("timeout_ms"), action.get("working_directory")
     return {
         "type": "exec",
         "command": words,
@@ -157,8 +162,8 @@ def _named(name: str) -> dict[str, Any]:
 def _function(tool: Mapping[str, Any], called: str) -> dict[str, Any]:
     """A function's fields in the client's order: templates write them."""
     if tool["type"] == "function":
-        own = {name: value for name, value in tool.items() if name in _FIELDS and value is not None}
-        return own | {"name": called}
+        fields = {name: value for name, value in tool.items() if name in _FIELDS and value is not None}
+        return fields | {"name": called}
     if tool["type"] == _SHELL:
         command = {"type": "array", "items": {"type": "string"}, "description": "The program and its arguments."}
         more = {"working_directory": {"type": "string"}, "timeout_ms": {"type": "integer"}}

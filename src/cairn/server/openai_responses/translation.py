@@ -53,8 +53,8 @@ _LOGPROBS = "message.output_text.logprobs"
 
 def get_response_id(item_id: str | None) -> str | None:
     """Of the response that an item of this server's belongs to; None for other ids."""
-    found = _OWN_ID.fullmatch(item_id or "")
-    return None if found is None else f"resp_{found[1]}"
+    match = _OWN_ID.fullmatch(item_id or "")
+    return None if match is None else f"resp_{match[1]}"
 
 
 def make_input_items(body: ResponsesRequest, response_id: str, find: Callable[[str, str], Any]) -> list[Any]:
@@ -70,15 +70,15 @@ def make_input_items(body: ResponsesRequest, response_id: str, find: Callable[[s
             continue
         if item["type"] in HOSTED_ITEMS:
             continue
-        own = _keep_known(item) | {"id": item.get("id") or f"in_{response_id.removeprefix('resp_')}_{number}"}
-        if own["type"] == "message":
-            _check_parts(own, f"input[{number}].content")
-        if isinstance(own.get("content"), str):
-            kind = "output_text" if own["role"] == "assistant" else "input_text"
-            own["content"] = [{"type": kind, "text": own["content"]}]
-        if own["type"] != "reasoning":
-            own["status"] = own.get("status") or "completed"
-        items.append(own)
+        stored = _keep_known(item) | {"id": item.get("id") or f"in_{response_id.removeprefix('resp_')}_{number}"}
+        if stored["type"] == "message":
+            _check_parts(stored, f"input[{number}].content")
+        if isinstance(stored.get("content"), str):
+            kind = "output_text" if stored["role"] == "assistant" else "input_text"
+            stored["content"] = [{"type": kind, "text": stored["content"]}]
+        if stored["type"] != "reasoning":
+            stored["status"] = stored.get("status") or "completed"
+        items.append(stored)
     return items
 
 
@@ -167,7 +167,7 @@ class _Answer:
 
     def takes(self, kind: str, response: str | None) -> bool:
         """Whether an item of this type and response belongs to it. Clients may leave ids out: then a text begins a
-        message unless there is none before it or there are calls, and so does reasoning behind either."""
+        message unless there is none before it or there are calls, and so does reasoning after either."""
         if self.response is not None and response is not None:
             return self.response == response
         match kind:
@@ -181,7 +181,7 @@ class _Answer:
 @dataclass(slots=True)
 class _Conversation:
     """Puts a chat together. `open_calls`: tool calls without output; `due_calls`: those of them that nothing of the
-    user's has come behind; `images`: of outputs, for which templates have no place there, with their places;
+    user's has come after; `images`: of outputs, for which templates have no place there, with their places;
     `shell_calls`: by the ids of items, those of calls that an output may name so."""
 
     chat: ChatTranslation
@@ -294,12 +294,12 @@ def _translate_content(content: Any, place: str) -> tuple[Any, list[str]]:
     parts, blocks = [], [f"{place}[{number}]" for number in range(len(content))]
     for part in content:
         if part["type"] == "input_image":
-            own: dict[str, Any] = {"type": "image_url", "image_url": {"url": part["image_url"]}}
+            translated: dict[str, Any] = {"type": "image_url", "image_url": {"url": part["image_url"]}}
         elif part["type"] == "input_file":
-            own = {name: value for name, value in part.items() if name != "cache_control"}
+            translated = {name: value for name, value in part.items() if name != "cache_control"}
         else:
-            own = {"type": "text", "text": part["text"]}
-        parts.append(own | mark_of(part))
+            translated = {"type": "text", "text": part["text"]}
+        parts.append(translated | mark_of(part))
     if len(parts) == 1 and parts[0].keys() == {"type", "text"}:
         return parts[0]["text"], []
     return parts, blocks

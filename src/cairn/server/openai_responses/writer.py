@@ -60,7 +60,7 @@ class ResponsesWriter(ChatWriter):
         return choice
 
     def _take_tokens(self, deltas: list[dict[str, Any]]) -> list[list[_Token]]:
-        """The pending tokens that each delta's text was made of. Between them is markup; behind the last one may be
+        """The pending tokens that each delta's text was made of. Between them is markup; after the last one may be
         text that the parser has not let go yet."""
         spelled = b"".join(spelling for spelling, _ in self.pending) if deltas else b""
         ranges, end = list[tuple[int, int]](), len(spelled)

@@ -61,7 +61,7 @@ class JsonMender:
         return "".join(out), start
 
     def missing_end(self) -> str | None:
-        """The brackets that close what has been read; None if it does not end behind a value."""
+        """The brackets that close what has been read; None if it does not end after a value."""
         whole = self._open and not self._in_string and self._next == "comma or end"
         return "".join(_CLOSING[bracket] for bracket in reversed(self._open)) if whole else None
 

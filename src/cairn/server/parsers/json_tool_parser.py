@@ -18,7 +18,7 @@ MAX_CALL = 1 << 20
 """Characters of a call whose arguments do not follow its name; a longer one is content."""
 
 _MAX_EXTRA = 1024
-"""Characters of what may stand in a call behind its arguments."""
+"""Characters of what may stand in a call after its arguments."""
 
 _KEYS = frozenset(("id", "type", "name", "arguments", "parameters"))
 """Of a call; an object with others is something else."""
@@ -184,7 +184,7 @@ class JsonToolParser(ToolParser):
         return True
 
     def _parse_extra(self, final: bool) -> bool:
-        """What stands in the call behind its arguments, an id for example, which says nothing to the client."""
+        """What stands in the call after its arguments, an id for example, which says nothing to the client."""
         piece, self._num_read = self._mender.read(self._text, self._num_read)
         self._mended.append(piece)
         if self._mender.status == "open" and not self._must_decide(final) and len(self._text) <= _MAX_EXTRA:

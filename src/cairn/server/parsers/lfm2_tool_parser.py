@@ -108,7 +108,7 @@ class Lfm2ToolParser(JsonToolParser):
             return self._break_call()
         self._write_arguments(dump_json(value))
         if end is None:
-            # The answer ended behind a whole value: only what closes the call is missing.
+            # The answer ended after a whole value: only what closes the call is missing.
             self._take(len(self._text))
             self._write_arguments("}")
             self._end_call(self._parse_tail)
@@ -118,21 +118,21 @@ class Lfm2ToolParser(JsonToolParser):
         return True
 
     def _find_value_end(self, final: bool) -> int | None:
-        """Where the comma or the bracket behind the value is; goes on where it stopped before."""
+        """Where the comma or the bracket after the value is; goes on where it stopped before."""
         text = self._text
         while True:
             signs = _STRING_SIGNS[self._quote] if self._quote else _SIGN
-            found = signs.search(text, self._num_scanned)
-            if found is None:
+            match = signs.search(text, self._num_scanned)
+            if match is None:
                 self._scan_to_end()
                 return None
-            sign = found[0]
-            if not self._quote and sign in "\"'" and found.start() + 3 > len(text) and not final:
-                self._num_scanned = found.start()  # it may be the first of three
+            sign = match[0]
+            if not self._quote and sign in "\"'" and match.start() + 3 > len(text) and not final:
+                self._num_scanned = match.start()  # it may be the first of three
                 return None
             if not self._quote and not self._depth and sign in ",)]}":
-                return found.start()
-            self._num_scanned = found.end()
+                return match.start()
+            self._num_scanned = match.end()
             if self._quote:
                 self._quote = "" if sign == self._quote else self._quote
             elif sign[0] in "\"'":

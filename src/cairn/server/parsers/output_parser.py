@@ -80,8 +80,8 @@ def describe_call(begin: str, head: str, names: Sequence[str], end: str) -> dict
 
 def find_tag(text: str, tags: Sequence[str], start: int = 0) -> tuple[int, str] | None:
     """Position of the first tag at or after `start`, and which it is; the longest of those that begin there."""
-    found = [(position, -len(tag), tag) for tag in tags if (position := text.find(tag, start)) >= 0]
-    return (min(found)[0], min(found)[2]) if found else None
+    matches = [(position, -len(tag), tag) for tag in tags if (position := text.find(tag, start)) >= 0]
+    return (min(matches)[0], min(matches)[2]) if matches else None
 
 
 def count_partial_tag(text: str, tags: Sequence[str]) -> int:
@@ -164,14 +164,14 @@ class OutputParser:
     def _take_until(self, tags: Sequence[str], final: bool) -> tuple[str, str]:
         """The text before the first tag, and that tag with the newlines in front of it. Without a tag: the text that
         belongs to none, and an empty string."""
-        found = find_tag(self._text, tags)
-        if found is None:
+        match = find_tag(self._text, tags)
+        if match is None:
             safe = len(self._text)
             if not final:
                 safe -= count_partial_tag(self._text, tags)
                 safe -= _count_trailing_newlines(self._text[:safe])
             return self._take(safe), ""
-        position, tag = found
+        position, tag = match
         newlines = _count_trailing_newlines(self._text[:position])
         return self._take(position - newlines), self._take(newlines + len(tag))
 

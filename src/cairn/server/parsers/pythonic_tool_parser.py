@@ -31,7 +31,7 @@ class PythonicToolParser(Lfm2ToolParser):
 
     def finish(self, *, truncated: bool = False) -> list[OutputEvent]:
         events = super().finish(truncated=truncated)
-        self._is_start = True  # of what comes behind reasoning
+        self._is_start = True  # of what comes after reasoning
         return events
 
     def _may_call(self, name: str) -> bool:

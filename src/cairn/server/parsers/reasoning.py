@@ -52,7 +52,7 @@ class ReasoningParser(OutputParser):
 
     `opened`: the prompt ends within the reasoning. Otherwise an answer that does not begin with `<think>` has none.
     Newlines next to the tags are dropped: chat templates write them again. Some models call a tool without closing
-    their reasoning, or close it behind the call: with `calls_end_reasoning` the head of a call of a known tool ends it,
+    their reasoning, or close it after the call: with `calls_end_reasoning` the head of a call of a known tool ends it,
     too. Tags that open or close nothing are left out, unless they are quoted.
     """
 

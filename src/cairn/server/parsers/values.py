@@ -32,7 +32,7 @@ def get_json_types(name: str, schema: Mapping[str, Any]) -> frozenset[str]:
         by_id = {id(part): part for part in level if isinstance(part, Mapping) and id(part) not in seen}
         seen |= by_id.keys()
         parts = by_id.values()
-        types.update(found for part in parts for found in _own_types(part))
+        types.update(json_type for part in parts for json_type in _own_types(part))
         level = [inner for part in parts for inner in _inner_schemas(part, schema)]
     return frozenset(types)
 
@@ -63,10 +63,10 @@ def _inner_schemas(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Iterat
             yield from members
     reference = schema.get("$ref")
     if isinstance(reference, str) and reference.startswith("#/"):
-        found: Any = root
+        target: Any = root
         for step in reference.removeprefix("#/").split("/"):
-            found = found.get(step) if isinstance(found, Mapping) else None
-        yield found
+            target = target.get(step) if isinstance(target, Mapping) else None
+        yield target
 
 
 def convert_value(text: str, types: frozenset[str]) -> Any:
@@ -137,12 +137,12 @@ _STRINGS = re.compile(
 _NO_ESCAPE = re.compile(r"""\\(?P<kept>[\n\\'"abfnrtvxuUN0-7])|\\|\n""")
 
 
-def _mend_string(found: re.Match[str]) -> str:
+def _mend_string(match: re.Match[str]) -> str:
     """A Python string without line breaks, which only longer quotes allow, and without escapes that are none."""
-    return found[1] + _NO_ESCAPE.sub(_mend_escape, found[2]) if not found[1] else found[0]
+    return match[1] + _NO_ESCAPE.sub(_mend_escape, match[2]) if not match[1] else match[0]
 
 
-def _mend_escape(found: re.Match[str]) -> str:
-    if found["kept"] is not None:
-        return found[0]
-    return "\\n" if found[0] == "\n" else "\\\\"
+def _mend_escape(match: re.Match[str]) -> str:
+    if match["kept"] is not None:
+        return match[0]
+    return "\\n" if match[0] == "\n" else "\\\\"
