@@ -105,5 +105,5 @@ def test_the_runner_says_how_far_a_sequence_has_come(mode):
     end = answer.index(stop) + 1
     request = driver.ask(list(range(40)), max_tokens=30, stop=(stop,))
     assert request.output == answer[:end] and request.num_computed == 40 + end - 1
-    advanced = [step.advanced[0] for step in results if step.advanced]
+    advanced = [step.advanced[0] for step in results if len(step.advanced)]
     assert advanced.count(True) == end - 1 and advanced.count(False) > 0 and not any(advanced[end - 1 :])

@@ -110,7 +110,7 @@ class Runner(StepRunner):
         self._checkpoint_pages = CheckpointPages(self.pool, model.spec, layout, self._live, model.kernels)
         table_pages = pages_of_table(layout, num_pages, max_model_len)
         self._slot_tensors = SlotTensors(len(layout.groups), num_slots, table_pages, model.spec.device)
-        self._input_batch = InputBatch()
+        self._input_batch = InputBatch(num_slots)
         self._sampled: tuple[tuple[int, bytes], tuple[SampledRows, list[int | None] | None]] | None = None
         self._counts = model.kernels.token_counts(num_slots, model.vocab_size, model.spec.device)
         self._population: PoolPopulation | None = None
@@ -202,7 +202,7 @@ class Runner(StepRunner):
         assert launched.plan.step == step, f"step {step} is not to be collected now"
         result = launched.result()
         self._buffers.append(launched.inputs.buffers)
-        self._input_batch.append(result.sampled)
+        self._input_batch.append(result.slots, result.tokens)
         self.steps += 1
         return result
 
