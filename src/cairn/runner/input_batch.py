@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.keys import KeyBuffer
-from cairn.step import SAMPLED, Admit, StepPlan, TokenMasks
+from cairn.step import SAMPLED, Admit, DecodeRows, StepPlan, TokenMasks
 from cairn.types import Keys
 
 TABLE_ENTRY_BYTES = 8 + 4
@@ -44,13 +44,17 @@ class InputBatch:
             (self.image_slots.add if admit.images else self.image_slots.discard)(admit.slot)
             (self._with_history.add if admit.history is not None else self._with_history.discard)(admit.slot)
         decodes, samples = plan.decodes, plan.samples
+        if decodes.continues:
+            self._check_continued(decodes)
+        self._sampled_positions[samples.slots] = samples.positions
+
+    def _check_continued(self, decodes: DecodeRows) -> None:
         sampled = self._sampled_positions[decodes.slots]
         wrong = (decodes.tokens == SAMPLED) & (sampled != decodes.positions)
         if wrong.any():
             slot, position, last = (int(column[wrong][0]) for column in (decodes.slots, decodes.positions, sampled))
             self._slot(slot)
             raise LookupError(f"slot {slot} continues at {position}, but its last token was sampled for {last}")
-        self._sampled_positions[samples.slots] = samples.positions
 
     def admit(self, slot: int) -> Admit:
         """Raises LookupError for a slot without a request."""
@@ -107,11 +111,14 @@ def block_table_updates(
             _check_width(admit.slot, len(table), max_pages)
             indices.append(admit.slot * max_pages + np.arange(len(table)))
             pages.append(table)
-        for update in plan.table_updates:
-            if update.group == group:
-                _check_width(update.slot, update.first + len(update.pages), max_pages)
-                indices.append(update.slot * max_pages + update.first + np.arange(len(update.pages)))
-                pages.append(update.pages)
+        own = [update for update in plan.table_updates if update.group == group]
+        for update in own:
+            _check_width(update.slot, update.first + len(update.pages), max_pages)
+        if own:
+            begins = np.array([update.slot * max_pages + update.first for update in own])
+            lengths = np.array([len(update.pages) for update in own])
+            indices.append(np.repeat(begins - lengths.cumsum() + lengths, lengths) + np.arange(lengths.sum()))
+            pages += [update.pages for update in own]
         index, values = np.concatenate(indices), np.concatenate(pages)
         if plan.admits and plan.table_updates:
             # An update may follow an admit of the same plan: the later one counts, in whatever order a device writes.

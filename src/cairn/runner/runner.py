@@ -304,7 +304,8 @@ class Runner(StepRunner):
         hidden = self._model.forward(
             batch, _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, state_pages)
         )
-        self._live.hidden[batch.state_slots] = hidden[batch.cu_seqlens[1:] - 1]
+        is_last = batch.host.num_tokens == batch.host.num_seqs
+        self._live.hidden[batch.state_slots] = hidden if is_last else hidden[batch.cu_seqlens[1:] - 1]
         if step.plan.snapshots:
             self._checkpoint_pages.write_hidden(state_pages, hidden, rows)
         # All ranks take part: each has a share of the logits.

@@ -123,26 +123,27 @@ class PlanBuilder:
         """The decode rows of the running requests, in their order: for those that `plain` marks, bool [n], each with a
         sample of the next token, and those of `add_decode`. `slots`: of `running`, int [n]."""
         decoding = plain.copy()
-        decoding[list(self._decoding)] = True
-        rows = decoding.cumsum() - 1
-        self.plain = PlainDecodes([running[index] for index in plain.nonzero()[0].tolist()], slots[plain], rows[plain])
-        self.budget -= len(self.plain)
+        for index in self._decoding:
+            decoding[index] = True
+        at, rows = plain.nonzero()[0], decoding.cumsum() - 1
+        self.plain = PlainDecodes([running[index] for index in at.tolist()], slots[at], rows[at])
+        self.budget -= len(at)
         table.num_scheduled[self.plain.slots] += 1
         table.num_in_flight[self.plain.slots] += 1
         slots = slots[decoding]
-        ends = table.num_scheduled[slots]
+        ends, samples = table.num_scheduled[slots], np.ones(len(slots), np.bool_)
         # of the steps that name a plain one each samples a token
-        tokens = np.where(table.num_in_flight[slots] > 1, SAMPLED, table.last_token[slots])
-        samples = np.ones(len(slots), np.bool_)
+        tokens = np.where(table.num_in_flight[slots] > 1, SAMPLED, table.last_token[slots]).astype(np.int64)
         for index, added in self._decoding.items():
             request, added.row = added.request, int(rows[index])
             is_known = added.start < request.num_tokens
             tokens[added.row] = request.output[added.start - request.num_prompt_tokens] if is_known else SAMPLED
             samples[added.row] = added.samples
-        narrow = slots.astype(np.int32), ends.astype(np.int32)
-        self.decodes = DecodeRows(narrow[0], narrow[1] - 1, tokens, table.kv_write_from[slots].astype(np.int32))
-        bans_stop_tokens = ends < table.min_tokens_until[slots]
-        self._decode_samples = Samples(narrow[0][samples], narrow[1][samples], bans_stop_tokens[samples])
+        numbers, bans_stop_tokens = slots.astype(np.int32), ends < table.min_tokens_until[slots]
+        self.decodes = DecodeRows(numbers, ends - 1, tokens, table.kv_write_from[slots])
+        self._decode_samples = Samples(numbers, ends, bans_stop_tokens)
+        if not samples.all():
+            self._decode_samples = Samples(numbers[samples], ends[samples], bans_stop_tokens[samples])
 
     def add_sample(self, request: Request, position: int) -> None:
         """The token at absolute position `position` is sampled behind a prefill or a full hit; no stop token before

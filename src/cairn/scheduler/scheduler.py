@@ -272,6 +272,7 @@ class Scheduler:
             update = self._apply_sequence(scheduled, result)
             if update is not None:
                 progress.append(update)
+        state.counters.generation_tokens += len(progress)
         state.cache.release_step(builder.step)
         return progress
 
@@ -326,7 +327,6 @@ class Scheduler:
         return progress
 
     def _take_token(self, request: Request, token: int, result: StepResult) -> Progress:
-        self.state.counters.generation_tokens += 1
         request.output.append(token)
         finish: Finish | None = None
         if token in request.spec.stop_token_ids:

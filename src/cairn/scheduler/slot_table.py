@@ -16,19 +16,19 @@ COLUMNS = (
     "min_tokens_until",
 )
 
-Row = NDArray[np.int64]
+Row = NDArray[np.int32]
 """The columns of one request, shape [len(COLUMNS)]."""
 
 
 class SlotTable:
-    """One column per field, int64 [num_slots]; `Request` says what the first four mean.
+    """One column per field, int32 [num_slots]; `Request` says what the first four mean.
 
     `last_token`: the newest token that was sampled in the slot and has been applied. `kv_write_from`: as of a decode
     row. `min_tokens_until`: no stop token may be sampled at a position before this one.
     """
 
     def __init__(self, num_slots: int) -> None:
-        self._columns = np.zeros((len(COLUMNS), num_slots), np.int64)
+        self._columns = np.zeros((len(COLUMNS), num_slots), np.int32)
         (
             self.num_computed,
             self.num_scheduled,
@@ -57,7 +57,7 @@ class Column:
         self._place = COLUMNS.index(name)
 
     def __get__(self, request: HasRow, owner: type | None = None) -> int:
-        return int(request.row[self._place])
+        return int(request.row.item(self._place))
 
     def __set__(self, request: HasRow, value: int) -> None:
         request.row[self._place] = value
@@ -65,4 +65,4 @@ class Column:
 
 def empty_row() -> Row:
     """Of a request that begins."""
-    return np.zeros(len(COLUMNS), np.int64)
+    return np.zeros(len(COLUMNS), np.int32)
