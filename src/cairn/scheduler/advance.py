@@ -13,8 +13,9 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     A prefill chunk leaves one token of the budget to every request behind it, so that no answer stalls. False if
     pages ran short: then what was freed belongs to those that run, and nobody new may come in.
 
-    Plain decodes come last and all at once: they only need the token of the budget that is left to each. Whoever lacks
-    pages preempts requests behind it alone, so those before it might as well have their rows already.
+    Plain decodes, and those that only lacked a page, come last and all at once: what they need is the token of the
+    budget that is left to each. Whoever lacks pages preempts requests behind it alone, so it does not matter that those
+    before it have no rows yet.
     """
     preemptions, enough, table = state.counters.preemptions, True, state.slots
     running, slots = list(state.running), state.running.slots
@@ -35,12 +36,14 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
         if copies is None:
             enough = False
             num_before -= request.phase is not Phase.RUNNING  # it has given way itself
-        elif decode:
-            samples = end >= request.num_tokens
-            _record_row(builder, builder.add_decode(request, index), copies, samples=samples)
-            request.plain_until = _plain_until(state, request) if samples else 0
-        else:
+        elif not decode:
             add_prefill(builder, request, end, copies)
+        elif _becomes_plain(state, request) and not copies:
+            plain[index] = True
+            num_before -= 1
+            builder.update_tables(request)
+        else:
+            _record_row(builder, builder.add_decode(request, index), copies, samples=end >= request.num_tokens)
     if preemptions != state.counters.preemptions:
         enough = False
         plain &= [request.phase is Phase.RUNNING for request in running]
@@ -72,6 +75,17 @@ def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[P
         targets = spec.prompt[request.num_scheduled + 1 : end + 1]
         score = Score(targets, spec.prompt_logprobs) if len(targets) else None
     _record_row(builder, builder.add_prefill(request, end, score), copies, samples=end >= request.num_tokens)
+
+
+def _becomes_plain(state: SchedulerState, request: Request) -> bool:
+    """Whether the decode of the token at `num_scheduled` is plain, now that its page is there; sets `plain_until`."""
+    start, num_tokens = request.num_scheduled, request.num_tokens
+    if start + 1 < num_tokens:
+        request.plain_until = 0
+        return False
+    request.plain_until = until = _plain_until(state, request)
+    # a step that is out and samples nothing, with a known token behind it, is no plain one's
+    return start < until and (start < num_tokens) == (request.num_in_flight == 0)
 
 
 def _plain_until(state: SchedulerState, request: Request) -> int:

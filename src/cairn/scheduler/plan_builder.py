@@ -194,7 +194,10 @@ class PlanBuilder:
     def _record_row(self, added: ScheduledSequence) -> None:
         self.scheduled.append(added)
         self.budget -= added.end - added.start
-        request = added.request
+        self.update_tables(added.request)
+
+    def update_tables(self, request: Request) -> None:
+        """The runner is told of pages that the request has got."""
         assert request.sequence is not None
         for group, table in enumerate(request.sequence.tables):
             if table.num_sent < table.length:
