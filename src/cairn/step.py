@@ -207,7 +207,7 @@ class DecodeRows:
     @property
     def continues(self) -> bool:
         """Whether a row continues with a token that only the device knows."""
-        return bool((self.tokens == SAMPLED).any())
+        return bool(np.count_nonzero(self.tokens == SAMPLED))
 
     def __len__(self) -> int:
         return len(self.slots)

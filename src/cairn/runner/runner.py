@@ -316,7 +316,8 @@ class Runner(StepRunner):
 
     def _sample(self, step: LaunchedStep, logits: Tensor, masks: TokenMasks) -> Tensor:
         samples, sampler, metadata = step.plan.samples, step.sampler, list[SamplingMetadata]()
-        has_processors = masks or samples.bans_stop_tokens.any() or (sampler is not None and sampler.has_processors)
+        bans = np.count_nonzero(samples.bans_stop_tokens)
+        has_processors = masks or bans or (sampler is not None and sampler.has_processors)
         if has_processors or self._observe is not None:
             metadata = list(self._input_batch.sampling_metadata(step.plan, masks))
         if self._observe is not None:

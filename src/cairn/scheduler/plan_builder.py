@@ -122,12 +122,12 @@ class PlanBuilder:
     ) -> None:
         """The decode rows of the running requests, in their order: for those that `plain` marks, bool [n], each with a
         sample of the next token, and those of `add_decode`. `slots`: of `running`, int [n]."""
-        decoding = plain.copy()
-        for index in self._decoding:
-            decoding[index] = True
-        at, rows = plain.nonzero()[0], decoding.cumsum() - 1
-        self.plain = PlainDecodes([running[index] for index in at.tolist()], slots[at], rows[at])
-        self.budget -= len(at)
+        at = decoding = plain.nonzero()[0]
+        if self._decoding:
+            decoding = np.sort(np.concatenate([at, list(self._decoding)]))
+        requests = [running[index] for index in at.tolist()]
+        self.plain = PlainDecodes(requests, slots[at], decoding.searchsorted(at))
+        self.budget -= len(requests)
         table.num_scheduled[self.plain.slots] += 1
         table.num_in_flight[self.plain.slots] += 1
         slots = slots[decoding]
@@ -135,7 +135,7 @@ class PlanBuilder:
         # of the steps that name a plain one each samples a token
         tokens = np.where(table.num_in_flight[slots] > 1, SAMPLED, table.last_token[slots]).astype(np.int64)
         for index, added in self._decoding.items():
-            request, added.row = added.request, int(rows[index])
+            request, added.row = added.request, int(decoding.searchsorted(index))
             is_known = added.start < request.num_tokens
             tokens[added.row] = request.output[added.start - request.num_prompt_tokens] if is_known else SAMPLED
             samples[added.row] = added.samples
