@@ -149,14 +149,15 @@ class OutputProcessor:
         """The client's outputs for the progress of the scheduler's requests."""
         outputs, answers = [], self._answers
         for progress in steps:
-            request, tokens, finish, logprobs = progress
+            request = progress.request
             answer = answers.get(request.spec.request_id)
             if answer is None:
                 continue
-            may_end = finish is not None or answer.is_checked
-            if not may_end and logprobs is None and len(request.output) > len(tokens):
+            may_end = progress.finish is not None or answer.is_checked
+            if not may_end and progress.logprobs is None and len(request.output) > len(progress.tokens):
                 # tokens and nothing else, as of nearly all answers in nearly every step
-                output = GenerateOutput(request_id=answer.request_id, index=answer.index, token_ids=list(tokens))
+                tokens = list(progress.tokens)
+                output = GenerateOutput(request_id=answer.request_id, index=answer.index, token_ids=tokens)
             else:
                 output = self._output(progress, answer)
             outputs.append(output)

@@ -3,7 +3,8 @@ its own, no thread."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import PrefixCache
@@ -29,7 +30,7 @@ from cairn.types import Clock, RequestId
 __all__ = ["Progress", "Scheduler"]
 
 
-class Progress(NamedTuple):
+class Progress(msgspec.Struct, frozen=True):
     """News of one request: the tokens that a step brought, with their `logprobs` where they were asked for, and how it
     ended, if it did."""
 
