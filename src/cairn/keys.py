@@ -29,35 +29,45 @@ def common_tokens(ours: Tokens, theirs: Tokens, limit: int | None = None) -> int
 
 class KeyBuffer:
     """The key tokens of one sequence; grows at the end, in amortised O(1) a token. The array that it begins with is
-    never written to."""
+    never written to. `follow`: from then on a list that somebody else appends to is its end."""
 
-    __slots__ = ("_keys", "num_tokens")
+    __slots__ = ("_keys", "_length", "_output", "_start")
 
     def __init__(self, keys: Keys) -> None:
         self._keys = keys
-        self.num_tokens = len(keys)
+        self._length = len(keys)
+        self._output: list[int] | None = None
+        self._start = 0
+
+    def follow(self, output: list[int], start: int) -> None:
+        """The tokens from `start` on are those of `output`, which grows. They are copied when they are read."""
+        assert start <= self._length <= start + len(output), f"{self._length} tokens, and {len(output)} from {start} on"
+        self._output, self._start = output, start
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        return self._length if self._output is None else self._start + len(self._output)
 
     @property
     def keys(self) -> Keys:
         """A view, shape [num_tokens]."""
-        return self._keys[: self.num_tokens]
+        if self._output is not None and (first := self._length - self._start) < len(self._output):
+            self._extend(self._output[first:])
+        return self._keys[: self._length]
 
     def append(self, token: int) -> None:
         """Add one key token."""
-        if self.num_tokens == len(self._keys):
-            self._grow(self.num_tokens + 1)
-        self._keys[self.num_tokens] = token
-        self.num_tokens += 1
+        if self._output is not None:
+            self._output.append(token)
+        else:
+            self._extend((token,))
 
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Add several key tokens."""
-        end = self.num_tokens + len(tokens)
+    def _extend(self, tokens: Sequence[int]) -> None:
+        end = self._length + len(tokens)
         if end > len(self._keys):
-            self._grow(end)
-        self._keys[self.num_tokens : end] = tokens
-        self.num_tokens = end
-
-    def _grow(self, least: int) -> None:
-        grown = np.empty(max(least, len(self._keys) * 5 // 4 + 64), np.int64)
-        grown[: self.num_tokens] = self.keys
-        self._keys = grown
+            grown = np.empty(max(end, len(self._keys) * 5 // 4 + 64), np.int64)
+            grown[: self._length] = self._keys[: self._length]
+            self._keys = grown
+        self._keys[self._length : end] = tokens
+        self._length = end

@@ -24,7 +24,7 @@ step that last names it has been applied. What a slot's admit said is not said a
 Plans go to the other ranks as they are (`cairn.engine.ranks.wire`), so integers have the ranges that are read there.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -207,7 +207,7 @@ class DecodeRows:
     @property
     def continues(self) -> bool:
         """Whether a row continues with a token that only the device knows."""
-        return bool((self.tokens == SAMPLED).any())
+        return bool(np.count_nonzero(self.tokens == SAMPLED))
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -284,8 +284,7 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """What was sampled for the sequence in `slot`. `logprobs`: of this token, where they were asked for; rank 0 alone
-    has them."""
+    """What was sampled for the sequence in `slot`. `logprobs`: of this token, where they were asked for."""
 
     slot: int
     token: int
@@ -301,16 +300,26 @@ class Scored:
     logprobs: Logprobs = field(compare=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
-    """What the step with the same number gave: one entry for each of `samples` and one for each `PrefillRow.score`, in
-    plan order.
+    """What the step with the same number gave, in plan order.
+
+    `slots`: of the plan's samples. `tokens`: what was sampled in each. `logprobs`: of these tokens, by slot, where they
+    were asked for; rank 0 alone has them. `scored`: one entry for each `PrefillRow.score`.
 
     `advanced`: bool [decodes], whether each decode row has taken the sequence of its slot a token further. One that
     continues with a stop token, sampled by a step that was still out, has not: nobody but the runner knew.
     """
 
     step: int
-    sampled: tuple[SampledToken, ...] = ()
+    slots: NDArray[np.int32] = field(default_factory=_no_slots)
+    tokens: Keys = field(default_factory=_no_tokens)
+    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     scored: tuple[Scored, ...] = ()
-    advanced: Sequence[bool] = ()
+    advanced: NDArray[np.bool_] = field(default_factory=_no_flags)
+
+    @property
+    def sampled(self) -> tuple[SampledToken, ...]:
+        """One record for each token."""
+        tokens = zip(self.slots.tolist(), self.tokens.tolist(), strict=True)
+        return tuple(SampledToken(slot, token, self.logprobs.get(slot)) for slot, token in tokens)

@@ -15,6 +15,7 @@ from cairn.step import Logprobs, SampledToken, Scored, StepPlan, StepResult, Tok
 from cairn.transfer.contract import TransferRole
 from cairn.types import SamplingParams
 from doubles.byte_tokenizer import END_OF_SEQUENCE, VOCAB_SIZE
+from doubles.step_results import MAX_SLOTS, step_result
 
 __all__ = ["EchoRunner", "EchoSpecs"]
 
@@ -60,7 +61,7 @@ class EchoRunner:
     def __init__(self) -> None:
         self.forward_passes = 0
         self.steps = 0
-        self._input_batch = InputBatch()
+        self._input_batch = InputBatch(MAX_SLOTS)
         self._plan = StepPlan(0)
         self._masks: TokenMasks = {}
 
@@ -79,13 +80,14 @@ class EchoRunner:
         scores = [(row.slot, row.start, row.score) for row in plan.prefills if row.score is not None]
         samples = zip(plan.samples.slots.tolist(), self._input_batch.sampling_metadata(plan, self._masks), strict=True)
         sampled = [_drawn(slot, sample) for slot, sample in samples]
-        self._input_batch.append(sampled)
         scored = tuple(
             Scored(slot, start + 1 + i, _logprobs(target, score.top))
             for slot, start, score in scores
             for i, target in enumerate(score.targets.tolist())
         )
-        return StepResult(plan.step, tuple(sampled), scored, [True] * len(plan.decodes))
+        result = step_result(plan.step, sampled, scored, [True] * len(plan.decodes))
+        self._input_batch.append(result.slots, result.tokens)
+        return result
 
     def close(self) -> None:
         """Nothing runs beside it."""

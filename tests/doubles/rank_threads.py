@@ -7,6 +7,7 @@ from typing import Any
 from cairn.errors import EngineDead
 from cairn.runner.contract import StepRunner
 from cairn.step import StepPlan, StepResult, TokenMasks
+from doubles.step_results import result_records
 
 __all__ = ["RankThreads"]
 
@@ -32,7 +33,7 @@ class RankThreads(StepRunner):
     def collect(self, step: int) -> StepResult:
         """Raises EngineDead when the ranks' results differ, which would be a bug of cairn's."""
         results = self._on_all(lambda runner: runner.collect(step))
-        if any(result != results[0] for result in results):
+        if any(result_records(result) != result_records(results[0]) for result in results):
             raise EngineDead(f"step {step}: the ranks have drawn different tokens: {results}")
         self.forward_passes, self.steps = self.runners[0].forward_passes, self.runners[0].steps
         return results[0]

@@ -19,6 +19,7 @@ from cairn.runner.input_batch import InputBatch, block_table_updates
 from cairn.runner.plan_check import PlanCheck, PlanLimits
 from cairn.step import GRID, SAMPLED, Logprobs, SampledToken, Scored, Snapshot, StepPlan, StepResult, TokenMasks
 from cairn.types import Pages
+from doubles.step_results import MAX_SLOTS, step_result
 
 __all__ = ["BlockTables", "SimulatedRunner", "prefill_tags"]
 
@@ -94,7 +95,7 @@ class SimulatedRunner(StepRunner):
         self.tables = BlockTables(layout.groups, num_slots, num_pages)
         aligned = numerics and layout.state_bytes > 0
         self._check = PlanCheck(PlanLimits(layout, num_pages, num_slots, _ANY_TOKEN, aligned))
-        self._input_batch = InputBatch()
+        self._input_batch = InputBatch(MAX_SLOTS)
         self._layout = layout
         self._vocab_size = vocab_size
         self._numerics = numerics
@@ -148,8 +149,9 @@ class SimulatedRunner(StepRunner):
         """What the oldest step that is out has given."""
         out = self._out.popleft()
         assert out.plan.step == step and out.sampled is not None, f"step {step} is not to be collected now"
-        self._input_batch.append(out.sampled)
-        return StepResult(step, out.sampled, out.scored, out.advanced)
+        result = step_result(step, out.sampled, out.scored, out.advanced)
+        self._input_batch.append(result.slots, result.tokens)
+        return result
 
     def close(self) -> None:
         """Nothing runs beside it."""

@@ -62,6 +62,7 @@ from cairn.step import (
 from cairn.types import SamplingParams
 from doubles.hand_plans import PlanWriter, SampleOnly, WholeRow
 from doubles.rank_threads import RankThreads
+from doubles.step_results import result_records
 from doubles.thread_ranks import thread_ranks
 from engine.rank_service import OWNER_OF_GRAPHS
 from kernels.int8_products import NEEDS_INT8
@@ -363,7 +364,7 @@ def test_processes_compute_what_threads_compute(tiny_model, started, monkeypatch
     )
     checked = CheckedRunner(ranked, PlanLimits(layout, NUM_PAGES, NUM_SLOTS, 4096, True))
     for plan in conversation(layout.pages_per_checkpoint):
-        assert checked.run(plan) == threads.run(plan)
+        assert result_records(checked.run(plan)) == result_records(threads.run(plan))
     assert (ranked.steps, ranked.forward_passes) == (threads.steps, threads.forward_passes) == (9, 7)
     assert len(seen["threads"]) == 8
     assert all(torch.equal(*pair) for pair in zip(seen["processes"], seen["threads"], strict=True))
@@ -442,7 +443,7 @@ def test_processes_quantize_as_threads_do(tiny_model, started):
             for rank, observe in zip(thread_ranks(2), observers, strict=True)
         ]
     )
-    assert ranked.run(prefill(1)) == threads.run(prefill(1))
+    assert result_records(ranked.run(prefill(1))) == result_records(threads.run(prefill(1)))
     assert torch.equal(*seen["processes"], *seen["threads"])
     threads.close()
 

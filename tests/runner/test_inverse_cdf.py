@@ -9,6 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import pad
 
+from cairn.kernels.sampling import inverse_cdf
 from cairn.kernels.sampling.inverse_cdf import (
     BLOCK,
     Draws,
@@ -148,6 +149,21 @@ def test_the_lowest_of_equal_largest_in_any_block() -> None:
     for row, tokens in enumerate([(0, 5), (127, 128), (130, 300), (383,)]):
         logits[row, list(tokens)] = 2.0
     assert take_largest(logits, draws_of([0.0] * 4)).tolist() == [0, 127, 130, 383]
+
+
+@pytest.mark.parametrize("special", [None, float("nan"), float("inf"), -float("inf")])
+def test_numpy_and_torch_take_the_same_largest(special: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Equal logits, and what is no number: whatever the number of threads."""
+    generator = torch.Generator().manual_seed(7)
+    logits = torch.randint(-3, 3, (40, 4 * BLOCK), generator=generator).float()
+    if special is not None:
+        logits[torch.rand(logits.shape, generator=generator) < 0.01] = special
+        logits[0] = special
+    taken = []
+    for threads in (0, torch.get_num_threads()):
+        monkeypatch.setattr(inverse_cdf, "_NUMPY_THREADS", threads)
+        taken.append(take_largest(logits, draws_of([0.0] * 40)).tolist())
+    assert taken[0] == taken[1]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 5e-324, 1e-30, 1e-6])

@@ -7,6 +7,7 @@ from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.step import PageCopy, SampledToken, StepPlan, StepResult, TokenMasks
 from doubles.rank_threads import RankThreads
+from doubles.step_results import step_result
 from doubles.thread_ranks import thread_ranks
 from runner.harness import build_tiny, parse, prompt, random_weights, ranks, raw_config, tiny
 
@@ -25,7 +26,7 @@ class Drawn:
         pass
 
     def collect(self, step: int) -> StepResult:
-        return StepResult(step, (SampledToken(0, self._token),))
+        return step_result(step, [SampledToken(0, self._token)])
 
 
 def test_ranks_that_draw_different_tokens_are_found_out() -> None:

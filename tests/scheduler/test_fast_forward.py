@@ -5,7 +5,8 @@ from driver import Driver
 
 from cairn.cache.audit import audit
 from cairn.scheduler.request import Phase
-from cairn.step import SampledToken, StepResult
+from cairn.step import SampledToken
+from doubles.step_results import step_result
 
 PROMPTS = [range(100), range(100, 117), [*range(60), *range(500, 530)], range(700, 760), range(900, 980)]
 ANSWERS = (150, 90, 40, 200, 130)
@@ -30,8 +31,8 @@ def played(driver, limit):
         plan = scheduler.plan()
         running = {request.slot: request for request in scheduler.state.requests.values() if request.slot >= 0}
         slots = [slot for slot in plan.samples.slots.tolist() if running[slot].phase is Phase.RUNNING]
-        sampled = tuple(SampledToken(slot, next_tokens(running[slot], 1)[0]) for slot in slots)
-        for progress in scheduler.apply(StepResult(plan.step, sampled, advanced=[True] * len(plan.decodes))):
+        sampled = [SampledToken(slot, next_tokens(running[slot], 1)[0]) for slot in slots]
+        for progress in scheduler.apply(step_result(plan.step, sampled, advanced=[True] * len(plan.decodes))):
             if progress.finish is not None:
                 finished[progress.request.id] = planned + skipped
     return planned, skipped, finished
@@ -80,7 +81,7 @@ def test_nothing_is_skipped_while_something_may_happen():
     plan = scheduler.plan()
     assert scheduler.skip_plain_steps(100, next_tokens) == 0, "a step is out"
     sampled = (SampledToken(plan.samples.slots.tolist()[0], 7),)
-    scheduler.apply(StepResult(plan.step, sampled, advanced=[True] * len(plan.decodes)))
+    scheduler.apply(step_result(plan.step, sampled, advanced=[True] * len(plan.decodes)))
     assert scheduler.skip_plain_steps(5, next_tokens) == 5
     assert scheduler.skip_plain_steps(100, next_tokens) == 127 - 100 - 7, "a point of the grid"
     driver.submit(range(500, 600), 300)
@@ -91,4 +92,4 @@ def played_steps(driver, number):
     for _ in range(number):
         plan = driver.scheduler.plan()
         sampled = [SampledToken(slot, 7) for slot in plan.samples.slots.tolist()]
-        driver.scheduler.apply(StepResult(plan.step, tuple(sampled), advanced=[True] * len(plan.decodes)))
+        driver.scheduler.apply(step_result(plan.step, sampled, advanced=[True] * len(plan.decodes)))

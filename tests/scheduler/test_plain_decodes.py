@@ -62,9 +62,9 @@ def test_few_decodes_go_the_long_way(max_in_flight):
             num_plain += len(driver.scheduler._plans[-1].plain)
             num_decodes += len(plan.decodes)
         driver.pipeline.collect()
-    # one page in 16 tokens, one point of the grid in 64, and the first decode
+    # one point of the grid in 64, and the first decode, which may copy a page; one that lacks a page is plain with it
     assert num_decodes == DECODES - 1
-    assert num_decodes - num_plain <= DECODES // BLOCK + DECODES // 64 + 3
+    assert num_decodes - num_plain <= DECODES // 64 + 2
 
 
 class Anything:
@@ -105,5 +105,5 @@ def test_the_runner_says_how_far_a_sequence_has_come(mode):
     end = answer.index(stop) + 1
     request = driver.ask(list(range(40)), max_tokens=30, stop=(stop,))
     assert request.output == answer[:end] and request.num_computed == 40 + end - 1
-    advanced = [step.advanced[0] for step in results if step.advanced]
+    advanced = [step.advanced[0] for step in results if len(step.advanced)]
     assert advanced.count(True) == end - 1 and advanced.count(False) > 0 and not any(advanced[end - 1 :])

@@ -7,7 +7,7 @@ from driver import Driver, alone
 from cairn.runner.input_batch import InputBatch
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.request import ARRIVALS_PER_PRIORITY, Phase
-from cairn.step import SAMPLED, SampledToken
+from cairn.step import SAMPLED
 from cairn.types import RequestId, SamplingParams
 
 PROMPT = tuple(range(100))
@@ -89,12 +89,12 @@ def test_a_preempted_request_counts_what_it_had_generated(exact, steps, room):
     assert driver.scheduler.state.counters.preemptions == 1
     if exact:
         assert driver.output(name) == alone(PROMPT, exact, max_tokens=15, sampling=PENALTY)
-    batch, samples = InputBatch(), []
+    batch, samples = InputBatch(8), []
     for plan in driver.plans:
         batch.update(plan)
         for slot, sample in zip(plan.samples.slots.tolist(), batch.sampling_metadata(plan, {}), strict=True):
             samples.append(sample)
-            batch.append([SampledToken(slot, driver.output(name)[sample.position - 100])])
+            batch.append(np.array([slot]), np.array([driver.output(name)[sample.position - 100]]))
     assert len(samples) == 15
     for sample in samples:
         known = [*PROMPT, *driver.output(name)][: sample.position]

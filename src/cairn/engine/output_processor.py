@@ -89,9 +89,10 @@ class CheckedText:
 
 class AnswerState:
     """What is to be known of answer `index` of a request until it ends. `text`: None where the client makes it.
-    `failure_status`: the HTTP status if it fails. `repeats`: whether it ends with a repetition that counts."""
+    `failure_status`: the HTTP status if it fails. `repeats`: whether it ends with a repetition that counts.
+    `is_checked`: whether something else than the scheduler may end it."""
 
-    def __init__(self, request: GenerateRequest, index: int, text: CheckedText | None) -> None:
+    def __init__(self, request: GenerateRequest, index: int, text: CheckedText | None, constraint: object) -> None:
         until = request.stop_conditions
         self.request_id = request.request_id
         self.index = index
@@ -102,6 +103,7 @@ class AnswerState:
         self._min_tokens, self._num_tokens = until.min_tokens, 0
         repetition = until.repetition_detection
         self._repetition = RepetitionDetector(repetition) if repetition and repetition.max_pattern_size else None
+        self.is_checked = any(check is not None for check in (text, self._repetition, constraint))
 
     def push(self, tokens: Sequence[int]) -> tuple[str, str | None]:
         """The text that can be released, empty where the client makes it, and the stop string that was found."""
@@ -134,7 +136,7 @@ class OutputProcessor:
             text = None
             if request.has_stop_strings:
                 text = CheckedText(request.stop_conditions, self._tokenizer.stream(request.skip_special_tokens))
-            self._answers[spec.request_id] = AnswerState(request, index, text)
+            self._answers[spec.request_id] = AnswerState(request, index, text, spec.constraint)
 
     def abort(self, request_id: str) -> None:
         """End a request's answers without further output. Unknown ids are ignored."""
@@ -145,14 +147,24 @@ class OutputProcessor:
 
     def process_outputs(self, steps: Sequence[Progress]) -> list[GenerateOutput]:
         """The client's outputs for the progress of the scheduler's requests."""
-        outputs = [self._output(progress) for progress in steps]
-        return [output for output in outputs if output is not None]
+        outputs, answers = [], self._answers
+        for progress in steps:
+            request = progress.request
+            answer = answers.get(request.spec.request_id)
+            if answer is None:
+                continue
+            may_end = progress.finish is not None or answer.is_checked
+            if not may_end and progress.logprobs is None and len(request.output) > len(progress.tokens):
+                # tokens and nothing else, as of nearly all answers in nearly every step
+                tokens = list(progress.tokens)
+                output = GenerateOutput(request_id=answer.request_id, index=answer.index, token_ids=tokens)
+            else:
+                output = self._output(progress, answer)
+            outputs.append(output)
+        return outputs
 
-    def _output(self, progress: Progress) -> GenerateOutput | None:
+    def _output(self, progress: Progress, answer: AnswerState) -> GenerateOutput:
         request = progress.request
-        answer = self._answers.get(request.id)
-        if answer is None:
-            return None
         text, stop = answer.push(progress.tokens)
         finish: FinishReason | None = progress.finish
         stop_reason: str | int | None = None

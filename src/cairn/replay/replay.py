@@ -15,6 +15,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
@@ -31,7 +33,7 @@ from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.scheduler.transfers import Transfers
-from cairn.step import GRID, SampledToken, StepResult
+from cairn.step import GRID, StepResult
 from cairn.transfer.contract import KvSource, TransferRole
 from cairn.types import Clock, Keys, ManualClock, RequestId, SamplingParams
 
@@ -242,10 +244,7 @@ class Replay:
             in_use = (pool.num_pages - pool.num_free) * self.cache.layout.page_bytes
             self.outcome.peak_bytes = max(self.outcome.peak_bytes, in_use)
         builder = self._out.popleft()
-        sampled = [self._sample(part.request, part.end) for part in builder.scheduled if part.samples]
-        sampled += [self._sample(request, builder.plain_sequence(request, row).end) for request, row in builder.plain]
-        result = StepResult(builder.step, tuple(sampled), advanced=[True] * builder.num_decodes)
-        for progress in self._scheduler.apply(result):
+        for progress in self._scheduler.apply(self._result(builder)):
             if progress.finish is not None:
                 # who came after it waits for it, as long as it may take
                 timeline = self._requests[progress.request.id].timeline
@@ -254,8 +253,15 @@ class Replay:
             if replayed.leaves:
                 self._scheduler.abort(request.id)
 
-    def _sample(self, request: Request, position: int) -> SampledToken:
-        return SampledToken(request.slot, self._requests[request.id].answer[position - request.num_prompt_tokens])
+    def _result(self, builder: PlanBuilder) -> StepResult:
+        samples, requests = builder.samples, [part.request for part in builder.scheduled] + list(builder.plain.requests)
+        by_slot = {request.slot: request for request in requests}
+        tokens = []
+        for slot, position in zip(samples.slots.tolist(), samples.positions.tolist(), strict=True):
+            request = by_slot[slot]
+            tokens.append(self._requests[request.id].answer[position - request.num_prompt_tokens])
+        advanced = np.ones(builder.num_decodes, np.bool_)
+        return StepResult(builder.step, samples.slots, np.array(tokens, np.int64), advanced=advanced)
 
     def _next_tokens(self, request: Request, num_tokens: int) -> list[int]:
         start = len(request.output)

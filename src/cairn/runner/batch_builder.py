@@ -112,12 +112,13 @@ def host_batch(plan: StepPlan, snapshots: Sequence[Snapshot]) -> HostBatch:
     decodes = plan.decodes
     slots, starts, write_from = decodes.slots, decodes.positions, decodes.kv_write_from
     ends, num_decodes = starts + 1, len(decodes)
+    cu_seqlens = np.arange(num_decodes + 1, dtype=np.int32)
     if plan.prefills:
         rows = [(row.slot, row.start, row.kv_write_from, row.end) for row in plan.prefills]
         columns = zip((slots, starts, write_from, ends), np.array(rows, np.int32).T, strict=True)
         slots, starts, write_from, ends = (np.concatenate(column) for column in columns)
-    cu_seqlens = np.zeros(len(slots) + 1, np.int32)
-    np.cumsum(ends - starts, out=cu_seqlens[1:])
+        cu_seqlens = np.zeros(len(slots) + 1, np.int32)
+        np.cumsum(ends - starts, out=cu_seqlens[1:])
     snapshot_points = [(snapshot.row, snapshot.position) for snapshot in snapshots]
     snapshot_seqs, positions = np.array(snapshot_points, np.int32).reshape(-1, 2).T.copy()
     return HostBatch(

@@ -1,6 +1,6 @@
 """The requests in the runner's slots: what their admits said, and the tokens sampled since. Numpy alone, no torch."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.keys import KeyBuffer
-from cairn.step import SAMPLED, Admit, SampledToken, StepPlan, TokenMasks
+from cairn.step import SAMPLED, Admit, DecodeRows, StepPlan, TokenMasks
+from cairn.types import Keys
 
 TABLE_ENTRY_BYTES = 8 + 4
 """What an entry of `block_table_updates` takes of a step's copy to the device: an index and a page."""
@@ -16,21 +17,21 @@ TABLE_ENTRY_BYTES = 8 + 4
 
 @dataclass(slots=True, eq=False)
 class _SlotState:
-    """`sampled_position`: of the newest sampled token, or of the one that an uncollected step samples."""
-
     admit: Admit
     history: KeyBuffer | None
-    sampled_position: int | None = None
 
 
 class InputBatch:
     """The admit of each slot, until the slot's next one. `image_slots`: slots whose prompts have images. `num_admits`:
     so many there were."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_slots: int) -> None:
         self.image_slots: set[int] = set()
         self.num_admits = 0
         self._slots: dict[int, _SlotState] = {}
+        self._with_history: set[int] = set()
+        # of the newest sampled token, or of the one that an uncollected step samples
+        self._sampled_positions = np.full(num_slots, -1, np.int64)
 
     def update(self, plan: StepPlan) -> None:
         """Apply the admits and samples of a plan that is launched. Raises LookupError for a row that continues with a
@@ -39,13 +40,21 @@ class InputBatch:
         for admit in plan.admits:
             history = None if admit.history is None else KeyBuffer(admit.history)
             self._slots[admit.slot] = _SlotState(admit, history)
+            self._sampled_positions[admit.slot] = -1
             (self.image_slots.add if admit.images else self.image_slots.discard)(admit.slot)
-        for row in np.flatnonzero(plan.decodes.tokens == SAMPLED):
-            slot, position = int(plan.decodes.slots[row]), int(plan.decodes.positions[row])
-            if (sampled := self._slot(slot).sampled_position) != position:
-                raise LookupError(f"slot {slot} continues at {position}, but its last token was sampled for {sampled}")
-        for slot, position in zip(plan.samples.slots.tolist(), plan.samples.positions.tolist(), strict=True):
-            self._slot(slot).sampled_position = position
+            (self._with_history.add if admit.history is not None else self._with_history.discard)(admit.slot)
+        decodes, samples = plan.decodes, plan.samples
+        if decodes.continues:
+            self._check_continued(decodes)
+        self._sampled_positions[samples.slots] = samples.positions
+
+    def _check_continued(self, decodes: DecodeRows) -> None:
+        sampled = self._sampled_positions[decodes.slots]
+        wrong = (decodes.tokens == SAMPLED) & (sampled != decodes.positions)
+        if wrong.any():
+            slot, position, last = (int(column[wrong][0]) for column in (decodes.slots, decodes.positions, sampled))
+            self._slot(slot)
+            raise LookupError(f"slot {slot} continues at {position}, but its last token was sampled for {last}")
 
     def admit(self, slot: int) -> Admit:
         """Raises LookupError for a slot without a request."""
@@ -72,12 +81,14 @@ class InputBatch:
                 logprobs=admit.logprobs,
             )
 
-    def append(self, sampled: Iterable[SampledToken]) -> None:
+    def append(self, slots: NDArray[np.int32], tokens: Keys) -> None:
         """Append the tokens of a step to the histories, in the order of the steps."""
-        for token in sampled:
-            history = self._slot(token.slot).history
+        if not self._with_history:
+            return
+        for slot, token in zip(slots.tolist(), tokens.tolist(), strict=True):
+            history = self._slot(slot).history
             if history is not None:
-                history.append(token.token)
+                history.append(token)
 
     def _slot(self, slot: int) -> _SlotState:
         state = self._slots.get(slot)
@@ -100,11 +111,14 @@ def block_table_updates(
             _check_width(admit.slot, len(table), max_pages)
             indices.append(admit.slot * max_pages + np.arange(len(table)))
             pages.append(table)
-        for update in plan.table_updates:
-            if update.group == group:
-                _check_width(update.slot, update.first + len(update.pages), max_pages)
-                indices.append(update.slot * max_pages + update.first + np.arange(len(update.pages)))
-                pages.append(update.pages)
+        own = [update for update in plan.table_updates if update.group == group]
+        for update in own:
+            _check_width(update.slot, update.first + len(update.pages), max_pages)
+        if own:
+            begins = np.array([update.slot * max_pages + update.first for update in own])
+            lengths = np.array([len(update.pages) for update in own])
+            indices.append(np.repeat(begins - lengths.cumsum() + lengths, lengths) + np.arange(lengths.sum()))
+            pages += [update.pages for update in own]
         index, values = np.concatenate(indices), np.concatenate(pages)
         if plan.admits and plan.table_updates:
             # An update may follow an admit of the same plan: the later one counts, in whatever order a device writes.

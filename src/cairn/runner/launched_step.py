@@ -13,7 +13,7 @@ from cairn.runner.batch_builder import BatchBuilder
 from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
 from cairn.runner.vision import MultimodalInputs
-from cairn.step import Logprobs, PageCopy, Restore, SampledToken, Save, Scored, Snapshot, StepPlan, StepResult
+from cairn.step import Logprobs, PageCopy, Restore, Save, Scored, Snapshot, StepPlan, StepResult
 
 _EMPTY = StagedArray(np.zeros(0, np.int64), 0), StagedArray(np.zeros(0, np.int64), 0)
 
@@ -150,18 +150,20 @@ class LaunchedStep:
         """Waits for the copy to the host, and for everything that the step writes."""
         assert self.is_sampled, f"step {self.plan.step} has not been sampled"
         self._readback.wait()
-        slots = self.plan.samples.slots.tolist()
-        tokens = [] if self._tokens is None else self._tokens.array.tolist()
-        logprobs: list[Logprobs | None] = [None] * len(slots)
-        for rows, arrays in self._sampled_logprobs:
-            for i, row in enumerate(rows):
-                logprobs[row] = Logprobs(*(each.array[i : i + 1] for each in arrays))
+        slots = self.plan.samples.slots
+        logprobs = {
+            int(slots[row]): Logprobs(*(each.array[i : i + 1] for each in arrays))
+            for rows, arrays in self._sampled_logprobs
+            for i, row in enumerate(rows)
+        }
         return StepResult(
             self.plan.step,
-            tuple(SampledToken(*each) for each in zip(slots, tokens, logprobs, strict=True)),
+            slots,
+            np.zeros(0, np.int64) if self._tokens is None else self._tokens.array,
+            logprobs,
             tuple(
                 Scored(slot, position, Logprobs(*(each.array for each in arrays)))
                 for slot, position, arrays in self._prompt_logprobs
             ),
-            [True] * len(self.plan.decodes) if self._advanced is None else self._advanced.array.tolist(),
+            np.ones(len(self.plan.decodes), np.bool_) if self._advanced is None else self._advanced.array,
         )

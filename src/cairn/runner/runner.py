@@ -110,7 +110,7 @@ class Runner(StepRunner):
         self._checkpoint_pages = CheckpointPages(self.pool, model.spec, layout, self._live, model.kernels)
         table_pages = pages_of_table(layout, num_pages, max_model_len)
         self._slot_tensors = SlotTensors(len(layout.groups), num_slots, table_pages, model.spec.device)
-        self._input_batch = InputBatch()
+        self._input_batch = InputBatch(num_slots)
         self._sampled: tuple[tuple[int, bytes], tuple[SampledRows, list[int | None] | None]] | None = None
         self._counts = model.kernels.token_counts(num_slots, model.vocab_size, model.spec.device)
         self._population: PoolPopulation | None = None
@@ -207,7 +207,7 @@ class Runner(StepRunner):
         assert launched.plan.step == step, f"step {step} is not to be collected now"
         result = launched.result()
         self._buffers.append(launched.inputs.buffers)
-        self._input_batch.append(result.sampled)
+        self._input_batch.append(result.slots, result.tokens)
         self.steps += 1
         return result
 
@@ -309,7 +309,8 @@ class Runner(StepRunner):
         hidden = self._model.forward(
             batch, _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, state_pages)
         )
-        self._live.hidden[batch.state_slots] = hidden[batch.cu_seqlens[1:] - 1]
+        is_last = batch.host.num_tokens == batch.host.num_seqs
+        self._live.hidden[batch.state_slots] = hidden if is_last else hidden[batch.cu_seqlens[1:] - 1]
         if step.plan.snapshots:
             self._checkpoint_pages.write_hidden(state_pages, hidden, rows)
         # All ranks take part: each has a share of the logits.
@@ -320,7 +321,8 @@ class Runner(StepRunner):
 
     def _sample(self, step: LaunchedStep, logits: Tensor, masks: TokenMasks) -> Tensor:
         samples, sampler, metadata = step.plan.samples, step.sampler, list[SamplingMetadata]()
-        has_processors = masks or samples.bans_stop_tokens.any() or (sampler is not None and sampler.has_processors)
+        bans = np.count_nonzero(samples.bans_stop_tokens)
+        has_processors = masks or bans or (sampler is not None and sampler.has_processors)
         if has_processors or self._observe is not None:
             metadata = list(self._input_batch.sampling_metadata(step.plan, masks))
         if self._observe is not None:

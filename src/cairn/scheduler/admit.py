@@ -210,7 +210,11 @@ def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request
     state.cache.retain_breakpoints(sequence, request.spec.boundaries)
     request.num_computed = sequence.hit
     request.facts = state.cache.prompt_facts(sequence, request.prefill_until, request.spec.boundaries)
-    request.slot = state.free_slots.pop()
+    slot = state.free_slots.pop()
+    request.take_slot(slot, state.slots.row(slot))
+    request.kv_write_from = sequence.kv_write_from
+    request.min_tokens_until = request.num_prompt_tokens + request.spec.min_tokens
+    sequence.tokens.follow(request.output, request.num_prompt_tokens)
     request.set_phase(Phase.RUNNING)
     state.running.put(request)
     state.in_flight.add_leader(request)

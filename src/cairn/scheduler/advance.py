@@ -12,34 +12,43 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
 
     A prefill chunk leaves one token of the budget to every request behind it, so that no answer stalls. False if
     pages ran short: then what was freed belongs to those that run, and nobody new may come in.
+
+    Plain decodes, and those that only lacked a page, come last and all at once: what they need is the token of the
+    budget that is left to each. Whoever lacks pages preempts requests behind it alone, so it does not matter that those
+    before it have no rows yet.
     """
-    preemptions, enough, num_before = state.counters.preemptions, True, 0
-    for request in list(state.running):
-        if request.num_scheduled < request.plain_until and builder.budget > 0:
-            builder.add_plain_decode(request)
-            num_before += 1
-            continue
+    preemptions, enough, table = state.counters.preemptions, True, state.slots
+    running, slots = list(state.running), state.running.slots
+    plain = table.num_scheduled[slots] < table.plain_until[slots]
+    num_before = 0  # of those that are not plain
+    for index in (~plain).nonzero()[0].tolist():
+        request = running[index]
         if request.phase is not Phase.RUNNING:
             continue  # preempted by one that came before it
-        behind = len(state.running) - num_before - 1
+        others = len(state.running) - num_before - 1
         num_before += 1
-        if request.num_scheduled < request.prefill_until:
-            end, decode = next_prefill_end(state, request, builder.budget - behind), False
-        else:
-            end, decode = request.num_scheduled + (builder.budget > 0 and _can_decode(request)), True
-        if end == request.num_scheduled:
+        start = request.num_scheduled
+        decode = start >= request.prefill_until
+        end = start + _can_decode(request) if decode else next_prefill_end(state, request, builder.budget - others)
+        if end == start:
             continue
         copies = make_room(state, request, end)
         if copies is None:
             enough = False
             num_before -= request.phase is not Phase.RUNNING  # it has given way itself
-        elif decode:
-            samples = request.num_scheduled + 1 >= request.num_tokens
-            _record_row(builder, builder.add_decode(request), copies, samples=samples)
-            request.plain_until = _plain_until(state, request) if samples else 0
-        else:
+        elif not decode:
             add_prefill(builder, request, end, copies)
-    return enough and preemptions == state.counters.preemptions
+        elif _becomes_plain(state, request) and not copies:
+            plain[index] = True
+            num_before -= 1
+            builder.update_tables(request)
+        else:
+            _record_row(builder, builder.add_decode(request, index), copies, samples=end >= request.num_tokens)
+    if preemptions != state.counters.preemptions:
+        enough = False
+        plain &= [request.phase is Phase.RUNNING for request in running]
+    builder.add_decodes(table, running, slots, plain)
+    return enough
 
 
 def next_prefill_end(state: SchedulerState, request: Request, budget: int) -> int:
@@ -68,8 +77,19 @@ def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[P
     _record_row(builder, builder.add_prefill(request, end, score), copies, samples=end >= request.num_tokens)
 
 
+def _becomes_plain(state: SchedulerState, request: Request) -> bool:
+    """Whether the decode of the token at `num_scheduled` is plain, now that its page is there; sets `plain_until`."""
+    start, num_tokens = request.num_scheduled, request.num_tokens
+    if start + 1 < num_tokens:
+        request.plain_until = 0
+        return False
+    request.plain_until = until = _plain_until(state, request)
+    # a step that is out and samples nothing, with a known token behind it, is no plain one's
+    return start < until and (start < num_tokens) == (request.num_in_flight == 0)
+
+
 def _plain_until(state: SchedulerState, request: Request) -> int:
-    """Decodes of tokens from `num_scheduled` up to this one are plain (see `PlanBuilder`): the tokens behind the last
+    """Decodes of tokens from `num_scheduled` up to this one are plain (see `PlainDecodes`): the tokens behind the last
     one are sampled, pages are there, and no point of the placement is reached."""
     spec, sequence = request.spec, request.sequence
     assert sequence is not None
@@ -89,8 +109,7 @@ def _can_decode(request: Request) -> bool:
     if request.num_scheduled < request.num_tokens:
         return True
     # async decode: the input is the token that the in-flight step will sample, unless max_tokens ends there
-    last = request.num_prompt_tokens + request.spec.max_tokens - 1
-    return request.sampling_step is not None and request.num_scheduled < last
+    return request.num_scheduled < request.num_prompt_tokens + request.spec.max_tokens - 1
 
 
 def _record_row(builder: PlanBuilder, scheduled: ScheduledSequence, copies: list[PageCopy], *, samples: bool) -> None:
@@ -98,6 +117,6 @@ def _record_row(builder: PlanBuilder, scheduled: ScheduledSequence, copies: list
     builder.copies += copies
     request.num_scheduled = scheduled.end
     request.num_in_flight += 1
-    if samples:
-        scheduled.samples = True
+    scheduled.samples = samples
+    if samples and not scheduled.is_decode:
         builder.add_sample(request, scheduled.end)

@@ -48,8 +48,8 @@ def _go_on(state: SchedulerState, request: Request, tokens: Sequence[int]) -> No
     assert sequence is not None and not request.num_in_flight
     copies = state.cache.extend(sequence, end)
     assert copies == [], f"{request.id}: pages were there, and none is to be copied after the first decode"
-    sequence.tokens.extend(tokens)
     request.output.extend(tokens)
+    request.last_token = tokens[-1]
     request.num_scheduled = request.num_computed = end
     # pages are there for more than `plain_until` knew: the next step looks again
     request.plain_until = 1

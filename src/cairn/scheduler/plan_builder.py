@@ -1,10 +1,13 @@
 """A plan in the making, and what the scheduler must remember of it until it has been applied."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cairn.scheduler.request import Request
+from cairn.scheduler.slot_table import SlotTable
 from cairn.step import (
     SAMPLED,
     Admit,
@@ -42,13 +45,27 @@ class ScheduledSequence:
         return self.end > self.start
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainDecodes:
+    """The decodes with nothing but a token to them: no new page, no point of the placement, no constraint, no penalty,
+    and `max_tokens` leaves a token to sample. Of many sequences nearly all are plain in nearly every step, so they have
+    no records of their own.
+
+    `requests`, in their order. `slots` and `rows`: the slot of each and its number among the decode rows, [n].
+    """
+
+    requests: Sequence[Request] = ()
+    slots: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
+    rows: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
+
+    def __len__(self) -> int:
+        return len(self.requests)
+
+
 @dataclass(slots=True, eq=False)
 class PlanBuilder:
     """Collects the records of step `step`; `budget` is what is left of its tokens. `scheduled`: who takes part, each
-    with a slot of its own, but for `plain`: requests and their decode rows. Theirs are the decodes with nothing but a
-    token to them: no new page, no point of the placement, no constraint, no penalty, and `max_tokens` leaves a token to
-    sample. Of many sequences nearly all are plain in nearly every step, so these take a short way.
-    """
+    with a slot of its own, but for `plain`. `decodes`: complete when the running requests have got their rows."""
 
     step: int
     budget: int
@@ -57,11 +74,13 @@ class PlanBuilder:
     saves: list[Save] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
-    plain: list[tuple[Request, int]] = field(default_factory=list)
+    plain: PlainDecodes = field(default_factory=PlainDecodes)
+    decodes: DecodeRows = field(default_factory=DecodeRows)
     _admits: list[Admit] = field(default_factory=list)
     _table_updates: list[TableUpdate] = field(default_factory=list)
-    _decodes: list[tuple[int, int, int, int]] = field(default_factory=list)
+    _decoding: dict[int, ScheduledSequence] = field(default_factory=dict)  # by `running`'s index
     _prefills: list[PrefillRow] = field(default_factory=list)
+    _decode_samples: Samples = field(default_factory=Samples)
     _samples: list[tuple[int, int, bool]] = field(default_factory=list)
 
     def add_admit(self, request: Request) -> None:
@@ -90,33 +109,46 @@ class PlanBuilder:
         self._record_row(added)
         return added
 
-    def add_decode(self, request: Request) -> ScheduledSequence:
-        """A decode row of the token at num_scheduled, or of the one that a step still out samples."""
-        sequence, start = request.sequence, request.num_scheduled
-        assert sequence is not None
-        added = ScheduledSequence(request, start, start + 1, is_decode=True, row=len(self._decodes))
-        token = int(sequence.keys[start]) if start < sequence.num_tokens else SAMPLED
-        self._decodes.append((request.slot, start, token, sequence.kv_write_from))
+    def add_decode(self, request: Request, index: int) -> ScheduledSequence:
+        """A decode row of the token at num_scheduled, or of the one that a step still out samples, for the running
+        request number `index`; `add_decodes` makes it."""
+        start = request.num_scheduled
+        added = self._decoding[index] = ScheduledSequence(request, start, start + 1, is_decode=True)
         self._record_row(added)
         return added
 
-    def add_plain_decode(self, request: Request) -> None:
-        """A decode row of the token that was sampled last, and the sample of the next one."""
-        sequence, position = request.sequence, request.num_scheduled
-        assert sequence is not None
-        token = SAMPLED if request.sampling_step is not None else request.output[-1]
-        self.plain.append((request, len(self._decodes)))
-        self._decodes.append((request.slot, position, token, sequence.kv_write_from))
-        request.num_scheduled = position = position + 1
-        request.num_in_flight += 1
-        self.budget -= 1
-        self.add_sample(request, position)
+    def add_decodes(
+        self, table: SlotTable, running: Sequence[Request], slots: NDArray[np.intp], plain: NDArray[np.bool_]
+    ) -> None:
+        """The decode rows of the running requests, in their order: for those that `plain` marks, bool [n], each with a
+        sample of the next token, and those of `add_decode`. `slots`: of `running`, int [n]."""
+        at = decoding = plain.nonzero()[0]
+        if self._decoding:
+            decoding = np.sort(np.concatenate([at, list(self._decoding)]))
+        requests = [running[index] for index in at.tolist()]
+        self.plain = PlainDecodes(requests, slots[at], decoding.searchsorted(at))
+        self.budget -= len(requests)
+        table.num_scheduled[self.plain.slots] += 1
+        table.num_in_flight[self.plain.slots] += 1
+        slots = slots[decoding]
+        ends, samples = table.num_scheduled[slots], np.ones(len(slots), np.bool_)
+        # of the steps that name a plain one each samples a token
+        tokens = np.where(table.num_in_flight[slots] > 1, SAMPLED, table.last_token[slots]).astype(np.int64)
+        for index, added in self._decoding.items():
+            request, added.row = added.request, int(decoding.searchsorted(index))
+            is_known = added.start < request.num_tokens
+            tokens[added.row] = request.output[added.start - request.num_prompt_tokens] if is_known else SAMPLED
+            samples[added.row] = added.samples
+        numbers, bans_stop_tokens = slots.astype(np.int32), ends < table.min_tokens_until[slots]
+        self.decodes = DecodeRows(numbers, ends - 1, tokens, table.kv_write_from[slots])
+        self._decode_samples = Samples(numbers, ends, bans_stop_tokens)
+        if not samples.all():
+            self._decode_samples = Samples(numbers[samples], ends[samples], bans_stop_tokens[samples])
 
     def add_sample(self, request: Request, position: int) -> None:
-        """The token at absolute position `position` is sampled; no stop token before `min_tokens` have been."""
-        bans_stop_tokens = position - request.num_prompt_tokens < request.spec.min_tokens
-        self._samples.append((request.slot, position, bans_stop_tokens))
-        request.sampling_step = self.step
+        """The token at absolute position `position` is sampled behind a prefill or a full hit; no stop token before
+        `min_tokens` have been."""
+        self._samples.append((request.slot, position, position < request.min_tokens_until))
 
     @property
     def is_empty(self) -> bool:
@@ -126,21 +158,26 @@ class PlanBuilder:
     @property
     def num_decodes(self) -> int:
         """Rows of one token each."""
-        return len(self._decodes)
-
-    def plain_sequence(self, request: Request, row: int) -> ScheduledSequence:
-        """One of `plain` as the long way takes it."""
-        start = self._decodes[row][1]
-        return ScheduledSequence(request, start, start + 1, samples=True, is_decode=True, row=row)
+        return len(self.decodes)
 
     def row_of(self, scheduled: ScheduledSequence) -> int:
         """The number of its row among all of the plan's, once all of them are there."""
         return scheduled.row if scheduled.is_decode else scheduled.row + self.num_decodes
 
+    @property
+    def samples(self) -> Samples:
+        """Those of decode rows, then the others."""
+        if not self._samples:
+            return self._decode_samples
+        slots, positions, bans_stop_tokens = np.array(self._samples, np.int32).T
+        first = self._decode_samples
+        return Samples(
+            np.concatenate([first.slots, slots]),
+            np.concatenate([first.positions, positions]),
+            np.concatenate([first.bans_stop_tokens, bans_stop_tokens.astype(np.bool_)]),
+        )
+
     def plan(self) -> StepPlan:
-        decodes = np.array(self._decodes, np.int64).reshape(-1, 4).T.copy()
-        slots, positions, _, write_from = decodes.astype(np.int32)
-        samples = np.array(self._samples, np.int32).reshape(-1, 3).T.copy()
         return StepPlan(
             step=self.step,
             admits=tuple(self._admits),
@@ -148,16 +185,19 @@ class PlanBuilder:
             restores=tuple(self.restores),
             saves=tuple(self.saves),
             table_updates=tuple(self._table_updates),
-            decodes=DecodeRows(slots, positions, decodes[2], write_from),
+            decodes=self.decodes,
             prefills=tuple(self._prefills),
             snapshots=tuple(self.snapshots),
-            samples=Samples(samples[0], samples[1], samples[2].astype(np.bool_)),
+            samples=self.samples,
         )
 
     def _record_row(self, added: ScheduledSequence) -> None:
         self.scheduled.append(added)
         self.budget -= added.end - added.start
-        request = added.request
+        self.update_tables(added.request)
+
+    def update_tables(self, request: Request) -> None:
+        """The runner is told of pages that the request has got."""
         assert request.sequence is not None
         for group, table in enumerate(request.sequence.tables):
             if table.num_sent < table.length:

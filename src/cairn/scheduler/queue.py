@@ -4,6 +4,9 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from itertools import takewhile
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cairn.scheduler.request import Request
 
 
@@ -12,12 +15,20 @@ class RequestQueue:
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
+        self._slots: NDArray[np.intp] | None = None
 
     def __len__(self) -> int:
         return len(self._requests)
 
     def __iter__(self) -> Iterator[Request]:
         return iter(self._requests)
+
+    @property
+    def slots(self) -> NDArray[np.intp]:
+        """The slot of each, which it has for as long as it is here; not to be written to."""
+        if self._slots is None:
+            self._slots = np.array([request.slot for request in self._requests], np.intp)
+        return self._slots
 
     @property
     def head(self) -> Request | None:
@@ -42,11 +53,13 @@ class RequestQueue:
     def put(self, request: Request) -> None:
         """To where its turn puts it, also when it has been out of the queue before."""
         insort(self._requests, request, key=_sort_key)
+        self._slots = None
 
     def remove(self, request: Request) -> None:
         place = bisect_left(self._requests, request.sort_key, key=_sort_key)
         assert self._requests[place] is request, f"{request.id} is not here"
         del self._requests[place]
+        self._slots = None
 
 
 class WaitingQueue:

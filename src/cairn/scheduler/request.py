@@ -11,6 +11,7 @@ import numpy as np
 from cairn.cache.placement import PromptFacts
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.scheduler.page_source import PageSource
+from cairn.scheduler.slot_table import Column, Row, empty_row
 from cairn.step import Image, Logprobs, TokenMask
 from cairn.transfer.contract import Offer, TransferRole, Volume
 from cairn.types import Boundary, Keys, RequestId, SamplingParams
@@ -182,27 +183,40 @@ class Request:
               applied          named by steps     prompt + output so far
                                still out
 
-    `slot`: -1 without one. `sequence`: its pages, None without; `facts` go
-    with it. `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows. `plain_until`:
-    decodes of tokens below it are plain, see `PlanBuilder`. `num_in_flight`: steps that name it and are still out;
-    `sampling_step`: the one of them that samples the next token.
+    `slot`: -1 without one. `row`: the fields that are columns of the `SlotTable`. `sequence`: its pages, None without;
+    `facts` go with it. `prefill_until`: tokens below it are computed by prefill rows, later ones by decode rows.
+    `plain_until`: decodes of tokens below it are plain, see `PlainDecodes`. `num_in_flight`: steps that name it and are
+    still out. While it runs and num_scheduled has reached num_tokens, one of them samples the next token.
     """
 
     spec: Spec
     stats: RequestStats
     phase: Phase = Phase.WAITING
     slot: int = -1
+    row: Row = field(default_factory=empty_row)
     sequence: SequenceBlocks | None = None
     facts: PromptFacts | None = None
     output: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    num_scheduled: int = 0
     prefill_until: int = 0
-    plain_until: int = 0
-    num_in_flight: int = 0
-    sampling_step: int | None = None
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     transfer: RequestTransfer = field(default_factory=RequestTransfer)
+
+    num_computed = Column("num_computed")
+    num_scheduled = Column("num_scheduled")
+    num_in_flight = Column("num_in_flight")
+    plain_until = Column("plain_until")
+    last_token = Column("last_token")
+    kv_write_from = Column("kv_write_from")
+    min_tokens_until = Column("min_tokens_until")
+
+    def take_slot(self, slot: int, row: Row) -> None:
+        """From now on its fields are in the slot's row."""
+        row[:] = self.row
+        self.slot, self.row = slot, row
+
+    def release_slot(self) -> None:
+        """Its fields go with it."""
+        self.slot, self.row = -1, self.row.copy()
 
     @property
     def sort_key(self) -> tuple[int, int]:

@@ -3,7 +3,8 @@ its own, no thread."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+
+import msgspec
 
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import PrefixCache
@@ -22,14 +23,14 @@ from cairn.scheduler.request import Finish, Phase, Request, RequestStats, Spec
 from cairn.scheduler.snapshots import add_saves, add_snapshots
 from cairn.scheduler.state import RequestObserver, SchedulerConfig, SchedulerState
 from cairn.scheduler.transfers import Transfers
-from cairn.step import Logprobs, SampledToken, StepPlan, StepResult, TokenMask
+from cairn.step import Logprobs, StepPlan, StepResult, TokenMask
 from cairn.transfer.contract import KvSource, LeaseEnded, LookupRequest, PagesFree, PullEnded
 from cairn.types import Clock, RequestId
 
 __all__ = ["Progress", "Scheduler"]
 
 
-class Progress(NamedTuple):
+class Progress(msgspec.Struct, frozen=True):
     """News of one request: the tokens that a step brought, with their `logprobs` where they were asked for, and how it
     ended, if it did."""
 
@@ -269,23 +270,17 @@ class Scheduler:
         assert result.step == builder.step, f"step {result.step} applied, {builder.step} is next"
         state = self.state
         state.counters.steps += 1
-        tokens = {sampled.slot: sampled for sampled in result.sampled}
         owners = {scheduled.request.slot: scheduled.request for scheduled in builder.scheduled}
         for scored in result.scored:
             owners[scored.slot].outcome.prompt_logprobs.append(scored.logprobs)
-        progress = []
+        state.slots.last_token[result.slots] = result.tokens
         # each of them has a slot of its own, so their order does not matter
-        for request, row in builder.plain:
-            if request.phase is Phase.RUNNING:
-                request.num_in_flight -= 1
-                request.num_computed += result.advanced[row]
-                progress.append(self._take_token(request, tokens[request.slot]))
-            else:
-                self._apply_sequence(builder.plain_sequence(request, row), tokens, result.advanced)
+        progress = self._apply_plain(builder, result)
         for scheduled in builder.scheduled:
-            update = self._apply_sequence(scheduled, tokens, result.advanced)
+            update = self._apply_sequence(scheduled, result)
             if update is not None:
                 progress.append(update)
+        state.counters.generation_tokens += len(progress)
         state.cache.release_step(builder.step)
         return progress
 
@@ -294,17 +289,27 @@ class Scheduler:
         every running request that `next_tokens` knows. Returns how many that were; 0: plan the next step."""
         return 0 if self._plans else skip_plain_steps(self.state, limit, next_tokens)
 
-    def _apply_sequence(
-        self, scheduled: ScheduledSequence, tokens: dict[int, SampledToken], advanced: Sequence[bool]
-    ) -> Progress | None:
+    def _apply_plain(self, builder: PlanBuilder, result: StepResult) -> list[Progress]:
+        state, plain, progress = self.state, builder.plain, list[Progress]()
+        if not plain:
+            return progress
+        state.slots.num_in_flight[plain.slots] -= 1
+        state.slots.num_computed[plain.slots] += result.advanced[plain.rows]
+        for request, token in zip(plain.requests, state.slots.last_token[plain.slots].tolist(), strict=True):
+            if request.phase is Phase.RUNNING:
+                progress.append(self._take_token(request, token, result))
+            elif request.num_in_flight == 0:
+                release_or_save(state, request)
+        return progress
+
+    def _apply_sequence(self, scheduled: ScheduledSequence, result: StepResult) -> Progress | None:
         request, state = scheduled.request, self.state
         num_prompt, num_tokens = request.num_prompt_tokens, request.num_tokens
         assert request.sequence is not None
         request.num_in_flight -= 1
-        sampled = tokens[request.slot] if scheduled.samples else None
         # A step that was out when the request ended may have gone on with tokens that are not part of it. Behind a stop
         # token it has not: the slot's state is that before it.
-        goes_on = not scheduled.is_decode or advanced[scheduled.row]
+        goes_on = not scheduled.is_decode or bool(result.advanced[scheduled.row])
         known = scheduled.end <= num_tokens and goes_on
         if scheduled.has_row and goes_on and scheduled.end > request.num_computed:
             if request.num_computed < num_prompt:
@@ -321,30 +326,26 @@ class Scheduler:
         if request.num_computed >= num_prompt and state.parallel_sampling.is_leader(request):
             state.parallel_sampling.queue_others(request)
         progress = None
-        if request.phase is Phase.RUNNING and sampled is not None:
-            progress = self._take_token(request, sampled)
+        if request.phase is Phase.RUNNING and scheduled.samples:
+            if request.stats.first_token_time is None:
+                request.stats.first_token_time = state.clock.now()
+            progress = self._take_token(request, request.last_token, result)
         if request.phase in (Phase.FINISHING, Phase.PREEMPTING) and request.num_in_flight == 0:
             release_or_save(state, request)
         return progress
 
-    def _take_token(self, request: Request, sampled: SampledToken) -> Progress:
-        assert request.sequence is not None
-        state, token = self.state, sampled.token
-        state.counters.generation_tokens += 1
-        if request.stats.first_token_time is None:
-            request.stats.first_token_time = state.clock.now()
+    def _take_token(self, request: Request, token: int, result: StepResult) -> Progress:
         request.output.append(token)
-        request.sequence.append(token)
-        if not request.num_in_flight:
-            request.sampling_step = None
         finish: Finish | None = None
         if token in request.spec.stop_token_ids:
             finish, request.outcome.stop_token = "stop", token
         elif len(request.output) >= request.spec.max_tokens:
             finish = "length"
+        # its slot, which it loses as it ends
+        logprobs = result.logprobs.get(request.slot) if result.logprobs else None
         if finish is not None:
             self.finish(request, finish)
-        return Progress(request, (token,), finish, sampled.logprobs)
+        return Progress(request, (token,), finish, logprobs)
 
 
 def capacity_tokens(layout: CacheLayout, num_pages: int) -> int | None:

@@ -13,6 +13,7 @@ from cairn.scheduler.peer_source import PeerSource
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.queue import RequestQueue, WaitingQueue
 from cairn.scheduler.request import Phase, Request
+from cairn.scheduler.slot_table import SlotTable
 from cairn.scheduler.transfers import Transfers
 from cairn.types import Clock, RequestId
 
@@ -86,9 +87,10 @@ class SchedulerState:
     """What the scheduler's parts share.
 
     `requests`: all that have not ended. `running`, and `ending`: those whose state is being saved, or that are finished
-    while steps still name them. `pending_saves`: the position of the state to be saved for a request once no step names
-    it any more. `transfers`: what is under way between this server and others; `peers`: the source of pages that they
-    are. `parallel_sampling`: prompts with several answers. `in_flight`: who waits for what another one computes.
+    while steps still name them. `slots`: the fields of those with a slot. `pending_saves`: the position of the state to
+    be saved for a request once no step names it any more. `transfers`: what is under way between this server and
+    others; `peers`: the source of pages that they are. `parallel_sampling`: prompts with several answers. `in_flight`:
+    who waits for what another one computes.
     """
 
     config: SchedulerConfig
@@ -105,9 +107,11 @@ class SchedulerState:
     counters: Counters = field(default_factory=Counters)
     parallel_sampling: ParallelSampling = field(init=False)
     in_flight: InFlight = field(init=False)
+    slots: SlotTable = field(init=False)
     peers: PeerSource | None = None
 
     def __post_init__(self) -> None:
+        self.slots = SlotTable(self.config.max_num_seqs)
         self.parallel_sampling = ParallelSampling(self.cache, self.waiting)
         config, transfers = self.config, self.transfers
         if transfers.side is not None:
@@ -143,7 +147,7 @@ class SchedulerState:
         assert request.num_in_flight == 0
         if request.slot >= 0:
             self.free_slots.append(request.slot)
-            request.slot = -1
+            request.release_slot()
         if request.phase is Phase.RUNNING:
             self.running.remove(request)
         elif request.phase in (Phase.PREEMPTING, Phase.FINISHING):

@@ -64,7 +64,7 @@ class RequestLog:
 
     def planned(self, builder: PlanBuilder) -> None:
         last = self._last_steps[-1] if self._last_steps else 0.0
-        requests = [part.request for part in builder.scheduled] + [request for request, _ in builder.plain[:1]]
+        requests = [part.request for part in builder.scheduled] + list(builder.plain.requests[:1])
         for request in requests:
             self._in_flight = max(self._in_flight, request.num_in_flight)
             # what it has fetched from another server was not there before

@@ -76,25 +76,31 @@ def _tiles(host: HostBatch) -> tuple[Int32Array, Int32Array]:
     """See `CpuMetadata`, sequence after sequence."""
     firsts, starts, ends = host.cu_seqlens[:-1], host.seq_starts, host.seq_lens
     counts = ends - starts
+    # What all tiles of a sequence share, and what a single one has.
+    tiles = np.stack(
+        (firsts, counts, host.slots, starts, np.zeros_like(firsts), ends, np.full_like(firsts, -1)), axis=1
+    )
     is_split = (counts == 1) & (ends > SPLIT_TOKENS)
     if host.num_tokens == host.num_seqs and not is_split.any():
-        none = np.zeros_like(firsts)
-        columns = (firsts, counts, host.slots, starts, none, ends, none - 1)
-        return np.stack(columns, axis=1), np.zeros((0, 3), np.int32)
+        return tiles, np.zeros((0, 3), np.int32)
     num_tiles = np.where(is_split, -(-ends // SPLIT_TOKENS), -(-counts // TILE_ROWS))
-    owner = np.repeat(np.arange(host.num_seqs), num_tiles)
-    before = np.cumsum(num_tiles) - num_tiles
-    number, split = np.arange(len(owner)) - before[owner], is_split[owner]
-    # The last rows first: they see most keys, and who begins late with a long one ends last.
-    begins = np.where(split, 0, (num_tiles[owner] - 1 - number) * TILE_ROWS)
-    rows, keys = np.minimum(counts[owner] - begins, TILE_ROWS), np.where(split, number * SPLIT_TOKENS, 0)
-    positions = starts[owner] + begins
-    until = np.where(split, np.minimum(keys + SPLIT_TOKENS, ends[owner]), positions + rows)
-    partials = np.where(split, np.cumsum(split) - 1, -1)
-    columns = (firsts[owner] + begins, rows, host.slots[owner], positions, keys, until, partials)
-    merged = np.flatnonzero(is_split)
-    merges = (firsts[merged], partials[before[merged]], num_tiles[merged])
-    return np.stack(columns, axis=1).astype(np.int32), np.stack(merges, axis=1).astype(np.int32)
+    before = np.cumsum(num_tiles, dtype=np.int32) - num_tiles
+    tiles = np.repeat(tiles, num_tiles, axis=0)
+    number = np.arange(len(tiles), dtype=np.int32) - np.repeat(before, num_tiles)
+    split, whole = (np.repeat(mask, num_tiles).nonzero()[0] for mask in (is_split, ~is_split))
+    keys = number[split] * np.int32(SPLIT_TOKENS)
+    tiles[split, 4], tiles[split, 5] = keys, np.minimum(keys + np.int32(SPLIT_TOKENS), tiles[split, 5])
+    tiles[split, 6] = np.arange(len(split))
+    if len(whole):
+        # The last rows first: they see most keys, and who begins late with a long one ends last.
+        begins = (np.repeat(num_tiles, num_tiles)[whole] - 1 - number[whole]) * TILE_ROWS
+        tiles[whole, 0] += begins
+        tiles[whole, 1] = np.minimum(tiles[whole, 1] - begins, TILE_ROWS)
+        tiles[whole, 3] += begins
+        tiles[whole, 5] = tiles[whole, 3] + tiles[whole, 1]
+    merged = is_split.nonzero()[0]
+    first_partials = np.cumsum(num_tiles[merged]) - num_tiles[merged]
+    return tiles, np.stack((firsts[merged], first_partials, num_tiles[merged]), axis=1).astype(np.int32)
 
 
 def _writes(host: HostBatch) -> Int32Array:
