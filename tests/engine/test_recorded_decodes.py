@@ -104,7 +104,7 @@ def check_addresses(twin):
     """All that loops point to is there: tensors, and memory of passes."""
     blocks = twin.runner._graphs._recorder._memory._blocks
     places = [(block.ctypes.data, block.nbytes) for block in blocks]
-    storages = [each.untyped_storage() for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+    storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     places = np.array(sorted(places + [(each.data_ptr(), each.nbytes()) for each in storages]))
     pointers = 0
     for repeat in twin.repeats():
@@ -112,11 +112,11 @@ def check_addresses(twin):
             if isinstance(loops, LoopSequence):
                 firsts = (loops._table[:, 1] - loops._arguments.ctypes.data) // 8
                 ends = [*firsts[1:].tolist(), len(loops._arguments)]
-                for name, begin, end in zip(loops._names, [0, *ends[:-1]], ends, strict=True):
+                for code, begin, end in zip(loops._codes, [0, *ends[:-1]], ends, strict=True):
                     numbers = loops._arguments[begin + 1 : end].view(np.uint64)
                     # An address of a process, and no two numbers in one word.
                     for address in numbers[(numbers >= 1 << 32) & (numbers < 1 << 47)].tolist():
                         index = int(np.searchsorted(places[:, 0], address, side="right")) - 1
-                        assert address < places[: index + 1].sum(axis=1).max(), (name, address)
+                        assert address < places[: index + 1].sum(axis=1).max(), (code.name, address)
                         pointers += 1
     assert pointers > 100

@@ -200,9 +200,9 @@ def test_releases_are_bounded_and_end_by_themselves():
     for _ in range(MAX_RELEASES + 50):
         d.scheduler.release_source(source)
     d.turn()
-    assert d.consumer.num_open == d.scheduler.state.peers.num_releases == MAX_RELEASES
+    assert d.consumer.num_open == d.scheduler.state.transfers.peers.num_releases == MAX_RELEASES
     world.pass_time(10.0)
-    assert d.consumer.num_open == d.scheduler.state.peers.num_releases == 0
+    assert d.consumer.num_open == d.scheduler.state.transfers.peers.num_releases == 0
 
 
 def test_a_prompt_larger_than_the_share_goes_alone():

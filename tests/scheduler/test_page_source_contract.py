@@ -18,7 +18,7 @@ class TestPeers(PageSourceContract):
         self.lease = parse_role(prefill(self.p, PROMPT), self.d.kv).source
 
     def source(self):
-        return self.d.scheduler.state.peers
+        return self.d.scheduler.state.transfers.peers
 
     def peer(self):
         return self.lease

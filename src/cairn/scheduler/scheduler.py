@@ -171,8 +171,8 @@ class Scheduler:
 
     def release_source(self, source: KvSource) -> None:
         """Tell another server that what it has promised is not going to be fetched."""
-        if self.state.peers is not None:
-            self.state.peers.release(source)
+        if self.state.transfers.peers is not None:
+            self.state.transfers.peers.release(source)
 
     def finish(self, request: Request, reason: Finish) -> None:
         """End a request now: at a stop string, by an abort. No matter if it has ended already."""
@@ -202,8 +202,8 @@ class Scheduler:
         for event in events:
             match event:
                 case PullEnded() | PagesFree():
-                    assert state.peers is not None
-                    state.peers.receive(event)
+                    assert state.transfers.peers is not None
+                    state.transfers.peers.receive(event)
                 case LeaseEnded():
                     release_offer(state, event)
                 case LookupRequest():

@@ -89,8 +89,7 @@ class SchedulerState:
     `requests`: all that have not ended. `running`, and `ending`: those whose state is being saved, or that are finished
     while steps still name them. `slots`: the fields of those with a slot. `pending_saves`: the position of the state to
     be saved for a request once no step names it any more. `transfers`: what is under way between this server and
-    others; `peers`: the source of pages that they are. `parallel_sampling`: prompts with several answers. `in_flight`:
-    who waits for what another one computes.
+    others. `parallel_sampling`: prompts with several answers. `in_flight`: who waits for what another one computes.
     """
 
     config: SchedulerConfig
@@ -108,15 +107,14 @@ class SchedulerState:
     parallel_sampling: ParallelSampling = field(init=False)
     in_flight: InFlight = field(init=False)
     slots: SlotTable = field(init=False)
-    peers: PeerSource | None = None
 
     def __post_init__(self) -> None:
         self.slots = SlotTable(self.config.max_num_seqs)
         self.parallel_sampling = ParallelSampling(self.cache, self.waiting)
         config, transfers = self.config, self.transfers
         if transfers.side is not None:
-            self.peers = PeerSource(transfers.side, self.cache.layout, config.exact, self.clock)
-            transfers.sources = (self.peers, *transfers.sources)
+            transfers.peers = PeerSource(transfers.side, self.cache.layout, config.exact, self.clock)
+            transfers.sources = (transfers.peers, *transfers.sources)
         self.in_flight = InFlight(self.cache, self.counters.shared, config.exact, config.in_flight_sharing)
 
     @property

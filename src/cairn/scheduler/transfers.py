@@ -5,6 +5,7 @@ from typing import Protocol
 
 from cairn.cache.sequence_blocks import PagePin
 from cairn.scheduler.page_source import FetchId, FetchPlan, FetchTarget, PageSource
+from cairn.scheduler.peer_source import PeerSource
 from cairn.scheduler.request import Request, RequestStats
 from cairn.step import GRID, PageCopy
 from cairn.transfer.contract import ContentName, NamedImage, SchedulerSide
@@ -88,16 +89,17 @@ class OpenLease:
 class Transfers:
     """`side` None: this server takes no part in transfers. `sequences`: what other servers may ask for by content.
 
-    `sources`: who may bring pages of waiting requests. `fetching`: what they bring now. `ready`: in order of arrival,
-    with the page copies their first step needs. `quarantine`: targets of fetches that were given up, until no byte can
-    reach them any more. `offers`: by reference, what is held for other servers, and `quota` how much may be.
-    `prefill_speed`: what a fetch has to be faster than.
+    `sources`: who may bring pages of waiting requests; `peers`: the one that other servers are. `fetching`: what they
+    bring now. `ready`: in order of arrival, with the page copies their first step needs. `quarantine`: targets of
+    fetches that were given up, until no byte can reach them any more. `offers`: by reference, what is held for other
+    servers, and `quota` how much may be. `prefill_speed`: what a fetch has to be faster than.
     """
 
     side: SchedulerSide | None = None
     sequences: RecentSequences | None = None
     quota: LeaseQuota = field(default_factory=LeaseQuota)
     sources: tuple[PageSource, ...] = ()
+    peers: PeerSource | None = None
     fetching: dict[FetchKey, Fetch] = field(default_factory=dict)
     ready: dict[Request, list[PageCopy]] = field(default_factory=dict)
     quarantine: dict[FetchKey, PagePin] = field(default_factory=dict)

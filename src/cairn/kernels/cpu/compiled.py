@@ -110,7 +110,8 @@ def kernel(
 
 
 class Variant:
-    """A kernel compiled for one list of argument types."""
+    """A kernel compiled for one list of argument types. `address`: of a C function of the address of what `__call__`
+    packs, which returns whether it failed."""
 
     def __init__(
         self, function: Callable[..., None], argument_types: tuple[types.Type, ...], compiled: CFunc | None = None
@@ -120,7 +121,8 @@ class Variant:
         codes = "".join("f" if kind == FLOAT else "q" for kind in _fields(argument_types))
         self._pack = struct.Struct("@qqq" + codes).pack
         self._compiled = compiled or _compile(function, argument_types)
-        self._native = _NATIVE(int(self._compiled.address))
+        self.address = int(self._compiled.address)
+        self._native = _NATIVE(self.address)
         self._team, self._inline_limit, self._work = team(), inline_limit(), step_work()
 
     @property
@@ -138,7 +140,7 @@ class Variant:
             raise RuntimeError(f"{self.name} failed on {count} items")
         record = recording()
         if record is not None:
-            record.add_loop(self.name, self._compiled.address, packed)
+            record.add_loop(self, packed)
 
 
 class Kernel(dict[Hashable, Variant]):

@@ -50,7 +50,8 @@ class LoopSequence:
     """Loops one after the other, in one call."""
 
     def __init__(self, loops: Sequence[Loop]) -> None:
-        self._names, addresses, arguments = zip(*loops, strict=True)
+        self._codes, arguments = zip(*loops, strict=True)
+        addresses = [code.address for code in self._codes]
         words = [packed.ljust(-(-len(packed) // 8) * 8, b"\0") for packed in arguments]
         self._arguments = np.frombuffer(b"".join(words), np.int64).copy()
         firsts = np.cumsum([0, *map(len, words[:-1])])
@@ -59,9 +60,9 @@ class LoopSequence:
 
     def __call__(self) -> None:
         """Raises RuntimeError where one fails."""
-        _run_loops["any"](len(self._names), 0, self._table.ctypes.data, self._failed.ctypes.data)
+        _run_loops["any"](len(self._codes), 0, self._table.ctypes.data, self._failed.ctypes.data)
         if self._failed[0]:
-            raise RuntimeError(f"{self._names[self._failed[0] - 1]} failed")
+            raise RuntimeError(f"{self._codes[self._failed[0] - 1].name} failed")
 
 
 @kernel({"any": (I64, I64)})

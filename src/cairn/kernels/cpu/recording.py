@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import finalize
 
 import numpy as np
@@ -22,8 +22,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Result = TypeVar("Result")
 
-Loop = tuple[str, int, bytes]
-"""A loop's name, the address of its code, and what it takes: see `compiled.Variant`."""
+
+class Code(Protocol):
+    """A compiled loop: `compiled.Variant`. `address`: of a C function of the address of what it takes."""
+
+    name: str
+    address: int
+
+
+Loop = tuple[Code, bytes]
+"""And what it takes."""
 
 Operation = Callable[[], object]
 
@@ -112,15 +120,15 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._record(lambda: func(*args, **kwargs), result, (args, kwargs))
         return result
 
-    def add_loop(self, name: str, address: int, packed: bytes) -> None:
+    def add_loop(self, code: Code, packed: bytes) -> None:
         """A compiled loop has run."""
         if self._paused:
             return
         last = self.steps[-1] if self.steps else None
         if isinstance(last, list):
-            last.append((name, address, packed))
+            last.append((code, packed))
         else:
-            self.steps.append([(name, address, packed)])
+            self.steps.append([(code, packed)])
 
     def call(self, operation: Operation) -> None:
         """See `call_again`."""
