@@ -271,7 +271,7 @@ def test_keys_with_blanks_between_them(tmp_path, monkeypatch):
         (("m", "--api-key", "good", "b d"), "^--api-key: "),
         (("m", "--api-key", "good", "schl\u00fcssel"), "^--api-key: "),
         (("m", "--api-key", *("good",) * 65), "^--api-key: .* at most 64"),
-        (("--api-key", "good", "sekret"), "^MODEL is missing: all words behind --api-key are keys"),
+        (("--api-key", "good", "sekret"), "^MODEL is missing: all words after --api-key are keys"),
     ],
 )
 def test_words_that_are_no_keys(arguments, said):

@@ -212,7 +212,7 @@ class PinnedPages:
         """Acquire what a new sequence needs: the pages of its own, and those of its hit's state."""
         self.sequences[id(sequence)] = sequence
         for table in sequence.tables:
-            self.pool.acquire(table.own)
+            self.pool.acquire(table.owned_pages)
         if sequence.checkpoint is not None:
             self.pool.acquire(sequence.checkpoint.pages)
             sequence.transient.append(sequence.checkpoint.pages)
@@ -223,7 +223,7 @@ class PinnedPages:
         sequence.closed = True
         del self.sequences[id(sequence)]
         for table in sequence.tables:
-            self.pool.release(table.own)
+            self.pool.release(table.owned_pages)
         for pages in [pending.pages for pending in sequence.pending_states.values()] + sequence.transient:
             self.pool.release(pages)
         sequence.pending_states.clear()

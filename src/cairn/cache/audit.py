@@ -35,7 +35,7 @@ def _audit_pages(cache: PrefixCache) -> None:
             np.add.at(counts, node.checkpoint.pages, 1)
     for sequence in cache.pinned.sequences.values():
         _check(not sequence.closed, f"closed sequence still listed: {sequence.request_id}")
-        for pages in [table.own for table in sequence.tables] + sequence.transient:
+        for pages in [table.owned_pages for table in sequence.tables] + sequence.transient:
             np.add.at(counts, pages, 1)
         for pending in sequence.pending_states.values():
             np.add.at(counts, pending.pages, 1)

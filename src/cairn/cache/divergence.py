@@ -32,7 +32,7 @@ class DivergenceStats:
     A prompt that leaves a known path for the first time makes a junction, and the state there comes too late for it:
     only the third prompt that goes that way hits. But prompts of one make leave at like places, so these can be
     predicted. Three views of the same divergences: tokens before the path's end (an instruction that is always last, a
-    question behind a document), tokens from the prompt's start, and the share of the path. Each counts by how well it
+    question after a document), tokens from the prompt's start, and the share of the path. Each counts by how well it
     has foretold the last divergences. Before it has seen any, the middle of a path is likelier than its ends.
 
     `version` changes whenever the answers may.
@@ -103,8 +103,9 @@ class DivergenceStats:
         A prompt that leaves the path at b goes on from the deepest position p <= b and saves p - hit.
         """
         shares = self.shares_from(path, np.append(candidates, fixed))
-        shares, behind, below = shares[: len(candidates)], shares[len(candidates) :], fixed.searchsorted(candidates)
-        above, until = np.append(fixed, hit)[below - 1], np.append(behind, 0.0)[below]
+        shares, fixed_shares = shares[: len(candidates)], shares[len(candidates) :]
+        below = fixed.searchsorted(candidates)
+        above, until = np.append(fixed, hit)[below - 1], np.append(fixed_shares, 0.0)[below]
         if len(candidates) and pays(len(candidates) - 1, 0.0):  # all of them
             gains = np.diff(np.append(hit, candidates)) * -np.diff(np.append(shares, until[-1]))
             return dict(zip(candidates[::-1].tolist(), gains[::-1].tolist(), strict=True))
@@ -126,8 +127,8 @@ class DivergenceStats:
 
 
 def _guess(remaining: Number) -> Number:
-    """The part of all divergences behind a place after which the share `remaining` of the path comes, as long as
-    nothing is known: a beta distribution, of which both parameters are 2."""
+    """The part of all divergences that come after a place with the share `remaining` of the path still to come, as
+    long as nothing is known: a beta distribution, of which both parameters are 2."""
     return remaining * remaining * (3 - 2 * remaining)
 
 

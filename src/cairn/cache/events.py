@@ -29,7 +29,7 @@ from cairn.cache.tree_store import TreeObserver
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
-    """Blocks that follow each other on one path, the first behind `parent_block_hash` (None: at the path's start).
+    """Blocks that follow each other on one path, the first after `parent_block_hash` (None: at the path's start).
 
     `token_ids`: block_size for each of `block_hashes`. `extra_keys`: for each block the digests, in hex, of the images
     in it, or None.
@@ -288,11 +288,11 @@ class BlockEvents(TreeObserver):
         for node in path:
             run = unfinished + node.keys().tobytes()
             count = len(run) // size
-            own = self._names.chain(digest, run) if digest is not None else []
-            self._live[node] = _LiveNode(b"".join(own))
-            stored.append(run[: len(own) * size])
-            digests += own
-            digest = None if len(own) < count else (own[-1] if own else digest)
+            node_digests = self._names.chain(digest, run) if digest is not None else []
+            self._live[node] = _LiveNode(b"".join(node_digests))
+            stored.append(run[: len(node_digests) * size])
+            digests += node_digests
+            digest = None if len(node_digests) < count else (node_digests[-1] if node_digests else digest)
             unfinished = run[count * size :]
         if digests:
             assert before is not None

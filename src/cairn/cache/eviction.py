@@ -331,8 +331,8 @@ class ValuePerByte(EvictionPolicy):
         parent = self._records.get(above.node) if above is not None else None
         if parent is not None:
             # the part of a path that both are on falls to the one above by itself
-            own = None if _path_of(record) is not None and _path_of(record) is _path_of(parent) else record
-            candidates = [each for each in (own, child, self._demoted_child(parent)) if each is not None]
+            demoted = None if _path_of(record) is not None and _path_of(record) is _path_of(parent) else record
+            candidates = [each for each in (demoted, child, self._demoted_child(parent)) if each is not None]
             parent.demoted_child = max(candidates, key=self._own_chance, default=None)
 
     def _demoted_child(self, record: ReuseStats) -> ReuseStats | None:

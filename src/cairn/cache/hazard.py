@@ -99,7 +99,7 @@ class HazardTable:
         self._risk += np.bincount(begins, np.where(into, _EDGES[first + 1], until) - since, size).reshape(shape)
         begins, ends, rest = begins[into], ends[into], (until - _EDGES[last])[into]
         self._risk += np.bincount(ends, rest, size).reshape(shape)
-        # the first bin after `begins` is never the next row's: nothing goes on behind a row's last bin
+        # the first bin after `begins` is never the next row's: nothing goes on after a row's last bin
         through = np.bincount(begins + 1, minlength=size) - np.bincount(ends, minlength=size)
         self._risk += through.reshape(shape).cumsum(axis=1) * _WIDTHS
 

@@ -35,7 +35,7 @@ class OriginFilter:
     """The nodes and checkpoints that a request may use: all of them, in exact mode depending on their origin.
 
     `num_prompt_tokens`: computed by prefill. A request that was preempted (`resumed`) may also use what its own decode
-    steps have built behind the prompt, and nobody else's.
+    steps have built after the prompt, and nobody else's.
     """
 
     exact: bool
@@ -52,20 +52,20 @@ class OriginFilter:
             return min(node.end, self.num_prompt_tokens)
         return node.end if self.resumed and node.decode_by == self.request_id else node.start
 
-    def deepest(self, found: Walk) -> Checkpoint | None:
+    def deepest(self, prompt_walk: Walk) -> Checkpoint | None:
         """The deepest checkpoint on the matched path that may be restored."""
-        for node in reversed(found.path):
+        for node in reversed(prompt_walk.path):
             checkpoint = node.checkpoint
-            if checkpoint is not None and node.end <= found.matched:
+            if checkpoint is not None and node.end <= prompt_walk.matched:
                 if self._accepts(checkpoint.origin, node.end, checkpoint.maker):
                     return checkpoint
         return None
 
-    def deepest_checkpoint_node(self, found: Walk, eviction: EvictionPolicy) -> Node | None:
+    def deepest_checkpoint_node(self, prompt_walk: Walk, eviction: EvictionPolicy) -> Node | None:
         """The node of the deepest checkpoint on the path that may be restored, or might if it were still there."""
-        for node in chain(reversed(found.evicted_tail), reversed(found.path)):
+        for node in chain(reversed(prompt_walk.evicted_tail), reversed(prompt_walk.path)):
             origin = eviction.recorded_origin(node)
-            if origin is not None and node.end <= found.ever_matched and self._accepts(origin, node.end, None):
+            if origin is not None and node.end <= prompt_walk.ever_matched and self._accepts(origin, node.end, None):
                 return node
         return None
 
@@ -109,10 +109,10 @@ class PrefixLookup:
             self._memo.clear()
             self._version = version
         name = (namespace, request_id, resumed_from)
-        found = self._memo.get(name)
-        if found is None or not np.array_equal(found.keys, keys):
-            found = self._memo[name] = self._find(root, namespace, keys, request_id, resumed_from)
-        return found.copy()
+        sequence = self._memo.get(name)
+        if sequence is None or not np.array_equal(sequence.keys, keys):
+            sequence = self._memo[name] = self._find(root, namespace, keys, request_id, resumed_from)
+        return sequence.copy()
 
     def _find(
         self, root: Node | None, namespace: Namespace, keys: Keys, request_id: str, resumed_from: int | None
@@ -120,49 +120,49 @@ class PrefixLookup:
         length = len(keys)
         num_prompt_tokens = length if resumed_from is None else resumed_from
         may = OriginFilter(self._exact, request_id, num_prompt_tokens, resumed_from is not None)
-        found = walk(root, TokenKey(keys), may.run_end()) if root is not None else Walk()
-        checkpoint = may.deepest(found)
+        prompt_walk = walk(root, TokenKey(keys), may.run_end()) if root is not None else Walk()
+        checkpoint = may.deepest(prompt_walk)
         hit = checkpoint.position if checkpoint is not None else 0
-        if self._layout.resumes_anywhere and hit < min(found.matched, length - 1):
+        if self._layout.resumes_anywhere and hit < min(prompt_walk.matched, length - 1):
             # nothing to restore: keys and values alone resume anywhere, and the last token gives the logits
-            hit, checkpoint = min(found.matched, length - 1), None
+            hit, checkpoint = min(prompt_walk.matched, length - 1), None
         return SequenceBlocks(
             request_id=request_id,
             namespace=namespace,
             num_prompt_tokens=num_prompt_tokens,
             match=PrefixMatch(
                 hit=hit,
-                matched=found.matched,
-                ever_matched=found.ever_matched,
+                matched=prompt_walk.matched,
+                ever_matched=prompt_walk.ever_matched,
                 checkpoint=checkpoint,
                 restore=checkpoint.pages if checkpoint is not None else None,
-                last_checkpoint_node=may.deepest_checkpoint_node(found, self._eviction),
-                left=found.left(),
+                last_checkpoint_node=may.deepest_checkpoint_node(prompt_walk, self._eviction),
+                left=prompt_walk.left(),
                 miss_reason=Reason.DISABLED,
-                walk=found,
+                walk=prompt_walk,
             ),
             blocks=PageTables(
                 tuple(
-                    PageTable(group, shared := path_pages(found, index, group), len(shared))
+                    PageTable(group, shared := path_pages(prompt_walk, index, group), len(shared))
                     for index, group in enumerate(self._layout.groups)
                 )
             ),
             tokens=KeyBuffer(keys),
-            node=found.path[-1] if found.path else None,
+            node=prompt_walk.path[-1] if prompt_walk.path else None,
             decode_from=num_prompt_tokens if self._exact else length,
-            committed=found.matched,
+            committed=prompt_walk.matched,
         )
 
 
 def miss_reasons(
     placement: PlacementPolicy,
     sequence: SequenceBlocks,
-    found: Walk,
+    prompt_walk: Walk,
     running: Iterable[SequenceBlocks],
     roots: Mapping[Namespace, Node],
 ) -> tuple[MissSpan, ...]:
-    """Why each prompt token behind `sequence.hit` was not hit: spans that follow one another from the hit to the
-    prompt's end, ascending. O(nodes behind the hit).
+    """Why each prompt token after `sequence.hit` was not hit: spans that follow one another from the hit to the
+    prompt's end, ascending. O(nodes after the hit).
 
     hit ........... matched .... ever matched ........ computed now .......... n
         no checkpoint       dropped        in progress        rewritten, never seen
@@ -172,8 +172,8 @@ def miss_reasons(
     length, position = sequence.num_prompt_tokens, sequence.hit
     if position >= length:
         return ()
-    spans = _known(placement, sequence, found)
-    ever_matched = max(position, min(found.ever_matched, length))
+    spans = _known(placement, sequence, prompt_walk)
+    ever_matched = max(position, min(prompt_walk.ever_matched, length))
     computed = min(_being_computed(sequence, max(ever_matched, position + 1), running), length)
     unkept = Reason.IN_PROGRESS if computed else Reason.NO_CHECKPOINT
     ends = [(end, unkept if reason is None else reason) for end, reason in spans]
@@ -186,7 +186,7 @@ def miss_reasons(
     if root is not None and (elsewhere := walk(root, TokenKey(sequence.keys[:length])).ever_matched) > position:
         ends.append((elsewhere, Reason.NAMESPACE))
         position = elsewhere
-    if position < (answer_end := min(found.ever_matched + found.unused_answer(), length)):
+    if position < (answer_end := min(prompt_walk.ever_matched + prompt_walk.unused_answer(), length)):
         ends.append((answer_end, Reason.REWRITTEN))
         position = answer_end
     if position < length:
@@ -195,20 +195,20 @@ def miss_reasons(
     return tuple(end for end, after in zip(ends, [*ends[1:], None], strict=True) if after is None or end[1] != after[1])
 
 
-def _known(placement: PlacementPolicy, sequence: SequenceBlocks, found: Walk) -> list[tuple[int, Reason | None]]:
+def _known(placement: PlacementPolicy, sequence: SequenceBlocks, prompt_walk: Walk) -> list[tuple[int, Reason | None]]:
     """The spans up to where the prompt was ever seen; None: the keys and values are there, and no checkpoint is or
     was."""
     length = sequence.num_prompt_tokens
-    if found.ever_matched <= sequence.hit:
+    if prompt_walk.ever_matched <= sequence.hit:
         return []
-    short = sequence.num_tokens < placement.min_cacheable or found.ever_matched < placement.min_shared
+    short = sequence.num_tokens < placement.min_cacheable or prompt_walk.ever_matched < placement.min_shared
     spans: list[tuple[int, Reason | None]] = []
     gone: Reason | None = None
     # a node that may be read in part stands in both lists, which makes two spans with one end and one reason
-    for node in chain(reversed(found.evicted_tail), reversed(found.path)):
+    for node in chain(reversed(prompt_walk.evicted_tail), reversed(prompt_walk.path)):
         if node.end <= sequence.hit:
             break
-        if node.loss is not None and node.end <= found.ever_matched:
+        if node.loss is not None and node.end <= prompt_walk.ever_matched:
             gone = node.loss
         reason = gone
         if short and gone is not Reason.PREEMPTED:
@@ -216,7 +216,7 @@ def _known(placement: PlacementPolicy, sequence: SequenceBlocks, found: Walk) ->
         elif gone is None and not node.resident:
             reason = Reason.EVICTED
         if node.start < length:
-            spans.append((min(node.end, found.ever_matched, length), reason))
+            spans.append((min(node.end, prompt_walk.ever_matched, length), reason))
     return spans[::-1]
 
 

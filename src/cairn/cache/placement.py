@@ -43,9 +43,9 @@ Ints = NDArray[np.int64]
 class PromptFacts:
     """What is known of a prompt when it is admitted: its length, hit c <= match m <= ever_matched (the longest prefix
     ever seen, dropped ones included), where its messages and images end (ascending), whether only grid states can be
-    continued from, and where else a checkpoint is worth its bytes because later prompts are likely to diverge behind
+    continued from, and where else a checkpoint is worth its bytes because later prompts are likely to diverge after
     it: the worth is that of `EvictionPolicy.priority`; `answer_worth` is that of a point in its answer, `stride` tokens
-    behind the one before."""
+    after the one before."""
 
     num_tokens: int
     hit: int

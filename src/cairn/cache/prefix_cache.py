@@ -132,7 +132,7 @@ class PrefixCache:
         return sequence
 
     def explain(self, sequence: SequenceBlocks) -> None:
-        """Say why the prompt's tokens behind the hit were not hit, as things stand: before anything else is done with a
+        """Say why the prompt's tokens after the hit were not hit, as things stand: before anything else is done with a
         sequence that was only a probe."""
         walk, sequence.match.walk = sequence.match.walk, None
         if self.policy.placement is not None and walk is not None:

@@ -68,7 +68,7 @@ class PageTable:
         return self._pages[: self.length]
 
     @property
-    def own(self) -> Pages:
+    def owned_pages(self) -> Pages:
         """The pages that the sequence itself refers to."""
         return self._pages[self.num_shared : self.length]
 
@@ -173,7 +173,7 @@ class PrefixMatch:
     `last_checkpoint_node`: the node of the deepest checkpoint that is or was on the path. `left`: the lineage of the
     path that goes on where this prompt leaves it as the first one. `lineage`: of the checkpoints that this request
     takes, once it runs.
-    `miss_spans`: why the tokens behind the hit were not hit, ascending from the hit on; tokens behind the last span
+    `miss_spans`: why the tokens after the hit were not hit, ascending from the hit on; tokens after the last span
     have `miss_reason`, which also speaks for the whole prompt. `walk`: of a probe, until it is explained.
     """
 

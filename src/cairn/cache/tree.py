@@ -238,7 +238,7 @@ class Walk:
 
     def unused_answer(self) -> int:
         """Tokens of an earlier request's path, up to the end of its answer, that come after what this prompt shares
-        with it, if that ends behind the last message: within the answer or the tokens that open it. Otherwise 0."""
+        with it, if that ends after the last message: within the answer or the tokens that open it. Otherwise 0."""
         node = self.last
         if node is not None and self.ever_matched == node.end:
             node = _next_of_lineage(node)
@@ -288,11 +288,11 @@ def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None)
     return Walk(path, evicted_tail, matched, position)
 
 
-def path_pages(found: Walk, index: int, group: AttentionGroup) -> Pages:
+def path_pages(prompt_walk: Walk, index: int, group: AttentionGroup) -> Pages:
     """The page list of group `index` for the matched tokens of a path from the root, shape [pages]."""
-    parts = [node.pages[index] for node in found.path if node.pages is not None]
-    assert len(parts) == len(found.path), "a run on the path has no pages"
-    return join(parts).upto(found.matched).pages if parts else np.empty(0, np.int32)
+    parts = [node.pages[index] for node in prompt_walk.path if node.pages is not None]
+    assert len(parts) == len(prompt_walk.path), "a run on the path has no pages"
+    return join(parts).upto(prompt_walk.matched).pages if parts else np.empty(0, np.int32)
 
 
 def last_keys(node: Node, num_tokens: int) -> bytes:

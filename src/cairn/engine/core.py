@@ -125,8 +125,8 @@ class Core:
         """All of them or none: nothing is queued before everything has been checked."""
         groups = []
         for request in requests:
-            found = constraints.get(request.request_id)
-            constraint = None if isinstance(found, CheckedGrammar) else found
+            compiled = constraints.get(request.request_id)
+            constraint = None if isinstance(compiled, CheckedGrammar) else compiled
             role = self._role(request)
             specs = self._specs.build(request, role, constraint, self._scheduler.max_tokens_for)
             groups.append(self._limit_thinking(request, specs))
@@ -178,11 +178,11 @@ class Core:
             if (key := find_release_key(params)) is not None:
                 self._scheduler.withdraw_offers(lambda request_id: request_id.endswith(f"-{key}"))
                 return
-            found = find_lease(params, self._transfer)
-            if isinstance(found, str):
-                self._scheduler.withdraw(found)
-            elif found is not None:
-                self._scheduler.release_source(found)
+            lease = find_lease(params, self._transfer)
+            if isinstance(lease, str):
+                self._scheduler.withdraw(lease)
+            elif lease is not None:
+                self._scheduler.release_source(lease)
 
     # -- the step ------------------------------------------------------------------------------------------------
 

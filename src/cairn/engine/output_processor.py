@@ -44,9 +44,9 @@ class StopStringChecker:
         if check:
             # one that ends within the pending text was not to be checked
             places = ((text.find(stop, max(0, old - len(stop) + 1)), stop) for stop in self._stops)
-            found = [(at, stop) for at, stop in places if at >= 0]
-            if found:
-                at, stop = min(found)
+            matches = [(at, stop) for at, stop in places if at >= 0]
+            if matches:
+                at, stop = min(matches)
                 self._pending = ""
                 return text[: at + len(stop) if self._include else at], stop
         keep = min(len(text), self._longest)

@@ -238,7 +238,7 @@ class BodyLimit(HttpMiddleware):
         if len(unpacked) > self._max_bytes:
             raise self._too_large()
         if not unpacker.eof or unpacker.unused_data:
-            what = "ends too early" if not unpacker.eof else f"has {len(unpacker.unused_data)} bytes behind its end"
+            what = "ends too early" if not unpacker.eof else f"has {len(unpacker.unused_data)} bytes after its end"
             raise InvalidRequest(f"the body's gzip {what}")
         return unpacked
 

@@ -162,9 +162,9 @@ class _Sequences:
             beginning = earlier[:end]
         hashes = _decode_hashes(line.token_hashes, where)
         if len(hashes) != length - prefix_length:
-            raise ConfigError(f"{where}: `token_hashes` must have a hash for each token behind `prefix`")
+            raise ConfigError(f"{where}: `token_hashes` must have a hash for each token after `prefix`")
         if len(line.block_hashes) != length // self._unit - prefix_length // self._unit:
-            raise ConfigError(f"{where}: `block_hashes` must have a hash for each full unit of tokens behind `prefix`")
+            raise ConfigError(f"{where}: `block_hashes` must have a hash for each full unit of tokens after `prefix`")
         sequence = np.concatenate([beginning, hashes])
         for index, block_hash in enumerate(line.block_hashes, prefix_length // self._unit + 1):
             self._blocks[block_hash] = sequence, index * self._unit

@@ -136,7 +136,7 @@ def _with_model(parsed: Namespace, from_file: Mapping[str, Any]) -> Namespace:
         if setting != "api_key" or os.path.isdir(word):
             return Namespace(**vars(flatten_words(parsed, without_last=setting)) | {"model": word})
     raise ConfigError(
-        "MODEL is missing: all words behind --api-key are keys; name MODEL before it, as in "
+        "MODEL is missing: all words after --api-key are keys; name MODEL before it, as in "
         "`cairn serve ./my-model --api-key KEY KEY`"
     )
 

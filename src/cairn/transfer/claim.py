@@ -65,9 +65,9 @@ def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted, block_
             start, pages = end, pages[:0]
     if len(pages) != num_range_pages(start, end, peer.geometry.block_size):
         return None
-    own = spec.pages[: num_range_pages(start, end, block_size)]
+    local_pages = spec.pages[: num_range_pages(start, end, block_size)]
     states = (state_pages, spec.checkpoint) if has_state else (None, None)
-    return ReadOrder(pull, peer, start, end, pages, own, *states)
+    return ReadOrder(pull, peer, start, end, pages, local_pages, *states)
 
 
 def _end(spec: PullSpec) -> int:

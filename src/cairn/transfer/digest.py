@@ -157,8 +157,8 @@ class SequenceIndex:
         """Name and key tokens, shape [m], of the longest known prefix with one of these digests: `end`, if known, else
         one of `marks` (of the first 64, 128, ... tokens, 32 bytes each). None if none is known."""
         for mark in [*([] if end is None else [end]), *reversed(_split(marks))]:
-            if (found := self._places.get(mark)) is not None:
-                known, position = found
+            if (place := self._places.get(mark)) is not None:
+                known, position = place
                 self._sequences.move_to_end(known)
                 return self._sequences[known].name, self._sequences[known].keys[:position]
         return None

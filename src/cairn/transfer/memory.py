@@ -15,7 +15,7 @@ Fence: TypeAlias = Callable[[], bool]
 
 
 class PoolMemory(Protocol):
-    """uint8 [rows, page_bytes] on the host or on a device: the scheduler's pages, and staging pages behind them.
+    """uint8 [rows, page_bytes] on the host or on a device: the scheduler's pages, and staging pages after them.
 
     A link writes into it behind the back of everything else. Where that is memory of a device, the host sees no byte of
     it, and a step that is launched later sees what has arrived only once a fence has been passed.

@@ -69,13 +69,13 @@ def _hint(hint: object, policy: PeerPolicy) -> KvSource | None:
         return None
     if not isinstance(hint, Mapping):
         raise _wrong(HINT, f"must be an object or null, not {type(hint).__name__}")
-    found = KvSource(
+    source = KvSource(
         engine_id=_text(hint, "engine", _MAX_ENGINE_ID, f"{HINT}.engine"),
         host=_text(hint, "host", _MAX_HOST, f"{HINT}.host"),
         port=_required(_integer(hint, "port", 1, 65535, name=f"{HINT}.port"), f"{HINT}.port"),
         end=_integer(hint, "num_tokens", 0, _MAX_TOKENS, name=f"{HINT}.num_tokens"),
     )
-    return None if policy.refusal(found.host) is not None else found
+    return None if policy.refusal(source.host) is not None else source
 
 
 def _remote_prefill(params: Mapping[object, object], policy: PeerPolicy) -> TransferRole:
@@ -103,10 +103,10 @@ def _remote_prefill(params: Mapping[object, object], policy: PeerPolicy) -> Tran
 
 
 def _reference(params: Mapping[object, object]) -> tuple[str, bytes]:
-    found = split_reference(_text(params, "remote_request_id", _MAX_REQUEST_ID))
-    if found is None:
+    reference = split_reference(_text(params, "remote_request_id", _MAX_REQUEST_ID))
+    if reference is None:
         raise _wrong("remote_request_id", "is not a reference of a cairn server: send it back as it was given")
-    return found
+    return reference
 
 
 def _check_block_ids(params: Mapping[object, object]) -> None:

@@ -81,7 +81,7 @@ class DirectPiece:
 
 
 def staging_pages_for(model: ModelUnits, local: PeerGeometry) -> int:
-    """Number of staging pages that a rank needs behind its pool: room for 64 remote blocks of 128 tokens in at most 64
+    """Number of staging pages that a rank needs after its pool: room for 64 remote blocks of 128 tokens in at most 64
     MiB, but always for two; 0 for a model without attention."""
     if not model.kv_heads:
         return 0

@@ -109,36 +109,36 @@ class ContentLookups:
 
     def refuse(self, lookup: LookupId) -> None:
         """Nothing is cached of what was claimed. Does nothing for unknown and ended lookups."""
-        if (found := self._open.get(lookup)) is not None:
+        if (open_lookup := self._open.get(lookup)) is not None:
             self._close(lookup, None)
-            self._replies.append((found.sender, refusal(found.claim, RefusalReason.NOT_CACHED)))
+            self._replies.append((open_lookup.sender, refusal(open_lookup.claim, RefusalReason.NOT_CACHED)))
 
     def grant(self, lookup: LookupId, offer: Offer, nonce: bytes) -> bool:
         """Lease the offer to the sender of the claim. False, and nothing is leased, when the lookup has ended, when the
         claim contradicts itself, when the offer has nothing beyond `start`, or when it does not fit under the leases'
         cap. Raises AssertionError for an offer of other content than was claimed."""
         self.expire()
-        found = self._open.get(lookup)
-        if found is None:
+        open_lookup = self._open.get(lookup)
+        if open_lookup is None:
             return False
-        fits = len(offer.keys) > found.claim.start and self._leases.fits(LeaseDemand(offer.all_pages))
-        if fits and match_claim(found.claim, offer, self._layout) != len(offer.keys):
-            if found.claim.end is None:
+        fits = len(offer.keys) > open_lookup.claim.start and self._leases.fits(LeaseDemand(offer.all_pages))
+        if fits and match_claim(open_lookup.claim, offer, self._layout) != len(offer.keys):
+            if open_lookup.claim.end is None:
                 raise AssertionError(f"{offer.request_id}: {len(offer.keys)} tokens are at no mark of the claim")
             # Found by an end that the marks do not lead to: the claim contradicts itself, which is the peer's fault.
             fits = False
         if not fits:
             self.refuse(lookup)
             return False
-        granted = self._leases.grant(found.claim, offer, nonce)
+        granted = self._leases.grant(open_lookup.claim, offer, nonce)
         self._close(lookup, nonce)
-        self._replies.append((found.sender, granted))
+        self._replies.append((open_lookup.sender, granted))
         return True
 
     def expire(self) -> None:
         """Refuse the lookups that have waited for too long."""
         now = self._clock.now()
-        for lookup in [lookup for lookup, found in self._open.items() if found.until <= now]:
+        for lookup in [lookup for lookup, open_lookup in self._open.items() if open_lookup.until <= now]:
             self.refuse(lookup)
 
     def take_requests(self) -> list[LookupRequest]:

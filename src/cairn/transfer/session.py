@@ -218,15 +218,17 @@ class ConsumerSessions:
         self._greeted.pop(sender, None)
 
     def _greet(self, sender: bytes, hello: Hello) -> Welcome | Denied:
-        own = self._identity
+        identity = self._identity
         if hello.version != VERSION:
             return Denied(
                 hello.nonce, f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
             )
-        if hello.layout != own.layout:
+        if hello.layout != identity.layout:
             # It is read at the other end.
-            return Denied(hello.nonce, _explain_layouts(own.me.geometry, hello.geometry))
+            return Denied(hello.nonce, _explain_layouts(identity.me.geometry, hello.geometry))
         self._greeted[sender] = None
         if len(self._greeted) > _MAX_OPEN:
             self._greeted.popitem(last=False)
-        return Welcome(hello.nonce, own.me.engine_id, own.layout, own.me.geometry, list(own.me.ranks))
+        return Welcome(
+            hello.nonce, identity.me.engine_id, identity.layout, identity.me.geometry, list(identity.me.ranks)
+        )

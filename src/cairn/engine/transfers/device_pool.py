@@ -33,7 +33,7 @@ class TransferStream(Protocol):
         """What is launched inside goes into the stream."""
 
     def record(self) -> Fence:
-        """An event behind all of it."""
+        """An event after all of it."""
 
 
 class CudaStream:

@@ -161,7 +161,7 @@ MakeLink = Callable[[str], Link]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """One rank's `pool`: the scheduler's `num_pages` rows, and behind them staging pages. `units`: of the whole model,
+    """One rank's `pool`: the scheduler's `num_pages` rows, and after them staging pages. `units`: of the whole model,
     shared out among `tp_size` ranks."""
 
     pool: PoolMemory

@@ -143,7 +143,7 @@ class TlsSideChannel:
 
     def receive(self, seconds: float | None) -> list[Incoming]:
         """What has come; waits for at most `seconds` (None: for ever) until anything does, or `wake` is called."""
-        found: list[Incoming] = []
+        incoming: list[Incoming] = []
         accepts = False
         for key, events in self._selector.select(self._timeout(seconds)):
             if key.fd == self._waker.fileno():
@@ -151,7 +151,7 @@ class TlsSideChannel:
             elif key.fileobj is self._listener:
                 accepts = True
             elif key.data.is_open:
-                found += self._serve(key.data, events)
+                incoming += self._serve(key.data, events)
         for address, frames, resolved in self._names.take():
             if isinstance(resolved, str):
                 self._connect(address, resolved, frames)
@@ -162,7 +162,7 @@ class TlsSideChannel:
         if accepts:
             self._accept()
         lost, self._lost = self._lost, []
-        return found + lost
+        return incoming + lost
 
     def reply(self, sender: bytes, frame: bytes) -> None:
         """To the consumer whose frame came with this `sender`."""
@@ -369,8 +369,8 @@ def _listen(host: str, port: int) -> socket.socket:
     """Raises OSError."""
     numeric = _numeric(host)
     if numeric is None:
-        found = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
-        numeric = str(found[0][4][0])
+        addresses = socket.getaddrinfo(host, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+        numeric = str(addresses[0][4][0])
     listener = socket.socket(socket.AF_INET6 if ":" in numeric else socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

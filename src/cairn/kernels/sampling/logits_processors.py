@@ -133,8 +133,8 @@ class TorchTokenCounts:
         writes = [self._admit(*history, staging) for history in histories]
 
         def write() -> None:
-            for one in writes:
-                one()
+            for write_history in writes:
+                write_history()
 
         return write
 
@@ -155,10 +155,10 @@ class TorchTokenCounts:
 
     def append(self, slots: Sequence[int], staging: Staging) -> Callable[[Tensor], None]:
         """Append a token to each of `slots`, all different. The function takes the sampled tokens, int64 [n]."""
-        own = np.array(slots)
-        length = int(self._lengths[own].max()) + 1
-        rows, places = staging.add(own), staging.add(self._lengths[own])
-        self._lengths[own] += 1
+        slot_ids = np.array(slots)
+        length = int(self._lengths[slot_ids].max()) + 1
+        rows, places = staging.add(slot_ids), staging.add(self._lengths[slot_ids])
+        self._lengths[slot_ids] += 1
 
         def write(tokens: Tensor) -> None:
             self._reserve(length)
@@ -170,13 +170,13 @@ class TorchTokenCounts:
     def used(self, slots: Sequence[int], with_prompt: Sequence[bool], staging: Staging) -> Callable[[], UsedTokens]:
         """Used tokens of `slots`, one slot after the other, of prompt and output or of the output alone, some more than
         once: index into `slots`, token, how often the output has it; [k] each."""
-        own = np.array(slots)
-        assert (self._lengths[own] >= 0).all(), f"slots {slots}: one of them was never admitted"
-        starts = np.where(with_prompt, 0, self._output_starts[own])
-        lengths = self._lengths[own] - starts
+        slot_ids = np.array(slots)
+        assert (self._lengths[slot_ids] >= 0).all(), f"slots {slots}: one of them was never admitted"
+        starts = np.where(with_prompt, 0, self._output_starts[slot_ids])
+        lengths = self._lengths[slot_ids] - starts
         rows = np.repeat(np.arange(len(slots)), lengths)
         places = np.arange(len(rows)) - np.repeat(lengths.cumsum() - lengths - starts, lengths)
-        owners, of_slots, at = staging.add(rows), staging.add(own[rows]), staging.add(places)
+        owners, of_slots, at = staging.add(rows), staging.add(slot_ids[rows]), staging.add(places)
 
         def find() -> UsedTokens:
             tokens = self._tokens[of_slots.tensor, at.tensor]
@@ -205,9 +205,10 @@ def penalize(
     one multiplied. Frequency and presence, as OpenAI defines them, for the output alone: a logit loses `frequency` for
     each time that its token was sampled, and `presence` once if it was at all.
     """
-    find = counts.used(slots, [one.repetition_penalty != 1 for one in params], staging)
+    find = counts.used(slots, [row_params.repetition_penalty != 1 for row_params in params], staging)
     numbers = [
-        (max(one.repetition_penalty, MIN_PENALTY), one.frequency_penalty, one.presence_penalty) for one in params
+        (max(row_params.repetition_penalty, MIN_PENALTY), row_params.frequency_penalty, row_params.presence_penalty)
+        for row_params in params
     ]
     columns, row_index = staging.add(np.array(numbers, np.float32)), staging.add(np.array(rows))
 

@@ -34,11 +34,11 @@ def compute_logprobs(
     """See `Kernels.logprobs`."""
     logits = logits if rows is None else logits[rows]
     values = logits.log_softmax(-1)
-    own = values.gather(1, tokens[:, None])
-    ranks = (values > own).sum(-1) + 1
+    token_values = values.gather(1, tokens[:, None])
+    ranks = (values > token_values).sum(-1) + 1
     if listed is None:
         other_values, listed = values.topk(min(num_top, values.shape[1]), dim=-1)
     else:
         other_values = values.gather(1, listed)
     token_ids = torch.cat([tokens[:, None], listed], dim=1)
-    return LogprobTensors(token_ids.int(), torch.cat([own, other_values], dim=1), ranks.int())
+    return LogprobTensors(token_ids.int(), torch.cat([token_values, other_values], dim=1), ranks.int())

@@ -45,7 +45,7 @@ class SampleFrom(IntEnum):
 
     LARGEST: the largest logit. FEW, MORE: the best 64 or 128 tokens, the best first; ALL where min_p and top_k keep
     as many of them or more. NUCLEUS: the best 128 as far as top_p goes; ALL where it ends among those that equal the
-    last of them, or behind it. ALL: the whole vocabulary, the lowest id first.
+    last of them, or after it. ALL: the whole vocabulary, the lowest id first.
     """
 
     LARGEST = 0
@@ -98,14 +98,18 @@ class SampledRows(Sequence[SamplingParams]):
 
     def __init__(self, params: Iterable[SamplingParams], vocab_size: int) -> None:
         self._params = list(params)
-        self.columns = np.array([(one.temperature, one.top_p, one.min_p) for one in self._params], np.float64).T
-        self.top_k = np.array([one.top_k if one.top_k < vocab_size else 0 for one in self._params], np.int64)
-        self.kinds = [sample_from(one, vocab_size) for one in self._params]
-        self.penalized = [row for row, one in enumerate(self._params) if one.has_penalties]
+        self.columns = np.array(
+            [(row_params.temperature, row_params.top_p, row_params.min_p) for row_params in self._params], np.float64
+        ).T
+        self.top_k = np.array(
+            [row_params.top_k if row_params.top_k < vocab_size else 0 for row_params in self._params], np.int64
+        )
+        self.kinds = [sample_from(row_params, vocab_size) for row_params in self._params]
+        self.penalized = [row for row, row_params in enumerate(self._params) if row_params.has_penalties]
         self.groups: dict[tuple[bool, SampleFrom], list[int]] = {}
-        for row, (one, kind) in enumerate(zip(self._params, self.kinds, strict=True)):
-            self.groups.setdefault((has_processors(one), kind), []).append(row)
-        self._seeds = [one.seed or 0 for one in self._params]
+        for row, (row_params, kind) in enumerate(zip(self._params, self.kinds, strict=True)):
+            self.groups.setdefault((has_processors(row_params), kind), []).append(row)
+        self._seeds = [row_params.seed or 0 for row_params in self._params]
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> "SampledRows":
@@ -178,10 +182,12 @@ class TorchSampler:
         """
         staging, processors = Staging(), list[list[LogitsProcessor]]()
         for group in self._groups:
-            own = [samples[row] for row in group.rows] if samples else []
-            if group.has_processors or any(one.allowed_mask is not None or one.banned_tokens for one in own):
+            group_samples = [samples[row] for row in group.rows] if samples else []
+            if group.has_processors or any(
+                sample.allowed_mask is not None or sample.banned_tokens for sample in group_samples
+            ):
                 of_group = [slots[row] for row in group.rows]
-                processors.append(logits_processors(own, of_group, self._vocab_size, counts, staging))
+                processors.append(logits_processors(group_samples, of_group, self._vocab_size, counts, staging))
             else:
                 processors.append([])
         append = None
@@ -189,7 +195,10 @@ class TorchSampler:
             append = counts.append([slots[row] for row in self._penalized], staging)
             penalized = staging.add(np.array(self._penalized))
         staging.send(logits.device)
-        parts = [self._sample_group(logits, group, own) for group, own in zip(self._groups, processors, strict=True)]
+        parts = [
+            self._sample_group(logits, group, group_processors)
+            for group, group_processors in zip(self._groups, processors, strict=True)
+        ]
         tokens = parts[0] if self._row_order is None else torch.cat(parts)[self._row_order.tensor]
         if append is not None:
             append(tokens[penalized.tensor])
@@ -197,21 +206,21 @@ class TorchSampler:
 
     def _sample_group(self, logits: Tensor, group: _Group, processors: list[LogitsProcessor]) -> Tensor:
         if group.index is not None:
-            own = logits.index_select(0, group.index.tensor)
+            group_logits = logits.index_select(0, group.index.tensor)
         else:
-            own = logits[group.rows[0] : group.rows[-1] + 1]
-            own = own.clone() if processors else own.contiguous()
+            group_logits = logits[group.rows[0] : group.rows[-1] + 1]
+            group_logits = group_logits.clone() if processors else group_logits.contiguous()
         for process in processors:
-            process(own)
-        if own.shape[1] % BLOCK:
-            own = pad(own, (0, -own.shape[1] % BLOCK), value=-torch.inf)
-        tokens = _SAMPLE_ROWS[group.sample_from](own, group.draws)
+            process(group_logits)
+        if group_logits.shape[1] % BLOCK:
+            group_logits = pad(group_logits, (0, -group_logits.shape[1] % BLOCK), value=-torch.inf)
+        tokens = _SAMPLE_ROWS[group.sample_from](group_logits, group.draws)
         if group.sample_from in _FROM_SOME:
             if logits.device.type != "cpu":
-                tokens = torch.where(tokens < 0, sample_from_all(own, group.draws), tokens)
+                tokens = torch.where(tokens < 0, sample_from_all(group_logits, group.draws), tokens)
             elif missing := (tokens < 0).nonzero()[:, 0].tolist():
-                tokens[missing] = sample_from_all(own[missing], group.draws.take(missing))
-        # NaN logits may lead behind the last token.
+                tokens[missing] = sample_from_all(group_logits[missing], group.draws.take(missing))
+        # NaN logits may lead past the last token.
         return tokens.clamp_(max=self._vocab_size - 1)
 
 
@@ -231,12 +240,12 @@ def logits_processors(
     params = [sample.params for sample in samples]
     processors = [
         apply_masks([sample.allowed_mask for sample in samples], vocab_size, staging),
-        keep_tokens([one.allowed_token_ids or () for one in params], staging),
+        keep_tokens([row_params.allowed_token_ids or () for row_params in params], staging),
         ban_tokens([sample.bad_word_ends() for sample in samples], staging),
         ban_tokens([sample.banned_tokens for sample in samples], staging),
-        add_bias([one.logit_bias for one in params], staging),
+        add_bias([row_params.logit_bias for row_params in params], staging),
     ]
-    if rows := [row for row, one in enumerate(params) if one.has_penalties]:
+    if rows := [row for row, row_params in enumerate(params) if row_params.has_penalties]:
         processors.append(penalize(rows, [params[row] for row in rows], [slots[row] for row in rows], counts, staging))
     return [processor for processor in processors if processor is not None]
 

@@ -53,7 +53,7 @@ def to_chat(body: CountTokensRequest, unseal: Callable[[str], str | None]) -> Ch
             chat.add({"role": "system", "content": _parts_or_text(message["content"])}, place)
     if not all(open_calls.values()):
         place = f"messages[{len(body.messages) - 1}]"
-        raise InvalidRequest(f"{place} ends with tool_use blocks: send their tool_result blocks behind it", "messages")
+        raise InvalidRequest(f"{place} ends with tool_use blocks: send their tool_result blocks after it", "messages")
     fields: dict[str, Any] = {"model": body.model, "messages": chat.messages}
     if body.tools:
         fields["tools"] = [_translate_tool(tool) for tool in body.tools if _is_own(tool)]

@@ -40,13 +40,15 @@ def _rdma(modules: Path, adapters: Path) -> str:
         return "by way of host memory, because there is no RDMA adapter"
     loaded = _loaded(modules)
     if loaded is None:
-        found = "whether nvidia_peermem is loaded cannot be seen"
+        module_state = "whether nvidia_peermem is loaded cannot be seen"
     elif peers := [name for name in _PEER_MODULES if name in loaded]:
-        found = f"{peers[0]} is loaded"
+        module_state = f"{peers[0]} is loaded"
     else:
-        found = "nvidia_peermem is not loaded, so the driver has to offer dma-buf"
+        module_state = "nvidia_peermem is not loaded, so the driver has to offer dma-buf"
     copies = "" if loaded is None or "gdrdrv" not in loaded else ", gdrcopy is loaded"
-    return f"GPUDirect RDMA by {', '.join(names)} where GPU and adapter can ({found}{copies}), else by host memory"
+    return (
+        f"GPUDirect RDMA by {', '.join(names)} where GPU and adapter can ({module_state}{copies}), else by host memory"
+    )
 
 
 def _loaded(modules: Path) -> frozenset[str] | None:

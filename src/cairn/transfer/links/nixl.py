@@ -214,9 +214,9 @@ class NixlLink:
     def connect(self, description: bytes) -> str:
         self._own_region()
         remote = read_description(description)
-        found = self._peers.get(remote.name)
-        if found is not None:
-            if found.failed or not found.is_connected or found.remote != remote:
+        peer_state = self._peers.get(remote.name)
+        if peer_state is not None:
+            if peer_state.failed or not peer_state.is_connected or peer_state.remote != remote:
                 raise LinkError(f"{remote.name} has failed, or has another description now")
             return remote.name
         self._peers[remote.name] = _Peer(remote, self._prepare(remote))
@@ -232,23 +232,23 @@ class NixlLink:
         self._remove_peer(peer)
 
     def read(self, peer: str, descriptors: Descriptors) -> ReadHandle:
-        region, found = self._own_region(), self._peers.get(peer)
-        if found is None or found.failed or not found.is_connected:
-            raise LinkError(f"{peer} is gone" if found else f"not connected to {peer}")
+        region, peer_state = self._own_region(), self._peers.get(peer)
+        if peer_state is None or peer_state.failed or not peer_state.is_connected:
+            raise LinkError(f"{peer} is gone" if peer_state else f"not connected to {peer}")
         if not len(descriptors):
             raise LinkError("a read needs at least one descriptor")
-        remote = found.remote
+        remote = peer_state.remote
         descriptors.check(remote_pages=remote.num_pages, remote_page_bytes=remote.page_bytes, local=region)
         buffers: tuple[object, ...]
-        with self._peer_errors(found):
+        with self._peer_errors(peer_state):
             if is_whole(descriptors, remote.page_bytes, region.page_bytes):
                 buffers = (descriptors.local_page.astype(np.int32), descriptors.remote_page.astype(np.int32))
-                transfer = self._agent.make_prepped_xfer("READ", self._pages, buffers[0], found.pages, buffers[1])
+                transfer = self._agent.make_prepped_xfer("READ", self._pages, buffers[0], peer_state.pages, buffers[1])
             else:
                 buffers = self._ranges(descriptors, region, remote)
                 transfer = self._agent.initialize_xfer("READ", *buffers, peer)
         try:
-            with self._peer_errors(found):
+            with self._peer_errors(peer_state):
                 self._agent.transfer(transfer)
         except LinkError:
             self._release(transfer)
@@ -326,12 +326,12 @@ class NixlLink:
 
     def _remove_peer(self, peer: str) -> None:
         """Remove a disconnected peer once none of its reads is open: a descriptor list must outlive its handles."""
-        found = self._peers[peer]
-        if found.is_connected or any(read.peer == peer for read in self._reads.values()):
+        peer_state = self._peers[peer]
+        if peer_state.is_connected or any(read.peer == peer for read in self._reads.values()):
             return
         del self._peers[peer]
         with self._cleanup_errors():
-            found.pages.release()
+            peer_state.pages.release()
             self._agent.remove_remote_agent(peer)
 
     def _release(self, transfer: Any) -> None:
