@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 
-def _own_affinity() -> Collection[int]:
+def _process_affinity() -> Collection[int]:
     return os.sched_getaffinity(0)
 
 
@@ -15,7 +15,7 @@ class Machine:
     `root`: where proc and sys are mounted; `affinity`: the cores that this process may be scheduled on.
     """
 
-    def __init__(self, root: Path = Path("/"), affinity: Callable[[], Collection[int]] = _own_affinity) -> None:
+    def __init__(self, root: Path = Path("/"), affinity: Callable[[], Collection[int]] = _process_affinity) -> None:
         self._root = root
         self._affinity = affinity
 

@@ -69,7 +69,7 @@ def _backend_name(value: Any) -> Any:
     return value.lower().removesuffix("_attn") if isinstance(value, str) else value
 
 
-def _one_or_several(value: Any) -> Any:
+def _text_as_list(value: Any) -> Any:
     """A text as a list of one, unless it is a JSON list."""
     if not isinstance(value, str):
         return value
@@ -141,7 +141,7 @@ ServedNames = Annotated[
     ]
     | None,
     NoDecode,
-    BeforeValidator(_one_or_several),
+    BeforeValidator(_text_as_list),
 ]
 """`a b` as words, a JSON list, or one name."""
 

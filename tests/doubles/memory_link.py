@@ -113,7 +113,7 @@ class MemoryLink:
         self._region = region
 
     def describe(self) -> bytes:
-        self._own_region()
+        self._local_region()
         return self._name.encode()
 
     def connect(self, description: bytes) -> str:
@@ -134,7 +134,7 @@ class MemoryLink:
     def read(self, peer: str, descriptors: Descriptors) -> ReadHandle:
         if peer not in self._peers:
             raise LinkError(f"not connected to {peer!r}")
-        remote, local = self._fabric.peer(peer)._own_region(), self._own_region()
+        remote, local = self._fabric.peer(peer)._local_region(), self._local_region()
         if self._fabric.fault(peer) is Fault.DEAD:
             raise LinkError(f"{peer!r} is gone")
         if not len(descriptors):
@@ -199,13 +199,13 @@ class MemoryLink:
         source = self._fabric.peer(read.peer)
         for _ in range(min(len(read.left), self._fabric.descriptors_per_poll)):
             remote_page, remote_offset, local_page, local_offset, num_bytes = read.left.popleft()
-            data = _read(source._own_region(), remote_page, remote_offset, num_bytes)
-            _write(self._own_region(), local_page, local_offset, data)
+            data = _read(source._local_region(), remote_page, remote_offset, num_bytes)
+            _write(self._local_region(), local_page, local_offset, data)
             self.moved.append(
                 Move(read.peer, remote_page, remote_offset, local_page, local_offset, num_bytes, read.cancelled)
             )
 
-    def _own_region(self) -> Region:
+    def _local_region(self) -> Region:
         if self._region is None:
             raise LinkError(f"{self._name!r} has registered no memory yet")
         return self._region

@@ -286,7 +286,7 @@ MUTANTS = (
     Mutant("spans begin where their page does", FILES, "yield page, in_page + done", "yield page, done", MOVES),
     Mutant("a word behind a span goes with it", FILES, "[None, :] < length[", "[None, :] <= length[", MOVES),
     Mutant("a span's last word stays behind", FILES, "[None, :] < length[", "[None, :] + 1 < length[", MOVES),
-    Mutant("a tensor's last tile is dropped", FILES, "[tensor] * own_tiles", "[tensor] * (own_tiles - 1)", MOVES),
+    Mutant("a tensor's last tile is dropped", FILES, "[tensor] * num_tiles", "[tensor] * (num_tiles - 1)", MOVES),
     Mutant(
         "each row of a tile has a span's first bytes",
         FILES,

@@ -136,8 +136,8 @@ def test_a_race_is_found(name: str, detector: RaceDetector, tmp_path: Path, monk
     ("text", "replacement", "name"),
     [
         ("tl.debug_barrier()", "pass", "best"),
-        ('tl.atomic_add(own + LEVEL * BINS + digits, _weights(rates), mask=matches, sem="relaxed")',
-         "tl.store(own + LEVEL * BINS + digits, _weights(rates), mask=matches)", "wide top_p"),
+        ('tl.atomic_add(row_histograms + LEVEL * BINS + digits, _weights(rates), mask=matches, sem="relaxed")',
+         "tl.store(row_histograms + LEVEL * BINS + digits, _weights(rates), mask=matches)", "wide top_p"),
     ],
     ids=["a list is read while others write it", "weights are added without atomics"],
 )  # fmt: skip

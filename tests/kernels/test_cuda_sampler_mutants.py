@@ -122,8 +122,8 @@ MUTANTS = (
     ),
     Mutant(
         "a level of digits is left out",
-        "keys = _weight_keys(rates)\n        own",
-        "keys = _weight_keys(rates) | 511\n        own",
+        "keys = _weight_keys(rates)\n        row_histograms",
+        "keys = _weight_keys(rates) | 511\n        row_histograms",
         "top_p",
     ),
     Mutant(
@@ -225,7 +225,7 @@ def test_a_mutant_is_found(mutant: Mutant, tmp_path: Path, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("text", "replacement"),
     [
-        ("(x > own)", "(x >= own)"),
+        ("(x > token_logit)", "(x >= token_logit)"),
         ("sums * tl.exp(maxima - best)", "sums"),
         ("tl.load(base + token) - best - total", "tl.load(base + token) - best"),
         ("tl.load(listed + row * num_listed", "tl.load(listed"),

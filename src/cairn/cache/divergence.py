@@ -50,8 +50,8 @@ class DivergenceStats:
         """A prompt left `path` at `position`, as nobody did before."""
         self.version += 1
         near = np.array([position - GRID // 2, position + GRID // 2])
-        found_by = [-np.diff(shares)[0] for shares in self._by_view(path, near)]
-        self._scores = [DECAY * s + log(max(share, 1e-4)) for s, share in zip(self._scores, found_by, strict=True)]
+        likelihoods = [-np.diff(shares)[0] for shares in self._by_view(path, near)]
+        self._scores = [DECAY * s + log(max(share, 1e-4)) for s, share in zip(self._scores, likelihoods, strict=True)]
         odds = [exp(score - max(self._scores)) for score in self._scores]
         self._weights = [each / sum(odds) for each in odds]
         lines = [_in_view(view, path) for view in range(3)]

@@ -29,9 +29,9 @@ class SlotTensors:
     """Block tables, last tokens and stop tokens of all slots, on the device; the last row is no request's.
 
     `block_tables`: int32 [num_slots + 1, max_pages or a few more] per attention group. `last_tokens`: int64
-    [num_slots + 1], the newest sampled token. Nothing is cleared: entries behind the pages of a sequence may be an
+    [num_slots + 1], the newest sampled token. Nothing is cleared: entries past the pages of a sequence may be an
     earlier request's.
-    `stop_tokens`: int64 [num_slots + 1, columns], -1 behind a slot's; another tensor after a request with more of them.
+    `stop_tokens`: int64 [num_slots + 1, columns], -1 after a slot's; another tensor after a request with more of them.
     """
 
     def __init__(self, num_groups: int, num_slots: int, max_pages: int, device: torch.device) -> None:

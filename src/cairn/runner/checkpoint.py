@@ -109,9 +109,9 @@ class LayerBytes:
         self.unit = spec.unit_bytes(dtype.itemsize, encoding)
         column = dtype.itemsize * spec.columns
         self.shared = column * spec.shared_channels
-        self._own_heads = spec.state[0] // spec.units
-        self._own_bytes = torch.float32.itemsize * math.prod(spec.state) // spec.units
-        self.entry_bytes = [size for size in (column * spec.channels, self._own_bytes * spec.units) if size]
+        self._unit_heads = spec.state[0] // spec.units
+        self._unit_state_bytes = torch.float32.itemsize * math.prod(spec.state) // spec.units
+        self.entry_bytes = [size for size in (column * spec.channels, self._unit_state_bytes * spec.units) if size]
 
     def spans(self, layer: int, header: int) -> Iterator[StateSpan]:
         """Of recurrent layer `layer`: convolution inputs [columns, channels] and state, which are tensors 0 and 1, or 0
@@ -124,7 +124,7 @@ class LayerBytes:
             if self.unit.conv:
                 yield from self._channels(at, unit)
             if self.unit.values and not self.unit.scales:
-                yield StateSpan(self._state, unit * self._own_bytes, at + self.unit.conv, self.unit.values)
+                yield StateSpan(self._state, unit * self._unit_state_bytes, at + self.unit.conv, self.unit.values)
 
     def states(self, layer: int, header: int) -> EncodedStates | None:
         """The state of recurrent layer `layer`, if it is encoded; tensors and `header` as for `spans`."""
@@ -135,7 +135,7 @@ class LayerBytes:
             at = self._unit_at(unit, header)
             values = at + layer * self.unit.layer + self.unit.conv
             scales = at + self.unit.first_scales + layer * self.unit.scales
-            spans.append(HeadSpan(unit * self._own_bytes, self._own_heads, values, scales))
+            spans.append(HeadSpan(unit * self._unit_state_bytes, self._unit_heads, values, scales))
         *rows, columns = self.spec.state[1:]
         return EncodedStates(self._state, self.encoding, math.prod(rows), columns, tuple(spans))
 
@@ -153,8 +153,8 @@ class LayerBytes:
         ranges = list[tuple[int, int]]()
         for part in self.spec.parts:
             if part.shared == (unit is None):
-                own = part.channels if unit is None else part.channels // self.spec.units
-                ranges.append((first + own * (unit or 0), own))
+                num_channels = part.channels if unit is None else part.channels // self.spec.units
+                ranges.append((first + num_channels * (unit or 0), num_channels))
             first += part.channels
         for column in range(self.spec.columns):
             for channel, count in ranges:

@@ -12,10 +12,10 @@ read on the device, from tensors that stay where they are:
 and nothing is chosen by lengths: see `HostBatch.captured`. On a GPU, by CUDA, passes of some sizes are recorded before
 serving begins. On the CPU any size is recorded when it comes for the second time, which computes the step, too.
 
-A batch of fewer rows has padding behind them: decodes of
+A batch of fewer rows has padding after them: decodes of
 length 0 in the slot that is no request's, which read and write no pages. What a graph ends with is the final hidden
 state in each row's slot; logits and the sampling are of the plan's samples, not of its rows, and come after it. So do
-snapshots: a decode has one token, and the state behind it is what its slot has when the pass is over.
+snapshots: a decode has one token, and the state after it is what its slot has when the pass is over.
 
 With several ranks the sums among them are in the graph. NCCL wants a graph recorded by all of them together and
 replayed by all or none: each records the same sizes in the same order, and whether a step is replayed, and padded to
@@ -102,11 +102,11 @@ class DecodeGraphs:
         for size in reversed(self._sizes):
             staging = Staging()
             padding = staging.add(self._padding(size))
-            found = self._passes[size] = self._make_pass(size, staging)
+            forward_pass = self._passes[size] = self._make_pass(size, staging)
             self._view(size).copy_(padding.tensor)
-            found.run()  # compiles kernels, and makes what libraries want to have made before they are recorded
+            forward_pass.run()  # compiles kernels, and makes what libraries want to have made before they are recorded
             warmed(size)
-            found.replay = graphs.capture(found.run)
+            forward_pass.replay = graphs.capture(forward_pass.run)
             captured(size)
 
     def record(self, graphs: StepGraphs, max_num_seqs: int, max_model_len: int) -> None:
@@ -145,12 +145,12 @@ class DecodeGraphs:
         return self._sizes[bisect_left(self._sizes, num_seqs)]
 
     def pack(self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], size: int) -> NDArray[np.int32]:
-        """The plan's rows as `replay` takes them, int32 [8, room]. `inputs`: of each row; a decode row behind images
+        """The plan's rows as `replay` takes them, int32 [8, room]. `inputs`: of each row; a decode row after images
         has three positions of its own."""
         rows, decodes = self._padding(size), plan.decodes
-        own = rows[:, : len(decodes)]
-        own[0], own[1:4] = decodes.tokens, decodes.positions
-        own[4], own[5], own[6], own[7] = (
+        decode_rows = rows[:, : len(decodes)]
+        decode_rows[0], decode_rows[1:4] = decodes.tokens, decodes.positions
+        decode_rows[4], decode_rows[5], decode_rows[6], decode_rows[7] = (
             decodes.slots,
             decodes.positions,
             decodes.positions + 1,
@@ -158,7 +158,7 @@ class DecodeGraphs:
         )
         for row, each in enumerate(inputs):
             if each is not None:
-                own[1:4, row] = each.positions[:, 0]
+                decode_rows[1:4, row] = each.positions[:, 0]
         return rows
 
     def replay(self, size: int, rows: StagedArray) -> None:
@@ -167,15 +167,15 @@ class DecodeGraphs:
         first_time = size not in self._passes
         if first_time:
             self._passes[size] = self._make_pass(size, Staging())
-        found, recorder = self._passes[size], self._recorder
+        forward_pass, recorder = self._passes[size], self._recorder
         if recorder is not None:
-            recorder.set_lengths(found.metadata, _host_batch(rows.array[:, :size]))
-        if found.replay is not None:
-            found.replay()
+            recorder.set_lengths(forward_pass.metadata, _host_batch(rows.array[:, :size]))
+        if forward_pass.replay is not None:
+            forward_pass.replay()
         elif first_time or recorder is None:
-            found.run()  # compiles, and fills caches
+            forward_pass.run()  # compiles, and fills caches
         else:
-            found.replay = recorder.capture(found.run)
+            forward_pass.replay = recorder.capture(forward_pass.run)
 
     def _padding(self, size: int) -> NDArray[np.int32]:
         rows = np.zeros((_FIELDS, _pitch(size)), np.int32)

@@ -111,14 +111,14 @@ def block_table_updates(
             _check_width(admit.slot, len(table), max_pages)
             indices.append(admit.slot * max_pages + np.arange(len(table)))
             pages.append(table)
-        own = [update for update in plan.table_updates if update.group == group]
-        for update in own:
+        group_updates = [update for update in plan.table_updates if update.group == group]
+        for update in group_updates:
             _check_width(update.slot, update.first + len(update.pages), max_pages)
-        if own:
-            begins = np.array([update.slot * max_pages + update.first for update in own])
-            lengths = np.array([len(update.pages) for update in own])
+        if group_updates:
+            begins = np.array([update.slot * max_pages + update.first for update in group_updates])
+            lengths = np.array([len(update.pages) for update in group_updates])
             indices.append(np.repeat(begins - lengths.cumsum() + lengths, lengths) + np.arange(lengths.sum()))
-            pages += [update.pages for update in own]
+            pages += [update.pages for update in group_updates]
         index, values = np.concatenate(indices), np.concatenate(pages)
         if plan.admits and plan.table_updates:
             # An update may follow an admit of the same plan: the later one counts, in whatever order a device writes.

@@ -24,7 +24,7 @@ class StepInputs:
     `batch`: the plan's rows, unless they go through a CUDA graph: then `graph` has its size and what it is given.
     `copies`: target and source pages, in groups that are made one after the other. `restores`, `saves`: slots and
     state pages.
-    `snapshots`: rows of hidden states and state pages, by row and position; behind a graph slots and state pages, as of
+    `snapshots`: rows of hidden states and state pages, by row and position; after a graph slots and state pages, as of
     `saves`. `sampled_slots`: of the plan's samples. `continuing_slots`: of its decodes, if one of them continues with
     a token that only the device knows.
     `prompt_logprobs`: for each prefill row that wants them the slot, the position of the first target, the row's first

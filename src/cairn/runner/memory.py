@@ -66,7 +66,7 @@ class PoolPopulation:
     """Has the operating system provide a pool's memory a little before it is used, so that few steps wait for page
     faults, and none of what nobody uses. A thread of low priority does it, and ends when it is ahead.
 
-    `ahead`: bytes behind the last page in use. Pages that have never been used are taken in ascending order, see
+    `ahead`: bytes past the last page in use. Pages that have never been used are taken in ascending order, see
     `PagePool`. What comes sooner than expected comes by page faults, as it would without.
     """
 

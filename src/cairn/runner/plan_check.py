@@ -97,23 +97,23 @@ class PlanCheck:
         columns = (decodes.slots, decodes.positions, decodes.tokens, decodes.kv_write_from)
         if any(column.shape != decodes.slots.shape for column in columns):
             raise ValueError("decode rows: columns of different lengths")
-        found = []
+        rows = []
         for slot, start, token, write_from in decodes:
-            found.append((slot, start, start + 1))
-            name = _row_name(*found[-1])
-            own = self._row(name, slots, slot, start, start + 1, write_from)
-            if token == SAMPLED and own.sampled != start:
-                raise ValueError(f"{name}: the slot's last sampled token stands at {own.sampled}")
+            rows.append((slot, start, start + 1))
+            name = _row_name(*rows[-1])
+            slot_state = self._row(name, slots, slot, start, start + 1, write_from)
+            if token == SAMPLED and slot_state.sampled != start:
+                raise ValueError(f"{name}: the slot's last sampled token stands at {slot_state.sampled}")
             if token != SAMPLED and not 0 <= token < self._limits.vocab_size:
                 raise ValueError(f"{name}: token ids must be in 0..{self._limits.vocab_size - 1}")
         for row in plan.prefills:
-            found.append((row.slot, row.start, row.end))
-            name = _row_name(*found[-1])
-            self._prefill(name, row, self._row(name, slots, *found[-1], row.kv_write_from))
-        numbers = [slot for slot, _, _ in found]
+            rows.append((row.slot, row.start, row.end))
+            name = _row_name(*rows[-1])
+            self._prefill(name, row, self._row(name, slots, *rows[-1], row.kv_write_from))
+        numbers = [slot for slot, _, _ in rows]
         if len(set(numbers)) != len(numbers):
             raise ValueError(f"step {plan.step}: a slot is in more than one row: {sorted(numbers)}")
-        return found
+        return rows
 
     def _row(self, name: str, slots: dict[int, _Slot], slot: int, start: int, end: int, write_from: int) -> _Slot:
         self._slot_number(name, slot)
@@ -121,11 +121,11 @@ class PlanCheck:
             raise ValueError(f"{name}: a row has at least one token, from position 0 on")
         if write_from < 0:
             raise ValueError(f"{name}: kv_write_from {write_from} is negative")
-        own = _slot_of(slots, slot, name)
-        for group, num_pages in zip(self._limits.layout.groups, own.num_pages, strict=True):
+        slot_state = _slot_of(slots, slot, name)
+        for group, num_pages in zip(self._limits.layout.groups, slot_state.num_pages, strict=True):
             if num_pages < group.pages_for(end):
                 raise ValueError(f"{name}: {num_pages} pages, {group.pages_for(end)} are needed")
-        return own
+        return slot_state
 
     def _prefill(self, name: str, row: PrefillRow, slot: _Slot) -> None:
         if self._limits.aligned and row.start % GRID:

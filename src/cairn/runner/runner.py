@@ -157,7 +157,7 @@ class Runner(StepRunner):
             check_row_independence(self._model.linears)
 
     def _copy_no_tokens(self) -> None:
-        """As a transfer between pages of unequal sizes copies its tokens, from the pages behind the pool's: the first
+        """As a transfer between pages of unequal sizes copies its tokens, from the pages past the pool's: the first
         one would wait for the compiler, and steps for it."""
         for layer in self._paged[:1]:
             tokens, dim = layer.keys.shape[2:]
@@ -243,7 +243,7 @@ class Runner(StepRunner):
                 rows, samples.positions.tolist(), self._model.vocab_size, staging
             )
             if num_top is not None:
-                token_ids = [one.logprob_token_ids for one in rows]
+                token_ids = [params.logprob_token_ids for params in rows]
                 step.logprobs = SampledLogprobs(num_top, staging, token_ids, self._model.kernels.logprobs)
 
     def _sampled_rows(self, slots: NDArray[np.int32]) -> tuple[SampledRows, list[int | None] | None]:

@@ -1,7 +1,7 @@
 """Images of prompts: their vectors, encoded once and cached by content, and the positions of tokens among them.
 
 Positions are M-RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1): text counts up in time, height and width alike; an
-image's tokens share one time and count rows and columns from there; the text behind it goes on after the largest of the
+image's tokens share one time and count rows and columns from there; the text after it goes on after the largest of the
 three. Only a request's own images matter, so two requests never disturb each other.
 """
 
@@ -171,13 +171,13 @@ def multimodal_inputs(
     for image in images:
         low, high = max(start, image.start), min(end, image.end)
         if low < high:
-            own = (
+            image_vectors = (
                 vision.encode(image).to(like)
                 if communicator.rank == 0
                 else like.new_empty(image.length, like.shape[-1])
             )
             offsets.append(np.arange(low - start, high - start))
-            vectors.append(communicator.broadcast(own)[low - image.start : high - image.start])
+            vectors.append(communicator.broadcast(image_vectors)[low - image.start : high - image.start])
     positions = mrope_positions(start, end, images, vision.merge)
     return MultimodalInputs(positions, np.concatenate(offsets), torch.cat(vectors))
 
@@ -199,8 +199,8 @@ def mrope_positions(start: int, end: int, images: Sequence[Image], merge: int) -
             positions[:, low - start : high - start] = image.start + shift + grid
         shift += max(frames, height, width) - image.length
         if image.end < end:
-            behind = max(start, image.end)
-            positions[:, behind - start :] = np.arange(behind, end) + shift
+            text_start = max(start, image.end)
+            positions[:, text_start - start :] = np.arange(text_start, end) + shift
     return positions
 
 
@@ -224,7 +224,7 @@ def send_arrays(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Te
     staging = Staging()
     staged = [staging.add(array) for array in arrays]
     staging.send(device)
-    return [one.tensor for one in staged]
+    return [array.tensor for array in staged]
 
 
 def tower_identity(folder: Path) -> str:

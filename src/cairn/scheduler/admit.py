@@ -88,9 +88,13 @@ def _next_candidate(state: SchedulerState, last: Request | None, leases_full: bo
     """Whose turn it is when all up to `last` have been passed over; with `leases_full` not those that are known to wait
     for room among the leases."""
     ready = [request for request in state.transfers.ready if last is None or request.sort_key > last.sort_key]
-    found = [state.waiting.plain.after(last), None if leases_full else state.waiting.kv_exports.after(last), *ready]
+    candidates = [
+        state.waiting.plain.after(last),
+        None if leases_full else state.waiting.kv_exports.after(last),
+        *ready,
+    ]
     return min(
-        (request for request in found if request is not None), key=lambda request: request.sort_key, default=None
+        (request for request in candidates if request is not None), key=lambda request: request.sort_key, default=None
     )
 
 

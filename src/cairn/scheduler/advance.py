@@ -10,11 +10,11 @@ from cairn.step import GRID, PageCopy, Score
 def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     """Add a row for each running request that can go on, first come first served.
 
-    A prefill chunk leaves one token of the budget to every request behind it, so that no answer stalls. False if
+    A prefill chunk leaves one token of the budget to every request after it, so that no answer stalls. False if
     pages ran short: then what was freed belongs to those that run, and nobody new may come in.
 
     Plain decodes, and those that only lacked a page, come last and all at once: what they need is the token of the
-    budget that is left to each. Whoever lacks pages preempts requests behind it alone, so it does not matter that those
+    budget that is left to each. Whoever lacks pages preempts requests after it alone, so it does not matter that those
     before it have no rows yet.
     """
     preemptions, enough, table = state.counters.preemptions, True, state.slots
@@ -84,12 +84,12 @@ def _becomes_plain(state: SchedulerState, request: Request) -> bool:
         request.plain_until = 0
         return False
     request.plain_until = until = _plain_until(state, request)
-    # a step that is out and samples nothing, with a known token behind it, is no plain one's
+    # a step that is out and samples nothing, with a known token after it, is no plain one's
     return start < until and (start < num_tokens) == (request.num_in_flight == 0)
 
 
 def _plain_until(state: SchedulerState, request: Request) -> int:
-    """Decodes of tokens from `num_scheduled` up to this one are plain (see `PlainDecodes`): the tokens behind the last
+    """Decodes of tokens from `num_scheduled` up to this one are plain (see `PlainDecodes`): the tokens after the last
     one are sampled, pages are there, and no point of the placement is reached."""
     spec, sequence = request.spec, request.sequence
     assert sequence is not None

@@ -5,7 +5,7 @@
 
 The next request of the queue is compared with the prompts in prefill. Where a prompt (the leader's) shares at least 64
 tokens more with it than the cache has, the leader saves its state at the point p where the two diverge. The request
-waits until that state is there, and is then looked up like any other. Requests behind it go on: they may have the slots
+waits until that state is there, and is then looked up like any other. Requests after it go on: they may have the slots
 and pages that are left after what it needs itself has been reserved.
 
 No wait is endless. It ends at once when the leader has passed p, has ended or was preempted, and after `MAX_IDLE` plans
@@ -58,7 +58,7 @@ class _Leader:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A wait until `leader` has computed `position` tokens. `pages`: reserved for the tokens behind them. `scheduled`:
+    """A wait until `leader` has computed `position` tokens. `pages`: reserved for the tokens after them. `scheduled`:
     how far the leader was planned when it last made progress, `idle` plans ago."""
 
     leader: Request
@@ -134,12 +134,12 @@ class InFlight:
         if not self._enabled or (request.spec.prompt_logprobs is not None and not request.output):
             return False
         history = self._histories.setdefault(request, _WaitHistory())
-        found = self._leaders_sharing(request, history)
+        matches = self._leaders_sharing(request, history)
         history.num_compared = self._num_leaders
-        if not found or len(history.leaders) >= MAX_WAITS:
+        if not matches or len(history.leaders) >= MAX_WAITS:
             return False
         sequence = lookup(request)
-        for leader, shared in reversed(found):
+        for leader, shared in reversed(matches):
             if leader.num_computed < sequence.hit:
                 continue
             position = self._shared_position(builder, leader, request, sequence.hit, shared)
@@ -186,9 +186,9 @@ class InFlight:
     def _leaders_sharing(self, request: Request, history: _WaitHistory) -> list[tuple[Request, int]]:
         """Requests in prefill that have not been looked at for this one, with the tokens that both begin with: each
         shares more than the one before it. Most are told apart by one token."""
-        found: list[tuple[Request, int]] = []
+        matches: list[tuple[Request, int]] = []
         least = MIN_SHARED
-        new = [leader for leader, one in self._leaders.items() if one.number > history.num_compared]
+        new = [leader for leader, entry in self._leaders.items() if entry.number > history.num_compared]
         keys = request.spec.prompt if self._exact or request.spec.role.kv_export or not new else request.keys()
         for leader in new:
             assert leader.sequence is not None
@@ -202,9 +202,9 @@ class InFlight:
             shared = common_tokens(keys, theirs)
             self._compared += shared + 1
             if shared >= least:
-                found.append((leader, shared))
+                matches.append((leader, shared))
                 least = shared + 1
-        return found
+        return matches
 
     def _shared_position(
         self, builder: PlanBuilder, leader: Request, request: Request, hit: int, shared: int
@@ -236,7 +236,7 @@ class InFlight:
             return False
         if position > leader.num_scheduled:
             return True
-        return any(one.request is leader and one.start < position for one in builder.scheduled if one.has_row)
+        return any(entry.request is leader and entry.start < position for entry in builder.scheduled if entry.has_row)
 
     def _save_at(self, leader: Request, position: int) -> bool:
         """Reserve pages for the leader's state there; False if there is no room for it."""

@@ -25,10 +25,12 @@ def fits_leases(state: SchedulerState, request: Request, reserved_pages: int = 0
     promised = pages_to_lease(state) + LeaseDemand(num_new=reserved_pages)
     if side.fits(LeaseDemand(num_new=num_pages(state, request)), promised):
         return True
-    found = request.sequence or state.cache.lookup(request.spec.namespace, request.spec.prompt, request.id, probe=True)
-    demand = _pages_to_lease(state, request, found)
-    if found is not request.sequence:
-        state.cache.discard(found)
+    sequence = request.sequence or state.cache.lookup(
+        request.spec.namespace, request.spec.prompt, request.id, probe=True
+    )
+    demand = _pages_to_lease(state, request, sequence)
+    if sequence is not request.sequence:
+        state.cache.discard(sequence)
     return side.fits(demand, promised)
 
 

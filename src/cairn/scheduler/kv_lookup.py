@@ -28,11 +28,11 @@ def answer_lookup(state: SchedulerState, request: LookupRequest) -> None:
     pages alone."""
     transfers = state.transfers
     assert transfers.side is not None
-    found = transfers.sequences.find_longest(request.marks, request.end) if transfers.sequences is not None else None
-    if found is None or found[0].adapter != request.adapter:
+    match = transfers.sequences.find_longest(request.marks, request.end) if transfers.sequences is not None else None
+    if match is None or match[0].adapter != request.adapter:
         transfers.side.answer_lookup(request.lookup, None)
         return
-    _offer(state, request, *found)
+    _offer(state, request, *match)
 
 
 def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, keys: Keys) -> None:

@@ -146,7 +146,7 @@ class PlanBuilder:
             self._decode_samples = Samples(numbers[samples], ends[samples], bans_stop_tokens[samples])
 
     def add_sample(self, request: Request, position: int) -> None:
-        """The token at absolute position `position` is sampled behind a prefill or a full hit; no stop token before
+        """The token at absolute position `position` is sampled after a prefill or a full hit; no stop token before
         `min_tokens` have been."""
         self._samples.append((request.slot, position, position < request.min_tokens_until))
 

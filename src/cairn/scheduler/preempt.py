@@ -22,7 +22,7 @@ def make_room(state: SchedulerState, request: Request, num_tokens: int) -> list[
     while (copies := state.cache.extend(request.sequence, num_tokens)) is None:
         if requeue_youngest_fetched(state) or state.parallel_sampling.release_last():
             continue
-        younger = state.running.behind(request)
+        younger = state.running.all_after(request)
         is_oldest = state.running.head is request
         victims = [
             other for other in younger if other.num_in_flight == 0 and request.id not in other.stats.preempted_by
@@ -59,9 +59,9 @@ def preempt(state: SchedulerState, victim: Request, preemptor: Request, needed_p
     victim.stats.num_preemptions += 1
     cache.commit(sequence, victim.num_computed)
     size = cache.layout.pages_per_checkpoint
-    own = sum(table.length for table in sequence.tables) - cache.layout.pages_for(sequence.matched)
+    num_pages = sum(table.length for table in sequence.tables) - cache.layout.pages_for(sequence.matched)
     position = victim.num_computed
-    worth_it = position > sequence.hit and size < own and position not in sequence.pending_states
+    worth_it = position > sequence.hit and size < num_pages and position not in sequence.pending_states
     if worth_it and cache.make_room(needed_pages + size):
         if cache.reserve_checkpoint(sequence, CheckpointPoint(position, Kind.PREEMPTION)) is not None:
             state.pending_saves[victim] = position

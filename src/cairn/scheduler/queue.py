@@ -42,7 +42,7 @@ class RequestQueue:
         place = bisect_right(self._requests, request.sort_key, key=_sort_key)
         return self._requests[place] if place < len(self._requests) else None
 
-    def behind(self, request: Request) -> list[Request]:
+    def all_after(self, request: Request) -> list[Request]:
         """Those whose turn comes after that of `request`."""
         return self._requests[bisect_right(self._requests, request.sort_key, key=_sort_key) :]
 

@@ -79,15 +79,15 @@ class Scheduler:
         request and its branches; raises as `submit` does."""
         ids: set[RequestId] = set()
         for group in groups:
-            for own in group:
-                if own.request_id in self.state.requests or own.request_id in ids:
-                    raise InvalidRequest(f"request id {own.request_id!r} is in use", "request_id")
-                ids.add(own.request_id)
+            for spec in group:
+                if spec.request_id in self.state.requests or spec.request_id in ids:
+                    raise InvalidRequest(f"request id {spec.request_id!r} is in use", "request_id")
+                ids.add(spec.request_id)
             self._check(group[0])
         self.check_queue_limit([len(group) for group in groups])
         check_quota(self.state, [group[0] for group in groups])
         for group in groups:
-            leader, *others = [self._add_request(own) for own in group]
+            leader, *others = [self._add_request(spec) for spec in group]
             find_sources(self.state, leader)
             if others:
                 self.state.parallel_sampling.defer(leader, others)

@@ -94,7 +94,7 @@ class ReplicaPool:
                 if not isinstance(head, AnswerHead):
                     raise ReplicaFailed("it has ended without an answer")
                 rest = None if head.complete else _chunks(items)
-                yield UpstreamResponse(head.status, self._own_headers(head), head.body, rest, server)
+                yield UpstreamResponse(head.status, self._answer_headers(head), head.body, rest, server)
         except BaseException as error:
             if abandoned is not None and server:
                 self.release(server, abandoned)
@@ -127,7 +127,7 @@ class ReplicaPool:
         except (UpstreamError, NoUpstream, TimeoutError) as error:
             logger.debug("replica %s has not been told to release: %s", server, error)
 
-    def _own_headers(self, head: AnswerHead) -> Headers:
+    def _answer_headers(self, head: AnswerHead) -> Headers:
         """Without the request's id where Ray's proxy has named the request: it adds the header once more."""
         has_id = any(name == REQUEST_ID for name, _ in self.request.headers)
         return [(name, value) for name, value in head.headers if not (has_id and name.lower() == REQUEST_ID)]

@@ -29,8 +29,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True):
         ids = np.frombuffer(self.token_ids, "<i4").reshape(-1, self.width).tolist()
         values = np.frombuffer(self.values, "<f4").reshape(-1, self.width).tolist()
         ranks = np.frombuffer(self.ranks, "<i4").tolist()
-        for rank, own_ids, own_values in zip(ranks, ids, values, strict=True):
-            yield rank, list(zip(own_ids, own_values, strict=True))
+        for rank, row_ids, row_values in zip(ranks, ids, values, strict=True):
+            yield rank, list(zip(row_ids, row_values, strict=True))
 
     @property
     def num_entries(self) -> int:

@@ -135,23 +135,23 @@ def _prefill_kernel(
     heads = head * GROUP + members
     queries = _rows(q, rows.to(tl.int64) * q_row + heads * q_head, there, DIM, DIM_BLOCK, True)
 
-    own_table = table + tl.load(slots + seq).to(tl.int64) * table_row
-    own_keys = keys + head.to(tl.int64) * key_head
-    own_values = values + head.to(tl.int64) * value_head
+    seq_table = table + tl.load(slots + seq).to(tl.int64) * table_row
+    head_keys = keys + head.to(tl.int64) * key_head
+    head_values = values + head.to(tl.int64) * value_head
     total = tl.zeros([TOKENS * GROUP_BLOCK, DIM_BLOCK], tl.float32)
     largest = tl.full([TOKENS * GROUP_BLOCK], float("-inf"), tl.float32)
     weight = tl.zeros([TOKENS * GROUP_BLOCK], tl.float32)
-    pages = _pages(own_table, 0, end, PAGE_SIZE, BLOCK)
+    pages = _pages(seq_table, 0, end, PAGE_SIZE, BLOCK)
     # Whole blocks that every row sees; then those with the rows' own positions.
     seen_by_all = (first_position + 1) // BLOCK * BLOCK
     for first in range(0, seen_by_all, BLOCK):
         total, largest, weight, pages = _attend(
-            total, largest, weight, pages, queries, seen, first, end, own_table, own_keys, own_values,
+            total, largest, weight, pages, queries, seen, first, end, seq_table, head_keys, head_values,
             key_page, key_token, value_page, value_token, SCALE, DIM, DIM_BLOCK, PAGE_SIZE, BLOCK, False,
         )  # fmt: skip
     for first in range(seen_by_all, end, BLOCK):
         total, largest, weight, pages = _attend(
-            total, largest, weight, pages, queries, seen, first, end, own_table, own_keys, own_values,
+            total, largest, weight, pages, queries, seen, first, end, seq_table, head_keys, head_values,
             key_page, key_token, value_page, value_token, SCALE, DIM, DIM_BLOCK, PAGE_SIZE, BLOCK, True,
         )  # fmt: skip
 
@@ -191,18 +191,18 @@ def _decode_kernel(
     members = tl.arange(0, GROUP_BLOCK)
     heads = head * GROUP + members
     queries = _rows(q, seq.to(tl.int64) * q_row + heads * q_head, members < GROUP, DIM, DIM_BLOCK, True)
-    own_table = table + tl.load(slots + seq).to(tl.int64) * table_row
-    own_keys = keys + head.to(tl.int64) * key_head
-    own_values = values + head.to(tl.int64) * value_head
+    seq_table = table + tl.load(slots + seq).to(tl.int64) * table_row
+    head_keys = keys + head.to(tl.int64) * key_head
+    head_values = values + head.to(tl.int64) * value_head
     total = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
     largest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
     weight = tl.zeros([GROUP_BLOCK], tl.float32)
     seen = tl.zeros([GROUP_BLOCK], tl.int32) + end
-    pages = _pages(own_table, begin, end, PAGE_SIZE, BLOCK)
+    pages = _pages(seq_table, begin, end, PAGE_SIZE, BLOCK)
     # One loop with masks: a tail of its own would have to wait for its loads.
     for first in range(begin, end, BLOCK):
         total, largest, weight, pages = _attend(
-            total, largest, weight, pages, queries, seen, first, end, own_table, own_keys, own_values,
+            total, largest, weight, pages, queries, seen, first, end, seq_table, head_keys, head_values,
             key_page, key_token, value_page, value_token, SCALE, DIM, DIM_BLOCK, PAGE_SIZE, BLOCK, True,
         )  # fmt: skip
 

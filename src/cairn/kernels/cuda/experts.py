@@ -122,17 +122,17 @@ def _down_kernel(
     b_pointers = weight + expert.to(tl.int64) * expert_stride
     b_pointers += column.to(tl.int64)[None, :] * weight_stride + depth[:, None]
     is_column = column < width
-    own_scales = scales_of(scales, expert.to(tl.int64) * width + column, inner_width, BLOCKED)
+    column_scales = scales_of(scales, expert.to(tl.int64) * width + column, inner_width, BLOCKED)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, inner_width, DEPTH):
         a_mask = (pair < end)[:, None] & (depth < inner_width - k)[None, :]
         b_mask = (depth < inner_width - k)[:, None] & is_column[None, :]
         a = tl.load(a_pointers, mask=a_mask, other=0)
         b = load_weights(b_pointers, b_mask, a.dtype, FP8)
-        total = add_product(a, b, total, own_scales, is_column, k, TENSOR_CORES, BLOCKED)
+        total = add_product(a, b, total, column_scales, is_column, k, TENSOR_CORES, BLOCKED)
         a_pointers += DEPTH
         b_pointers += DEPTH
-    total = scaled(total, own_scales[None, :], is_column[None, :], FP8, BLOCKED)
+    total = scaled(total, column_scales[None, :], is_column[None, :], FP8, BLOCKED)
     place = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)
     mask = (pair < end)[:, None] & is_column[None, :]
     tl.store(terms + (place * width)[:, None] + column[None, :], total.to(terms.dtype.element_ty), mask=mask)
@@ -214,7 +214,7 @@ def _down_gemv_kernel(
     rows = weight + (experts * expert_stride)[None, :, None]
     rows += (column.to(tl.int64) * weight_stride)[:, None, None] + depth[None, None, :]
     known_columns = (column < width)[:, None] & (place < TOP_K)[None, :]
-    own_scales = scales_of(scales, (experts * width)[None, :] + column[:, None], inner_width, BLOCKED)
+    column_scales = scales_of(scales, (experts * width)[None, :] + column[:, None], inner_width, BLOCKED)
     PARTS: tl.constexpr = DEPTH // _BLOCK if BLOCKED else DEPTH
     sums = tl.zeros((COLUMNS, CHOSEN, PARTS), dtype=tl.float32)
     for k in range(0, inner_width, DEPTH):
@@ -225,19 +225,19 @@ def _down_gemv_kernel(
         products = weights.to(tl.float32) * values.to(tl.float32)[None, :, :]
         if BLOCKED:
             parts = tl.sum(tl.reshape(products, (COLUMNS, CHOSEN, PARTS, _BLOCK)), axis=3)
-            factors = block_scales(own_scales[:, :, None], known_columns[:, :, None], k, inner_width, PARTS)
+            factors = block_scales(column_scales[:, :, None], known_columns[:, :, None], k, inner_width, PARTS)
             sums += parts * factors
         else:
             sums += products
-    totals = scaled(tl.sum(sums, axis=2), own_scales, known_columns, FP8, BLOCKED)
+    totals = scaled(tl.sum(sums, axis=2), column_scales, known_columns, FP8, BLOCKED)
     # Rounded as they are where there are more tokens.
     terms = totals.to(out.dtype.element_ty).to(tl.float32) * shares[None, :]
     waiting = tl.where(place < TOP_K, experts.to(tl.int32), 2147483647)
     total = tl.zeros((COLUMNS,), dtype=tl.float32)
     for _ in range(TOP_K):
-        next_one = waiting == tl.min(waiting, axis=0)
-        total += tl.sum(tl.where(next_one[None, :], terms, 0.0), axis=1)
-        waiting = tl.where(next_one, 2147483647, waiting)
+        is_next = waiting == tl.min(waiting, axis=0)
+        total += tl.sum(tl.where(is_next[None, :], terms, 0.0), axis=1)
+        waiting = tl.where(is_next, 2147483647, waiting)
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 

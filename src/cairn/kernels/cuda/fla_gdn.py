@@ -73,12 +73,12 @@ class SubBatch:
 class DeltaRulePlan:
     """Which sequences of a step go where. `fla_batch`: those of fla, with `chunk_indices` int64 [chunks, 2], the
     sequence and the number within it of each chunk, and `snapshot_seqs` int64, the sequence of each snapshot.
-    `own_batch`: all others, with the metadata of their batch; None where there are none."""
+    `other_batch`: all others, with the metadata of their batch; None where there are none."""
 
     fla_batch: SubBatch
     chunk_indices: StagedArray
     snapshot_seqs: StagedArray
-    own_batch: SubBatch | None
+    other_batch: SubBatch | None
     metadata: CudaMetadata | None
 
 
@@ -108,13 +108,13 @@ class FlaDeltaRule:
         chunk_seqs = np.repeat(np.arange(len(fitting)), num_chunks)
         within = np.arange(len(chunk_seqs)) - np.repeat(np.cumsum(num_chunks) - num_chunks, num_chunks)
         others = np.setdiff1d(np.arange(host.num_seqs), fitting)
-        own_batch = SubBatch.of(host, others, staging) if len(others) else None
+        other_batch = SubBatch.of(host, others, staging) if len(others) else None
         return DeltaRulePlan(
             fla_batch,
             staging.add(np.stack([chunk_seqs, within], axis=1).astype(np.int64)),
             staging.add(fla_batch.host.snapshot_seqs.astype(np.int64)),
-            own_batch,
-            None if own_batch is None else build_metadata(own_batch.host, staging),
+            other_batch,
+            None if other_batch is None else build_metadata(other_batch.host, staging),
         )
 
     def scan(
@@ -124,8 +124,8 @@ class FlaDeltaRule:
         """See `Kernels.gdn`."""
         y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         snapshots = torch.empty((batch.host.num_snapshots, *states.shape[1:]), dtype=states.dtype, device=states.device)
-        if plan.own_batch is not None:
-            part = plan.own_batch
+        if plan.other_batch is not None:
+            part = plan.other_batch
             rows = partial(torch.index_select, dim=0, index=part.rows.tensor)
             batch_part = _batch_of(part, batch, plan.metadata)
             out, kept = gdn(rows(q), rows(k), rows(v), rows(beta), rows(dt), a, dt_bias, states, batch_part)

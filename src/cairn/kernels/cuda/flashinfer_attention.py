@@ -70,8 +70,8 @@ def _page_indices_kernel(table, slots, page_indptr, page_indices, table_row, BLO
     begin = tl.load(page_indptr + sequence)
     count = tl.load(page_indptr + sequence + 1) - begin
     entries = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    own_table = table + tl.load(slots + sequence).to(tl.int64) * table_row
-    pages = tl.load(own_table + entries, mask=entries < count, other=0)
+    sequence_table = table + tl.load(slots + sequence).to(tl.int64) * table_row
+    pages = tl.load(sequence_table + entries, mask=entries < count, other=0)
     tl.store(page_indices + begin.to(tl.int64) + entries, pages, mask=entries < count)
 
 

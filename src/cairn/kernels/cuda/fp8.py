@@ -189,11 +189,11 @@ def multiply(x: Tensor, weight: tuple[WeightRows, ...] | WeightRows, bias: Tenso
     end = 0
     for part in weight:
         begin, end = end, end + part.shape[0]
-        own_bias = None if bias is None else bias[begin:end]
+        part_bias = None if bias is None else bias[begin:end]
         if isinstance(part, Fp8Weight) and not takes_scaled_product(x, part):
-            _multiply_into(x, part, own_bias, out[:, begin:end])
+            _multiply_into(x, part, part_bias, out[:, begin:end])
         else:
-            out[:, begin:end] = multiply(x, part, own_bias)
+            out[:, begin:end] = multiply(x, part, part_bias)
     return out
 
 

@@ -127,7 +127,7 @@ class CudaSampler:
         top_ps, uniforms = (column.tensor for column in self._doubles)
         kinds, scales = self._kinds.tensor, (temperatures, least_logs)
         maxima, weights, state = tensors.tile_maxima, tensors.tile_weights, tensors.state
-        launch, one_a_row = tensors.launch, tensors.launch_rows
+        launch, launch_rows = tensors.launch, tensors.launch_rows
         launch(
             sample_kernels._summarize_kernel,
             *(*rows, penalty_slots, counts.times, *penalties, maxima, tensors.block_maxima),
@@ -136,7 +136,7 @@ class CudaSampler:
         if self._is_sampled:
             launch(sample_kernels._weigh_kernel, *rows, kinds, *scales, maxima, weights)
         if self._is_filtered:
-            one_a_row(
+            launch_rows(
                 sample_kernels._best_kernel,
                 *(*rows, kinds, *scales, self._top_k.tensor, top_ps, uniforms, maxima, tensors.block_maxima, weights),
                 *(tensors.chosen, tensors.candidates, *state),
@@ -145,7 +145,7 @@ class CudaSampler:
             for level in range(SAMPLE_LEVELS if self._has_top_p else 0):
                 launch(sample_kernels._histogram_kernel, *rows, *scales, top_ps, maxima, *state, LEVEL=level)
             launch(sample_kernels._filter_kernel, *rows, *scales, top_ps, maxima, *state, weights, tensors.tile_equals)
-        one_a_row(
+        launch_rows(
             sample_kernels._pick_kernel,
             *(*rows, kinds, *scales, top_ps, uniforms, penalty_slots, counts.times),
             *(maxima, weights, tensors.tile_equals, *state),

@@ -49,9 +49,9 @@ def philox(counters: Words, keys: Words) -> Words:
     multipliers, steps = (np.array(pair, np.uint64)[:, None] for pair in (_MULTIPLIERS, _KEY_STEPS))
     word, half = np.uint64(_WORD), np.uint64(32)
     even, odd = counters[::2], counters[1::2]
-    for own_keys in keys + steps * np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] & word:
+    for round_keys in keys + steps * np.arange(_ROUNDS, dtype=np.uint64)[:, None, None] & word:
         products = even * multipliers
-        even = (products >> half)[::-1] ^ odd ^ own_keys
+        even = (products >> half)[::-1] ^ odd ^ round_keys
         odd = products[::-1] & word
     return np.stack([even[0], odd[0], even[1], odd[1]])
 

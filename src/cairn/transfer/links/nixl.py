@@ -204,7 +204,7 @@ class NixlLink:
         self._region = region
 
     def describe(self) -> bytes:
-        region = self._own_region()
+        region = self._local_region()
         with self._link_errors("describe the own memory"):
             metadata = self._agent.get_agent_metadata()
         return msgspec.msgpack.encode(
@@ -212,7 +212,7 @@ class NixlLink:
         )
 
     def connect(self, description: bytes) -> str:
-        self._own_region()
+        self._local_region()
         remote = read_description(description)
         peer_state = self._peers.get(remote.name)
         if peer_state is not None:
@@ -232,7 +232,7 @@ class NixlLink:
         self._remove_peer(peer)
 
     def read(self, peer: str, descriptors: Descriptors) -> ReadHandle:
-        region, peer_state = self._own_region(), self._peers.get(peer)
+        region, peer_state = self._local_region(), self._peers.get(peer)
         if peer_state is None or peer_state.failed or not peer_state.is_connected:
             raise LinkError(f"{peer} is gone" if peer_state else f"not connected to {peer}")
         if not len(descriptors):
@@ -365,7 +365,7 @@ class NixlLink:
 
     def _limit(self, remote: Description) -> str:
         """What reading takes where pages lie in a GPU's memory, on either side."""
-        sides = ["host" if device is None else "GPU" for device in (self._own_region().device, remote.device)]
+        sides = ["host" if device is None else "GPU" for device in (self._local_region().device, remote.device)]
         if "GPU" not in sides:
             return ""
         return (
@@ -373,7 +373,7 @@ class NixlLink:
             "by way of the host for that: UCX_TLS of either side may forbid them)"
         )
 
-    def _own_region(self) -> Region:
+    def _local_region(self) -> Region:
         if self._region is None:
             raise LinkError("no memory is registered")
         return self._region
