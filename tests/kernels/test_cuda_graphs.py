@@ -206,10 +206,14 @@ def test_a_mutant_of_attention_is_found(tmp_path: Path, text: str, replacement: 
 
 
 MUTANTS = (
-    ("rows are those of the recording", "        self._view(size).copy_(rows)\n", ""),
+    ("rows are those of the recording", "        self._view(size).copy_(rows.tensor)\n", ""),
     ("padding rows write into the first page", "rows[4], rows[7] = self._num_slots, 1", "rows[4] = self._num_slots"),
     ("padding rows are the first slot's", "rows[4], rows[7] = self._num_slots, 1", "rows[7] = 1"),
-    ("tables are not kept", "self._constants.append((cu_seqlens, metadata))", "pass"),
+    (
+        "tables are not kept",
+        "forward_pass.replay = graphs.capture(forward_pass.run)",
+        "forward_pass.replay, forward_pass.run, forward_pass.metadata = graphs.capture(forward_pass.run), None, None",
+    ),
     (
         "lengths are taken from the host",
         "seq_lens=rows[6]",
