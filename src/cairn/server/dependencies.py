@@ -33,7 +33,7 @@ ServiceDep = Annotated[Service, Depends(get_service)]
 
 async def allocate_images(request: Request, service: ServiceDep) -> AsyncIterator[ImageAllocation]:
     """A request's part of the memory for images, until the last byte of its response is sent."""
-    allocation = ImageAllocation(service.images.memory, get_client_id(request.scope))
+    allocation = ImageAllocation(service.renderer.images.memory, get_client_id(request.scope))
     try:
         yield allocation
     finally:

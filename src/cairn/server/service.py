@@ -1,27 +1,28 @@
-"""State that the routes share: the engine and its queries, the gate, metrics, and the tokenizer's thread."""
+"""State that the routes share: the engine and its queries, the gate, metrics, and the renderer of prompts."""
 
 import asyncio
 import hashlib
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import MappingProxyType
 from typing import TypeVar
 
 from cairn import __version__
-from cairn.engine.contract import EngineClient, EngineInfo, EngineStats, TemplateValue, TextTokenizer
+from cairn.engine.contract import EngineClient, EngineInfo, EngineStats, TemplateValue
 from cairn.errors import EngineDead, Overloaded
 from cairn.http.middleware import Gate, random_id
 from cairn.server.images import MediaConnector
 from cairn.server.metrics import Metrics
 from cairn.server.notices import Notices
 from cairn.server.openai.logprobs import LogprobsFormatter
+from cairn.server.openai.prompts import PromptOptions, PromptRenderer
 from cairn.server.openai_responses.background import BackgroundTasks
 from cairn.server.openai_responses.store import ResponseStore
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.parsers.registry import select_parsers
 from cairn.server.sealed_reasoning import ReasoningSeal
+from cairn.server.served_model import ServedModel
 from cairn.types import Clock, SystemClock
 
 # Both together are fewer than the queries that an engine has open at once, so that no kind shuts out another.
@@ -66,27 +67,6 @@ class BoundedQueries:
             self._num_waiting -= 1
 
 
-class TokenizerThread:
-    """The engine's tokenizer beside the event loop. One thread: fast tokenizers refuse to be used from two at once."""
-
-    def __init__(self, tokenizer: TextTokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")
-
-    async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await self.run(lambda: self._tokenizer.encode(text, add_special_tokens))
-
-    async def decode(self, token_ids: list[int]) -> str:
-        return await self.run(lambda: self._tokenizer.decode(token_ids))
-
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Any work that uses the tokenizer."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-
 def compute_fingerprint(info: EngineInfo) -> str:
     """OpenAI's `system_fingerprint`: another one says that the same seed may bring another answer."""
     parts = (info.model, info.architecture, info.dtype, info.quantization, info.exact, info.tensor_parallel_size)
@@ -118,15 +98,20 @@ class Service:
         self.clock = clock or SystemClock()
         self.wall = wall
         self.new_id = new_id
-        self.started = int(wall())
+        self.model = ServedModel(options.model_names, engine.info, created=int(wall()))
         self.default_sampling = default_sampling
         self.responses = ResponseStore(options.max_stored_responses, options.stored_response_bytes)
         self.reasoning_seal = ReasoningSeal(secret)
         self.background = BackgroundTasks(limits.max_background)
-        self.default_template_kwargs = default_template_kwargs
         self.notices = Notices()
-        self.images = images or MediaConnector(limits.images)
         info = engine.info
+        self.renderer = PromptRenderer(
+            engine.tokenizer,
+            PromptOptions(info.vocab_size, info.max_model_len, options.trust_request_chat_template),
+            images or MediaConnector(limits.images),
+            default_template_kwargs,
+            self.notices,
+        )
         self.system_fingerprint = compute_fingerprint(info)
         self.metrics = Metrics(info, options.model_name)
         max_open = limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting
@@ -147,7 +132,6 @@ class Service:
         self.view_queries = queries("show its cache", limits.view_seconds, _MAX_VIEW_QUERIES)
         self.reset_queries = queries("empty its cache", limits.view_seconds, _MAX_RESET_QUERIES)
         self._stats = EngineStats()
-        self.tokenizer = TokenizerThread(engine.tokenizer)
 
     @property
     def healthy(self) -> bool:
@@ -161,5 +145,4 @@ class Service:
 
     async def aclose(self) -> None:
         await self.background.aclose()
-        self.tokenizer.close()
-        await self.images.aclose()
+        await self.renderer.aclose()

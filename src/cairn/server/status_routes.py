@@ -15,7 +15,6 @@ from cairn.http.error_responses import make_error
 from cairn.http.handover import RELEASE_PATH
 from cairn.server.dependencies import ServiceDep
 from cairn.server.openai.engine_request import encode_release_params
-from cairn.server.openai.prompts import check_model
 from cairn.server.options import ServerOptions
 from cairn.server.service import Service
 
@@ -67,12 +66,12 @@ def _document_path(service: Service) -> str:
 
 
 async def list_models(service: ServiceDep) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(service, name) for name in service.options.model_names]}
+    return {"object": "list", "data": [service.model.card(name) for name in service.model.names]}
 
 
 async def show_model(name: str, service: ServiceDep) -> dict[str, Any]:
-    check_model(service, name)
-    return _model_card(service, name)
+    service.model.check_name(name)
+    return service.model.card(name)
 
 
 async def health(service: ServiceDep) -> Response:
@@ -156,9 +155,3 @@ async def release_kv_transfer(body: ReleaseRequest, service: ServiceDep) -> Resp
     if encoded is not None:
         service.engine.release_kv_transfer(encoded)
     return Response(status_code=200)
-
-
-def _model_card(service: Service, name: str) -> dict[str, Any]:
-    info = service.engine.info
-    named = {"id": name, "object": "model", "created": service.started, "owned_by": "cairn"}
-    return {**named, "root": info.model, "parent": None, "max_model_len": info.max_model_len}

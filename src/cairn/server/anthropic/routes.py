@@ -5,7 +5,6 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cairn.engine.contract import RenderedPrompt
 from cairn.errors import RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.server.anthropic.requests import CountTokensRequest, MessagesRequest
@@ -13,7 +12,6 @@ from cairn.server.anthropic.translation import to_chat
 from cairn.server.anthropic.writer import MessagesWriter
 from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response, owner_of
 from cairn.server.openai.generate import Deadline
-from cairn.server.openai.prompts import check_model, render_chat_prompt
 from cairn.server.openai.routes import generate
 
 
@@ -38,11 +36,8 @@ async def create_message(
     def make_writer(*fields: Any) -> MessagesWriter:
         return MessagesWriter(*fields, seal=lambda text: seal.close(text, owner), shows_thinking=is_shown)
 
-    async def render() -> list[RenderedPrompt]:
-        return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]
-
     try:
-        return await generate(http, service, chat.request, render, id_prefix="msg_", writer=make_writer)
+        return await generate(http, service, chat.request, allocation, id_prefix="msg_", writer=make_writer)
     except RequestError as error:
         raise chat.rename_error(error) from None
 
@@ -50,13 +45,13 @@ async def create_message(
 async def count_tokens(
     http: Request, body: CountTokensRequest, service: ServiceDep, allocation: ImageAllocationDep
 ) -> Response:
-    check_model(service, body.model)
+    service.model.check_name(body.model)
     owner, seal = owner_of(http, None), service.reasoning_seal
     chat = to_chat(body, lambda sealed: seal.open(sealed, owner))
     chat.settle_left_out(service)
     try:
         async with Deadline(service.options.request_timeout).enforce():
-            rendering = render_chat_prompt(service, chat.request, chat.request.messages, allocation)
+            rendering = service.renderer.render_chat(chat.request, chat.request.messages, allocation)
             prompt = await cancel_on_disconnect(http.receive, rendering)
     except RequestError as error:
         raise chat.rename_error(error) from None

@@ -114,7 +114,7 @@ class Generation:
             is_long = has_many and self.writer.formats_at_end
         else:
             is_long = output.num_logprob_entries > _MAX_ENTRIES
-        return await self.service.tokenizer.run(work) if is_long else work()
+        return await self.service.renderer.tokenizer.run(work) if is_long else work()
 
     async def outputs(self) -> AsyncGenerator[PromptOutput, None]:
         """The engine's outputs, measured. Closing this aborts what is running. Requests that the engine does not take

@@ -1,28 +1,19 @@
 """The endpoints that generate and tokenize: completions, chat completions, tokenize, detokenize."""
 
-from collections.abc import Callable, Coroutine
-from functools import partial
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
-import numpy as np
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cairn.engine.contract import MAX_ANSWERS, RenderedPrompt, check_token_ids
+from cairn.engine.contract import MAX_ANSWERS
 from cairn.errors import InvalidRequest
 from cairn.http.clients import cancel_on_disconnect, get_client_id
 from cairn.server import load_report
 from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response
+from cairn.server.images.memory import ImageAllocation
 from cairn.server.openai.engine_request import build_engine_request, encode_bad_words, resolve_num_logprobs
 from cairn.server.openai.generate import Deadline, Generation
-from cairn.server.openai.prompts import (
-    add_prompt_text,
-    check_model,
-    encode_prompts,
-    render_chat_prompt,
-    reuse_prompt,
-    truncate_prompt,
-)
 from cairn.server.openai.requests import (
     ChatRequest,
     CompletionRequest,
@@ -50,20 +41,17 @@ def router() -> APIRouter:
     return routes
 
 
-async def create_completion(http: Request, body: CompletionRequest, service: ServiceDep) -> Response:
-    response = await generate(
-        http, service, body, lambda: encode_prompts(service, body), id_prefix="cmpl-", writer=CompletionWriter
-    )
+async def create_completion(
+    http: Request, body: CompletionRequest, service: ServiceDep, allocation: ImageAllocationDep
+) -> Response:
+    response = await generate(http, service, body, allocation, id_prefix="cmpl-", writer=CompletionWriter)
     return await _add_load_report(response, http, service, body)
 
 
 async def create_chat_completion(
     http: Request, body: ChatRequest, service: ServiceDep, allocation: ImageAllocationDep
 ) -> Response:
-    async def render() -> list[RenderedPrompt]:
-        return [await render_chat_prompt(service, body, body.messages, allocation)]
-
-    response = await generate(http, service, body, render, id_prefix="chatcmpl-")
+    response = await generate(http, service, body, allocation, id_prefix="chatcmpl-")
     return await _add_load_report(response, http, service, body)
 
 
@@ -81,10 +69,9 @@ async def invoke(http: Request, body: Invocation, service: ServiceDep, allocatio
     """SageMaker's one path, as vLLM's: a chat where there are messages, else a completion."""
     if isinstance(body, ChatRequest):
         return await create_chat_completion(http, body, service, allocation)
-    return await create_completion(http, body, service)
+    return await create_completion(http, body, service, allocation)
 
 
-MakePrompts: TypeAlias = Callable[[], Coroutine[Any, Any, list[RenderedPrompt]]]
 WriterType: TypeAlias = Callable[..., ResponseWriter]
 
 
@@ -92,13 +79,13 @@ async def generate(
     http: Request,
     service: Service,
     body: SamplingFields,
-    make_prompts: MakePrompts,
+    allocation: ImageAllocation,
     *,
     id_prefix: str,
     writer: WriterType = ChatWriter,
 ) -> Response:
     """Have a body answered as `writer` writes it. Raises RequestError for what has no answer."""
-    generation = await prepare(http, service, body, make_prompts, id_prefix=id_prefix, writer=writer)
+    generation = await prepare(http, service, body, allocation, id_prefix=id_prefix, writer=writer)
     return await generation.respond(http)
 
 
@@ -106,7 +93,7 @@ async def prepare(
     http: Request,
     service: Service,
     body: SamplingFields,
-    make_prompts: MakePrompts,
+    allocation: ImageAllocation,
     *,
     id_prefix: str,
     writer: WriterType,
@@ -114,7 +101,7 @@ async def prepare(
     """All but the answer itself. Raises RequestError."""
     deadline = Deadline(service.options.request_timeout)
     async with deadline.enforce():
-        preparing = _prepare(http, service, body, make_prompts, deadline, id_prefix, writer)
+        preparing = _prepare(http, service, body, allocation, deadline, id_prefix, writer)
         return await cancel_on_disconnect(http.receive, preparing)
 
 
@@ -122,20 +109,18 @@ async def _prepare(
     http: Request,
     service: Service,
     body: SamplingFields,
-    make_prompts: MakePrompts,
+    allocation: ImageAllocation,
     deadline: Deadline,
     id_prefix: str,
     writer_type: WriterType,
 ) -> Generation:
     """Raises RequestError for what can be refused without the engine."""
     arrival_time, info = service.clock.now(), service.engine.info
-    check_model(service, body.model)
+    service.model.check_name(body.model)
     refuse_unsupported(body)
     body = resolve_num_logprobs(body, service.options.max_logprobs, info.vocab_size)
     body = _with_flags(body.with_defaults(service.default_sampling), service.options)
-    reused = reuse_prompt(service, body)
-    prompts = await make_prompts() if reused is None else [reused]
-    prompts = [truncate_prompt(prompt, body, info.max_model_len) for prompt in prompts]
+    prompts = await service.renderer.render(body, allocation)
     own_id: str = http.scope["cairn.request_id"]
     if body.request_id is not None and not http.scope["cairn.has_own_request_id"]:
         own_id = body.request_id
@@ -143,7 +128,9 @@ async def _prepare(
     answer = parse_response_format(service, body, opened=opened[0])
     bad_words: list[list[int]] = []
     if words := body.bad_words:
-        bad_words = await service.tokenizer.run(lambda: encode_bad_words(service.engine.tokenizer.encode, words))
+        bad_words = await service.renderer.tokenizer.run(
+            lambda: encode_bad_words(service.engine.tokenizer.encode, words)
+        )
     answer_id = f"{id_prefix}{own_id}"
     thinking = [
         await limit_thinking(service, body, prompt, is_open=is_open, call_heads=answer.call_heads)
@@ -165,7 +152,7 @@ async def _prepare(
     )
     if body.is_prefill_only:
         body = body.as_prefill()
-    prompts = await add_prompt_text(service, body, prompts)
+    prompts = await service.renderer.add_text(body, prompts)
     n = min(requests[0].num_answers, MAX_ANSWERS)  # the core refuses more
     created, model = int(service.wall()), service.options.model_name
     has_listed = bool(body.logprob_token_ids)
@@ -188,29 +175,27 @@ def _with_flags(body: SamplingFields, options: ServerOptions) -> SamplingFields:
 async def tokenize(
     http: Request, body: TokenizeRequest, service: ServiceDep, allocation: ImageAllocationDep
 ) -> Response:
-    check_model(service, body.model)
+    service.model.check_name(body.model)
     refuse_unsupported(body)
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequest("send either prompt or messages", "prompt")
 
     async def encode() -> list[int]:
         if body.messages is not None:
-            return (await render_chat_prompt(service, body, body.messages, allocation)).token_ids
-        return await service.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
+            return (await service.renderer.render_chat(body, body.messages, allocation)).token_ids
+        return await service.renderer.tokenizer.encode(body.prompt or "", body.add_special_tokens is not False)
 
     async with Deadline(service.options.request_timeout).enforce():
         tokens = await cancel_on_disconnect(http.receive, encode())
-        convert = partial(service.engine.tokenizer.convert_ids_to_tokens, tokens)
-        token_strs = await service.tokenizer.run(convert) if body.return_token_strs else None
+        token_strs = await service.renderer.spell(tokens) if body.return_token_strs else None
     limit = service.engine.info.max_model_len
     return json_response({"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": token_strs})
 
 
 async def detokenize(http: Request, body: DetokenizeRequest, service: ServiceDep) -> Response:
-    check_model(service, body.model)
+    service.model.check_name(body.model)
     refuse_unsupported(body)
-    check_token_ids(np.array(body.tokens, np.int64), service.engine.info.vocab_size, "tokens")
+    service.renderer.check_token_ids(body.tokens, "tokens")
     async with Deadline(service.options.request_timeout).enforce():
-        return json_response(
-            {"prompt": await cancel_on_disconnect(http.receive, service.tokenizer.decode(body.tokens))}
-        )
+        decoding = service.renderer.tokenizer.decode(body.tokens)
+        return json_response({"prompt": await cancel_on_disconnect(http.receive, decoding)})

@@ -21,11 +21,11 @@ async def is_reasoning_open(service: Service, body: SamplingFields, prompt: Rend
     if not parsers.has_reasoning or not (has_budget or isinstance(body, ChatRequest)):
         return False
     if not isinstance(body, ChatRequest):
-        return parsers.leaves_reasoning_open(await service.tokenizer.decode(prompt.token_ids))
+        return parsers.leaves_reasoning_open(await service.renderer.tokenizer.decode(prompt.token_ids))
     if body.continue_final_message:
         content = body.messages[-1].content
         return isinstance(content, str) and parsers.leaves_reasoning_open(content)
-    return parsers.opens_reasoning(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
+    return parsers.opens_reasoning(await service.renderer.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
 
 
 async def limit_thinking(
@@ -46,7 +46,7 @@ async def limit_thinking(
         raise InvalidRequest(text, _FIELD)
     if is_open:
         token_bytes = service.engine.tokenizer.token_bytes
-        budget -= await service.tokenizer.run(lambda: count_reasoning_tokens(prompt.token_ids, token_bytes))
+        budget -= await service.renderer.tokenizer.run(lambda: count_reasoning_tokens(prompt.token_ids, token_bytes))
     heads = [head for head in call_heads if len(head) <= _MAX_HEAD]
     return ThinkingBudget(
         num_tokens=max(0, budget), start=THINK_START, end=THINK_END, is_open=is_open, call_heads=heads

@@ -11,14 +11,12 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from cairn.engine.contract import RenderedPrompt
 from cairn.errors import CairnError, InvalidRequest, NotFound, RequestError
 from cairn.http.error_responses import internal_error
 from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response, owner_of
 from cairn.server.error_handlers import to_request_error
 from cairn.server.openai.field_types import CacheSalt
 from cairn.server.openai.generate import Generation
-from cairn.server.openai.prompts import check_model, render_chat_prompt
 from cairn.server.openai.routes import generate, prepare
 from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.store import Owner, ResponseStore, StoredResponse
@@ -48,7 +46,7 @@ def router() -> APIRouter:
 async def create_response(
     http: Request, body: ResponsesRequest, service: ServiceDep, allocation: ImageAllocationDep
 ) -> Response:
-    check_model(service, body.model)
+    service.model.check_name(body.model)
     owner, response_id = owner_of(http, body.cache_salt), f"resp_{service.new_id()}"
     history = _load_history(service, owner, body.previous_response_id)
     items = make_input_items(body, response_id, partial(_find_item, service.responses, owner))
@@ -70,15 +68,13 @@ async def create_response(
         own["seal"] = (lambda text: seal.close(text, owner)) if is_sealed else None
         return ResponsesWriter(response_id, *fields, **own)
 
-    async def render() -> list[RenderedPrompt]:
-        return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]
-
+    id_prefix = f"{response_id}-"
     try:
         if body.background:
             _check_background(body, service, can_keep=can_keep and (keep is not None or chat.request.is_prefill_only))
         if not body.background or chat.request.is_prefill_only:
-            return await generate(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
-        generation = await prepare(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
+            return await generate(http, service, chat.request, allocation, id_prefix=id_prefix, writer=make_writer)
+        generation = await prepare(http, service, chat.request, allocation, id_prefix=id_prefix, writer=make_writer)
     except RequestError as error:
         raise chat.rename_error(error) from None
     service.background.check_room()  # others may have come while this one was prepared
