@@ -68,7 +68,7 @@ def create_app(service: Service) -> FastAPI:
         open_paths=open_paths,
         max_body_bytes=options.max_body_bytes,
         body_seconds=service.limits.body_seconds,
-        new_id=service.new_id,
+        new_id=service.stamps.new_id,
         silent_paths=frozenset() if options.enable_request_id_headers else _PROBED_PATHS,
         has_document=not options.disable_fastapi_docs,
     )
@@ -99,11 +99,11 @@ def _allow_origins(app: FastAPI, options: CorsOptions) -> None:
 
 async def _report(service: Service) -> None:
     """Log throughput and second sightings until cancelled."""
-    now = service.clock.now()
+    now = service.stamps.clock.now()
     lines = (ThroughputLogger(now), SecondSightingsLogger(now))
     while True:
         await asyncio.sleep(service.limits.log_seconds)
-        stats, now = await service.get_stats(), service.clock.now()
+        stats, now = await service.get_stats(), service.stamps.clock.now()
         for line in lines:
             if (text := line.update(stats, now)) is not None:
                 logger.info(text)

@@ -31,11 +31,11 @@ class CacheViews:
 
     async def _get_shared(self, service: Service, max_paths: int) -> bytes:
         async with self._lock:
-            now, last = service.clock.now(), self._last
+            now, last = service.stamps.clock.now(), self._last
             if last is not None and last[0] == max_paths and now - last[1] < _FRESH_SECONDS:
                 return last[2]
             text = msgspec.json.encode(_body(service, await service.engine.cache_view(max_paths)))
-            self._last = (max_paths, service.clock.now(), text)
+            self._last = (max_paths, service.stamps.clock.now(), text)
             return text
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Depends, Request
@@ -14,12 +14,22 @@ from starlette.responses import Response
 from cairn.errors import InvalidRequest, Overloaded
 from cairn.http.clients import get_client_id, get_key_digest
 from cairn.http.handover import restore_client_fields
+from cairn.server.chat_translation import TranslationRules
 from cairn.server.images.memory import ImageAllocation
+from cairn.server.openai.answers import Answers
 from cairn.server.openai.engine_request import encode_release_params
+from cairn.server.openai.prompts import PromptRenderer
+from cairn.server.openai_responses.background import BackgroundTasks
+from cairn.server.openai_responses.store import ResponseStore
+from cairn.server.options import ServerOptions
+from cairn.server.served_model import ServedModel
 from cairn.server.service import Service
 
 _TRANSFER_PARAMS = "cairn.kv_transfer_params"
 """Where a request's scope has those of its body, in nothing checked."""
+
+
+Part = TypeVar("Part")
 
 
 def get_service(request: Request) -> Service:
@@ -28,12 +38,28 @@ def get_service(request: Request) -> Service:
     return service
 
 
+def _part(get: Callable[[Service], Part]) -> Any:
+    """What a route asks for to get this part of the service, and no more."""
+
+    async def get_part(request: Request) -> Part:
+        return get(get_service(request))
+
+    return Depends(get_part)
+
+
 ServiceDep = Annotated[Service, Depends(get_service)]
+AnswersDep = Annotated[Answers, _part(lambda service: service.answers)]
+BackgroundDep = Annotated[BackgroundTasks, _part(lambda service: service.background)]
+ModelDep = Annotated[ServedModel, _part(lambda service: service.model)]
+OptionsDep = Annotated[ServerOptions, _part(lambda service: service.options)]
+RendererDep = Annotated[PromptRenderer, _part(lambda service: service.renderer)]
+ResponseStoreDep = Annotated[ResponseStore, _part(lambda service: service.responses)]
+TranslationDep = Annotated[TranslationRules, _part(lambda service: service.translation)]
 
 
-async def allocate_images(request: Request, service: ServiceDep) -> AsyncIterator[ImageAllocation]:
+async def allocate_images(request: Request, renderer: RendererDep) -> AsyncIterator[ImageAllocation]:
     """A request's part of the memory for images, until the last byte of its response is sent."""
-    allocation = ImageAllocation(service.renderer.images.memory, get_client_id(request.scope))
+    allocation = ImageAllocation(renderer.images.memory, get_client_id(request.scope))
     try:
         yield allocation
     finally:

@@ -1,29 +1,26 @@
 """State that the routes share: the engine and its queries, the gate, metrics, and the renderer of prompts."""
 
 import asyncio
-import hashlib
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import TypeVar
 
-from cairn import __version__
-from cairn.engine.contract import EngineClient, EngineInfo, EngineStats, TemplateValue
+from cairn.engine.contract import EngineClient, EngineStats, TemplateValue
 from cairn.errors import EngineDead, Overloaded
-from cairn.http.middleware import Gate, random_id
+from cairn.http.middleware import Gate
+from cairn.server.chat_translation import TranslationRules
 from cairn.server.images import MediaConnector
 from cairn.server.metrics import Metrics
 from cairn.server.notices import Notices
-from cairn.server.openai.logprobs import LogprobsFormatter
+from cairn.server.openai.answers import Answers
 from cairn.server.openai.prompts import PromptOptions, PromptRenderer
 from cairn.server.openai_responses.background import BackgroundTasks
 from cairn.server.openai_responses.store import ResponseStore
 from cairn.server.options import ServerLimits, ServerOptions
-from cairn.server.parsers.registry import select_parsers
 from cairn.server.sealed_reasoning import ReasoningSeal
 from cairn.server.served_model import ServedModel
-from cairn.types import Clock, SystemClock
+from cairn.server.stamps import Stamps
 
 # Both together are fewer than the queries that an engine has open at once, so that no kind shuts out another.
 _MAX_STATS_QUERIES = 24
@@ -67,14 +64,8 @@ class BoundedQueries:
             self._num_waiting -= 1
 
 
-def compute_fingerprint(info: EngineInfo) -> str:
-    """OpenAI's `system_fingerprint`: another one says that the same seed may bring another answer."""
-    parts = (info.model, info.architecture, info.dtype, info.quantization, info.exact, info.tensor_parallel_size)
-    return f"cairn-{__version__}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:8]}"
-
-
 class Service:
-    """One server's state. `clock` measures, `wall` dates answers (seconds since 1970), `new_id` names requests.
+    """One server's parts, put together; a route gets those that it asks for (`dependencies`).
     `default_sampling`: values of fields that a body does not have; `max_tokens` bounds it where a body has it, too.
     `default_template_kwargs`: variables of the chat template for requests that do not send them. `secret`: what servers
     share that are to read reasoning which the others have encrypted."""
@@ -84,46 +75,35 @@ class Service:
         engine: EngineClient,
         options: ServerOptions,
         limits: ServerLimits,
-        clock: Clock | None = None,
-        wall: Callable[[], float] = time.time,
-        new_id: Callable[[], str] = random_id,
+        stamps: Stamps | None = None,
         images: MediaConnector | None = None,
         default_sampling: Mapping[str, float] = MappingProxyType({}),
         default_template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
         secret: bytes | None = None,
     ) -> None:
+        info = engine.info
         self.engine = engine
         self.options = options
         self.limits = limits
-        self.clock = clock or SystemClock()
-        self.wall = wall
-        self.new_id = new_id
-        self.model = ServedModel(options.model_names, engine.info, created=int(wall()))
-        self.default_sampling = default_sampling
-        self.responses = ResponseStore(options.max_stored_responses, options.stored_response_bytes)
-        self.reasoning_seal = ReasoningSeal(secret)
-        self.background = BackgroundTasks(limits.max_background)
-        self.notices = Notices()
-        info = engine.info
+        self.stamps = stamps = stamps or Stamps()
+        self.model = ServedModel(options.model_names, info, created=int(stamps.wall()))
+        self.metrics = Metrics(info, options.model_name)
+        max_open = limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting
+        self.gate = Gate(max_open, on_full=self.metrics.queue_full.inc)
+        notices = Notices()
         self.renderer = PromptRenderer(
             engine.tokenizer,
             PromptOptions(info.vocab_size, info.max_model_len, options.trust_request_chat_template),
             images or MediaConnector(limits.images),
             default_template_kwargs,
-            self.notices,
+            notices,
         )
-        self.system_fingerprint = compute_fingerprint(info)
-        self.metrics = Metrics(info, options.model_name)
-        max_open = limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting
-        self.gate = Gate(max_open, on_full=self.metrics.queue_full.inc)
-        self.parsers = select_parsers(
-            engine.tokenizer.chat_template,
-            options.tool_call_parser or (None if options.enable_auto_tool_choice else "none"),
-            options.reasoning_parser,
+        self.answers = Answers(
+            engine, options, self.model, self.renderer, self.metrics, notices, stamps, default_sampling
         )
-        self.logprobs_formatter = LogprobsFormatter(
-            lambda token: engine.tokenizer.token_bytes(token), as_token_ids=options.return_tokens_as_token_ids
-        )
+        self.translation = TranslationRules(ReasoningSeal(secret), options.strict_tools, notices)
+        self.responses = ResponseStore(options.max_stored_responses, options.stored_response_bytes)
+        self.background = BackgroundTasks(limits.max_background)
 
         def queries(what: str, seconds: float, max_waiting: int) -> BoundedQueries:
             return BoundedQueries(what, seconds=seconds, max_waiting=max_waiting, get_death=lambda: engine.dead)

@@ -18,13 +18,17 @@ class TokenizerThread:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="cairn-tokenizer")
 
     async def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return await self.run(lambda: self._tokenizer.encode(text, add_special_tokens))
+        return await self.apply(lambda tokenizer: tokenizer.encode(text, add_special_tokens))
 
     async def decode(self, token_ids: list[int]) -> str:
-        return await self.run(lambda: self._tokenizer.decode(token_ids))
+        return await self.apply(lambda tokenizer: tokenizer.decode(token_ids))
+
+    async def apply(self, work: Callable[[TextTokenizer], Result]) -> Result:
+        """Any work that uses the tokenizer."""
+        return await self.run(lambda: work(self._tokenizer))
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Any work that uses the tokenizer."""
+        """Work that is too long for the event loop."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def close(self) -> None:

@@ -142,7 +142,7 @@ class PromptRenderer:
 
     async def spell(self, token_ids: list[int]) -> list[str]:
         """The tokens as the vocabulary spells them."""
-        return await self.tokenizer.run(partial(self._text_tokenizer.convert_ids_to_tokens, token_ids))
+        return await self.tokenizer.apply(lambda tokenizer: tokenizer.convert_ids_to_tokens(token_ids))
 
     async def _encode_prompts(self, body: CompletionRequest) -> list[RenderedPrompt]:
         """One or more. Raises InvalidRequest naming the one that is wrong."""
