@@ -1,13 +1,9 @@
-"""State that the routes share: the engine and its queries, the gate, metrics, and the renderer of prompts."""
+"""The parts of one server, each for those who need it."""
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from types import MappingProxyType
-from typing import TypeVar
 
-from cairn.engine.contract import EngineClient, EngineStats, TemplateValue
-from cairn.errors import EngineDead, Overloaded
+from cairn.engine.contract import EngineClient, TemplateValue
 from cairn.http.middleware import Gate
 from cairn.server.chat_translation import TranslationRules
 from cairn.server.images import MediaConnector
@@ -17,51 +13,11 @@ from cairn.server.openai.answers import Answers
 from cairn.server.openai.prompts import PromptOptions, PromptRenderer
 from cairn.server.openai_responses.background import BackgroundTasks
 from cairn.server.openai_responses.store import ResponseStore
+from cairn.server.operator_queries import OperatorQueries
 from cairn.server.options import ServerLimits, ServerOptions
 from cairn.server.sealed_reasoning import ReasoningSeal
 from cairn.server.served_model import ServedModel
 from cairn.server.stamps import Stamps
-
-# Both together are fewer than the queries that an engine has open at once, so that no kind shuts out another.
-_MAX_STATS_QUERIES = 24
-_MAX_RESET_QUERIES = 24
-_MAX_VIEW_QUERIES = 256  # these share one query to the engine
-
-Result = TypeVar("Result")
-
-
-class BoundedQueries:
-    """One kind of query to the engine: each caller has a deadline of its own, and only so many may wait at once.
-
-    `what`: the engine's task, in words; `seconds`: a caller's whole wait, behind others included; `max_waiting`:
-    callers that may wait at once; `get_death`: why the engine has ended, None while it lives.
-    """
-
-    def __init__(self, what: str, *, seconds: float, max_waiting: int, get_death: Callable[[], str | None]) -> None:
-        self._what = what
-        self._seconds = seconds
-        self._max_waiting = max_waiting
-        self._get_death = get_death
-        self._num_waiting = 0
-
-    async def run(self, query: Callable[[], Awaitable[Result]]) -> Result:
-        """The query's result. Raises Overloaded (503) if there is no room or no result in time, EngineDead."""
-        if self._num_waiting >= self._max_waiting:
-            text = f"{self._num_waiting} callers wait for the engine to {self._what} already: try again later"
-            raise Overloaded(text)
-        self._num_waiting += 1
-        try:
-            async with asyncio.timeout(self._seconds):
-                return await query()
-        except TimeoutError:
-            raise Overloaded(f"the engine did not {self._what} within {self._seconds:g} s: try again later") from None
-        except EngineDead as error:
-            if self._get_death() is not None:
-                raise
-            # The engine lives: it has not answered in its own time, or has too many queries to answer.
-            raise Overloaded(f"{error}: try again later") from error
-        finally:
-            self._num_waiting -= 1
 
 
 class Service:
@@ -90,6 +46,7 @@ class Service:
         self.metrics = Metrics(info, options.model_name)
         max_open = limits.max_open if limits.max_open is not None else info.max_num_seqs + info.max_waiting
         self.gate = Gate(max_open, on_full=self.metrics.queue_full.inc)
+        self.queries = OperatorQueries(engine, limits)
         notices = Notices()
         self.renderer = PromptRenderer(
             engine.tokenizer,
@@ -104,24 +61,6 @@ class Service:
         self.translation = TranslationRules(ReasoningSeal(secret), options.strict_tools, notices)
         self.responses = ResponseStore(options.max_stored_responses, options.stored_response_bytes)
         self.background = BackgroundTasks(limits.max_background)
-
-        def queries(what: str, seconds: float, max_waiting: int) -> BoundedQueries:
-            return BoundedQueries(what, seconds=seconds, max_waiting=max_waiting, get_death=lambda: engine.dead)
-
-        self.stats_queries = queries("tell its counters", limits.stats_seconds, _MAX_STATS_QUERIES)
-        self.view_queries = queries("show its cache", limits.view_seconds, _MAX_VIEW_QUERIES)
-        self.reset_queries = queries("empty its cache", limits.view_seconds, _MAX_RESET_QUERIES)
-        self._stats = EngineStats()
-
-    @property
-    def healthy(self) -> bool:
-        return self.engine.dead is None and not self.gate.closed
-
-    async def get_stats(self) -> EngineStats:
-        """The engine's counters; the last known ones if it does not answer in time."""
-        with suppress(EngineDead, Overloaded):
-            self._stats = await self.stats_queries.run(self.engine.stats)
-        return self._stats
 
     async def aclose(self) -> None:
         await self.background.aclose()

@@ -12,8 +12,8 @@ from cairn.server.dependencies import (
     JsonBodyRoute,
     ModelDep,
     OptionsDep,
+    QueriesDep,
     RendererDep,
-    ServiceDep,
     json_response,
 )
 from cairn.server.openai.generate import Deadline
@@ -27,7 +27,7 @@ from cairn.server.openai.requests import (
     refuse_unsupported,
 )
 from cairn.server.openai.response_writer import CompletionWriter
-from cairn.server.service import Service
+from cairn.server.operator_queries import OperatorQueries
 
 
 def router() -> APIRouter:
@@ -41,36 +41,38 @@ def router() -> APIRouter:
 
 
 async def create_completion(
-    http: Request, body: CompletionRequest, answers: AnswersDep, service: ServiceDep, allocation: ImageAllocationDep
+    http: Request, body: CompletionRequest, answers: AnswersDep, queries: QueriesDep, allocation: ImageAllocationDep
 ) -> Response:
     response = await answers.generate(http, body, allocation, id_prefix="cmpl-", writer=CompletionWriter)
-    return await _add_load_report(response, http, service, body)
+    return await _add_load_report(response, http, queries, body)
 
 
 async def create_chat_completion(
-    http: Request, body: ChatRequest, answers: AnswersDep, service: ServiceDep, allocation: ImageAllocationDep
+    http: Request, body: ChatRequest, answers: AnswersDep, queries: QueriesDep, allocation: ImageAllocationDep
 ) -> Response:
     response = await answers.generate(http, body, allocation, id_prefix="chatcmpl-")
-    return await _add_load_report(response, http, service, body)
+    return await _add_load_report(response, http, queries, body)
 
 
-async def _add_load_report(response: Response, http: Request, service: Service, body: SamplingFields) -> Response:
+async def _add_load_report(
+    response: Response, http: Request, queries: OperatorQueries, body: SamplingFields
+) -> Response:
     """A stream has none, as in vLLM: its headers are sent before there is anything to tell."""
     format_name = http.headers.get(load_report.FORMAT_HEADER)
     if format_name and not body.stream:
-        report = load_report.format_load_report(await service.get_stats(), format_name)
+        report = load_report.format_load_report(await queries.get_stats(), format_name)
         if report is not None:
             response.headers[load_report.REPORT_HEADER] = report
     return response
 
 
 async def invoke(
-    http: Request, body: Invocation, answers: AnswersDep, service: ServiceDep, allocation: ImageAllocationDep
+    http: Request, body: Invocation, answers: AnswersDep, queries: QueriesDep, allocation: ImageAllocationDep
 ) -> Response:
     """SageMaker's one path, as vLLM's: a chat where there are messages, else a completion."""
     if isinstance(body, ChatRequest):
-        return await create_chat_completion(http, body, answers, service, allocation)
-    return await create_completion(http, body, answers, service, allocation)
+        return await create_chat_completion(http, body, answers, queries, allocation)
+    return await create_completion(http, body, answers, queries, allocation)
 
 
 async def tokenize(
