@@ -150,9 +150,9 @@ def compute_fingerprint(info: EngineInfo) -> str:
 
 def _with_flags(body: SamplingFields, options: ServerOptions) -> SamplingFields:
     """The body as the server's flags have it."""
-    found: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if body.stream and options.enable_force_include_usage:
-        found["stream_options"] = StreamOptions(include_usage=True, continuous_usage_stats=True)
+        changes["stream_options"] = StreamOptions(include_usage=True, continuous_usage_stats=True)
     if body.stream_interval is None and options.stream_interval > 1:
-        found["stream_interval"] = options.stream_interval
-    return body.model_copy(update=found) if found else body
+        changes["stream_interval"] = options.stream_interval
+    return body.model_copy(update=changes) if changes else body
