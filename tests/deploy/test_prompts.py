@@ -197,7 +197,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path):
 )
 def test_small_bodies_do_not_wait_for_a_thread(settings, monkeypatch, prompt, num_runs):
     reader, runs = create_prompt_reader(settings), []
-    tokenizer = reader._service.tokenizer
+    tokenizer = reader._renderer.tokenizer
     run = tokenizer.run
 
     async def counted(work):

@@ -10,7 +10,7 @@ from cairn.engine.build import build_core
 from cairn.engine.text.tokenizer import ModelTokenizer
 from source_scan import ROOT
 
-MOST_HOPS = 20
+MOST_HOPS = 18
 ROW = re.compile(r"^\| (\d+) \| `([\w/]+)` \| `([\w.]+)` \| `(\w+)` \|", re.MULTILINE)
 PACKAGE = str(ROOT / "src" / "cairn") + "/"
 BODY = {"messages": [{"role": "user", "content": "Where does it go?"}], "max_tokens": 3, "stream": True}

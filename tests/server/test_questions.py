@@ -9,8 +9,9 @@ from cairn.engine.contract import EngineConfig
 from cairn.errors import EngineDead, Overloaded
 from cairn.server import status_routes
 from cairn.server.cache_routes import CacheViews
+from cairn.server.operator_queries import BoundedQueries
 from cairn.server.options import ServerLimits, ServerOptions
-from cairn.server.service import BoundedQueries, Service
+from cairn.server.service import Service
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.echo_core import build_echo_core
 from virtual_time import run
@@ -48,6 +49,10 @@ def service_of(engine):
     return Service(engine, ServerOptions(model="m"), ServerLimits())
 
 
+def views_of(service):
+    return CacheViews(service.engine, service.queries.views, "m", service.stamps.clock)
+
+
 async def outcome_of(asking, starts_at):
     """What came of it, and when."""
     await asyncio.sleep(starts_at)
@@ -67,11 +72,11 @@ def outcomes(askings):
 
 def test_everybody_who_looks_has_a_deadline_of_his_own():
     """They wait one behind the other for one engine that hangs, and none for another one's sake."""
-    engine, views = Hanging(), CacheViews()
-    service = service_of(engine)
+    engine = Hanging()
+    views = views_of(service_of(engine))
     starts = [0.0, 0.0, 10.0, 59.0, 60.0, 61.0]
     sizes = [500, 7, 500, 7, 500, 500]
-    found = outcomes([(at, lambda size=size: views.get(service, size)) for at, size in zip(starts, sizes, strict=True)])
+    found = outcomes([(at, lambda size=size: views.get(size)) for at, size in zip(starts, sizes, strict=True)])
     assert [at for at, _ in found] == [at + VIEW_SECONDS for at in starts]
     assert all(isinstance(error, Overloaded) and error.status == 503 for _, error in found)
     assert {str(error) for _, error in found} == {"the engine did not show its cache within 60 s: try again later"}
@@ -82,9 +87,9 @@ def test_everybody_who_looks_has_a_deadline_of_his_own():
 def test_a_reset_and_a_probe_have_one_as_well():
     engine = Hanging()
     service = service_of(engine)
-    resets = [(at, lambda: status_routes.reset_prefix_cache(service)) for at in (0.0, 1.0, 2.0)]
-    probes = [(at, lambda: status_routes.ready(service)) for at in (0.0, 3.0)]
-    meters = [(at, lambda: status_routes.metrics(service)) for at in (0.0, 4.0)]
+    resets = [(at, lambda: status_routes.reset_prefix_cache(service.queries)) for at in (0.0, 1.0, 2.0)]
+    probes = [(at, lambda: status_routes.ready(engine, service.gate, service.queries)) for at in (0.0, 3.0)]
+    meters = [(at, lambda: status_routes.metrics(service.metrics, service.queries)) for at in (0.0, 4.0)]
     found = outcomes(resets + probes + meters)
     assert [at for at, _ in found] == [60.0, 61.0, 62.0, 5.0, 8.0, 5.0, 9.0]
     assert all("did not empty its cache within 60 s" in str(error) for _, error in found[:3])
@@ -97,14 +102,15 @@ def test_a_reset_and_a_probe_have_one_as_well():
 @pytest.mark.parametrize(
     ("ask", "most", "kind"),
     [
-        (lambda service, views: views.get(service, 9), 256, "view 9"),
-        (lambda service, views: status_routes.reset_prefix_cache(service), 24, "reset"),
-        (lambda service, views: service.stats_queries.run(service.engine.stats), 24, "stats"),
+        (lambda service, views: views.get(9), 256, "view 9"),
+        (lambda service, views: status_routes.reset_prefix_cache(service.queries), 24, "reset"),
+        (lambda service, views: service.queries.fetch_stats(), 24, "stats"),
     ],
 )
 def test_only_so_many_wait(ask, most, kind):
-    engine, views = Hanging(), CacheViews()
+    engine = Hanging()
     service = service_of(engine)
+    views = views_of(service)
     found = outcomes([(0.0, lambda: ask(service, views))] * (most + 3) + [(100.0, lambda: ask(service, views))] * most)
     turned_away = [error for at, error in found if at in (0.0, 100.0)]
     # three, and later all places are free again
@@ -118,12 +124,10 @@ def test_who_waits_gets_the_answer_once_there_is_one():
     service = service_of(engine)
 
     async def scenario():
-        waiting = [asyncio.create_task(service.reset_queries.run(engine.reset_cache)) for _ in range(3)]
+        waiting = [asyncio.create_task(service.queries.reset_cache()) for _ in range(3)]
         await asyncio.sleep(59.0)
         engine.answers = 0
-        return await service.reset_queries.run(engine.reset_cache), await asyncio.gather(
-            *waiting, return_exceptions=True
-        )
+        return await service.queries.reset_cache(), await asyncio.gather(*waiting, return_exceptions=True)
 
     answered, given_up = run(scenario())
     assert answered == 0 and all(isinstance(error, Overloaded) for error in given_up)

@@ -13,15 +13,18 @@ from cairn.http.application import http_application
 from cairn.http.middleware import RootPath
 from cairn.server import cache_routes, status_routes
 from cairn.server.anthropic import routes as anthropic_routes
+from cairn.server.cache_routes import CacheViews
 from cairn.server.error_handlers import install_error_handlers
 from cairn.server.openai import routes as openai_routes
 from cairn.server.openai_responses import routes as responses_routes
 from cairn.server.openapi import build_openapi_document
+from cairn.server.operator_queries import OperatorQueries
 from cairn.server.options import CorsOptions, ServerOptions
 from cairn.server.service import Service
 from cairn.server.stat_logger import SecondSightingsLogger, ThroughputLogger
 from cairn.server.status_routes import DOCS_PATHS
 from cairn.setting_types import list_entries
+from cairn.types import Clock
 
 __all__ = ["create_app", "find_open_paths"]
 
@@ -48,7 +51,10 @@ def create_app(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        reporting = None if service.options.disable_log_stats else asyncio.create_task(_report(service))
+        reporting: asyncio.Task[None] | None = None
+        if not options.disable_log_stats:
+            report = _report(service.queries, service.stamps.clock, service.limits.log_seconds)
+            reporting = asyncio.create_task(report)
         try:
             yield
         finally:
@@ -68,7 +74,7 @@ def create_app(service: Service) -> FastAPI:
         open_paths=open_paths,
         max_body_bytes=options.max_body_bytes,
         body_seconds=service.limits.body_seconds,
-        new_id=service.new_id,
+        new_id=service.stamps.new_id,
         silent_paths=frozenset() if options.enable_request_id_headers else _PROBED_PATHS,
         has_document=not options.disable_fastapi_docs,
     )
@@ -77,9 +83,10 @@ def create_app(service: Service) -> FastAPI:
     app.include_router(anthropic_routes.router())
     app.include_router(responses_routes.router())
     app.include_router(status_routes.router(options))
-    app.include_router(cache_routes.router())
+    views = CacheViews(service.engine, service.queries.views, options.model_name, service.stamps.clock)
+    app.include_router(cache_routes.router(views))
     install_error_handlers(app)
-    app.openapi = cache(partial(build_openapi_document, app, service, _GATED_PATHS, open_paths))  # type: ignore[method-assign]
+    app.openapi = cache(partial(build_openapi_document, app, options, service.engine.info, _GATED_PATHS, open_paths))  # type: ignore[method-assign]
     if options.root_path is not None:
         app.add_middleware(RootPath, root=options.root_path)
     _allow_origins(app, options)
@@ -97,13 +104,13 @@ def _allow_origins(app: FastAPI, options: CorsOptions) -> None:
         )
 
 
-async def _report(service: Service) -> None:
-    """Log throughput and second sightings until cancelled."""
-    now = service.clock.now()
+async def _report(queries: OperatorQueries, clock: Clock, seconds: float) -> None:
+    """Log throughput and second sightings, every so many `seconds` until cancelled."""
+    now = clock.now()
     lines = (ThroughputLogger(now), SecondSightingsLogger(now))
     while True:
-        await asyncio.sleep(service.limits.log_seconds)
-        stats, now = await service.get_stats(), service.clock.now()
+        await asyncio.sleep(seconds)
+        stats, now = await queries.get_stats(), clock.now()
         for line in lines:
             if (text := line.update(stats, now)) is not None:
                 logger.info(text)

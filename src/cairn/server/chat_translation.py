@@ -9,10 +9,21 @@ from pydantic import ValidationError
 
 from cairn.errors import InvalidRequest, RequestError
 from cairn.server.error_handlers import explain_validation_error
+from cairn.server.notices import Notices
 from cairn.server.openai.requests import ChatRequest
-from cairn.server.service import Service
+from cairn.server.sealed_reasoning import ReasoningSeal
 
 _PLACE = re.compile(r"messages\[(\d+)\](?:\.content\[(\d+)\])?(?:\.image_url)?")
+
+
+@dataclass(frozen=True, slots=True)
+class TranslationRules:
+    """What one server does with bodies that become chats: `seal` is for reasoning that clients keep, `strict_tools`
+    refuses tools that nobody here can run, and `notices` says which are left out."""
+
+    seal: ReasoningSeal
+    strict_tools: bool
+    notices: Notices
 
 
 @dataclass(slots=True)
@@ -36,13 +47,13 @@ class ChatTranslation:
         self.places.append(place)
         self.blocks.append(blocks or [])
 
-    def settle_left_out(self, service: Service) -> None:
+    def settle_left_out(self, rules: TranslationRules) -> None:
         """Say in the log which tools are left out. Raises InvalidRequest where a server is to refuse them."""
         for place, kind in self.left_out.items():
-            if service.options.strict_tools:
+            if rules.strict_tools:
                 text = f"{place}.type is {kind!r}: nobody here can run such a tool, and --strict-tools refuses it"
                 raise InvalidRequest(text, place.partition("[")[0])
-            service.notices.say(f"tools of the type {kind!r} are left out of requests: nobody here can run them")
+            rules.notices.say(f"tools of the type {kind!r} are left out of requests: nobody here can run them")
 
     def validate(self, fields: dict[str, Any]) -> None:
         """Make the request of these fields of a chat. Raises InvalidRequest that names the field of the body."""

@@ -1,39 +1,73 @@
-"""What the routes of all APIs share: the service, a request's part of the memory for images, JSON in and out."""
+"""What routes of all APIs share: parts of the service, a request's part of the memory for images, JSON in and out."""
 
 import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from fastapi import Depends, Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 
+from cairn.engine.contract import EngineClient
 from cairn.errors import InvalidRequest, Overloaded
 from cairn.http.clients import get_client_id, get_key_digest
 from cairn.http.handover import restore_client_fields
+from cairn.http.middleware import Gate
+from cairn.server.chat_translation import TranslationRules
 from cairn.server.images.memory import ImageAllocation
+from cairn.server.metrics import Metrics
+from cairn.server.openai.answers import Answers
 from cairn.server.openai.engine_request import encode_release_params
+from cairn.server.openai.prompts import PromptRenderer
+from cairn.server.openai_responses.background import BackgroundTasks
+from cairn.server.openai_responses.store import ResponseStore
+from cairn.server.operator_queries import OperatorQueries
+from cairn.server.options import ServerLimits, ServerOptions
+from cairn.server.served_model import ServedModel
 from cairn.server.service import Service
 
 _TRANSFER_PARAMS = "cairn.kv_transfer_params"
 """Where a request's scope has those of its body, in nothing checked."""
 
 
-def get_service(request: Request) -> Service:
+Part = TypeVar("Part")
+
+
+def _service_of(request: Request) -> Service:
     service = request.app.state.service
     assert isinstance(service, Service)
     return service
 
 
-ServiceDep = Annotated[Service, Depends(get_service)]
+def _part(get: Callable[[Service], Part]) -> Any:
+    """What a route asks for to get this part of the service, and no more."""
+
+    async def get_part(request: Request) -> Part:
+        return get(_service_of(request))
+
+    return Depends(get_part)
 
 
-async def allocate_images(request: Request, service: ServiceDep) -> AsyncIterator[ImageAllocation]:
+AnswersDep = Annotated[Answers, _part(lambda service: service.answers)]
+BackgroundDep = Annotated[BackgroundTasks, _part(lambda service: service.background)]
+EngineDep = Annotated[EngineClient, _part(lambda service: service.engine)]
+GateDep = Annotated[Gate, _part(lambda service: service.gate)]
+LimitsDep = Annotated[ServerLimits, _part(lambda service: service.limits)]
+MetricsDep = Annotated[Metrics, _part(lambda service: service.metrics)]
+ModelDep = Annotated[ServedModel, _part(lambda service: service.model)]
+OptionsDep = Annotated[ServerOptions, _part(lambda service: service.options)]
+QueriesDep = Annotated[OperatorQueries, _part(lambda service: service.queries)]
+RendererDep = Annotated[PromptRenderer, _part(lambda service: service.renderer)]
+ResponseStoreDep = Annotated[ResponseStore, _part(lambda service: service.responses)]
+TranslationDep = Annotated[TranslationRules, _part(lambda service: service.translation)]
+
+
+async def allocate_images(request: Request, renderer: RendererDep) -> AsyncIterator[ImageAllocation]:
     """A request's part of the memory for images, until the last byte of its response is sent."""
-    allocation = ImageAllocation(service.images.memory, get_client_id(request.scope))
+    allocation = ImageAllocation(renderer.images.memory, get_client_id(request.scope))
     try:
         yield allocation
     finally:
@@ -79,7 +113,7 @@ def _release_kv_transfer(request: Request) -> None:
     has begun to."""
     params = request.scope.get(_TRANSFER_PARAMS)
     if isinstance(params, dict) and params.get("do_remote_prefill") is True:
-        engine = get_service(request).engine
+        engine = _service_of(request).engine
         with suppress(InvalidRequest):
             if (encoded := encode_release_params(params, engine.info)) is not None:
                 engine.release_kv_transfer(encoded)

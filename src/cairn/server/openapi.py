@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from msgspec.json import schema_components
 
-from cairn.engine.contract import CacheView
+from cairn.engine.contract import CacheView, EngineInfo
 from cairn.http.error_responses import ANTHROPIC_PATH
 from cairn.http.handover import RELEASE_PATH
 from cairn.server.anthropic.responses import (
@@ -26,6 +26,7 @@ from cairn.server.openai.responses import (
     TokenizeResponse,
 )
 from cairn.server.openai_responses.responses import DeletedResponse, InputItemList, ResponsesEvent, ResponsesResponse
+from cairn.server.options import ServerOptions
 from cairn.server.responses import (
     CacheHead,
     ErrorResponse,
@@ -37,7 +38,6 @@ from cairn.server.responses import (
     TokenizerInfoResponse,
     VersionResponse,
 )
-from cairn.server.service import Service
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -106,12 +106,14 @@ _ERRORS: Mapping[int, str] = MappingProxyType(
 _ENDED_BY_DONE = frozenset({"/v1/completions", "/v1/chat/completions", "/invocations"})
 
 
-def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open_paths: Set[str]) -> dict[str, Any]:
+def build_openapi_document(
+    app: FastAPI, options: ServerOptions, info: EngineInfo, gated: Set[str], open_paths: Set[str]
+) -> dict[str, Any]:
     """`gated`: paths that generate or tokenize; `open_paths`: those that need no key."""
     document = get_openapi(title=app.title, version=app.version, routes=app.routes)
-    if service.options.root_path is not None:
-        document["servers"] = [{"url": service.options.root_path}]
-    has_keys = bool(service.options.api_key)
+    if options.root_path is not None:
+        document["servers"] = [{"url": options.root_path}]
+    has_keys = bool(options.api_key)
     operations = [
         (path, method, operation)
         for path, methods in document["paths"].items()
@@ -132,7 +134,7 @@ def build_openapi_document(app: FastAPI, service: Service, gated: Set[str], open
     schemas = parts.setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    _add_model_limits(schemas, service)
+    _add_model_limits(schemas, options, info)
     types = [kind for kinds in (*_RESPONSES.values(), *_CHUNKS.values()) for kind in kinds]
     types += [ErrorResponse, AnthropicErrorResponse, StatusResponse]
     schemas |= schema_components(types, ref_template="#/components/schemas/{name}")[1]
@@ -202,18 +204,18 @@ def _error_schema(path: str, status: int) -> Schema:
     return refusal
 
 
-def _add_model_limits(schema: Any, service: Service) -> None:
+def _add_model_limits(schema: Any, options: ServerOptions, info: EngineInfo) -> None:
     """The model's name, vocabulary and length, which only a running server knows."""
-    info, most = service.engine.info, service.options.max_logprobs
+    most = options.max_logprobs
     least = -1 if most == -1 or most >= info.vocab_size else 0
     limits: dict[str, Schema] = {
         "token-id": {"maximum": info.vocab_size - 1},
         "to-model-len": {"maximum": info.max_model_len},
         "num-logprobs": {"minimum": least, "maximum": info.vocab_size if most == -1 else most},
-        "model-name": {"enum": [*service.options.model_names]},
+        "model-name": {"enum": [*options.model_names]},
     }
     if isinstance(schema, dict):
         schema |= limits.get(str(schema.get("format")), {})
         schema = [*schema.values()]
     for inner in schema if isinstance(schema, list) else ():
-        _add_model_limits(inner, service)
+        _add_model_limits(inner, options, info)

@@ -10,14 +10,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
 from cairn import __version__
+from cairn.engine.contract import EngineClient
 from cairn.errors import EngineDead, InvalidRequest, Overloaded
 from cairn.http.error_responses import make_error
 from cairn.http.handover import RELEASE_PATH
-from cairn.server.dependencies import ServiceDep
+from cairn.http.middleware import Gate
+from cairn.server.dependencies import EngineDep, GateDep, LimitsDep, MetricsDep, ModelDep, OptionsDep, QueriesDep
 from cairn.server.openai.engine_request import encode_release_params
-from cairn.server.openai.prompts import check_model
 from cairn.server.options import ServerOptions
-from cairn.server.service import Service
 
 DOCS_PATHS = frozenset({"/docs", "/redoc", "/openapi.json"})
 """What reading the documentation in a browser takes: it sends no key."""
@@ -47,72 +47,75 @@ def router(options: ServerOptions) -> APIRouter:
     return routes
 
 
-async def tokenizer_info(service: ServiceDep) -> Response:
-    return Response(msgspec.json.encode(service.engine.tokenizer.describe()), media_type="application/json")
+async def tokenizer_info(engine: EngineDep) -> Response:
+    return Response(msgspec.json.encode(engine.tokenizer.describe()), media_type="application/json")
 
 
-async def docs(service: ServiceDep) -> Response:
-    return get_swagger_ui_html(openapi_url=_document_path(service), title="cairn", swagger_favicon_url=_NO_ICON)
+async def docs(options: OptionsDep) -> Response:
+    return get_swagger_ui_html(openapi_url=_document_path(options), title="cairn", swagger_favicon_url=_NO_ICON)
 
 
-async def redoc(service: ServiceDep) -> Response:
+async def redoc(options: OptionsDep) -> Response:
     return get_redoc_html(
-        openapi_url=_document_path(service), title="cairn", with_google_fonts=False, redoc_favicon_url=_NO_ICON
+        openapi_url=_document_path(options), title="cairn", with_google_fonts=False, redoc_favicon_url=_NO_ICON
     )
 
 
-def _document_path(service: Service) -> str:
+def _document_path(options: ServerOptions) -> str:
     """As a browser asks for it."""
-    return f"{service.options.root_path or ''}/openapi.json"
+    return f"{options.root_path or ''}/openapi.json"
 
 
-async def list_models(service: ServiceDep) -> dict[str, Any]:
-    return {"object": "list", "data": [_model_card(service, name) for name in service.options.model_names]}
+async def list_models(model: ModelDep) -> dict[str, Any]:
+    return {"object": "list", "data": [model.card(name) for name in model.names]}
 
 
-async def show_model(name: str, service: ServiceDep) -> dict[str, Any]:
-    check_model(service, name)
-    return _model_card(service, name)
+async def show_model(name: str, model: ModelDep) -> dict[str, Any]:
+    model.check_name(name)
+    return model.card(name)
 
 
-async def health(service: ServiceDep) -> Response:
+async def health(engine: EngineDep, gate: GateDep) -> Response:
     """200 if a request sent now would be served, else 503 with the reason."""
-    if service.healthy:
+    if _is_healthy(engine, gate):
         return Response(status_code=200)
-    reason = f"the engine has ended: {service.engine.dead}" if service.engine.dead else "the server is shutting down"
+    reason = f"the engine has ended: {engine.dead}" if engine.dead else "the server is shutting down"
     return JSONResponse({"status": reason}, 503)
 
 
-async def ready(service: ServiceDep) -> Response:
+async def ready(engine: EngineDep, gate: GateDep, queries: QueriesDep) -> Response:
     """As /health, and 503 as well while the engine does not answer."""
-    if service.healthy:
+    if _is_healthy(engine, gate):
         try:
-            await service.stats_queries.run(service.engine.stats)
+            await queries.fetch_stats()
         except (EngineDead, Overloaded) as error:
             return JSONResponse({"status": str(error)}, 503)
-    return await health(service)
+    return await health(engine, gate)
 
 
-async def load(service: ServiceDep) -> dict[str, int]:
+def _is_healthy(engine: EngineClient, gate: Gate) -> bool:
+    return engine.dead is None and not gate.closed
+
+
+async def load(gate: GateDep) -> dict[str, int]:
     """Open requests, waiting ones included."""
-    return {"server_load": service.gate.num_open}
+    return {"server_load": gate.num_open}
 
 
-async def version(service: ServiceDep) -> dict[str, str]:
+async def version() -> dict[str, str]:
     return {"version": __version__}
 
 
-async def server_info(service: ServiceDep) -> dict[str, Any]:
+async def server_info(options: OptionsDep, limits: LimitsDep, engine: EngineDep, gate: GateDep) -> dict[str, Any]:
     """The engine's configuration and the limits of requests. No keys."""
-    options, limits = service.options, service.limits
-    engine = msgspec.to_builtins(service.engine.info)
-    cache = engine.pop("cache")
+    info = msgspec.to_builtins(engine.info)
+    cache = info.pop("cache")
     return {
         "version": __version__,
         "model_name": options.model_name,
-        "engine": {**engine, **cache},
+        "engine": {**info, **cache},
         "limits": {
-            "max_open": service.gate.max_open,
+            "max_open": gate.max_open,
             "max_body_bytes": options.max_body_bytes,
             **{name: getattr(limits, name) for name in ("head_seconds", "body_seconds", "stall_seconds")},
             "request_seconds": options.request_timeout,
@@ -121,12 +124,12 @@ async def server_info(service: ServiceDep) -> dict[str, Any]:
     }
 
 
-async def metrics(service: ServiceDep) -> Response:
-    return Response(service.metrics.exposition(await service.get_stats()), media_type=CONTENT_TYPE_LATEST)
+async def metrics(metrics: MetricsDep, queries: QueriesDep) -> Response:
+    return Response(metrics.exposition(await queries.get_stats()), media_type=CONTENT_TYPE_LATEST)
 
 
 async def reset_prefix_cache(
-    service: ServiceDep,
+    queries: QueriesDep,
     reset_running_requests: Annotated[bool, Query()] = False,
     reset_external: Annotated[bool, Query()] = False,
 ) -> Response:
@@ -137,7 +140,7 @@ async def reset_prefix_cache(
     for name, value in (("reset_running_requests", reset_running_requests), ("reset_external", reset_external)):
         if value:
             raise InvalidRequest(f"{name} is not supported: leave it out", name)
-    num_pages = await service.reset_queries.run(service.engine.reset_cache)
+    num_pages = await queries.reset_cache()
     if num_pages:
         raise make_error(f"{num_pages} pages are held by open requests: try again when they have ended", 409)
     return Response(status_code=200)
@@ -149,16 +152,10 @@ class ReleaseRequest(BaseModel):
     kv_transfer_params: dict[str, Any]
 
 
-async def release_kv_transfer(body: ReleaseRequest, service: ServiceDep) -> Response:
+async def release_kv_transfer(body: ReleaseRequest, engine: EngineDep) -> Response:
     """Nobody is going to fetch this prompt: let go of it, unless somebody has begun to. Tried in the background, and
     not an error where there is nothing to let go of. Whoever has the parameters could fetch the prompt as well."""
-    encoded = encode_release_params(body.kv_transfer_params, service.engine.info)
+    encoded = encode_release_params(body.kv_transfer_params, engine.info)
     if encoded is not None:
-        service.engine.release_kv_transfer(encoded)
+        engine.release_kv_transfer(encoded)
     return Response(status_code=200)
-
-
-def _model_card(service: Service, name: str) -> dict[str, Any]:
-    info = service.engine.info
-    named = {"id": name, "object": "model", "created": service.started, "owned_by": "cairn"}
-    return {**named, "root": info.model, "parent": None, "max_model_len": info.max_model_len}

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from cairn.cache.events import BlockNames, block_hash, root_digest
 from cairn.cache.sequence_blocks import Namespace
 from cairn.cli.run import read_chat_template
 from cairn.deploy.ray.settings import RaySettings
-from cairn.engine.contract import CacheInfo, EngineClient, EngineInfo, RenderedPrompt, TextTokenizer
+from cairn.engine.contract import RenderedPrompt
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.models.weights.hub import ModelSource, find_tokenizer
@@ -29,21 +29,15 @@ from cairn.routing.rule import RoutedRequest
 from cairn.routing.sessions import session_name
 from cairn.server.anthropic import translation as anthropic
 from cairn.server.anthropic.requests import MessagesRequest
+from cairn.server.images import MediaConnector
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.openai.messages import Message
-from cairn.server.openai.prompts import (
-    encode_prompts,
-    parse_template_kwargs,
-    render_chat_prompt,
-    reuse_prompt,
-    truncate_prompt,
-)
+from cairn.server.openai.prompts import PromptOptions, PromptRenderer, parse_template_kwargs
 from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from cairn.server.openai_responses import translation as responses
 from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.tools import ToolTable
 from cairn.server.options import ServerLimits
-from cairn.server.service import Service
 
 _MAX_READING = 64
 _SMALL_BYTES = 8 << 10
@@ -59,8 +53,8 @@ class PromptReader:
     """Reads prompts, large ones in a thread of its own: at most `seconds` for one, and at most 64 at once. Texts are
     always tokenized in that thread."""
 
-    def __init__(self, service: Service, block_size: int, seconds: float = 2.0) -> None:
-        self._service = service
+    def __init__(self, renderer: PromptRenderer, block_size: int, seconds: float = 2.0) -> None:
+        self._renderer = renderer
         self._names = BlockNames(block_size)
         self._seconds = seconds
         self._num_reading = 0
@@ -73,7 +67,7 @@ class PromptReader:
             return RoutedRequest()
         self._num_reading += 1
         session: str | None = None
-        run = _run_here if len(content) <= _SMALL_BYTES else self._service.tokenizer.run
+        run = _run_here if len(content) <= _SMALL_BYTES else self._renderer.tokenizer.run
         try:
             async with asyncio.timeout(self._seconds):
                 body, session = await run(lambda: (parse(content), session_name(parse_body(content), headers)))
@@ -86,14 +80,10 @@ class PromptReader:
             self._num_reading -= 1
 
     async def _render(self, body: SamplingFields) -> RenderedPrompt:
-        service = self._service
-        prompt = reuse_prompt(service, body)
-        if prompt is None and isinstance(body, ChatRequest):
-            allocation = ImageAllocation(service.images.memory, "")
-            prompt = await render_chat_prompt(service, body, _before_images(body.messages), allocation)
-        elif prompt is None:
-            prompt = (await encode_prompts(service, cast(CompletionRequest, body)))[0]
-        return truncate_prompt(prompt, body, service.engine.info.max_model_len)
+        if isinstance(body, ChatRequest):
+            body = body.model_copy(update={"messages": _before_images(body.messages)})
+        prompts = await self._renderer.render(body, ImageAllocation(self._renderer.images.memory, ""))
+        return prompts[0]
 
     def _name(self, prompt: RenderedPrompt, cache_salt: str | None, session: str | None) -> RoutedRequest:
         root = root_digest(Namespace(cache_salt=cache_salt))
@@ -113,44 +103,15 @@ def create_prompt_reader(settings: RaySettings) -> PromptReader:
     source = ModelSource(settings.tokenizer or settings.model, revision, settings.download_dir)
     path: Path = find_tokenizer(source)
     folder = path.parent if path.is_file() else path
-    engine = _Tokenizing(ModelTokenizer(folder, None, read_chat_template(settings.chat_template)), settings)
-    service = Service(
-        cast(EngineClient, engine),
-        settings,
-        ServerLimits(),
-        default_template_kwargs=parse_template_kwargs(settings.default_chat_template_kwargs),
+    # Whether prompts fit, and whether ids are in the vocabulary, is the replica's to say.
+    options = PromptOptions(_UNBOUNDED, settings.max_model_len or _UNBOUNDED, settings.trust_request_chat_template)
+    renderer = PromptRenderer(
+        ModelTokenizer(folder, None, read_chat_template(settings.chat_template)),
+        options,
+        MediaConnector(ServerLimits().images),
+        parse_template_kwargs(settings.default_chat_template_kwargs),
     )
-    return PromptReader(service, settings.block_size)
-
-
-class _Tokenizing:
-    """An engine as far as prompts are read with it. Whether they fit is the replica's to say."""
-
-    dead: str | None = None
-
-    def __init__(self, tokenizer: TextTokenizer, settings: RaySettings) -> None:
-        self.tokenizer = tokenizer
-        max_model_len = settings.max_model_len or _UNBOUNDED
-        self.info = EngineInfo(
-            model=settings.model,
-            architecture="",
-            dtype=settings.dtype,
-            vocab_size=_UNBOUNDED,
-            max_model_len=max_model_len,
-            max_num_seqs=1,
-            exact=settings.exact,
-            cache=CacheInfo(
-                block_size=settings.block_size,
-                num_pages=0,
-                page_bytes=0,
-                bytes_per_token=0.0,
-                checkpoint_bytes=0,
-                pages_per_checkpoint=0,
-                min_cacheable_tokens=0,
-                mamba_cache_mode=settings.mamba_cache_mode,
-                enable_prefix_caching=settings.enable_prefix_caching,
-            ),
-        )
+    return PromptReader(renderer, settings.block_size)
 
 
 def _before_images(messages: list[Message]) -> list[Message]:

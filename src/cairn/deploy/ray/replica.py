@@ -77,16 +77,16 @@ class EngineReplica:
 
     async def get_metrics(self) -> tuple[str, str]:
         """This replica's name, and what its server tells at /metrics."""
-        exposition = self._service.metrics.exposition(await self._service.get_stats())
+        exposition = self._service.metrics.exposition(await self._service.queries.get_stats())
         return serve.get_replica_context().replica_id.unique_id, exposition.decode()
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """For the routers: see `ReplicaReport`."""
-        return make_report(await self._service.get_stats(), self._events)
+        return make_report(await self._service.queries.get_stats(), self._events)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """For the autoscaler: see `PressurePolicy`."""
-        return {PRESSURE: engine_pressure(await self._service.get_stats(), self._engine.info.max_num_seqs)}
+        return {PRESSURE: engine_pressure(await self._service.queries.get_stats(), self._engine.info.max_num_seqs)}
 
     async def check_health(self) -> None:
         """Raises EngineDead when the engine has ended: Ray then replaces this replica."""

@@ -5,16 +5,23 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from cairn.engine.contract import RenderedPrompt
 from cairn.errors import RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.server.anthropic.requests import CountTokensRequest, MessagesRequest
 from cairn.server.anthropic.translation import to_chat
 from cairn.server.anthropic.writer import MessagesWriter
-from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response, owner_of
+from cairn.server.dependencies import (
+    AnswersDep,
+    ImageAllocationDep,
+    JsonBodyRoute,
+    ModelDep,
+    OptionsDep,
+    RendererDep,
+    TranslationDep,
+    json_response,
+    owner_of,
+)
 from cairn.server.openai.generate import Deadline
-from cairn.server.openai.prompts import check_model, render_chat_prompt
-from cairn.server.openai.routes import generate
 
 
 def router() -> APIRouter:
@@ -25,12 +32,12 @@ def router() -> APIRouter:
 
 
 async def create_message(
-    http: Request, body: MessagesRequest, service: ServiceDep, allocation: ImageAllocationDep
+    http: Request, body: MessagesRequest, answers: AnswersDep, rules: TranslationDep, allocation: ImageAllocationDep
 ) -> Response:
-    owner, seal = owner_of(http, body.cache_salt), service.reasoning_seal
+    owner, seal = owner_of(http, body.cache_salt), rules.seal
     chat = to_chat(body, lambda sealed: seal.open(sealed, owner))
-    chat.settle_left_out(service)
-    if not service.parsers.has_reasoning:  # there is nothing to bound, and agents send a budget to every model
+    chat.settle_left_out(rules)
+    if not answers.parsers.has_reasoning:  # there is nothing to bound, and agents send a budget to every model
         chat.request.thinking_token_budget = None
 
     is_shown = body.thinking is None or body.thinking.get("display") != "omitted"
@@ -38,25 +45,28 @@ async def create_message(
     def make_writer(*fields: Any) -> MessagesWriter:
         return MessagesWriter(*fields, seal=lambda text: seal.close(text, owner), shows_thinking=is_shown)
 
-    async def render() -> list[RenderedPrompt]:
-        return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]
-
     try:
-        return await generate(http, service, chat.request, render, id_prefix="msg_", writer=make_writer)
+        return await answers.generate(http, chat.request, allocation, id_prefix="msg_", writer=make_writer)
     except RequestError as error:
         raise chat.rename_error(error) from None
 
 
 async def count_tokens(
-    http: Request, body: CountTokensRequest, service: ServiceDep, allocation: ImageAllocationDep
+    http: Request,
+    body: CountTokensRequest,
+    model: ModelDep,
+    renderer: RendererDep,
+    rules: TranslationDep,
+    options: OptionsDep,
+    allocation: ImageAllocationDep,
 ) -> Response:
-    check_model(service, body.model)
-    owner, seal = owner_of(http, None), service.reasoning_seal
+    model.check_name(body.model)
+    owner, seal = owner_of(http, None), rules.seal
     chat = to_chat(body, lambda sealed: seal.open(sealed, owner))
-    chat.settle_left_out(service)
+    chat.settle_left_out(rules)
     try:
-        async with Deadline(service.options.request_timeout).enforce():
-            rendering = render_chat_prompt(service, chat.request, chat.request.messages, allocation)
+        async with Deadline(options.request_timeout).enforce():
+            rendering = renderer.render_chat(chat.request, chat.request.messages, allocation)
             prompt = await cancel_on_disconnect(http.receive, rendering)
     except RequestError as error:
         raise chat.rename_error(error) from None

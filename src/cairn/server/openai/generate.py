@@ -12,15 +12,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from cairn.engine.contract import FREE_LOGPROBS, MAX_ANSWERS, GenerateOutput, GenerateRequest
+from cairn.engine.contract import FREE_LOGPROBS, MAX_ANSWERS, EngineClient, GenerateOutput, GenerateRequest
 from cairn.errors import CairnError, InvalidRequest, LeasesFull, QueueFull, RequestError
 from cairn.http.clients import cancel_on_disconnect
 from cairn.http.error_responses import ClientDisconnected, make_error
 from cairn.server.error_handlers import to_request_error
-from cairn.server.metrics import RequestMeter
+from cairn.server.metrics import Metrics, RequestMeter
 from cairn.server.openai.engine_request import rename_error_param
 from cairn.server.openai.response_writer import ResponseWriter
-from cairn.server.service import Service
+from cairn.server.tokenizer_thread import TokenizerThread
+from cairn.types import Clock
 
 _LAST_EVENT_SECONDS = 10.0
 _MAX_ENTRIES = 1024
@@ -76,10 +77,13 @@ class OutputBuffer:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The answers to one HTTP request. `requests`: one for each prompt; `arrival_time`: seconds of the service's
-    clock."""
+    """The answers to one HTTP request. `requests`: one for each prompt; `arrival_time`: in seconds of
+    `clock`."""
 
-    service: Service
+    engine: EngineClient
+    tokenizer: TokenizerThread
+    metrics: Metrics
+    clock: Clock
     requests: tuple[GenerateRequest, ...]
     writer: ResponseWriter
     arrival_time: float
@@ -114,19 +118,19 @@ class Generation:
             is_long = has_many and self.writer.formats_at_end
         else:
             is_long = output.num_logprob_entries > _MAX_ENTRIES
-        return await self.service.tokenizer.run(work) if is_long else work()
+        return await self.tokenizer.run(work) if is_long else work()
 
     async def outputs(self) -> AsyncGenerator[PromptOutput, None]:
         """The engine's outputs, measured. Closing this aborts what is running. Requests that the engine does not take
         are counted nowhere."""
-        metrics, body, limit = self.service.metrics, self.writer.body, self.service.engine.info.max_model_len
+        metrics, body, limit = self.metrics, self.writer.body, self.engine.info.max_model_len
         prompts = {request.request_id: i for i, request in enumerate(self.requests)}
         meters = {
             (i, index): RequestMeter(metrics, self.arrival_time, request, index, lengths, limit)
             for i, (request, lengths) in enumerate((request, list[int]()) for request in self.requests)
             for index in range(min(request.num_answers, MAX_ANSWERS))  # the core refuses more
         }
-        outputs = self.service.engine.generate(*self.requests)
+        outputs = self.engine.generate(*self.requests)
         outcome, has_begun, is_refused = "abort", False, False
         try:
             num_open = max(1, len(meters))
@@ -147,7 +151,7 @@ class Generation:
                     is_refused = isinstance(failure, QueueFull) and not has_begun
                     raise failure
                 has_begun = True
-                meters[prompt, output.index].record(output, self.service.clock.now())
+                meters[prompt, output.index].record(output, self.clock.now())
                 num_open -= output.finish_reason is not None
                 yield prompt, _drop_tokens(output) if body.max_tokens == 0 else output
         except CairnError:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from types import MappingProxyType
@@ -19,16 +19,19 @@ from cairn.engine.contract import (
     Pixels,
     RenderedPrompt,
     TemplateValue,
+    TextTokenizer,
     check_token_ids,
 )
-from cairn.errors import ConfigError, InvalidRequest, NotFound
+from cairn.errors import ConfigError, InvalidRequest
 from cairn.http.volatile_text import drop_volatile
+from cairn.server.images import MediaConnector
 from cairn.server.images.memory import ImageAllocation
+from cairn.server.notices import Notices
 from cairn.server.openai.engine_request import encode_json
 from cairn.server.openai.field_types import SinglePrompt
 from cairn.server.openai.messages import CacheControl, Message, Tool
 from cairn.server.openai.requests import NOT_VARIABLES, ChatRequest, CompletionRequest, SamplingFields, TemplateFields
-from cairn.server.service import Service
+from cairn.server.tokenizer_thread import TokenizerThread
 
 _MAX_CHOICES = 256
 """Most answers to all prompts of one request together."""
@@ -43,53 +46,153 @@ _KWARGS = "chat_template_kwargs"
 _TTL_SECONDS: Mapping[str, int] = MappingProxyType({"5m": 300, "1h": 3600})
 
 
-def check_model(service: Service, model: str | None) -> None:
-    """Raises NotFound if another model is asked for; without a name, any is meant."""
-    names = service.options.model_names
-    if model is not None and model not in names:
-        raise NotFound(f"the model {model!r} is not served here; {' or '.join(map(repr, names))} is", "model")
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """What prompts are held to: the model's sizes, in tokens, and whether clients may send chat templates of theirs,
+    which are programs that run here."""
+
+    vocab_size: int
+    max_model_len: int
+    trust_request_chat_template: bool = False
 
 
-async def encode_prompts(service: Service, body: CompletionRequest) -> list[RenderedPrompt]:
-    """One or more. Raises InvalidRequest naming the one that is wrong."""
-    prompts = body.prompt
-    if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
-        return [await _encode_prompt(service, body, cast(SinglePrompt, prompts), "prompt")]
-    most = _MAX_CHOICES // max(1, 1 if body.has_one_answer or body.n is None else body.n)
-    if len(prompts) > most:
-        text = f"{len(prompts)} prompts are too many: with this n, at most {most} can be answered"
-        raise InvalidRequest(text, "prompt")
-    if len(prompts) > 1 and body.kv_transfer_params:
-        raise InvalidRequest(f"kv_transfer_params are for one prompt, not {len(prompts)}", "kv_transfer_params")
-    fields = ["prompt"] if len(prompts) == 1 else [f"prompt[{i}]" for i in range(len(prompts))]
-    return [await _encode_prompt(service, body, *pair) for pair in zip(prompts, fields, strict=True)]
+class PromptRenderer:
+    """Makes token ids of what bodies ask, for whoever needs them: the engine, a router, or a client that counts.
 
-
-async def _encode_prompt(service: Service, body: CompletionRequest, prompt: SinglePrompt, field: str) -> RenderedPrompt:
-    text = prompt if isinstance(prompt, str) else None
-    if isinstance(prompt, str):
-        prompt = await service.tokenizer.encode(prompt, body.add_special_tokens is not False)
-    elif body.echo or body.truncate_prompt_tokens is not None or field != "prompt":
-        # The core sees neither what is echoed or cut off before, nor which of several prompts this is.
-        check_token_ids(np.array(prompt, np.int64), service.engine.info.vocab_size, field)
-    return RenderedPrompt(token_ids=prompt, boundaries=[], field=field, text=text)
-
-
-def reuse_prompt(service: Service, body: SamplingFields) -> RenderedPrompt | None:
-    """The prompt that a router hands on from a prefill server, instead of the body's own; None where it does not.
-
-    Raises InvalidRequest for what are no token ids.
+    `default_template_kwargs`: variables of the chat template for requests that do not send them. `notices`: says what
+    is left out of prompts.
     """
-    ids = body.reused_prompt_ids
-    if ids is None:
-        return None
-    try:
-        token_ids = msgspec.convert(ids, Annotated[list[int], msgspec.Meta(min_length=1)])
-        tokens = np.array(token_ids, np.int64)
-    except (msgspec.ValidationError, OverflowError):
-        raise InvalidRequest(f"{_REUSED} must be a list of token ids that is not empty", _REUSED) from None
-    check_token_ids(tokens, service.engine.info.vocab_size, _REUSED)
-    return RenderedPrompt(token_ids=token_ids, boundaries=[], field=_REUSED)
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        options: PromptOptions,
+        images: MediaConnector,
+        default_template_kwargs: Mapping[str, TemplateValue] = MappingProxyType({}),
+        notices: Notices | None = None,
+    ) -> None:
+        self.tokenizer = TokenizerThread(tokenizer)
+        self.images = images
+        self._text_tokenizer = tokenizer
+        self._options = options
+        self._default_template_kwargs = default_template_kwargs
+        self._notices = notices or Notices()
+
+    async def aclose(self) -> None:
+        self.tokenizer.close()
+        await self.images.aclose()
+
+    async def render(self, body: SamplingFields, allocation: ImageAllocation) -> list[RenderedPrompt]:
+        """One prompt of a chat, or of a body with one that was handed over; one or more of a completion. Each as long
+        as the body lets it be. Raises InvalidRequest naming what is wrong, Overloaded."""
+        handed_over = self._reuse_prompt(body)
+        if handed_over is not None:
+            prompts = [handed_over]
+        elif isinstance(body, ChatRequest):
+            prompts = [await self.render_chat(body, body.messages, allocation)]
+        else:
+            prompts = await self._encode_prompts(cast(CompletionRequest, body))
+        return [truncate_prompt(prompt, body, self._options.max_model_len) for prompt in prompts]
+
+    async def render_chat(
+        self, body: TemplateFields, messages: list[Message], allocation: ImageAllocation
+    ) -> RenderedPrompt:
+        """The chat as tokens, with every image fetched and decoded. Raises InvalidRequest naming the part, and
+        Overloaded."""
+        if body.add_special_tokens and await self.tokenizer.encode("", add_special_tokens=True):
+            text = "add_special_tokens: the chat template writes the special tokens: leave it out"
+            raise InvalidRequest(text, "add_special_tokens")
+        continues = bool(body.continue_final_message)
+        if continues and body.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt contradict each other: send one of them",
+                "continue_final_message",
+            )
+        if body.chat_template is not None and not self._options.trust_request_chat_template:
+            text = "chat_template is a program to be run here, which this server takes only with"
+            raise InvalidRequest(f"{text} --trust-request-chat-template: leave it out", "chat_template")
+        messages = self._drop_volatile(messages)
+        tokenizer, breakpoints = self._text_tokenizer, _breakpoints(body, messages)
+        salt = (body.cache_salt if isinstance(body, ChatRequest) else None) or ""
+        images = await self.images.load_images(messages, tokenizer.image_markers, allocation, salt)
+        if body.mm_processor_kwargs is not None:
+            bounds = body.mm_processor_kwargs.bounds
+            images = {place: msgspec.structs.replace(image, bounds=bounds) for place, image in images.items()}
+        render = partial(
+            tokenizer.render_chat,
+            [_message(message, i, images) for i, message in enumerate(messages)],
+            tools=[_tool(tool, i) for i, tool in enumerate(body.tools or ())],
+            add_generation_prompt=body.add_generation_prompt is not False and not continues,
+            template_kwargs={**self._default_template_kwargs, **_template_kwargs(body)},
+            breakpoints=breakpoints,
+            continue_final_message=continues,
+            chat_template=body.chat_template or None,
+        )
+        return await self.tokenizer.run(render)
+
+    async def add_text(self, body: SamplingFields, prompts: list[RenderedPrompt]) -> list[RenderedPrompt]:
+        """The prompts, each with its text if the answer shows that."""
+        is_echoed = isinstance(body, CompletionRequest) and body.echo
+        if not (is_echoed or (isinstance(body, ChatRequest) and body.return_prompt_text)):
+            return prompts
+        texts = [
+            await self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text for prompt in prompts
+        ]
+        return [msgspec.structs.replace(prompt, text=text) for prompt, text in zip(prompts, texts, strict=True)]
+
+    async def spell(self, token_ids: list[int]) -> list[str]:
+        """The tokens as the vocabulary spells them."""
+        return await self.tokenizer.apply(lambda tokenizer: tokenizer.convert_ids_to_tokens(token_ids))
+
+    async def _encode_prompts(self, body: CompletionRequest) -> list[RenderedPrompt]:
+        """One or more. Raises InvalidRequest naming the one that is wrong."""
+        prompts = body.prompt
+        if isinstance(prompts, str) or not prompts or isinstance(prompts[0], int):
+            return [await self._encode_prompt(body, cast(SinglePrompt, prompts), "prompt")]
+        most = _MAX_CHOICES // max(1, 1 if body.has_one_answer or body.n is None else body.n)
+        if len(prompts) > most:
+            text = f"{len(prompts)} prompts are too many: with this n, at most {most} can be answered"
+            raise InvalidRequest(text, "prompt")
+        if len(prompts) > 1 and body.kv_transfer_params:
+            raise InvalidRequest(f"kv_transfer_params are for one prompt, not {len(prompts)}", "kv_transfer_params")
+        fields = ["prompt"] if len(prompts) == 1 else [f"prompt[{i}]" for i in range(len(prompts))]
+        return [await self._encode_prompt(body, *pair) for pair in zip(prompts, fields, strict=True)]
+
+    async def _encode_prompt(self, body: CompletionRequest, prompt: SinglePrompt, field: str) -> RenderedPrompt:
+        text = prompt if isinstance(prompt, str) else None
+        if isinstance(prompt, str):
+            prompt = await self.tokenizer.encode(prompt, body.add_special_tokens is not False)
+        elif body.echo or body.truncate_prompt_tokens is not None or field != "prompt":
+            # The core sees neither what is echoed or cut off before, nor which of several prompts this is.
+            self.check_token_ids(prompt, field)
+        return RenderedPrompt(token_ids=prompt, boundaries=[], field=field, text=text)
+
+    def _reuse_prompt(self, body: SamplingFields) -> RenderedPrompt | None:
+        """The prompt that a router hands on from a prefill server, instead of the body's own; None where it does not.
+
+        Raises InvalidRequest for what are no token ids.
+        """
+        ids = body.reused_prompt_ids
+        if ids is None:
+            return None
+        try:
+            token_ids = msgspec.convert(ids, Annotated[list[int], msgspec.Meta(min_length=1)])
+            self.check_token_ids(token_ids, _REUSED)
+        except (msgspec.ValidationError, OverflowError):
+            raise InvalidRequest(f"{_REUSED} must be a list of token ids that is not empty", _REUSED) from None
+        return RenderedPrompt(token_ids=token_ids, boundaries=[], field=_REUSED)
+
+    def check_token_ids(self, token_ids: list[int], field: str) -> None:
+        """Raises InvalidRequest naming `field` for ids outside the vocabulary."""
+        check_token_ids(np.array(token_ids, np.int64), self._options.vocab_size, field)
+
+    def _drop_volatile(self, messages: list[Message]) -> list[Message]:
+        """Without what is new in every request at the front of the system messages that the chat begins with."""
+        leading = list(takewhile(lambda message: message.role in SYSTEM_ROLES, messages))
+        dropped = [message.model_copy(update={"content": drop_volatile(message.content)}) for message in leading]
+        if dropped != leading:
+            self._notices.say("text that clients change with every request is left out of prompts (docs/agents.md)")
+        return [*dropped, *messages[len(leading) :]]
 
 
 def truncate_prompt(prompt: RenderedPrompt, body: SamplingFields, max_model_len: int) -> RenderedPrompt:
@@ -117,72 +220,6 @@ def truncate_prompt(prompt: RenderedPrompt, body: SamplingFields, max_model_len:
     ends = [end for end in ends if 0 < end.position <= num_tokens]
     # An echo is what the model has seen.
     return msgspec.structs.replace(prompt, token_ids=token_ids, boundaries=ends, text=None)
-
-
-async def add_prompt_text(
-    service: Service, body: SamplingFields, prompts: list[RenderedPrompt]
-) -> list[RenderedPrompt]:
-    """The prompts, each with its text if the answer shows that."""
-    is_echoed = isinstance(body, CompletionRequest) and body.echo
-    if not (is_echoed or (isinstance(body, ChatRequest) and body.return_prompt_text)):
-        return prompts
-    texts = [
-        await service.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text for prompt in prompts
-    ]
-    return [msgspec.structs.replace(prompt, text=text) for prompt, text in zip(prompts, texts, strict=True)]
-
-
-# -- chats -------------------------------------------------------------------------------------------------------------
-
-
-async def render_chat_prompt(
-    service: Service, body: TemplateFields, messages: list[Message], allocation: ImageAllocation
-) -> RenderedPrompt:
-    """The chat as tokens, with every image fetched and decoded. Raises InvalidRequest naming the part, Overloaded."""
-    if body.add_special_tokens and await service.tokenizer.encode("", add_special_tokens=True):
-        text = "add_special_tokens: the chat template writes the special tokens: leave it out"
-        raise InvalidRequest(text, "add_special_tokens")
-    continues = bool(body.continue_final_message)
-    if continues and body.add_generation_prompt:
-        raise InvalidRequest(
-            "continue_final_message and add_generation_prompt contradict each other: send one of them",
-            "continue_final_message",
-        )
-    _check_chat_template(service, body)
-    messages = _drop_volatile(service, messages)
-    tokenizer, breakpoints = service.engine.tokenizer, _breakpoints(body, messages)
-    salt = (body.cache_salt if isinstance(body, ChatRequest) else None) or ""
-    images = await service.images.load_images(messages, tokenizer.image_markers, allocation, salt)
-    if body.mm_processor_kwargs is not None:
-        bounds = body.mm_processor_kwargs.bounds
-        images = {place: msgspec.structs.replace(image, bounds=bounds) for place, image in images.items()}
-    render = partial(
-        tokenizer.render_chat,
-        [_message(message, i, images) for i, message in enumerate(messages)],
-        tools=[_tool(tool, i) for i, tool in enumerate(body.tools or ())],
-        add_generation_prompt=body.add_generation_prompt is not False and not continues,
-        template_kwargs={**service.default_template_kwargs, **_template_kwargs(body)},
-        breakpoints=breakpoints,
-        continue_final_message=continues,
-        chat_template=body.chat_template or None,
-    )
-    return await service.tokenizer.run(render)
-
-
-def _drop_volatile(service: Service, messages: list[Message]) -> list[Message]:
-    """Without what is new in every request at the front of the system messages that the chat begins with."""
-    leading = list(takewhile(lambda message: message.role in SYSTEM_ROLES, messages))
-    dropped = [message.model_copy(update={"content": drop_volatile(message.content)}) for message in leading]
-    if dropped != leading:
-        service.notices.say("text that clients change with every request is left out of prompts (docs/agents.md)")
-    return [*dropped, *messages[len(leading) :]]
-
-
-def _check_chat_template(service: Service, body: TemplateFields) -> None:
-    """Raises InvalidRequest for a template of a client that may not have its own."""
-    if body.chat_template is not None and not service.options.trust_request_chat_template:
-        text = "chat_template is a program to be run here, which this server takes only with"
-        raise InvalidRequest(f"{text} --trust-request-chat-template: leave it out", "chat_template")
 
 
 def parse_template_kwargs(text: str | None) -> dict[str, TemplateValue]:

@@ -11,12 +11,14 @@ import msgspec
 
 from cairn.engine.contract import Structure
 from cairn.errors import InvalidRequest
+from cairn.server.notices import Notices
 from cairn.server.openai.chat_message import ChatMessage
 from cairn.server.openai.lenient_schema import make_lenient
 from cairn.server.openai.requests import ChatRequest, SamplingFields
+from cairn.server.options import ServerOptions
 from cairn.server.parsers.json_tool_parser import JsonToolParser
 from cairn.server.parsers.output_parser import OutputParser, ToolParser, ToolSchemas
-from cairn.server.service import Service
+from cairn.server.parsers.registry import ParserFactory
 
 _MAX_CHARS = 1 << 19
 """Of a schema, or of whatever else is requested, as JSON."""
@@ -42,14 +44,25 @@ class AnswerFormat:
     call_heads: Sequence[str] = ()
 
 
-def parse_response_format(service: Service, body: SamplingFields, *, opened: bool) -> AnswerFormat:
+@dataclass(frozen=True, slots=True)
+class FormatRules:
+    """What all answers of one server have in common. `notices`: says what is left out of schemas; `new_id`: names
+    calls."""
+
+    parsers: ParserFactory
+    options: ServerOptions
+    notices: Notices
+    new_id: Callable[[], str]
+
+
+def parse_response_format(rules: FormatRules, body: SamplingFields, *, opened: bool) -> AnswerFormat:
     """`opened`: whether the answer begins within the reasoning. Raises InvalidRequest naming the field."""
-    structure = _parse_structure(service, body)
+    structure = _parse_structure(rules, body)
     if not isinstance(body, ChatRequest):
-        return AnswerFormat(structure, lambda: ChatMessage(OutputParser(), service.new_id))
-    parsers = service.parsers
+        return AnswerFormat(structure, lambda: ChatMessage(OutputParser(), rules.new_id))
+    parsers = rules.parsers
     tools, tool_structure = _parse_tool_choice(
-        service, body, parsers.tool_parser if service.options.enable_auto_tool_choice else None
+        rules, body, parsers.tool_parser if rules.options.enable_auto_tool_choice else None
     )
     is_required = tool_structure is not None and tool_structure.kind == "calls"
     # A required call leaves no content that response_format could be about: as vLLM, the call alone is held to a form.
@@ -74,7 +87,7 @@ def parse_response_format(service: Service, body: SamplingFields, *, opened: boo
         )
         return ChatMessage(
             parser,
-            service.new_id,
+            rules.new_id,
             parallel=parallel,
             hides_reasoning=hides_reasoning,
             joins_calls=not body.stream,
@@ -87,7 +100,7 @@ def parse_response_format(service: Service, body: SamplingFields, *, opened: boo
 
 
 def _parse_tool_choice(
-    service: Service, body: ChatRequest, auto_parser: type[ToolParser] | None
+    rules: FormatRules, body: ChatRequest, auto_parser: type[ToolParser] | None
 ) -> tuple[ToolSchemas | None, Structure | None]:
     """The tools whose calls are parsed, None for no parsing, and the grammar of required calls, or of an answer that
     may call some of the tools; None if the model chooses. `auto_parser`: of calls of a model that may choose, None if
@@ -116,7 +129,7 @@ def _parse_tool_choice(
         if not tools:
             raise InvalidRequest("tool_choice is required, but there are no tools: send some", "tool_choice")
     places = {function["name"]: place for place, function in enumerate(sent)}
-    held = tools if service.options.lenient_schemas == "none" else _make_lenient(service, tools)
+    held = tools if rules.options.lenient_schemas == "none" else _make_lenient(rules, tools)
     required = {
         "tools": [{"name": name, "parameters": schema, "place": places[name]} for name, schema in held.items()],
         "parallel": mode == "required" and body.parallel_tool_calls is not False,
@@ -143,16 +156,16 @@ def _limit_calls(parser: type[ToolParser], tools: ToolSchemas) -> Structure:
     return Structure(kind="structural_tag", text=text, field="tool_choice")
 
 
-def _make_lenient(service: Service, schemas: Mapping[str, Any]) -> dict[str, Any]:
+def _make_lenient(rules: FormatRules, schemas: Mapping[str, Any]) -> dict[str, Any]:
     """Each schema without the keywords that no grammar is made for; the log says which those are."""
 
     def tell(keyword: str) -> None:
-        service.notices.say(f"{keyword!r} is left out of schemas: no grammar is made for it (--lenient-schemas)")
+        rules.notices.say(f"{keyword!r} is left out of schemas: no grammar is made for it (--lenient-schemas)")
 
     return {name: make_lenient(schema, tell) for name, schema in schemas.items()}
 
 
-def _parse_structure(service: Service, body: SamplingFields) -> Structure | None:
+def _parse_structure(rules: FormatRules, body: SamplingFields) -> Structure | None:
     """The grammar of an answer; None for any text. Raises InvalidRequest naming the field."""
     structures: list[tuple[str, Any, str]] = []  # kind, value, field
     form, outputs = body.response_format, body.structured_outputs
@@ -179,8 +192,8 @@ def _parse_structure(service: Service, body: SamplingFields) -> Structure | None
         names = " and ".join(field for _, _, field in structures)
         raise InvalidRequest(f"{names} cannot go together: send one of them", structures[1][2].partition(".")[0])
     for kind, value, field in structures:
-        if kind == "json" and service.options.lenient_schemas == "all":
-            value = _make_lenient(service, {field: value})[field]
+        if kind == "json" and rules.options.lenient_schemas == "all":
+            value = _make_lenient(rules, {field: value})[field]
         # A JSON schema may come as text, too.
         text = value if kind != "choice" and isinstance(value, str) else _encode_json(value, field)
         if len(text) > _MAX_CHARS:

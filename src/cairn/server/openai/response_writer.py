@@ -125,18 +125,6 @@ class ResponseWriter(ABC):
         """The chunks before any text."""
         return []
 
-    def write_chunk(self, prompt: int, output: GenerateOutput) -> dict[str, Any] | None:
-        """Add an output for prompt number `prompt`. Its chunk, or None if there is nothing to say yet."""
-        choice = self.add(prompt, output)
-        body = self._write_delta(choice, output)
-        if body is None:
-            return None
-        # In a stream, `kv_transfer_params` of null would only be in the way.
-        chunk = self._envelope(self.chunk_object, [body])
-        if output.kv_transfer_params is not None:
-            chunk["kv_transfer_params"] = msgspec.Raw(output.kv_transfer_params)
-        return chunk
-
     def announce(self, prompt: int, output: GenerateOutput) -> None:
         """Look at the first output before the opening events: it knows what the prefix cache did."""
         if output.cache is not None:
@@ -147,10 +135,15 @@ class ResponseWriter(ABC):
         return [self._chunk_event(chunk) for chunk in self.write_opening()]
 
     def output_events(self, prompt: int, output: GenerateOutput) -> list[bytes]:
-        """Add an output for prompt number `prompt`. The events that it brings."""
-        chunk = self.write_chunk(prompt, output)
-        if chunk is None:
+        """Add an output for prompt number `prompt`. The events that it brings: none if there is nothing to say yet."""
+        choice = self.add(prompt, output)
+        body = self._write_delta(choice, output)
+        if body is None:
             return []
+        chunk = self._envelope(self.chunk_object, [body])
+        # In a stream, `kv_transfer_params` of null would only be in the way.
+        if output.kv_transfer_params is not None:
+            chunk["kv_transfer_params"] = msgspec.Raw(output.kv_transfer_params)
         if output.finish_reason is not None and not self._includes_usage:
             chunk["system_fingerprint"] = self.system_fingerprint
             if self.is_complete:

@@ -6,7 +6,8 @@ from cairn.engine.contract import RenderedPrompt, ThinkingBudget
 from cairn.errors import InvalidRequest
 from cairn.server.openai.requests import ChatRequest, SamplingFields
 from cairn.server.parsers.reasoning import THINK_END, THINK_START
-from cairn.server.service import Service
+from cairn.server.parsers.registry import ParserFactory
+from cairn.server.tokenizer_thread import TokenizerThread
 
 _FIELD = "thinking_token_budget"
 _MAX_HEAD = 512
@@ -15,21 +16,29 @@ _PROMPT_END = 32
 """Tokens at a chat's end among which the reasoning is opened."""
 
 
-async def is_reasoning_open(service: Service, body: SamplingFields, prompt: RenderedPrompt) -> bool:
+async def is_reasoning_open(
+    parsers: ParserFactory, tokenizer: TokenizerThread, body: SamplingFields, prompt: RenderedPrompt
+) -> bool:
     """Whether the answer begins within the reasoning; False, too, where neither its parsing nor a budget asks."""
-    parsers, has_budget = service.parsers, body.thinking_token_budget not in (None, -1)
+    has_budget = body.thinking_token_budget not in (None, -1)
     if not parsers.has_reasoning or not (has_budget or isinstance(body, ChatRequest)):
         return False
     if not isinstance(body, ChatRequest):
-        return parsers.leaves_reasoning_open(await service.tokenizer.decode(prompt.token_ids))
+        return parsers.leaves_reasoning_open(await tokenizer.decode(prompt.token_ids))
     if body.continue_final_message:
         content = body.messages[-1].content
         return isinstance(content, str) and parsers.leaves_reasoning_open(content)
-    return parsers.opens_reasoning(await service.tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
+    return parsers.opens_reasoning(await tokenizer.decode(prompt.token_ids[-_PROMPT_END:]))
 
 
 async def limit_thinking(
-    service: Service, body: SamplingFields, prompt: RenderedPrompt, *, is_open: bool, call_heads: Sequence[str]
+    parsers: ParserFactory,
+    tokenizer: TokenizerThread,
+    body: SamplingFields,
+    prompt: RenderedPrompt,
+    *,
+    is_open: bool,
+    call_heads: Sequence[str],
 ) -> ThinkingBudget | None:
     """What the engine holds the reasoning to; None for no bound. `is_open`: whether the answer begins within it; what
     the prompt has of it counts. `call_heads`: what calls that end it begin with, without whitespace.
@@ -41,12 +50,11 @@ async def limit_thinking(
         return None
     if budget < 0:
         raise InvalidRequest(f"{_FIELD} must be -1 for no bound, or 0 and more, not {budget}", _FIELD)
-    if not service.parsers.has_reasoning:
+    if not parsers.has_reasoning:
         text = f"{_FIELD}: no reasoning is looked for in this model's answers; start the server with --reasoning-parser"
         raise InvalidRequest(text, _FIELD)
     if is_open:
-        token_bytes = service.engine.tokenizer.token_bytes
-        budget -= await service.tokenizer.run(lambda: count_reasoning_tokens(prompt.token_ids, token_bytes))
+        budget -= await tokenizer.apply(lambda text: count_reasoning_tokens(prompt.token_ids, text.token_bytes))
     heads = [head for head in call_heads if len(head) <= _MAX_HEAD]
     return ThinkingBudget(
         num_tokens=max(0, budget), start=THINK_START, end=THINK_END, is_open=is_open, call_heads=heads

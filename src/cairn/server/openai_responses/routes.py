@@ -11,21 +11,28 @@ import msgspec
 from fastapi import APIRouter, Query, Request
 from starlette.responses import Response
 
-from cairn.engine.contract import RenderedPrompt
 from cairn.errors import CairnError, InvalidRequest, NotFound, RequestError
 from cairn.http.error_responses import internal_error
-from cairn.server.dependencies import ImageAllocationDep, JsonBodyRoute, ServiceDep, json_response, owner_of
+from cairn.server.dependencies import (
+    AnswersDep,
+    BackgroundDep,
+    ImageAllocationDep,
+    JsonBodyRoute,
+    OptionsDep,
+    ResponseStoreDep,
+    TranslationDep,
+    json_response,
+    owner_of,
+)
 from cairn.server.error_handlers import to_request_error
 from cairn.server.openai.field_types import CacheSalt
 from cairn.server.openai.generate import Generation
-from cairn.server.openai.prompts import check_model, render_chat_prompt
-from cairn.server.openai.routes import generate, prepare
+from cairn.server.openai_responses.background import BackgroundTasks
 from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.store import Owner, ResponseStore, StoredResponse
 from cairn.server.openai_responses.tools import ToolTable
 from cairn.server.openai_responses.translation import get_response_id, make_input_items, to_chat
 from cairn.server.openai_responses.writer import ResponsesWriter
-from cairn.server.service import Service
 
 _PATH = "/v1/responses/{response_id}"
 _PREVIOUS = "previous_response_id"
@@ -46,56 +53,62 @@ def router() -> APIRouter:
 
 
 async def create_response(
-    http: Request, body: ResponsesRequest, service: ServiceDep, allocation: ImageAllocationDep
+    http: Request,
+    body: ResponsesRequest,
+    answers: AnswersDep,
+    store: ResponseStoreDep,
+    background: BackgroundDep,
+    rules: TranslationDep,
+    options: OptionsDep,
+    allocation: ImageAllocationDep,
 ) -> Response:
-    check_model(service, body.model)
-    owner, response_id = owner_of(http, body.cache_salt), f"resp_{service.new_id()}"
-    history = _load_history(service, owner, body.previous_response_id)
-    items = make_input_items(body, response_id, partial(_find_item, service.responses, owner))
-    tools, seal = ToolTable(body.tools), service.reasoning_seal
+    answers.model.check_name(body.model)
+    owner, response_id = owner_of(http, body.cache_salt), f"resp_{answers.stamps.new_id()}"
+    history = _load_history(store, owner, body.previous_response_id, options.max_body_bytes)
+    items = make_input_items(body, response_id, partial(_find_item, store, owner))
+    tools, seal = ToolTable(body.tools), rules.seal
     chat = to_chat(body, history, items, tools, lambda sealed: seal.open(sealed, owner))
-    chat.settle_left_out(service)
+    chat.settle_left_out(rules)
     is_sealed = "reasoning.encrypted_content" in (body.include or ())
     encoded = msgspec.json.encode(items)
     keep: Callable[[bytes], None] | None = None
-    can_keep = body.store is not False and service.responses.can_hold(len(encoded))
+    can_keep = body.store is not False and store.can_hold(len(encoded))
     if can_keep and not chat.request.is_kv_export:
 
         def keep(response: bytes) -> None:
             stored = StoredResponse(response, encoded, body.previous_response_id)
-            service.responses.put(owner, response_id, stored)
+            store.put(owner, response_id, stored)
 
     def make_writer(_: str, *fields: Any) -> ResponsesWriter:
-        options: dict[str, Any] = {"asked": body, "tools": tools, "wall": service.wall, "keep": keep}
+        options: dict[str, Any] = {"asked": body, "tools": tools, "wall": answers.stamps.wall, "keep": keep}
         options["seal"] = (lambda text: seal.close(text, owner)) if is_sealed else None
         return ResponsesWriter(response_id, *fields, **options)
 
-    async def render() -> list[RenderedPrompt]:
-        return [await render_chat_prompt(service, chat.request, chat.request.messages, allocation)]
-
+    id_prefix = f"{response_id}-"
     try:
         if body.background:
-            _check_background(body, service, can_keep=can_keep and (keep is not None or chat.request.is_prefill_only))
+            is_kept = can_keep and (keep is not None or chat.request.is_prefill_only)
+            _check_background(body, background, can_keep=is_kept)
         if not body.background or chat.request.is_prefill_only:
-            return await generate(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
-        generation = await prepare(http, service, chat.request, render, id_prefix=f"{response_id}-", writer=make_writer)
+            return await answers.generate(http, chat.request, allocation, id_prefix=id_prefix, writer=make_writer)
+        generation = await answers.prepare(http, chat.request, allocation, id_prefix=id_prefix, writer=make_writer)
     except RequestError as error:
         raise chat.rename_error(error) from None
-    service.background.check_room()  # others may have come while this one was prepared
+    background.check_room()  # others may have come while this one was prepared
     writer = cast(ResponsesWriter, generation.writer)
     queued, images = writer.store_state("queued"), allocation.split_off()
-    service.background.start((owner, response_id), _make(generation, writer), lambda: images.shrink(0))
+    background.start((owner, response_id), _make(generation, writer), lambda: images.shrink(0))
     return Response(queued, media_type="application/json")
 
 
-def _check_background(body: ResponsesRequest, service: Service, *, can_keep: bool) -> None:
+def _check_background(body: ResponsesRequest, background: BackgroundTasks, *, can_keep: bool) -> None:
     """Raises InvalidRequest, QueueFull."""
     if not can_keep:
         text = "background can only be used when `store` is true: nobody could get the response otherwise"
         raise InvalidRequest(text, "background")
     if body.stream:
         raise InvalidRequest("stream: a response in the background is not streamed: leave one of the two out", "stream")
-    service.background.check_room()
+    background.check_room()
 
 
 async def _make(generation: Generation, writer: ResponsesWriter) -> None:
@@ -121,29 +134,29 @@ async def _make(generation: Generation, writer: ResponsesWriter) -> None:
 async def get_response(
     http: Request,
     response_id: str,
-    service: ServiceDep,
+    store: ResponseStoreDep,
     cache_salt: SaltQuery = None,
     stream: Annotated[bool, Query(description="only responses in the background could be streamed again")] = False,
 ) -> Response:
     if stream:
         raise InvalidRequest("stream: a response that has ended is not streamed again: leave it out", "stream")
-    return Response(_get(http, service, response_id, cache_salt).response, media_type="application/json")
+    return Response(_get(http, store, response_id, cache_salt).response, media_type="application/json")
 
 
 async def delete_response(
-    http: Request, response_id: str, service: ServiceDep, cache_salt: SaltQuery = None
+    http: Request, response_id: str, store: ResponseStoreDep, background: BackgroundDep, cache_salt: SaltQuery = None
 ) -> Response:
     owner = owner_of(http, cache_salt)
-    await service.background.cancel((owner, response_id))
-    service.responses.delete(owner, response_id)
+    await background.cancel((owner, response_id))
+    store.delete(owner, response_id)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 
 async def cancel_response(
-    http: Request, response_id: str, service: ServiceDep, cache_salt: SaltQuery = None
+    http: Request, response_id: str, store: ResponseStoreDep, background: BackgroundDep, cache_salt: SaltQuery = None
 ) -> Response:
-    was_running = await service.background.cancel((owner_of(http, cache_salt), response_id))
-    response = _get(http, service, response_id, cache_salt).response
+    was_running = await background.cancel((owner_of(http, cache_salt), response_id))
+    response = _get(http, store, response_id, cache_salt).response
     if was_running:
         return Response(response, media_type="application/json")
     if msgspec.json.decode(response)["background"]:
@@ -155,13 +168,13 @@ async def cancel_response(
 async def list_input_items(
     http: Request,
     response_id: str,
-    service: ServiceDep,
+    store: ResponseStoreDep,
     cache_salt: SaltQuery = None,
     limit: Annotated[int, Query(ge=1, le=100)] = 20,
     order: Literal["asc", "desc"] = "desc",
     after: Annotated[str | None, Query(max_length=256)] = None,
 ) -> Response:
-    items = _get(http, service, response_id, cache_salt).decode_items()
+    items = _get(http, store, response_id, cache_salt).decode_items()
     if order == "desc":
         items.reverse()
     ids = [item["id"] for item in items]
@@ -173,15 +186,15 @@ async def list_input_items(
     return json_response({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
 
 
-def _get(http: Request, service: Service, response_id: str, salt: str | None) -> StoredResponse:
-    return service.responses.get(owner_of(http, salt), response_id)
+def _get(http: Request, store: ResponseStore, response_id: str, salt: str | None) -> StoredResponse:
+    return store.get(owner_of(http, salt), response_id)
 
 
-def _load_history(service: Service, owner: Owner, previous: str | None) -> list[Any]:
-    """The items of the conversation so far. Raises NotFound, and InvalidRequest for more than a body may have."""
+def _load_history(store: ResponseStore, owner: Owner, previous: str | None, limit: int) -> list[Any]:
+    """The items of the conversation so far. Raises NotFound, and InvalidRequest for more than `limit` bytes."""
     if previous is None:
         return []
-    chain, limit = service.responses.get_chain(owner, previous, _PREVIOUS), service.options.max_body_bytes
+    chain = store.get_chain(owner, previous, _PREVIOUS)
     if (num_bytes := sum(response.num_bytes for response in chain)) > limit:
         text = f"{_PREVIOUS}: the conversation has {num_bytes} bytes, at most {limit} are read: begin a new one"
         raise InvalidRequest(text, _PREVIOUS)
