@@ -55,7 +55,7 @@ from benchmarks.peer_loads import FULL, LOADS, QUICK, Figures, Scale, figures_of
 from benchmarks.peer_report import Turn, bounds_table_of, medians_of, plot, ratios_of, table_of
 from benchmarks.peer_servers import PEERS, Peer, PeerError, Place, RunningServer, command_of, environment_of, started
 from benchmarks.peer_setup import CHECK_SECONDS, run
-from benchmarks.reporting import as_json, circumstances, make_console
+from benchmarks.reporting import as_json, check_positive, circumstances, make_console
 from demo.server import free_port
 
 from cairn.errors import CairnError
@@ -290,9 +290,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(words)
     if arguments.gguf is not None and arguments.model is None:
         parser.error("--gguf is the same checkpoint as --model: give both")
-    for name in ("rounds", "threads", "cache_gib"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    check_positive(parser, arguments, "rounds", "threads", "cache_gib")
     return arguments
 
 

@@ -32,7 +32,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from benchmarks.made_model import make_peer_model
-from benchmarks.pd_servers import as_json, circumstances, make_console
+from benchmarks.reporting import as_json, check_positive, circumstances, make_console
 from rich.table import Table
 from torch import Tensor
 
@@ -246,10 +246,9 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args(words)
-    for name in ("sequences", "windows", "decode_steps", "context", "prompt", "error_prompts", "cpu_threads"):
-        given = getattr(arguments, name)
-        if min(given if isinstance(given, list) else [given]) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    check_positive(
+        parser, arguments, "sequences", "windows", "decode_steps", "context", "prompt", "error_prompts", "cpu_threads"
+    )
     return arguments
 
 

@@ -40,7 +40,15 @@ import numpy as np
 import psutil
 from benchmarks.made_model import make_thin_model
 from benchmarks.no_model import STEP_SECONDS
-from benchmarks.reporting import add_output_flags, as_json, circumstances, cpu_seconds, make_console, save_figure
+from benchmarks.reporting import (
+    add_output_flags,
+    as_json,
+    check_positive,
+    circumstances,
+    cpu_seconds,
+    make_console,
+    save_figure,
+)
 from demo.local_ray import local_ray, runs_actor
 from demo.server import running
 from rich.table import Table
@@ -292,9 +300,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--least", type=float, default=0.9, help="of the throughput")
     add_output_flags(parser)
     arguments = parser.parse_args(words)
-    for name in ("clients", "requests", "tokens", "rounds", "replicas"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name} must be 1 or more")
+    check_positive(parser, arguments, "clients", "requests", "tokens", "rounds", "replicas")
     return arguments
 
 

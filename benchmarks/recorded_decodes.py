@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from benchmarks.hand_turned import HandTurned
 from benchmarks.made_model import make_peer_model
-from benchmarks.pd_servers import as_json, circumstances, make_console
 from benchmarks.quantization import wait_as_a_server_does
+from benchmarks.reporting import as_json, check_positive, circumstances, make_console
 from rich.progress import track
 from rich.table import Table
 
@@ -111,10 +111,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cpu-threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args(words)
-    for name in ("sequences", "context", "windows", "decode_steps", "cpu_threads"):
-        given = getattr(arguments, name)
-        if min(given if isinstance(given, list) else [given]) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    check_positive(parser, arguments, "sequences", "context", "windows", "decode_steps", "cpu_threads")
     return arguments
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "add_model_flags",
     "add_output_flags",
     "as_json",
+    "check_positive",
     "circumstances",
     "cpu_seconds",
     "make_console",
@@ -35,6 +36,14 @@ def add_output_flags(parser: argparse.ArgumentParser, *, with_plot: bool = True)
     parser.add_argument("--json", type=Path, help="write the figures here")
     if with_plot:
         parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
+
+
+def check_positive(parser: argparse.ArgumentParser, arguments: argparse.Namespace, *names: str) -> None:
+    """Ends with exit code 2 and the flag's name where a number, or one of several, is below 1."""
+    for name in names:
+        given = getattr(arguments, name)
+        if min(given if isinstance(given, list) else [given]) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from benchmarks.core_requests import greedy_request
 from benchmarks.quantization import errors
-from benchmarks.reporting import add_output_flags, as_json, circumstances, make_console, save_figure
+from benchmarks.reporting import add_output_flags, as_json, check_positive, circumstances, make_console, save_figure
 from demo.corpus import LEAST_CHARACTERS, Corpus
 from numpy.typing import NDArray
 from rich.table import Table
@@ -280,9 +280,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--continuation", type=int, default=8, help="tokens computed behind what was restored")
     add_output_flags(parser)
     arguments = parser.parse_args(words)
-    for name in ("seeds", "restores", "random_restores", "turns", "continuation", "copies"):
-        if getattr(arguments, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be 1 or more")
+    check_positive(parser, arguments, "seeds", "restores", "random_restores", "turns", "continuation", "copies")
     return arguments
 
 

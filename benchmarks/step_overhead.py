@@ -41,7 +41,15 @@ import psutil
 import torch
 from benchmarks.made_model import make_thin_model
 from benchmarks.no_model import STEP_SECONDS, NoModelEngine, build_engine
-from benchmarks.reporting import add_output_flags, as_json, circumstances, cpu_seconds, make_console, save_figure
+from benchmarks.reporting import (
+    add_output_flags,
+    as_json,
+    check_positive,
+    circumstances,
+    cpu_seconds,
+    make_console,
+    save_figure,
+)
 from demo.server import running
 from rich.progress import track
 from rich.table import Table
@@ -352,10 +360,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=200, help="of each stream")
     add_output_flags(parser)
     arguments = parser.parse_args(words)
-    for name in ("sequences", "contexts", "windows", "streams", "tokens"):
-        given = getattr(arguments, name)
-        if min(given if isinstance(given, list) else [given]) < 1:
-            parser.error(f"--{name} must be 1 or more")
+    check_positive(parser, arguments, "sequences", "contexts", "windows", "streams", "tokens")
     return arguments
 
 

@@ -4,14 +4,11 @@ import numpy as np
 import pytest
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig
 from cairn.kernels.cpu.compiled import Kernel
 from cairn.kernels.cpu.warm_up import KERNELS
 from doubles.engine_requests import generate_request
+from engine.test_recorded_decodes import FAMILIES, FORMS, config_of
 from tiers import first_of
-
-FORMS = ("float32", "bfloat16", "int8", "int4")
-FAMILIES = ("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "falcon_h1", "qwen3")
 
 
 @pytest.mark.parametrize("checkpoint_dtype", ["float32", "float16", "int8"])
@@ -22,17 +19,8 @@ FAMILIES = ("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", 
 def test_requests_wait_for_no_compiler(family, form, checkpoint_dtype, made_model, monkeypatch):
     for kernel in KERNELS.values():  # as if none had been asked for in this process
         kernel.clear()
-    core = build_core(
-        EngineConfig(
-            model=str(made_model(family)),
-            dtype="float32" if form == "float32" else "bfloat16",
-            quantization=form if form.startswith("int") else None,
-            checkpoint_dtype=checkpoint_dtype,
-            max_num_seqs=4,
-            max_num_batched_tokens=256,
-            kv_cache_memory_bytes=8 << 20,
-        )
-    )
+    options = {"checkpoint_dtype": checkpoint_dtype, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20}
+    core = build_core(config_of(made_model(family), form, **options))
     late, find = [], Kernel.__missing__
 
     def found_late(kernel, key):

@@ -18,16 +18,20 @@ FORMS = ("float32", "bfloat16", "int8", "int4")
 SEQS = 4
 
 
+def config_of(folder, form, **options):
+    """A server that computes in one of `FORMS`."""
+    quantization = form if form.startswith("int") else None
+    dtype = "float32" if form == "float32" else "bfloat16"
+    fields = {"dtype": dtype, "quantization": quantization, "max_num_batched_tokens": 256}
+    return EngineConfig(model=str(folder), **fields, **options)
+
+
 class Twin:
     """A core, and all that its runner has."""
 
     def __init__(self, folder, form, **options):
-        quantization = form if form.startswith("int") else None
-        dtype = "float32" if form == "float32" else "bfloat16"
-        config = EngineConfig(
-            model=str(folder), dtype=dtype, quantization=quantization, max_num_seqs=SEQS, max_num_batched_tokens=256,
-            kv_cache_memory_bytes=4 << 20, **options,
-        )  # fmt: skip
+        options = {"max_num_seqs": SEQS, "kv_cache_memory_bytes": 4 << 20} | options
+        config = config_of(folder, form, **options)
         self.core = build_core(config)
         self.runner: Runner = self.core._runner
 

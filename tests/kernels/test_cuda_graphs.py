@@ -206,7 +206,7 @@ def test_a_mutant_of_attention_is_found(tmp_path: Path, text: str, replacement: 
 
 
 MUTANTS = (
-    ("rows are those of the recording", "        self._view(size).copy_(rows.tensor)\n", ""),
+    ("rows are those of the recording", "        self._view(size).copy_(rows)\n", ""),
     ("padding rows write into the first page", "rows[4], rows[7] = self._num_slots, 1", "rows[4] = self._num_slots"),
     ("padding rows are the first slot's", "rows[4], rows[7] = self._num_slots, 1", "rows[7] = 1"),
     (

@@ -29,7 +29,7 @@ class HostBatch:
     see `Batch`.
     `snapshot_seqs`, `snapshot_offsets` int32 [N]: a snapshot of sequence `snapshot_seqs[n]` is taken after the first
     `snapshot_offsets[n]` of its tokens here, 1 at least; in the order of the sequences, and rising within one.
-    `max_seq_len`: None but for decodes of a CUDA graph, of which the host knows the number alone: what is launched for
+    `max_seq_len`: None but for decodes of a graph, of which the host knows the number alone: what is launched for
     them must do for all lengths up to this one. `slots` and all lengths are empty there, so that nobody uses any.
     """
 
@@ -45,7 +45,7 @@ class HostBatch:
 
     @classmethod
     def captured(cls, num_decodes: int, max_seq_len: int) -> "HostBatch":
-        """Decodes of a CUDA graph, without snapshots."""
+        """Decodes of a graph, without snapshots."""
         nothing = np.zeros(0, np.int32)
         rows = np.arange(num_decodes + 1, dtype=np.int32)
         return cls(num_decodes, rows, nothing, nothing, nothing, nothing, nothing, nothing, max_seq_len)

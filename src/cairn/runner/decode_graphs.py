@@ -34,10 +34,10 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.contract import Graphs, StepGraphs
-from cairn.kernels.staging import StagedArray, Staging
+from cairn.kernels.staging import Staging
 from cairn.layers.memory import Memory
 from cairn.layers.model import Model
-from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors
+from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors, host_batch
 from cairn.runner.vision import MultimodalInputs
 from cairn.step import StepPlan
 
@@ -161,15 +161,15 @@ class DecodeGraphs:
                 decode_rows[1:4, row] = each.positions[:, 0]
         return rows
 
-    def replay(self, size: int, rows: StagedArray) -> None:
-        """Launch the pass of `size` rows. `rows`: what `pack` gave, on the device."""
-        self._view(size).copy_(rows.tensor)
+    def replay(self, plan: StepPlan, size: int, rows: Tensor) -> None:
+        """Launch the pass of `size` rows. `rows`: what `pack` gave of the plan, on the device."""
+        self._view(size).copy_(rows)
         first_time = size not in self._passes
         if first_time:
             self._passes[size] = self._make_pass(size, Staging())
         forward_pass, recorder = self._passes[size], self._recorder
         if recorder is not None:
-            recorder.set_lengths(forward_pass.metadata, _host_batch(rows.array[:, :size]))
+            recorder.set_lengths(forward_pass.metadata, host_batch(plan, ()))
         if forward_pass.replay is not None:
             forward_pass.replay()
         elif first_time or recorder is None:
@@ -205,15 +205,6 @@ class DecodeGraphs:
             metadata=metadata,
         )
         self._hidden[state_slots] = self._model.forward(batch, self._memory)
-
-
-def _host_batch(rows: NDArray[np.int32]) -> HostBatch:
-    """Of decodes without snapshots, as `DecodeGraphs.pack` has them."""
-    nothing, num_seqs = np.zeros(0, np.int32), rows.shape[1]
-    slots, starts, ends, write_from = rows[4:8]
-    return HostBatch(
-        num_seqs, np.arange(num_seqs + 1, dtype=np.int32), slots, starts, ends, write_from, nothing, nothing
-    )
 
 
 def _pitch(size: int) -> int:

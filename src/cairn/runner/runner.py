@@ -299,7 +299,7 @@ class Runner(StepRunner):
         self.forward_passes += 1
         if inputs.graph is not None:
             size, packed = inputs.graph
-            self._graphs.replay(size, packed)
+            self._graphs.replay(step.plan, size, packed.tensor)
             if step.plan.snapshots:
                 self._save(*inputs.snapshots)
             return

@@ -37,35 +37,28 @@ def _mixed(
     activation: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """The experts' results, added by the tokens' shares."""
-    out = x.new_empty(len(x), down.shape[-2])
-    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-    call_again(lambda: _mix_into(out, x, topk_ids, topk_weights, up, down, activation))
-    return out
-
-
-def _mix_into(
-    out: Tensor,
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    up: AnyWeight,
-    down: AnyWeight,
-    activation: Callable[[Tensor], Tensor],
-) -> None:
     tokens, top_k = topk_ids.shape
     num_rows = tokens * top_k
-    ends = torch.zeros(down.shape[0], dtype=torch.int64)
-    order, places = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.int64)
-    _sort_by_expert[topk_ids.dtype](
-        1, 0, topk_ids.data_ptr(), num_rows, top_k, ends.data_ptr(), down.shape[0], order.data_ptr(), places.data_ptr()
-    )
-    rows = ExpertRows(order, ends, num_rows)
-    inner = activation(multiply_experts(x, up, rows))
-    result = multiply_experts(inner, down, replace(rows, order=None))
-    _add_shares[x.dtype](
-        tokens, result.numel() // 4, result.data_ptr(), places.data_ptr(), topk_weights.data_ptr(), top_k,
-        out.data_ptr(), out.shape[1],
-    )  # fmt: skip
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+    out = x.new_empty(tokens, down.shape[-2])
+
+    def run() -> None:
+        ends = torch.zeros(down.shape[0], dtype=torch.int64)
+        order, places = torch.empty(num_rows, dtype=torch.int64), torch.empty(num_rows, dtype=torch.int64)
+        _sort_by_expert[topk_ids.dtype](
+            *(1, 0, topk_ids.data_ptr(), num_rows, top_k),
+            *(ends.data_ptr(), down.shape[0], order.data_ptr(), places.data_ptr()),
+        )
+        rows = ExpertRows(order, ends, num_rows)
+        inner = activation(multiply_experts(x, up, rows))
+        result = multiply_experts(inner, down, replace(rows, order=None))
+        _add_shares[x.dtype](
+            *(tokens, result.numel() // 4, result.data_ptr(), places.data_ptr()),
+            *(topk_weights.data_ptr(), top_k, out.data_ptr(), out.shape[1]),
+        )
+
+    call_again(run)
+    return out
 
 
 @kernel({torch.int64: (I64, INT, INT, I64, INT, I64, I64)})

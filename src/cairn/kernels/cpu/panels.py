@@ -36,7 +36,6 @@ from cairn.kernels.cpu.compiled import (
     BF16,
     ELEMENTS,
     F32,
-    I16,
     I32,
     I64,
     INT,
@@ -354,10 +353,10 @@ def multiply_items(begin: int, end: int, p: Any) -> None:
 
 
 @intrinsic
-def words_of_chunk(typingctx: Any, x: Any) -> Any:
-    """By the type of the rows."""
-    words = _WIDENED_CHUNK if WIDENS_ONCE and x in (F32, I16) else _CHUNK
-    return INT(x), lambda context, builder, _, args: ir.Constant(ir.IntType(64), words)
+def words_of_chunk(typingctx: Any, wide: Any) -> Any:
+    """By the type that `wide_words` gives."""
+    words = _CHUNK if wide == I32 else _WIDENED_CHUNK
+    return INT(wide), lambda context, builder, _, args: ir.Constant(ir.IntType(64), words)
 
 
 @jit
@@ -368,8 +367,8 @@ def add_segment(p: Any, sums: Any, segment: Any, panel: int) -> None:
     words, numbers = p.words, numbers_of_word(p.x)
     x = advance(p.x, first * words * numbers)
     weights = advance(p.panels, (matrix * p.num_panels + panel) * words * PANEL)
-    chunk = words_of_chunk(p.x) // p.block * p.block
     wide = wide_words(p.x, advance(sums, _SUMS_OF_SEGMENT))
+    chunk = words_of_chunk(wide) // p.block * p.block
     for word in range(0, words, chunk):
         count = min(chunk, words - word)
         is_wide = rows > 2 * group and widen_words(advance(weights, word * PANEL), count, wide)
