@@ -293,6 +293,10 @@ def test_the_largest_step_is_carried_out_and_what_it_takes_is_left_out(tiny_mode
         ConfigError, match=r"--gpu-memory-utilization 0\.5 of \d+ bytes is \d+; 993 are taken, .* nothing is left"
     ):
         measure_memory(config, model, layout, FakeMemory(taken=993, total=2 * (1000 + logits), step=own + 7))
+    # Whoever says how large the pool is may have all of the GPU, as in vLLM.
+    asked = config.model_copy(update={"kv_cache_memory_bytes": 5})
+    all_of_it = measure_memory(asked, model, layout, FakeMemory(taken=20, total=1000 + logits, step=own + 7))
+    assert all_of_it.left == 1000 - 20 - 7
 
 
 def test_what_was_compiled_is_tried_out_last(tiny_model, monkeypatch):

@@ -1,4 +1,5 @@
-"""Variants of the CUDA backend's kernels that models of usual sizes ask for: what `test_cuda_compiles` compiles."""
+"""Variants of the CUDA backend's kernels that models of usual sizes ask for, and scans of the tests' small models, of
+which ptxas makes wrong code more easily: what `test_cuda_compiles` compiles."""
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
@@ -125,7 +126,8 @@ def ssd(module: Any) -> Iterator[Configuration]:
     others = {"states": "*fp32", "snapshots": "*fp32", "limit_low": "fp32", "limit_high": "fp32"}
     for precision, model in SCANS:
         models = ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64))
-        for heads, per_group, dim, size in models[:: 2 if precision == "ieee" else 1]:
+        small = ((4, 2, 8, 32), (4, 2, 16, 16)) if precision == "bf16" else ()
+        for heads, per_group, dim, size in (*models[:: 2 if precision == "ieee" else 1], *small):
             shape: dict[str, object] = {"H": heads, "PER_GROUP": per_group, "P": dim, "S": size}
             for kernel, sizes, tile in (
                 (module._steps_kernel, {"H": heads}, module._steps_tile(heads)),
@@ -141,7 +143,9 @@ def ssd(module: Any) -> Iterator[Configuration]:
 def gdn(module: Any) -> Iterator[Configuration]:
     others = {"states": "*fp32", "snapshots": "*fp32"}
     for precision, model in SCANS:
-        for heads, per_key, size, dim in ((32, 2, 128, 128), (16, 1, 64, 64))[: 1 if precision == "ieee" else None]:
+        models = ((32, 2, 128, 128), (16, 1, 64, 64))
+        small = ((4, 2, 32, 8), (4, 2, 16, 16)) if precision == "bf16" else ()
+        for heads, per_key, size, dim in (*models[: 1 if precision == "ieee" else None], *small):
             shape: dict[str, object] = {"H": heads, "PER_KEY": per_key, "S": size, "P": dim}
             for kernel, tile in (
                 (module._decode_kernel, module._decode_tile(size, dim)),

@@ -2,8 +2,10 @@
 that the backend takes, and fits their shared memory. What the interpreter cannot see: types, layouts, sizes."""
 
 import re
+import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from triton.compiler import ASTSource  # noqa: E402
 from cairn.kernels.cuda.device import Limits  # noqa: E402
 from cairn.kernels.cuda_support import MIN_CAPABILITY  # noqa: E402
 from kernels.cuda_configurations import CONFIGURATIONS, configurations, module_of  # noqa: E402
+from kernels.wgmma_descriptors import disassembled, num_products, wrong_descriptors  # noqa: E402
 
 GPUS: Mapping[int, Limits] = {
     80: Limits(108, 166_912, has_fp8=False),
@@ -34,6 +37,8 @@ memory. The others' kernels are loads, stores and sums, and are compiled for one
 EVERYTHING = 90
 """The capability for which all is compiled; for the other ones pages are of 64 tokens only."""
 
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
 SMALLEST = 89
 """The least shared memory of all that the backend takes; 8.6 and 12.0 have as much."""
 
@@ -49,9 +54,9 @@ class Variant:
 
     @property
     def is_for_one_capability(self) -> bool:
-        """Whether others say the same: other pages, other dtypes."""
+        """Whether others say the same: other pages, other dtypes, other sizes."""
         wide_fp8 = ("weight", "*u8") in self.signature and ("x", "*fp32") in self.signature
-        return ("PAGE_SIZE", 16) in self.constants or wide_fp8
+        return ("PAGE_SIZE", 16) in self.constants or wide_fp8 or dict(self.constants).get("S", 64) in (16, 32)
 
     @property
     def is_large(self) -> bool:
@@ -127,13 +132,26 @@ def every_variant() -> Iterator[Any]:
                     yield pytest.param(capability, variant, id=label)
 
 
+def with_oldest_ptxas(ptx: str, folder: Path) -> bytes:
+    """Machine code for Hopper as it is made where Triton's own ptxas is that of CUDA 12.8 and there is no newer one."""
+    source, cubin = folder / "kernel.ptx", folder / "oldest.cubin"
+    source.write_text(re.sub(r"^\.version \S+", ".version 8.7", ptx, count=1, flags=re.MULTILINE))
+    command = [str(TOOLS / "ptxas"), "--gpu-name=sm_90a", str(source), "-o", str(cubin)]
+    subprocess.run(command, capture_output=True, timeout=120, check=True)
+    return cubin.read_bytes()
+
+
 @pytest.mark.parametrize(("capability", "variant"), list(every_variant()))
-def test_a_variant_compiles_and_fits(capability: int, variant: Variant) -> None:
+def test_a_variant_compiles_and_fits(capability: int, variant: Variant, tmp_path: Path) -> None:
     compiled = variant.compiled(capability)
+    ptx = compiled.asm["ptx"]
     assert compiled.asm["cubin"]
     assert compiled.metadata.shared <= GPUS[capability].shared_memory
     # Neither tensor cores nor sums in the order of whoever comes first.
-    assert not variant.is_exact or not re.search(r"mma|tcgen05|tf32|\batom\.|\bred\.", compiled.asm["ptx"])
+    assert not variant.is_exact or not re.search(r"mma|tcgen05|tf32|\batom\.|\bred\.", ptx)
+    if "wgmma.mma_async" in ptx:
+        sass = disassembled(with_oldest_ptxas(ptx, tmp_path), str(TOOLS / "nvdisasm"), tmp_path)
+        assert num_products(sass) > 0 and wrong_descriptors(sass) == []
 
 
 @pytest.mark.parametrize("capability", GPUS)

@@ -72,8 +72,11 @@ def truth(folder, tokens, dtype):
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     given, options = torch.tensor([tokens]), {"experts_implementation": "eager"}
-    narrow = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options).eval()
-    wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        # Where fla is installed transformers would call it, whose kernels are for a GPU's tensors.
+        patch.setitem(sys.modules, "fla", None)
+        narrow = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype), **options).eval()
+        wide = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).eval()
     with torch.inference_mode():
         found = narrow(given, use_cache=False).logits[0].double()
         with wide_float(sys.modules[type(wide).__module__]):

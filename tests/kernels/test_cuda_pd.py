@@ -63,7 +63,6 @@ def servers(request, nursery, folder):
                 tensor_parallel_size=ranks,
                 kv_cache_memory_bytes=64 << 20,
                 max_num_seqs=4,
-                gpu_memory_utilization=0.5,
                 kv_transfer=KvTransferConfig(host="127.0.0.1", port=0),
             ),
             environ,

@@ -237,29 +237,33 @@ def measure_memory(
     """What a GPU has to hold besides pool and slots: what is loaded, model and `vision`, other processes, encoded
     images that are kept, CUDA graphs, and the largest step, which is carried out once to see what it takes, as the
     largest image is encoded: by all ranks at the same time. They meet at `barrier` while it is out, as they do where
-    graphs are captured. Logged. Raises ConfigError where nothing is left."""
+    graphs are captured. Where the pool's size was asked for, all of the GPU may be taken. Logged. Raises ConfigError
+    where nothing is left."""
     step_bytes, graph_bytes = _step_bytes(config, model, layout, memory, vision, barrier, capture)
     free, total = memory.free_and_total()
+    asked = config.kv_cache_memory_bytes
     plan = MemoryPlan(
         on_gpu=True,
-        usable=int(config.gpu_memory_utilization * total),
+        usable=total if asked is not None else int(config.gpu_memory_utilization * total),
         process=total - free,
         step=step_bytes,
         logits=model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU),
         images=0 if vision is None else vision.cache_bytes,
         graphs=graph_bytes,
     )
+    usable = f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {plan.usable}"
+    if asked is not None:
+        usable = f"--kv-cache-memory-bytes {asked} is given, of {total} bytes in all"
     message = (
-        f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {plan.usable}; {plan.process} "
-        f"are taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, logits take {plan.logits}, "
-        f"and CUDA graphs some {graph_bytes}"
+        f"{usable}; {plan.process} are taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, "
+        f"logits take {plan.logits}, and CUDA graphs some {graph_bytes}"
     )
     if vision is not None:
         message += f", encoded images {plan.images}"
     if plan.left <= 0:
         raise ConfigError(
-            f"{message}: nothing is left for the pool: raise it, lower --max-num-batched-tokens, free the GPU, or "
-            "serve with --device cpu"
+            f"{message}: nothing is left for the pool: {'raise it, ' if asked is None else ''}lower "
+            "--max-num-batched-tokens, free the GPU, or serve with --device cpu"
         )
     logger.info("%s: %d are left", message, plan.left)
     return plan

@@ -97,7 +97,10 @@ class DeviceOptions(_Options):
         description="what computes: cuda is an NVIDIA GPU, auto is that where one can be used, and the CPU elsewhere",
     )
     gpu_memory_utilization: float = Field(
-        0.9, description="on a GPU: share of the GPU's memory that this server takes", gt=0, le=1
+        0.9,
+        description="on a GPU: share of its memory that this server takes; of no meaning with --kv-cache-memory-bytes",
+        gt=0,
+        le=1,
     )
     attention_backend: AttentionBackend = Field(
         "auto", description="on a GPU: whose attention; auto is triton, cairn's own; flashinfer if installed"

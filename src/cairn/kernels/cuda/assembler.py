@@ -3,10 +3,10 @@
 ptxas 12.8, which Triton 3.6 has for GPUs before Blackwell, makes wrong products on Hopper's tensor cores of some tiles:
 where descriptors of shared memory are worked out in uniform registers, their two halves come from registers that hold
 something else. Seen on an H200 with the gated delta rule's chunks of value heads of 1 to 32 numbers: NaN, numbers that
-are wrong in the first digit, or an illegal memory access. Others have found the same, also in 13.0, and 13.1 right
-(github.com/fla-org/flash-linear-attention/pull/1262). Some builds of Triton have 13.1 or newer for Blackwell, which
-makes code for the other GPUs as well. No version is known to be right for all kernels: a server tries out what it has
-at its start (`cairn.engine.kernel_check`).
+are wrong in the first digit, or an illegal memory access; and on an H100 with Mamba2's of heads of up to 16. Others
+have found the same, also in 13.0, and 13.1 right (github.com/fla-org/flash-linear-attention/pull/1262). Some builds of
+Triton have 13.1 or newer for Blackwell, which makes code for the other GPUs as well. No version is known to be right
+for all kernels: a server tries out what it has at its start (`cairn.engine.kernel_check`).
 """
 
 import ctypes

@@ -25,6 +25,7 @@ from cairn.kernels.cuda.device import kernel, limits, power_of_2
 from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda.scalars import (
     LEAST_DECAY,
+    LEAST_PART,
     NUM_WARPS,
     Precision,
     chunk_rows_of,
@@ -38,10 +39,6 @@ from cairn.kernels.cuda.scalars import (
 )
 
 EPS = tl.constexpr(1e-6)
-
-_LEAST_PART = 64
-"""Value numbers of a program whose products are made of bfloat16: ptxas 12.8 makes wrong ones of narrower parts (see
-`assembler`), which no published model has."""
 
 _EXACT_STATE_WARPS, _EXACT_OUTPUT_WARPS = 8, 32
 """Where products are made without tensor cores. Operands of a whole product are taken into registers there: with fewer
@@ -360,7 +357,7 @@ def _decode_tile(size: int, dim: int) -> dict[str, Any]:
 
 def _chunks_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
     low = precision == "bf16"
-    part = _LEAST_PART if low else min(32, power_of_2(dim, 16))
+    part = LEAST_PART if low else min(32, power_of_2(dim, 16))
     tile = {"BS": power_of_2(size, 16), "BP": part, "PRECISION": precision}
     # A third program fits onto a multiprocessor of 65,536 registers.
     return {**tile, "num_warps": 4, "maxnreg": 168} if low else {**tile, "num_warps": NUM_WARPS[precision]}
@@ -390,7 +387,7 @@ def _snapshots_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]
 
 def _outputs_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:
     low = precision == "bf16"
-    part = min(128, power_of_2(dim, _LEAST_PART)) if low else min(32, power_of_2(dim, 16))
+    part = min(128, power_of_2(dim, LEAST_PART)) if low else min(32, power_of_2(dim, 16))
     tile = {"BS": power_of_2(size, 16), "BP": part, "PRECISION": precision}
     if low:
         return {**tile, "num_warps": 4, "maxnreg": 168}

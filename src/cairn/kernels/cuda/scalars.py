@@ -15,6 +15,10 @@ without tensor cores, where each sum is a chain of fused multiply-adds in the or
 NUM_WARPS: Mapping[Precision, int] = MappingProxyType({"bf16": 4, "tf32x3": 4, "ieee": 16})
 """Of kernels with several products of a chunk: without tensor cores a thread has a number's whole sum in a row."""
 
+LEAST_PART = 64
+"""Numbers of a head in a program that multiplies scores by values or inputs, where products are made of bfloat16: of
+narrower parts, which no published model has, ptxas 12.8 makes wrong ones (see `assembler`)."""
+
 LEAST_DECAY = tl.constexpr(-30.0)
 """Of a token's logarithm of decay in a chunked scan: what e^-30 leaves is far below float32's last digit, and sums over
 a chunk stay so small that differences of two have four digits and more."""

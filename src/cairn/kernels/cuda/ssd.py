@@ -22,6 +22,7 @@ from cairn.kernels.cuda.device import kernel, limits, power_of_2
 from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda.scalars import (
     LEAST_DECAY,
+    LEAST_PART,
     NUM_WARPS,
     Precision,
     chunk_rows_of,
@@ -318,7 +319,8 @@ def _snapshots_tile(dim: int, size: int, precision: Precision) -> dict[str, Any]
 
 def _outputs_tile(dim: int, size: int, per_group: int, precision: Precision) -> dict[str, Any]:
     """Heads of a group one after the other: b and c are read, and multiplied with each other, once for all."""
-    tile: dict[str, Any] = {"HEADS": min(8, per_group), "BP": power_of_2(dim, 16), "BS": power_of_2(size, 16)}
+    least = LEAST_PART if precision == "bf16" else 16
+    tile: dict[str, Any] = {"HEADS": min(8, per_group), "BP": power_of_2(dim, least), "BS": power_of_2(size, 16)}
     if precision != "bf16":
         # 256 numbers of float32 a state are more than the shared memory of most GPUs.
         tile["BS"] = min(128, tile["BS"])
