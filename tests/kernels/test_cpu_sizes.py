@@ -1,14 +1,18 @@
 """The CPU backend at sizes that random batches do not have: contexts cut in parts, prompts of several tiles, models'
 heads; and with weights in torch's own layout."""
 
+import ctypes
 from itertools import pairwise
 
+import hypothesis
 import pytest
 import torch
+from hypothesis import strategies as st
 
 from cairn.kernels import cpu
+from cairn.kernels.batch import HostBatch
 from cairn.kernels.cpu import onednn, panels, products
-from cairn.kernels.cpu.metadata import SPLIT_TOKENS, TILE_ROWS, build_metadata
+from cairn.kernels.cpu.metadata import SPLIT_TOKENS, TILE_ROWS, Table, build_metadata
 from cairn.kernels.staging import Staging
 from kernels.comparison import check_against_reference
 from kernels.kernel_calls import Call
@@ -54,6 +58,12 @@ def test_scores_that_grow_from_block_to_block_bring_down_what_was_summed_up_befo
     check_against_reference(cpu, call, torch.float32)
 
 
+def rows_of(table: Table, columns: int) -> list[list[int]]:
+    """What compiled loops read."""
+    numbers = list((ctypes.c_int32 * (table.count * columns)).from_address(table.address))
+    return [numbers[begin : begin + columns] for begin in range(0, len(numbers), columns)]
+
+
 def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
     batch = RandomBatch(
         (SequenceRows(0, 3 * SPLIT_TOKENS, 1), SequenceRows(1, 5, 1)),
@@ -61,13 +71,13 @@ def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
     )
     metadata = build_metadata(batch.host(), Staging())
     seen: dict[int, list[tuple[int, int]]] = {}
-    for first, rows, slot, position, key, end, partial in metadata.tiles.array.tolist():
+    for first, rows, slot, position, key, end, partial in rows_of(metadata.tiles, 7):
         sequence = batch.sequences[slot]
         assert first - batch.rows_of(slot).start == position - sequence.start
         assert end == position + rows or partial >= 0
         for row in range(first, first + rows):
             seen.setdefault(row, []).append((key, end))
-    num_parts = {row: count for row, _, count in metadata.merges.array.tolist()}
+    num_parts = {row: count for row, _, count in rows_of(metadata.merges, 3)}
     assert sorted(seen) == list(range(batch.num_tokens))
     for row, parts in seen.items():
         parts.sort()
@@ -78,9 +88,52 @@ def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
 
 def test_rows_that_are_read_only_are_not_written() -> None:
     batch = RandomBatch((SequenceRows(0, 40, 1, kv_write_from=41),), (SequenceRows(1, 10, 30, kv_write_from=25),))
-    assert build_metadata(batch.host(), Staging()).writes.array.tolist() == [
-        [row, 1, 10 + row - 1] for row in range(16, 31)
+    writes = rows_of(build_metadata(batch.host(), Staging()).writes, 3)
+    assert writes == [[row, 1, 10 + row - 1] for row in range(16, 31)]
+
+
+def tables_of(host: HostBatch) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+    """Writes, tiles and merges of a batch, one row after the other."""
+    writes, tiles, merges, num_partials = list[list[int]](), list[list[int]](), list[list[int]](), 0
+    firsts, slots, starts = host.cu_seqlens.tolist(), host.slots.tolist(), host.seq_starts.tolist()
+    for index, (slot, start, write_from) in enumerate(zip(slots, starts, host.kv_write_from.tolist(), strict=True)):
+        first, count = firsts[index], firsts[index + 1] - firsts[index]
+        writes += [[first + row, slot, start + row] for row in range(count) if start + row >= write_from]
+        if count == 1 and start + 1 > SPLIT_TOKENS:
+            parts = range(0, start + 1, SPLIT_TOKENS)
+            merges.append([first, num_partials, len(parts)])
+            for key in parts:
+                tiles.append([first, 1, slot, start, key, min(key + SPLIT_TOKENS, start + 1), num_partials])
+                num_partials += 1
+        else:
+            for row in reversed(range(0, count, TILE_ROWS)):
+                rows = min(TILE_ROWS, count - row)
+                tiles.append([first + row, rows, slot, start + row, 0, start + row + rows, -1])
+    return writes, tiles, merges
+
+
+EDGES = st.sampled_from([0, 1, 5, SPLIT_TOKENS - 2, SPLIT_TOKENS - 1, SPLIT_TOKENS, 2 * SPLIT_TOKENS - 1, 4_000])
+COUNTS = st.sampled_from([1, 2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 2 * TILE_ROWS, 200])
+
+
+@hypothesis.given(
+    decodes=st.lists(st.tuples(EDGES, st.just(1), st.integers(-2, 2)), max_size=6),
+    prefills=st.lists(st.tuples(EDGES, COUNTS, st.integers(-2, 210)), max_size=4),
+)
+def test_tables_have_every_row_in_its_order(
+    decodes: list[tuple[int, int, int]], prefills: list[tuple[int, int, int]]
+) -> None:
+    sequences = [
+        SequenceRows(slot, start, count, kv_write_from=max(0, start + before))
+        for slot, (start, count, before) in enumerate(decodes + prefills)
     ]
+    host = RandomBatch(tuple(sequences[: len(decodes)]), tuple(sequences[len(decodes) :])).host()
+    found = build_metadata(host, Staging())
+    writes, tiles, merges = tables_of(host)
+    assert (rows_of(found.writes, 3), rows_of(found.tiles, 7), rows_of(found.merges, 3)) == (writes, tiles, merges)
+    assert found.num_partials == sum(partial >= 0 for *_, partial in tiles)
+    assert found.max_rows == max((rows for _, rows, *_ in tiles), default=0)
+    assert found.num_pairs == sum(rows * (end - key) for _, rows, _, _, key, end, _ in tiles)
 
 
 # -- products --------------------------------------------------------------------------------------------------------

@@ -40,6 +40,9 @@ __all__ = ["Observe", "Runner"]
 Observe = Callable[[SamplingMetadata, Tensor], None]
 """Called with each sampled row's logits, float32 [vocab]."""
 
+EVERY_STEP = frozenset(("build_metadata", "step_graphs"))
+"""What steps of any model ask of the kernels, beside its layers."""
+
 
 class _StepMemory:
     """The memory of one forward pass. `snapshot_pages`: page lists, int64 [n, pages], in the batch's order."""
@@ -150,7 +153,7 @@ class Runner(StepRunner):
         if self.pool.device.type == "cpu":
             self._population = PoolPopulation(self.pool)
             self._population.reach(-1)
-        self._model.kernels.warm_up(self._model.spec.dtype, operations_of(self._model) | {"step_graphs"})
+        self._model.kernels.warm_up(self._model.spec.dtype, operations_of(self._model) | EVERY_STEP)
         if self._extra_pages:
             self._copy_no_tokens()
         if self._model.exact:

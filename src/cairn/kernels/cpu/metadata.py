@@ -1,10 +1,13 @@
-"""Metadata of the CPU backend, once a step: a batch's work as integer tables that compiled loops read."""
+"""Metadata of the CPU backend, once a step: a batch's work as integer tables, made by one compiled loop for others."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from cairn.kernels.batch import HostBatch, Int32Array
+from cairn.kernels.cpu.compiled import I32, I64, INT, jit, kernel
+from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.staging import Staging
 
@@ -16,19 +19,21 @@ SPLIT_TOKENS = 512
 are, because on where sums are cut depends how they are rounded."""
 
 
-_NO_WORK = np.zeros((0, 0), np.int32)
+@dataclass(frozen=True, slots=True)
+class Table:
+    """int32 [count, columns] for compiled loops, from `address` in memory on, as long as this object lives; a part of
+    `memory`."""
+
+    memory: Int32Array
+    address: int
+    count: int
+
+
+_NO_WORK = Table(np.zeros(0, np.int32), 0, 0)
 """Of a batch that is to be recorded: `CpuGraphs.set_lengths` has its lengths before it is computed."""
 
-
-class Table:
-    """int32 [count, columns] for compiled loops. `address`: where it begins in memory, as long as this object lives."""
-
-    __slots__ = ("address", "array", "count")
-
-    def __init__(self, array: Int32Array) -> None:
-        self.array = np.ascontiguousarray(array, dtype=np.int32)
-        self.address = self.array.ctypes.data
-        self.count = len(self.array)
+_WRITE, _TILE, _MERGE = 3, 7, 3
+"""Columns."""
 
 
 @dataclass(slots=True)
@@ -55,57 +60,70 @@ class CpuMetadata:
             setattr(self, each.name, getattr(other, each.name))
 
 
+@jit
+def _put_tile(
+    tiles: Any, index: int, first: int, rows: int, slot: int, position: int, key: int, end: int, partial: int
+) -> None:
+    tile = advance(tiles, _TILE * index)
+    tile[0], tile[1], tile[2], tile[3], tile[4], tile[5], tile[6] = first, rows, slot, position, key, end, partial
+
+
+@kernel({None: (I32, I32, I32, I32, I32, INT, I32, I32, I32, I64)})
+def _tabulate(
+    begin: int, end: int, cu_seqlens: Any, slots: Any, starts: Any, ends: Any, write_from: Any, num_seqs: int,
+    writes: Any, tiles: Any, merges: Any, counts: Any,
+) -> None:  # fmt: skip
+    """The tables of `CpuMetadata`, sequence after sequence, and the numbers: of each table's rows, and the other three.
+    One item."""
+    num_writes = num_tiles = num_merges = num_partials = max_rows = num_pairs = 0
+    for i in range(num_seqs):
+        first, slot, start, seq_end = int(cu_seqlens[i]), int(slots[i]), int(starts[i]), int(ends[i])
+        num_rows = int(cu_seqlens[i + 1]) - first
+        for row in range(max(0, int(write_from[i]) - start), num_rows):
+            write = advance(writes, _WRITE * num_writes)
+            write[0], write[1], write[2] = first + row, slot, start + row
+            num_writes += 1
+        if num_rows == 1 and seq_end > SPLIT_TOKENS:
+            num_parts = -(-seq_end // SPLIT_TOKENS)
+            merge = advance(merges, _MERGE * num_merges)
+            merge[0], merge[1], merge[2] = first, num_partials, num_parts
+            num_merges += 1
+            for part in range(num_parts):
+                key, most = part * SPLIT_TOKENS, min((part + 1) * SPLIT_TOKENS, seq_end)
+                _put_tile(tiles, num_tiles, first, 1, slot, start, key, most, num_partials)
+                num_tiles += 1
+                num_partials += 1
+                num_pairs += most - key
+                max_rows = max(max_rows, 1)
+        else:
+            # The last rows first: they see most keys, and who begins late with a long one ends last.
+            for number in range(-(-num_rows // TILE_ROWS) - 1, -1, -1):
+                row = number * TILE_ROWS
+                rows = min(num_rows - row, TILE_ROWS)
+                _put_tile(tiles, num_tiles, first + row, rows, slot, start + row, 0, start + row + rows, -1)
+                num_tiles += 1
+                num_pairs += rows * (start + row + rows)
+                max_rows = max(max_rows, rows)
+    counts[0], counts[1], counts[2] = num_writes, num_tiles, num_merges
+    counts[3], counts[4], counts[5] = num_partials, max_rows, num_pairs
+
+
 def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
     """See `Kernels.build_metadata`."""
     step_work().begin_step(host.num_tokens)
     if host.max_seq_len is not None:
-        return CpuMetadata(Table(_NO_WORK), Table(_NO_WORK), Table(_NO_WORK), 0, 0, 0)
-    tiles, merges = _tiles(host)
-    rows, partials = tiles[:, 1], tiles[:, 6]
-    return CpuMetadata(
-        Table(_writes(host)),
-        Table(tiles),
-        Table(merges),
-        int(partials.max(initial=-1)) + 1,
-        int(rows.max(initial=0)),
-        int(rows @ (tiles[:, 5] - tiles[:, 4]).astype(np.int64)),
+        return CpuMetadata(_NO_WORK, _NO_WORK, _NO_WORK, 0, 0, 0)
+    num_seqs, num_tokens = host.num_seqs, host.num_tokens
+    # There are at most as many: rows are cut by their number, and one alone by its keys.
+    most_tiles = 2 * num_seqs + num_tokens // TILE_ROWS + int(host.seq_lens.sum(dtype=np.int64)) // SPLIT_TOKENS
+    tiles_begin, merges_begin = _WRITE * num_tokens, _WRITE * num_tokens + _TILE * most_tiles
+    memory, counts = np.empty(merges_begin + _MERGE * num_seqs, np.int32), np.empty(6, np.int64)
+    address = memory.ctypes.data
+    addresses = address, address + tiles_begin * memory.itemsize, address + merges_begin * memory.itemsize
+    lengths = (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
+    _tabulate[None](1, 0, *(each.ctypes.data for each in lengths), num_seqs, *addresses, counts.ctypes.data)
+    num_writes, num_tiles, num_merges, num_partials, max_rows, num_pairs = counts.tolist()
+    writes, tiles, merges = (
+        Table(memory, *each) for each in zip(addresses, (num_writes, num_tiles, num_merges), strict=True)
     )
-
-
-def _tiles(host: HostBatch) -> tuple[Int32Array, Int32Array]:
-    """See `CpuMetadata`, sequence after sequence."""
-    firsts, starts, ends = host.cu_seqlens[:-1], host.seq_starts, host.seq_lens
-    counts = ends - starts
-    # What all tiles of a sequence share, and what a single one has.
-    tiles = np.stack(
-        (firsts, counts, host.slots, starts, np.zeros_like(firsts), ends, np.full_like(firsts, -1)), axis=1
-    )
-    is_split = (counts == 1) & (ends > SPLIT_TOKENS)
-    if host.num_tokens == host.num_seqs and not is_split.any():
-        return tiles, np.zeros((0, 3), np.int32)
-    num_tiles = np.where(is_split, -(-ends // SPLIT_TOKENS), -(-counts // TILE_ROWS))
-    before = np.cumsum(num_tiles, dtype=np.int32) - num_tiles
-    tiles = np.repeat(tiles, num_tiles, axis=0)
-    number = np.arange(len(tiles), dtype=np.int32) - np.repeat(before, num_tiles)
-    split, whole = (np.repeat(mask, num_tiles).nonzero()[0] for mask in (is_split, ~is_split))
-    keys = number[split] * np.int32(SPLIT_TOKENS)
-    tiles[split, 4], tiles[split, 5] = keys, np.minimum(keys + np.int32(SPLIT_TOKENS), tiles[split, 5])
-    tiles[split, 6] = np.arange(len(split))
-    if len(whole):
-        # The last rows first: they see most keys, and who begins late with a long one ends last.
-        begins = (np.repeat(num_tiles, num_tiles)[whole] - 1 - number[whole]) * TILE_ROWS
-        tiles[whole, 0] += begins
-        tiles[whole, 1] = np.minimum(tiles[whole, 1] - begins, TILE_ROWS)
-        tiles[whole, 3] += begins
-        tiles[whole, 5] = tiles[whole, 3] + tiles[whole, 1]
-    merged = is_split.nonzero()[0]
-    first_partials = np.cumsum(num_tiles[merged]) - num_tiles[merged]
-    return tiles, np.stack((firsts[merged], first_partials, num_tiles[merged]), axis=1).astype(np.int32)
-
-
-def _writes(host: HostBatch) -> Int32Array:
-    counts = np.diff(host.cu_seqlens)
-    rows = np.arange(host.num_tokens, dtype=np.int32)
-    positions = rows + np.repeat(host.seq_starts - host.cu_seqlens[:-1], counts)
-    table = np.stack([rows, np.repeat(host.slots, counts), positions], axis=1)
-    return table[positions >= np.repeat(host.kv_write_from, counts)]
+    return CpuMetadata(writes, tiles, merges, num_partials, max_rows, num_pairs)

@@ -26,7 +26,7 @@ MODULES: tuple[ModuleType, ...] = tuple(
     import_module(f"cairn.kernels.cpu.{name}")
     for name in (
         *("attention", "checkpoint_files", "conv", "elementwise", "experts", "gdn", "int4", "int8", "norms"),
-        *("panels", "routers", "ssd", "graphs"),
+        *("metadata", "panels", "routers", "ssd", "graphs"),
     )
 )
 """Where the kernels are."""
