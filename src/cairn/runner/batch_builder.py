@@ -25,6 +25,9 @@ _ENTRIES = 16
 aligned."""
 
 
+_NOTHING = np.zeros(0, np.int32)
+
+
 class SlotTensors:
     """Block tables, last tokens and stop tokens of all slots, on the device; the last row is no request's.
 
@@ -119,8 +122,11 @@ def host_batch(plan: StepPlan, snapshots: Sequence[Snapshot]) -> HostBatch:
         slots, starts, write_from, ends = (np.concatenate(column) for column in columns)
         cu_seqlens = np.zeros(len(slots) + 1, np.int32)
         np.cumsum(ends - starts, out=cu_seqlens[1:])
-    snapshot_points = [(snapshot.row, snapshot.position) for snapshot in snapshots]
-    snapshot_seqs, positions = np.array(snapshot_points, np.int32).reshape(-1, 2).T.copy()
+    snapshot_seqs = snapshot_offsets = _NOTHING
+    if snapshots:
+        points = [(snapshot.row, snapshot.position) for snapshot in snapshots]
+        snapshot_seqs, positions = np.array(points, np.int32).T.copy()
+        snapshot_offsets = positions - starts[snapshot_seqs]
     return HostBatch(
         num_decodes=num_decodes,
         cu_seqlens=cu_seqlens,
@@ -129,7 +135,7 @@ def host_batch(plan: StepPlan, snapshots: Sequence[Snapshot]) -> HostBatch:
         seq_lens=ends,
         kv_write_from=write_from,
         snapshot_seqs=snapshot_seqs,
-        snapshot_offsets=positions - starts[snapshot_seqs],
+        snapshot_offsets=snapshot_offsets,
     )
 
 

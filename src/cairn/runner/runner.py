@@ -191,7 +191,7 @@ class Runner(StepRunner):
             if plan.num_seqs:
                 self._forward(step)
             if len(plan.samples):
-                step.logits = self._model.logits(self._live.hidden[inputs.sampled_slots.tensor])
+                step.logits = self._model.logits(self._live.hidden.index_select(0, inputs.sampled_slots.tensor))
         self._launched.append(step)
 
     def sample(self, step: int, masks: TokenMasks) -> None:
@@ -336,7 +336,7 @@ class Runner(StepRunner):
         else:
             tokens = torch.zeros(len(samples), dtype=torch.int64, device=logits.device)
         tokens = self._model.communicator.broadcast(tokens)
-        self._slot_tensors.last_tokens[step.inputs.sampled_slots.tensor] = tokens
+        self._slot_tensors.last_tokens.index_copy_(0, step.inputs.sampled_slots.tensor, tokens)
         return tokens
 
 
