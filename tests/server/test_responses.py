@@ -1,10 +1,13 @@
 """OpenAI's Responses API. The engine echoes: what the last user says is what the model answers."""
 
+import asyncio
 import json
 import re
+import threading
 
 import pytest
 
+from cairn.engine.client import CoreClient
 from cairn.errors import InvalidRequest, NotFound
 from cairn.server.openai_responses.requests import ResponsesRequest
 from cairn.server.openai_responses.store import ResponseStore, StoredResponse
@@ -408,9 +411,20 @@ def test_what_is_made_in_the_background_can_be_cancelled_and_deleted(serve):
     server.assert_nothing_is_held()
 
 
-def test_a_failure_in_the_background_is_what_the_response_says(serve):
+def test_a_failure_in_the_background_is_what_the_response_says(serve, monkeypatch):
+    """As long as the server is there: it ends with its engine, here when it has been asked."""
+    was_asked, stop = threading.Event(), CoreClient.stop
+
+    async def stop_later(engine, seconds):
+        await asyncio.to_thread(was_asked.wait, 10)
+        await stop(engine, seconds)
+
+    monkeypatch.setattr(CoreClient, "stop", stop_later)
     server = serve(model="echo:fail_at_step=3")
-    ended = until_status(server, answer(server, "Hello, hello, hello.", background=True), "failed")
+    try:
+        ended = until_status(server, answer(server, "Hello, hello, hello.", background=True), "failed")
+    finally:
+        was_asked.set()
     assert ended["error"]["code"] == "server_error" and ended["output"][0]["status"] == "incomplete"
 
 
