@@ -7,13 +7,13 @@ import time
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from cairn.bench.plots import new_figure
 from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import placement_for
@@ -24,7 +24,7 @@ from cairn.paths import check_output_file
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
 from cairn.replay.replay import Replay
-from cairn.replay.report import UNLIMITED, Report, Result, draw_plot, import_figure
+from cairn.replay.report import UNLIMITED, Report, Row, draw_plot, make_table
 from cairn.replay.trace import LogHeader, Trace
 from cairn.replay.traces import read_trace
 from cairn.setting_types import parse_size
@@ -69,7 +69,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
     `arguments`: as `add_replay_flags` parses them. Raises ConfigError naming the flag, the file or the field.
     """
-    figure_class = import_figure() if arguments.plot is not None else None
+    figure = new_figure(flag="--plot: ")[0] if arguments.plot is not None else None
     if arguments.per_request and arguments.json is None:
         raise ConfigError("--per-request goes into a file: name it with --json FILE")
     for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
@@ -83,29 +83,27 @@ def run_replay(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-num-batched-tokens must be from 64 to {1 << 24}, not {max_tokens}")
     layout_name, layout, sizes = _choose_layout(arguments, log)
     footprint = footprint_bytes(trace, layout)
-    budgets = _choose_budgets(arguments, log, footprint, layout)
-    report, results = Report(trace, layout_name, sizes, footprint), list[Result]()
+    report, rows = Report(trace, layout_name, sizes, footprint), list[Row]()
     bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*bars, console=Console(stderr=True), transient=True) as progress:
-        for budget in budgets:
+        for budget in _choose_budgets(arguments, log, footprint, layout):
             for name in arguments.policy or ((LOGGED,) if log is not None else ("auto",)):
                 task = progress.add_task(f"{name} {decimal(budget)}", total=len(trace.requests))
                 policy = _make_policy(name, trace, layout.block_size)
                 replay = Replay(layout, budget, policy, max_tokens, _ThreadClock(), log)
                 outcome = replay.run(trace, lambda done: progress.update(progress.task_ids[-1], completed=done))
                 progress.remove_task(task)
-                results.append(Result(name, budget, np.array(outcome.hits, np.int64), outcome))
+                rows.append(report.row(name, budget, outcome.hits, outcome, arguments.per_request))
             if not arguments.no_bounds:
-                results.append(Result(UNLIMITED, budget, unlimited_hits(trace)))
+                rows.append(report.row(UNLIMITED, budget, unlimited_hits(trace), per_request=arguments.per_request))
     if arguments.json is not None:
-        fields = [report.to_json(result, arguments.per_request) for result in results]
         try:
-            arguments.json.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {arguments.json} cannot be written: {error}") from error
-    if figure_class is not None:
-        draw_plot(figure_class(figsize=(6, 3.5), layout="constrained"), arguments.plot, report, results)
-    _print_table(report.table(results))
+    if figure is not None:
+        draw_plot(figure, arguments.plot, rows)
+    _print_table(make_table(rows))
     return 0
 
 
