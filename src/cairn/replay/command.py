@@ -25,9 +25,9 @@ from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
 from cairn.replay.replay import Replay
 from cairn.replay.report import UNLIMITED, Report, Row, draw_plot, make_table
-from cairn.replay.trace import LogHeader, Trace
+from cairn.replay.trace import LoggedPolicy, LogHeader
 from cairn.replay.traces import read_trace
-from cairn.setting_types import parse_size
+from cairn.setting_types import size_flag
 
 __all__ = ["POLICIES", "add_replay_flags", "run_replay"]
 
@@ -41,15 +41,9 @@ SWITCHED_OFF = "none"
 BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS = 16, 8192
 
 POLICIES = MappingProxyType(
-    {
-        "auto": ("auto", "value"),
-        "align": ("align", "value"),
-        "all": ("all", "value"),
-        "junction": ("junction", "value"),
-        "lru": ("auto", "lru"),
-    }
+    {name: LoggedPolicy(name, "value", exact=False) for name in ("auto", "align", "all", "junction")}
+    | {"lru": LoggedPolicy("auto", "lru", exact=False)}
 )
-"""Name to placement and eviction."""
 
 DEFAULT_LAYOUT = "nemotron-3-nano"
 DEFAULT_SHARE = 0.1
@@ -84,12 +78,13 @@ def run_replay(arguments: argparse.Namespace) -> int:
     layout_name, layout, sizes = _choose_layout(arguments, log)
     footprint = footprint_bytes(trace, layout)
     report, rows = Report(trace, layout_name, sizes, footprint), list[Row]()
+    policies = POLICIES if log is None else {LOGGED: log.policy, **POLICIES}
     bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*bars, console=Console(stderr=True), transient=True) as progress:
         for budget in _choose_budgets(arguments, log, footprint, layout):
-            for name in arguments.policy or ((LOGGED,) if log is not None else ("auto",)):
+            for name in arguments.policy or [next(iter(policies))]:
                 task = progress.add_task(f"{name} {decimal(budget)}", total=len(trace.requests))
-                policy = _make_policy(name, trace, layout.block_size)
+                policy = _make_policy(policies[name], layout.block_size, trace.name)
                 replay = Replay(layout, budget, policy, max_tokens, _ThreadClock(), log)
                 outcome = replay.run(trace, lambda done: progress.update(progress.task_ids[-1], completed=done))
                 progress.remove_task(task)
@@ -149,17 +144,13 @@ def _choose_budgets(
     return budgets
 
 
-def _make_policy(name: str, trace: Trace, block_size: int) -> CachePolicy:
-    if name != LOGGED or trace.header is None:
-        mode, eviction = POLICIES[name]
-        return CachePolicy(placement_for(mode, block_size, exact=False), eviction_for(eviction))
-    logged = trace.header.policy
+def _make_policy(policy: LoggedPolicy, block_size: int, trace_name: str) -> CachePolicy:
     try:
-        enabled = logged.placement != SWITCHED_OFF
-        placement = placement_for(logged.placement, block_size, logged.exact) if enabled else None
-        return CachePolicy(placement, eviction_for(logged.eviction), logged.exact)
+        enabled = policy.placement != SWITCHED_OFF
+        placement = placement_for(policy.placement, block_size, policy.exact) if enabled else None
+        return CachePolicy(placement, eviction_for(policy.eviction), policy.exact)
     except ValueError as error:
-        raise ConfigError(f"{trace.name}: its policy is not known here, name one with --policy: {error}") from error
+        raise ConfigError(f"{trace_name}: its policy is not known here, name one with --policy: {error}") from error
 
 
 def add_replay_flags(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +169,9 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         "default: the state's own",
     )
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--budget", type=_size, metavar="BYTES", help="the cache's memory: 40GiB, 50GB or plain bytes")
+    budget.add_argument(
+        "--budget", type=size_flag, metavar="BYTES", help="the cache's memory: 40GiB, 50GB or plain bytes"
+    )
     budget.add_argument(
         "--budget-fraction",
         type=_share,
@@ -209,13 +202,6 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         help="draw hit rate over budget there, as SVG or PNG; needs matplotlib, which the extra `bench` brings",
     )
     parser.add_argument("--no-bounds", action="store_true", help="leave the line `unlimited` out")
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _share(text: str) -> float:

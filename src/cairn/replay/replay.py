@@ -124,7 +124,10 @@ class Replay:
                 progress(number)
         else:
             self._serve_log(trace, progress)
-        return self.finish()
+        outcome, checkpoints = self.outcome, self.cache.checkpoints
+        outcome.taken, outcome.used = checkpoints.taken, self.cache.counters.used
+        outcome.evicted, outcome.tree = checkpoints.evicted, tree_memory(self.cache)
+        return outcome
 
     def serve(self, trace_request: TraceRequest, unit: int) -> int:
         """Serve one more request alone, from its arrival to its end. Returns its cached tokens, which are the last of
@@ -135,14 +138,6 @@ class Replay:
         self._submit({index: trace_request}, index)
         self._run_until(sys.maxsize)
         return self.outcome.hits[index]
-
-    def finish(self) -> ReplayOutcome:
-        """The outcome, completed with the counters of the cache."""
-        outcome, checkpoints = self.outcome, self.cache.checkpoints
-        outcome.taken, outcome.evicted = checkpoints.taken, checkpoints.evicted
-        outcome.used = self.cache.counters.used
-        outcome.tree = tree_memory(self.cache)
-        return outcome
 
     def _serve_log(self, trace: Trace, progress: Callable[[int], None]) -> None:
         requests, started = (*trace.requests, *trace.unserved), 0
@@ -168,27 +163,23 @@ class Replay:
     def _submit(self, answers: Mapping[int, TraceRequest], counted: int) -> None:
         """Hand over requests with the same prompt, whose cached tokens are counted at index `counted`."""
         first, name = next(iter(answers.values())), str(next(iter(answers)))
-        prompt, length = key_tokens(first.path, self._unit), first.num_prompt_tokens
-        limit, added = max(1, self._scheduler.max_tokens_for(len(prompt))), dict[RequestId, ReplayRequest]()
+        prompt, specs = key_tokens(first.path, self._unit), list[Spec]()
+        limit = max(1, self._scheduler.max_tokens_for(len(prompt)))
+        if first.timeline.received_end:
+            self._others.promised[name] = first.timeline.received_end
         for index, trace_request in answers.items():
             # the last token of an answer is sampled and not computed
             answer = [*key_tokens(trace_request.answer, self._unit).tolist(), 0]
-            added[RequestId(str(index))] = ReplayRequest(counted, trace_request, answer)
-        if first.timeline.received_end:
-            self._others.promised[name] = first.timeline.received_end
-        self._requests |= added
-        specs = [_spec(request_id, request, prompt, limit) for request_id, request in added.items()]
+            specs.append(_spec(index, trace_request, prompt, min(limit, len(answer))))
+            self._requests[specs[-1].request_id] = ReplayRequest(counted, trace_request, answer)
         try:
             # a prompt without a full unit never meets the cache
             self._scheduler.submit(specs[0], specs[1:])
         except InvalidRequest:
-            for request_id in added:
-                del self._requests[request_id]
+            for spec in specs:
+                del self._requests[spec.request_id]
             if counted < len(self.outcome.hits):
-                self.outcome.refused += len(prompt) > 0
-                self.outcome.forward_passes += -(-length // self._config.max_num_batched_tokens)
-                reason = Reason.DISABLED if len(prompt) else Reason.NEVER_SEEN
-                self._count_prompt(counted, first, 0, 0, {reason: length})
+                self._count_refused(counted, first)
         self._poll()
 
     def _poll(self) -> None:
@@ -209,7 +200,10 @@ class Replay:
         """Plan and apply steps before this one of the log, and count the prompts that came in."""
         since = self._clock.now()
         while self._scheduler.has_work and self._num_steps < step + self._late:
-            self._run_step(step + self._late - self._num_steps)
+            skipped = self._scheduler.skip_plain_steps(step + self._late - self._num_steps, self._next_tokens)
+            self._num_steps += skipped
+            if not skipped:
+                self._run_step()
             self._poll()
         self.outcome.seconds += self._clock.now() - since
         if step < sys.maxsize:
@@ -221,12 +215,9 @@ class Replay:
         self._admitted.clear()
         self._ended.clear()
 
-    def _run_step(self, limit: int) -> None:
-        """Run one step to its end, or skip some, at most `limit`."""
-        skipped, pool = self._scheduler.skip_plain_steps(limit, self._next_tokens), self.cache.pool
-        if skipped:
-            self._num_steps += skipped
-            return
+    def _run_step(self) -> None:
+        """Plan as many steps as may be out, and run the oldest one to its end."""
+        pool = self.cache.pool
         while self._scheduler.can_plan:
             self._scheduler.plan()
             in_use = (pool.num_pages - pool.num_free) * self.cache.layout.page_bytes
@@ -292,6 +283,13 @@ class Replay:
             start, count = chunk_end(start, end, most), count + 1
         return count
 
+    def _count_refused(self, index: int, trace_request: TraceRequest) -> None:
+        length, reason = trace_request.num_prompt_tokens, Reason.NEVER_SEEN
+        if len(trace_request.path):
+            self.outcome.refused, reason = self.outcome.refused + 1, Reason.DISABLED
+        self.outcome.forward_passes += -(-length // self._config.max_num_batched_tokens)
+        self._count_prompt(index, trace_request, 0, 0, {reason: length})
+
     def _count_prompt(
         self, index: int, trace_request: TraceRequest, hit: int, received: int, lost: Mapping[Reason, int]
     ) -> None:
@@ -317,14 +315,14 @@ class Replay:
         outcome.lost += Counter()  # drops reasons without tokens
 
 
-def _spec(request_id: RequestId, request: ReplayRequest, prompt: Keys, limit: int) -> Spec:
-    trace_request, timeline = request.trace_request, request.trace_request.timeline
+def _spec(index: int, trace_request: TraceRequest, prompt: Keys, max_tokens: int) -> Spec:
+    timeline = trace_request.timeline
     source = KvSource("", "", 0, end=timeline.received_end) if timeline.received_end else None
     return Spec(
-        request_id=request_id,
+        request_id=RequestId(str(index)),
         prompt=prompt,
         sampling=SamplingParams(),
-        max_tokens=min(limit, len(request.answer)),
+        max_tokens=max_tokens,
         namespace=Namespace(cache_salt=trace_request.namespace),
         boundaries=trace_request.boundaries,
         role=TransferRole(source, timeline.kv_export),

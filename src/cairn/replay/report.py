@@ -1,12 +1,11 @@
 """Results of replays: figures by the names that the JSON has, and of them a table and a plot."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import ArrayLike
 from rich.filesize import decimal
 from rich.table import Table
 
@@ -20,45 +19,52 @@ UNLIMITED = "unlimited"
 Row = Mapping[str, Any]
 """One policy or reference line at one budget: figures by their names in the JSON."""
 
-_MIN_WIDTH = 24
-"""Letters of the column of reasons in a narrow table."""
+LOST, LOST_WIDTH = "tokens lost to", 24
+"""The column of reasons, and its letters in a narrow table."""
 
 
+@dataclass(frozen=True, slots=True)
 class Report:
     """Makes rows of one trace. `layout_name`: the value of --layout; `sizes`: of the whole model; `footprint`: bytes of
     the whole trace."""
 
-    def __init__(self, trace: Trace, layout_name: str, sizes: ForwardSizes, footprint: int) -> None:
-        self._trace = trace
-        self._layout_name = layout_name
-        self._sizes = sizes
-        self._footprint = footprint
+    trace: Trace
+    layout_name: str
+    sizes: ForwardSizes
+    footprint: int
 
     def row(
-        self, name: str, budget: int, hits: ArrayLike, outcome: ReplayOutcome | None = None, per_request: bool = False
+        self,
+        name: str,
+        budget: int,
+        hits: Iterable[int],
+        outcome: ReplayOutcome | None = None,
+        per_request: bool = False,
     ) -> Row:
-        """Tokens, bytes, FLOPs and counts; counts of kinds and reasons as objects. `hits`: cached tokens, shape
-        [requests]; reference lines have no `outcome`. Answers to a prompt that another one counts do not count."""
-        counted = [not request.is_parallel_sample for request in self._trace.requests]
-        requests = [request for request, counts in zip(self._trace.requests, counted, strict=True) if counts]
-        cached = np.asarray(hits, np.int64)[counted].tolist()
-        prompt_tokens, hit_tokens = sum(request.num_prompt_tokens for request in requests), sum(cached)
-        pairs = list(zip(requests, cached, strict=True))
+        """Tokens, bytes, FLOPs and counts; counts of kinds and reasons as objects. `hits`: cached tokens, by request;
+        reference lines have no `outcome`. Answers to a prompt that another one counts do not count."""
+        counted: list[dict[str, Any]] = [
+            {"request": request.name or number, "prompt_tokens": request.num_prompt_tokens, "cached_tokens": int(hit)}
+            for number, (request, hit) in enumerate(zip(self.trace.requests, hits, strict=True))
+            if not request.is_parallel_sample
+        ]
+        lengths, cached = ([each[field] for each in counted] for field in ("prompt_tokens", "cached_tokens"))
+        flops = self.sizes.forward_flops
         fields: dict[str, Any] = {
             "policy": name,
-            "trace": self._trace.name,
-            "layout": self._layout_name,
+            "trace": self.trace.name,
+            "layout": self.layout_name,
             "budget_bytes": budget,
-            "budget_fraction": budget / self._footprint,
-            "footprint_bytes": self._footprint,
-            "requests": len(requests),
-            "prompt_tokens": prompt_tokens,
-            "hit_tokens": hit_tokens,
-            "token_hit_rate": hit_tokens / max(1, prompt_tokens),
-            "prefill_tokens": prompt_tokens - hit_tokens,
-            "flops_saved": sum(self._sizes.forward_flops(0, hit) for hit in cached),
-            "prefill_flops": sum(self._sizes.forward_flops(hit, each.num_prompt_tokens) for each, hit in pairs),
-            "active_weights": self._sizes.active_weights,
+            "budget_fraction": budget / self.footprint,
+            "footprint_bytes": self.footprint,
+            "requests": len(counted),
+            "prompt_tokens": sum(lengths),
+            "hit_tokens": sum(cached),
+            "token_hit_rate": sum(cached) / max(1, sum(lengths)),
+            "prefill_tokens": sum(lengths) - sum(cached),
+            "flops_saved": sum(flops(0, hit) for hit in cached),
+            "prefill_flops": sum(flops(hit, length) for hit, length in zip(cached, lengths, strict=True)),
+            "active_weights": self.sizes.active_weights,
         }
         if outcome is not None:
             fields |= {
@@ -72,13 +78,7 @@ class Report:
                 "microseconds_per_request": outcome.microseconds_per_request,
                 **outcome.tree,
             }
-        if per_request:
-            numbers = np.flatnonzero(counted).tolist()
-            fields["per_request"] = [
-                {"request": each.name or number, "prompt_tokens": each.num_prompt_tokens, "cached_tokens": hit}
-                for number, (each, hit) in zip(numbers, pairs, strict=True)
-            ]
-        return fields
+        return fields | ({"per_request": counted} if per_request else {})
 
 
 def make_table(rows: Sequence[Row]) -> Table:
@@ -86,39 +86,36 @@ def make_table(rows: Sequence[Row]) -> Table:
     first, cells = rows[0], [_cells(row) for row in rows]
     sizes = f"{first['requests']} requests, {first['layout']}, footprint {decimal(first['footprint_bytes'])}"
     table = Table(title=f"{first['trace']}: {sizes}")
-    names = ("policy", "budget", "hit rate", "prefill tokens", "FLOPs saved")
-    for place, name in enumerate((*names, "passes", "taken", "hit", "evicted", "peak", "µs")):
+    for name in cells[0]:
         # however narrow the table: figures that are cut say something else
-        width = max(len(name), *(len(row[place]) for row in cells))
-        table.add_column(name, justify="left" if name == "policy" else "right", min_width=width)
-    table.add_column("tokens lost to", min_width=_MIN_WIDTH)
+        width = max(len(name), *(len(row.get(name, "")) for row in cells)) if name != LOST else LOST_WIDTH
+        table.add_column(name, justify="left" if name in ("policy", LOST) else "right", min_width=width)
     for row in cells:
-        table.add_row(*row)
+        table.add_row(*row.values())
     return table
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: Row) -> dict[str, str]:
+    """By the names of the columns."""
     saved, flops = row["flops_saved"], row["flops_saved"] + row["prefill_flops"]
-    cells = [
-        row["policy"],
-        f"{decimal(row['budget_bytes'])} ({100 * row['budget_fraction']:,.4g}%)",
-        f"{row['token_hit_rate']:.4f}",
-        f"{row['prefill_tokens']:,}",
-        f"{saved:.2e} ({saved / max(1, flops):.0%})",
-    ]
+    cells = {
+        "policy": row["policy"],
+        "budget": f"{decimal(row['budget_bytes'])} ({100 * row['budget_fraction']:,.4g}%)",
+        "hit rate": f"{row['token_hit_rate']:.4f}",
+        "prefill tokens": f"{row['prefill_tokens']:,}",
+        "FLOPs saved": f"{saved:.2e} ({saved / max(1, flops):.0%})",
+    }
     if "forward_passes" not in row:
-        return [*cells, *[""] * 7]
-    kinds = (row[f"checkpoints_{what}"] for what in ("taken", "hit", "evicted"))
+        return cells
     lost = [f"{reason} {number:,}" for reason, number in Counter[str](row["lost_tokens"]).most_common()]
     lost += [f"{row['refused_requests']:,} requests refused"] if row["refused_requests"] else []
-    return [
-        *cells,
-        f"{row['forward_passes']:,}",
-        *(f"{sum(numbers.values()):,}" for numbers in kinds),
-        decimal(row["peak_bytes"]),
-        f"{row['microseconds_per_request']:.0f}",
-        ", ".join(lost),
-    ]
+    return cells | {
+        "passes": f"{row['forward_passes']:,}",
+        **{kind: f"{sum(row[f'checkpoints_{kind}'].values()):,}" for kind in ("taken", "hit", "evicted")},
+        "peak": decimal(row["peak_bytes"]),
+        "µs": f"{row['microseconds_per_request']:.0f}",
+        LOST: ", ".join(lost),
+    }
 
 
 def draw_plot(figure: Any, path: Path, rows: Sequence[Row]) -> None:
