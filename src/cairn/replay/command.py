@@ -18,6 +18,7 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy
+from cairn.engine.request_log.header import LoggedPolicy
 from cairn.errors import ConfigError
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.paths import check_output_file
@@ -25,7 +26,7 @@ from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
 from cairn.replay.replay import Replay
 from cairn.replay.report import UNLIMITED, Report, Row, draw_plot, make_table
-from cairn.replay.trace import LoggedPolicy, LogHeader
+from cairn.replay.trace import ReplayedServer
 from cairn.replay.traces import read_trace
 from cairn.setting_types import size_flag
 
@@ -110,7 +111,7 @@ def _print_table(table: Table) -> None:
     console.print(table)
 
 
-def _choose_layout(arguments: argparse.Namespace, log: LogHeader | None) -> tuple[str, CacheLayout, ForwardSizes]:
+def _choose_layout(arguments: argparse.Namespace, log: ReplayedServer | None) -> tuple[str, CacheLayout, ForwardSizes]:
     """Name, layout and forward sizes: those of the flags, else those of the log."""
     if log is not None and arguments.layout is None:
         for name in ("state_dtype", "checkpoint_dtype", "block_size"):
@@ -125,7 +126,7 @@ def _choose_layout(arguments: argparse.Namespace, log: LogHeader | None) -> tupl
 
 
 def _choose_budgets(
-    arguments: argparse.Namespace, log: LogHeader | None, footprint: int, layout: CacheLayout
+    arguments: argparse.Namespace, log: ReplayedServer | None, footprint: int, layout: CacheLayout
 ) -> tuple[int, ...]:
     """Bytes: those of the flags, else that of the log, else the default share of the footprint."""
     if arguments.budget is not None:

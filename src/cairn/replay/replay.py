@@ -27,7 +27,7 @@ from cairn.errors import InvalidRequest
 from cairn.replay.bounds import Paths
 from cairn.replay.other_servers import OtherServers
 from cairn.replay.outcome import ReplayOutcome, tree_memory
-from cairn.replay.trace import LogHeader, Trace, TraceRequest, key_tokens
+from cairn.replay.trace import ReplayedServer, Trace, TraceRequest, key_tokens
 from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request, Spec
@@ -81,7 +81,7 @@ class Replay:
         policy: CachePolicy,
         max_tokens: int,
         clock: Clock,
-        log: LogHeader | None = None,
+        log: ReplayedServer | None = None,
         observer: TreeObserver | None = None,
     ) -> None:
         if max_tokens < GRID:

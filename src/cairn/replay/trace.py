@@ -12,8 +12,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from cairn.cache.layout import CacheLayout
-from cairn.models.layer_sizes import ForwardSizes
+from cairn.engine.request_log.header import LogHeader
 from cairn.types import Boundary, Keys
 
 MAX_UNIT = 1 << 16
@@ -94,30 +93,11 @@ class TraceRequest:
     session: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedPolicy:
-    """The cache policy of a server, by the names that its flags have."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayedServer(LogHeader):
+    """What a log says of its server. `max_in_flight`: steps that were out at once at most, by its requests."""
 
-    placement: str
-    eviction: str
-    exact: bool
-
-
-@dataclass(frozen=True, slots=True)
-class LogHeader:
-    """The server that wrote a log, as its first line says. `unit`: tokens of a block hash; `layout`, `budget_bytes`: of
-    one rank; `forward_sizes`: of the whole model. The others: as its scheduler had them."""
-
-    unit: Annotated[int, Meta(ge=1, le=MAX_UNIT)]
-    layout: CacheLayout
-    forward_sizes: ForwardSizes
-    budget_bytes: Annotated[int, Meta(ge=0, le=1 << 50)]
-    policy: LoggedPolicy
-    max_num_seqs: Positive
-    max_num_batched_tokens: Positive
-    in_flight_sharing: bool
-    max_in_flight: Positive = 1
-    name: str = "request log"
+    max_in_flight: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +109,7 @@ class Trace:
     name: str
     unit: int
     requests: tuple[TraceRequest, ...]
-    header: LogHeader | None = None
+    header: ReplayedServer | None = None
     unserved: tuple[TraceRequest, ...] = ()
 
 

@@ -20,15 +20,17 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from cairn.engine.request_log.header import VERSION
+from cairn.engine.request_log.lines import HASH_BYTES
 from cairn.errors import ConfigError
 from cairn.replay.trace import (
     MAX_TOKENS,
     MAX_UNIT,
     Count,
     Ids,
-    LogHeader,
     Number,
     Positive,
+    ReplayedServer,
     Seconds,
     Timeline,
     Trace,
@@ -43,10 +45,6 @@ MAX_ID = 1 << 46
 """Ids times the largest unit stay within int64."""
 MAX_REQUESTS = 1 << 22
 _BOUNDS = TraceBounds(lines=MAX_REQUESTS, unit=MAX_UNIT, tokens=MAX_TOKENS, ids=MAX_ID)
-
-VERSION = 3
-"""Of the logs that are read."""
-HASH_BYTES = 2
 
 _ANY = -1
 """In the place of an id: none is below 0."""
@@ -179,7 +177,7 @@ def _read_server_log(where: str, first: Mapping[str, Any], lines: Iterable[tuple
             "record a new one with `cairn serve --request-log FILE`"
         )
     with _naming(where):
-        header = msgspec.convert(first, LogHeader)
+        header = msgspec.convert(first, ReplayedServer)
     sequences, requests = _Sequences(header.unit), list[TraceRequest]()
     for place, raw in lines:
         with _naming(place):
