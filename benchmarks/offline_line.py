@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from cairn.cache.layout import CacheLayout
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import layout_for, sizes_for
-from cairn.replay.report import UNLIMITED, Report, Result
+from cairn.replay.report import UNLIMITED, Report
 from cairn.replay.trace import Trace
 from cairn.replay.traces import read_trace
 
@@ -74,12 +74,11 @@ def main() -> None:
     footprint = footprint_bytes(trace, layout)
     report = Report(trace, arguments.layout, sizes_for(arguments.layout), footprint)
     budget = int(footprint * arguments.budget_fraction)
-    offline = Result(OFFLINE, budget, offline_hits(trace, layout, budget))
-    results = [offline, Result(UNLIMITED, budget, unlimited_hits(trace))]
-    print(*(f"{result.name} {report.hit_rate(result):.4f}" for result in results))
+    lines = ((OFFLINE, offline_hits(trace, layout, budget)), (UNLIMITED, unlimited_hits(trace)))
+    rows = [report.row(name, budget, hits) for name, hits in lines]
+    print(*(f"{row['policy']} {row['token_hit_rate']:.4f}" for row in rows))
     if arguments.json:
-        fields = [report.to_json(result, per_request=False) for result in results]
-        arguments.json.write_text(json.dumps(fields, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,11 @@ ARROWS = MappingProxyType(
         "server": ("cairn.engine.contract", "cairn.http"),
         "routing": ("cairn.cache.events",),
         "proxy": ("cairn.http", "cairn.routing"),
-        "replay": ("cairn.cache", "cairn.scheduler", "cairn.transfer.contract", *MODEL_NUMBERS),
+        "replay": (
+            *("cairn.cache", "cairn.scheduler", "cairn.transfer.contract", "cairn.bench.plots"),
+            *("cairn.engine.request_log.header", "cairn.engine.request_log.lines"),
+            *MODEL_NUMBERS,
+        ),
         "bench": ("cairn.http.cookies",),
         "settings": ("cairn.engine.contract", "cairn.server.options", "cairn.proxy.options"),
         "cli": ("cairn",),

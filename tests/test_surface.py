@@ -143,7 +143,6 @@ EXPORTED = {
     "cairn.replay.command": "POLICIES add_replay_flags run_replay",
     "cairn.replay.layouts": "LAYOUT_NAMES layout_for sizes_for",
     "cairn.replay.replay": "Replay ReplayOutcome",
-    "cairn.replay.server_log": "read_server_log",
     "cairn.replay.traces": "read_trace",
     "cairn.trace_rows": "MOONCAKE_UNIT TraceBounds TraceRow has_header parse_integer trace_lines trace_rows",
     "cairn.bench.command": "add_bench_flags run_bench",

@@ -2,6 +2,7 @@
 
 import json
 import re
+from argparse import ArgumentTypeError
 from collections.abc import Mapping
 from decimal import Decimal
 from types import MappingProxyType
@@ -164,6 +165,14 @@ def parse_size(text: str) -> int:
         return int(TypeAdapter(Bytes).validate_python(text))
     except ValidationError as error:
         raise ConfigError(f"{text!r} is no size: write it as 512MiB, 1.5GB, 1e9 or plain bytes") from error
+
+
+def size_flag(text: str) -> int:
+    """The same as a type of argparse's. Raises ArgumentTypeError."""
+    try:
+        return parse_size(text)
+    except ConfigError as error:
+        raise ArgumentTypeError(str(error)) from error
 
 
 def list_entries(text: str) -> list[str] | None:

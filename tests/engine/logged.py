@@ -173,4 +173,4 @@ def hits_by_name(trace: Trace, replay: Replay) -> Mapping[str, int]:
 
 def logged_hits(trace: Trace) -> Mapping[str, int]:
     """As the log has it."""
-    return {each.name: each.timeline.cached_tokens for each in trace.requests if each.timeline is not None}
+    return {each.name: each.timeline.cached_tokens for each in trace.requests}

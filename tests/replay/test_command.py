@@ -121,7 +121,7 @@ def test_a_plot(trace, tmp_path, suffix):
 def test_a_plot_without_matplotlib_names_the_fix(trace, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"--plot needs matplotlib: pip install 'cairn-serve\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"--plot: plots need matplotlib: pip install 'cairn-serve\[bench\]'"):
         run(trace, "--plot", tmp_path / "out.svg")
     assert not (tmp_path / "out.svg").exists()
 

@@ -264,16 +264,16 @@ def test_what_the_tree_takes_in_memory():
     replay, outcome = replayed(made_trace(rows), 400)
     tree, cache = outcome.tree, replay.cache
     nodes = [node for root in cache.tree.roots.values() for node in below(root)]
-    assert tree.nodes == len(nodes) and tree.ghosts == sum(not node.resident for node in nodes) > 0
-    assert tree.key_bytes == 4 * sum(node.num_tokens for node in nodes)
-    assert tree.page_runs == sum(-(-node.num_tokens // 16) for node in nodes)
-    own = sum(map(sys.getsizeof, nodes))
-    assert tree.key_bytes + own < tree.num_bytes < 20 * (tree.key_bytes + own)
+    assert tree["tree_nodes"] == len(nodes)
+    assert tree["tree_ghosts"] == sum(not node.resident for node in nodes) > 0
+    assert tree["tree_page_runs"] == sum(-(-node.num_tokens // 16) for node in nodes)
+    own = sum(map(sys.getsizeof, nodes)) + 4 * sum(node.num_tokens for node in nodes)
+    assert own < tree["tree_bytes"] < 20 * own
     # a note that nobody but a policy has, and a pool that does not count
     cache.policy.eviction.note = [np.zeros(1250)[1:], bytes(1)]
-    assert tree_memory(cache).num_bytes > tree.num_bytes + 10_000
+    assert tree_memory(cache)["tree_bytes"] > tree["tree_bytes"] + 10_000
     cache.pool.much = bytes(50_000)
-    assert tree_memory(cache).num_bytes < tree.num_bytes + 40_000
+    assert tree_memory(cache)["tree_bytes"] < tree["tree_bytes"] + 40_000
 
 
 def below(root):

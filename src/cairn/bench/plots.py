@@ -19,7 +19,7 @@ _NO_CACHE = "the server did not say what was cached"
 
 def plot_first_tokens(result: Mapping[str, Any], path: Path) -> None:
     """The distribution of the times to first token. Raises ConfigError where it cannot be drawn or written."""
-    figure, axes = _figure(1)
+    figure, axes = new_figure()
     values = collect_ttfts(result)
     axes[0].hist(values, bins=_BINS, color="tab:blue", alpha=0.8)
     for name, style in (("median", "-"), ("mean", "--"), ("p99", ":")):
@@ -29,12 +29,12 @@ def plot_first_tokens(result: Mapping[str, Any], path: Path) -> None:
     axes[0].set(xlabel="time to first token, ms", ylabel="requests", xlim=(0, None))
     if axes[0].lines:
         axes[0].legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_cached_share(result: Mapping[str, Any], path: Path) -> None:
     """Over time: each request's cached share of its prompt, and that of all requests so far."""
-    figure, axes = _figure(1)
+    figure, axes = new_figure()
     times, shares, so_far = collect_cached_shares(result)
     if len(times):
         axes[0].scatter(times, 100 * shares, s=9, alpha=0.5, color="tab:blue", linewidths=0, label="one request")
@@ -43,12 +43,12 @@ def plot_cached_share(result: Mapping[str, Any], path: Path) -> None:
     else:
         axes[0].set_title(_NO_CACHE)
     axes[0].set(xlabel="sent after, s", ylabel="cached, % of the prompt's tokens", ylim=(-3, 103))
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_comparison(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path) -> None:
     """Share of requests whose first token came within so long, and the cached share so far; one line a result."""
-    figure, axes = _figure(2)
+    figure, axes = new_figure(2)
     for name, result in results:
         values = np.sort(collect_ttfts(result))
         axes[0].step(values, 100 * np.arange(1, len(values) + 1) / max(1, len(values)), where="post", label=name)
@@ -57,7 +57,7 @@ def plot_comparison(results: Sequence[tuple[str, Mapping[str, Any]]], path: Path
     axes[0].set(xlabel="time to first token, ms", ylabel="% of requests", xlim=(0, None), ylim=(0, 103))
     axes[1].set(xlabel="sent after, s", ylabel="cached so far, % of prompt tokens", ylim=(-3, 103))
     axes[0].legend(frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def collect_ttfts(result: Mapping[str, Any]) -> NDArray[np.float64]:
@@ -87,17 +87,19 @@ def _list(result: Mapping[str, Any], name: str) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _figure(count: int) -> "tuple[Figure, list[Axes]]":
+def new_figure(count: int = 1, flag: str = "") -> "tuple[Figure, list[Axes]]":
+    """An empty figure of `count` axes. Raises ConfigError with the fix, after `flag`, where matplotlib is not there."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'cairn-serve[bench]'") from error
+        raise ConfigError(f"{flag}plots need matplotlib: pip install 'cairn-serve[bench]'") from error
     figure = Figure(figsize=(6.4 * count, 4), layout="constrained", dpi=120)
     return figure, [figure.add_subplot(1, count, number + 1) for number in range(count)]
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: Path, flag: str = "the plot") -> None:
+    """Write it, in the format that the path ends in. Raises ConfigError naming `flag` and the path."""
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"the plot {path} cannot be written: {error}") from error
+        raise ConfigError(f"{flag} {path} cannot be written: {error}") from error

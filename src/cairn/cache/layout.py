@@ -13,8 +13,16 @@ are there where a state is stored in a smaller form than it has while it runs.
 """
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from msgspec import Meta
 
 __all__ = ["AttentionGroup", "CacheLayout"]
+
+# What `msgspec.convert` takes from a file, where a server has written down its layout.
+_Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+_Count = Annotated[int, Meta(ge=0, le=1 << 24)]
+_Positive = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +30,8 @@ class AttentionGroup:
     """Attention layers of one reach. `reach` None: every earlier token; otherwise the last `reach` tokens."""
 
     name: str
-    tokens_per_page: int
-    reach: int | None = None
+    tokens_per_page: _Positive
+    reach: _Positive | None = None
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold the first `num_tokens` tokens."""
@@ -39,15 +47,15 @@ class CacheLayout:
     `checkpoint_dtype`: how checkpoints have the recurrent state, a name of `kernels.state_encoding.ENCODINGS`.
     """
 
-    block_size: int
-    page_bytes: int
-    page_units: int
+    block_size: _Positive
+    page_bytes: _Size
+    page_units: _Positive
     groups: tuple[AttentionGroup, ...]
-    header_bytes: int
-    state_bytes: int
-    state_units: int
+    header_bytes: _Size
+    state_bytes: _Size
+    state_units: _Count
     checkpoint_dtype: str = "float32"
-    pages_per_checkpoint: int = field(init=False)
+    pages_per_checkpoint: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.page_bytes < 1:

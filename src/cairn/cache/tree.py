@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,7 +34,7 @@ NARROW, WIDE = 4, 8
 _NARROW_TOKENS = np.iinfo(np.int32)
 
 
-def _fit_narrow(keys: Keys) -> bool:
+def _fit_narrow(keys: NDArray[np.integer[Any]]) -> bool:
     if not len(keys):
         return True
     # one pass tells it of nearly all: none is negative, and none has a bit beyond the lower 31
@@ -54,7 +55,7 @@ class TokenKey:
 
     __slots__ = ("raw", "tokens", "width")
 
-    def __init__(self, keys: Keys) -> None:
+    def __init__(self, keys: NDArray[np.integer[Any]]) -> None:
         narrow = _fit_narrow(keys)
         self.width = NARROW if narrow else WIDE
         self.raw = bytearray(self.width * len(keys))

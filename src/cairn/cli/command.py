@@ -16,7 +16,7 @@ from cairn.cli.run import find_served_model, load_model_tokenizer, run_generatio
 from cairn.cli.words import rewrite_words
 from cairn.errors import CairnError, ConfigError
 from cairn.paths import check_encoding, check_output_file, check_working_folder
-from cairn.setting_types import SERVED_DTYPES, parse_count, parse_size
+from cairn.setting_types import SERVED_DTYPES, parse_count, size_flag
 
 if TYPE_CHECKING:
     from cairn.cli.run import LoadTokenizer
@@ -163,7 +163,7 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
         help="form in which checkpoints have the recurrent state; default: %(default)s",
     )
     check.add_argument(
-        "--kv-cache-memory-bytes", type=_size, default="1GiB", help="the pool to count with; default: %(default)s"
+        "--kv-cache-memory-bytes", type=size_flag, default="1GiB", help="the pool to count with; default: %(default)s"
     )
     check.add_argument("--max-model-len", type=_count, help="longest prompt and answer; default: the model's")
     check.add_argument(
@@ -190,7 +190,7 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     )
     check.add_argument(
         "--mm-encoder-cache-bytes",
-        type=_size,
+        type=size_flag,
         default="256MiB",
         help="with --gpu: most bytes of encoded images that are kept; default: %(default)s",
     )
@@ -216,13 +216,6 @@ def _count(text: str) -> int:
     return number
 
 
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
 def _gpu_memory(text: str) -> int:
     from cairn.check.report import GPU_MEMORY
 
@@ -230,7 +223,7 @@ def _gpu_memory(text: str) -> int:
     if known is not None:
         return known
     try:
-        return _size(text)
+        return size_flag(text)
     except argparse.ArgumentTypeError:
         names = ", ".join(GPU_MEMORY)
         raise argparse.ArgumentTypeError(f"{text!r} is not known: say its memory, as 80GiB, or {names}") from None

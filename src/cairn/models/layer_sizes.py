@@ -1,7 +1,9 @@
 """What layers' sizes decide besides their tensors, without torch: the cost of a token, and what is cached of it."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from msgspec import Meta
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.kernels.state_encoding import FLOAT32, StateEncoding
@@ -53,8 +55,8 @@ class ForwardSizes:
     expert and `experts per token` of the others; no embedding, and no output matrix, which only the last token of a
     prompt meets. `score_numbers`: of all attention layers, the elements of a token's queries."""
 
-    active_weights: int
-    score_numbers: int
+    active_weights: Annotated[int, Meta(ge=1, le=1 << 50)]
+    score_numbers: Annotated[int, Meta(ge=0, le=1 << 50)]
 
     def forward_flops(self, start: int, end: int) -> int:
         """Floating-point operations of computing the prompt's tokens [start, end).

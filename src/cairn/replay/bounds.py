@@ -25,7 +25,7 @@ class Paths:
 
     def shared(self, path: Ids) -> int:
         """The longest prefix of `path` (shape [u]) that is there, in units."""
-        return walk(self.root, _token_key(path)).ever_matched
+        return walk(self.root, TokenKey(path)).ever_matched
 
     def add(self, path: Ids, answer: Ids) -> None:
         """Add a prompt's path and the answer after it; a node ends where the prompt does."""
@@ -35,10 +35,10 @@ class Paths:
 
     def chain(self, path: Ids, answer: Ids) -> list[Node]:
         """The nodes along a path that has been added, in order."""
-        return walk(self.root, _token_key(np.concatenate([path, answer]))).evicted_tail
+        return walk(self.root, TokenKey(np.concatenate([path, answer]))).evicted_tail
 
     def _add(self, path: Ids) -> None:
-        key = _token_key(path)
+        key = TokenKey(path)
         walked = walk(self.root, key)
         node = walked.evicted_tail[-1] if walked.evicted_tail else self.root
         if walked.ever_matched < node.end:
@@ -47,10 +47,6 @@ class Paths:
             child = Node(node, key.slice_raw(walked.ever_matched, len(path)), walked.ever_matched, len(path))
             node.adopt(child)
             self.num_units += child.num_tokens
-
-
-def _token_key(path: Ids) -> TokenKey:
-    return TokenKey(path.astype(np.int64, copy=False))
 
 
 def unlimited_hits(trace: Trace) -> NDArray[np.int64]:

@@ -7,27 +7,28 @@ import time
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
 from rich.console import Console
 from rich.filesize import decimal
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from cairn.bench.plots import new_figure
 from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy
+from cairn.engine.request_log.header import LoggedPolicy
 from cairn.errors import ConfigError
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.paths import check_output_file
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import LAYOUT_NAMES, layout_for, sizes_for
 from cairn.replay.replay import Replay
-from cairn.replay.report import UNLIMITED, Report, Result, draw_plot, import_figure
-from cairn.replay.trace import LogHeader, Trace
+from cairn.replay.report import UNLIMITED, Report, Row, draw_plot, make_table
+from cairn.replay.trace import ReplayedServer
 from cairn.replay.traces import read_trace
-from cairn.setting_types import parse_size
+from cairn.setting_types import size_flag
 
 __all__ = ["POLICIES", "add_replay_flags", "run_replay"]
 
@@ -41,15 +42,9 @@ SWITCHED_OFF = "none"
 BLOCK_SIZE, MAX_NUM_BATCHED_TOKENS = 16, 8192
 
 POLICIES = MappingProxyType(
-    {
-        "auto": ("auto", "value"),
-        "align": ("align", "value"),
-        "all": ("all", "value"),
-        "junction": ("junction", "value"),
-        "lru": ("auto", "lru"),
-    }
+    {name: LoggedPolicy(name, "value", exact=False) for name in ("auto", "align", "all", "junction")}
+    | {"lru": LoggedPolicy("auto", "lru", exact=False)}
 )
-"""Name to placement and eviction."""
 
 DEFAULT_LAYOUT = "nemotron-3-nano"
 DEFAULT_SHARE = 0.1
@@ -69,7 +64,7 @@ def run_replay(arguments: argparse.Namespace) -> int:
 
     `arguments`: as `add_replay_flags` parses them. Raises ConfigError naming the flag, the file or the field.
     """
-    figure_class = import_figure() if arguments.plot is not None else None
+    figure = new_figure(flag="--plot: ")[0] if arguments.plot is not None else None
     if arguments.per_request and arguments.json is None:
         raise ConfigError("--per-request goes into a file: name it with --json FILE")
     for flag, path in (("--json", arguments.json), ("--plot", arguments.plot)):
@@ -83,29 +78,28 @@ def run_replay(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--max-num-batched-tokens must be from 64 to {1 << 24}, not {max_tokens}")
     layout_name, layout, sizes = _choose_layout(arguments, log)
     footprint = footprint_bytes(trace, layout)
-    budgets = _choose_budgets(arguments, log, footprint, layout)
-    report, results = Report(trace, layout_name, sizes, footprint), list[Result]()
+    report, rows = Report(trace, layout_name, sizes, footprint), list[Row]()
+    policies = POLICIES if log is None else {LOGGED: log.policy, **POLICIES}
     bars = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*bars, console=Console(stderr=True), transient=True) as progress:
-        for budget in budgets:
-            for name in arguments.policy or ((LOGGED,) if log is not None else ("auto",)):
+        for budget in _choose_budgets(arguments, log, footprint, layout):
+            for name in arguments.policy or [next(iter(policies))]:
                 task = progress.add_task(f"{name} {decimal(budget)}", total=len(trace.requests))
-                policy = _make_policy(name, trace, layout.block_size)
+                policy = _make_policy(policies[name], layout.block_size, trace.name)
                 replay = Replay(layout, budget, policy, max_tokens, _ThreadClock(), log)
                 outcome = replay.run(trace, lambda done: progress.update(progress.task_ids[-1], completed=done))
                 progress.remove_task(task)
-                results.append(Result(name, budget, np.array(outcome.hits, np.int64), outcome))
+                rows.append(report.row(name, budget, outcome.hits, outcome, arguments.per_request))
             if not arguments.no_bounds:
-                results.append(Result(UNLIMITED, budget, unlimited_hits(trace)))
+                rows.append(report.row(UNLIMITED, budget, unlimited_hits(trace), per_request=arguments.per_request))
     if arguments.json is not None:
-        fields = [report.to_json(result, arguments.per_request) for result in results]
         try:
-            arguments.json.write_text(json.dumps(fields, indent=1) + "\n", encoding="utf-8")
+            arguments.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"--json {arguments.json} cannot be written: {error}") from error
-    if figure_class is not None:
-        draw_plot(figure_class(figsize=(6, 3.5), layout="constrained"), arguments.plot, report, results)
-    _print_table(report.table(results))
+    if figure is not None:
+        draw_plot(figure, arguments.plot, rows)
+    _print_table(make_table(rows))
     return 0
 
 
@@ -117,7 +111,7 @@ def _print_table(table: Table) -> None:
     console.print(table)
 
 
-def _choose_layout(arguments: argparse.Namespace, log: LogHeader | None) -> tuple[str, CacheLayout, ForwardSizes]:
+def _choose_layout(arguments: argparse.Namespace, log: ReplayedServer | None) -> tuple[str, CacheLayout, ForwardSizes]:
     """Name, layout and forward sizes: those of the flags, else those of the log."""
     if log is not None and arguments.layout is None:
         for name in ("state_dtype", "checkpoint_dtype", "block_size"):
@@ -132,7 +126,7 @@ def _choose_layout(arguments: argparse.Namespace, log: LogHeader | None) -> tupl
 
 
 def _choose_budgets(
-    arguments: argparse.Namespace, log: LogHeader | None, footprint: int, layout: CacheLayout
+    arguments: argparse.Namespace, log: ReplayedServer | None, footprint: int, layout: CacheLayout
 ) -> tuple[int, ...]:
     """Bytes: those of the flags, else that of the log, else the default share of the footprint."""
     if arguments.budget is not None:
@@ -151,17 +145,13 @@ def _choose_budgets(
     return budgets
 
 
-def _make_policy(name: str, trace: Trace, block_size: int) -> CachePolicy:
-    if name != LOGGED or trace.header is None:
-        mode, eviction = POLICIES[name]
-        return CachePolicy(placement_for(mode, block_size, exact=False), eviction_for(eviction))
-    logged = trace.header.policy
+def _make_policy(policy: LoggedPolicy, block_size: int, trace_name: str) -> CachePolicy:
     try:
-        enabled = logged.placement != SWITCHED_OFF
-        placement = placement_for(logged.placement, block_size, logged.exact) if enabled else None
-        return CachePolicy(placement, eviction_for(logged.eviction), logged.exact)
+        enabled = policy.placement != SWITCHED_OFF
+        placement = placement_for(policy.placement, block_size, policy.exact) if enabled else None
+        return CachePolicy(placement, eviction_for(policy.eviction), policy.exact)
     except ValueError as error:
-        raise ConfigError(f"{trace.name}: its policy is not known here, name one with --policy: {error}") from error
+        raise ConfigError(f"{trace_name}: its policy is not known here, name one with --policy: {error}") from error
 
 
 def add_replay_flags(parser: argparse.ArgumentParser) -> None:
@@ -180,7 +170,9 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         "default: the state's own",
     )
     budget = parser.add_mutually_exclusive_group()
-    budget.add_argument("--budget", type=_size, metavar="BYTES", help="the cache's memory: 40GiB, 50GB or plain bytes")
+    budget.add_argument(
+        "--budget", type=size_flag, metavar="BYTES", help="the cache's memory: 40GiB, 50GB or plain bytes"
+    )
     budget.add_argument(
         "--budget-fraction",
         type=_share,
@@ -211,13 +203,6 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         help="draw hit rate over budget there, as SVG or PNG; needs matplotlib, which the extra `bench` brings",
     )
     parser.add_argument("--no-bounds", action="store_true", help="leave the line `unlimited` out")
-
-
-def _size(text: str) -> int:
-    try:
-        return parse_size(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _share(text: str) -> float:

@@ -3,6 +3,7 @@
 import gc
 import sys
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 
@@ -16,62 +17,6 @@ _SHARED = (type, ModuleType, FunctionType, BuiltinFunctionType, MethodType)
 """Kinds of objects that are there without any cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class TreeMemory:
-    """Memory of the radix trees and the cache policies.
-
-    `num_bytes`: all Python objects reachable from tree and policies, each counted once; `key_bytes`: key tokens among
-    them. `nodes`: of the trees; `ghosts`: those without pages. `page_runs`: pages that the nodes' tokens would fill,
-    the last one of each node counted as full.
-    """
-
-    num_bytes: int
-    key_bytes: int
-    nodes: int
-    ghosts: int
-    page_runs: int
-
-
-def tree_memory(cache: PrefixCache) -> TreeMemory:
-    """Measure it, in O(objects). The page pool, sequences and observers are not counted."""
-    block = cache.layout.block_size
-    nodes = ghosts = page_runs = key_bytes = 0
-    stack = list(cache.tree.roots.values())
-    while stack:
-        node = stack.pop()
-        nodes += 1
-        ghosts += not node.resident
-        page_runs += -(-node.num_tokens // block)
-        key_bytes += len(node.raw)
-        stack.extend(node.children)
-    return TreeMemory(_reachable_bytes(cache), key_bytes, nodes, ghosts, page_runs)
-
-
-def _reachable_bytes(cache: PrefixCache) -> int:
-    outside: list[object] = [
-        cache,
-        cache.pool,
-        cache.layout,
-        cache.counters,
-        cache.pinned.sequences,
-        cache.pinned.pins,
-        cache.pinned.steps,
-    ]
-    outside += [observer for observer in cache.tree.observers if observer is not cache.policy.eviction]
-    seen, total = {id(each) for each in outside}, 0
-    stack: list[object] = [cache.checkpoints, cache.policy]
-    while stack:
-        item = stack.pop()
-        if id(item) in seen or isinstance(item, _SHARED):
-            continue
-        seen.add(id(item))
-        total += sys.getsizeof(item)
-        stack.extend(gc.get_referents(item))
-        if isinstance(item, np.ndarray) and item.base is not None:
-            stack.append(item.base)
-    return total
-
-
 @dataclass(slots=True)
 class ReplayOutcome:
     """Counts of a replay, in tokens, requests, checkpoints, bytes and seconds.
@@ -79,7 +24,7 @@ class ReplayOutcome:
     `forward_passes`: prefill chunks. `lost`: every prompt token that was not hit, under one reason; those that no
     earlier request had are `never_seen`. `refused`: requests that the budget cannot hold. `hits`: cached tokens, by
     request. `taken`, `used`, `evicted`: checkpoints by kind. `peak_bytes`: the most memory of pages in use. `seconds`:
-    inside scheduler, cache and policies. `tree`: memory of the trees at the end.
+    inside scheduler, cache and policies. `tree`: memory of the trees at the end, see `tree_memory`.
     """
 
     prompt_tokens: int = 0
@@ -94,8 +39,43 @@ class ReplayOutcome:
     taken: Counter[Kind] = field(default_factory=Counter)
     used: Counter[Kind] = field(default_factory=Counter)
     evicted: Counter[Kind] = field(default_factory=Counter)
-    tree: TreeMemory | None = None
+    tree: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def microseconds_per_request(self) -> float:
         return 1e6 * self.seconds / max(1, len(self.hits))
+
+
+def tree_memory(cache: PrefixCache) -> dict[str, int]:
+    """Memory of the radix trees and the cache policies, in O(objects). The page pool, sequences and observers are not
+    counted.
+
+    `tree_bytes`: all Python objects reachable from tree and policies, each counted once. `tree_nodes`, and among them
+    `tree_ghosts`: those without pages. `tree_page_runs`: pages that the nodes' tokens would fill, the last one of each
+    node counted as full.
+    """
+    nodes = [*cache.tree.roots.values(), *cache.tree.nodes()]
+    return {
+        "tree_bytes": _reachable_bytes(cache),
+        "tree_nodes": len(nodes),
+        "tree_ghosts": sum(not node.resident for node in nodes),
+        "tree_page_runs": sum(-(-node.num_tokens // cache.layout.block_size) for node in nodes),
+    }
+
+
+def _reachable_bytes(cache: PrefixCache) -> int:
+    pinned, eviction = cache.pinned, cache.policy.eviction
+    outside = [cache, cache.pool, cache.layout, cache.counters, pinned.sequences, pinned.pins, pinned.steps]
+    outside += [observer for observer in cache.tree.observers if observer is not eviction]
+    seen, total = set(map(id, outside)), 0
+    stack: list[object] = [cache.checkpoints, cache.policy]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, _SHARED):
+            continue
+        seen.add(id(item))
+        total += sys.getsizeof(item)
+        stack.extend(gc.get_referents(item))
+        if isinstance(item, np.ndarray) and item.base is not None:
+            stack.append(item.base)
+    return total

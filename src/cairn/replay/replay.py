@@ -14,6 +14,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,7 +27,7 @@ from cairn.errors import InvalidRequest
 from cairn.replay.bounds import Paths
 from cairn.replay.other_servers import OtherServers
 from cairn.replay.outcome import ReplayOutcome, tree_memory
-from cairn.replay.trace import LogHeader, Timeline, Trace, TraceRequest, key_tokens
+from cairn.replay.trace import ReplayedServer, Trace, TraceRequest, key_tokens
 from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request, Spec
@@ -42,8 +43,6 @@ __all__ = ["Replay", "ReplayOutcome"]
 UNBOUNDED = 1 << 60
 """Tokens of a sequence, and requests that wait."""
 
-NO_TIMELINE = Timeline(0.0, 0.0, 0, sys.maxsize)
-
 
 @dataclass(slots=True, eq=False)
 class ReplayRequest:
@@ -56,19 +55,14 @@ class ReplayRequest:
     admitted: bool = False
     leaves: bool = False
 
-    @property
-    def timeline(self) -> Timeline:
-        return self.trace_request.timeline or NO_TIMELINE
 
-
-@dataclass(frozen=True, slots=True)
-class _Event:
+class _Event(NamedTuple):
     """After so many steps, `indices` arrive: several are answers to one prompt. Or, with `leaves`, their client is
     gone."""
 
     step: int
     seconds: float
-    indices: Sequence[int]
+    indices: list[int]
     leaves: bool = False
 
 
@@ -87,7 +81,7 @@ class Replay:
         policy: CachePolicy,
         max_tokens: int,
         clock: Clock,
-        log: LogHeader | None = None,
+        log: ReplayedServer | None = None,
         observer: TreeObserver | None = None,
     ) -> None:
         if max_tokens < GRID:
@@ -130,7 +124,10 @@ class Replay:
                 progress(number)
         else:
             self._serve_log(trace, progress)
-        return self.finish()
+        outcome, checkpoints = self.outcome, self.cache.checkpoints
+        outcome.taken, outcome.used = checkpoints.taken, self.cache.counters.used
+        outcome.evicted, outcome.tree = checkpoints.evicted, tree_memory(self.cache)
+        return outcome
 
     def serve(self, trace_request: TraceRequest, unit: int) -> int:
         """Serve one more request alone, from its arrival to its end. Returns its cached tokens, which are the last of
@@ -141,14 +138,6 @@ class Replay:
         self._submit({index: trace_request}, index)
         self._run_until(sys.maxsize)
         return self.outcome.hits[index]
-
-    def finish(self) -> ReplayOutcome:
-        """The outcome, completed with the counters of the cache."""
-        outcome, checkpoints = self.outcome, self.cache.checkpoints
-        outcome.taken, outcome.evicted = checkpoints.taken, checkpoints.evicted
-        outcome.used = self.cache.counters.used
-        outcome.tree = tree_memory(self.cache)
-        return outcome
 
     def _serve_log(self, trace: Trace, progress: Callable[[int], None]) -> None:
         requests, started = (*trace.requests, *trace.unserved), 0
@@ -174,31 +163,23 @@ class Replay:
     def _submit(self, answers: Mapping[int, TraceRequest], counted: int) -> None:
         """Hand over requests with the same prompt, whose cached tokens are counted at index `counted`."""
         first, name = next(iter(answers.values())), str(next(iter(answers)))
-        prompt, length = key_tokens(first.path, self._unit), first.num_prompt_tokens
-        specs, added = [], {}
+        prompt, specs = key_tokens(first.path, self._unit), list[Spec]()
         limit = max(1, self._scheduler.max_tokens_for(len(prompt)))
+        if first.timeline.received_end:
+            self._others.promised[name] = first.timeline.received_end
         for index, trace_request in answers.items():
             # the last token of an answer is sampled and not computed
             answer = [*key_tokens(trace_request.answer, self._unit).tolist(), 0]
-            request = ReplayRequest(counted, trace_request, answer)
-            added[RequestId(str(index))] = request
-            specs.append(_spec(RequestId(str(index)), request, prompt, min(limit, len(request.answer))))
-        if (end := (first.timeline or NO_TIMELINE).received_end) > 0:
-            self._others.promised[name] = end
-        self._requests |= added
+            specs.append(_spec(index, trace_request, prompt, min(limit, len(answer))))
+            self._requests[specs[-1].request_id] = ReplayRequest(counted, trace_request, answer)
         try:
-            if not len(prompt):
-                raise InvalidRequest("a prompt without a full unit never meets the cache", "prompt")
+            # a prompt without a full unit never meets the cache
             self._scheduler.submit(specs[0], specs[1:])
         except InvalidRequest:
-            for request_id in added:
-                del self._requests[request_id]
-            if counted >= len(self.outcome.hits):
-                return
-            self.outcome.refused += len(prompt) > 0
-            self.outcome.forward_passes += -(-length // self._config.max_num_batched_tokens)
-            reason = Reason.DISABLED if len(prompt) else Reason.NEVER_SEEN
-            self._count_prompt(counted, first, 0, 0, {reason: length})
+            for spec in specs:
+                del self._requests[spec.request_id]
+            if counted < len(self.outcome.hits):
+                self._count_refused(counted, first)
         self._poll()
 
     def _poll(self) -> None:
@@ -210,18 +191,19 @@ class Replay:
     def _leave(self, index: int) -> None:
         request_id = RequestId(str(index))
         request = self._requests.get(request_id)
-        if request is None:
-            return
-        if request.admitted or math.isinf(request.timeline.scheduled_time):
-            self._scheduler.abort(request_id)
-        else:
+        if request is not None and not request.admitted and math.isfinite(request.trace_request.timeline.scheduled):
             request.leaves = True
+        else:
+            self._scheduler.abort(request_id)
 
     def _run_until(self, step: int) -> None:
         """Plan and apply steps before this one of the log, and count the prompts that came in."""
         since = self._clock.now()
         while self._scheduler.has_work and self._num_steps < step + self._late:
-            self._run_step(step + self._late - self._num_steps)
+            skipped = self._scheduler.skip_plain_steps(step + self._late - self._num_steps, self._next_tokens)
+            self._num_steps += skipped
+            if not skipped:
+                self._run_step()
             self._poll()
         self.outcome.seconds += self._clock.now() - since
         if step < sys.maxsize:
@@ -233,12 +215,9 @@ class Replay:
         self._admitted.clear()
         self._ended.clear()
 
-    def _run_step(self, limit: int) -> None:
-        """Run one step to its end, or skip some, at most `limit`."""
-        skipped, pool = self._scheduler.skip_plain_steps(limit, self._next_tokens), self.cache.pool
-        if skipped:
-            self._num_steps += skipped
-            return
+    def _run_step(self) -> None:
+        """Plan as many steps as may be out, and run the oldest one to its end."""
+        pool = self.cache.pool
         while self._scheduler.can_plan:
             self._scheduler.plan()
             in_use = (pool.num_pages - pool.num_free) * self.cache.layout.page_bytes
@@ -247,7 +226,7 @@ class Replay:
         for progress in self._scheduler.apply(self._result(builder)):
             if progress.finish is not None:
                 # who came after it waits for it, as long as it may take
-                timeline = self._requests[progress.request.id].timeline
+                timeline = self._requests[progress.request.id].trace_request.timeline
                 self._late = max(self._late, self._num_steps - timeline.finished_step)
         for replayed, request in self._admitted:
             if replayed.leaves:
@@ -304,6 +283,13 @@ class Replay:
             start, count = chunk_end(start, end, most), count + 1
         return count
 
+    def _count_refused(self, index: int, trace_request: TraceRequest) -> None:
+        length, reason = trace_request.num_prompt_tokens, Reason.NEVER_SEEN
+        if len(trace_request.path):
+            self.outcome.refused, reason = self.outcome.refused + 1, Reason.DISABLED
+        self.outcome.forward_passes += -(-length // self._config.max_num_batched_tokens)
+        self._count_prompt(index, trace_request, 0, 0, {reason: length})
+
     def _count_prompt(
         self, index: int, trace_request: TraceRequest, hit: int, received: int, lost: Mapping[Reason, int]
     ) -> None:
@@ -329,11 +315,11 @@ class Replay:
         outcome.lost += Counter()  # drops reasons without tokens
 
 
-def _spec(request_id: RequestId, request: ReplayRequest, prompt: Keys, max_tokens: int) -> Spec:
-    trace_request, timeline = request.trace_request, request.timeline
+def _spec(index: int, trace_request: TraceRequest, prompt: Keys, max_tokens: int) -> Spec:
+    timeline = trace_request.timeline
     source = KvSource("", "", 0, end=timeline.received_end) if timeline.received_end else None
     return Spec(
-        request_id=request_id,
+        request_id=RequestId(str(index)),
         prompt=prompt,
         sampling=SamplingParams(),
         max_tokens=max_tokens,
@@ -348,18 +334,13 @@ def _spec(request_id: RequestId, request: ReplayRequest, prompt: Keys, max_token
 def _events(requests: Sequence[TraceRequest]) -> Iterable[_Event]:
     """Arrivals and departures of a log, in order. Answers to one prompt, which are named NAME, NAME/1, ..., arrive
     together."""
-    arrivals: dict[object, list[int]] = {}
-    events = []
+    arrivals, departures = dict[object, _Event](), list[_Event]()
     for index in sorted(range(len(requests)), key=lambda index: requests[index].arrived):
         request, timeline = requests[index], requests[index].timeline
-        assert timeline is not None
         base, _, number = request.name.rpartition("/")
         prompt = base if base and number.isdecimal() else request.name
-        arrivals.setdefault((timeline.arrived_step, prompt, request.path.tobytes()), []).append(index)
+        event = _Event(timeline.arrived_step, request.arrived, [])
+        arrivals.setdefault((event.step, prompt, request.path.tobytes()), event).indices.append(index)
         if not timeline.completed:
-            events.append(_Event(timeline.finished_step, timeline.finished_time, [index], leaves=True))
-    for indices in arrivals.values():
-        first = requests[indices[0]]
-        assert first.timeline is not None
-        events.append(_Event(first.timeline.arrived_step, first.arrived, indices))
-    return sorted(events, key=lambda event: (event.step, event.seconds))
+            departures.append(_Event(timeline.finished_step, timeline.finished, [index], leaves=True))
+    return sorted([*departures, *arrivals.values()], key=lambda event: (event.step, event.seconds))

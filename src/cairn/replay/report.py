@@ -1,86 +1,72 @@
-"""Results of replays, as JSON, as a table and as a plot."""
+"""Results of replays: figures by the names that the JSON has, and of them a table and a plot."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from rich.filesize import decimal
 from rich.table import Table
 
-from cairn.errors import ConfigError
+from cairn.bench.plots import save_figure
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.replay.outcome import ReplayOutcome
 from cairn.replay.trace import Trace
 
 UNLIMITED = "unlimited"
 
-_MIN_WIDTH = 24
-"""Letters of the column of reasons in a narrow table."""
+Row = Mapping[str, Any]
+"""One policy or reference line at one budget: figures by their names in the JSON."""
+
+LOST, LOST_WIDTH = "tokens lost to", 24
+"""The column of reasons, and its letters in a narrow table."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Result:
-    """One policy or reference line at one budget. `hits`: cached tokens, shape [requests]; reference lines have no
-    `outcome`."""
-
-    name: str
-    budget: int
-    hits: NDArray[np.int64]
-    outcome: ReplayOutcome | None = None
-
-    @property
-    def hit_tokens(self) -> int:
-        return int(self.hits.sum())
-
-
+@dataclass(frozen=True, slots=True)
 class Report:
-    """Shows results of one trace. `layout_name`: the value of --layout; `sizes`: of the whole model; `footprint`: bytes
-    of the whole trace."""
+    """Makes rows of one trace. `layout_name`: the value of --layout; `sizes`: of the whole model; `footprint`: bytes of
+    the whole trace."""
 
-    def __init__(self, trace: Trace, layout_name: str, sizes: ForwardSizes, footprint: int) -> None:
-        self._num_requests = sum(not request.is_parallel_sample for request in trace.requests)
-        self.trace = trace
-        self.layout_name = layout_name
-        self.footprint = footprint
-        self._sizes = sizes
-        self._lengths = np.array(
-            [0 if request.is_parallel_sample else request.num_prompt_tokens for request in trace.requests], np.int64
-        )
-        self.prompt_tokens = int(self._lengths.sum())
+    trace: Trace
+    layout_name: str
+    sizes: ForwardSizes
+    footprint: int
 
-    def hit_rate(self, result: Result) -> float:
-        return result.hit_tokens / max(1, self.prompt_tokens)
-
-    def flops(self, result: Result) -> tuple[int, int]:
-        """Forward FLOPs that the hits have saved, and those of the tokens that were computed."""
-        pairs = list(zip(result.hits.tolist(), self._lengths.tolist(), strict=True))
-        saved = sum(self._sizes.forward_flops(0, hit) for hit, _ in pairs)
-        return saved, sum(self._sizes.forward_flops(hit, length) for hit, length in pairs)
-
-    def to_json(self, result: Result, per_request: bool) -> dict[str, object]:
-        """Tokens, bytes, FLOPs and counts by their names; counts of kinds and reasons as objects."""
-        saved, computed = self.flops(result)
-        fields: dict[str, object] = {
-            "policy": result.name,
+    def row(
+        self,
+        name: str,
+        budget: int,
+        hits: Iterable[int],
+        outcome: ReplayOutcome | None = None,
+        per_request: bool = False,
+    ) -> Row:
+        """Tokens, bytes, FLOPs and counts; counts of kinds and reasons as objects. `hits`: cached tokens, by request;
+        reference lines have no `outcome`. Answers to a prompt that another one counts do not count."""
+        counted: list[dict[str, Any]] = [
+            {"request": request.name or number, "prompt_tokens": request.num_prompt_tokens, "cached_tokens": int(hit)}
+            for number, (request, hit) in enumerate(zip(self.trace.requests, hits, strict=True))
+            if not request.is_parallel_sample
+        ]
+        lengths, cached = ([each[field] for each in counted] for field in ("prompt_tokens", "cached_tokens"))
+        flops = self.sizes.forward_flops
+        fields: dict[str, Any] = {
+            "policy": name,
             "trace": self.trace.name,
             "layout": self.layout_name,
-            "budget_bytes": result.budget,
-            "budget_fraction": result.budget / self.footprint,
+            "budget_bytes": budget,
+            "budget_fraction": budget / self.footprint,
             "footprint_bytes": self.footprint,
-            "requests": self._num_requests,
-            "prompt_tokens": self.prompt_tokens,
-            "hit_tokens": result.hit_tokens,
-            "token_hit_rate": self.hit_rate(result),
-            "prefill_tokens": self.prompt_tokens - result.hit_tokens,
-            "flops_saved": saved,
-            "prefill_flops": computed,
-            "active_weights": self._sizes.active_weights,
+            "requests": len(counted),
+            "prompt_tokens": sum(lengths),
+            "hit_tokens": sum(cached),
+            "token_hit_rate": sum(cached) / max(1, sum(lengths)),
+            "prefill_tokens": sum(lengths) - sum(cached),
+            "flops_saved": sum(flops(0, hit) for hit in cached),
+            "prefill_flops": sum(flops(hit, length) for hit, length in zip(cached, lengths, strict=True)),
+            "active_weights": self.sizes.active_weights,
         }
-        if (outcome := result.outcome) is not None:
+        if outcome is not None:
             fields |= {
                 "forward_passes": outcome.forward_passes,
                 "checkpoints_taken": dict(sorted(outcome.taken.items())),
@@ -90,84 +76,61 @@ class Report:
                 "refused_requests": outcome.refused,
                 "peak_bytes": outcome.peak_bytes,
                 "microseconds_per_request": outcome.microseconds_per_request,
+                **outcome.tree,
             }
-            if outcome.tree is not None:
-                fields |= {
-                    "tree_bytes": outcome.tree.num_bytes,
-                    "tree_nodes": outcome.tree.nodes,
-                    "tree_ghosts": outcome.tree.ghosts,
-                    "tree_page_runs": outcome.tree.page_runs,
-                }
-        if per_request:
-            rows = enumerate(zip(self.trace.requests, result.hits.tolist(), strict=True))
-            fields["per_request"] = [
-                {"request": request.name or index, "prompt_tokens": request.num_prompt_tokens, "cached_tokens": tokens}
-                for index, (request, tokens) in rows
-                if not request.is_parallel_sample
-            ]
-        return fields
-
-    def table(self, results: Sequence[Result]) -> Table:
-        """One row a result."""
-        sizes = f"{self._num_requests} requests, {self.layout_name}, footprint {decimal(self.footprint)}"
-        table = Table(title=f"{self.trace.name}: {sizes}")
-        rows = [self._cells(result) for result in results]
-        names = ("policy", "budget", "hit rate", "prefill tokens", "FLOPs saved")
-        for place, name in enumerate((*names, "passes", "taken", "hit", "evicted", "peak", "µs")):
-            # however narrow the table: figures that are cut say something else
-            width = max(len(name), *(len(row[place]) for row in rows))
-            table.add_column(name, justify="left" if name == "policy" else "right", min_width=width)
-        table.add_column("tokens lost to", min_width=_MIN_WIDTH)
-        for row in rows:
-            table.add_row(*row)
-        return table
-
-    def _cells(self, result: Result) -> list[str]:
-        budget = f"{decimal(result.budget)} ({100 * result.budget / self.footprint:,.4g}%)"
-        flops = self.flops(result)
-        cells = [result.name, budget, f"{self.hit_rate(result):.4f}", f"{self.prompt_tokens - result.hit_tokens:,}"]
-        cells.append(f"{flops[0]:.2e} ({flops[0] / max(1, sum(flops)):.0%})")
-        outcome = result.outcome
-        if outcome is None:
-            return [*cells, *[""] * 7]
-        lost = [f"{reason} {number:,}" for reason, number in outcome.lost.most_common()]
-        lost += [f"{outcome.refused:,} requests refused"] if outcome.refused else []
-        return [
-            *cells,
-            f"{outcome.forward_passes:,}",
-            f"{outcome.taken.total():,}",
-            f"{outcome.used.total():,}",
-            f"{outcome.evicted.total():,}",
-            decimal(outcome.peak_bytes),
-            f"{outcome.microseconds_per_request:.0f}",
-            ", ".join(lost),
-        ]
+        return fields | ({"per_request": counted} if per_request else {})
 
 
-def import_figure() -> Any:
-    """matplotlib's class of figures. Raises ConfigError naming --plot if it is not installed."""
-    try:
-        return import_module("matplotlib.figure").Figure
-    except ImportError as error:
-        raise ConfigError("--plot needs matplotlib: pip install 'cairn-serve[bench]'") from error
+def make_table(rows: Sequence[Row]) -> Table:
+    """A row each, of one trace."""
+    first, cells = rows[0], [_cells(row) for row in rows]
+    sizes = f"{first['requests']} requests, {first['layout']}, footprint {decimal(first['footprint_bytes'])}"
+    table = Table(title=f"{first['trace']}: {sizes}")
+    for name in cells[0]:
+        # however narrow the table: figures that are cut say something else
+        width = max(len(name), *(len(row.get(name, "")) for row in cells)) if name != LOST else LOST_WIDTH
+        table.add_column(name, justify="left" if name in ("policy", LOST) else "right", min_width=width)
+    for row in cells:
+        table.add_row(*row.values())
+    return table
 
 
-def draw_plot(figure: Any, path: Path, report: Report, results: Sequence[Result]) -> None:
-    """Write hit rate over budget into a file, one line a policy, with the line `unlimited`. `figure`: an empty one of
-    matplotlib's. Raises ConfigError naming --plot."""
-    axes = figure.subplots()
-    for name in dict.fromkeys(result.name for result in results):
-        points = sorted((result.budget / 1e9, report.hit_rate(result)) for result in results if result.name == name)
+def _cells(row: Row) -> dict[str, str]:
+    """By the names of the columns."""
+    saved, flops = row["flops_saved"], row["flops_saved"] + row["prefill_flops"]
+    cells = {
+        "policy": row["policy"],
+        "budget": f"{decimal(row['budget_bytes'])} ({100 * row['budget_fraction']:,.4g}%)",
+        "hit rate": f"{row['token_hit_rate']:.4f}",
+        "prefill tokens": f"{row['prefill_tokens']:,}",
+        "FLOPs saved": f"{saved:.2e} ({saved / max(1, flops):.0%})",
+    }
+    if "forward_passes" not in row:
+        return cells
+    lost = [f"{reason} {number:,}" for reason, number in Counter[str](row["lost_tokens"]).most_common()]
+    lost += [f"{row['refused_requests']:,} requests refused"] if row["refused_requests"] else []
+    return cells | {
+        "passes": f"{row['forward_passes']:,}",
+        **{kind: f"{sum(row[f'checkpoints_{kind}'].values()):,}" for kind in ("taken", "hit", "evicted")},
+        "peak": decimal(row["peak_bytes"]),
+        "µs": f"{row['microseconds_per_request']:.0f}",
+        LOST: ", ".join(lost),
+    }
+
+
+def draw_plot(figure: Any, path: Path, rows: Sequence[Row]) -> None:
+    """Write hit rate over budget into a file, one line a policy, with the line `unlimited`. `figure`: one of
+    matplotlib's with empty axes. Raises ConfigError naming --plot."""
+    (axes,) = figure.axes
+    for name in dict.fromkeys(row["policy"] for row in rows):
+        points = sorted((row["budget_bytes"] / 1e9, row["token_hit_rate"]) for row in rows if row["policy"] == name)
         budgets, rates = zip(*points, strict=True)
         if name == UNLIMITED:
             axes.axhline(rates[0], color="grey", linestyle=":", label=name)
         else:
             axes.plot(budgets, rates, marker="o", label=name)
-    axes.set(xlabel="budget, GB", ylabel="token hit rate", title=f"{report.trace.name}, {report.layout_name}")
-    if len({result.budget for result in results}) > 1:
+    axes.set(xlabel="budget, GB", ylabel="token hit rate", title=f"{rows[0]['trace']}, {rows[0]['layout']}")
+    if len({row["budget_bytes"] for row in rows}) > 1:
         axes.set_xscale("log")
     axes.legend(frameon=False)
-    try:
-        figure.savefig(path)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--plot {path} cannot be written: {error}") from error
+    save_figure(figure, path, "--plot")

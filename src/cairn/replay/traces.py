@@ -1,20 +1,43 @@
-"""Requests of a trace. `cairn.trace_rows` explains two forms of files; in cairn's own form each line also has `s` (its
-session), `v` (whether its answer is part of a later prompt) and optionally `b` (where messages end). The third form is
-a server's own log: `cairn.replay.server_log`.
+"""Reads the requests of a trace, of three forms.
+
+`cairn.trace_rows` explains two of them; in cairn's own form each line also has `s` (its session), `v` (whether its
+answer is part of a later prompt) and optionally `b` (where messages end).
+
+The third form is a server's own log, whose fields `cairn.engine.request_log.log` describes. It has no tokens but a
+keyed hash of each token and all tokens before it. The hashes serve as token ids: two sequences share the first n hashes
+iff the originals share the first n tokens.
 """
 
 import heapq
+import math
 import zlib
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 
+from cairn.engine.request_log.header import VERSION
+from cairn.engine.request_log.lines import HASH_BYTES
 from cairn.errors import ConfigError
-from cairn.replay.server_log import read_server_log
-from cairn.replay.trace import MAX_TOKENS, MAX_UNIT, Trace, TraceRequest
+from cairn.replay.trace import (
+    MAX_TOKENS,
+    MAX_UNIT,
+    Count,
+    Ids,
+    Number,
+    Positive,
+    ReplayedServer,
+    Seconds,
+    Timeline,
+    Trace,
+    TraceRequest,
+)
 from cairn.trace_rows import TraceBounds, TraceRow, has_header, parse_integer, trace_lines, trace_rows
-from cairn.types import Boundary
+from cairn.types import Boundary, BoundaryKind
 
 __all__ = ["read_trace"]
 
@@ -52,17 +75,17 @@ def _read_lines(path: Path) -> Trace:
         raise ConfigError(f"{path} is empty: a trace has one JSON object a line")
     where, header = first
     if header.get("source") == "cairn":
-        return read_server_log(where, header, lines)
-    unit, parsed_rows = trace_rows(first, lines, _BOUNDS)
+        return _read_server_log(where, header, lines)
+    unit, rows = trace_rows(first, lines, _BOUNDS)
     if has_header(header):
-        name, rows = str(header.get("name", path.name)), [_parse_row(row, unit) for row in parsed_rows]
+        name, session_rows = str(header.get("name", path.name)), [_parse_row(row, unit) for row in rows]
     else:
         name = path.name.removesuffix(".gz").removesuffix(".jsonl")
         # Mooncake's say nothing of sessions: an answer may be seen again anywhere.
-        rows = [_SessionRow(row, None) for row in parsed_rows]
-    if not rows:
+        session_rows = [_SessionRow(row, None) for row in rows]
+    if not session_rows:
         raise ConfigError(f"{path} has a header and no requests")
-    return Trace(name, unit, _add_answers(rows, unit))
+    return Trace(name, unit, _add_answers(session_rows, unit))
 
 
 def _parse_row(row: TraceRow, unit: int) -> _SessionRow:
@@ -79,17 +102,15 @@ def _add_answers(rows: list[_SessionRow], unit: int) -> tuple[TraceRequest, ...]
     """Give each row its answer's content: that of the first later prompt that continues it, else content of its own."""
     followers = _find_followers(rows)
     requests, num_private = [], 0
-    for index, session_row in enumerate(rows):
-        row, start = session_row.row, len(session_row.row.ids)
+    for index, each in enumerate(rows):
+        row, start = each.row, len(each.row.ids)
         end = max(start, (row.num_in + row.num_out) // unit)
         if index in followers:
             answer = rows[followers[index]].row.ids[start:end]
         else:
             answer = -1 - np.arange(num_private, num_private + end - start, dtype=np.int64)
             num_private += end - start
-        requests.append(
-            TraceRequest(row.arrived, row.num_in, row.ids, answer, session_row.boundaries, session=session_row.session)
-        )
+        requests.append(TraceRequest(row.arrived, row.num_in, row.ids, answer, each.boundaries, session=each.session))
     return tuple(requests)
 
 
@@ -100,25 +121,127 @@ def _find_followers(rows: list[_SessionRow]) -> dict[int, int]:
     A row waits, under the last id of its path, for one with this id whose prompt is long enough; rows that need the
     shortest prompts are looked at first.
     """
-    single = rows[0].session is None or len({session_row.session for session_row in rows}) == len(rows)
+    single = rows[0].session is None or len({each.session for each in rows}) == len(rows)
     sessions: dict[int | None, dict[int, list[tuple[int, int]]]] = {}
     followers: dict[int, int] = {}
-    for index, session_row in enumerate(rows):
-        path, num_in = session_row.row.ids, session_row.row.num_in
-        waiting = sessions.setdefault(0 if single else session_row.session, {})
+    for index, each in enumerate(rows):
+        path, num_in = each.row.ids, each.row.num_in
+        waiting = sessions.setdefault(0 if single else each.session, {})
         for last in waiting.keys() & {_ANY, *path.tolist()}:
-            queue = waiting[last]
             others: list[tuple[int, int]] = []
-            while queue and queue[0][0] <= num_in:
-                min_length, earlier = heapq.heappop(queue)
-                start = rows[earlier].row.ids
+            while waiting[last] and waiting[last][0][0] <= num_in:
+                entry = heapq.heappop(waiting[last])
+                start = rows[entry[1]].row.ids
                 if np.array_equal(path[: len(start)], start):
-                    followers[earlier] = index
+                    followers[entry[1]] = index
                 else:
-                    others.append((min_length, earlier))
-            for other in others:
-                heapq.heappush(queue, other)
-        if session_row.reappears and (len(path) or not single):
+                    others.append(entry)
+            for entry in others:
+                heapq.heappush(waiting[last], entry)
+        if each.reappears and (len(path) or not single):
             last = int(path[-1]) if len(path) else _ANY
-            heapq.heappush(waiting.setdefault(last, []), (num_in + session_row.row.num_out, index))
+            heapq.heappush(waiting.setdefault(last, []), (num_in + each.row.num_out, index))
     return followers
+
+
+# -- a server's own log ------------------------------------------------------------------------------------------------
+
+
+class _Prompt(msgspec.Struct, frozen=True, rename={"num_in": "in", "num_out": "out"}):
+    """What a line says of prompt and answer; a `Timeline` is the rest of it."""
+
+    id: str
+    t: Seconds
+    num_in: Positive
+    num_out: Count
+    namespace: Number
+    block_hashes: list[Number]
+    token_hashes: bytes
+    prefix: tuple[Number, Positive] | None = None
+    boundaries: list[tuple[Positive, BoundaryKind, Count]] = []
+    parallel_sample: bool = False
+
+    def __post_init__(self) -> None:
+        if max((boundary[0] for boundary in self.boundaries), default=0) > self.num_in:
+            raise ValueError("`boundaries` must name tokens of the prompt")
+        if len(self.token_hashes) % HASH_BYTES:
+            raise ValueError(f"`token_hashes` must have {HASH_BYTES} bytes for each token")
+
+
+def _read_server_log(where: str, first: Mapping[str, Any], lines: Iterable[tuple[str, Mapping[str, Any]]]) -> Trace:
+    """The trace of a log with this first line, at `where`, and these others. They are sorted by the time when they were
+    scheduled; those that never were are `unserved`."""
+    if first.get("version") != VERSION:
+        raise ConfigError(
+            f"{where}: `version` {first.get('version')!r:.40} is not {VERSION}: another cairn has written this log; "
+            "record a new one with `cairn serve --request-log FILE`"
+        )
+    with _naming(where):
+        header = msgspec.convert(first, ReplayedServer)
+    sequences, requests = _Sequences(header.unit), list[TraceRequest]()
+    for place, raw in lines:
+        with _naming(place):
+            requests.append(_make_request(raw, sequences))
+    requests.sort(key=lambda request: request.timeline.scheduled)
+    num_served = sum(math.isfinite(request.timeline.scheduled) for request in requests)
+    if not num_served:
+        raise ConfigError(f"{where}: a header, and no request that was scheduled")
+    header = replace(header, max_in_flight=max(request.timeline.in_flight for request in requests))
+    return Trace(header.name, 1, tuple(requests[:num_served]), header, tuple(requests[num_served:]))
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}: write it as the server did, or take the line out") from error
+
+
+class _Sequences:
+    """The token hashes of all sequences so far, by the hashes at the ends of their blocks."""
+
+    def __init__(self, unit: int) -> None:
+        self._unit = unit
+        self._blocks: dict[int, tuple[Ids, int]] = {}
+
+    def add(self, line: _Prompt) -> Ids:
+        """The token hashes of a line's prompt and answer, shape [in + out]. Raises ValueError naming the field."""
+        length, prefix_length = line.num_in + line.num_out, 0
+        beginning: Ids = np.empty(0, np.uint16)
+        if line.prefix is not None:
+            block_hash, prefix_length = line.prefix
+            earlier, end = self._blocks.get(block_hash, (beginning, 0))
+            if end != prefix_length or prefix_length > length:
+                raise ValueError("`prefix` names no beginning of this length in a line above: lines were cut out")
+            beginning = earlier[:end]
+        hashes = np.frombuffer(line.token_hashes, "<u2")
+        if len(hashes) != length - prefix_length:
+            raise ValueError("`token_hashes` must have a hash for each token after `prefix`")
+        if len(line.block_hashes) != length // self._unit - prefix_length // self._unit:
+            raise ValueError("`block_hashes` must have a hash for each full unit of tokens after `prefix`")
+        sequence = np.concatenate([beginning, hashes])
+        for index, block_hash in enumerate(line.block_hashes, prefix_length // self._unit + 1):
+            self._blocks[block_hash] = sequence, index * self._unit
+        return sequence
+
+
+def _make_request(raw: Mapping[str, Any], sequences: _Sequences) -> TraceRequest:
+    """Of a line. Raises ValueError naming the field."""
+    line, timeline = msgspec.convert(raw, _Prompt), msgspec.convert(raw, Timeline)
+    if timeline.cached_tokens + timeline.received_tokens > line.num_in:
+        raise ValueError("`cached_tokens` and `received_tokens` must be tokens of the prompt")
+    tokens = sequences.add(line)
+    # the last token of an answer is sampled and not computed, unless its client left while that was under way
+    num_computed = max(line.num_in, line.num_in + line.num_out - timeline.completed)
+    return TraceRequest(
+        arrived=line.t,
+        num_prompt_tokens=line.num_in,
+        path=tokens[: line.num_in],
+        answer=tokens[line.num_in : num_computed],
+        boundaries=tuple(Boundary(*boundary) for boundary in line.boundaries),
+        name=line.id,
+        namespace=str(line.namespace) if line.namespace else None,
+        is_parallel_sample=line.parallel_sample,
+        timeline=timeline,
+    )

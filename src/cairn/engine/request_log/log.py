@@ -24,13 +24,13 @@ from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import CacheReport, EngineConfig, EngineInfo
 from cairn.engine.core_report import cache_report
 from cairn.engine.request_log.file import LogFile
+from cairn.engine.request_log.header import VERSION, LoggedPolicy, LogHeader
 from cairn.engine.request_log.lines import LogEntry, LogLines
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request
 from cairn.types import Clock
 
-VERSION = 3
 UNIT = 64
 """Tokens of a block hash."""
 KEY_BYTES = 32
@@ -158,21 +158,19 @@ def _new_lines(first: Mapping[str, object]) -> LogLines:
 def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: ForwardSizes) -> dict[str, object]:
     """What a replay has to know of the server: sizes in bytes and tokens, and in elements of matrices. `salted`: hashes
     are keyed."""
-    return {
-        "name": os.path.basename(os.path.normpath(info.model)),
-        "unit": UNIT,
-        "source": "cairn",
-        "version": VERSION,
-        "salted": True,
-        "layout": asdict(layout),
-        "forward_sizes": asdict(sizes),
-        "budget_bytes": info.cache.num_pages * layout.page_bytes,
-        "policy": {
-            "placement": info.cache.mamba_cache_mode if info.cache.enable_prefix_caching else "none",
-            "eviction": config.eviction,
-            "exact": info.exact,
-        },
-        "max_num_batched_tokens": config.max_num_batched_tokens,
-        "max_num_seqs": info.max_num_seqs,
-        "in_flight_sharing": config.in_flight_sharing,
-    }
+    log_header = LogHeader(
+        name=os.path.basename(os.path.normpath(info.model)),
+        unit=UNIT,
+        layout=layout,
+        forward_sizes=sizes,
+        budget_bytes=info.cache.num_pages * layout.page_bytes,
+        policy=LoggedPolicy(
+            placement=info.cache.mamba_cache_mode if info.cache.enable_prefix_caching else "none",
+            eviction=config.eviction,
+            exact=info.exact,
+        ),
+        max_num_seqs=info.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        in_flight_sharing=config.in_flight_sharing,
+    )
+    return {"source": "cairn", "version": VERSION, "salted": True, **asdict(log_header)}
