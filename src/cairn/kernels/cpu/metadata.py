@@ -120,7 +120,8 @@ def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
     memory, counts = np.empty(merges_begin + _MERGE * num_seqs, np.int32), np.empty(6, np.int64)
     address = memory.ctypes.data
     addresses = address, address + tiles_begin * memory.itemsize, address + merges_begin * memory.itemsize
-    lengths = (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
+    columns = (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
+    lengths = [np.ascontiguousarray(column, dtype=np.int32) for column in columns]
     _tabulate[None](1, 0, *(each.ctypes.data for each in lengths), num_seqs, *addresses, counts.ctypes.data)
     num_writes, num_tiles, num_merges, num_partials, max_rows, num_pairs = counts.tolist()
     writes, tiles, merges = (
