@@ -115,7 +115,8 @@ EXPORTED = {
     "cairn": "__version__",
     "cairn.errors": "AuditError CairnError ConfigError DownloadError EngineDead InvalidBody InvalidRequest LeasesFull "
     "ModelError NotFound Overloaded QueueFull RequestError",
-    "cairn.types": "Boundary BoundaryKind Clock Keys ManualClock Pages RequestId SamplingParams SystemClock",
+    "cairn.types": "Boundary BoundaryKind Clock Count Keys ManualClock Pages Positive RequestId SamplingParams Size "
+    "SystemClock",
     "cairn.step": "Admit DecodeRows GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED SampledToken Samples Save "
     "Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks",
     "cairn.cache.audit": "audit",

@@ -1,25 +1,36 @@
-"""Words that every room uses: ids, sampling parameters and the clock."""
+"""Words that every room uses: ids, sizes, sampling parameters and the clock."""
 
 import time
 from dataclasses import dataclass
-from typing import Literal, NewType, Protocol
+from typing import Annotated, Literal, NewType, Protocol
 
 import numpy as np
+from msgspec import Meta
 from numpy.typing import NDArray
 
 __all__ = [
     "Boundary",
     "BoundaryKind",
     "Clock",
+    "Count",
     "Keys",
     "ManualClock",
     "Pages",
+    "Positive",
     "RequestId",
     "SamplingParams",
+    "Size",
     "SystemClock",
 ]
 
 RequestId = NewType("RequestId", str)
+
+Count = Annotated[int, Meta(ge=0, le=1 << 24)]
+Positive = Annotated[int, Meta(ge=1, le=1 << 24)]
+"""A number of tokens, requests or the like; `msgspec.convert` refuses others in files, whoever has written them."""
+
+Size = Annotated[int, Meta(ge=0, le=1 << 50)]
+"""Bytes, likewise."""
 
 Keys = NDArray[np.int64]
 """Key tokens, shape [n]: vocabulary ids >= 0; negative ids are reserved for content that has no vocabulary id."""

@@ -13,16 +13,10 @@ are there where a state is stored in a smaller form than it has while it runs.
 """
 
 from dataclasses import dataclass, field
-from typing import Annotated
 
-from msgspec import Meta
+from cairn.types import Count, Positive, Size
 
 __all__ = ["AttentionGroup", "CacheLayout"]
-
-# What `msgspec.convert` takes from a file, where a server has written down its layout.
-_Size = Annotated[int, Meta(ge=0, le=1 << 50)]
-_Count = Annotated[int, Meta(ge=0, le=1 << 24)]
-_Positive = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +24,8 @@ class AttentionGroup:
     """Attention layers of one reach. `reach` None: every earlier token; otherwise the last `reach` tokens."""
 
     name: str
-    tokens_per_page: _Positive
-    reach: _Positive | None = None
+    tokens_per_page: Positive
+    reach: Positive | None = None
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold the first `num_tokens` tokens."""
@@ -47,13 +41,13 @@ class CacheLayout:
     `checkpoint_dtype`: how checkpoints have the recurrent state, a name of `kernels.state_encoding.ENCODINGS`.
     """
 
-    block_size: _Positive
-    page_bytes: _Size
-    page_units: _Positive
+    block_size: Positive
+    page_bytes: Size
+    page_units: Positive
     groups: tuple[AttentionGroup, ...]
-    header_bytes: _Size
-    state_bytes: _Size
-    state_units: _Count
+    header_bytes: Size
+    state_bytes: Size
+    state_units: Count
     checkpoint_dtype: str = "float32"
     pages_per_checkpoint: int = field(init=False, default=0)
 

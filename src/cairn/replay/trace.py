@@ -13,15 +13,13 @@ from msgspec import Meta
 from numpy.typing import NDArray
 
 from cairn.engine.request_log.header import LogHeader
-from cairn.types import Boundary, Keys
+from cairn.types import Boundary, Count, Keys, Positive
 
 MAX_UNIT = 1 << 16
 MAX_TOKENS = 1 << 24
 
 Ids = NDArray[np.integer[Any]]
 Number = Annotated[int, Meta(ge=0, lt=1 << 53)]
-Count = Annotated[int, Meta(ge=0, le=MAX_TOKENS)]
-Positive = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
 Seconds = Annotated[float, Meta(ge=0, le=1e15)]
 
 

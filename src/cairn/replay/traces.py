@@ -26,10 +26,8 @@ from cairn.errors import ConfigError
 from cairn.replay.trace import (
     MAX_TOKENS,
     MAX_UNIT,
-    Count,
     Ids,
     Number,
-    Positive,
     ReplayedServer,
     Seconds,
     Timeline,
@@ -37,7 +35,7 @@ from cairn.replay.trace import (
     TraceRequest,
 )
 from cairn.trace_rows import TraceBounds, TraceRow, has_header, parse_integer, trace_lines, trace_rows
-from cairn.types import Boundary, BoundaryKind
+from cairn.types import Boundary, BoundaryKind, Count, Positive
 
 __all__ = ["read_trace"]
 

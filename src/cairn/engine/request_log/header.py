@@ -7,11 +7,10 @@ from msgspec import Meta
 
 from cairn.cache.layout import CacheLayout
 from cairn.models.layer_sizes import ForwardSizes
+from cairn.types import Positive, Size
 
 VERSION = 3
 """Of the form. A log of another version is not read."""
-
-_Count = Annotated[int, Meta(ge=1, le=1 << 24)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +31,8 @@ class LogHeader:
     unit: Annotated[int, Meta(ge=1, le=1 << 16)]
     layout: CacheLayout
     forward_sizes: ForwardSizes
-    budget_bytes: Annotated[int, Meta(ge=0, le=1 << 50)]
+    budget_bytes: Size
     policy: LoggedPolicy
-    max_num_seqs: _Count
-    max_num_batched_tokens: _Count
+    max_num_seqs: Positive
+    max_num_batched_tokens: Positive
     in_flight_sharing: bool
