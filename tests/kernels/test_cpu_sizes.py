@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from cairn.kernels import cpu
 from cairn.kernels.batch import HostBatch
 from cairn.kernels.cpu import onednn, panels, products
-from cairn.kernels.cpu.metadata import SPLIT_TOKENS, TILE_ROWS, Table, build_metadata
+from cairn.kernels.cpu.metadata import (
+    MERGE_COLUMNS,
+    SPLIT_TOKENS,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    WRITE_COLUMNS,
+    Table,
+    build_metadata,
+)
 from cairn.kernels.staging import Staging
 from kernels.comparison import check_against_reference
 from kernels.kernel_calls import Call
@@ -71,13 +79,13 @@ def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
     )
     metadata = build_metadata(batch.host(), Staging())
     seen: dict[int, list[tuple[int, int]]] = {}
-    for first, rows, slot, position, key, end, partial in rows_of(metadata.tiles, 7):
+    for first, rows, slot, position, key, end, partial in rows_of(metadata.tiles, TILE_COLUMNS):
         sequence = batch.sequences[slot]
         assert first - batch.rows_of(slot).start == position - sequence.start
         assert end == position + rows or partial >= 0
         for row in range(first, first + rows):
             seen.setdefault(row, []).append((key, end))
-    num_parts = {row: count for row, _, count in rows_of(metadata.merges, 3)}
+    num_parts = {row: count for row, _, count in rows_of(metadata.merges, MERGE_COLUMNS)}
     assert sorted(seen) == list(range(batch.num_tokens))
     for row, parts in seen.items():
         parts.sort()
@@ -88,7 +96,7 @@ def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
 
 def test_rows_that_are_read_only_are_not_written() -> None:
     batch = RandomBatch((SequenceRows(0, 40, 1, kv_write_from=41),), (SequenceRows(1, 10, 30, kv_write_from=25),))
-    writes = rows_of(build_metadata(batch.host(), Staging()).writes, 3)
+    writes = rows_of(build_metadata(batch.host(), Staging()).writes, WRITE_COLUMNS)
     assert writes == [[row, 1, 10 + row - 1] for row in range(16, 31)]
 
 
@@ -130,7 +138,11 @@ def test_tables_have_every_row_in_its_order(
     host = RandomBatch(tuple(sequences[: len(decodes)]), tuple(sequences[len(decodes) :])).host()
     found = build_metadata(host, Staging())
     writes, tiles, merges = tables_of(host)
-    assert (rows_of(found.writes, 3), rows_of(found.tiles, 7), rows_of(found.merges, 3)) == (writes, tiles, merges)
+    assert (
+        rows_of(found.writes, WRITE_COLUMNS),
+        rows_of(found.tiles, TILE_COLUMNS),
+        rows_of(found.merges, MERGE_COLUMNS),
+    ) == (writes, tiles, merges)
     assert found.num_partials == sum(partial >= 0 for *_, partial in tiles)
     assert found.max_rows == max((rows for _, rows, *_ in tiles), default=0)
     assert found.num_pairs == sum(rows * (end - key) for _, rows, _, _, key, end, _ in tiles)

@@ -251,9 +251,11 @@ def measure_memory(
         images=0 if vision is None else vision.cache_bytes,
         graphs=graph_bytes,
     )
-    usable = f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {plan.usable}"
-    if asked is not None:
-        usable = f"--kv-cache-memory-bytes {asked} is given, of {total} bytes in all"
+    usable = (
+        f"--gpu-memory-utilization {config.gpu_memory_utilization:g} of {total} bytes is {plan.usable}"
+        if asked is None
+        else f"--kv-cache-memory-bytes {asked} is given, of {total} bytes in all"
+    )
     message = (
         f"{usable}; {plan.process} are taken, a step of {config.max_num_batched_tokens} tokens takes {step_bytes}, "
         f"logits take {plan.logits}, and CUDA graphs some {graph_bytes}"

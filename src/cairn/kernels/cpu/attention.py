@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel, record, row_args
-from cairn.kernels.cpu.metadata import CpuMetadata
+from cairn.kernels.cpu.metadata import MERGE_COLUMNS, TILE_COLUMNS, WRITE_COLUMNS, CpuMetadata
 from cairn.kernels.cpu.recording import call_again
 from cairn.kernels.cpu.recurrence import copy
 from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store
@@ -77,7 +77,8 @@ def _write(
     page_size: int, heads: int, dim: int,
 ) -> None:  # fmt: skip
     for i in range(begin, end):
-        row, slot, position = writes[3 * i], writes[3 * i + 1], writes[3 * i + 2]
+        entry = advance(writes, i * WRITE_COLUMNS)
+        row, slot, position = entry[0], entry[1], entry[2]
         token = _token_address(pages, advance(table, slot * table_row), page_size, position)
         for head in range(heads):
             copy(advance(x, row * x_row + head * x_head), advance(token, head * pages.head), dim)
@@ -208,7 +209,7 @@ def _attend(
     maxima = advance(scores, most * BLOCK)
     sums = advance(maxima, most)
     for item in range(begin, end):
-        tile, kv_head = advance(tiles, item // kv_heads * 7), item % kv_heads
+        tile, kv_head = advance(tiles, item // kv_heads * TILE_COLUMNS), item % kv_heads
         first_row, rows, slot, position = np.int64(tile[0]), np.int64(tile[1]), np.int64(tile[2]), np.int64(tile[3])
         first_key, end_key, partial = np.int64(tile[4]), np.int64(tile[5]), np.int64(tile[6])
         count = rows * per_kv
@@ -251,7 +252,7 @@ def _merge(begin: int, end: int, partials: Any, merges: Any, heads: int, dim: in
     """Items: rows whose keys were cut in parts, times heads."""
     weighted = np.empty(dim, np.float32)
     for item in range(begin, end):
-        merge, head = advance(merges, item // heads * 3), item % heads
+        merge, head = advance(merges, item // heads * MERGE_COLUMNS), item % heads
         first, count = np.int64(merge[1]), np.int64(merge[2])
         largest = _LOWEST
         for part in range(first, first + count):

@@ -32,8 +32,8 @@ class Table:
 _NO_WORK = Table(np.zeros(0, np.int32), 0, 0)
 """Of a batch that is to be recorded: `CpuGraphs.set_lengths` has its lengths before it is computed."""
 
-_WRITE, _TILE, _MERGE = 3, 7, 3
-"""Columns."""
+WRITE_COLUMNS, TILE_COLUMNS, MERGE_COLUMNS = 3, 7, 3
+"""Of the tables of `CpuMetadata`."""
 
 
 @dataclass(slots=True)
@@ -64,7 +64,7 @@ class CpuMetadata:
 def _put_tile(
     tiles: Any, index: int, first: int, rows: int, slot: int, position: int, key: int, end: int, partial: int
 ) -> None:
-    tile = advance(tiles, _TILE * index)
+    tile = advance(tiles, TILE_COLUMNS * index)
     tile[0], tile[1], tile[2], tile[3], tile[4], tile[5], tile[6] = first, rows, slot, position, key, end, partial
 
 
@@ -80,12 +80,12 @@ def _tabulate(
         first, slot, start, seq_end = int(cu_seqlens[i]), int(slots[i]), int(starts[i]), int(ends[i])
         num_rows = int(cu_seqlens[i + 1]) - first
         for row in range(max(0, int(write_from[i]) - start), num_rows):
-            write = advance(writes, _WRITE * num_writes)
+            write = advance(writes, WRITE_COLUMNS * num_writes)
             write[0], write[1], write[2] = first + row, slot, start + row
             num_writes += 1
         if num_rows == 1 and seq_end > SPLIT_TOKENS:
             num_parts = -(-seq_end // SPLIT_TOKENS)
-            merge = advance(merges, _MERGE * num_merges)
+            merge = advance(merges, MERGE_COLUMNS * num_merges)
             merge[0], merge[1], merge[2] = first, num_partials, num_parts
             num_merges += 1
             for part in range(num_parts):
@@ -116,8 +116,8 @@ def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
     num_seqs, num_tokens = host.num_seqs, host.num_tokens
     # There are at most as many: rows are cut by their number, and one alone by its keys.
     most_tiles = 2 * num_seqs + num_tokens // TILE_ROWS + int(host.seq_lens.sum(dtype=np.int64)) // SPLIT_TOKENS
-    tiles_begin, merges_begin = _WRITE * num_tokens, _WRITE * num_tokens + _TILE * most_tiles
-    memory, counts = np.empty(merges_begin + _MERGE * num_seqs, np.int32), np.empty(6, np.int64)
+    tiles_begin, merges_begin = WRITE_COLUMNS * num_tokens, WRITE_COLUMNS * num_tokens + TILE_COLUMNS * most_tiles
+    memory, counts = np.empty(merges_begin + MERGE_COLUMNS * num_seqs, np.int32), np.empty(6, np.int64)
     address = memory.ctypes.data
     addresses = address, address + tiles_begin * memory.itemsize, address + merges_begin * memory.itemsize
     columns = (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
