@@ -5,15 +5,16 @@ One step is `plan = scheduler.plan()`, `runner.launch(plan)`, `runner.sample(pla
 collected: of this one it needs on the device what was sampled, and nothing on the host. The runner carries a plan out
 in this order:
 
-    admits -> copies -> restores -> saves -> table updates -> rows (one forward pass, which also fills snapshots)
-    -> samples
+    admits -> copies -> restores -> folds -> saves -> table updates -> rows (one forward pass, which also fills
+    snapshots) -> samples
 
     admits         a request begins in a slot: its block tables, sampling parameters and images, until the next admit
     copies         page -> page        copy on write
     restores       pages -> slot       a hit: the checkpoint becomes the running state
+    folds          slot -> slot        the running state goes on by the drafts that the last plan has verified
     saves          slot -> pages       the running state as it is before the forward pass
     table updates  pages into a slot's block tables: growth and copy on write
-    rows           the batch of the forward pass: decode rows, then prefill rows
+    rows           the batch of the forward pass: decode rows, then verify rows, then prefill rows
     snapshots      (row, position) -> pages, the state as it was at `position` inside the pass
     samples        tokens sampled from slots' final hidden states, with or without a row in this step (`sample`)
 
@@ -24,7 +25,7 @@ step that last names it has been applied. What a slot's admit said is not said a
 Plans go to the other ranks as they are (`cairn.engine.ranks.wire`), so integers have the ranges that are read there.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -39,6 +40,8 @@ __all__ = [
     "SAMPLED",
     "Admit",
     "DecodeRows",
+    "Fold",
+    "FoldSnapshot",
     "Image",
     "Logprobs",
     "PageCopy",
@@ -55,6 +58,8 @@ __all__ = [
     "TableUpdate",
     "TokenMask",
     "TokenMasks",
+    "VerifiedTokens",
+    "VerifyRow",
 ]
 
 GRID = 64
@@ -67,8 +72,9 @@ of the slot's stop tokens the sequence has ended: the row is computed, and the s
 TokenMask = NDArray[np.int32]
 """Which tokens may come, one bit each, shape [(vocab + 31) // 32]: token t is bit t % 32 of word t // 32."""
 
-TokenMasks = Mapping[int, TokenMask]
-"""By slot: the tokens that may come, before anything else is looked at; all where a slot has none."""
+TokenMasks = Mapping[int, TokenMask | Sequence[TokenMask | None]]
+"""By slot: the tokens that may come, before anything else is looked at; all where a slot has none. Of a verify row one
+mask for each of its tokens, None for all tokens."""
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A slot, page, position or count."""
@@ -219,11 +225,51 @@ class DecodeRows:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class VerifyRow:
+    """The newest token of the sequence in `slot`, which stands at `start`, and drafts of those after it, each through
+    the decode kernels as if it were right. Their keys and values are written; the slot's state stays as it was, until
+    the next plan folds those into it that were right.
+
+    `tokens`: shape [1 + drafts], one draft at least. A token is sampled after the first one, and after each draft that
+    equals what was sampled before it: see `VerifiedTokens`. `kv_write_from`: as of a prefill row. `min_tokens_until`:
+    no stop token may be sampled at a position before this one.
+    """
+
+    slot: Index
+    start: Index
+    tokens: Keys
+    kv_write_from: Index
+    min_tokens_until: Index = 0
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.tokens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FoldSnapshot:
+    """Write the state after token `position - 1` to state pages, inside a fold."""
+
+    position: Index
+    pages: Pages
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fold:
+    """The state in `slot`, as it was before its verify row in the plan before this one, goes on by the first
+    `num_tokens` tokens of that row, one at least. `snapshots`: by position, all of them in these tokens."""
+
+    slot: Index
+    num_tokens: Index
+    snapshots: tuple[FoldSnapshot, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Snapshot:
     """Write the state after token `position - 1` of row number `row` to state pages, inside the pass.
 
-    Decode rows are numbered first, then prefill rows. `start < position <= end` of the row; the state then resumes the
-    sequence at `position`.
+    Decode rows are numbered first, then verify rows, then prefill rows. `start < position <= end` of the row; the state
+    then resumes the sequence at `position`. Never of a verify row: see `Fold`.
     """
 
     row: Index
@@ -260,16 +306,23 @@ class StepPlan:
     admits: tuple[Admit, ...] = ()
     copies: tuple[PageCopy, ...] = ()
     restores: tuple[Restore, ...] = ()
+    folds: tuple[Fold, ...] = ()
     saves: tuple[Save, ...] = ()
     table_updates: tuple[TableUpdate, ...] = ()
     decodes: DecodeRows = field(default_factory=DecodeRows)
+    verifies: tuple[VerifyRow, ...] = ()
     prefills: tuple[PrefillRow, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
     samples: Samples = field(default_factory=Samples)
 
     @property
     def num_seqs(self) -> int:
-        return len(self.decodes) + len(self.prefills)
+        return len(self.decodes) + len(self.verifies) + len(self.prefills)
+
+    @property
+    def long_rows(self) -> "tuple[VerifyRow | PrefillRow, ...]":
+        """The rows after the decodes, in their order."""
+        return (*self.verifies, *self.prefills)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -300,12 +353,23 @@ class Scored:
     logprobs: Logprobs = field(compare=False)
 
 
+@dataclass(frozen=True, slots=True)
+class VerifiedTokens:
+    """What a verify row in `slot` gave: `tokens`, shape [n], one more than the drafts that were right, which they begin
+    with. `logprobs`: of these tokens, where they were asked for."""
+
+    slot: int
+    tokens: tuple[int, ...]
+    logprobs: Logprobs | None = field(default=None, compare=False)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What the step with the same number gave, in plan order.
 
     `slots`: of the plan's samples. `tokens`: what was sampled in each. `logprobs`: of these tokens, by slot, where they
-    were asked for; rank 0 alone has them. `scored`: one entry for each `PrefillRow.score`.
+    were asked for; rank 0 alone has them. `scored`: one entry for each `PrefillRow.score`. `verified`: one for each
+    verify row.
 
     `advanced`: bool [decodes], whether each decode row has taken the sequence of its slot a token further. One that
     continues with a stop token, sampled by a step that was still out, has not: nobody but the runner knew.
@@ -317,6 +381,7 @@ class StepResult:
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     scored: tuple[Scored, ...] = ()
     advanced: NDArray[np.bool_] = field(default_factory=_no_flags)
+    verified: tuple[VerifiedTokens, ...] = ()
 
     @property
     def sampled(self) -> tuple[SampledToken, ...]:

@@ -42,6 +42,8 @@ class HostBatch:
     snapshot_seqs: Int32Array
     snapshot_offsets: Int32Array
     max_seq_len: int | None = None
+    num_verifies: int = 0
+    is_fold: bool = False
 
     @classmethod
     def captured(cls, num_decodes: int, max_seq_len: int) -> "HostBatch":
@@ -59,6 +61,16 @@ class HostBatch:
     def num_tokens(self) -> int:
         """T."""
         return int(self.cu_seqlens[-1])
+
+    @property
+    def first_prefill(self) -> int:
+        """The number of the first prefill sequence."""
+        return self.num_decodes + self.num_verifies
+
+    @property
+    def num_decode_tokens(self) -> int:
+        """Tokens in the one-token form: the first ones of the batch."""
+        return int(self.cu_seqlens[self.first_prefill])
 
     @property
     def num_snapshots(self) -> int:

@@ -39,10 +39,23 @@ class GatedDeltaNet:
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]. Moves the live states of the batch's slots on by
         its tokens."""
-        rows, states = hidden.shape[0], memory.recurrent[self.layer]
+        projected = self.in_proj(hidden, batch)
+        if batch.host.num_verifies:
+            memory.keep_inputs(projected, self.fold)
+        y, gate = self._scan(projected, batch, memory)
+        out = self.kernels.rms_norm_then_gate(y, gate, self.norm.weight, self.norm.eps)
+        return self.out_proj(out if self.output_slice is None else out[:, self.output_slice].contiguous(), batch)
+
+    def fold(self, projected: Tensor, batch: Batch, memory: Memory) -> None:
+        """See `Memory.keep_inputs`: `projected` is what `in_proj` gave."""
+        self._scan(projected, batch, memory)
+
+    def _scan(self, projected: Tensor, batch: Batch, memory: Memory) -> tuple[Tensor, Tensor]:
+        """y [rows, value heads, value dim] and the output gate [rows, value heads * value dim]."""
+        rows, states = projected.shape[0], memory.recurrent[self.layer]
         keys, values = self.num_key_heads * self.key_dim, self.num_value_heads * self.value_dim
         widths = [2 * keys + values, values, self.num_value_heads, self.num_value_heads]
-        channels, gate, beta, dt = torch.split(self.in_proj(hidden, batch), widths, dim=-1)
+        channels, gate, beta, dt = torch.split(projected, widths, dim=-1)
         channels, conv_snapshots = self.kernels.conv(channels, self.conv, None, states.conv, batch)
         q, k, v = torch.split(channels, [keys, keys, values], dim=-1)
         y, state_snapshots = self.kernels.gdn(
@@ -57,5 +70,4 @@ class GatedDeltaNet:
             batch,
         )
         memory.write_snapshots(self.layer, conv_snapshots, state_snapshots)
-        out = self.kernels.rms_norm_then_gate(y, gate, self.norm.weight, self.norm.eps)
-        return self.out_proj(out if self.output_slice is None else out[:, self.output_slice].contiguous(), batch)
+        return y, gate

@@ -39,9 +39,21 @@ class Mamba2:
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]. Moves the live states of the batch's slots on by
         its tokens."""
-        rows, states = hidden.shape[0], memory.recurrent[self.layer]
+        projected = self.in_proj(hidden, batch)
+        if batch.host.num_verifies:
+            memory.keep_inputs(projected, self.fold)
+        y, gate = self._scan(projected, batch, memory)
+        return self.out_proj(self.norm(y, gate), batch)
+
+    def fold(self, projected: Tensor, batch: Batch, memory: Memory) -> None:
+        """See `Memory.keep_inputs`: `projected` is what `in_proj` gave."""
+        self._scan(projected, batch, memory)
+
+    def _scan(self, projected: Tensor, batch: Batch, memory: Memory) -> tuple[Tensor, Tensor]:
+        """y and gate, both [rows, inner]."""
+        rows, states = projected.shape[0], memory.recurrent[self.layer]
         inner, bc = self.num_heads * self.head_dim, self.num_groups * self.state_size
-        gate, channels, dt = torch.split(self.in_proj(hidden, batch), [inner, inner + 2 * bc, self.num_heads], dim=-1)
+        gate, channels, dt = torch.split(projected, [inner, inner + 2 * bc, self.num_heads], dim=-1)
         channels, conv_snapshots = self.kernels.conv(channels, self.conv, self.conv_bias, states.conv, batch)
         x, b, c = torch.split(channels, [inner, bc, bc], dim=-1)
         y, state_snapshots = self.kernels.ssd(
@@ -57,4 +69,4 @@ class Mamba2:
             batch,
         )
         memory.write_snapshots(self.layer, conv_snapshots, state_snapshots)
-        return self.out_proj(self.norm(y.flatten(1), gate), batch)
+        return y.flatten(1), gate

@@ -4,7 +4,7 @@ A model declares a `MemorySpec`; the runner allocates pages and slots by it and 
 Only the model knows which kind of layer an entry belongs to.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -13,6 +13,8 @@ from cairn.kernels.state_encoding import StateEncoding, UnitBytes
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+    from cairn.kernels.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,10 @@ class RecurrentLayer:
     state: "Tensor"
 
 
+FoldLayer = Callable[["Tensor", "Batch", "Memory"], None]
+"""Takes the states of a recurrent layer on by the tokens of a fold batch: see `Memory.keep_inputs`."""
+
+
 class Memory(Protocol):
     """What a forward pass reads and writes. Layer numbers count the layers of that kind from 0."""
 
@@ -109,4 +115,9 @@ class Memory(Protocol):
     def write_snapshots(self, layer: int, conv: "Tensor", state: "Tensor") -> None:
         """Put recurrent layer `layer`'s states away as the batch's snapshots: conv [N, columns, channels] and state
         [N, *spec.state], in the batch's order; N may be 0."""
+        ...
+
+    def keep_inputs(self, inputs: "Tensor", fold: FoldLayer) -> None:
+        """A recurrent layer's raw inputs [T, ...] of a batch that verifies drafts. Once it is known which drafts were
+        right, `fold` is called with the inputs of these tokens and a fold batch of them."""
         ...

@@ -29,8 +29,18 @@ class ShortConv:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]. Moves the convolution's last inputs of the
         batch's slots on by its tokens."""
         b, c, x = self.in_proj(hidden, batch).chunk(3, dim=-1)
+        inputs = b * x
+        if batch.host.num_verifies:
+            memory.keep_inputs(inputs, self.fold)
+        return self.out_proj(self._convolve(inputs, batch, memory).to(hidden.dtype).mul_(c), batch)
+
+    def fold(self, inputs: Tensor, batch: Batch, memory: Memory) -> None:
+        """See `Memory.keep_inputs`: `inputs` are the convolution's."""
+        self._convolve(inputs, batch, memory)
+
+    def _convolve(self, inputs: Tensor, batch: Batch, memory: Memory) -> Tensor:
         states = memory.recurrent[self.layer]
-        mixed, snapshots = self.kernels.conv(b * x, self.conv, self.conv_bias, states.conv, batch, silu=False)
+        mixed, snapshots = self.kernels.conv(inputs, self.conv, self.conv_bias, states.conv, batch, silu=False)
         # There is no state beside the convolution's inputs.
         memory.write_snapshots(self.layer, snapshots, states.state.new_empty(len(snapshots), *states.state.shape[1:]))
-        return self.out_proj(mixed.to(hidden.dtype).mul_(c), batch)
+        return mixed

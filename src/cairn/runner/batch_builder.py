@@ -111,13 +111,13 @@ class SlotTensors:
 
 
 def host_batch(plan: StepPlan, snapshots: Sequence[Snapshot]) -> HostBatch:
-    """The lengths of a plan's rows, decode rows first. `snapshots`: the plan's, by row and position."""
+    """The lengths of a plan's rows, in their order. `snapshots`: the plan's, by row and position."""
     decodes = plan.decodes
     slots, starts, write_from = decodes.slots, decodes.positions, decodes.kv_write_from
     ends, num_decodes = starts + 1, len(decodes)
     cu_seqlens = np.arange(num_decodes + 1, dtype=np.int32)
-    if plan.prefills:
-        rows = [(row.slot, row.start, row.kv_write_from, row.end) for row in plan.prefills]
+    if plan.long_rows:
+        rows = [(row.slot, row.start, row.kv_write_from, row.end) for row in plan.long_rows]
         columns = zip((slots, starts, write_from, ends), np.array(rows, np.int32).T, strict=True)
         slots, starts, write_from, ends = (np.concatenate(column) for column in columns)
         cu_seqlens = np.zeros(len(slots) + 1, np.int32)
@@ -136,6 +136,7 @@ def host_batch(plan: StepPlan, snapshots: Sequence[Snapshot]) -> HostBatch:
         kv_write_from=write_from,
         snapshot_seqs=snapshot_seqs,
         snapshot_offsets=snapshot_offsets,
+        num_verifies=len(plan.verifies),
     )
 
 
@@ -146,17 +147,17 @@ class BatchBuilder:
     def __init__(
         self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], kernels: Kernels, staging: Staging
     ) -> None:
-        """`inputs`: of each row, decode rows first; None for a row of text alone."""
+        """`inputs`: of each row, in their order; None for a row of text alone."""
         self.snapshots = sorted(plan.snapshots, key=lambda snapshot: (snapshot.row, snapshot.position))
         host = self.host = host_batch(plan, self.snapshots)
-        tokens = plan.decodes.tokens
-        if plan.prefills:
+        tokens, others = plan.decodes.tokens, plan.long_rows
+        if others:
             # Placeholders of images are below 0.
-            tokens = np.concatenate([tokens, *(np.maximum(row.tokens, 0) for row in plan.prefills)])
+            tokens = np.concatenate([tokens, *(np.maximum(row.tokens, 0) for row in others)])
         self._continues = plan.decodes.continues
         first = host.cu_seqlens[:-1]
         positions = np.empty((3, host.num_tokens), np.int64)
-        if plan.prefills:
+        if others:
             positions[:] = np.arange(host.num_tokens) + np.repeat(host.seq_starts - first, np.diff(host.cu_seqlens))
         else:
             positions[:] = host.seq_starts

@@ -131,11 +131,11 @@ class DecodeGraphs:
         self._recorder, self._sizes, self._passes = None, (), {}
 
     def size_for(self, plan: StepPlan) -> int | None:
-        """The size that the plan's rows are padded to; None where they are not replayed: prefill, and more rows than
-        the largest size. None, too, from a request with more stop tokens than there was room for on: the tensor is
+        """The size that the plan's rows are padded to; None where they are not replayed: prefill, drafts, and more rows
+        than the largest size. None, too, from a request with more stop tokens than there was room for on: the tensor is
         another one then."""
         num_seqs = len(plan.decodes)
-        if not self._sizes or plan.prefills or not 0 < num_seqs <= self._sizes[-1]:
+        if not self._sizes or plan.verifies or plan.prefills or not 0 < num_seqs <= self._sizes[-1]:
             return None
         width = self._stop_tokens.shape[1]
         if self._slot_tensors.stop_tokens is not self._stop_tokens or any(

@@ -1,6 +1,6 @@
 """The requests in the runner's slots: what their admits said, and the tokens sampled since. Numpy alone, no torch."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.keys import KeyBuffer
-from cairn.step import SAMPLED, Admit, DecodeRows, StepPlan, TokenMasks
+from cairn.step import SAMPLED, Admit, DecodeRows, StepPlan, TokenMask, TokenMasks, VerifiedTokens
 from cairn.types import Keys
 
 TABLE_ENTRY_BYTES = 8 + 4
@@ -67,19 +67,36 @@ class InputBatch:
         for slot, position, bans in zip(
             columns.slots.tolist(), columns.positions.tolist(), columns.bans_stop_tokens.tolist(), strict=True
         ):
-            state = self._slot(slot)
-            admit, history = state.admit, None if state.history is None else state.history.keys
-            if history is not None and len(history) != position:
+            mask = masks.get(slot)
+            assert mask is None or isinstance(mask, np.ndarray), f"slot {slot}: several masks for one sample"
+            yield self.metadata_of(slot, position, mask, bans)
+
+    def metadata_of(
+        self, slot: int, position: int, mask: TokenMask | None, bans_stop_tokens: bool, sampled: Sequence[int] = ()
+    ) -> SamplingMetadata:
+        """Of the token at `position`. `sampled`: those right before it that the step at hand has sampled itself. Raises
+        as `sampling_metadata`."""
+        state = self._slot(slot)
+        admit, history = state.admit, None if state.history is None else state.history.keys
+        if history is not None:
+            if len(history) + len(sampled) != position:
                 raise LookupError(f"slot {slot}: {len(history)} tokens are known of the {position} before the sample")
-            yield SamplingMetadata(
-                admit.sampling,
-                position,
-                allowed_mask=masks.get(slot),
-                banned_tokens=admit.stop_token_ids if bans else (),
-                history=history,
-                num_prompt_tokens=admit.num_prompt_tokens if history is not None else 0,
-                logprobs=admit.logprobs,
-            )
+            if sampled:
+                history = np.concatenate([history, np.array(sampled, np.int64)])
+        return SamplingMetadata(
+            admit.sampling,
+            position,
+            allowed_mask=mask,
+            banned_tokens=admit.stop_token_ids if bans_stop_tokens else (),
+            history=history,
+            num_prompt_tokens=admit.num_prompt_tokens if history is not None else 0,
+            logprobs=admit.logprobs,
+        )
+
+    def append_verified(self, verified: Sequence[VerifiedTokens]) -> None:
+        """As `append`, of the tokens after verify rows."""
+        for each in verified:
+            self.append(np.full(len(each.tokens), each.slot, np.int32), np.array(each.tokens, np.int64))
 
     def append(self, slots: NDArray[np.int32], tokens: Keys) -> None:
         """Append the tokens of a step to the histories, in the order of the steps."""

@@ -12,8 +12,9 @@ from cairn.kernels.staging import Readback, ReadbackArray, StagedArray, Staging,
 from cairn.runner.batch_builder import BatchBuilder
 from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
+from cairn.runner.verification import FoldBatch, KeptInputs
 from cairn.runner.vision import MultimodalInputs
-from cairn.step import Logprobs, PageCopy, Restore, Save, Scored, Snapshot, StepPlan, StepResult
+from cairn.step import Logprobs, PageCopy, Restore, Save, Scored, Snapshot, StepPlan, StepResult, VerifiedTokens
 
 _EMPTY = StagedArray(np.zeros(0, np.int64), 0), StagedArray(np.zeros(0, np.int64), 0)
 
@@ -23,7 +24,7 @@ class StepInputs:
 
     `batch`: the plan's rows, unless they go through a CUDA graph: then `graph` has its size and what it is given.
     `copies`: target and source pages, in groups that are made one after the other. `restores`, `saves`: slots and
-    state pages.
+    state pages. `folds`: None where there are none.
     `snapshots`: rows of hidden states and state pages, by row and position; after a graph slots and state pages, as of
     `saves`. `sampled_slots`: of the plan's samples. `continuing_slots`: of its decodes, if one of them continues with
     a token that only the device knows.
@@ -38,8 +39,9 @@ class StepInputs:
         kernels: Kernels,
         buffers: StepBuffers,
         graphs: DecodeGraphs,
+        kept: KeptInputs | None = None,
     ) -> None:
-        """`inputs`: of each row, decode rows first; None for a row of text alone."""
+        """`inputs`: of each row, in their order; None for a row of text alone. `kept`: by the plan before."""
         self.buffers, self.staging = buffers, Staging(buffers)
         self.snapshots = _EMPTY
         self.copies = [
@@ -47,6 +49,11 @@ class StepInputs:
             for targets, sources in independent_copies(plan.copies)
         ]
         self.restores, self.saves = self._slots_and_pages(plan.restores), self._slots_and_pages(plan.saves)
+        self.folds: FoldBatch | None = None
+        if plan.folds:
+            if kept is None:
+                raise LookupError(f"step {plan.step} folds, but the plan before it verified nothing")
+            self.folds = FoldBatch(plan.folds, kept, kernels, self.staging)
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         self.continuing_slots: StagedArray | None = None
         if plan.decodes.continues:
@@ -69,7 +76,7 @@ class StepInputs:
         if plan.snapshots:
             last_rows = host.cu_seqlens[host.snapshot_seqs] + host.snapshot_offsets - 1
             self.snapshots = self.staging.add(last_rows.astype(np.int64)), self._checkpoint_pages(batch.snapshots)
-        first_rows = host.cu_seqlens[len(plan.decodes) :].tolist()
+        first_rows = host.cu_seqlens[host.first_prefill :].tolist()
         self.prompt_logprobs = [
             (row.slot, row.start + 1, first, PromptLogprobs(row.score, self.staging, kernels.logprobs))
             for row, first in zip(plan.prefills, first_rows, strict=False)
@@ -105,7 +112,8 @@ def independent_copies(copies: Sequence[PageCopy]) -> list[tuple[list[int], list
 @dataclass(slots=True, eq=False)
 class LaunchedStep:
     """A step from its launch until it is collected. `sampler` and `logprobs`: on the rank that samples, of a plan with
-    samples. `logits`: of the samples, until they are sampled. `is_sampled`: whether its outputs are on their way."""
+    samples. `logits`: of the samples, then of the verify rows, until they are sampled. `is_sampled`: whether its
+    outputs are on their way. `verified`: what verify rows have given."""
 
     plan: StepPlan
     inputs: StepInputs
@@ -113,6 +121,7 @@ class LaunchedStep:
     logprobs: SampledLogprobs | None = None
     logits: Tensor | None = None
     is_sampled: bool = False
+    verified: tuple[VerifiedTokens, ...] = ()
     _readback: Readback = field(init=False)
     _tokens: ReadbackArray | None = None
     _advanced: ReadbackArray | None = None
@@ -166,4 +175,5 @@ class LaunchedStep:
                 for slot, position, arrays in self._prompt_logprobs
             ),
             np.ones(len(self.plan.decodes), np.bool_) if self._advanced is None else self._advanced.array,
+            self.verified,
         )

@@ -22,7 +22,7 @@ from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.sampling.sampler import SampledRows
 from cairn.kernels.staging import StagedArray, Staging, StepBuffers
 from cairn.layers.linear import Linear
-from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
+from cairn.layers.memory import FoldLayer, MemorySpec, PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
 from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors
 from cairn.runner.checkpoint import CheckpointPages
@@ -32,20 +32,27 @@ from cairn.runner.input_batch import InputBatch
 from cairn.runner.launched_step import LaunchedStep, StepInputs
 from cairn.runner.logprobs import SampledLogprobs
 from cairn.runner.memory import LiveStates, PoolPopulation, allocate_pool, explain_step_memory, paged_layers
+from cairn.runner.verification import (
+    DraftVerifier,
+    FoldBatch,
+    KeptInputs,
+    Observe,
+    pad_verified,
+    unpad_verified,
+    verified_records,
+)
 from cairn.runner.vision import MultimodalInputs, VisionEncoder, multimodal_inputs
-from cairn.step import StepPlan, StepResult, TokenMasks
+from cairn.step import Logprobs, StepPlan, StepResult, TokenMasks, VerifiedTokens, VerifyRow
 
 __all__ = ["Observe", "Runner"]
-
-Observe = Callable[[SamplingMetadata, Tensor], None]
-"""Called with each sampled row's logits, float32 [vocab]."""
 
 EVERY_STEP = frozenset(("build_metadata", "step_graphs"))
 """What steps of any model ask of the kernels, beside its layers."""
 
 
 class _StepMemory:
-    """The memory of one forward pass. `snapshot_pages`: page lists, int64 [n, pages], in the batch's order."""
+    """The memory of one forward pass. `snapshot_pages`: page lists, int64 [n, pages], in the batch's order. `kept`: of
+    a pass with verify rows."""
 
     def __init__(
         self,
@@ -53,15 +60,22 @@ class _StepMemory:
         recurrent: Sequence[RecurrentLayer],
         checkpoints: CheckpointPages,
         snapshot_pages: Tensor,
+        kept: KeptInputs | None = None,
     ) -> None:
         self.paged = paged
         self.recurrent = recurrent
         self._checkpoint_pages = checkpoints
         self._snapshot_pages = snapshot_pages
+        self._kept = kept
 
     def write_snapshots(self, layer: int, conv: Tensor, state: Tensor) -> None:
         """See `Memory.write_snapshots`."""
         self._checkpoint_pages.write_layer(self._snapshot_pages, layer, conv, state)
+
+    def keep_inputs(self, inputs: Tensor, fold: FoldLayer) -> None:
+        """See `Memory.keep_inputs`."""
+        assert self._kept is not None
+        self._kept.keep(inputs, fold)
 
 
 class Runner(StepRunner):
@@ -116,6 +130,8 @@ class Runner(StepRunner):
         self._input_batch = InputBatch(num_slots)
         self._sampled: tuple[tuple[int, bytes], tuple[SampledRows, list[int | None] | None]] | None = None
         self._counts = model.kernels.token_counts(num_slots, model.vocab_size, model.spec.device)
+        self._verifier = DraftVerifier(model.kernels, model.vocab_size, self._counts, self._input_batch, observe)
+        self._kept: KeptInputs | None = None
         self._population: PoolPopulation | None = None
         self._launched: deque[LaunchedStep] = deque()
         self._buffers: list[StepBuffers] = []
@@ -178,7 +194,9 @@ class Runner(StepRunner):
                 self._population.reach(last_new_page(plan))
             # A set that no step uses any more: there are as many as steps were out at once.
             buffers = self._buffers.pop() if self._buffers else StepBuffers(self._model.spec.device)
-            inputs = StepInputs(plan, self._multimodal_inputs(plan), self._model.kernels, buffers, self._graphs)
+            inputs = StepInputs(
+                plan, self._multimodal_inputs(plan), self._model.kernels, buffers, self._graphs, self._kept
+            )
             step = LaunchedStep(plan, inputs)
             writes = [self._slot_tensors.stage_updates(plan, inputs.staging)]
             if self._model.communicator.rank == 0:
@@ -188,10 +206,11 @@ class Runner(StepRunner):
             self._move_states(step)
             for write in writes:
                 write()
+            self._kept = None
             if plan.num_seqs:
                 self._forward(step)
-            if len(plan.samples):
-                step.logits = self._model.logits(self._live.hidden.index_select(0, inputs.sampled_slots.tensor))
+            if len(plan.samples) or plan.verifies:
+                step.logits = self._logits(inputs)
         self._launched.append(step)
 
     def sample(self, step: int, masks: TokenMasks) -> None:
@@ -200,7 +219,7 @@ class Runner(StepRunner):
         launched = self._launched[-1]
         assert launched.plan.step == step and not launched.is_sampled, f"step {step} is not to be sampled now"
         with torch.inference_mode(), explain_step_memory(step, launched.plan.num_seqs):
-            tokens = None if launched.logits is None else self._sample(launched, launched.logits, masks)
+            tokens = self._sample_all(launched, masks)
             slots = launched.inputs.continuing_slots
             launched.read_back(tokens, None if slots is None else self._slot_tensors.advanced(slots.tensor))
 
@@ -211,6 +230,7 @@ class Runner(StepRunner):
         result = launched.result()
         self._buffers.append(launched.inputs.buffers)
         self._input_batch.append(result.slots, result.tokens)
+        self._input_batch.append_verified(result.verified)
         self.steps += 1
         return result
 
@@ -270,27 +290,36 @@ class Runner(StepRunner):
         return [self._counts.admit(histories, staging)] if histories else []
 
     def _move_states(self, step: LaunchedStep) -> None:
-        """The plan's page copies, restores and saves."""
+        """The plan's page copies, restores, folds and saves."""
         plan, inputs = step.plan, step.inputs
         for targets, sources in inputs.copies:
             self._model.kernels.copy_pages(self.pool, targets.tensor, sources.tensor)
         if plan.restores:
             slots, state_pages = inputs.restores
             self._checkpoint_pages.restore(state_pages.tensor, slots.tensor)
+        if inputs.folds is not None:
+            self._fold(inputs.folds)
         if plan.saves:
             self._save(*inputs.saves)
+
+    def _fold(self, folds: FoldBatch) -> None:
+        assert self._kept is not None
+        memory = _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, folds.state_pages)
+        folds.run(memory, self._live.hidden, self._slot_tensors.block_tables)
+        if folds.has_snapshots:
+            self._checkpoint_pages.write_hidden(folds.state_pages, self._kept.hidden, folds.snapshot_rows)
 
     def _save(self, slots: StagedArray, state_pages: StagedArray) -> None:
         """What lies in the slots now."""
         self._checkpoint_pages.save(state_pages.tensor, slots.tensor)
 
     def _multimodal_inputs(self, plan: StepPlan) -> list[MultimodalInputs | None]:
-        """Of each row, decode rows first."""
+        """Of each row, in their order."""
         if not self._input_batch.image_slots:
             return [None] * plan.num_seqs
         decodes = zip(plan.decodes.slots.tolist(), plan.decodes.positions.tolist(), strict=True)
         rows = [(slot, position, position + 1) for slot, position in decodes]
-        rows += [(row.slot, row.start, row.end) for row in plan.prefills]
+        rows += [(row.slot, row.start, row.end) for row in plan.long_rows]
         communicator, like = self._model.communicator, self._live.hidden
         return [
             multimodal_inputs(start, end, self._input_batch.admit(slot).images, self.vision, communicator, like)
@@ -309,11 +338,18 @@ class Runner(StepRunner):
         assert inputs.batch is not None
         batch = inputs.batch.batch(self._slot_tensors)
         rows, state_pages = (each.tensor for each in inputs.snapshots)
-        hidden = self._model.forward(
-            batch, _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, state_pages)
-        )
-        is_last = batch.host.num_tokens == batch.host.num_seqs
-        self._live.hidden[batch.state_slots] = hidden if is_last else hidden[batch.cu_seqlens[1:] - 1]
+        host, verifies, slots = batch.host, step.plan.verifies, batch.state_slots
+        if verifies:
+            self._kept = KeptInputs(verifies, host.num_decodes)
+            # of sequences whose states stay as they are the hidden state does, too: nobody's slot takes what came
+            slots = slots.clone()
+            slots[host.num_decodes : host.first_prefill] = self.num_slots
+        memory = _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, state_pages, self._kept)
+        hidden = self._model.forward(batch, memory)
+        is_last = host.num_tokens == host.num_seqs
+        self._live.hidden[slots] = hidden if is_last else hidden[batch.cu_seqlens[1:] - 1]
+        if self._kept is not None:
+            self._kept.keep_hidden(hidden)
         if step.plan.snapshots:
             self._checkpoint_pages.write_hidden(state_pages, hidden, rows)
         # All ranks take part: each has a share of the logits.
@@ -321,6 +357,34 @@ class Runner(StepRunner):
             for logprobs in prompt_logprobs.compute(hidden[first:], self._model.logits):
                 step.add_prompt_logprobs(slot, position, logprobs)
                 position += len(logprobs.ranks)
+
+    def _logits(self, inputs: StepInputs) -> Tensor:
+        """Of the plan's samples, then of its verify rows: float32 [n, vocab]."""
+        hidden = self._live.hidden.index_select(0, inputs.sampled_slots.tensor)
+        if self._kept is not None:
+            hidden = torch.cat([hidden, self._kept.hidden])
+        return self._model.logits(hidden)
+
+    def _sample_all(self, step: LaunchedStep, masks: TokenMasks) -> Tensor | None:
+        """The tokens of the plan's samples, None where it has none; those after its verify rows go into the step."""
+        samples, verifies, logits = step.plan.samples, step.plan.verifies, step.logits
+        if logits is None:
+            return None
+        if verifies:
+            step.verified = self._verify(verifies, logits[len(samples) :], masks)
+        if not len(samples):
+            return None
+        return self._sample(step, logits[: len(samples)] if verifies else logits, masks)
+
+    def _verify(self, verifies: Sequence[VerifyRow], logits: Tensor, masks: TokenMasks) -> tuple[VerifiedTokens, ...]:
+        is_first, logprobs = self._model.communicator.rank == 0, list[Logprobs | None]([None] * len(verifies))
+        verified = self._verifier.verify(verifies, logits, masks) if is_first else [[] for _ in verifies]
+        if self._model.communicator.size > 1:
+            padded = torch.tensor(pad_verified(verifies, verified), dtype=torch.int64, device=logits.device)
+            verified = unpad_verified(verifies, self._model.communicator.broadcast(padded).tolist())
+        if is_first:
+            logprobs = self._verifier.logprobs(verifies, verified, logits)
+        return verified_records(verifies, verified, logprobs)
 
     def _sample(self, step: LaunchedStep, logits: Tensor, masks: TokenMasks) -> Tensor:
         samples, sampler, metadata = step.plan.samples, step.sampler, list[SamplingMetadata]()

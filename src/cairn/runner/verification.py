@@ -1,0 +1,269 @@
+"""Drafts in the runner: which of them are right, and what a pass keeps of its verify rows for the folds of the next
+plan.
+
+    plan n     verify row [last token, d1, d2, d3]: one pass reads the slot's state, and leaves it
+               tokens are sampled after each: t1, t2, ... as long as each equals the draft in its place
+    plan n+1   fold: the state goes on by the tokens that were right, from the inputs that each layer had in the pass
+
+See "Verify and fold" in docs/speculation.md.
+"""
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cairn.kernels.batch import Batch, HostBatch
+from cairn.kernels.contract import Kernels, TokenCounts
+from cairn.kernels.sampling.metadata import SamplingMetadata
+from cairn.kernels.sampling.sampler import has_processors
+from cairn.kernels.staging import Staging
+from cairn.layers.memory import FoldLayer, Memory
+from cairn.runner.input_batch import InputBatch
+from cairn.runner.logprobs import SampledLogprobs
+from cairn.step import Fold, Logprobs, TokenMask, TokenMasks, VerifiedTokens, VerifyRow
+
+Observe = Callable[[SamplingMetadata, Tensor], None]
+"""Called with each sampled row's logits, float32 [vocab]."""
+
+
+class KeptInputs:
+    """What a pass leaves of its verify rows until the next plan: the raw inputs of each recurrent layer, and the final
+    hidden states, [rows, ...] of these rows alone."""
+
+    def __init__(self, verifies: Sequence[VerifyRow], first: int) -> None:
+        """`first`: the first of their tokens in the batch."""
+        ends = first + np.cumsum([len(row.tokens) for row in verifies])
+        self._tokens = slice(first, int(ends[-1]))
+        self.layers: list[tuple[FoldLayer, Tensor]] = []
+        self._hidden: Tensor | None = None
+        self._rows = {
+            row.slot: (int(end) - first - len(row.tokens), row) for row, end in zip(verifies, ends, strict=True)
+        }
+
+    def keep(self, inputs: Tensor, fold: FoldLayer) -> None:
+        """See `Memory.keep_inputs`."""
+        self.layers.append((fold, self._part(inputs)))
+
+    def keep_hidden(self, hidden: Tensor) -> None:
+        """Of all the batch's tokens."""
+        self._hidden = self._part(hidden)
+
+    @property
+    def hidden(self) -> Tensor:
+        """The final hidden states of the rows."""
+        assert self._hidden is not None, "the pass is not over"
+        return self._hidden
+
+    def find(self, slot: int) -> tuple[int, VerifyRow]:
+        """The first of a slot's rows, and its verify row. Raises LookupError for a slot without one."""
+        found = self._rows.get(slot)
+        if found is None:
+            raise LookupError(f"slot {slot} is folded, but the plan before verified nothing in it")
+        return found
+
+    def _part(self, x: Tensor) -> Tensor:
+        part = x[self._tokens]
+        return part if len(part) == len(x) else part.clone()
+
+
+class FoldBatch:
+    """The folds of one plan as one batch, to be read once the staging has been sent."""
+
+    def __init__(self, folds: Sequence[Fold], kept: KeptInputs, kernels: Kernels, staging: Staging) -> None:
+        """Raises LookupError for a fold of a slot that `kept` has no row of."""
+        self._kept = kept
+        found = [kept.find(fold.slot) for fold in folds]
+        firsts = np.array([first for first, _ in found], np.int32)
+        counts = np.array([fold.num_tokens for fold in folds], np.int32)
+        starts = np.array([row.start for _, row in found], np.int32)
+        snapshots = [(number, snapshot) for number, fold in enumerate(folds) for snapshot in fold.snapshots]
+        seqs = np.array([number for number, _ in snapshots], np.int32)
+        offsets = np.array([snapshot.position for _, snapshot in snapshots], np.int32) - starts[seqs]
+        cu_seqlens = np.zeros(len(folds) + 1, np.int32)
+        np.cumsum(counts, out=cu_seqlens[1:])
+        slots = np.array([fold.slot for fold in folds], np.int32)
+        self._host = HostBatch(
+            num_decodes=0,
+            cu_seqlens=cu_seqlens,
+            slots=slots,
+            seq_starts=starts,
+            seq_lens=starts + counts,
+            kv_write_from=starts,
+            snapshot_seqs=seqs,
+            snapshot_offsets=offsets.astype(np.int32),
+            num_verifies=len(folds),
+            is_fold=True,
+        )
+        self._metadata = kernels.build_metadata(self._host, staging)
+        rows = np.concatenate([np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)])
+        self._rows = staging.add(rows.astype(np.int64))
+        self._last_rows = staging.add((firsts + counts - 1).astype(np.int64))
+        self._snapshot_rows = staging.add((firsts[seqs] + offsets - 1).astype(np.int64))
+        self.has_snapshots = bool(snapshots)
+        self._state_pages = staging.add(np.array([snapshot.pages for _, snapshot in snapshots], np.int64))
+        self._lengths = [staging.add(array) for array in (cu_seqlens, slots, starts, starts + counts)]
+
+    @property
+    def state_pages(self) -> Tensor:
+        """Of the snapshots, int64 [n, pages]."""
+        return self._state_pages.tensor
+
+    @property
+    def snapshot_rows(self) -> Tensor:
+        """Rows of `KeptInputs.hidden` after which snapshots are taken, int64 [n]."""
+        return self._snapshot_rows.tensor
+
+    def run(self, memory: Memory, hidden: Tensor, block_tables: Sequence[Tensor]) -> None:
+        """Take the live states on. `hidden`: final hidden states by slot, [slots + 1, hidden]."""
+        cu_seqlens, slots, starts, ends = (staged.tensor for staged in self._lengths)
+        nothing = slots.new_zeros(0, dtype=torch.int64)
+        batch = Batch(
+            tokens=nothing,
+            positions=nothing,
+            cu_seqlens=cu_seqlens,
+            slots=slots,
+            state_slots=slots,
+            seq_starts=starts,
+            seq_lens=ends,
+            kv_write_from=starts,
+            block_tables=block_tables,
+            host=self._host,
+            metadata=self._metadata,
+        )
+        rows = self._rows.tensor
+        for fold, inputs in self._kept.layers:
+            fold(inputs if len(rows) == len(inputs) else inputs.index_select(0, rows), batch, memory)
+        hidden[slots.long()] = self._kept.hidden.index_select(0, self._last_rows.tensor)
+
+
+class DraftVerifier:
+    """Samples after verify rows. Each token is the one that a decode would have sampled in its place, whatever the
+    temperature: its number is that of its position. So a draft is right if it is that token, and drafts change no
+    answer, nor its distribution."""
+
+    def __init__(
+        self, kernels: Kernels, vocab_size: int, counts: TokenCounts, inputs: InputBatch, observe: Observe | None
+    ) -> None:
+        self._kernels, self._vocab_size, self._counts = kernels, vocab_size, counts
+        self._inputs, self._observe = inputs, observe
+
+    def verify(self, verifies: Sequence[VerifyRow], logits: Tensor, masks: TokenMasks) -> list[list[int]]:
+        """The tokens after each row, one more than its right drafts. `logits`: float32 [tokens of the rows, vocab]."""
+        params = [self._inputs.admit(row.slot).sampling for row in verifies]
+        has_bans = any(row.start + 1 < row.min_tokens_until for row in verifies)
+        has_masks = any(row.slot in masks for row in verifies)
+        if has_bans or has_masks or self._observe is not None or any(map(has_processors, params)):
+            return self._sample_in_turn(verifies, logits, masks)
+        staging = Staging()
+        positions = [position for row in verifies for position in range(row.start + 1, row.end + 1)]
+        repeated = [each for row, each in zip(verifies, params, strict=True) for _ in row.tokens]
+        slots = [row.slot for row in verifies for _ in row.tokens]
+        sampler = self._kernels.sampler(repeated, positions, self._vocab_size, staging)
+        staging.send(logits.device)
+        tokens = sampler.sample(logits, slots, [], self._counts).tolist()
+        verified, first = [], 0
+        for row in verifies:
+            sampled = tokens[first : first + len(row.tokens)]
+            verified.append(sampled[: 1 + _count_right(row.tokens[1:].tolist(), sampled)])
+            first += len(row.tokens)
+        return verified
+
+    def _sample_in_turn(self, verifies: Sequence[VerifyRow], logits: Tensor, masks: TokenMasks) -> list[list[int]]:
+        """One token of each row after the other: what is sampled next depends on those before it."""
+        verified: list[list[int]] = [[] for _ in verifies]
+        firsts = np.cumsum([0, *(len(row.tokens) for row in verifies)]).tolist()
+        drafts = [row.tokens[1:].tolist() for row in verifies]
+        open_rows = list(range(len(verifies)))
+        while open_rows:
+            metadata = [self._metadata(verifies[row], verified[row], masks) for row in open_rows]
+            index = torch.tensor([firsts[row] + len(verified[row]) for row in open_rows], device=logits.device)
+            row_logits, slots = logits.index_select(0, index), [verifies[row].slot for row in open_rows]
+            if self._observe is not None:
+                for each, observed in zip(metadata, row_logits, strict=True):
+                    self._observe(each, observed)
+            staging = Staging()
+            params, positions = [each.params for each in metadata], [each.position for each in metadata]
+            sampler = self._kernels.sampler(params, positions, self._vocab_size, staging)
+            staging.send(logits.device)
+            tokens = sampler.sample(row_logits, slots, metadata, self._counts).tolist()
+            for row, token in zip(open_rows, tokens, strict=True):
+                verified[row].append(token)
+            open_rows = [row for row in open_rows if drafts[row][: len(verified[row])] == verified[row]]
+        return verified
+
+    def _metadata(self, row: VerifyRow, sampled: Sequence[int], masks: TokenMasks) -> SamplingMetadata:
+        """Of the token after those that have been sampled already."""
+        position = row.start + 1 + len(sampled)
+        mask: TokenMask | None = masks[row.slot][len(sampled)] if row.slot in masks else None
+        return self._inputs.metadata_of(row.slot, position, mask, position < row.min_tokens_until, sampled)
+
+    def logprobs(
+        self, verifies: Sequence[VerifyRow], verified: Sequence[Sequence[int]], logits: Tensor
+    ) -> list[Logprobs | None]:
+        """Of the tokens of each row, None where they were not asked for."""
+        admits = [self._inputs.admit(row.slot) for row in verifies]
+        if all(admit.logprobs is None for admit in admits):
+            return [None] * len(verifies)
+        num_top, tokens, token_ids, owners = list[int | None](), list[int](), list[tuple[int, ...]](), list[int]()
+        for number, (row, admit, sampled) in enumerate(zip(verifies, admits, verified, strict=True)):
+            num_wrong = len(row.tokens) - len(sampled)
+            num_top += [admit.logprobs] * len(sampled) + [None] * num_wrong
+            tokens += [*sampled, *[0] * num_wrong]
+            token_ids += [admit.sampling.logprob_token_ids] * len(row.tokens)
+            owners += [number] * len(row.tokens)
+        staging = Staging()
+        sampled_logprobs = SampledLogprobs(num_top, staging, token_ids, self._kernels.logprobs)
+        staged_tokens = staging.add(np.array(tokens, np.int64))
+        staging.send(logits.device)
+        parts: list[list[Logprobs]] = [[] for _ in verifies]
+        for rows, tensors in sampled_logprobs.compute(logits, staged_tokens.tensor):
+            arrays = [tensor.cpu().numpy() for tensor in tensors]
+            for place, row_number in enumerate(rows):
+                parts[owners[row_number]].append(Logprobs(*(array[place : place + 1] for array in arrays)))
+        return [_join(part) for part in parts]
+
+
+def _count_right(drafts: Sequence[int], sampled: Sequence[int]) -> int:
+    """How many drafts are what was sampled in their places, up to the first that is not."""
+    count = 0
+    while count < len(drafts) and drafts[count] == sampled[count]:
+        count += 1
+    return count
+
+
+def _join(parts: Sequence[Logprobs]) -> Logprobs | None:
+    if not parts:
+        return None
+    columns = zip(*((part.token_ids, part.values, part.ranks) for part in parts), strict=True)
+    return Logprobs(*(np.concatenate(column) for column in columns))
+
+
+def verified_records(
+    verifies: Sequence[VerifyRow], tokens: Sequence[Sequence[int]], logprobs: Sequence[Logprobs | None]
+) -> tuple[VerifiedTokens, ...]:
+    """What the step's result says of its verify rows."""
+    return tuple(
+        VerifiedTokens(row.slot, tuple(sampled), each)
+        for row, sampled, each in zip(verifies, tokens, logprobs, strict=True)
+    )
+
+
+def pad_verified(verifies: Sequence[VerifyRow], verified: Sequence[Sequence[int]]) -> list[int]:
+    """The tokens of all rows in places of their own, so many as the rows have tokens; -1 in the others."""
+    return list(
+        chain.from_iterable(
+            [*tokens, *[-1] * (len(row.tokens) - len(tokens))] for row, tokens in zip(verifies, verified, strict=True)
+        )
+    )
+
+
+def unpad_verified(verifies: Sequence[VerifyRow], padded: Sequence[int]) -> list[list[int]]:
+    """The reverse of `pad_verified`."""
+    firsts = np.cumsum([0, *(len(row.tokens) for row in verifies)]).tolist()
+    return [
+        [token for token in padded[first : first + len(row.tokens)] if token >= 0]
+        for row, first in zip(verifies, firsts, strict=False)
+    ]
