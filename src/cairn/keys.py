@@ -56,6 +56,11 @@ class KeyBuffer:
             self._extend(self._output[first:])
         return self._keys[: self._length]
 
+    def truncate(self) -> None:
+        """The list that is followed has lost tokens at its end."""
+        assert self._output is not None, "nobody's list is followed"
+        self._length = min(self._length, self._start + len(self._output))
+
     def append(self, token: int) -> None:
         """Add one key token."""
         if self._output is not None:

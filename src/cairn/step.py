@@ -334,6 +334,10 @@ class Logprobs:
     values: NDArray[np.float32]
     ranks: NDArray[np.int32]
 
+    def first(self, num_tokens: int) -> "Logprobs":
+        """Those of the first `num_tokens` tokens."""
+        return Logprobs(self.token_ids[:num_tokens], self.values[:num_tokens], self.ranks[:num_tokens])
+
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:

@@ -134,7 +134,7 @@ class EchoCore(Core):
 
     def _is_paused(self) -> bool:
         limit, state = self._faults.pause_after, self._scheduler.state
-        if limit is None or state.ending or not state.running or (len(state.waiting) and state.free_slots):
+        if limit is None or state.ending or not state.running or (len(state.waiting) and state.slots.free):
             return False
         return all(len(request.output) >= limit for request in state.running)
 

@@ -219,7 +219,7 @@ class Server:
             and not self.cache.pinned.pins
         )
         assert not transfers.is_open and not self.port.num_leased
-        assert sorted(state.free_slots) == list(range(state.config.max_num_seqs))
+        assert sorted(state.slots.free) == list(range(state.config.max_num_seqs))
         assert self.cache.clear()
 
 

@@ -140,7 +140,7 @@ class Driver:
             and not self.cache.pinned.pins
             and not state.requests
         )
-        assert sorted(state.free_slots) == list(range(self.config.max_num_seqs))
+        assert sorted(state.slots.free) == list(range(self.config.max_num_seqs))
 
     def output(self, name: str) -> list[int]:
         return self.requests[name].output

@@ -151,7 +151,7 @@ class SourceMachine(RuleBasedStateMachine):
             driver.clock.advance(0.01)
         assert not state.requests and not state.transfers.is_open, "no end in sight"
         assert not driver.cache.pinned.pins and not driver.cache.pinned.sequences and not driver.cache.pinned.steps
-        assert sorted(state.free_slots) == list(range(driver.config.max_num_seqs))
+        assert sorted(state.slots.free) == list(range(driver.config.max_num_seqs))
         assert driver.cache.clear(), "a page leaked"
         for name, (prompt, max_tokens) in self.expected.items():
             assert driver.requests[name].phase is Phase.FINISHED

@@ -69,17 +69,11 @@ class CheckedText:
         self._stops = StopStringChecker(until.stop, until.include_stop_str_in_output)
         self._min_tokens, self._num_tokens = until.min_tokens, 0
 
-    def push(self, tokens: Sequence[int]) -> tuple[str, str | None]:
+    def push(self, token: int) -> tuple[str, str | None]:
         """The text that can be released, and the stop string that was found. What the first `min_tokens` tokens
         complete does not count."""
-        released = ""
-        for token in tokens:
-            self._num_tokens += 1
-            text, stop = self._stops.push(self._stream.push(token), check=self._num_tokens > self._min_tokens)
-            released += text
-            if stop is not None:
-                return released, stop
-        return released, None
+        self._num_tokens += 1
+        return self._stops.push(self._stream.push(token), check=self._num_tokens > self._min_tokens)
 
     def flush(self) -> str:
         """The rest of the text when the answer ends otherwise than at a stop string."""
@@ -105,13 +99,19 @@ class AnswerState:
         self._repetition = RepetitionDetector(repetition) if repetition and repetition.max_pattern_size else None
         self.is_checked = any(check is not None for check in (text, self._repetition, constraint))
 
-    def push(self, tokens: Sequence[int]) -> tuple[str, str | None]:
-        """The text that can be released, empty where the client makes it, and the stop string that was found."""
-        if self._repetition is not None:
-            for token in tokens:
+    def push(self, tokens: Sequence[int]) -> tuple[int, str, str | None]:
+        """How many of the tokens are part of the answer: all of them, if it does not end at one; the text that can be
+        released, empty where the client makes it; and the stop string that was found."""
+        released = ""
+        for count, token in enumerate(tokens, start=1):
+            if self._repetition is not None:
                 self._num_tokens += 1
                 self.repeats = self._repetition.push(token) and self._num_tokens >= self._min_tokens
-        return ("", None) if self.text is None else self.text.push(tokens)
+            text, stop = ("", None) if self.text is None else self.text.push(token)
+            released += text
+            if stop is not None or self.repeats:
+                return count, released, stop
+        return len(tokens), released, None
 
     def flush(self) -> str:
         """The rest of the text, as `push`, when the answer ends otherwise than at a stop string."""
@@ -165,12 +165,14 @@ class OutputProcessor:
 
     def _output(self, progress: Progress, answer: AnswerState) -> GenerateOutput:
         request = progress.request
-        text, stop = answer.push(progress.tokens)
-        finish: FinishReason | None = progress.finish
+        is_first = len(request.output) == len(progress.tokens) > 0
+        num_tokens, text, stop = answer.push(progress.tokens)
+        num_output_tokens = len(request.output) - len(progress.tokens) + num_tokens
+        finish: FinishReason | None = progress.finish if num_tokens == len(progress.tokens) else None
         stop_reason: str | int | None = None
         if stop is not None:
             finish, stop_reason = "stop", stop
-            self._scheduler.finish(request, "stop")
+            self._scheduler.finish(request, "stop", num_output_tokens)
         elif finish is not None:
             text += answer.flush()
             if finish == "stop" and request.outcome.stop_token in answer.stop_token_ids:
@@ -180,20 +182,20 @@ class OutputProcessor:
         elif answer.repeats:
             finish, stop_reason = "repetition", "repetition_detected"
             text += answer.flush()
-            self._scheduler.finish(request, "stop")
+            self._scheduler.finish(request, "stop", num_output_tokens)
         if finish is not None:
             self._remove(request.id, answer.request_id, finish)
         top = request.spec.prompt_logprobs
-        is_first = len(request.output) == len(progress.tokens) > 0
+        logprobs = None if progress.logprobs is None else progress.logprobs.first(num_tokens)
         output = GenerateOutput(
             request_id=answer.request_id,
             index=answer.index,
-            token_ids=list(progress.tokens),
+            token_ids=list(progress.tokens[:num_tokens]),
             text=text,
             finish_reason=finish,
             stop_reason=stop_reason,
             cache=cache_report(request) if is_first and answer.index == 0 else None,
-            logprobs=None if progress.logprobs is None else pack_logprobs([progress.logprobs], 0),
+            logprobs=None if logprobs is None else pack_logprobs([logprobs], 0),
             prompt_logprobs=None
             if top is None or not is_first
             else pack_logprobs(request.outcome.prompt_logprobs, top),

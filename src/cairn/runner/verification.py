@@ -59,10 +59,9 @@ class KeptInputs:
 
     def find(self, slot: int) -> tuple[int, VerifyRow]:
         """The first of a slot's rows, and its verify row. Raises LookupError for a slot without one."""
-        found = self._rows.get(slot)
-        if found is None:
+        if slot not in self._rows:
             raise LookupError(f"slot {slot} is folded, but the plan before verified nothing in it")
-        return found
+        return self._rows[slot]
 
     def _part(self, x: Tensor) -> Tensor:
         part = x[self._tokens]
@@ -75,10 +74,10 @@ class FoldBatch:
     def __init__(self, folds: Sequence[Fold], kept: KeptInputs, kernels: Kernels, staging: Staging) -> None:
         """Raises LookupError for a fold of a slot that `kept` has no row of."""
         self._kept = kept
-        found = [kept.find(fold.slot) for fold in folds]
-        firsts = np.array([first for first, _ in found], np.int32)
+        rows = [kept.find(fold.slot) for fold in folds]
+        firsts = np.array([first for first, _ in rows], np.int32)
         counts = np.array([fold.num_tokens for fold in folds], np.int32)
-        starts = np.array([row.start for _, row in found], np.int32)
+        starts = np.array([row.start for _, row in rows], np.int32)
         snapshots = [(number, snapshot) for number, fold in enumerate(folds) for snapshot in fold.snapshots]
         seqs = np.array([number for number, _ in snapshots], np.int32)
         offsets = np.array([snapshot.position for _, snapshot in snapshots], np.int32) - starts[seqs]
@@ -98,8 +97,8 @@ class FoldBatch:
             is_fold=True,
         )
         self._metadata = kernels.build_metadata(self._host, staging)
-        rows = np.concatenate([np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)])
-        self._rows = staging.add(rows.astype(np.int64))
+        ranges = [np.arange(first, first + count) for first, count in zip(firsts, counts, strict=True)]
+        self._rows = staging.add(np.concatenate(ranges).astype(np.int64))
         self._last_rows = staging.add((firsts + counts - 1).astype(np.int64))
         self._snapshot_rows = staging.add((firsts[seqs] + offsets - 1).astype(np.int64))
         self.has_snapshots = bool(snapshots)

@@ -52,7 +52,7 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
     state.in_flight.refresh()
     num_reserved_slots, leases_full, last = 0, False, None
     while (
-        len(state.free_slots) > num_reserved_slots
+        len(state.slots.free) > num_reserved_slots
         and (request := _next_candidate(state, last, leases_full)) is not None
     ):
         if request.spec.role.kv_export and (leases_full or not fits_leases(state, request)):
@@ -103,7 +103,7 @@ def _admit_fetched(state: SchedulerState, builder: PlanBuilder, request: Request
     sequence = request.sequence
     assert sequence is not None
     request.num_scheduled, request.prefill_until = sequence.hit, request.num_prompt_tokens
-    if len(state.free_slots) <= state.in_flight.num_before(request):
+    if len(state.slots.free) <= state.in_flight.num_before(request):
         return False
     place = len(builder.copies)
     if not _schedule_first_chunk(state, builder, request, sequence):
@@ -214,7 +214,7 @@ def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request
     state.cache.retain_breakpoints(sequence, request.spec.boundaries)
     request.num_computed = sequence.hit
     request.facts = state.cache.prompt_facts(sequence, request.prefill_until, request.spec.boundaries)
-    slot = state.free_slots.pop()
+    slot = state.slots.free.pop()
     request.take_slot(slot, state.slots.row(slot))
     request.kv_write_from = sequence.kv_write_from
     request.min_tokens_until = request.num_prompt_tokens + request.spec.min_tokens

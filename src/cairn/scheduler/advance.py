@@ -4,6 +4,7 @@ from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.preempt import make_room
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
+from cairn.scheduler.verify import add_verify, propose_drafts
 from cairn.step import GRID, PageCopy, Score
 
 
@@ -13,6 +14,8 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     A prefill chunk leaves one token of the budget to every request after it, so that no answer stalls. False if
     pages ran short: then what was freed belongs to those that run, and nobody new may come in.
 
+    Drafts are verified in place of a decode where there is room for them.
+
     Plain decodes, and those that only lacked a page, come last and all at once: what they need is the token of the
     budget that is left to each. Whoever lacks pages preempts requests after it alone, so it does not matter that those
     before it have no rows yet.
@@ -20,6 +23,8 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     preemptions, enough, table = state.counters.preemptions, True, state.slots
     running, slots = list(state.running), state.running.slots
     plain = table.num_scheduled[slots] < table.plain_until[slots]
+    drafts = propose_drafts(state, builder, running)
+    plain[list(drafts)] = False
     num_before = 0  # of those that are not plain
     for index in (~plain).nonzero()[0].tolist():
         request = running[index]
@@ -38,6 +43,10 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
             num_before -= request.phase is not Phase.RUNNING  # it has given way itself
         elif not decode:
             add_prefill(builder, request, end, copies)
+        elif index in drafts and add_verify(
+            state, builder, request, drafts[index], copies, builder.budget - others - 1
+        ):
+            continue
         elif _becomes_plain(state, request) and not copies:
             plain[index] = True
             num_before -= 1

@@ -17,7 +17,7 @@ def skip_plain_steps(state: SchedulerState, limit: int, next_tokens: NextTokens)
 
     Pages for all of them are allocated at once, which evicts the same as one after the other.
     """
-    if not state.running or state.ending or state.transfers.is_open or (len(state.waiting) and state.free_slots):
+    if not state.running or state.ending or state.transfers.is_open or (len(state.waiting) and state.slots.free):
         return 0
     num = min(limit, *(_num_plain(state, request) for request in state.running))
     if num <= 1:

@@ -12,6 +12,7 @@ from cairn.step import (
     SAMPLED,
     Admit,
     DecodeRows,
+    Fold,
     PageCopy,
     PrefillRow,
     Restore,
@@ -21,15 +22,19 @@ from cairn.step import (
     Snapshot,
     StepPlan,
     TableUpdate,
+    TokenMask,
+    VerifyRow,
 )
+from cairn.types import Keys
 
 
 @dataclass(slots=True, eq=False)
 class ScheduledSequence:
-    """One request's share of a step: tokens [start, end) by a prefill or a decode row, no row where they are equal.
+    """One request's share of a step: tokens [start, end) by a prefill, verify or decode row, no row where they are
+    equal.
 
     `row`: its place among the rows of its kind. `samples`: whether a token comes back. `checkpoint_positions`: of its
-    snapshots, or of its save.
+    snapshots, or of its save or fold. `masks`: of a verify row of a request with a constraint, see `TokenMasks`.
     """
 
     request: Request
@@ -37,8 +42,10 @@ class ScheduledSequence:
     end: int
     samples: bool = False
     is_decode: bool = False
+    is_verify: bool = False
     row: int = 0
     checkpoint_positions: list[int] = field(default_factory=list)
+    masks: Sequence[TokenMask | None] | None = None
 
     @property
     def has_row(self) -> bool:
@@ -62,24 +69,37 @@ class PlainDecodes:
         return len(self.requests)
 
 
+@dataclass(slots=True)
+class _SlotUpdates:
+    admits: list[Admit] = field(default_factory=list)
+    tables: list[TableUpdate] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _LongRows:
+    verifies: list[VerifyRow] = field(default_factory=list)
+    prefills: list[PrefillRow] = field(default_factory=list)
+
+
 @dataclass(slots=True, eq=False)
 class PlanBuilder:
-    """Collects the records of step `step`; `budget` is what is left of its tokens. `scheduled`: who takes part, each
-    with a slot of its own, but for `plain`. `decodes`: complete when the running requests have got their rows."""
+    """Collects the records of step `step`; `budget` is what is left of its tokens. `scheduled`: who takes part, but for
+    `plain`; each once, and once more for the checkpoints of its fold. `decodes`: complete when the running requests
+    have got their rows."""
 
     step: int
     budget: int
     copies: list[PageCopy] = field(default_factory=list)
     restores: list[Restore] = field(default_factory=list)
+    folds: list[Fold] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
     plain: PlainDecodes = field(default_factory=PlainDecodes)
     decodes: DecodeRows = field(default_factory=DecodeRows)
-    _admits: list[Admit] = field(default_factory=list)
-    _table_updates: list[TableUpdate] = field(default_factory=list)
+    _slot_updates: _SlotUpdates = field(default_factory=_SlotUpdates)
     _decoding: dict[int, ScheduledSequence] = field(default_factory=dict)  # by `running`'s index
-    _prefills: list[PrefillRow] = field(default_factory=list)
+    _long_rows: _LongRows = field(default_factory=_LongRows)
     _decode_samples: Samples = field(default_factory=Samples)
     _samples: list[tuple[int, int, bool]] = field(default_factory=list)
 
@@ -87,7 +107,7 @@ class PlanBuilder:
         """The request begins in its slot, with the pages that it has by now."""
         spec, sequence = request.spec, request.sequence
         assert sequence is not None
-        self._admits.append(
+        self._slot_updates.admits.append(
             Admit(
                 slot=request.slot,
                 tables=tuple(table.drain_updates()[1] for table in sequence.tables),
@@ -104,8 +124,23 @@ class PlanBuilder:
         """A prefill row [num_scheduled, end)."""
         sequence, start = request.sequence, request.num_scheduled
         assert sequence is not None
-        added = ScheduledSequence(request, start, end, row=len(self._prefills))
-        self._prefills.append(PrefillRow(request.slot, start, sequence.keys[start:end], sequence.kv_write_from, score))
+        added = ScheduledSequence(request, start, end, row=len(self._long_rows.prefills))
+        self._long_rows.prefills.append(
+            PrefillRow(request.slot, start, sequence.keys[start:end], sequence.kv_write_from, score)
+        )
+        self._record_row(added)
+        return added
+
+    def add_verify(self, request: Request, drafts: Keys, masks: Sequence[TokenMask | None] | None) -> ScheduledSequence:
+        """A verify row of the token at num_scheduled and the drafts after it, shape [drafts]. `masks`: see
+        `ScheduledSequence`."""
+        start, sequence = request.num_scheduled, request.sequence
+        assert sequence is not None
+        end, row = start + 1 + len(drafts), len(self._long_rows.verifies)
+        added = ScheduledSequence(request, start, end, samples=True, is_verify=True, row=row, masks=masks)
+        tokens = np.concatenate([np.array([request.last_token], np.int64), drafts])
+        until = max(0, request.min_tokens_until)
+        self._long_rows.verifies.append(VerifyRow(request.slot, start, tokens, sequence.kv_write_from, until))
         self._record_row(added)
         return added
 
@@ -162,7 +197,10 @@ class PlanBuilder:
 
     def row_of(self, scheduled: ScheduledSequence) -> int:
         """The number of its row among all of the plan's, once all of them are there."""
-        return scheduled.row if scheduled.is_decode else scheduled.row + self.num_decodes
+        assert not scheduled.is_verify, "what a verify row computes is kept by its fold"
+        return (
+            scheduled.row if scheduled.is_decode else scheduled.row + self.num_decodes + len(self._long_rows.verifies)
+        )
 
     @property
     def samples(self) -> Samples:
@@ -180,13 +218,15 @@ class PlanBuilder:
     def plan(self) -> StepPlan:
         return StepPlan(
             step=self.step,
-            admits=tuple(self._admits),
+            admits=tuple(self._slot_updates.admits),
             copies=tuple(self.copies),
             restores=tuple(self.restores),
+            folds=tuple(self.folds),
             saves=tuple(self.saves),
-            table_updates=tuple(self._table_updates),
+            table_updates=tuple(self._slot_updates.tables),
             decodes=self.decodes,
-            prefills=tuple(self._prefills),
+            verifies=tuple(self._long_rows.verifies),
+            prefills=tuple(self._long_rows.prefills),
             snapshots=tuple(self.snapshots),
             samples=self.samples,
         )
@@ -202,4 +242,4 @@ class PlanBuilder:
         for group, table in enumerate(request.sequence.tables):
             if table.num_sent < table.length:
                 first, pages = table.drain_updates()
-                self._table_updates.append(TableUpdate(request.slot, group, first, pages))
+                self._slot_updates.tables.append(TableUpdate(request.slot, group, first, pages))

@@ -138,6 +138,8 @@ class RequestStats:
     sent_back_at: int = 0
     saved_answer_end: bool = False
     is_parallel_sample: bool = False
+    num_draft_tokens: int = 0
+    num_accepted_draft_tokens: int = 0
 
 
 @dataclass(slots=True)

@@ -21,9 +21,11 @@ from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.request import Finish, Phase, Request, RequestStats, Spec
 from cairn.scheduler.snapshots import add_saves, add_snapshots
-from cairn.scheduler.state import RequestObserver, SchedulerConfig, SchedulerState
+from cairn.scheduler.speculation import Drafter
+from cairn.scheduler.state import Drafting, RequestObserver, SchedulerConfig, SchedulerState
 from cairn.scheduler.transfers import Transfers
-from cairn.step import Logprobs, StepPlan, StepResult, TokenMask
+from cairn.scheduler.verify import add_folds, take_verified, trim_answer
+from cairn.step import Logprobs, StepPlan, StepResult, TokenMask, TokenMasks, VerifiedTokens
 from cairn.transfer.contract import KvSource, LeaseEnded, LookupRequest, PagesFree, PullEnded
 from cairn.types import Clock, RequestId
 
@@ -44,7 +46,8 @@ class Scheduler:
     """Continuous batching with a token budget, chunked prefill, first come first served, and preemption.
 
     At most `config.max_in_flight` plans are out at a time; results are applied in the order of their plans.
-    `transfers`: the way to other servers, if there is one. `observer`: told of requests and plans.
+    `transfers`: the way to other servers, if there is one. `observer`: told of requests and plans. `drafter`: proposes
+    what may come next in answers; None: each step brings each answer one token.
     """
 
     def __init__(
@@ -54,11 +57,20 @@ class Scheduler:
         clock: Clock,
         transfers: Transfers | None = None,
         observer: RequestObserver | None = None,
+        drafter: Drafter | None = None,
     ) -> None:
-        slots = list(range(config.max_num_seqs - 1, -1, -1))
+        """Raises ValueError for a drafter where several plans may be out: what it drafts from is the newest token."""
+        if drafter is not None and config.max_in_flight > 1:
+            raise ValueError("drafts want one plan out at a time")
         queue = WaitingQueue(config.max_waiting)
         self.state = SchedulerState(
-            config, cache, clock, queue, slots, transfers=transfers or Transfers(), observer=observer
+            config,
+            cache,
+            clock,
+            queue,
+            transfers=transfers or Transfers(),
+            observer=observer,
+            drafting=Drafting(drafter),
         )
         self._capacity = capacity_tokens(cache.layout, cache.pool.num_pages)
         self._plans: deque[PlanBuilder] = deque()
@@ -174,8 +186,11 @@ class Scheduler:
         if self.state.transfers.peers is not None:
             self.state.transfers.peers.release(source)
 
-    def finish(self, request: Request, reason: Finish) -> None:
-        """End a request now: at a stop string, by an abort. No matter if it has ended already."""
+    def finish(self, request: Request, reason: Finish, num_output_tokens: int | None = None) -> None:
+        """End a request now: at a stop string, by an abort. No matter if it has ended already. `num_output_tokens`: of
+        its answer, where the step that was applied last has brought more."""
+        if num_output_tokens is not None and request.phase is Phase.RUNNING:
+            trim_answer(self.state, request, num_output_tokens)
         if finish(self.state, request, reason):
             self._stalled = False
 
@@ -238,6 +253,7 @@ class Scheduler:
             admit(self.state, builder)
         add_saves(self.state, builder)
         add_snapshots(self.state, builder)
+        add_folds(self.state, builder)
         if self.state.observer is not None:
             self.state.observer.planned(builder)
         for scheduled in builder.scheduled:
@@ -248,21 +264,25 @@ class Scheduler:
         self._plans.append(builder)
         return builder.plan()
 
-    def masks(self) -> dict[int, TokenMask] | None:
-        """Of the plan that went out last, by slot: the tokens that may be drawn. None where that is not known before
+    def masks(self) -> TokenMasks | None:
+        """Of the plan that went out last: the tokens that may be drawn. None where that is not known before
         the plans before it have been applied."""
-        drawing = [scheduled.request for scheduled in self._plans[-1].scheduled if scheduled.samples]
+        scheduled_now = self._plans[-1].scheduled
+        drawing = [scheduled.request for scheduled in scheduled_now if scheduled.samples and not scheduled.is_verify]
         if len(self._plans) > 1 and any(
             request.spec.sampling.needs_history or request.spec.constraint is not None for request in drawing
         ):
             return None
         # the token of one that has ended meanwhile is not looked at
-        masks = {
-            request.slot: request.spec.constraint.allowed(request.output)
-            for request in drawing
-            if request.spec.constraint is not None and request.phase is Phase.RUNNING
+        masks: dict[int, TokenMask | Sequence[TokenMask | None]] = {
+            scheduled.request.slot: scheduled.masks for scheduled in scheduled_now if scheduled.masks is not None
         }
-        return {slot: mask for slot, mask in masks.items() if mask is not None}
+        for request in drawing:
+            if request.spec.constraint is not None and request.phase is Phase.RUNNING:
+                mask = request.spec.constraint.allowed(request.output)
+                if mask is not None:
+                    masks[request.slot] = mask
+        return masks
 
     def apply(self, result: StepResult) -> list[Progress]:
         """Take in the result of the oldest plan that is out; returns what came of it, in plan order."""
@@ -274,13 +294,17 @@ class Scheduler:
         for scored in result.scored:
             owners[scored.slot].outcome.prompt_logprobs.append(scored.logprobs)
         state.slots.last_token[result.slots] = result.tokens
-        # each of them has a slot of its own, so their order does not matter
+        # no plain one has another share of the plan, so their order does not matter
         progress = self._apply_plain(builder, result)
+        verified = {each.slot: each for each in result.verified}
         for scheduled in builder.scheduled:
-            update = self._apply_sequence(scheduled, result)
+            if scheduled.is_verify:
+                update = self._apply_verify(scheduled, verified[scheduled.request.slot])
+            else:
+                update = self._apply_sequence(scheduled, result)
             if update is not None:
                 progress.append(update)
-        state.counters.generation_tokens += len(progress)
+        state.counters.generation_tokens += sum(len(update.tokens) for update in progress)
         state.cache.release_step(builder.step)
         return progress
 
@@ -333,6 +357,18 @@ class Scheduler:
         if request.phase in (Phase.FINISHING, Phase.PREEMPTING) and request.num_in_flight == 0:
             release_or_save(state, request)
         return progress
+
+    def _apply_verify(self, scheduled: ScheduledSequence, verified: VerifiedTokens) -> Progress | None:
+        request = scheduled.request
+        tokens, finish = take_verified(self.state, scheduled, verified)
+        if not tokens:
+            if request.num_in_flight == 0:
+                release_or_save(self.state, request)
+            return None
+        if finish is not None:
+            self.finish(request, finish)
+        logprobs = None if verified.logprobs is None else verified.logprobs.first(len(tokens))
+        return Progress(request, tokens, finish, logprobs)
 
     def _take_token(self, request: Request, token: int, result: StepResult) -> Progress:
         request.output.append(token)

@@ -21,13 +21,15 @@ Row = NDArray[np.int32]
 
 
 class SlotTable:
-    """One column per field, int32 [num_slots]; `Request` says what the first four mean.
+    """One column per field, int32 [num_slots]; `Request` says what the first four mean. `free`: nobody's slots, the
+    last of which is taken next.
 
     `last_token`: the newest token that was sampled in the slot and has been applied. `kv_write_from`: as of a decode
     row. `min_tokens_until`: no stop token may be sampled at a position before this one.
     """
 
     def __init__(self, num_slots: int) -> None:
+        self.free = list(range(num_slots - 1, -1, -1))
         self._columns = np.zeros((len(COLUMNS), num_slots), np.int32)
         (
             self.num_computed,

@@ -14,6 +14,7 @@ from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.queue import RequestQueue, WaitingQueue
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.slot_table import SlotTable
+from cairn.scheduler.speculation import Drafter, SpecDecodeCounters
 from cairn.scheduler.transfers import Transfers
 from cairn.types import Clock, RequestId
 
@@ -65,6 +66,7 @@ class Counters:
     expired_offers: int = 0
     refused_kv_exports: Counter[str] = field(default_factory=lambda: Counter(total=0, client=0, timeout=0))
     shared: SharedCounters = field(default_factory=SharedCounters)
+    spec_decode: SpecDecodeCounters = field(default_factory=SpecDecodeCounters)
 
 
 class RequestObserver(Protocol):
@@ -82,6 +84,15 @@ class RequestObserver(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Drafting:
+    """`drafter`: None where nothing is drafted. `pending_folds`: by how many tokens a request's state is behind its
+    `num_computed`, from the result of its verify row to the next plan."""
+
+    drafter: Drafter | None = None
+    pending_folds: dict[Request, int] = field(default_factory=dict)
+
+
 @dataclass(eq=False)
 class SchedulerState:
     """What the scheduler's parts share.
@@ -96,11 +107,11 @@ class SchedulerState:
     cache: PrefixCache
     clock: Clock
     waiting: WaitingQueue
-    free_slots: list[int]
     requests: dict[RequestId, Request] = field(default_factory=dict)
     running: RequestQueue = field(default_factory=RequestQueue)
     ending: RequestQueue = field(default_factory=RequestQueue)
     pending_saves: dict[Request, int] = field(default_factory=dict)
+    drafting: Drafting = field(default_factory=Drafting)
     transfers: Transfers = field(default_factory=Transfers)
     observer: RequestObserver | None = None
     counters: Counters = field(default_factory=Counters)
@@ -144,7 +155,7 @@ class SchedulerState:
         """Give back the slot of a request that no step names any more."""
         assert request.num_in_flight == 0
         if request.slot >= 0:
-            self.free_slots.append(request.slot)
+            self.slots.free.append(request.slot)
             request.release_slot()
         if request.phase is Phase.RUNNING:
             self.running.remove(request)
@@ -160,6 +171,7 @@ class SchedulerState:
 
     def _release(self, request: Request, loss: Reason | None = None) -> None:
         request.stats.max_computed = max(request.stats.max_computed, request.num_computed)
+        self.drafting.pending_folds.pop(request, None)
         if request.sequence is not None:
             self.cache.release(request.sequence, loss)
             request.sequence = None
@@ -170,6 +182,8 @@ class SchedulerState:
 
     def drop(self, request: Request) -> None:
         """The end of a request: nothing is held for it any more."""
+        if self.drafting.drafter is not None:
+            self.drafting.drafter.end(request)
         self._release(request)
         self.transfers.prefill_speed.learn(request.stats)
         request.set_phase(Phase.FINISHED)

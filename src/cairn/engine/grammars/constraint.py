@@ -13,6 +13,12 @@ def limits() -> LLParserLimits:
     return LLParserLimits(max_lexer_states=20_000, max_grammar_size=200_000, verbose_errors=False)
 
 
+def count_common(tokens: Sequence[int], others: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(tokens, others, strict=False))
+    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(others)))
+
+
 class GrammarConstraint:
     """Which tokens may follow an answer, and whether it is complete. Implements `scheduler.request.Constraint`.
 
@@ -49,15 +55,25 @@ class GrammarConstraint:
 
     def follow(self, output: Sequence[int]) -> None:
         """Take in the answer so far."""
-        if list(output) == self._seen:
+        answer = list(output)
+        if answer == self._seen:
             return
-        if list(output[: len(self._seen)]) != self._seen:
-            self._matcher.reset()
-            self._seen = []
+        self._go_back(answer)
         for token in output[len(self._seen) :]:
             self._matcher.consume_token(token)
             self._seen.append(token)
         self._mask = self._allowed()
+
+    def _go_back(self, answer: list[int]) -> None:
+        """To where the answer and what has been followed part: drafts that were looked at have not all come."""
+        num_seen = len(self._seen)
+        if answer[:num_seen] == self._seen:
+            return
+        num_common = count_common(self._seen, answer)
+        if self._matcher.is_error() or not self._matcher.rollback(num_seen - num_common):
+            self._matcher.reset()
+            num_common = 0
+        del self._seen[num_common:]
 
     @property
     def complete(self) -> bool:
