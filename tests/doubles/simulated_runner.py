@@ -8,7 +8,7 @@ in a hundred lines what a step has to do.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -17,7 +17,20 @@ from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.runner.contract import StepRunner
 from cairn.runner.input_batch import InputBatch, block_table_updates
 from cairn.runner.plan_check import PlanCheck, PlanLimits
-from cairn.step import GRID, SAMPLED, Logprobs, SampledToken, Scored, Snapshot, StepPlan, StepResult, TokenMasks
+from cairn.step import (
+    GRID,
+    SAMPLED,
+    Fold,
+    Logprobs,
+    SampledToken,
+    Scored,
+    Snapshot,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+    VerifiedTokens,
+    VerifyRow,
+)
 from cairn.types import Pages
 from doubles.step_results import MAX_SLOTS, step_result
 
@@ -35,7 +48,7 @@ _ANY_TOKEN = 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """A decode or a prefill row."""
+    """A decode, verify or prefill row."""
 
     slot: int
     start: int
@@ -56,6 +69,7 @@ class _Out:
     scored: tuple[Scored, ...]
     advanced: list[bool]
     sampled: tuple[SampledToken, ...] | None = None
+    verified: tuple[VerifiedTokens, ...] = ()
 
 
 class BlockTables:
@@ -104,6 +118,7 @@ class SimulatedRunner(StepRunner):
         self._sums: dict[int, int] = {}
         self._files: dict[int, State] = {}
         self._slots: dict[int, State] = {}
+        self._unfolded: dict[int, tuple[int, list[State]]] = {}  # by slot, where a verify row began, and its states
         self._drawn: dict[int, int] = {}  # by slot, the token drawn last
         self._ended: set[int] = set()  # slots that have gone on with a stop token: they stay as they were
         self._out: deque[_Out] = deque()
@@ -119,16 +134,22 @@ class SimulatedRunner(StepRunner):
             self._copy(copy.source, copy.target)
         for restore in plan.restores:
             self._slots[restore.slot] = self._read_file(restore.pages)
+        for fold in plan.folds:
+            self._fold(fold)
+        self._unfolded.clear()
         for save in plan.saves:
             self._write_file(save.pages, self._slots[save.slot])
         self.tables.apply(plan)
         scored: list[Scored] = []
         rows = self._rows(plan)
         self.forward_passes += bool(rows)
-        hidden = [self._row(row, _files_of(index, plan.snapshots)) for index, row in enumerate(rows)]
+        states = [self._row(row, _files_of(index, plan.snapshots)) for index, row in enumerate(rows)]
+        hidden = [[tag for _, tag in each] for each in states]
+        for verify, each in zip(plan.verifies, states[len(plan.decodes) :], strict=False):
+            self._unfolded[verify.slot] = verify.start, each
         for slot in plan.samples.slots.tolist():
             self._drawn.pop(slot, None)
-        for row, own in zip(plan.prefills, hidden[len(plan.decodes) :], strict=True):
+        for row, own in zip(plan.prefills, hidden[len(plan.decodes) + len(plan.verifies) :], strict=True):
             if row.score is not None:
                 targets = row.score.targets.tolist()
                 told = [self._logprobs(tag, token, row.score.top) for tag, token in zip(own, targets, strict=False)]
@@ -143,14 +164,42 @@ class SimulatedRunner(StepRunner):
         samples = zip(
             out.plan.samples.slots.tolist(), self._input_batch.sampling_metadata(out.plan, masks), strict=True
         )
-        out.sampled = tuple(self._sample(slot, sample) for slot, sample in samples)
+        out.sampled = tuple(self._sample(slot, sample, self._slots[slot][1]) for slot, sample in samples)
+        out.verified = tuple(self._verify(row, masks.get(row.slot)) for row in out.plan.verifies)
+
+    def _verify(self, row: VerifyRow, masks) -> VerifiedTokens:
+        """Tokens one after the other, until one is not the draft in its place."""
+        tokens: list[int] = []
+        told: list[Logprobs] = []
+        _, states = self._unfolded[row.slot]
+        for _, hidden in states:
+            position = row.start + 1 + len(tokens)
+            mask, bans = None if masks is None else masks[len(tokens)], position < row.min_tokens_until
+            sample = self._input_batch.metadata_of(row.slot, position, mask, bans, tokens)
+            drawn = self._sample(row.slot, sample, hidden)
+            tokens.append(drawn.token)
+            told += [] if drawn.logprobs is None else [drawn.logprobs]
+            if row.tokens[1 : 1 + len(tokens)].tolist() != tokens:
+                break
+        joined = None
+        if told:
+            columns = zip(*((one.token_ids, one.values, one.ranks) for one in told), strict=True)
+            joined = Logprobs(*(np.concatenate(column) for column in columns))
+        return VerifiedTokens(row.slot, tuple(tokens), joined)
+
+    def _fold(self, fold: Fold) -> None:
+        start, states = self._unfolded[fold.slot]
+        for snapshot in fold.snapshots:
+            self._write_file(snapshot.pages, states[snapshot.position - start - 1])
+        self._slots[fold.slot] = states[fold.num_tokens - 1]
 
     def collect(self, step: int) -> StepResult:
         """What the oldest step that is out has given."""
         out = self._out.popleft()
         assert out.plan.step == step and out.sampled is not None, f"step {step} is not to be collected now"
-        result = step_result(step, out.sampled, out.scored, out.advanced)
+        result = replace(step_result(step, out.sampled, out.scored, out.advanced), verified=out.verified)
         self._input_batch.append(result.slots, result.tokens)
+        self._input_batch.append_verified(result.verified)
         return result
 
     def close(self) -> None:
@@ -164,12 +213,15 @@ class SimulatedRunner(StepRunner):
                 if token in self._input_batch.admit(slot).stop_token_ids:
                     self._ended.add(slot)
             rows.append(_Row(slot, start, [token], write_from, decode=True))
-        rows += [_Row(row.slot, row.start, row.tokens.tolist(), row.kv_write_from, False) for row in plan.prefills]
+        rows += [
+            _Row(row.slot, row.start, row.tokens.tolist(), row.kv_write_from, isinstance(row, VerifyRow))
+            for row in plan.long_rows
+        ]
         return rows
 
-    def _row(self, row: _Row, files: dict[int, Pages]) -> list[int]:
-        """The hidden states after each of the row's tokens."""
-        hidden, size = [], self._layout.block_size
+    def _row(self, row: _Row, files: dict[int, Pages]) -> list[State]:
+        """The states after each of the row's tokens; drafts leave the slot's as it was."""
+        states, size = [], self._layout.block_size
         pages = self._pages(row)
         state, _ = FRESH if row.start == 0 else self._slots[row.slot]
         context = 0 if pages is None else self._read_first(pages, row.start)
@@ -185,19 +237,19 @@ class SimulatedRunner(StepRunner):
                     self._write(page, offset, hash((state, token)))
                 context += self._read(page, offset)
             live = (state, hash((state, context)))
-            hidden.append(live[1])
+            states.append(live)
             if position + 1 in files:
                 self._write_file(files[position + 1], live)
-        if row.slot not in self._ended:
+        drafted = row.decode and len(row.tokens) > 1
+        if row.slot not in self._ended and not drafted:
             self._slots[row.slot] = live
-        return hidden
+        return states
 
     def _pages(self, row: _Row) -> list[int] | None:
         """The pages of the tokens up to the row's end; None without attention."""
         return next((pages.tolist() for pages in self.tables.pages_of(row.slot, row.end)), None)
 
-    def _sample(self, slot: int, sample: SamplingMetadata) -> SampledToken:
-        _, hidden = self._slots[slot]
+    def _sample(self, slot: int, sample: SamplingMetadata, hidden: int) -> SampledToken:
         seen: tuple[int, ...] = ()
         if sample.params.needs_history:
             if sample.history is None:

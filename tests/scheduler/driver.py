@@ -45,10 +45,18 @@ class ForgetfulRunner(SimulatedRunner):
 
 
 class Driver:
-    """`mode` None: the cache is off. `side`: the way to other servers, `sources` to others that may have pages."""
+    """`mode` None: the cache is off. `side`: the way to other servers, `sources` to others that may have pages.
+    `drafter`: as of a `Scheduler`."""
 
     def __init__(
-        self, mode: str | None = "auto", num_pages: int = 1000, block_size: int = 16, side=None, sources=(), **config
+        self,
+        mode: str | None = "auto",
+        num_pages: int = 1000,
+        block_size: int = 16,
+        side=None,
+        sources=(),
+        drafter=None,
+        **config,
     ) -> None:
         config.setdefault("max_num_seqs", 4)
         config.setdefault("max_num_batched_tokens", 256)
@@ -62,7 +70,7 @@ class Driver:
             self.layout, num_pages, CachePolicy(placement, ValuePerByte(), self.config.exact), clock=self.clock
         )
         transfers = Transfers(side, sources=tuple(sources))
-        self.scheduler = Scheduler(self.config, self.cache, self.clock, transfers)
+        self.scheduler = Scheduler(self.config, self.cache, self.clock, transfers, drafter=drafter)
         self.runner = ForgetfulRunner(self.layout, num_pages, self.config.max_num_seqs, 50, numerics=self.config.exact)
         self.pipeline = StepPipeline(self.scheduler, self.runner)
         self.requests: dict[str, Request] = {}

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cairn.cache.sequence_blocks import Namespace
+from doubles.drafters import KnowingDrafter
 
 SEGMENTS = [tuple(range(100 * i, 100 * i + length)) for i, length in enumerate((1, 5, 16, 40, 64, 65, 90))]
 PROMPT = st.lists(st.integers(0, len(SEGMENTS) - 1), min_size=1, max_size=4)
@@ -35,8 +36,20 @@ MIX = {
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 
 
-def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests):
-    driver = Driver(mode, num_pages, block_size, exact=exact, max_in_flight=ahead, max_num_batched_tokens=100)
+PATTERNS = {
+    "all": lambda proposal: 99,
+    "none": lambda proposal: 0,
+    "alternating": lambda proposal: 99 * (proposal % 2),
+    "rising": lambda proposal: proposal % 6,
+}
+DRAFTS = {"num_drafts": st.sampled_from([1, 2, 5, 32]), "num_right": st.sampled_from(sorted(PATTERNS))}
+
+
+def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests, num_drafts=0, num_right="all"):
+    answers = {}
+    drafter = KnowingDrafter(answers, num_drafts, PATTERNS[num_right], 50) if num_drafts else None
+    config = {"exact": exact, "max_in_flight": 1 if drafter else ahead, "max_num_batched_tokens": 100}
+    driver = Driver(mode, num_pages, block_size, drafter=drafter, **config)
     expected, ended = {}, []
     for parts, max_tokens, pause, salted, fate in requests:
         prompt = tuple(token for part in parts for token in SEGMENTS[part])[:240]
@@ -46,6 +59,7 @@ def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests):
         namespace = Namespace(cache_salt="s") if salted else PLAIN
         name = driver.submit(prompt, max_tokens, namespace=namespace, boundaries=(max(1, len(prompt) - 3),), stop=stop)
         expected[name] = (prompt, max_tokens)
+        answers[name] = reference(prompt, max_tokens, exact, stop) if drafter else []
         ended.append(name)
         for _ in range(pause):
             if driver.scheduler.has_work:
@@ -61,11 +75,31 @@ def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests):
         assert first.hit + sum(first.lost.values()) == len(prompt)
         assert driver.output(name) == reference(prompt, max_tokens, exact, stop), name
     assert driver.cache.clear(), "a page leaked"
+    counters = driver.scheduler.state.counters
+    if drafter is not None:
+        assert set(drafter.ended) == set(driver.requests)
+        drafted = [sum(column) for column in zip(*(numbers for _, *numbers in drafter.records), strict=True)] or [0, 0]
+        counted = counters.spec_decode
+        assert [counted.num_draft_tokens, counted.num_accepted_tokens] == drafted
+    assert counters.generation_tokens == sum(len(request.output) for request in driver.requests.values())
 
 
 @settings(max_examples=20, **COMMON)
 @given(**MIX)
 def test_every_answer_is_right_whatever_happens(**mix):
+    check_mix(**mix)
+
+
+@settings(max_examples=30, **COMMON)
+@given(**MIX, **DRAFTS)
+def test_drafts_change_no_answer(**mix):
+    check_mix(**mix)
+
+
+@pytest.mark.more
+@settings(max_examples=300, **COMMON)
+@given(**MIX, **DRAFTS)
+def test_drafts_change_no_answer_of_more_mixes(**mix):
     check_mix(**mix)
 
 

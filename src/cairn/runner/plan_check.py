@@ -9,7 +9,18 @@ from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
 from cairn.runner.contract import StepRunner
-from cairn.step import GRID, SAMPLED, Admit, Image, PrefillRow, StepPlan, StepResult, TableUpdate, TokenMasks
+from cairn.step import (
+    GRID,
+    SAMPLED,
+    Admit,
+    Image,
+    PrefillRow,
+    StepPlan,
+    StepResult,
+    TableUpdate,
+    TokenMasks,
+    VerifyRow,
+)
 from cairn.types import Pages
 
 
@@ -40,6 +51,7 @@ class PlanCheck:
         self._limits = limits
         self._slots: dict[int, _Slot] = {}
         self._step: int | None = None
+        self._verified: dict[int, VerifyRow] = {}
 
     def check(self, plan: StepPlan) -> None:
         """Raises ValueError that names the record which cannot be executed; then nothing is remembered of the plan."""
@@ -54,6 +66,7 @@ class PlanCheck:
             self._slot_state_pages(f"restore of slot {restore.slot}", restore.slot, restore.pages)
             if restore.slot in slots:
                 slots[restore.slot] = replace(slots[restore.slot], sampled=None)
+        self._folds(plan)
         for save in plan.saves:
             self._slot_state_pages(f"save of slot {save.slot}", save.slot, save.pages)
         for update in plan.table_updates:
@@ -63,12 +76,37 @@ class PlanCheck:
             name = f"snapshot of row {snapshot.row}"
             if snapshot.row >= len(ends):
                 raise ValueError(f"{name}: the plan has {len(ends)} rows")
+            if len(plan.decodes) <= snapshot.row < len(plan.decodes) + len(plan.verifies):
+                raise ValueError(f"{name}: the states of a verify row are those of its fold")
             _, start, end = ends[snapshot.row]
             if not start < snapshot.position <= end:
                 raise ValueError(f"{name}: position must be in {start + 1}..{end}, inside its row")
             self._state_pages(name, snapshot.pages)
         self._samples(plan, slots, {slot: end for slot, _, end in ends})
+        self._verified = {row.slot: row for row in plan.verifies}
         self._slots, self._step = slots, plan.step
+
+    def _folds(self, plan: StepPlan) -> None:
+        """A slot in which the plan before has verified drafts goes on after a fold, or begins anew."""
+        folded = dict[int, int]()
+        for fold in plan.folds:
+            name, row = f"fold of slot {fold.slot}", self._verified.get(fold.slot)
+            if row is None or fold.slot in folded:
+                raise ValueError(f"{name}: the plan before has no verify row for it")
+            if not 1 <= fold.num_tokens <= len(row.tokens):
+                raise ValueError(f"{name}: {fold.num_tokens} tokens of a row of {len(row.tokens)}")
+            end = folded[fold.slot] = row.start + fold.num_tokens
+            positions = [snapshot.position for snapshot in fold.snapshots]
+            if positions != sorted(set(positions)) or not all(row.start < position <= end for position in positions):
+                raise ValueError(f"{name}: snapshots at {positions}, which are to rise within {row.start + 1}..{end}")
+            for snapshot in fold.snapshots:
+                self._state_pages(name, snapshot.pages)
+        anew = {admit.slot for admit in plan.admits} | {restore.slot for restore in plan.restores}
+        begins = {slot: start for slot, start, _, _ in plan.decodes} | {row.slot: row.start for row in plan.long_rows}
+        begins |= {save.slot: folded.get(save.slot, -1) for save in plan.saves}
+        for slot in self._verified.keys() & begins.keys() - anew:
+            if folded.get(slot) != begins[slot]:
+                raise ValueError(f"slot {slot}: its state is at {folded.get(slot)}, and goes on at {begins[slot]}")
 
     def _admit(self, admit: Admit) -> _Slot:
         name = f"admit of slot {admit.slot}"
@@ -92,7 +130,7 @@ class PlanCheck:
         return replace(slot, num_pages=num_pages)
 
     def _rows(self, plan: StepPlan, slots: dict[int, _Slot]) -> list[tuple[int, int, int]]:
-        """(slot, start, end) of all rows, decode rows first."""
+        """(slot, start, end) of all rows, in their order."""
         decodes = plan.decodes
         columns = (decodes.slots, decodes.positions, decodes.tokens, decodes.kv_write_from)
         if any(column.shape != decodes.slots.shape for column in columns):
@@ -106,6 +144,12 @@ class PlanCheck:
                 raise ValueError(f"{name}: the slot's last sampled token stands at {slot_state.sampled}")
             if token != SAMPLED and not 0 <= token < self._limits.vocab_size:
                 raise ValueError(f"{name}: token ids must be in 0..{self._limits.vocab_size - 1}")
+        for verify in plan.verifies:
+            rows.append((verify.slot, verify.start, verify.end))
+            name = _row_name(*rows[-1])
+            self._row(name, slots, *rows[-1], verify.kv_write_from)
+            if len(verify.tokens) < 2 or verify.tokens.min() < 0 or verify.tokens.max() >= self._limits.vocab_size:
+                raise ValueError(f"{name}: one draft at least, and token ids in 0..{self._limits.vocab_size - 1}")
         for row in plan.prefills:
             rows.append((row.slot, row.start, row.end))
             name = _row_name(*rows[-1])
@@ -146,8 +190,11 @@ class PlanCheck:
         numbers = samples.slots.tolist()
         if len(set(numbers)) != len(numbers):
             raise ValueError(f"step {plan.step}: a slot has more than one sample: {sorted(numbers)}")
+        verified = {row.slot for row in plan.verifies}
         for slot, position in zip(numbers, samples.positions.tolist(), strict=True):
             name = f"sample of slot {slot}"
+            if slot in verified:
+                raise ValueError(f"{name}: its verify row samples already")
             self._slot_number(name, slot)
             if ends.get(slot, position) != position:
                 raise ValueError(f"{name}: position {position}, but its row ends at {ends[slot]}")

@@ -23,10 +23,10 @@ def add_saves(state: SchedulerState, builder: PlanBuilder) -> None:
 
 
 def add_snapshots(state: SchedulerState, builder: PlanBuilder) -> None:
-    """Files for checkpoints, once all rows have their pages."""
+    """Files for checkpoints, once all rows have their pages. Those within a verify row are its fold's."""
     placement = state.cache.policy.placement
     for scheduled in builder.scheduled:
-        if not scheduled.has_row:
+        if not scheduled.has_row or scheduled.is_verify:
             continue
         if not scheduled.is_decode:
             _add_for_others(state, builder, scheduled)

@@ -1,0 +1,37 @@
+"""Drafters that know what comes, or lie about it."""
+
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+from cairn.scheduler.request import Request
+from cairn.types import Keys
+
+Pattern = Callable[[int], int]
+"""Of the drafts of the n-th proposal, how many are right."""
+
+
+class KnowingDrafter:
+    """Drafts `num_drafts` tokens of answers that are known beforehand, by request id; after as many as `num_right` says
+    of the n-th proposal come tokens that are not. Proposes nothing for whom it does not know."""
+
+    def __init__(self, answers: Mapping[str, list[int]], num_drafts: int, num_right: Pattern, vocab_size: int) -> None:
+        self._answers, self._num_drafts, self._num_right = answers, num_drafts, num_right
+        self._vocab_size = vocab_size
+        self._proposals = 0
+        self.records: list[tuple[str, int, int]] = []
+        self.ended: list[str] = []
+
+    def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
+        answer = self._answers.get(request.id, [])
+        drafts = answer[len(request.output) :][: min(self._num_drafts, most)]
+        num_right = self._num_right(self._proposals)
+        self._proposals += bool(drafts)
+        lies = [(token + 1) % self._vocab_size for token in drafts[num_right:]]
+        return np.array([*drafts[:num_right], *lies], np.int64)
+
+    def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
+        self.records.append((request.id, num_draft_tokens, num_accepted))
+
+    def end(self, request: Request) -> None:
+        self.ended.append(request.id)
