@@ -1,5 +1,7 @@
 """The core with a runner of tags: text, stops, reports, and what is refused."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -7,7 +9,7 @@ from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
-from cairn.engine.contract import CacheInfo, EngineInfo, GenerateRequest
+from cairn.engine.contract import CacheInfo, EngineInfo, GenerateRequest, RepetitionDetection
 from cairn.engine.core import Core
 from cairn.engine.output_processor import StopStringChecker
 from cairn.engine.specs import SpecBuilder
@@ -17,6 +19,7 @@ from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.contract import TransferRole
 from cairn.types import Boundary, ManualClock
 from doubles.byte_tokenizer import ByteTokenizer
+from doubles.drafters import KnowingDrafter
 from doubles.engine_requests import NEVER, generate_request
 from doubles.simulated_runner import SimulatedRunner
 
@@ -24,7 +27,7 @@ VOCAB = 128
 LAYOUT = CacheLayout(16, 64, 1, (AttentionGroup("full", 16),), 8, 180, 1)
 
 
-def core(num_pages=400, eos=(), seed=0, **config) -> Core:
+def core(num_pages=400, eos=(), seed=0, drafter=None, **config) -> Core:
     scheduling = SchedulerConfig(max_model_len=2000, **config)
     cache = PrefixCache(LAYOUT, num_pages, CachePolicy(Auto(), LeastRecentlyUsed()))
     info = EngineInfo(
@@ -49,7 +52,7 @@ def core(num_pages=400, eos=(), seed=0, **config) -> Core:
     )
     clock = ManualClock()
     runner = SimulatedRunner(LAYOUT, num_pages, 8, VOCAB, numerics=False)
-    return Core(info, Scheduler(scheduling, cache, clock), runner, ByteTokenizer(), eos, seed)
+    return Core(info, Scheduler(scheduling, cache, clock, drafter=drafter), runner, ByteTokenizer(), eos, seed)
 
 
 def request(prompt=range(100), name="a", **fields) -> GenerateRequest:
@@ -97,6 +100,46 @@ def test_a_repeated_prompt_reports_itself_cached():
     assert (stats.pool.held_pages, stats.pool.open_sequences) == (0, 0)
     assert stats.pool.cached_pages + stats.pool.free_pages == stats.pool.num_pages
     assert stats.prefix_cache.checkpoints_hit == {"prompt_end": 1} and stats.prefix_cache.audits == 2
+
+
+def drafted(answer, **options) -> Core:
+    """A core that drafts five tokens of an answer at a time, all of them right."""
+    return core(drafter=KnowingDrafter({"a": answer}, 5, lambda proposal: 99, VOCAB), **options)
+
+
+@pytest.mark.parametrize("place", [3, 4, 5, 6, 7, 8, 9])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_within_a_chain_ends_the_answer_where_it_ends_without_drafts(place, include):
+    """Text, tokens, log-probabilities and what the next turn finds cached."""
+    whole = tokens_of(run(core(), request(max_tokens=20)))
+    stop = chr(whole[place - 1]) + chr(whole[place])
+    asked = {"max_tokens": 20, "stop": [stop], "logprobs": 2, "include_stop_str_in_output": include}
+    answers, hits = [], []
+    for engine in (core(), drafted(whole)):
+        outputs = run(engine, request(**asked))
+        logprobs = [output.logprobs for output in outputs]
+        parts = [b"".join(getattr(each, field) for each in logprobs) for field in ("token_ids", "values", "ranks")]
+        text = "".join(output.text for output in outputs)
+        answers.append((tokens_of(outputs), text, outputs[-1].finish_reason, outputs[-1].stop_reason, parts))
+        following = [*range(100), *tokens_of(outputs)[:-1], 99, 98]
+        hits.append(run(engine, request(following, name="b", max_tokens=1))[-1].cache.cached_tokens)
+        num_outputs = len(outputs)
+    assert answers[0] == answers[1] and hits[0] == hits[1] == 100 + len(answers[0][0]) - 1
+    assert num_outputs < len(answers[0][0])
+
+
+def test_a_repetition_within_a_chain_ends_the_answer_where_it_ends_without_drafts():
+    limit = RepetitionDetection(max_pattern_size=1, min_pattern_size=1, min_count=2)
+    params = {"repetition_detection": limit}
+    prompt = next(
+        prompt
+        for prompt in (range(i, 60 + i) for i in range(500))
+        if any(a == b for a, b in itertools.pairwise(tokens_of(run(core(), request(prompt, max_tokens=12)))[2:]))
+    )
+    whole = tokens_of(run(core(), request(prompt, max_tokens=12)))
+    plain, chained = (run(engine, request(prompt, max_tokens=12, **params)) for engine in (core(), drafted(whole)))
+    assert tokens_of(chained) == tokens_of(plain) and len(tokens_of(plain)) < 12
+    assert chained[-1].finish_reason == plain[-1].finish_reason == "repetition"
 
 
 def test_end_of_sequence_ends_unless_ignored():

@@ -328,6 +328,25 @@ def test_a_constraint_is_a_function_of_the_answer(compiled, tokenizer):
     )
 
 
+@pytest.mark.parametrize("ahead", [1, 4, 40])
+def test_drafts_that_were_looked_at_and_did_not_come_leave_no_trace(compiled, ahead):
+    """Also after drafts that complete the form."""
+    made, random = compiled(structure("json", WEATHER)), np.random.default_rng(9)
+    output = walk(made.start(), 3)
+    constraint, num_complete = made.start(), 0
+    for n in range(len(output)):
+        expected = made.start().allowed(output[:n]).tobytes()
+        assert constraint.allowed(output[:n]).tobytes() == expected
+        drafted = output[:n]
+        while len(drafted) < n + ahead and not constraint.complete:
+            drafted.append(int(random.choice(ids(constraint.allowed(drafted)))))
+            constraint.follow(drafted)
+        num_complete += constraint.complete
+        assert constraint.allowed(output[:n]).tobytes() == expected
+    assert num_complete == 0 or ahead > 1
+    assert num_complete or ahead < 40
+
+
 def test_tokens_that_the_model_has_and_the_tokenizer_has_not_are_never_allowed(compiled, tokenizer, words):
     mask = compiled(structure("regex", "(?s:.*)")).allowed([])
     assert mask.shape == (-(-words // 32),) and mask.dtype == np.int32

@@ -111,6 +111,17 @@ def test_it_is_a_function_of_the_answer_alone():
         assert found == forced(constraint(3, is_open=False).allowed(output[:end])) == (END[0] if end == 10 else None)
 
 
+@pytest.mark.parametrize("ahead", [1, 3, 7, 80])
+def test_drafts_that_were_looked_at_and_did_not_come_leave_no_trace(ahead):
+    output = [*b"<think>abc</thi</think>" + b"x" * 90]
+    plain = [forced(constraint(5, is_open=False).allowed(output[:n])) for n in range(len(output))]
+    made = constraint(5, is_open=False)
+    for n, expected in enumerate(plain):
+        assert forced(made.allowed(output[:n])) == expected
+        for count in range(1, ahead):
+            made.allowed([*output[:n], *(b"</think>" * 10)[:count]])
+
+
 class Engine:
     """A core of the tiny model, turned by hand."""
 

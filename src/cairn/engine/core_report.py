@@ -23,12 +23,12 @@ from cairn.step import StepPlan
 
 
 def num_step_tokens(plan: StepPlan) -> int:
-    """Tokens of prompts that go through the model, and tokens of answers: one for each decode, and those that are drawn
-    where a prompt ends, or for one more answer to it."""
+    """Tokens of prompts that go through the model, and tokens of answers: one for each decode, drafts, and those that
+    are drawn where a prompt ends, or for one more answer to it."""
+    num_tokens = len(plan.decodes) + sum(len(row.tokens) for row in plan.long_rows)
     if not plan.admits and not plan.prefills:
-        return len(plan.decodes)
-    num_first = len(set(plan.samples.slots.tolist()).difference(plan.decodes.slots.tolist()))
-    return len(plan.decodes) + sum(len(row.tokens) for row in plan.prefills) + num_first
+        return num_tokens
+    return num_tokens + len(set(plan.samples.slots.tolist()).difference(plan.decodes.slots.tolist()))
 
 
 class StepSizes:

@@ -70,7 +70,7 @@ class GrammarConstraint:
         if answer[:num_seen] == self._seen:
             return
         num_common = count_common(self._seen, answer)
-        if self._matcher.is_error() or not self._matcher.rollback(num_seen - num_common):
+        if not self._matcher.rollback(num_seen - num_common):
             self._matcher.reset()
             num_common = 0
         del self._seen[num_common:]
