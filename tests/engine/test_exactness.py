@@ -87,14 +87,16 @@ class Engine:
     """Scheduler and runner turned by hand; collects the logits of every request by its seed. On a device that counts
     them, each step has one copy in, and one out where something was drawn."""
 
-    def __init__(self, loaded, mode="auto", num_pages=400, block_size=BLOCK, exact=True, budget=512, ahead=1):
+    def __init__(
+        self, loaded, mode="auto", num_pages=400, block_size=BLOCK, exact=True, budget=512, ahead=1, drafter=None
+    ):
         layout = loaded.opened.layout(block_size)
         config = SchedulerConfig(
             max_num_seqs=4, max_num_batched_tokens=budget, exact=exact, max_in_flight=ahead, max_model_len=4096
         )
         placement = None if mode is None else placement_for(mode, block_size, exact)
         self.cache = PrefixCache(layout, num_pages, CachePolicy(placement, eviction_for("value"), exact))
-        self.scheduler = Scheduler(config, self.cache, ManualClock())
+        self.scheduler = Scheduler(config, self.cache, ManualClock(), drafter=drafter)
         self.runner = Runner(loaded.models[exact], layout, num_pages, 4, exact, observe=self._observe)
         self._copies = getattr(loaded, "copies", None)
         self._limits = PlanLimits(
@@ -107,12 +109,12 @@ class Engine:
     def _observe(self, sample: SamplingMetadata, logits: torch.Tensor) -> None:
         self.logits[sample.params.seed].append(logits.clone())
 
-    def submit(self, prompt, max_tokens=ANSWER, boundaries=()) -> int:
+    def submit(self, prompt, max_tokens=ANSWER, boundaries=(), **params) -> int:
         number = next(self._numbers)
         self.logits[number] = []
         name = RequestId(str(number))
-        # greedy, and the seed only tells the requests apart
-        sampling = SamplingParams(temperature=0.0, seed=number)
+        # the seed tells the requests apart, and does nothing else where tokens are not drawn by chance
+        sampling = SamplingParams(**{"temperature": 0.0, "seed": number} | params)
         keys = np.array(prompt, np.int64)
         spec = Spec(
             request_id=name,
