@@ -1,5 +1,5 @@
-"""Drafts change nothing: with `--exact` every logit is that of one token after the other, bit for bit, whatever is drafted
-and however much of it is right. Without `--exact` tokens are the same, too.
+"""Drafts change nothing: with `--exact` every logit is that of one token after the other, bit for bit, whatever is
+drafted and however much of it is right. Without `--exact` tokens are the same, too.
 
 The reference is a core that caches nothing, drafts nothing and serves one request at a time.
 """
