@@ -14,6 +14,7 @@ from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.queue import RequestQueue, WaitingQueue
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.slot_table import SlotTable
+from cairn.scheduler.speculation import SpecDecodeCounters
 from cairn.scheduler.transfers import Transfers
 from cairn.types import Clock, RequestId
 
@@ -65,6 +66,7 @@ class Counters:
     expired_offers: int = 0
     refused_kv_exports: Counter[str] = field(default_factory=lambda: Counter(total=0, client=0, timeout=0))
     shared: SharedCounters = field(default_factory=SharedCounters)
+    spec_decode: SpecDecodeCounters = field(default_factory=SpecDecodeCounters)
 
 
 class RequestObserver(Protocol):
