@@ -5,11 +5,13 @@ itself are accepted.
 """
 
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from cairn.errors import ConfigError
-from cairn.scheduler.request import Request
 from cairn.types import Keys
+
+if TYPE_CHECKING:  # settings need no request, and start sooner without
+    from cairn.scheduler.request import Request
 
 MAX_DRAFT_TOKENS = 32
 """Most tokens that one verification can have beside the one that is known."""
@@ -75,15 +77,15 @@ def _refusal(name: str, text: str) -> ConfigError:
 class Drafter(Protocol):
     """Proposes tokens, and learns from what becomes of them. Used by the scheduler's thread alone."""
 
-    def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
+    def propose(self, request: "Request", most: int, num_decodes: int) -> Keys:
         """Tokens that may follow the request's prompt and output, int64 [n] with n <= `most`; none where drafting does
         not pay. `num_decodes`: sequences that decode in this step."""
         ...
 
-    def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
+    def record(self, request: "Request", num_draft_tokens: int, num_accepted: int) -> None:
         """Learn that of `num_draft_tokens` that were verified the first `num_accepted` were accepted."""
         ...
 
-    def end(self, request: Request) -> None:
+    def end(self, request: "Request") -> None:
         """Forget a request that has ended; others may profit from its answer."""
         ...
