@@ -110,7 +110,7 @@ LATE = MappingProxyType(
         ),
         "cairn.cli.run": (
             *("start", "cairn.engine", "cairn.server", "cairn.http.web_server", "cairn.proxy", "cairn.check"),
-            *("cairn.models", "cairn.settings.kv", "cairn.transfer", "rich", "jinja2"),
+            *("cairn.models", "cairn.settings.kv", "cairn.settings.speculation", "cairn.transfer", "rich", "jinja2"),
         ),
         "cairn.deploy.ray": ("optional", "cairn.deploy.ray"),
         "cairn.engine.devices": ("optional", "cairn.kernels.cuda"),

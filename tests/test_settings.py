@@ -48,6 +48,7 @@ def test_whatever_the_engine_is_built_with_can_be_set():
     assert EngineConfig.model_fields.keys() - ServeSettings.model_fields.keys() == {
         "kv_events",
         "kv_transfer",
+        "speculative",
     }
 
 

@@ -39,7 +39,8 @@ FLAGS = """
 --no-language-model-only --no-return-tokens-as-token-ids --no-strict-tools --no-trust-request-chat-template
 --override-generation-config
 --port --quantization --reasoning-parser --request-log --request-log-bytes --request-timeout
---return-tokens-as-token-ids --revision --root-path --seed --served-model-name --shutdown-timeout --ssl-ca-certs
+--return-tokens-as-token-ids --revision --root-path --seed --served-model-name --shutdown-timeout
+--speculative-config --ssl-ca-certs
 --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile --start-timeout --stored-response-bytes --stream-interval
 --strict-tools --tensor-parallel-size --tokenizer --tokenizer-revision --tool-call-parser --trust-request-chat-template
 --uvicorn-log-level
@@ -100,6 +101,11 @@ SHARING_METRICS = """
 cairn:in_flight_shared_requests_total cairn:in_flight_shared_tokens_total
 """
 
+SPEC_DECODE_METRICS = """
+vllm:spec_decode_num_accepted_tokens_per_pos_total vllm:spec_decode_num_accepted_tokens_total
+vllm:spec_decode_num_draft_tokens_total vllm:spec_decode_num_drafts_total
+"""
+
 LOG_METRICS = """
 cairn:request_log_dropped_total
 """
@@ -132,8 +138,8 @@ EXPORTED = {
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",
     "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState",
-    "cairn.scheduler.request": "ARRIVALS_PER_PRIORITY Constraint Finish Phase PromptOffer Request RequestOutcome "
-    "RequestStats RequestTransfer Spec TRANSITIONS",
+    "cairn.scheduler.request": "ARRIVALS_PER_PRIORITY Constraint Finish Phase PromptOffer PromptSpec Request "
+    "RequestOutcome RequestStats RequestTransfer Spec TRANSITIONS",
     "cairn.scheduler.scheduler": "Progress Scheduler",
     "cairn.runner.contract": "EncoderCounters StepRunner",
     "cairn.runner.runner": "Observe Runner",
@@ -149,14 +155,14 @@ EXPORTED = {
     "cairn.bench.command": "add_bench_flags run_bench",
     "cairn.bench.work": "Conversation FIRST_TOKEN Ids MAX_PROMPTS MAX_TOKENS Speller TokenizerSpeller Turn "
     "Vocabulary WordSpeller draw_arrival_times flag spell_prompts",
-    "cairn.engine.build": "build_core",
-    "cairn.engine.contract": "Breakpoint CacheInfo CacheReport CacheView EngineClient EngineConfig EngineInfo "
-    "EngineOptions EngineStats FREE_LOGPROBS FinishReason GenerateOutput GenerateRequest ImageInput ImageStats "
-    "KvEventsConfig KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS MAX_LOGPROBS "
-    "MAX_LOGPROB_ENTRIES MAX_PATTERN_SIZE MAX_RETAIN_SECONDS MAX_SHOWN Pixels PoolStats PrefixCacheStats "
-    "RANGES RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES SYSTEM_ROLES StepStats "
-    "StopConditions Structure TemplateValue TextStream TextTokenizer ThinkingBudget Timings TokenLogprobs "
-    "TokenStats TransferReport TransferStats check_token_ids",
+    "cairn.engine.build": "build_core make_drafter",
+    "cairn.engine.contract": "Breakpoint CacheInfo CacheReport CacheView DraftReport EngineClient EngineConfig "
+    "EngineInfo EngineOptions EngineStats FREE_LOGPROBS FinishReason GenerateOutput GenerateRequest ImageInput "
+    "ImageStats KvEventsConfig KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS "
+    "MAX_LOGPROBS MAX_LOGPROB_ENTRIES MAX_PATTERN_SIZE MAX_RETAIN_SECONDS MAX_SHOWN Pixels PoolStats "
+    "PrefixCacheStats RANGES RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES SYSTEM_ROLES "
+    "SpecDecodeStats SpeculativeConfig StepStats StopConditions Structure TemplateValue TextStream TextTokenizer "
+    "ThinkingBudget Timings TokenLogprobs TokenStats TransferReport TransferStats check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
@@ -235,6 +241,8 @@ def test_metrics():
     metrics = Metrics(replace(build_echo_core(EngineConfig(model="echo")).info, logs_requests=True), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *LOG_METRICS.split()}
     info = build_echo_core(EngineConfig(model="echo")).info
+    metrics = Metrics(replace(info, num_speculative_tokens=1), "m")
+    assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *SPEC_DECODE_METRICS.split()}
     metrics = Metrics(replace(info, cache=replace(info.cache, shares_in_flight=True)), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *SHARING_METRICS.split()}
 

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client.parser import text_string_to_metric_families
 
-from cairn.engine.contract import EngineConfig, EngineStats, ImageStats, PoolStats
+from cairn.engine.contract import EngineConfig, EngineStats, ImageStats, PoolStats, SpecDecodeStats
 from cairn.server.load_report import format_load_report
 from cairn.server.metrics import Metrics
 from doubles.echo_core import BYTES_PER_TOKEN, build_echo_core
@@ -30,10 +30,6 @@ ABSENT = {
     "vllm:nixl_num_failed_notifications": "an end of a transfer is confirmed on the side channel, not notified by NIXL",
     "vllm:nixl_num_notifications_after_expiry": "as nixl_num_failed_notifications",
     "vllm:nixl_post_time_seconds": "what posting takes is not measured apart from the transfer",
-    "vllm:spec_decode_num_accepted_tokens": "there is no speculative decoding",
-    "vllm:spec_decode_num_accepted_tokens_per_pos": "there is no speculative decoding",
-    "vllm:spec_decode_num_draft_tokens": "there is no speculative decoding",
-    "vllm:spec_decode_num_drafts": "there is no speculative decoding",
     "vllm:watermark_requests": "there are no watermarks",
 }
 N_BUCKETS = [1.0, 2.0, 5.0, 10.0, 20.0]
@@ -44,16 +40,26 @@ CHAT = {"messages": [{"role": "user", "content": "ab"}]}
 
 @pytest.fixture(scope="module")
 def families():
-    """By name, of a server with images and transfers."""
-    info = replace(build_echo_core(EngineConfig(model="echo")).info, side_channel="localhost:5600", reads_images=True)
+    """By name, of a server with images, transfers and drafts."""
+    info = build_echo_core(EngineConfig(model="echo")).info
+    info = replace(info, side_channel="localhost:5600", reads_images=True, num_speculative_tokens=2)
     images = ImageStats(num_encoded=3, num_hits=4)
-    text = Metrics(info, "m").exposition(EngineStats(images=images)).decode()
+    drafts = SpecDecodeStats(num_drafts=3, num_draft_tokens=6, num_accepted_tokens=4, accepted_per_pos={"0": 3, "1": 1})
+    text = Metrics(info, "m").exposition(EngineStats(images=images, spec_decode=drafts)).decode()
     return {family.name: family for family in text_string_to_metric_families(text)}
 
 
 def test_every_name_of_vllms_is_there_or_has_a_reason_not_to_be(families):
     assert set(VLLM["families"]) - families.keys() == ABSENT.keys()
     assert set(VLLM["families"]) >= ABSENT.keys()
+
+
+def test_drafts_are_counted_by_vllms_names(families):
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    samples = {name: families[f"vllm:spec_decode_{name}"].samples[0].value for name in names}
+    assert samples == {"num_drafts": 3, "num_draft_tokens": 6, "num_accepted_tokens": 4}
+    by_position = families["vllm:spec_decode_num_accepted_tokens_per_pos"].samples
+    assert {sample.labels["position"]: sample.value for sample in by_position} == {"0": 3, "1": 1}
 
 
 def test_every_sample_that_vllms_own_test_looks_for_is_there(server):

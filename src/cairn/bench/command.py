@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import httpx
 from rich.console import Console
@@ -27,6 +28,7 @@ from cairn.bench.flags import (
 from cairn.bench.load import LoadGenerator, LoadResult
 from cairn.bench.plots import plot_cached_share, plot_first_tokens
 from cairn.bench.report import check_result_file, compare_results, make_result, save_result, table_lines
+from cairn.bench.spec_decode import read_spec_decode
 from cairn.errors import ConfigError
 from cairn.http.cookies import no_cookies
 
@@ -60,7 +62,7 @@ def _serve(arguments: argparse.Namespace, tokenizer: Path | None) -> int:
     metadata, limit = parse_pairs(arguments.metadata, "--metadata"), max_open_requests(arguments.max_concurrency)
     workload = make_workload(arguments, endpoint.kind, tokenizer)
     endpoint = replace(endpoint, ignore_eos=workload.ignore_eos)
-    endpoint, load = asyncio.run(_run_load(arguments, endpoint, workload, limit))
+    endpoint, load, drafts = asyncio.run(_run_load(arguments, endpoint, workload, limit))
     date = datetime.now().strftime("%Y%m%d-%H%M%S")
     run = metadata | {
         "date": date,
@@ -78,7 +80,7 @@ def _serve(arguments: argparse.Namespace, tokenizer: Path | None) -> int:
         "burstiness": arguments.burstiness,
         "max_concurrency": arguments.max_concurrency,
     }
-    result = make_result(run, load, arguments.metric_percentiles, goals, with_texts=arguments.save_detailed)
+    result = make_result(run, load, arguments.metric_percentiles, goals, with_texts=arguments.save_detailed) | drafts
     for line in table_lines(result, arguments.percentile_metrics):
         print(line)
     if arguments.save_result or arguments.append_result:
@@ -98,8 +100,8 @@ def _serve(arguments: argparse.Namespace, tokenizer: Path | None) -> int:
 
 async def _run_load(
     arguments: argparse.Namespace, endpoint: Endpoint, workload: Workload, limit: int
-) -> tuple[Endpoint, LoadResult]:
-    """The endpoint with its model's name, and the load's result."""
+) -> tuple[Endpoint, LoadResult, dict[str, Any]]:
+    """The endpoint with its model's name, the load's result, and what the server's drafts have brought meanwhile."""
     clock = EventLoopClock()
     limits = httpx.Limits(max_connections=limit, max_keepalive_connections=limit, keepalive_expiry=_KEEP_ALIVE_SECONDS)
     timeout = httpx.Timeout(arguments.request_timeout, connect=min(_CONNECT_SECONDS, arguments.request_timeout))
@@ -118,7 +120,11 @@ async def _run_load(
                 if failures := [record.failure for record in warm.records if record.failure is not None]:
                     first = failures[0]
                     print(f"{len(failures)} warm-ups failed: {first.kind}: {first.detail}", file=sys.stderr)
-            return endpoint, await generator.run(workload.work, workload.due, stop, advance)
+            before = await read_spec_decode(http, endpoint)
+            load = await generator.run(workload.work, workload.due, stop, advance)
+        after = None if before is None else await read_spec_decode(http, endpoint)
+        drafts = {} if before is None or after is None else after.since(before).figures()
+        return endpoint, load, drafts
 
 
 @contextlib.contextmanager

@@ -56,9 +56,19 @@ _TITLES = MappingProxyType(
 _CACHE_TITLES = MappingProxyType(
     {"total_cached_tokens": "Total cached tokens", "cached_share": "Cached share of input"}
 )
+_DRAFT_TITLES = MappingProxyType(
+    {
+        "spec_decode_acceptance_rate": "Acceptance rate (%)",
+        "spec_decode_acceptance_length": "Acceptance length",
+        "spec_decode_num_drafts": "Drafts",
+        "spec_decode_draft_tokens": "Draft tokens",
+        "spec_decode_accepted_tokens": "Accepted tokens",
+    }
+)
 _COMPARED = (
     *("completed", "failed", "duration", "total_input_tokens", "total_output_tokens", *_CACHE_TITLES),
     *("request_throughput", "request_goodput", "output_throughput", "total_token_throughput"),
+    *("spec_decode_acceptance_rate", "spec_decode_acceptance_length"),
 )
 _SAME = ("dataset_name", "dataset", "num_prompts", "seed", "request_rate", "burstiness", "max_concurrency", "model_id")
 
@@ -188,6 +198,12 @@ def table_lines(result: Mapping[str, Any], shown: Sequence[str] = tuple(METRICS)
     share = result["cached_share"]
     lines += [f"{'Prefix Cache':-^{_WIDTH}}", _line("Total cached tokens", result["total_cached_tokens"])]
     lines.append(_line("Cached share of input (%)", None if share is None else 100 * share))
+    if "spec_decode_num_drafts" in result:
+        lines.append(f"{'Speculative Decoding':-^{_WIDTH}}")
+        lines += [_line(title, result[key]) for key, title in _DRAFT_TITLES.items()]
+        lines.append("Per-position acceptance (%):")
+        rates = result["spec_decode_per_position_acceptance_rates"]
+        lines += [_line(f"  Position {position}", 100.0 * rate) for position, rate in enumerate(rates)]
     if result["requests_without_usage"]:
         lines.append(_line("Requests without usage", result["requests_without_usage"]))
     lines += [f"{'Failures':-^{_WIDTH}}"] if result["error_classes"] else []
@@ -284,7 +300,7 @@ def find_differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> lis
 
 def comparison_rows(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[tuple[str, str, str, str]]:
     """Title, both figures and their ratio, of everything that at least one of them has."""
-    titles = {key: (_TITLES | _CACHE_TITLES)[key] for key in _COMPARED}
+    titles = {key: (_TITLES | _CACHE_TITLES | _DRAFT_TITLES)[key] for key in _COMPARED}
     for metric in METRICS:
         keys = _latency_keys(metric, sorted({*first, *second}))
         titles |= {key: f"{_latency_title(key)} (ms)" for key in keys}

@@ -283,6 +283,7 @@ def load_model_tokenizer(folder: str, tokenizer: str | None, chat_template: str 
 def engine_config(settings: "ServeSettings") -> "EngineConfig":
     """The settings that the engine is built with, under the same names; those that are JSON are read."""
     from cairn.engine.contract import EngineConfig, EngineOptions
+    from cairn.settings.speculation import speculative_config
 
     more: dict[str, Any] = {
         "model": settings.model,
@@ -291,6 +292,7 @@ def engine_config(settings: "ServeSettings") -> "EngineConfig":
         "kv_events": _kv_events(settings),
         "kv_transfer": _kv_transfer(settings),
         "request_log": _request_log(settings),
+        "speculative": speculative_config(settings.speculative_config),
     }
     return EngineConfig(**{name: getattr(settings, name) for name in EngineOptions.model_fields} | more)
 

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from msgspec.structs import replace
 
 from cairn.addresses import join_host_port
 from cairn.cache.events import BlockEvents
@@ -39,6 +40,7 @@ from cairn.engine.request_log.log import open_log
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
+from cairn.errors import ConfigError
 from cairn.kernels.contract import Graphs
 from cairn.machine import Machine
 from cairn.models.decoder_builder import load_kernels
@@ -49,14 +51,16 @@ from cairn.runner.decode_graphs import CudaGraphs
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
 from cairn.runner.vision import tower_identity
+from cairn.scheduler.lookup_drafter import LookupDrafter
 from cairn.scheduler.scheduler import Scheduler
+from cairn.scheduler.speculation import Drafter
 from cairn.scheduler.state import SchedulerConfig
 from cairn.transfer.digest import layout_hash
 from cairn.transfer.geometry import ModelUnits, geometry_of
 from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 
-__all__ = ["build_core"]
+__all__ = ["build_core", "make_drafter"]
 
 _STEP_SECONDS = 300.0
 """How long a rank may keep the others waiting within a step."""
@@ -84,6 +88,7 @@ def build_core(
     layout = layout_of(config, opened)
     placement = placement_of(config)
     device = choose_device(config, opened)
+    drafter = make_drafter(config, device)
     if make_graphs is None and device.is_gpu:
         make_graphs = CudaGraphs
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
@@ -96,6 +101,8 @@ def build_core(
     image_keys = _image_keys(ranks.local_runner, opened, tokenizer)
     side_channel = None if transfer is None else join_host_port(transfer.host, transfer.side_port)
     info = _engine_info(config, opened, layout, placement, sizes, side_channel, image_keys is not None)
+    if drafter is not None:
+        info = replace(info, num_speculative_tokens=config.speculative.num_speculative_tokens)
     publisher = EventPublisher(config.kv_events) if config.kv_events is not None and placement is not None else None
     events = _events(publisher, layout, config.exact, image_keys) if publisher is not None else None
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
@@ -104,7 +111,7 @@ def build_core(
     transfers = None if transfer is None else transfer.transfers
     return Core(
         info,
-        Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log),
+        Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log, drafter),
         _checked(config, ranks, sizes.num_pages, vocab_size) if config.check_plans else ranks.runner,
         tokenizer,
         eos_token_ids,
@@ -272,6 +279,20 @@ def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> Sched
         in_flight_sharing=config.in_flight_sharing,
         on_load_failure="recompute" if config.kv_transfer is None else config.kv_transfer.on_failure,
     )
+
+
+def make_drafter(config: EngineConfig, device: Device) -> Drafter | None:
+    """What drafts as --speculative-config says; None for nothing. `auto` looks up on the CPU, whose kernels verify.
+    Raises ConfigError for a method that the device has no kernels for; weights need not have been read for it."""
+    asked = config.speculative
+    if asked.method == "none" or (asked.method == "auto" and device.backend is not None):
+        return None
+    if device.backend is not None:
+        raise ConfigError(
+            f"--speculative-config: method: {asked.method!r} not with --device cuda yet, which auto is where there is "
+            "a GPU: its kernels verify no drafts; leave it out, or serve with --device cpu"
+        )
+    return LookupDrafter(asked)
 
 
 def _model_units(opened: OpenModel) -> ModelUnits:

@@ -262,4 +262,5 @@ class Core:
             forward_passes=self._runner.forward_passes,
             audits=self._audits,
             request_log_dropped=0 if self._request_log is None else self._request_log.dropped,
+            num_speculative_tokens=self._info.num_speculative_tokens,
         )

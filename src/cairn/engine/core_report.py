@@ -6,10 +6,12 @@ from cairn.cache.reasons import Reason
 from cairn.engine.contract import (
     STEP_SIZES,
     CacheReport,
+    DraftReport,
     EngineStats,
     ImageStats,
     PoolStats,
     PrefixCacheStats,
+    SpecDecodeStats,
     StepStats,
     Timings,
     TokenStats,
@@ -18,6 +20,7 @@ from cairn.engine.contract import (
 from cairn.engine.transfers.kv_transfer import KvTransfer
 from cairn.runner.contract import EncoderCounters
 from cairn.scheduler.request import Request
+from cairn.scheduler.speculation import SpecDecodeCounters
 from cairn.scheduler.state import SchedulerState
 from cairn.step import StepPlan
 
@@ -53,8 +56,10 @@ def engine_stats(
     forward_passes: int,
     audits: int,
     request_log_dropped: int,
+    num_speculative_tokens: int = 0,
 ) -> EngineStats:
-    """Counters since the start, and gauges of this moment. `images`: None for a model that reads none."""
+    """Counters since the start, and gauges of this moment. `images`: None for a model that reads none.
+    `num_speculative_tokens`: positions of drafts that are told one by one."""
     cache, counters, transfers = state.cache, state.counters, state.transfers
     held, hits, received = cache.pinned.num_pages(), cache.counters.hits, cache.counters.received
     sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
@@ -121,7 +126,17 @@ def engine_stats(
         images=ImageStats()
         if images is None
         else ImageStats(num_encoded=images.encodes, num_hits=images.hits, num_bytes=images.cached_bytes),
+        spec_decode=_spec_decode_stats(counters.spec_decode, num_speculative_tokens),
         request_log_dropped=request_log_dropped,
+    )
+
+
+def _spec_decode_stats(counters: SpecDecodeCounters, num_positions: int) -> SpecDecodeStats:
+    return SpecDecodeStats(
+        num_drafts=counters.num_drafts,
+        num_draft_tokens=counters.num_draft_tokens,
+        num_accepted_tokens=counters.num_accepted_tokens,
+        accepted_per_pos={str(i): count for i, count in enumerate(counters.accepted_per_pos[:num_positions])},
     )
 
 
@@ -159,6 +174,14 @@ def timings(request: Request) -> Timings | None:
         decode=stats.finished_time - stats.first_token_time,
         num_preemptions=stats.num_preemptions,
     )
+
+
+def draft_report(request: Request) -> DraftReport | None:
+    """None for a request that nothing was drafted for."""
+    stats = request.stats
+    if not stats.num_draft_tokens:
+        return None
+    return DraftReport(num_draft_tokens=stats.num_draft_tokens, num_accepted_tokens=stats.num_accepted_draft_tokens)
 
 
 def _pending_prefill_tokens(state: SchedulerState) -> int:

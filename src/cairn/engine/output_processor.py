@@ -13,7 +13,7 @@ from cairn.engine.contract import (
     TextTokenizer,
 )
 from cairn.engine.contract.output import pack_logprobs
-from cairn.engine.core_report import cache_report, timings
+from cairn.engine.core_report import cache_report, draft_report, timings
 from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.repetition import RepetitionDetector
 from cairn.engine.thinking import ThinkingConstraint
@@ -240,4 +240,5 @@ class OutputProcessor:
             status=QueueFull.status if request.outcome.refused else answer.failure_status,
             kv_transfer_params=None if transfer is None else transfer.response_params(request),
             transfer=report(request),
+            drafts=draft_report(request),
         )

@@ -39,6 +39,11 @@ def key_tokens(request: GenerateRequest) -> Keys:
     return np.frombuffer(request.prompt, dtype="<i8")
 
 
+def predicted_tokens(request: GenerateRequest) -> Keys:
+    """The prediction's tokens, shape [n], read-only and without a copy. Call `check_request` first."""
+    return np.frombuffer(request.prediction, dtype="<i8")
+
+
 def transfer_params(encoded: bytes | None) -> object:
     """A request's `kv_transfer_params`, decoded and in nothing trusted; None when it has none.
 
@@ -60,6 +65,9 @@ def check_request(request: GenerateRequest) -> None:
         raise InvalidRequest("the prompt is empty: send at least one token", "prompt")
     if len(request.prompt) % 8:
         raise InvalidRequest(f"prompt must be int64 tokens; {len(request.prompt)} bytes are no multiple of 8", "prompt")
+    if len(request.prediction) % 8:
+        text = f"prediction must be int64 tokens; {len(request.prediction)} bytes are no multiple of 8"
+        raise InvalidRequest(text, "prediction")
     num_retained = sum(boundary.retain_seconds > 0 for boundary in request.boundaries)
     if num_retained > MAX_BREAKPOINTS:
         raise InvalidRequest(
@@ -137,7 +145,9 @@ def as_prefill(request: GenerateRequest) -> GenerateRequest:
     until = msgspec.structs.replace(
         request.stop_conditions, max_tokens=1, min_tokens=0, thinking=None, repetition_detection=None
     )
-    return msgspec.structs.replace(request, n=1, stop_conditions=until, logprobs=None, prompt_logprobs=None)
+    return msgspec.structs.replace(
+        request, n=1, stop_conditions=until, logprobs=None, prompt_logprobs=None, prediction=b""
+    )
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -199,6 +209,7 @@ class SpecBuilder:
             namespace=Namespace(cache_salt=request.cache_salt),
             boundaries=tuple(request.boundaries),
             images=images,
+            prediction=predicted_tokens(request),
             role=role,
             client=request.client,
             min_tokens=until.min_tokens,
@@ -214,6 +225,7 @@ class SpecBuilder:
         """The prompt's key tokens and images. Raises InvalidRequest for a token that the model does not have."""
         keys = key_tokens(request)
         check_token_ids(keys, self._vocab_size, "prompt")
+        check_token_ids(predicted_tokens(request), self._vocab_size, "prediction")
         named: Iterable[tuple[str, Iterable[int]]] = (
             ("stop_token_ids", request.stop_conditions.stop_token_ids),
             ("logit_bias", (token for token, _ in request.sampling.logit_bias)),

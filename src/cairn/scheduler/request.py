@@ -23,6 +23,7 @@ __all__ = [
     "Finish",
     "Phase",
     "PromptOffer",
+    "PromptSpec",
     "Request",
     "RequestOutcome",
     "RequestStats",
@@ -77,24 +78,36 @@ class Constraint(Protocol):
         ...
 
 
+def _no_tokens() -> Keys:
+    return np.empty(0, np.int64)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spec:
+class PromptSpec:
+    """What the model reads, and what the client knows of it. `images`: what stands behind negative key tokens.
+    `prediction`: tokens of a text that the client expects the answer to be much like; empty where it expects none."""
+
+    prompt: Keys
+    namespace: Namespace = Namespace()  # noqa: RUF009 - frozen, so one for all is right
+    boundaries: tuple[Boundary, ...] = ()
+    images: tuple[Image, ...] = ()
+    prediction: Keys = field(default_factory=_no_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spec(PromptSpec):
     """What is asked for. `max_tokens` >= 1; `stop_token_ids` hold the end-of-sequence ids unless they are ignored.
-    `images`: what stands behind negative key tokens. `client`: who asks, the API key's digest or the peer's address,
-    empty when that is not known: leases are bounded per client.
+    `client`: who asks, the API key's digest or the peer's address, empty when that is not known: leases are bounded per
+    client.
 
     `min_tokens`: no stop token comes before so many have. `logprobs`: give the log-probability of each token, and of so
     many of the most likely ones; `prompt_logprobs`: the same of the prompt, all of which is computed for it.
     `priority`: a smaller one comes before. `constraint`: which tokens may come next."""
 
     request_id: RequestId
-    prompt: Keys
     sampling: SamplingParams
     max_tokens: int
     stop_token_ids: frozenset[int] = frozenset()
-    namespace: Namespace = Namespace()  # noqa: RUF009 - frozen, so one for all is right
-    boundaries: tuple[Boundary, ...] = ()
-    images: tuple[Image, ...] = ()
     role: TransferRole = TransferRole()  # noqa: RUF009 - frozen, so one for all is right
     client: str = ""
     min_tokens: int = 0
@@ -122,7 +135,8 @@ class RequestStats:
     `preempted_by`: requests that have preempted this one, each once at most, and `num_preemptions` how often it was.
     `sent_back_at`: how many tokens it had when it last went back to the queue though it was the oldest, which it does
     again only when it has more. `saved_answer_end`: whether the state at the answer's end has been given pages.
-    `is_parallel_sample`: another answer has brought its prompt into the counters.
+    `is_parallel_sample`: another answer has brought its prompt into the counters. `num_draft_tokens`: drafts that were
+    verified for it, `num_accepted_draft_tokens` of them were accepted.
     """
 
     arrival_time: float

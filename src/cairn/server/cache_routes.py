@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query
 from fastapi.responses import Response
 
 from cairn import __version__
-from cairn.engine.contract import MAX_SHOWN, CacheView, EngineClient
+from cairn.engine.contract import MAX_SHOWN, CacheView, EngineClient, SpecDecodeStats
 from cairn.server.cache_page import cache_page
 from cairn.server.operator_queries import BoundedQueries
 from cairn.types import Clock
@@ -38,18 +38,21 @@ class CacheViews:
             now, last = self._clock.now(), self._last
             if last is not None and last[0] == max_paths and now - last[1] < _FRESH_SECONDS:
                 return last[2]
-            text = msgspec.json.encode(self._body(await self._engine.cache_view(max_paths)))
+            view = await self._engine.cache_view(max_paths)
+            # a server that drafts nothing has nothing to tell of it
+            drafts = (await self._engine.stats()).spec_decode if self._engine.info.num_speculative_tokens else None
+            text = msgspec.json.encode(self._body(view, drafts))
             self._last = (max_paths, self._clock.now(), text)
             return text
 
-    def _body(self, view: CacheView) -> dict[str, Any]:
+    def _body(self, view: CacheView, drafts: SpecDecodeStats | None) -> dict[str, Any]:
         cache = self._engine.info.cache
         about: dict[str, Any] = {"model": self._model_name, "version": __version__}
         about |= {"mamba_cache_mode": cache.mamba_cache_mode, "exact": self._engine.info.exact}
         # A file takes whole pages, and so does each checkpoint in the list.
         about |= {"block_size": cache.block_size, "checkpoint_bytes": cache.pages_per_checkpoint * cache.page_bytes}
         about |= {"bytes_per_token": cache.bytes_per_token, "checkpoint_dtype": cache.checkpoint_dtype}
-        return {"object": "cairn.cache", "server": about} | {
+        return {"object": "cairn.cache", "server": about, "spec_decode": drafts} | {
             name: getattr(view, name)
             for name in ("enabled", "pool", "policy", "tree", "paths", "history", "lost", "unlisted_tokens", "visits")
         }

@@ -128,6 +128,15 @@ _SHARING_COUNTERS = (
         "Prompt tokens that this waiting has saved.",
     ),
 )
+_SPEC_DECODE_COUNTERS = (
+    ("vllm:spec_decode_num_drafts", "spec_decode.num_drafts", "Drafts, each verified in one step."),
+    ("vllm:spec_decode_num_draft_tokens", "spec_decode.num_draft_tokens", "Tokens that were drafted and verified."),
+    ("vllm:spec_decode_num_accepted_tokens", "spec_decode.num_accepted_tokens", "Drafted tokens that were accepted."),
+    (
+        *("vllm:spec_decode_num_accepted_tokens_per_pos", "spec_decode.accepted_per_pos"),
+        *("Drafted tokens that were accepted, by their position in the draft.", "position"),
+    ),
+)
 _LOG_COUNTERS = (("cairn:request_log_dropped", "request_log_dropped", "Requests that the request log has no line of."),)
 _GAUGES = (
     ("vllm:num_requests_running", "num_running", "Requests being computed."),
@@ -168,6 +177,7 @@ _GROUPS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str | None, 
     (CounterMetricFamily, "side_channel", _TRANSFER_COUNTERS),
     (CounterMetricFamily, "reads_images", _IMAGE_COUNTERS),
     (CounterMetricFamily, "cache.shares_in_flight", _SHARING_COUNTERS),
+    (CounterMetricFamily, "num_speculative_tokens", _SPEC_DECODE_COUNTERS),
     (CounterMetricFamily, "logs_requests", _LOG_COUNTERS),
     (GaugeMetricFamily, None, _GAUGES),
     (GaugeMetricFamily, "side_channel", _TRANSFER_GAUGES),

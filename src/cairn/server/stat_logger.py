@@ -1,6 +1,6 @@
 """Log lines: the model and its cache at startup, then throughput and hit rates while serving."""
 
-from cairn.engine.contract import EngineInfo, EngineStats
+from cairn.engine.contract import EngineInfo, EngineStats, SpecDecodeStats
 
 
 def format_startup_lines(info: EngineInfo) -> list[str]:
@@ -36,6 +36,8 @@ def format_startup_lines(info: EngineInfo) -> list[str]:
         )
     else:
         lines.append("cache: prefix caching is off")
+    if info.num_speculative_tokens:
+        lines.append(f"speculation: up to {info.num_speculative_tokens} tokens are drafted at a time where that pays")
     if info.side_channel is not None:
         lines.append(f"transfers: other servers ask for pages at {info.side_channel}")
     return lines
@@ -55,7 +57,8 @@ SIGHTINGS_SECONDS = 3600.0
 
 
 class ThroughputLogger:
-    """vLLM's throughput line from successive counters; none while nothing happens.
+    """vLLM's throughput line from successive counters; none while nothing happens. Where something was drafted, it says
+    what that has brought.
 
     The hit rates are those of the last interval in which prompts were looked up (here, and at other servers).
     """
@@ -90,7 +93,19 @@ class ThroughputLogger:
             f"Running: {stats.num_running} reqs, Waiting: {stats.num_waiting} reqs, "
             f"KV cache usage: {stats.pool.usage:.1%}, Prefix cache hit rate: {self._hit_rate:.1%}, "
             f"External prefix cache hit rate: {self._external_hit_rate:.1%}"
+            f"{_describe_drafts(old.spec_decode, stats.spec_decode)}"
         )
+
+
+def _describe_drafts(old: SpecDecodeStats, new: SpecDecodeStats) -> str:
+    num_drafts, num_tokens = new.num_drafts - old.num_drafts, new.num_draft_tokens - old.num_draft_tokens
+    if num_drafts <= 0 or num_tokens <= 0:
+        return ""
+    accepted = new.num_accepted_tokens - old.num_accepted_tokens
+    return (
+        f", Mean acceptance length: {1 + accepted / num_drafts:.2f}, "
+        f"Avg draft acceptance rate: {accepted / num_tokens:.1%}"
+    )
 
 
 class SecondSightingsLogger:

@@ -8,13 +8,14 @@ import re
 import stat
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from cairn.engine.contract import KvEventsConfig, LeaseOptions
 from cairn.errors import ConfigError
 from cairn.setting_types import list_entries
+from cairn.settings.json_flags import parse_json_flag
 from cairn.settings.sources import is_service_link, warn_of_service_link
 
 __all__ = [
@@ -29,7 +30,7 @@ __all__ = [
     "side_channel",
 ]
 
-_CONNECTOR = "NixlConnector"
+_ONE_CONNECTOR = "NixlConnector is the only connector; name it"
 _HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 _PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _HOST = re.compile(r"[0-9A-Za-z._:-]{1,253}")
@@ -76,20 +77,19 @@ class KvTransferSettings(BaseModel):
     enable_permute_local_kv: bool | None = None
 
 
-JsonFlag = TypeVar("JsonFlag", bound=BaseModel)
-
-
 def kv_events_settings(text: str | None) -> KvEventsSettings | None:
     """What --kv-events-config asks for; None if it is not given, or switched off in itself. Raises ConfigError."""
     if text is None:
         return None
-    events = _parse("--kv-events-config", KvEventsSettings, text)
+    events = parse_json_flag("--kv-events-config", KvEventsSettings, text)
     return events if events.enable_kv_cache_events and events.publisher == "zmq" else None
 
 
 def kv_transfer_settings(text: str | None) -> KvTransferSettings | None:
     """What --kv-transfer-config asks for; None if it is not given. Raises ConfigError."""
-    return None if text is None else _parse("--kv-transfer-config", KvTransferSettings, text)
+    if text is None:
+        return None
+    return parse_json_flag("--kv-transfer-config", KvTransferSettings, text, {"kv_connector": _ONE_CONNECTOR})
 
 
 def side_channel(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -155,23 +155,3 @@ def read_secret_file(path: Path) -> bytes:
 
 def _without_line_end(content: bytes) -> bytes:
     return content.removesuffix(b"\n").removesuffix(b"\r")
-
-
-def _parse(flag: str, model: type[JsonFlag], text: str) -> JsonFlag:
-    try:
-        return model.model_validate_json(text)
-    except ValidationError as error:
-        first = error.errors()[0]
-    where = ".".join(map(str, first["loc"])) or "the JSON"
-    raise ConfigError(f"{flag}: {where}: {_problem(first)}")
-
-
-def _problem(error: Mapping[str, Any]) -> str:
-    key, kind = error["loc"][-1] if error["loc"] else "", error["type"]
-    if key == "kv_connector":
-        return f"{_CONNECTOR} is the only connector; name it"
-    if kind == "extra_forbidden":
-        return "is not supported; leave it out"
-    if kind == "json_invalid":
-        return str(error["msg"])
-    return f"{str(error['msg']).removeprefix('Input ')}, not {str(error['input'])[:_SHOWN]!r}"

@@ -69,6 +69,11 @@ class ServeSettings(CommandSettings, EngineOptions, ServerOptions):
     kv_events_config: str | None = Field(
         None, description='JSON, as vLLM\'s: {"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:5557", ...}'
     )
+    speculative_config: str | None = Field(
+        None,
+        description='JSON, as vLLM\'s: {"method": "suffix", "num_speculative_tokens": 16, ...}; drafts where that pays '
+        "unless given",
+    )
     request_log: Path | None = Field(
         None, description="file for a line of JSON per request, without texts, that `cairn replay` reads"
     )

@@ -29,7 +29,9 @@ _SEVERAL: Mapping[str, str] = MappingProxyType({_KEYS: "KEY", "served_model_name
 """Settings that take all words up to the next flag, with what the help calls one."""
 
 _SHOWN = 80
-_SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType({"quantization": ("-q",), "tensor_parallel_size": ("-tp",)})
+_SHORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {"quantization": ("-q",), "tensor_parallel_size": ("-tp",), "speculative_config": ("-sc",)}
+)
 
 _SERVICE_LINK = re.compile(r"(tcp|udp|sctp)://(\d{1,3}(\.\d{1,3}){3}|\[[0-9A-Fa-f:.]+\]):\d{1,5}")
 

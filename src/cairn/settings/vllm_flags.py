@@ -289,10 +289,9 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
         "there are no LoRA adapters, and these alone ask for none",
     ),
     _lists("--lora-modules --lora-target-modules", "", "there are no LoRA adapters"),
-    VllmFlags(
-        "--speculative-config -sc --spec-method --spec-model --spec-tokens", "", "there is no speculative decoding"
-    ),
-    VllmFlags("--per-request-spec-decode-metrics", "none", "there is no speculative decoding"),
+    VllmFlags("--spec-method --spec-tokens", "", "`--speculative-config` says it"),
+    VllmFlags("--spec-model", "", "there are no draft models"),
+    VllmFlags("--per-request-spec-decode-metrics", "none", "`usage` has a request's drafts"),
     _switches("--enable-prompt-embeds", "off", "prompts are text or token ids"),
     _switches("--enable-return-routed-experts --return-sampling-mask", "off", "answers have tokens and probabilities"),
     _switches(

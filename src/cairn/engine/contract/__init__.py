@@ -25,12 +25,14 @@ from cairn.engine.contract.info import (
     ImageStats,
     PoolStats,
     PrefixCacheStats,
+    SpecDecodeStats,
     StepStats,
     TokenStats,
     TransferStats,
 )
 from cairn.engine.contract.output import (
     CacheReport,
+    DraftReport,
     FinishReason,
     GenerateOutput,
     Timings,
@@ -64,6 +66,7 @@ from cairn.engine.contract.text import (
     TextStream,
     TextTokenizer,
 )
+from cairn.scheduler.speculation import SpeculativeConfig
 
 __all__ = [
     "FREE_LOGPROBS",
@@ -82,6 +85,7 @@ __all__ = [
     "CacheInfo",
     "CacheReport",
     "CacheView",
+    "DraftReport",
     "EngineClient",
     "EngineConfig",
     "EngineInfo",
@@ -101,6 +105,8 @@ __all__ = [
     "RenderedPrompt",
     "RepetitionDetection",
     "RequestLogConfig",
+    "SpecDecodeStats",
+    "SpeculativeConfig",
     "StepStats",
     "StopConditions",
     "Structure",

@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
 
+from cairn.scheduler.speculation import SpeculativeConfig
 from cairn.setting_types import AttentionBackend, Bytes, BytesOrZero, Count, CountOrAuto, GdnPrefillBackend, GraphSizes
 
 _MAX_COUNT = 1 << 24
@@ -195,3 +196,4 @@ class EngineConfig(EngineOptions):
     kv_events: KvEventsConfig | None = None
     kv_transfer: KvTransferConfig | None = None
     request_log: RequestLogConfig | None = None
+    speculative: SpeculativeConfig = SpeculativeConfig()

@@ -26,19 +26,27 @@ class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
     checkpoint_dtype: str = "float32"
 
 
-class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was built: constant for the engine's life.
-
-    `max_waiting`: requests that may wait besides the `max_num_seqs` that are computed at once. `cpu_threads`: of each
-    rank's computation. `side_channel`: where other servers ask for pages, as `host:port`; None when they cannot.
-    `reads_images`: a vision model is loaded. `logs_requests`: there is a request log. `quantization`: of the weights,
-    None where they are in `dtype`.
-    """
+class ServedModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The model as it was loaded. `quantization`: of the weights, None where they are in `dtype`. `reads_images`: a
+    vision model is loaded."""
 
     model: str
     architecture: str
     dtype: str
     vocab_size: int
+    quantization: str | None = None
+    reads_images: bool = False
+
+
+class EngineInfo(ServedModelInfo, frozen=True, kw_only=True):
+    """What was built: constant for the engine's life.
+
+    `max_waiting`: requests that may wait besides the `max_num_seqs` that are computed at once. `cpu_threads`: of each
+    rank's computation. `side_channel`: where other servers ask for pages, as `host:port`; None when they cannot.
+    `logs_requests`: there is a request log. `num_speculative_tokens`: most drafts of one verification, 0 where nothing
+    is drafted.
+    """
+
     max_model_len: int
     max_num_seqs: int
     exact: bool
@@ -47,9 +55,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     cpu_threads: int = 1
     tensor_parallel_size: int = 1
     side_channel: str | None = None
-    reads_images: bool = False
     logs_requests: bool = False
-    quantization: str | None = None
+    num_speculative_tokens: int = 0
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -162,6 +169,16 @@ class ImageStats(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_encoded + self.num_hits
 
 
+class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Speculative decoding. `num_drafts`: verifications. `accepted_per_pos`: how often the draft at each position was
+    accepted, by the position, from 0 on."""
+
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    accepted_per_pos: dict[str, int] = {}
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start (monotone) and gauges of this moment. `waiting_by_reason`: the waiting by what for: for
     slots, pages and their turn (`capacity`), or for another request or server (`deferred`). `pending_prefill_tokens`:
@@ -179,4 +196,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     steps: StepStats = StepStats()
     transfers: TransferStats = TransferStats()
     images: ImageStats = ImageStats()
+    spec_decode: SpecDecodeStats = SpecDecodeStats()
     request_log_dropped: int = 0

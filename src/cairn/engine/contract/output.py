@@ -99,14 +99,22 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
 
 
+class DraftReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What was drafted for one answer: tokens that were verified, and how many of them were accepted."""
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
 class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     """News of answer `index` of a request. `text`, `token_ids` and `logprobs` are what has been added since the last
     output; `prompt_logprobs` come with the first one. An `error` ends all answers of its request.
     From the core, `text` is empty where no stop string can end the answer: the client makes it
     (`GenerateRequest.has_stop_strings`).
 
-    `finish_reason` is set on an answer's last output only; `timings` come with it. `cache` comes with the first
-    and the last output of answer 0, only the last of which knows what a preemption has cost.
+    `finish_reason` is set on an answer's last output only; `timings` come with it, and `drafts` where there were some.
+    `cache` comes with the first and the last output of answer 0, only the last of which knows what a preemption has
+    cost.
     `stop_reason` is the stop string or stop token that ended the answer (None for end-of-sequence), or
     `repetition_detected`. With finish reason
     `error`, `error` says what happened and `status` is the HTTP status to answer with. `kv_transfer_params`: that JSON
@@ -124,6 +132,7 @@ class GenerateOutput(msgspec.Struct, frozen=True, kw_only=True):
     status: int = 500
     kv_transfer_params: bytes | None = None
     transfer: TransferReport | None = None
+    drafts: DraftReport | None = None
     index: int = 0
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: TokenLogprobs | None = None

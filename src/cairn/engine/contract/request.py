@@ -73,6 +73,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
         "request_id": Range(1, 256, lengths="characters"),
         "client": Range(0, 256, lengths="characters"),
         "boundaries": Range(0, 1 << 16, lengths="places"),
+        "prediction": Range(0, 8 << 24, lengths="bytes"),
         "kv_transfer_params": Range(0, 4 << 20, lengths="bytes"),
         "n": Range(1, MAX_ANSWERS),
         "max_tokens": Range(1, _INT31 - 1),
@@ -189,21 +190,34 @@ class StopConditions(msgspec.Struct, frozen=True, kw_only=True):
     prefill_only: bool = False
 
 
-class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
+class PromptInput(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model reads, and what the client knows of it.
+
+    `prompt`: token ids as raw little-endian int64. `boundaries`: places where the leading system segment, messages and
+    images end, and where clients have put breakpoints: ascending, each position in 1..n. `prediction`: a text that the
+    client expects the answer to be much like, in the form of `prompt`; empty where it expects none.
+    """
+
+    prompt: bytes
+    images: list[ImageInput] = []
+    boundaries: list[Boundary] = []
+    cache_salt: str | None = None
+    prediction: bytes = b""
+
+
+class GenerateRequest(PromptInput, frozen=True, kw_only=True):
     """One prompt to be continued.
 
-    `prompt`: token ids as raw little-endian int64. `n`: how many answers; with seed s theirs are s, s + 1, and so on.
-    `logprobs`: give the log-probability of each token, and of so many of the most likely ones; `prompt_logprobs`: the
-    same of the prompt, from its second token on. `structure`: the form of the answers.
+    `n`: how many answers; with seed s theirs are s, s + 1, and so on. `logprobs`: give the log-probability of each
+    token, and of so many of the most likely ones; `prompt_logprobs`: the same of the prompt, from its second token on.
+    `structure`: the form of the answers.
 
-    `boundaries`: places where the leading system segment, messages and images end, and where clients have put
-    breakpoints: ascending, each position in 1..n. `kv_transfer_params`: that JSON object of the request's body as it
-    came, checked by the engine alone. `priority`: a smaller one comes before others. `client`: who asks, the API key's
-    digest or the peer's address: what is held for other servers is bounded for each.
+    `kv_transfer_params`: that JSON object of the request's body as it came, checked by the engine alone. `priority`: a
+    smaller one comes before others. `client`: who asks, the API key's digest or the peer's address: what is held for
+    other servers is bounded for each.
     """
 
     request_id: str
-    prompt: bytes
     sampling: SamplingParams = SamplingParams()
     stop_conditions: StopConditions = StopConditions()
     n: int = 1
@@ -211,9 +225,6 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structure: Structure | None = None
-    images: list[ImageInput] = []
-    boundaries: list[Boundary] = []
-    cache_salt: str | None = None
     kv_transfer_params: bytes | None = None
     priority: int = 0
     client: Annotated[str, msgspec.Meta(max_length=64)] = ""

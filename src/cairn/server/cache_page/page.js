@@ -109,11 +109,19 @@
     showPool(pool);
     $("stones").textContent = brief.format(tree.checkpoints);
     $("stones-note").textContent = `${size(tree.checkpoint_bytes)}, ${many(tree.hits, "hit")}`;
+    showDrafts(latest.spec_decode);
     showTime();
     showTree();
     showPolicy();
     showLost();
     showVisits();
+  }
+  function showDrafts(drafts) {
+    $("drafts-card").hidden = !drafts;
+    if (!drafts) return;
+    $("drafts").textContent = percent(drafts.num_accepted_tokens, drafts.num_draft_tokens);
+    $("drafts-note").textContent = `${brief.format(drafts.num_accepted_tokens)} of ` +
+      `${many(drafts.num_draft_tokens, "token")} in ${many(drafts.num_drafts, "draft")} since the start`;
   }
   function showSummary() {
     const total = { prompt: 0, hit: 0, received: 0, requests: 0 };

@@ -114,6 +114,7 @@ class Answers:
         answer_id = f"{id_prefix}{http_id}"
         limit = partial(limit_thinking, self.parsers, tokenizer, body, call_heads=answer.call_heads)
         thinking = [await limit(prompt, is_open=is_open) for prompt, is_open in zip(prompts, opened, strict=True)]
+        prediction = await self._renderer.encode_prediction(body)
         requests = tuple(
             build_engine_request(
                 info,
@@ -125,6 +126,7 @@ class Answers:
                 structure=answer.structure,
                 bad_words=bad_words,
                 thinking=budget,
+                prediction=prediction,
             )
             for prompt, budget in zip(prompts, thinking, strict=True)
         )

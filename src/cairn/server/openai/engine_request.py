@@ -43,9 +43,11 @@ def build_engine_request(
     structure: Structure | None,
     bad_words: Sequence[Sequence[int]],
     thinking: ThinkingBudget | None,
+    prediction: Sequence[int] = (),
 ) -> GenerateRequest:
     """`client`: who sends it. `bad_words`: their token ids. `thinking`: the bound of the reasoning, None for none.
-    Raises InvalidRequest naming the field. Ranges are checked by the engine."""
+    `prediction`: the token ids of the body's own. Raises InvalidRequest naming the field. Ranges are checked by the
+    engine."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for streams: send stream=true with it", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -73,7 +75,8 @@ def build_engine_request(
     return GenerateRequest(
         **_fields_sent(body, _REQUEST_FIELDS) | ({"n": 1} if body.has_one_answer else {}),
         request_id=request_id,
-        prompt=struct.pack(f"<{len(prompt.token_ids)}q", *prompt.token_ids),
+        prompt=_pack(prompt.token_ids),
+        prediction=_pack(prediction),
         sampling=SamplingParams(**sampling, logit_bias=tuple(bias.items()), bad_words=tuple(map(tuple, bad_words))),
         stop_conditions=StopConditions(**until, stop=stop, max_tokens=body.get_max_tokens()),
         logprobs=num_logprobs,
@@ -84,6 +87,10 @@ def build_engine_request(
         structure=structure,
         client=client,
     )
+
+
+def _pack(token_ids: Sequence[int]) -> bytes:
+    return struct.pack(f"<{len(token_ids)}q", *token_ids)
 
 
 def resolve_num_logprobs(body: SamplingFields, most: int, vocab_size: int) -> SamplingFields:

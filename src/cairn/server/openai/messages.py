@@ -19,6 +19,8 @@ from cairn.server.openai.field_types import LENIENT, IgnoredUnlessText, Text, Un
 from cairn.server.openai.file_text import read_file_text
 
 MAX_MESSAGES = 16_384
+MAX_PREDICTION_CHARS = 1 << 20
+MAX_PREDICTION_PARTS = 1024
 MAX_TOOLS = 1024
 
 
@@ -150,6 +152,24 @@ MessageContent: TypeAlias = Annotated[
     Annotated[Unicode, Tag("text")] | Annotated[list[ContentPart], Tag("list")],
     kind_discriminator("text or a list of parts"),
 ]
+
+
+class Prediction(TypedDict):
+    """A text that the answer is expected to be much like: tokens that go on as it does are computed several at a
+    time. The answer is the same without."""
+
+    type: Literal["content"]
+    content: Annotated[
+        Annotated[Unicode, Field(max_length=MAX_PREDICTION_CHARS), Tag("text")]
+        | Annotated[list[TextPart], Field(max_length=MAX_PREDICTION_PARTS), Tag("list")],
+        kind_discriminator("text or a list of text parts"),
+    ]
+
+
+def predicted_text(prediction: Prediction) -> str:
+    """The whole text of a prediction."""
+    content = prediction["content"]
+    return content if isinstance(content, str) else "".join(part["text"] for part in content)
 
 
 @with_config(ConfigDict(extra="ignore"))

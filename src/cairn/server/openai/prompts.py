@@ -29,7 +29,7 @@ from cairn.server.images.memory import ImageAllocation
 from cairn.server.notices import Notices
 from cairn.server.openai.engine_request import encode_json
 from cairn.server.openai.field_types import SinglePrompt
-from cairn.server.openai.messages import CacheControl, Message, Tool
+from cairn.server.openai.messages import CacheControl, Message, Tool, predicted_text
 from cairn.server.openai.requests import NOT_VARIABLES, ChatRequest, CompletionRequest, SamplingFields, TemplateFields
 from cairn.server.tokenizer_thread import TokenizerThread
 
@@ -139,6 +139,20 @@ class PromptRenderer:
             await self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text for prompt in prompts
         ]
         return [msgspec.structs.replace(prompt, text=text) for prompt, text in zip(prompts, texts, strict=True)]
+
+    async def encode_prediction(self, body: SamplingFields) -> list[int]:
+        """The tokens of the text that the answer is expected to be much like; none where none is. Raises InvalidRequest
+        for more than an answer can have."""
+        if not isinstance(body, ChatRequest) or body.prediction is None:
+            return []
+        tokens = await self.tokenizer.encode(predicted_text(body.prediction), add_special_tokens=False)
+        most = self._options.max_model_len
+        if len(tokens) > most:
+            text = (
+                f"prediction has {len(tokens)} tokens, and prompt and answer together have at most {most}: shorten it"
+            )
+            raise InvalidRequest(text, "prediction")
+        return tokens
 
     async def spell(self, token_ids: list[int]) -> list[str]:
         """The tokens as the vocabulary spells them."""

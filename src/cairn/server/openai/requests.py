@@ -43,7 +43,7 @@ from cairn.server.openai.field_types import (
     in_range,
     kind_discriminator,
 )
-from cairn.server.openai.messages import MAX_MESSAGES, Message, ToolChoice, ToolList
+from cairn.server.openai.messages import MAX_MESSAGES, Message, Prediction, ToolChoice, ToolList
 from cairn.server.openai.structured_outputs import ResponseFormat, StructuredOutputs
 
 MAX_DOCUMENTS = 1024
@@ -306,6 +306,7 @@ class ChatRequest(SamplingFields, TemplateFields):
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
     max_completion_tokens: Int64 | None = in_range("max_tokens")
+    prediction: Prediction | None = None
     logprobs: bool | None = False
     top_logprobs: NumLogprobs | None = None
     tool_choice: ToolChoice | None = None

@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 
 import msgspec
 
-from cairn.engine.contract import CacheReport, FinishReason, GenerateOutput, RenderedPrompt, Timings, TokenLogprobs
+from cairn.engine.contract import (
+    CacheReport,
+    DraftReport,
+    FinishReason,
+    GenerateOutput,
+    RenderedPrompt,
+    Timings,
+    TokenLogprobs,
+)
 from cairn.errors import RequestError
 from cairn.http.error_responses import encode_error
 from cairn.server.openai.chat_message import ChatMessage
@@ -30,6 +38,7 @@ class Choice:
     logprob_parts: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+    drafts: DraftReport | None = None
     message: ChatMessage | None = None
     offsets: TextOffsetTracker = field(default_factory=TextOffsetTracker)
 
@@ -38,6 +47,7 @@ class Choice:
         self.texts.append(output.text)
         self.finish_reason = output.finish_reason
         self.stop_reason = output.stop_reason
+        self.drafts = output.drafts
         if output.logprobs is not None:
             self.logprob_parts.append(output.logprobs)
 
@@ -200,7 +210,18 @@ class ResponseWriter(ABC):
         }
         if self.is_complete and self.options.enable_prompt_tokens_details:
             usage["prompt_tokens_details"] = {"cached_tokens": sum(map(count_cached_tokens, self.caches))}
+        if self.is_complete and (details := self._count_by_kind()):
+            usage["completion_tokens_details"] = details
         return usage
+
+    def _count_by_kind(self) -> dict[str, int]:
+        """Tokens of the complete answers by what they are. Drafts count where there were some, or might have been."""
+        drafts = [choice.drafts for choice in self.choices if choice.drafts is not None]
+        if not drafts and getattr(self.body, "prediction", None) is None:
+            return {}
+        accepted = sum(report.num_accepted_tokens for report in drafts)
+        rejected = sum(report.num_draft_tokens for report in drafts) - accepted
+        return {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
 
     def cache_use(self) -> dict[str, Any]:
         """What the prefix cache did, and why not more: a record, or a list of them for several prompts."""
@@ -337,12 +358,12 @@ class ChatWriter(ResponseWriter):
             "routed_experts": None,
         }
 
-    def usage(self) -> dict[str, Any]:
+    def _count_by_kind(self) -> dict[str, int]:
         """With the reasoning's tokens, shown or not, where the model's answers may have some."""
-        usage = ResponseWriter.usage(self)
-        if self.is_complete and all(c.message is not None and c.message.looks_for_reasoning for c in self.choices):
-            usage["completion_tokens_details"] = {"reasoning_tokens": sum(map(self.count_reasoning, self.choices))}
-        return usage
+        details = ResponseWriter._count_by_kind(self)
+        if all(choice.message is not None and choice.message.looks_for_reasoning for choice in self.choices):
+            details["reasoning_tokens"] = sum(map(self.count_reasoning, self.choices))
+        return details
 
     def count_reasoning(self, choice: Choice) -> int:
         """Tokens of the reasoning, shown or not: those before its end, which is `</think>` or a call, newlines too,

@@ -7,6 +7,15 @@ from cairn.server.responses import CacheUse, Count
 FinishName: TypeAlias = Literal["stop", "length", "tool_calls", "abort", "repetition"]
 
 
+class CompletionTokensDetails(TypedDict):
+    """Tokens of the answers by what they are. Of tokens that were drafted, from a `prediction` or elsewhere: those that
+    the model accepted, which are part of the answers, and those that it did not."""
+
+    reasoning_tokens: NotRequired[Count]
+    accepted_prediction_tokens: NotRequired[Count]
+    rejected_prediction_tokens: NotRequired[Count]
+
+
 class Usage(TypedDict):
     """Tokens of all prompts and answers. The details come when all answers have ended."""
 
@@ -14,7 +23,7 @@ class Usage(TypedDict):
     completion_tokens: Count
     total_tokens: Count
     prompt_tokens_details: NotRequired[dict[Literal["cached_tokens"], Count] | None]
-    completion_tokens_details: NotRequired[dict[Literal["reasoning_tokens"], Count] | None]
+    completion_tokens_details: NotRequired[CompletionTokensDetails | None]
 
 
 class TokenLogprob(TypedDict):

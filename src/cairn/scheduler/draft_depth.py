@@ -1,0 +1,149 @@
+"""How many tokens to draft: what has been accepted lately says what to expect, the cost of a row what it has to bring.
+
+Nothing that drafting loses on a text that cannot be predicted may add up: each request has a balance, of decode steps
+that drafts have saved less what their verification has cost. It is drafted no further than the balance bears a
+complete failure, and a balance that is used up grows again by a small share of the time that decoding takes.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cairn.scheduler.request import Request
+from cairn.scheduler.speculation import MAX_DRAFT_TOKENS
+
+_FIRST_GUESSES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
+"""By length class: the chance that a draft is accepted, before anything is known."""
+
+_GUESS_WEIGHT = 8.0
+"""Drafts that a first guess counts as among those of all requests, and theirs among a request's own."""
+_SHARED_WEIGHT = 2.0
+_SHARED_DECAY = 0.98
+"""Of what is known, by verification."""
+_DECAY = 0.8
+
+_START = 0.65
+_MOST = 3.0
+_SHARE = 0.01
+_PROBE_FROM = 0.8
+_PROBE_TOKENS = 2
+"""Of the balance, in decode steps: what a request begins with, what it can have at most, what it gets for each token's
+time, and from where on a draft that is not expected to pay is tried, with so many tokens."""
+
+_LEVELS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyCost:
+    """What a verification takes beyond a decode, in the time of a decode step of one sequence: `overhead`, and `row`
+    for each draft. A further sequence in a decode step takes a `row`, too."""
+
+    overhead: float = 0.25
+    row: float = 0.035
+
+    def decode(self, num_decodes: int) -> float:
+        """The time of a decode step."""
+        return 1 + self.row * (num_decodes - 1)
+
+    def extra(self, num_drafts: int) -> float:
+        """The time that verifying so many drafts adds to it."""
+        return self.overhead + self.row * num_drafts
+
+
+@dataclass(slots=True)
+class _Acceptance:
+    """By length class: drafts that the model has looked at, of which `accepted` were right; older ones count less."""
+
+    accepted: list[float] = field(default_factory=lambda: [0.0] * len(_FIRST_GUESSES))
+    looked_at: list[float] = field(default_factory=lambda: [0.0] * len(_FIRST_GUESSES))
+
+    def rate(self, kind: int, guess: float, weight: float) -> float:
+        return (self.accepted[kind] + weight * guess) / (self.looked_at[kind] + weight)
+
+    def add(self, kind: int, num_drafts: int, num_accepted: int, decay: float) -> None:
+        # behind the first one that was wrong nothing is known
+        self.accepted[kind] = decay * self.accepted[kind] + num_accepted
+        self.looked_at[kind] = decay * self.looked_at[kind] + min(num_drafts, num_accepted + 1)
+
+
+@dataclass(slots=True)
+class _DraftHistory:
+    """Of one request. `balance`: see above, as of `num_tokens` tokens. `kind`, `num_decodes`: of its last draft."""
+
+    num_tokens: int
+    balance: float = _START
+    kind: int = 0
+    num_decodes: int = 1
+    acceptance: _Acceptance = field(default_factory=_Acceptance)
+
+
+class DraftDepth:
+    """Chooses how many tokens to draft, by request, by the length of the match that the draft comes from, and by load.
+
+    `cost`: of a verification. `max_decodes`: with more sequences in a step nothing is drafted.
+    """
+
+    def __init__(self, cost: VerifyCost, max_decodes: int) -> None:
+        self._cost = cost
+        self._max_decodes = max_decodes
+        self._shared = _Acceptance()
+        self._histories: dict[Request, _DraftHistory] = {}
+        self._speeds: dict[int, NDArray[np.float64]] = {}
+
+    def may_draft(self, request: Request, num_decodes: int) -> bool:
+        """Whether the load and the request's balance allow a draft at all."""
+        if not 1 <= num_decodes <= self._max_decodes:
+            return False
+        history = self._histories.get(request)
+        if history is None:
+            self._histories[request] = history = _DraftHistory(request.num_tokens)
+        num_new, history.num_tokens = request.num_tokens - history.num_tokens, request.num_tokens
+        earned = _SHARE * num_new * self._cost.decode(num_decodes) / num_decodes
+        history.balance = min(_MOST, history.balance + earned)
+        return history.balance >= self._cost.extra(1)
+
+    def choose(self, request: Request, matched: int, most: int, num_decodes: int) -> int:
+        """How many tokens to draft, at most `most`, after a match of `matched` tokens. `may_draft` has said yes."""
+        history = self._histories[request]
+        history.kind = kind = _length_class(matched)
+        history.num_decodes = num_decodes
+        if self._cost.row > 0:
+            # the epsilon: a balance of exactly one draft's cost bears one
+            most = min(most, int((history.balance - self._cost.overhead) / self._cost.row + 1e-9))
+        guess = self._shared.rate(kind, _FIRST_GUESSES[kind], _GUESS_WEIGHT)
+        acceptance = history.acceptance.rate(kind, guess, _SHARED_WEIGHT)
+        num_drafts = int(self._speeds_at(num_decodes)[round(acceptance * _LEVELS), : most + 1].argmax())
+        if num_drafts == 0 and history.balance >= _PROBE_FROM:
+            return min(most, _PROBE_TOKENS)
+        return num_drafts
+
+    def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
+        """Learn what became of the request's last draft."""
+        history = self._histories.get(request)
+        if history is None or num_draft_tokens == 0:
+            return
+        saved = num_accepted * self._cost.decode(history.num_decodes) / history.num_decodes
+        history.balance = min(_MOST, history.balance + saved - self._cost.extra(num_draft_tokens))
+        history.acceptance.add(history.kind, num_draft_tokens, num_accepted, _DECAY)
+        self._shared.add(history.kind, num_draft_tokens, num_accepted, _SHARED_DECAY)
+
+    def end(self, request: Request) -> None:
+        """Forget a request."""
+        self._histories.pop(request, None)
+
+    def _speeds_at(self, num_decodes: int) -> NDArray[np.float64]:
+        """Expected tokens per time of a step in which one of `num_decodes` sequences drafts, by acceptance in steps of
+        1 / _LEVELS and by the number of drafts, shape [_LEVELS + 1, MAX_DRAFT_TOKENS + 1]."""
+        if num_decodes not in self._speeds:
+            acceptance = np.linspace(0, 1, _LEVELS + 1)[:, None]
+            drafts = np.arange(MAX_DRAFT_TOKENS + 1)
+            accepted = np.cumsum(acceptance**drafts, axis=1) - 1
+            extra = [0.0, *map(self._cost.extra, range(1, MAX_DRAFT_TOKENS + 1))]
+            self._speeds[num_decodes] = (num_decodes + accepted) / (self._cost.decode(num_decodes) + np.array(extra))
+        return self._speeds[num_decodes]
+
+
+def _length_class(matched: int) -> int:
+    """Matches of 1, 2 to 3, 4 to 7, and so on tokens."""
+    return min(matched.bit_length(), len(_FIRST_GUESSES)) - 1

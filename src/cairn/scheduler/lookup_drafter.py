@@ -1,0 +1,174 @@
+"""Drafts that are looked up: what followed the last time when a text went on as this one does now.
+
+    own tokens   ... the quick brown fox ...............  the quick
+                     ---------       ^-- draft            ---------  matched
+
+Sources are the request's own tokens, its prediction, and recent answers of its namespace. They are scanned anew for
+each proposal, by numpy: there is no index that could be out of date.
+"""
+
+import numpy as np
+
+from cairn.cache.sequence_blocks import Namespace
+from cairn.scheduler.draft_depth import DraftDepth, VerifyCost
+from cairn.scheduler.request import Request
+from cairn.scheduler.speculation import SpeculativeConfig
+from cairn.types import Keys
+
+_NOTHING: Keys = np.empty(0, np.int64)
+_NOTHING.flags.writeable = False
+
+_BREAK = np.array([np.iinfo(np.int64).min])
+"""Between the texts of one source: no token."""
+
+_MOST_TOKENS = 1 << 14
+_MOST_PLACES = 1024
+"""Where the last token, or the least end that counts, has come oftener, the latest places are looked at."""
+
+_FEW_PLACES = 64
+"""So many are compared in one go, others token by token, which leaves fewer each time."""
+
+
+def longest_match(tokens: Keys, end: Keys, least: int) -> tuple[int, int] | None:
+    """Where in `tokens`, shape [n], the longest end of `end`, shape [m], has come, the latest of several such places:
+    the index of the token that followed there, and the length, `least` to m. None where no end of `least` tokens has.
+
+    Places that nothing follows, or what is no token, are none.
+    """
+    end = end[-len(tokens) :] if len(tokens) else end[:0]
+    if len(end) < least:
+        return None
+    places = np.flatnonzero(tokens[:-1] == end[-1])[-_MOST_TOKENS:]
+    places = places[tokens[places + 1] >= 0]
+    places = places[np.searchsorted(places, least - 1) :]
+    for depth in range(1, least):
+        places = places[tokens[places - depth] == end[-1 - depth]]
+    places = places[-_MOST_PLACES:]
+    if not len(places):
+        return None
+    length = least
+    while len(places) > _FEW_PLACES and length < len(end):
+        longer = places[np.searchsorted(places, length) :]
+        longer = longer[tokens[longer - length] == end[-1 - length]]
+        if not len(longer):
+            return int(places[-1]) + 1, length
+        places, length = longer, length + 1
+    if length == len(end):
+        return int(places[-1]) + 1, length
+    back = np.arange(length, len(end))
+    at = places[:, None] - back
+    differs = (tokens[at] != end[::-1][back]) | (at < 0)
+    more = np.where(differs.any(axis=1), differs.argmax(axis=1), len(back))
+    best = len(more) - 1 - int(more[::-1].argmax())
+    return int(places[best]) + 1, length + int(more[best])
+
+
+class RecentAnswers:
+    """The latest answers of each namespace, each after its prompt's end. Bounds: `max_tokens` of one namespace, and
+    `max_namespaces`, of which those go that were used least lately."""
+
+    def __init__(self, max_tokens: int, max_namespaces: int) -> None:
+        self._max_tokens = max_tokens
+        self._max_namespaces = max_namespaces
+        self._tokens: dict[Namespace, Keys] = {}
+
+    def add(self, namespace: Namespace, tokens: Keys) -> None:
+        """Keep an answer, without what is oldest where there is no room for both."""
+        earlier = self._tokens.pop(namespace, _NOTHING)
+        self._tokens[namespace] = np.concatenate([earlier, _BREAK, tokens])[-self._max_tokens :]
+        if len(self._tokens) > self._max_namespaces:
+            del self._tokens[next(iter(self._tokens))]
+
+    def tokens(self, namespace: Namespace) -> Keys:
+        """All that is kept, what is latest at the end, with breaks between the answers."""
+        tokens = self._tokens.pop(namespace, None)
+        if tokens is None:
+            return _NOTHING
+        self._tokens[namespace] = tokens
+        return tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all namespaces, breaks included."""
+        return sum(map(len, self._tokens.values()))
+
+
+class LookupDrafter:
+    """Proposes what followed the longest end of a request's tokens that has come before, see `Drafter`.
+
+    `cost`, `max_decodes`: see `DraftDepth`. `max_answer_tokens`, `max_namespaces`: see `RecentAnswers`.
+    """
+
+    def __init__(
+        self,
+        config: SpeculativeConfig,
+        cost: VerifyCost | None = None,
+        max_decodes: int = 8,
+        max_answer_tokens: int = 1 << 15,
+        max_namespaces: int = 64,
+    ) -> None:
+        self._config = config
+        self._all_sources = config.method in ("auto", "suffix")
+        self._depth = DraftDepth(cost or VerifyCost(), max_decodes)
+        self._answers = RecentAnswers(max_answer_tokens, max_namespaces)
+        self._predictions: dict[Request, Keys] = {}
+
+    def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
+        """See `Drafter`."""
+        most = min(most, self._config.num_speculative_tokens)
+        if most < 1 or not self._depth.may_draft(request, num_decodes):
+            return _NOTHING
+        match = self._find(request)
+        if match is None:
+            return _NOTHING
+        following, matched = match
+        drafts = following[: self._depth.choose(request, matched, most, num_decodes)]
+        wrong = np.flatnonzero(drafts < 0)
+        return drafts[: wrong[0]] if len(wrong) else drafts
+
+    def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
+        """See `Drafter`."""
+        self._depth.record(request, num_draft_tokens, num_accepted)
+
+    def end(self, request: Request) -> None:
+        """See `Drafter`."""
+        self._depth.end(request)
+        self._predictions.pop(request, None)
+        if self._all_sources and request.output:
+            answer = np.concatenate([self._prompt_end(request), np.array(request.output, np.int64)])
+            self._answers.add(request.spec.namespace, answer)
+
+    def _find(self, request: Request) -> tuple[Keys, int] | None:
+        """What may follow, and the length of the match that says so."""
+        assert request.sequence is not None
+        keys, config = request.sequence.keys, self._config
+        end = keys[-config.prompt_lookup_max :]
+        sources = [keys]
+        if self._all_sources:
+            # a prediction is meant for this very request: it comes before what matches as well
+            sources = [self._prediction(request), keys, self._answers.tokens(request.spec.namespace)]
+        best, following = 0, _NOTHING
+        for source in sources:
+            match = longest_match(source, end, max(best + 1, config.prompt_lookup_min))
+            if match is not None:
+                place, best = match
+                following = source[place : place + config.num_speculative_tokens]
+                if source is keys and len(following) < config.num_speculative_tokens:
+                    # what overlaps the end goes on with itself
+                    following = np.resize(following, config.num_speculative_tokens)
+            if best == len(end):
+                break
+        return (following, best) if best else None
+
+    def _prediction(self, request: Request) -> Keys:
+        """The prediction after the prompt's end, which it is found by when the answer begins with it."""
+        if not len(request.spec.prediction):
+            return _NOTHING
+        known = self._predictions.get(request)
+        if known is None:
+            known = np.concatenate([self._prompt_end(request), request.spec.prediction])
+            self._predictions[request] = known
+        return known
+
+    def _prompt_end(self, request: Request) -> Keys:
+        return request.spec.prompt[-self._config.prompt_lookup_max :]

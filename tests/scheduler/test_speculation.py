@@ -1,0 +1,299 @@
+"""Drafts that are looked up, how many of them, and what is kept for them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cairn.cache.sequence_blocks import Namespace
+from cairn.errors import ConfigError
+from cairn.scheduler.draft_depth import DraftDepth, VerifyCost
+from cairn.scheduler.lookup_drafter import LookupDrafter, RecentAnswers, longest_match
+from cairn.scheduler.request import Request, RequestStats, Spec
+from cairn.scheduler.speculation import MAX_DRAFT_TOKENS, SpecDecodeCounters, SpeculativeConfig
+from cairn.types import SamplingParams
+
+FREE = VerifyCost(overhead=0.0, row=0.0)
+
+
+def keys(tokens):
+    return np.array(list(tokens), np.int64)
+
+
+def make_request(prompt, output=(), prediction=(), namespace=None):
+    spec = Spec(
+        request_id="r",
+        prompt=keys(prompt),
+        sampling=SamplingParams(),
+        max_tokens=1000,
+        namespace=namespace or Namespace(),
+        prediction=keys(prediction),
+    )
+    request = Request(spec, RequestStats(0.0, 1))
+    # the one thing that a drafter reads of it
+    request.sequence = SimpleNamespace(keys=keys([*prompt, *output]))
+    request.output = list(output)
+    return request
+
+
+def go_on(request, tokens):
+    request.output += tokens
+    request.sequence.keys = request.keys()
+
+
+def drafter(method="auto", cost=FREE, **bounds):
+    sizes = {
+        name: bounds.pop(name) for name in ("max_answer_tokens", "max_namespaces", "max_decodes") if name in bounds
+    }
+    return LookupDrafter(SpeculativeConfig(method=method, **bounds), cost, **sizes)
+
+
+# -- the longest match -------------------------------------------------------------------------------------------------
+
+
+def naive_match(tokens, end, least):
+    best = None
+    for place in range(1, len(tokens)):
+        if tokens[place] < 0:
+            continue
+        length = 0
+        while length < min(place, len(end)) and tokens[place - 1 - length] == end[-1 - length]:
+            length += 1
+        if length >= least and (best is None or length >= best[1]):
+            best = place, length
+    return best
+
+
+@given(st.lists(st.integers(-1, 2), max_size=120), st.lists(st.integers(-1, 2), max_size=10), st.integers(1, 4))
+@example([1] * 100, [1] * 10, 2)
+@example([0, *[1] * 90], [0, *[1] * 9], 3)
+@settings(max_examples=400, deadline=None)
+def test_the_longest_and_then_the_latest_match(tokens, end, least):
+    assert longest_match(keys(tokens), keys(end), least) == naive_match(tokens, end, least)
+
+
+@given(st.lists(st.integers(0, 1), min_size=200, max_size=400), st.integers(1, 3))
+@settings(max_examples=50, deadline=None)
+def test_the_same_where_there_are_many_places(tokens, least):
+    end = tokens[-32:]
+    assert longest_match(keys(tokens), keys(end), least) == naive_match(tokens, end, least)
+
+
+@given(st.lists(st.integers(-1, 3), min_size=2, max_size=60), st.lists(st.integers(0, 3), min_size=1, max_size=20))
+@settings(max_examples=200, deadline=None)
+def test_drafts_are_what_followed(prompt, output):
+    request, tokens = make_request(prompt, output), [*prompt, *output]
+    drafts = drafter("ngram", prompt_lookup_min=2, prompt_lookup_max=8).propose(request, 5, 1).tolist()
+    match = naive_match(tokens, tokens[-8:], 2)
+    if match is None:
+        assert drafts == []
+        return
+    expected = [tokens[match[0] + i % (len(tokens) - match[0])] for i in range(5)]
+    wrong = next((i for i, token in enumerate(expected) if token < 0), 5)
+    assert drafts == expected[:wrong] and drafts
+
+
+def test_what_overlaps_its_end_goes_on_with_itself():
+    assert drafter().propose(make_request([5, 1, 2, 3, 1, 2, 3]), 7, 1).tolist() == [1, 2, 3, 1, 2, 3, 1]
+
+
+def test_what_stands_for_images_is_matched_and_never_drafted():
+    request = make_request([7, -9, -9, 8, 1, 2, -4, -4, 3, 7, -9, -9, 8])
+    assert drafter().propose(request, 16, 1).tolist() == [1, 2]
+    assert drafter().propose(make_request([1, 2, -4, -4, 3, 1, 2]), 16, 1).tolist() == []
+
+
+# -- sources -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_prediction_is_drafted_from_its_beginning():
+    request = make_request([1, 2, 3], [50], prediction=range(50, 80))
+    assert drafter().propose(request, 4, 1).tolist() == [51, 52, 53, 54]
+    assert drafter("ngram").propose(request, 4, 1).tolist() == []
+
+
+def test_a_prediction_is_found_again_behind_what_is_new():
+    request = make_request([1, 2, 3], [50, 51, 900, 901, 60, 61], prediction=range(50, 80))
+    assert drafter().propose(request, 3, 1).tolist() == [62, 63, 64]
+
+
+def test_a_prediction_comes_before_what_matches_as_well():
+    request = make_request([50, 51, 52, 1], [50, 51], prediction=[9, 50, 51, 53])
+    assert drafter(prompt_lookup_max=2).propose(request, 1, 1).tolist() == [53]
+
+
+def test_answers_of_the_same_namespace_are_drafted():
+    looked_up = drafter()
+    looked_up.end(make_request([1, 2, 3], range(50, 80), namespace=Namespace(cache_salt="a")))
+    request = make_request([1, 2, 3], [50], namespace=Namespace(cache_salt="a"))
+    assert looked_up.propose(request, 3, 1).tolist() == [51, 52, 53]
+    for other in (Namespace(), Namespace(cache_salt="b"), Namespace(adapter="a")):
+        assert looked_up.propose(make_request([1, 2, 3], [50], namespace=other), 3, 1).tolist() == []
+
+
+def test_the_latest_answer_is_what_is_drafted():
+    looked_up = drafter()
+    for after in (60, 70):
+        looked_up.end(make_request([1, 2, 3], [50, 51, after, after + 1]))
+    assert looked_up.propose(make_request([1, 2, 3], [50, 51]), 2, 1).tolist() == [70, 71]
+
+
+def test_nothing_is_drafted_across_two_answers():
+    looked_up = drafter()
+    looked_up.end(make_request([1], [50, 51]))
+    looked_up.end(make_request([2], [60, 61]))
+    assert looked_up.propose(make_request([9], [50, 51]), 8, 1).tolist() == []
+
+
+def test_ngram_keeps_no_answers():
+    looked_up = drafter("ngram")
+    looked_up.end(make_request([1, 2, 3], range(50, 80)))
+    assert looked_up._answers.num_tokens == 0
+
+
+def test_the_store_has_bounds():
+    answers = RecentAnswers(max_tokens=10, max_namespaces=3)
+    for number in range(100):
+        answers.add(Namespace(cache_salt=str(number % 7)), np.arange(number))
+        assert answers.num_tokens <= 30
+    answers = RecentAnswers(max_tokens=10, max_namespaces=2)
+    first, second, third = (Namespace(cache_salt=salt) for salt in "abc")
+    answers.add(first, keys([1]))
+    answers.add(second, keys([2]))
+    assert answers.tokens(first).tolist()[-1] == 1
+    answers.add(third, keys([3]))  # in the place of the second one, which was used least lately
+    assert answers.tokens(second).tolist() == [] and answers.tokens(first).tolist()[-1] == 1
+    answers.add(first, keys(range(20, 29)))
+    assert answers.tokens(first).tolist()[1:] == list(range(20, 29))
+
+
+def test_nothing_of_a_request_is_kept_behind_its_end_but_its_answer():
+    looked_up = drafter()
+    request = make_request([1, 2, 3], [50], prediction=range(50, 80))
+    assert looked_up.propose(request, 4, 1).size
+    looked_up.end(request)
+    assert not looked_up._predictions and not looked_up._depth._histories
+
+
+# -- depth -------------------------------------------------------------------------------------------------------------
+
+
+def decode(looked_up, request, tokens, most=16, num_decodes=1):
+    """Decodes `tokens`. The drafts of every verification, and how many of them were accepted."""
+    verified, at = [], 0
+    while at < len(tokens):
+        room = len(tokens) - at - 1
+        drafts = looked_up.propose(request, min(most, room), num_decodes).tolist() if room else []
+        following = tokens[at : at + len(drafts)]
+        accepted = next((i for i, pair in enumerate(zip(drafts, following, strict=True)) if pair[0] != pair[1]), None)
+        accepted = len(drafts) if accepted is None else accepted
+        if drafts:
+            verified.append((len(drafts), accepted))
+        go_on(request, tokens[at : at + accepted + 1])
+        if drafts:
+            looked_up.record(request, len(drafts), accepted)
+        at += accepted + 1
+    return verified
+
+
+def steps_of(tokens, verified, cost):
+    """In decode steps of one sequence."""
+    saved = sum(accepted for _, accepted in verified)
+    return len(tokens) - saved + sum(cost.extra(drafts) for drafts, _ in verified)
+
+
+@pytest.mark.parametrize("vocab_size", [2, 30, 1000])
+@pytest.mark.parametrize("length", [64, 256, 1000])
+def test_a_text_that_cannot_be_predicted_costs_little(vocab_size, length):
+    cost = VerifyCost()
+    rng = np.random.default_rng(length)
+    request = make_request(rng.integers(0, vocab_size, 2000).tolist())
+    # each token comes a second time with a chance of 1 / vocab_size
+    tokens = rng.integers(0, vocab_size, length).tolist()
+    verified = decode(drafter(cost=cost), request, tokens)
+    assert steps_of(tokens, verified, cost) <= 1.03 * length
+    if vocab_size == 30:
+        assert 0 < len(verified) <= 3 + length / 30
+
+
+def test_it_is_tried_again_and_a_text_that_comes_to_quote_is_found_out():
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, 30, 1000).tolist()
+    request, looked_up = make_request(prompt), drafter(cost=VerifyCost())
+    assert sum(accepted for _, accepted in decode(looked_up, request, rng.integers(0, 30, 500).tolist())) < 10
+    verified = decode(looked_up, request, prompt[:300])
+    assert steps_of(prompt[:300], verified, VerifyCost()) < 150
+
+
+def test_what_is_accepted_is_drafted_deeper():
+    prompt = np.random.default_rng(1).integers(0, 1000, 600).tolist()
+    request = make_request([*prompt, *prompt[:4]])
+    verified = decode(drafter(cost=VerifyCost()), request, prompt[4:])
+    depths = [drafts for drafts, _ in verified[:-1]]
+    assert depths[0] < 16 and max(depths) == 16
+    assert steps_of(prompt[4:], verified, VerifyCost()) < len(prompt) / 5
+
+
+def test_an_edit_of_its_prompt_is_three_times_as_fast():
+    text = np.random.default_rng(2).integers(0, 1000, 1200)
+    edited = text.copy()
+    edited[::60] = 5000
+    request = make_request(text.tolist())
+    verified = decode(drafter(cost=VerifyCost()), request, edited.tolist())
+    assert steps_of(edited, verified, VerifyCost()) < len(edited) / 3
+
+
+def test_with_many_sequences_nothing_is_drafted():
+    request = make_request([1, 2, 3, 4] * 8)
+    looked_up = drafter(max_decodes=4)
+    assert [len(looked_up.propose(request, 4, number)) for number in (1, 4, 5, 0)] == [4, 4, 0, 0]
+
+
+def test_the_load_makes_drafts_dearer():
+    depth = DraftDepth(VerifyCost(), max_decodes=64)
+    request = make_request([1, 2])
+    chosen = []
+    for num_decodes in (1, 2, 8, 64):
+        assert depth.may_draft(request, num_decodes)
+        chosen.append(depth.choose(request, 4, 16, num_decodes))
+    assert chosen == sorted(chosen, reverse=True) and chosen[0] > 0 and chosen[-1] == 0
+
+
+def test_a_verification_that_costs_more_is_not_asked_for():
+    request = make_request([1, 2, 3] * 4)
+    assert drafter(cost=VerifyCost(overhead=40.0)).propose(request, 16, 1).size == 0
+
+
+def test_no_more_is_drafted_than_may_be():
+    request = make_request([1, 2, 3] * 4)
+    assert [len(drafter().propose(request, most, 1)) for most in (0, 1, 5, 100)] == [0, 1, 5, 16]
+    assert drafter(num_speculative_tokens=3).propose(request, 100, 1).size == 3
+
+
+# -- the configuration, and the counts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"method": "medusa"}, "method: must be auto, ngram, suffix or none, not 'medusa'"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens: must be 1 to 32, not 0"),
+        ({"num_speculative_tokens": MAX_DRAFT_TOKENS + 1}, "num_speculative_tokens: must be 1 to 32, not 33"),
+        ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be 1 to 64, not 0"),
+        ({"prompt_lookup_max": 65}, "prompt_lookup_max: must be 1 to 64, not 65"),
+        ({"prompt_lookup_min": 5, "prompt_lookup_max": 4}, "prompt_lookup_min: must be at most prompt_lookup_max"),
+    ],
+)
+def test_what_cannot_be_configured(fields, said):
+    with pytest.raises(ConfigError, match=f"^--speculative-config: {said}"):
+        SpeculativeConfig(**fields)
+
+
+def test_counts():
+    counters = SpecDecodeCounters()
+    for drafts, accepted in ((4, 4), (4, 0), (2, 1)):
+        counters.add(drafts, accepted)
+    assert (counters.num_drafts, counters.num_draft_tokens, counters.num_accepted_tokens) == (3, 10, 5)
+    assert counters.accepted_per_pos == [2, 1, 1, 1] + [0] * (MAX_DRAFT_TOKENS - 4)
