@@ -129,6 +129,7 @@ def test_every_metric_is_described():
         side_channel="localhost:5600",
         reads_images=True,
         logs_requests=True,
+        num_speculative_tokens=1,
         cache=replace(info.cache, shares_in_flight=True),
     )
     text = Metrics(info, "m").exposition(stats).decode()

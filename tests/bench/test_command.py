@@ -176,7 +176,8 @@ def test_what_cannot_be_asked_for(words, said, capsys):
 
 
 def test_ctrl_c_prints_what_there_is():
-    """A server that answers one request and then no other, in this process; the load in one of its own."""
+    """A server that has no metrics, answers one request and then no other, in this process; the load in one of its
+    own."""
     body = b'data: {"choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n'
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n"
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -189,6 +190,11 @@ def test_ctrl_c_prints_what_there_is():
         deadline = threading.Timer(SECONDS, process.kill)
         deadline.start()
         try:
+            metrics, _ = listener.accept()
+            with metrics:
+                metrics.settimeout(SECONDS)
+                assert metrics.recv(1 << 16).startswith(b"GET /metrics ")
+                metrics.sendall(b"HTTP/1.1 404 Not Found\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
             first, _ = listener.accept()
             with first:
                 first.settimeout(SECONDS)

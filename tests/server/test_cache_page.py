@@ -42,6 +42,18 @@ def test_a_checkpoint_takes_whole_pages_where_the_setup_is_told_as_well(serve):
     assert body["server"]["checkpoint_dtype"] == "int8"
 
 
+def test_what_drafts_have_brought(serve):
+    def build(config):
+        core = build_echo_core(config)
+        core._info = msgspec.structs.replace(core._info, num_speculative_tokens=2)
+        core._scheduler.state.counters.spec_decode.add(2, 1)
+        return core
+
+    counts = {"num_drafts": 1, "num_draft_tokens": 2, "num_accepted_tokens": 1, "accepted_per_pos": {"0": 1, "1": 0}}
+    assert serve(build=build).get("/cache").json()["spec_decode"] == counts
+    assert serve().get("/cache").json()["spec_decode"] is None
+
+
 @pytest.mark.parametrize("number", ["0", "-1", "5001", "9" * 30, "many", "1.5", ""])
 def test_a_number_of_nodes_out_of_range_is_refused(server, number):
     answer = server.get(f"/cache?max_nodes={number}")

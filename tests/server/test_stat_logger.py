@@ -2,7 +2,15 @@
 
 import msgspec
 
-from cairn.engine.contract import EngineConfig, EngineStats, PoolStats, PrefixCacheStats, TokenStats, TransferStats
+from cairn.engine.contract import (
+    EngineConfig,
+    EngineStats,
+    PoolStats,
+    PrefixCacheStats,
+    SpecDecodeStats,
+    TokenStats,
+    TransferStats,
+)
 from cairn.server.stat_logger import SecondSightingsLogger, ThroughputLogger, format_startup_lines
 from doubles.echo_core import build_echo_core
 
@@ -57,6 +65,28 @@ def test_the_hit_rates_are_of_late():
     assert "Prefix cache hit rate: 80.0%" in said and "External prefix cache hit rate: 45.0%" in said
     nobody_asked = msgspec.structs.replace(later, tokens=TokenStats(prompt=201))
     assert "External prefix cache hit rate: 45.0%" in line.update(nobody_asked, 30.0)
+
+
+def test_what_drafts_have_brought_is_of_the_interval():
+    line = ThroughputLogger(0.0)
+
+    def said(now, num_drafts, num_draft_tokens, num_accepted_tokens):
+        drafts = SpecDecodeStats(
+            num_drafts=num_drafts, num_draft_tokens=num_draft_tokens, num_accepted_tokens=num_accepted_tokens
+        )
+        return line.update(EngineStats(num_running=1, spec_decode=drafts), now)
+
+    assert "acceptance" not in said(10.0, 0, 0, 0)
+    assert said(20.0, 10, 40, 15).endswith(", Mean acceptance length: 2.50, Avg draft acceptance rate: 37.5%")
+    assert said(30.0, 20, 60, 25).endswith(", Mean acceptance length: 2.00, Avg draft acceptance rate: 50.0%")
+    assert "acceptance" not in said(40.0, 20, 60, 25)
+
+
+def test_the_start_lines_of_a_server_that_drafts():
+    info = build_echo_core(EngineConfig(model="echo")).info
+    assert not any("speculation" in line for line in format_startup_lines(info))
+    lines = format_startup_lines(msgspec.structs.replace(info, num_speculative_tokens=7))
+    assert "speculation: up to 7 tokens are drafted at a time where that pays" in lines
 
 
 def test_the_start_lines_say_what_the_pool_holds():

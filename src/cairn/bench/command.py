@@ -122,7 +122,8 @@ async def _run_load(
                     print(f"{len(failures)} warm-ups failed: {first.kind}: {first.detail}", file=sys.stderr)
             before = await read_spec_decode(http, endpoint)
             load = await generator.run(workload.work, workload.due, stop, advance)
-        after = None if before is None else await read_spec_decode(http, endpoint)
+        # whoever has pressed Ctrl-C waits for nothing
+        after = None if before is None or load.stopped else await read_spec_decode(http, endpoint)
         drafts = {} if before is None or after is None else after.since(before).figures()
         return endpoint, load, drafts
 

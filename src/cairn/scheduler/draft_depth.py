@@ -31,6 +31,9 @@ _PROBE_TOKENS = 2
 """Of the balance, in decode steps: what a request begins with, what it can have at most, what it gets for each token's
 time, and from where on a draft that is not expected to pay is tried, with so many tokens."""
 
+_MARGIN = 1.05
+"""A draft has to be expected to bring so many times the tokens that the step brings without, for its time."""
+
 _LEVELS = 100
 
 
@@ -113,7 +116,10 @@ class DraftDepth:
             most = min(most, int((history.balance - self._cost.overhead) / self._cost.row + 1e-9))
         guess = self._shared.rate(kind, _FIRST_GUESSES[kind], _GUESS_WEIGHT)
         acceptance = history.acceptance.rate(kind, guess, _SHARED_WEIGHT)
-        num_drafts = int(self._speeds_at(num_decodes)[round(acceptance * _LEVELS), : most + 1].argmax())
+        speeds = self._speeds_at(num_decodes)[round(acceptance * _LEVELS), : most + 1]
+        num_drafts = int(speeds.argmax())
+        if speeds[num_drafts] < _MARGIN * speeds[0]:
+            num_drafts = 0
         if num_drafts == 0 and history.balance >= _PROBE_FROM:
             return min(most, _PROBE_TOKENS)
         return num_drafts
