@@ -46,11 +46,16 @@ class HostBatch:
     is_fold: bool = False
 
     @classmethod
-    def captured(cls, num_decodes: int, max_seq_len: int) -> "HostBatch":
-        """Decodes of a graph, without snapshots."""
+    def captured(
+        cls, num_decodes: int, max_seq_len: int, num_verify_tokens: int = 0, is_fold: bool = False
+    ) -> "HostBatch":
+        """Decodes of a graph, or one verify of so many tokens, or a fold of up to so many; without snapshots."""
         nothing = np.zeros(0, np.int32)
-        rows = np.arange(num_decodes + 1, dtype=np.int32)
-        return cls(num_decodes, rows, nothing, nothing, nothing, nothing, nothing, nothing, max_seq_len)
+        edges = np.arange(num_decodes + 1, dtype=np.int32)
+        if num_verify_tokens:
+            edges = np.append(edges, np.int32(num_decodes + num_verify_tokens))
+        lengths = (nothing,) * 6
+        return cls(num_decodes, edges, *lengths, max_seq_len, int(num_verify_tokens > 0), is_fold)
 
     @property
     def num_seqs(self) -> int:

@@ -1,11 +1,12 @@
 """Decode steps as graphs: a forward pass of one token a sequence is recorded once for some numbers of rows, and
-launched as a whole from then on. The host's share of such a step is one array of lengths.
+launched as a whole from then on. The host's share of such a step is one array of lengths. On the CPU so is the pass of
+one verify row, for each number of its tokens, and its fold.
 
 A graph launches the same kernels with the same arguments every time. So everything that differs between two steps is
 read on the device, from tensors that stay where they are:
 
-    rows    int32 [8, rows]: token, three positions, slot, seq_start, seq_len, kv_write_from; the step's one copy
-            brings them, and a copy on the device takes them to where the graph reads
+    rows    int32 [8, tokens]: token, three positions; and of each sequence slot, seq_start, seq_len, kv_write_from; the
+            step's one copy brings them, and a copy on the device takes them to where the graph reads
     slots   block tables, newest and stop tokens, running states, as for any step
     pages   the pool
 
@@ -26,6 +27,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,10 +40,14 @@ from cairn.kernels.staging import Staging
 from cairn.layers.memory import Memory
 from cairn.layers.model import Model
 from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors, host_batch
+from cairn.runner.verification import KeptInputs
 from cairn.runner.vision import MultimodalInputs
-from cairn.step import StepPlan
+from cairn.step import Fold, StepPlan
 
 _FIELDS = 8
+MOST_VERIFY_TOKENS = 64
+"""Of a verify row whose pass is recorded."""
+
 _ALIGNMENT = 16
 """Rows of the array have room for a multiple of so many numbers, 64 bytes: kernels are compiled for how operands are
 aligned, and are the same for all sizes then."""
@@ -63,26 +69,53 @@ class CudaGraphs:
         return replay
 
 
+class PassShape(NamedTuple):
+    """What is the same in all passes of a graph: so many decodes, or one verify row of so many tokens."""
+
+    num_decodes: int
+    num_verify_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decodes + self.num_verify_tokens
+
+    @property
+    def num_seqs(self) -> int:
+        return self.num_decodes + bool(self.num_verify_tokens)
+
+
 @dataclass(slots=True)
 class _Pass:
-    """A forward pass of one size, as it is recorded. `replay`: None before."""
+    """A forward pass of one shape, as it is recorded. `replay`: None before. `kept`: what it leaves of its verify row,
+    whose folds are `fold`, once one was recorded."""
 
     metadata: object
     run: Callable[[], None]
     replay: Callable[[], None] | None = None
+    kept: KeptInputs | None = None
+    fold: Callable[[], None] | None = None
 
 
 class DecodeGraphs:
     """The graphs of one runner; none before `capture`."""
 
-    def __init__(self, model: Model, memory: Memory, hidden: Tensor, slot_tensors: SlotTensors) -> None:
-        """`memory`: of a pass without snapshots. `hidden`: final hidden states by slot, [slots + 1, hidden]."""
-        self._model, self._memory, self._hidden, self._slot_tensors = model, memory, hidden, slot_tensors
+    def __init__(
+        self,
+        model: Model,
+        make_memory: Callable[[KeptInputs | None], Memory],
+        hidden: Tensor,
+        slot_tensors: SlotTensors,
+    ) -> None:
+        """`make_memory`: of a pass without snapshots. `hidden`: final hidden states by slot, [slots + 1, hidden]."""
+        self._model, self._make_memory, self._hidden = model, make_memory, hidden
+        self._slot_tensors = slot_tensors
         self._num_slots = len(hidden) - 1
         self._sizes: Sequence[int] = ()
         self._recorder: StepGraphs | None = None
-        self._passes: dict[int, _Pass] = {}
+        self._fold_recorder: StepGraphs | None = None
+        self._passes: dict[PassShape, _Pass] = {}
         self._rows = torch.zeros(0, dtype=torch.int32)
+        self._fold_row = torch.zeros(0, dtype=torch.int32)
         self._stop_tokens = slot_tensors.stop_tokens
         self._max_model_len = 0
 
@@ -100,74 +133,91 @@ class DecodeGraphs:
         """
         self._begin(sorted(set(sizes)), max_model_len)
         for size in reversed(self._sizes):
-            staging = Staging()
-            padding = staging.add(self._padding(size))
-            forward_pass = self._passes[size] = self._make_pass(size, staging)
-            self._view(size).copy_(padding.tensor)
+            staging, shape = Staging(), PassShape(size)
+            padding = staging.add(self._padding(shape))
+            forward_pass = self._passes[shape] = self._make_pass(shape, staging)
+            self._view(shape).copy_(padding.tensor)
             forward_pass.run()  # compiles kernels, and makes what libraries want to have made before they are recorded
             warmed(size)
             forward_pass.replay = graphs.capture(forward_pass.run)
             captured(size)
 
-    def record(self, graphs: StepGraphs, max_num_seqs: int, max_model_len: int) -> None:
-        """Record passes of up to `max_num_seqs` rows, each when its number of rows comes for the second time."""
+    def record(self, graphs: StepGraphs, folds: StepGraphs, max_num_seqs: int, max_model_len: int) -> None:
+        """Record passes of up to `max_num_seqs` rows, and those of one verify row, each when its shape comes for the
+        second time. `folds`: what records folds, in memory of their own: they read what passes have left."""
         self._begin(range(1, max_num_seqs + 1), max_model_len)
-        self._recorder = graphs
+        self._recorder, self._fold_recorder = graphs, folds
 
     def _begin(self, sizes: Sequence[int], max_model_len: int) -> None:
         self._sizes, self._passes, self._max_model_len = sizes, {}, max_model_len
-        self._rows = torch.zeros(_FIELDS * _pitch(sizes[-1]), dtype=torch.int32, device=self._model.spec.device)
+        pitch, device = _pitch(max(sizes[-1], MOST_VERIFY_TOKENS)), self._model.spec.device
+        self._rows = torch.zeros(_FIELDS * pitch, dtype=torch.int32, device=device)
+        self._fold_row = torch.zeros(_ALIGNMENT, dtype=torch.int32, device=device)
         self._slot_tensors.reserve_stop_tokens(MOST_STOP_TOKENS)
         self._stop_tokens = self._slot_tensors.stop_tokens
 
-    def _make_pass(self, size: int, staging: Staging) -> _Pass:
-        host = HostBatch.captured(size, self._max_model_len)
+    def _make_pass(self, shape: PassShape, staging: Staging) -> _Pass:
+        host = HostBatch.captured(shape.num_decodes, self._max_model_len, shape.num_verify_tokens)
         metadata, cu_seqlens = self._model.kernels.build_metadata(host, staging), staging.add(host.cu_seqlens)
         staging.send(self._model.spec.device)
-        return _Pass(metadata, partial(self._run, size, host, cu_seqlens.tensor, metadata))
+        run = partial(self._run, shape, host, cu_seqlens.tensor, metadata)
+        return _Pass(metadata, run)
 
     def release(self) -> None:
         """Forget all graphs: NCCL does not end while there is one with operations of its own."""
-        self._recorder, self._sizes, self._passes = None, (), {}
+        self._recorder, self._fold_recorder, self._sizes, self._passes = None, None, (), {}
 
-    def size_for(self, plan: StepPlan) -> int | None:
-        """The size that the plan's rows are padded to; None where they are not replayed: prefill, drafts, and more rows
-        than the largest size. None, too, from a request with more stop tokens than there was room for on: the tensor is
-        another one then."""
-        num_seqs = len(plan.decodes)
-        if not self._sizes or plan.verifies or plan.prefills or not 0 < num_seqs <= self._sizes[-1]:
+    def shape_for(self, plan: StepPlan) -> PassShape | None:
+        """The shape that the plan's rows are padded to; None where they are not replayed: prefill, more rows than the
+        largest size, and drafts of several sequences. None, too, from a request with more stop tokens than there was
+        room for on: the tensor is another one then."""
+        num_decodes, verifies = len(plan.decodes), plan.verifies
+        if not self._sizes or plan.prefills or not 0 < num_decodes + len(verifies) <= self._sizes[-1]:
+            return None
+        if verifies and (self._recorder is None or num_decodes or len(verifies) > 1):
             return None
         width = self._stop_tokens.shape[1]
         if self._slot_tensors.stop_tokens is not self._stop_tokens or any(
             len(admit.stop_token_ids) > width for admit in plan.admits
         ):
             return None
-        return self._sizes[bisect_left(self._sizes, num_seqs)]
+        if verifies:
+            num_tokens = len(verifies[0].tokens)
+            return PassShape(0, num_tokens) if num_tokens <= MOST_VERIFY_TOKENS else None
+        return PassShape(self._sizes[bisect_left(self._sizes, num_decodes)])
 
-    def pack(self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], size: int) -> NDArray[np.int32]:
-        """The plan's rows as `replay` takes them, int32 [8, room]. `inputs`: of each row; a decode row after images
-        has three positions of its own."""
-        rows, decodes = self._padding(size), plan.decodes
-        decode_rows = rows[:, : len(decodes)]
-        decode_rows[0], decode_rows[1:4] = decodes.tokens, decodes.positions
-        decode_rows[4], decode_rows[5], decode_rows[6], decode_rows[7] = (
+    def pack(self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], shape: PassShape) -> NDArray[np.int32]:
+        """The plan's rows as `replay` takes them, int32 [8, room]. `inputs`: of each row; a row after images has three
+        positions of its own."""
+        rows, decodes = self._padding(shape), plan.decodes
+        seqs = rows[4:, : len(decodes)]
+        rows[0, : len(decodes)], rows[1:4, : len(decodes)] = decodes.tokens, decodes.positions
+        seqs[0], seqs[1], seqs[2], seqs[3] = (
             decodes.slots,
             decodes.positions,
             decodes.positions + 1,
             decodes.kv_write_from,
         )
-        for row, each in enumerate(inputs):
+        for verify in plan.verifies:
+            end = len(verify.tokens)
+            rows[0, :end], rows[1:4, :end] = verify.tokens, np.arange(verify.start, verify.end)
+            rows[4:, 0] = verify.slot, verify.start, verify.end, verify.kv_write_from
+        first = 0
+        for each in inputs:
+            num_tokens = max(1, shape.num_verify_tokens)
             if each is not None:
-                decode_rows[1:4, row] = each.positions[:, 0]
+                rows[1:4, first : first + num_tokens] = each.positions
+            first += num_tokens
         return rows
 
-    def replay(self, plan: StepPlan, size: int, rows: Tensor) -> None:
-        """Launch the pass of `size` rows. `rows`: what `pack` gave of the plan, on the device."""
-        self._view(size).copy_(rows)
-        first_time = size not in self._passes
+    def replay(self, plan: StepPlan, shape: PassShape, rows: Tensor) -> KeptInputs | None:
+        """Launch the pass of a shape. `rows`: what `pack` gave of the plan, on the device. Returns what it leaves of
+        the plan's verify row, if there is one."""
+        self._view(shape).copy_(rows)
+        first_time = shape not in self._passes
         if first_time:
-            self._passes[size] = self._make_pass(size, Staging())
-        forward_pass, recorder = self._passes[size], self._recorder
+            self._passes[shape] = self._make_pass(shape, Staging())
+        forward_pass, recorder = self._passes[shape], self._recorder
         if recorder is not None:
             recorder.set_lengths(forward_pass.metadata, host_batch(plan, ()))
         if forward_pass.replay is not None:
@@ -176,35 +226,90 @@ class DecodeGraphs:
             forward_pass.run()  # compiles, and fills caches
         else:
             forward_pass.replay = recorder.capture(forward_pass.run)
+        if forward_pass.kept is not None:
+            forward_pass.kept.assign(plan.verifies)
+        return forward_pass.kept
 
-    def _padding(self, size: int) -> NDArray[np.int32]:
-        rows = np.zeros((_FIELDS, _pitch(size)), np.int32)
+    def replays_fold(self, kept: KeptInputs, folds: Sequence[Fold]) -> bool:
+        """Whether `replay_fold` does these: one without checkpoints, of what a recorded pass has left."""
+        forward_pass = self._pass_of(kept)
+        is_recorded = forward_pass is not None and forward_pass.replay is not None
+        return is_recorded and len(folds) == 1 and not folds[0].snapshots
+
+    def replay_fold(self, kept: KeptInputs, fold: Fold) -> None:
+        """Launch a fold, which is recorded when it comes for the first time."""
+        forward_pass, recorder = self._pass_of(kept), self._fold_recorder
+        assert forward_pass is not None and recorder is not None
+        _, row = kept.find(fold.slot)
+        end = row.start + fold.num_tokens
+        numbers = 0, fold.num_tokens, row.slot, row.start, end, fold.num_tokens - 1
+        self._fold_row[: len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
+        if forward_pass.fold is None:
+            forward_pass.fold = recorder.capture(partial(self._run_fold, kept, len(row.tokens)))
+        else:
+            forward_pass.fold()
+
+    def _pass_of(self, kept: KeptInputs) -> _Pass | None:
+        return next((each for each in self._passes.values() if each.kept is kept), None)
+
+    def _run_fold(self, kept: KeptInputs, num_tokens: int) -> None:
+        """What is recorded of a fold: of how many of its tokens is read from memory."""
+        row, host = self._fold_row, HostBatch.captured(0, self._max_model_len, num_tokens, is_fold=True)
+        slot = row[2:3]
+        nothing = slot.new_zeros(0)
+        batch = Batch(
+            tokens=nothing,
+            positions=nothing,
+            cu_seqlens=row[:2],
+            slots=slot,
+            state_slots=slot,
+            seq_starts=row[3:4],
+            seq_lens=row[4:5],
+            kv_write_from=row[3:4],
+            block_tables=self._slot_tensors.block_tables,
+            host=host,
+            metadata=self._model.kernels.build_metadata(host, Staging()),
+        )
+        kept.fold(batch, self._make_memory(None))
+        self._hidden.index_copy_(0, slot.long(), kept.hidden.index_select(0, row[5:6].long()))
+
+    def _padding(self, shape: PassShape) -> NDArray[np.int32]:
+        rows = np.zeros((_FIELDS, _pitch(shape.num_tokens)), np.int32)
         rows[4], rows[7] = self._num_slots, 1
         return rows
 
-    def _view(self, size: int) -> Tensor:
-        """Where the graph of `size` rows reads them: all of them at the same place, one at a time."""
-        pitch = _pitch(size)
+    def _view(self, shape: PassShape) -> Tensor:
+        """Where the graph of a shape reads its rows: all of them at the same place, one at a time."""
+        pitch = _pitch(shape.num_tokens)
         return self._rows[: _FIELDS * pitch].view(_FIELDS, pitch)
 
-    def _run(self, size: int, host: HostBatch, cu_seqlens: Tensor, metadata: object) -> None:
+    def _run(self, shape: PassShape, host: HostBatch, cu_seqlens: Tensor, metadata: object) -> None:
         """What is recorded."""
-        rows = self._view(size)[:, :size]
-        tokens, state_slots = self._slot_tensors.continue_rows(rows[0].long(), rows[4])
+        rows = self._view(shape)
+        seqs = rows[4:, : shape.num_seqs]
+        kept = KeptInputs(0, shape.num_verify_tokens) if shape.num_verify_tokens else None
+        tokens, state_slots = rows[0, : shape.num_tokens].long(), seqs[0]
+        if kept is None:
+            tokens, state_slots = self._slot_tensors.continue_rows(tokens, state_slots)
         batch = Batch(
             tokens=tokens,
-            positions=rows[1:4].long(),
+            positions=rows[1:4, : shape.num_tokens].long(),
             cu_seqlens=cu_seqlens,
-            slots=rows[4],
+            slots=seqs[0],
             state_slots=state_slots,
-            seq_starts=rows[5],
-            seq_lens=rows[6],
-            kv_write_from=rows[7],
+            seq_starts=seqs[1],
+            seq_lens=seqs[2],
+            kv_write_from=seqs[3],
             block_tables=self._slot_tensors.block_tables,
             host=host,
             metadata=metadata,
         )
-        self._hidden[state_slots] = self._model.forward(batch, self._memory)
+        hidden = self._model.forward(batch, self._make_memory(kept))
+        if kept is None:
+            self._hidden[state_slots] = hidden
+        else:
+            kept.keep_hidden(hidden)
+            self._passes[shape].kept = kept
 
 
 def _pitch(size: int) -> int:

@@ -10,7 +10,7 @@ from cairn.kernels.contract import Kernels, Sampler
 from cairn.kernels.sampling.logprobs import LogprobTensors
 from cairn.kernels.staging import Readback, ReadbackArray, StagedArray, Staging, StepBuffers
 from cairn.runner.batch_builder import BatchBuilder
-from cairn.runner.decode_graphs import DecodeGraphs
+from cairn.runner.decode_graphs import DecodeGraphs, PassShape
 from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
 from cairn.runner.verification import FoldBatch, KeptInputs
 from cairn.runner.vision import MultimodalInputs
@@ -22,9 +22,9 @@ _EMPTY = StagedArray(np.zeros(0, np.int64), 0), StagedArray(np.zeros(0, np.int64
 class StepInputs:
     """The arrays of a plan, to be read once `staging` has been sent.
 
-    `batch`: the plan's rows, unless they go through a CUDA graph: then `graph` has its size and what it is given.
+    `batch`: the plan's rows, unless they go through a CUDA graph: then `graph` has its shape and what it is given.
     `copies`: target and source pages, in groups that are made one after the other. `restores`, `saves`: slots and
-    state pages. `folds`: None where there are none.
+    state pages. `folds`: None where there are none, and where a graph does them.
     `snapshots`: rows of hidden states and state pages, by row and position; after a graph slots and state pages, as of
     `saves`. `sampled_slots`: of the plan's samples. `continuing_slots`: of its decodes, if one of them continues with
     a token that only the device knows.
@@ -53,17 +53,18 @@ class StepInputs:
         if plan.folds:
             if kept is None:
                 raise LookupError(f"step {plan.step} folds, but the plan before it verified nothing")
-            self.folds = FoldBatch(plan.folds, kept, kernels, self.staging)
+            if not graphs.replays_fold(kept, plan.folds):
+                self.folds = FoldBatch(plan.folds, kept, kernels, self.staging)
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         self.continuing_slots: StagedArray | None = None
         if plan.decodes.continues:
             self.continuing_slots = self.staging.add(plan.decodes.slots.astype(np.int64))
         self.batch: BatchBuilder | None = None
-        self.graph: tuple[int, StagedArray] | None = None
+        self.graph: tuple[PassShape, StagedArray] | None = None
         self.prompt_logprobs: list[tuple[int, int, int, PromptLogprobs]] = []
-        size = graphs.size_for(plan)
-        if size is not None:
-            self.graph = size, self.staging.add(graphs.pack(plan, inputs, size))
+        shape = graphs.shape_for(plan)
+        if shape is not None:
+            self.graph = shape, self.staging.add(graphs.pack(plan, inputs, shape))
             if plan.snapshots:
                 slots = plan.decodes.slots[[snapshot.row for snapshot in plan.snapshots]]
                 self.snapshots = self.staging.add(slots.astype(np.int64)), self._checkpoint_pages(plan.snapshots)

@@ -7,6 +7,7 @@ Where the model is cut among ranks, each has a runner of its own, and all of the
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -136,12 +137,8 @@ class Runner(StepRunner):
         self._launched: deque[LaunchedStep] = deque()
         self._buffers: list[StepBuffers] = []
         no_pages = torch.zeros(0, layout.pages_per_checkpoint, dtype=torch.int64, device=model.spec.device)
-        self._graphs = DecodeGraphs(
-            model,
-            _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, no_pages),
-            self._live.hidden,
-            self._slot_tensors,
-        )
+        make_memory = partial(_StepMemory, self._paged, self._live.recurrent, self._checkpoint_pages, no_pages)
+        self._graphs = DecodeGraphs(model, make_memory, self._live.hidden, self._slot_tensors)
 
     def capture_graphs(
         self,
@@ -159,9 +156,9 @@ class Runner(StepRunner):
     def record_decodes(self, max_num_seqs: int, max_model_len: int) -> None:
         """From now on decode steps of up to `max_num_seqs` rows are recorded as they are computed, where the kernels
         have what records them. To be called before the first plan."""
-        graphs = self._model.kernels.step_graphs()
-        if graphs is not None and max_num_seqs:
-            self._graphs.record(graphs, max_num_seqs, max_model_len)
+        graphs, folds = self._model.kernels.step_graphs(), self._model.kernels.step_graphs()
+        if graphs is not None and folds is not None and max_num_seqs:
+            self._graphs.record(graphs, folds, max_num_seqs, max_model_len)
 
     def get_ready(self) -> None:
         """Compile the kernels; in exact mode also check that rows are independent with this rank's
@@ -299,6 +296,8 @@ class Runner(StepRunner):
             self._checkpoint_pages.restore(state_pages.tensor, slots.tensor)
         if inputs.folds is not None:
             self._fold(inputs.folds)
+        elif plan.folds and self._kept is not None:
+            self._graphs.replay_fold(self._kept, plan.folds[0])
         if plan.saves:
             self._save(*inputs.saves)
 
@@ -330,8 +329,8 @@ class Runner(StepRunner):
         inputs = step.inputs
         self.forward_passes += 1
         if inputs.graph is not None:
-            size, packed = inputs.graph
-            self._graphs.replay(step.plan, size, packed.tensor)
+            shape, packed = inputs.graph
+            self._kept = self._graphs.replay(step.plan, shape, packed.tensor)
             if step.plan.snapshots:
                 self._save(*inputs.snapshots)
             return
@@ -340,7 +339,9 @@ class Runner(StepRunner):
         rows, state_pages = (each.tensor for each in inputs.snapshots)
         host, verifies, slots = batch.host, step.plan.verifies, batch.state_slots
         if verifies:
-            self._kept = KeptInputs(verifies, host.num_decodes)
+            num_tokens = host.num_decode_tokens - host.num_decodes
+            self._kept = KeptInputs(host.num_decodes, num_tokens, copies=num_tokens < host.num_tokens)
+            self._kept.assign(verifies)
             # of sequences whose states stay as they are the hidden state does, too: nobody's slot takes what came
             slots = slots.clone()
             slots[host.num_decodes : host.first_prefill] = self.num_slots

@@ -33,19 +33,22 @@ class KeptInputs:
     """What a pass leaves of its verify rows until the next plan: the raw inputs of each recurrent layer, and the final
     hidden states, [rows, ...] of these rows alone."""
 
-    def __init__(self, verifies: Sequence[VerifyRow], first: int) -> None:
-        """`first`: the first of their tokens in the batch."""
-        ends = first + np.cumsum([len(row.tokens) for row in verifies])
-        self._tokens = slice(first, int(ends[-1]))
-        self.layers: list[tuple[FoldLayer, Tensor]] = []
+    def __init__(self, first: int, count: int, copies: bool = False) -> None:
+        """Of `count` tokens of the batch, from `first` on. `copies`: the batch has others, whose memory is not to be
+        kept with theirs."""
+        self._tokens, self._copies = slice(first, first + count), copies
+        self._layers: list[tuple[FoldLayer, Tensor]] = []
         self._hidden: Tensor | None = None
-        self._rows = {
-            row.slot: (int(end) - first - len(row.tokens), row) for row, end in zip(verifies, ends, strict=True)
-        }
+        self._rows: dict[int, tuple[int, VerifyRow]] = {}
+
+    def assign(self, verifies: Sequence[VerifyRow]) -> None:
+        """Whose rows they are."""
+        firsts = np.cumsum([0, *(len(row.tokens) for row in verifies)]).tolist()
+        self._rows = {row.slot: (first, row) for row, first in zip(verifies, firsts, strict=False)}
 
     def keep(self, inputs: Tensor, fold: FoldLayer) -> None:
         """See `Memory.keep_inputs`."""
-        self.layers.append((fold, self._part(inputs)))
+        self._layers.append((fold, self._part(inputs)))
 
     def keep_hidden(self, hidden: Tensor) -> None:
         """Of all the batch's tokens."""
@@ -63,9 +66,14 @@ class KeptInputs:
             raise LookupError(f"slot {slot} is folded, but the plan before verified nothing in it")
         return self._rows[slot]
 
+    def fold(self, batch: Batch, memory: Memory, rows: Tensor | None = None) -> None:
+        """Take the states of all layers on by the tokens of a fold batch: these rows, int64 [T], or all of them."""
+        for fold, inputs in self._layers:
+            fold(inputs if rows is None or len(rows) == len(inputs) else inputs.index_select(0, rows), batch, memory)
+
     def _part(self, x: Tensor) -> Tensor:
         part = x[self._tokens]
-        return part if len(part) == len(x) else part.clone()
+        return part.clone() if self._copies else part
 
 
 class FoldBatch:
@@ -132,9 +140,7 @@ class FoldBatch:
             host=self._host,
             metadata=self._metadata,
         )
-        rows = self._rows.tensor
-        for fold, inputs in self._kept.layers:
-            fold(inputs if len(rows) == len(inputs) else inputs.index_select(0, rows), batch, memory)
+        self._kept.fold(batch, memory, self._rows.tensor)
         hidden[slots.long()] = self._kept.hidden.index_select(0, self._last_rows.tensor)
 
 
