@@ -20,6 +20,7 @@ class KnowingDrafter:
         self._vocab_size = vocab_size
         self._proposals = 0
         self.records: list[tuple[str, int, int]] = []
+        self.steps: list[tuple[int, int, float]] = []
         self.ended: list[str] = []
 
     def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
@@ -32,6 +33,9 @@ class KnowingDrafter:
 
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         self.records.append((request.id, num_draft_tokens, num_accepted))
+
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+        self.steps.append((num_decodes, num_draft_tokens, seconds))
 
     def end(self, request: Request) -> None:
         self.ended.append(request.id)

@@ -268,6 +268,18 @@ def test_a_namespace_sees_nothing_of_others_drafts():
     assert ask(driver, name="other", max_tokens=2).stats.first_sequence.hit == 0
 
 
+def test_a_drafter_is_told_how_long_steps_of_decodes_take():
+    answer = alone(PROMPT, False, max_tokens=12)
+    driver = drafted({"r": answer})
+    driver.submit(PROMPT, max_tokens=12, name="r")
+    driver.step()
+    for seconds in (0.25, 0.5):
+        driver.pipeline.launch()
+        driver.clock.advance(seconds)
+        driver.pipeline.collect()
+    assert driver.scheduler.state.drafting.drafter.steps == [(1, 4, 0.25), (1, 4, 0.5)]
+
+
 def test_drafts_want_one_plan_out_at_a_time():
     with pytest.raises(ValueError, match="one plan out"):
         drafted({}, max_in_flight=2)

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from cairn.cache.sequence_blocks import Namespace
 from cairn.errors import ConfigError
-from cairn.scheduler.draft_depth import DraftDepth, VerifyCost
+from cairn.scheduler.draft_cost import MeasuredCost, VerifyCost
+from cairn.scheduler.draft_depth import DraftDepth
 from cairn.scheduler.lookup_drafter import LookupDrafter, RecentAnswers, longest_match
 from cairn.scheduler.request import Request, RequestStats, Spec
 from cairn.scheduler.speculation import MAX_DRAFT_TOKENS, SpecDecodeCounters, SpeculativeConfig
@@ -297,3 +298,47 @@ def test_counts():
         counters.add(drafts, accepted)
     assert (counters.num_drafts, counters.num_draft_tokens, counters.num_accepted_tokens) == (3, 10, 5)
     assert counters.accepted_per_pos == [2, 1, 1, 1] + [0] * (MAX_DRAFT_TOKENS - 4)
+
+
+def steps_taken(cost, overhead, row, num_decodes=1, unit=0.02, count=200, seed=0):
+    """`cost` after steps with and without drafts that take so long, now and then much longer."""
+    random = np.random.default_rng(seed)
+    for step in range(count):
+        drafts = int(random.integers(1, 17)) if step % 3 else 0
+        plain = 1 + cost.row * (num_decodes - 1) if isinstance(cost, VerifyCost) else cost.decode(num_decodes)
+        seconds = unit * (plain + (overhead + row * drafts if drafts else 0.0))
+        cost.record_step(num_decodes, drafts, seconds * (5 if random.random() < 0.03 else random.uniform(0.97, 1.03)))
+    return cost
+
+
+@pytest.mark.parametrize(("overhead", "row"), [(0.05, 0.11), (0.1, 0.02), (0.9, 0.03), (0.25, 0.035)])
+def test_what_verifying_takes_is_learned_from_steps(overhead, row):
+    cost = steps_taken(MeasuredCost(), overhead, row)
+    for drafts in (1, 4, 16):
+        wanted = overhead + row * drafts
+        assert abs(cost.extra(drafts) - wanted) < 0.15 * (1 + wanted), drafts
+    assert cost.version > 0
+    assert cost.most_drafts(cost.extra(7)) == 7
+
+
+def test_steps_of_one_sequence_say_nothing_of_steps_of_several():
+    cost = steps_taken(MeasuredCost(), 0.05, 0.01)
+    assert cost.extra(8, 2) == VerifyCost().extra(8)
+    steps_taken(cost, 1.5, 0.05, num_decodes=4)
+    assert cost.extra(8, 4) > 1.5 and cost.extra(8) < 0.3
+
+
+def test_without_a_clock_that_goes_on_nothing_is_learned():
+    cost = MeasuredCost()
+    for drafts in (0, 5) * 50:
+        cost.record_step(1, drafts, 0.0)
+    assert cost.version == 0 and cost.extra(5) == VerifyCost().extra(5)
+
+
+def test_depth_follows_what_steps_have_shown():
+    """Where a row takes as long as a step, nothing is drafted but what is tried now and then."""
+    for overhead, row, least, most in ((0.0, 1.0, 0, 2), (0.05, 0.01, 12, 16)):
+        cost = steps_taken(MeasuredCost(), overhead, row, count=600)
+        depth, request = DraftDepth(cost, 8), make_request(list(range(50)))
+        num_drafts = depth.choose(request, 40, 16, 1) if depth.may_draft(request, 1) else 0
+        assert least <= num_drafts <= most

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.scheduler.draft_cost import DraftCost
 from cairn.scheduler.request import Request
 from cairn.scheduler.speculation import MAX_DRAFT_TOKENS
 
@@ -35,23 +36,6 @@ _MARGIN = 1.05
 """A draft has to be expected to bring so many times the tokens that the step brings without, for its time."""
 
 _LEVELS = 100
-
-
-@dataclass(frozen=True, slots=True)
-class VerifyCost:
-    """What a verification takes beyond a decode, in the time of a decode step of one sequence: `overhead`, and `row`
-    for each draft. A further sequence in a decode step takes a `row`, too."""
-
-    overhead: float = 0.25
-    row: float = 0.035
-
-    def decode(self, num_decodes: int) -> float:
-        """The time of a decode step."""
-        return 1 + self.row * (num_decodes - 1)
-
-    def extra(self, num_drafts: int) -> float:
-        """The time that verifying so many drafts adds to it."""
-        return self.overhead + self.row * num_drafts
 
 
 @dataclass(slots=True)
@@ -87,12 +71,12 @@ class DraftDepth:
     `cost`: of a verification. `max_decodes`: with more sequences in a step nothing is drafted.
     """
 
-    def __init__(self, cost: VerifyCost, max_decodes: int) -> None:
+    def __init__(self, cost: DraftCost, max_decodes: int) -> None:
         self._cost = cost
         self._max_decodes = max_decodes
         self._shared = _Acceptance()
         self._histories: dict[Request, _DraftHistory] = {}
-        self._speeds: dict[int, NDArray[np.float64]] = {}
+        self._speeds: dict[int, tuple[int, NDArray[np.float64]]] = {}
 
     def may_draft(self, request: Request, num_decodes: int) -> bool:
         """Whether the load and the request's balance allow a draft at all."""
@@ -104,16 +88,14 @@ class DraftDepth:
         num_new, history.num_tokens = request.num_tokens - history.num_tokens, request.num_tokens
         earned = _SHARE * num_new * self._cost.decode(num_decodes) / num_decodes
         history.balance = min(_MOST, history.balance + earned)
-        return history.balance >= self._cost.extra(1)
+        return history.balance >= self._cost.extra(1, num_decodes)
 
     def choose(self, request: Request, matched: int, most: int, num_decodes: int) -> int:
         """How many tokens to draft, at most `most`, after a match of `matched` tokens. `may_draft` has said yes."""
         history = self._histories[request]
         history.kind = kind = _length_class(matched)
         history.num_decodes = num_decodes
-        if self._cost.row > 0:
-            # the epsilon: a balance of exactly one draft's cost bears one
-            most = min(most, int((history.balance - self._cost.overhead) / self._cost.row + 1e-9))
+        most = min(most, self._cost.most_drafts(history.balance, num_decodes))
         guess = self._shared.rate(kind, _FIRST_GUESSES[kind], _GUESS_WEIGHT)
         acceptance = history.acceptance.rate(kind, guess, _SHARED_WEIGHT)
         speeds = self._speeds_at(num_decodes)[round(acceptance * _LEVELS), : most + 1]
@@ -130,7 +112,7 @@ class DraftDepth:
         if history is None or num_draft_tokens == 0:
             return
         saved = num_accepted * self._cost.decode(history.num_decodes) / history.num_decodes
-        history.balance = min(_MOST, history.balance + saved - self._cost.extra(num_draft_tokens))
+        history.balance = min(_MOST, history.balance + saved - self._cost.extra(num_draft_tokens, history.num_decodes))
         history.acceptance.add(history.kind, num_draft_tokens, num_accepted, _DECAY)
         self._shared.add(history.kind, num_draft_tokens, num_accepted, _SHARED_DECAY)
 
@@ -141,13 +123,15 @@ class DraftDepth:
     def _speeds_at(self, num_decodes: int) -> NDArray[np.float64]:
         """Expected tokens per time of a step in which one of `num_decodes` sequences drafts, by acceptance in steps of
         1 / _LEVELS and by the number of drafts, shape [_LEVELS + 1, MAX_DRAFT_TOKENS + 1]."""
-        if num_decodes not in self._speeds:
+        version, speeds = self._speeds.get(num_decodes, (-1, None))
+        if speeds is None or version != self._cost.version:
             acceptance = np.linspace(0, 1, _LEVELS + 1)[:, None]
             drafts = np.arange(MAX_DRAFT_TOKENS + 1)
             accepted = np.cumsum(acceptance**drafts, axis=1) - 1
-            extra = [0.0, *map(self._cost.extra, range(1, MAX_DRAFT_TOKENS + 1))]
-            self._speeds[num_decodes] = (num_decodes + accepted) / (self._cost.decode(num_decodes) + np.array(extra))
-        return self._speeds[num_decodes]
+            extra = [0.0, *(self._cost.extra(number, num_decodes) for number in range(1, MAX_DRAFT_TOKENS + 1))]
+            speeds = (num_decodes + accepted) / (self._cost.decode(num_decodes) + np.array(extra))
+            self._speeds[num_decodes] = self._cost.version, speeds
+        return speeds
 
 
 def _length_class(matched: int) -> int:

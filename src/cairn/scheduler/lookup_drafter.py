@@ -10,7 +10,8 @@ each proposal, by numpy: there is no index that could be out of date.
 import numpy as np
 
 from cairn.cache.sequence_blocks import Namespace
-from cairn.scheduler.draft_depth import DraftDepth, VerifyCost
+from cairn.scheduler.draft_cost import DraftCost, MeasuredCost
+from cairn.scheduler.draft_depth import DraftDepth
 from cairn.scheduler.request import Request
 from cairn.scheduler.speculation import SpeculativeConfig
 from cairn.types import Keys
@@ -96,20 +97,22 @@ class RecentAnswers:
 class LookupDrafter:
     """Proposes what followed the longest end of a request's tokens that has come before, see `Drafter`.
 
-    `cost`, `max_decodes`: see `DraftDepth`. `max_answer_tokens`, `max_namespaces`: see `RecentAnswers`.
+    `cost`: as steps show it unless given. `max_decodes`: see `DraftDepth`. `max_answer_tokens`, `max_namespaces`: see
+    `RecentAnswers`.
     """
 
     def __init__(
         self,
         config: SpeculativeConfig,
-        cost: VerifyCost | None = None,
+        cost: DraftCost | None = None,
         max_decodes: int = 8,
         max_answer_tokens: int = 1 << 15,
         max_namespaces: int = 64,
     ) -> None:
         self._config = config
         self._all_sources = config.method in ("auto", "suffix")
-        self._depth = DraftDepth(cost or VerifyCost(), max_decodes)
+        self._cost = cost or MeasuredCost()
+        self._depth = DraftDepth(self._cost, max_decodes)
         self._answers = RecentAnswers(max_answer_tokens, max_namespaces)
         self._predictions: dict[Request, Keys] = {}
 
@@ -129,6 +132,10 @@ class LookupDrafter:
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """See `Drafter`."""
         self._depth.record(request, num_draft_tokens, num_accepted)
+
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+        """See `Drafter`."""
+        self._cost.record_step(num_decodes, num_draft_tokens, seconds)
 
     def end(self, request: Request) -> None:
         """See `Drafter`."""

@@ -24,7 +24,7 @@ from cairn.scheduler.snapshots import add_saves, add_snapshots
 from cairn.scheduler.speculation import Drafter
 from cairn.scheduler.state import Drafting, RequestObserver, SchedulerConfig, SchedulerState
 from cairn.scheduler.transfers import Transfers
-from cairn.scheduler.verify import add_folds, take_verified, trim_answer
+from cairn.scheduler.verify import add_folds, learn_step_time, take_verified, trim_answer
 from cairn.step import Logprobs, StepPlan, StepResult, TokenMask, TokenMasks, VerifiedTokens
 from cairn.transfer.contract import KvSource, LeaseEnded, LookupRequest, PagesFree, PullEnded
 from cairn.types import Clock, RequestId
@@ -78,6 +78,7 @@ class Scheduler:
         self._arrivals = 0
         self._stalled = False
         self._sampled_only = False
+        self._planned_at = 0.0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -246,6 +247,7 @@ class Scheduler:
         """The next step. It may be empty when all there is to do waits for steps that are out."""
         assert len(self._plans) < self.state.config.max_in_flight, f"{len(self._plans)} steps are out already"
         self._step += 1
+        self._planned_at = self.state.clock.now()
         builder = PlanBuilder(self._step, self.state.config.max_num_batched_tokens)
         # every second step at least is for those that run
         self._sampled_only = not self._sampled_only and admit_fully_fetched(self.state, builder)
@@ -290,6 +292,7 @@ class Scheduler:
         assert result.step == builder.step, f"step {result.step} applied, {builder.step} is next"
         state = self.state
         state.counters.steps += 1
+        learn_step_time(state, builder, state.clock.now() - self._planned_at)
         owners = {scheduled.request.slot: scheduled.request for scheduled in builder.scheduled}
         for scored in result.scored:
             owners[scored.slot].outcome.prompt_logprobs.append(scored.logprobs)

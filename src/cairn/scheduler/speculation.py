@@ -86,6 +86,11 @@ class Drafter(Protocol):
         """Learn that of `num_draft_tokens` that were verified the first `num_accepted` were accepted."""
         ...
 
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+        """Learn that a step of so many sequences that decode, and of nothing else, has taken so long with so many
+        drafts."""
+        ...
+
     def end(self, request: "Request") -> None:
         """Forget a request that has ended; others may profit from its answer."""
         ...

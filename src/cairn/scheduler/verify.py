@@ -123,6 +123,15 @@ def take_verified(
     return tokens, finish
 
 
+def learn_step_time(state: SchedulerState, builder: PlanBuilder, seconds: float) -> None:
+    """Tell the drafter how long a step has taken, if its rows are decodes and verify rows alone."""
+    rows = [scheduled for scheduled in builder.scheduled if scheduled.has_row]
+    num_decodes = len(rows) + len(builder.plain)
+    if state.drafting.drafter is not None and num_decodes and all(row.is_decode or row.is_verify for row in rows):
+        num_draft_tokens = sum(row.end - row.start - 1 for row in rows if row.is_verify)
+        state.drafting.drafter.record_step(num_decodes, num_draft_tokens, seconds)
+
+
 def trim_answer(state: SchedulerState, request: Request, num_output_tokens: int) -> None:
     """The answer ends within what its last verify row has brought: what comes after its first `num_output_tokens`
     tokens is not part of it, nor of the state."""

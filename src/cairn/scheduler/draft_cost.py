@@ -1,0 +1,135 @@
+"""What verifying drafts takes, in the time of a decode step of one sequence: as it is given, and as steps show it."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+_DECAY = 0.97
+"""Of what steps have shown, by step of the same kind."""
+_UNIT_SHARE = 0.1
+"""Of a step in the mean time of decode steps."""
+_PRIOR_WEIGHT = 1.0
+_PRIOR_DRAFTS = (1, 16)
+"""What is given counts as this many steps with each of these numbers of drafts."""
+_LEAST_ROW = 0.005
+_MOST_FACTOR, _MOST_SURPRISE = 1.5, 0.2
+"""A step's verification counts as no longer than so many times what was expected and so many decode steps. Some are
+held up, and the first ones of a kind are recorded."""
+_REFRESH = 16
+"""Steps after which what has been learned is used."""
+
+
+class DraftCost(Protocol):
+    """Times in decode steps of one sequence. `version`: another number where they have changed."""
+
+    version: int
+
+    def decode(self, num_decodes: int) -> float:
+        """Of a decode step of so many sequences."""
+        ...
+
+    def extra(self, num_drafts: int, num_decodes: int = 1) -> float:
+        """What verifying so many drafts adds to it."""
+        ...
+
+    def most_drafts(self, budget: float, num_decodes: int = 1) -> int:
+        """How many drafts `budget` pays for; below 1 if it pays for none."""
+        ...
+
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+        """Learn what a step has taken, of so many sequences that decode and with so many drafts."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyCost:
+    """As it is given: `overhead`, and `row` for each draft. A further sequence in a decode step takes a `row`, too."""
+
+    overhead: float = 0.25
+    row: float = 0.035
+    version: int = 0
+
+    def decode(self, num_decodes: int) -> float:
+        """See `DraftCost`."""
+        return 1 + self.row * (num_decodes - 1)
+
+    def extra(self, num_drafts: int, num_decodes: int = 1) -> float:
+        """See `DraftCost`."""
+        return self.overhead + self.row * num_drafts
+
+    def most_drafts(self, budget: float, num_decodes: int = 1) -> int:
+        """See `DraftCost`."""
+        # the epsilon: a budget of exactly one draft's cost pays for one
+        return int((budget - self.overhead) / self.row + 1e-9) if self.row > 0 else 1 << 31
+
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+
+class _Line:
+    """A line through points, of which older ones count less: a weighted least-squares fit, and points that stay."""
+
+    def __init__(self, prior: VerifyCost) -> None:
+        self._prior = [(drafts, prior.extra(drafts), _PRIOR_WEIGHT) for drafts in _PRIOR_DRAFTS]
+        self._sums = [0.0] * 5
+
+    def add(self, x: float, y: float) -> None:
+        """A point."""
+        self._sums = [_DECAY * total + term for total, term in zip(self._sums, (1.0, x, x * x, y, x * y), strict=True)]
+
+    def fit(self) -> tuple[float, float]:
+        """Its value at 0, and its slope."""
+        weight, x, xx, y, xy = self._sums
+        for drafts, extra, count in self._prior:
+            weight, x, xx = weight + count, x + count * drafts, xx + count * drafts * drafts
+            y, xy = y + count * extra, xy + count * drafts * extra
+        slope = max(_LEAST_ROW, (weight * xy - x * y) / (weight * xx - x * x))
+        return max(0.0, (y - slope * x) / weight), slope
+
+
+class MeasuredCost:
+    """As steps of this server show it, apart for steps of one sequence, whose passes are repeated as they were
+    recorded, and steps of several. `prior`: before anything is known. See `DraftCost`."""
+
+    def __init__(self, prior: VerifyCost | None = None) -> None:
+        self.version = 0
+        self._alone = self._beside = prior or VerifyCost()
+        self._lines = _Line(self._alone), _Line(self._beside)
+        self._unit: float | None = None
+        self._num_recorded = 0
+
+    def decode(self, num_decodes: int) -> float:
+        """See `DraftCost`."""
+        return self._of(num_decodes).decode(num_decodes)
+
+    def extra(self, num_drafts: int, num_decodes: int = 1) -> float:
+        """See `DraftCost`."""
+        return self._of(num_decodes).extra(num_drafts)
+
+    def most_drafts(self, budget: float, num_decodes: int = 1) -> int:
+        """See `DraftCost`."""
+        return self._of(num_decodes).most_drafts(budget)
+
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+        """See `DraftCost`."""
+        if seconds <= 0:
+            return
+        plain = self.decode(num_decodes)
+        if not num_draft_tokens:
+            unit = seconds / plain
+            if self._unit is None:
+                self._unit = unit
+            self._unit += _UNIT_SHARE * (min(unit, 2 * self._unit) - self._unit)
+        elif self._unit is not None:
+            expected = self.extra(num_draft_tokens, num_decodes)
+            extra = min(seconds / self._unit - plain, _MOST_FACTOR * expected + _MOST_SURPRISE)
+            self._lines[num_decodes > 1].add(num_draft_tokens, max(0.0, extra))
+            self._num_recorded += 1
+            if self._num_recorded % _REFRESH == 0:
+                self._refresh()
+
+    def _refresh(self) -> None:
+        self.version += 1
+        self._alone, self._beside = (VerifyCost(*line.fit(), self.version) for line in self._lines)
+
+    def _of(self, num_decodes: int) -> VerifyCost:
+        return self._beside if num_decodes > 1 else self._alone
