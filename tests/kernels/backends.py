@@ -20,6 +20,9 @@ BACKENDS: dict[ModuleType, tuple[torch.dtype, ...]] = {
 }
 """Every backend and the models' dtypes that it takes."""
 
+VERIFIES_DRAFTS: tuple[ModuleType, ...] = (reference, exact, cpu)
+"""Those that have verifies and folds."""
+
 FIRST: dict[ModuleType, torch.dtype] = {reference: F64, exact: F32}
 """What `make test` asks of those that are tried in more dtypes than that."""
 

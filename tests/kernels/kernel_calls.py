@@ -16,7 +16,7 @@ from torch import Tensor
 from cairn.kernels.contract import Kernels
 from cairn.kernels.fp8 import Fp8Weight
 from kernels.backends import DEVICES
-from kernels.random_batches import PAGE_SIZES, RandomBatch, SequenceRows, batches, garbage
+from kernels.random_batches import HAVE_VERIFIES, PAGE_SIZES, RandomBatch, SequenceRows, batches, folds, garbage
 
 CPU = torch.device("cpu")
 
@@ -209,7 +209,8 @@ HEADS = st.tuples(st.integers(1, 3), st.integers(1, 3))
 def calls(draw: st.DrawFn, name: str, dtype: torch.dtype, batch: RandomBatch | None = None) -> Call:
     """A call of `name` in a model of `dtype`."""
     if batch is None:
-        batch = draw(batches())
+        with_states = "states" in OPERATIONS[name].changed
+        batch = draw(st.one_of(batches(), folds()) if with_states and HAVE_VERIFIES else batches())
     if name in PAGED:
         return PAGED[name](draw, name, batch, dtype)
     return Call(name, batch, OPERANDS[name](draw, batch, dtype))

@@ -1,6 +1,7 @@
 """Random batches for the kernels' tests, with everything that a kernel must not read made poisonous.
 
-decodes and prefills in one batch, one of the two kinds missing, too
+decodes, verifies and prefills in one batch, or without one of these kinds; folds
+verifies of one token and of several
 prefills of one token, off the grid of chunks, across several chunks, up to a chunk's end
 fresh sequences (`seq_starts` 0), whose slots hold NaN
 snapshots at the end, at chunks' ends and inside chunks, several a sequence
@@ -19,8 +20,9 @@ from torch import Tensor
 from cairn.kernels.batch import CHUNK, Batch, HostBatch
 from cairn.kernels.contract import Kernels
 from cairn.kernels.staging import Staging
+from kernels.backends import BACKENDS, VERIFIES_DRAFTS
 
-NUM_SLOTS = 8
+NUM_SLOTS = 9
 PAGE_SIZES = (1, 7, 16, 64, 100)
 OUT_OF_RANGE = 2**30
 
@@ -42,17 +44,20 @@ class SequenceRows:
 
 @dataclass(frozen=True)
 class RandomBatch:
-    """Sequences in the batch's order, decodes first. `seed`: of all numbers that a test fills its operands with.
-    `ended`: decodes, by their places, whose states are in nobody's slot."""
+    """Sequences in the batch's order, decodes first, then verifies. `seed`: of all numbers that a test fills its
+    operands with. `ended`: decodes, by their places, whose states are in nobody's slot. `is_fold`: the verifies, which
+    are all that there is, are to be folded."""
 
     decodes: tuple[SequenceRows, ...]
     prefills: tuple[SequenceRows, ...]
     seed: int = 0
     ended: tuple[int, ...] = ()
+    verifies: tuple[SequenceRows, ...] = ()
+    is_fold: bool = False
 
     @property
     def sequences(self) -> tuple[SequenceRows, ...]:
-        return self.decodes + self.prefills
+        return self.decodes + self.verifies + self.prefills
 
     @property
     def num_tokens(self) -> int:
@@ -71,7 +76,11 @@ class RandomBatch:
     def alone(self, index: int) -> "RandomBatch":
         """A batch with sequence `index` only."""
         one = (self.sequences[index],)
-        return replace(self, decodes=one, prefills=()) if index < len(self.decodes) else RandomBatch((), one, self.seed)
+        if index < len(self.decodes):
+            return replace(self, decodes=one, verifies=(), prefills=())
+        if index < len(self.decodes) + len(self.verifies):
+            return RandomBatch((), (), self.seed, verifies=one, is_fold=self.is_fold)
+        return RandomBatch((), one, self.seed)
 
     def host(self) -> HostBatch:
         def ints(numbers: Sequence[int]) -> np.ndarray:
@@ -87,6 +96,8 @@ class RandomBatch:
             kv_write_from=ints([sequence.kv_write_from for sequence in sequences]),
             snapshot_seqs=ints([i for i, sequence in enumerate(sequences) for _ in sequence.snapshots]),
             snapshot_offsets=ints([offset for sequence in sequences for offset in sequence.snapshots]),
+            num_verifies=len(self.verifies),
+            is_fold=self.is_fold,
         )
 
     def batch(self, kernels: Kernels, block_tables: Sequence[Tensor] = (), device: torch.device | None = None) -> Batch:
@@ -184,6 +195,18 @@ def decode_rows(draw: st.DrawFn, slot: int) -> SequenceRows:
     return SequenceRows(slot, start, 1, _kv_write_from(draw, start, start + 1), snapshots)
 
 
+MAX_DRAFTS = 5
+
+
+@st.composite
+def verify_rows(draw: st.DrawFn, slot: int, is_fold: bool = False) -> SequenceRows:
+    """A last token and drafts; of a fold what is accepted of them, with snapshots."""
+    start, num_tokens = draw(STARTS), draw(st.integers(1, 1 + MAX_DRAFTS))
+    offsets = draw(st.sets(st.integers(1, num_tokens), max_size=3)) if is_fold else set()
+    kv_write_from = 0 if is_fold else _kv_write_from(draw, start, start + num_tokens)
+    return SequenceRows(slot, start, num_tokens, kv_write_from, tuple(sorted(offsets)))
+
+
 @st.composite
 def prefill_rows(draw: st.DrawFn, slot: int, max_tokens: int) -> SequenceRows:
     """Some tokens of a prompt."""
@@ -196,19 +219,36 @@ def prefill_rows(draw: st.DrawFn, slot: int, max_tokens: int) -> SequenceRows:
     return SequenceRows(slot, start, num_tokens, _kv_write_from(draw, start, start + num_tokens), snapshots)
 
 
+HAVE_VERIFIES = all(backend in VERIFIES_DRAFTS for backend in BACKENDS)
+
+
 @st.composite
 def batches(
-    draw: st.DrawFn, max_decodes: int = 4, max_prefills: int = 3, max_tokens: int = 150, min_sequences: int = 1
+    draw: st.DrawFn,
+    max_decodes: int = 4,
+    max_verifies: int = 2 if HAVE_VERIFIES else 0,
+    max_prefills: int = 3,
+    max_tokens: int = 150,
+    min_sequences: int = 1,
 ) -> RandomBatch:
     """See the top of this file."""
-    num_decodes = draw(st.integers(0, max_decodes))
-    num_prefills = draw(st.integers(max(0, min_sequences - num_decodes), max_prefills))
-    slots = draw(st.permutations(range(NUM_SLOTS)))
+    num_decodes, num_verifies = draw(st.integers(0, max_decodes)), draw(st.integers(0, max_verifies))
+    num_prefills = draw(st.integers(max(0, min_sequences - num_decodes - num_verifies), max_prefills))
+    slots = iter(draw(st.permutations(range(NUM_SLOTS))))
     return RandomBatch(
-        tuple(draw(decode_rows(slot)) for slot in slots[:num_decodes]),
-        tuple(draw(prefill_rows(slot, max_tokens)) for slot in slots[num_decodes : num_decodes + num_prefills]),
+        tuple(draw(decode_rows(next(slots))) for _ in range(num_decodes)),
+        tuple(draw(prefill_rows(next(slots), max_tokens)) for _ in range(num_prefills)),
         draw(st.integers(0, 2**31)),
+        verifies=tuple(draw(verify_rows(next(slots))) for _ in range(num_verifies)),
     )
+
+
+@st.composite
+def folds(draw: st.DrawFn, max_sequences: int = 4) -> RandomBatch:
+    """What is accepted of the drafts of some sequences."""
+    slots = draw(st.permutations(range(NUM_SLOTS)))[: draw(st.integers(1, max_sequences))]
+    sequences = tuple(draw(verify_rows(slot, is_fold=True)) for slot in slots)
+    return RandomBatch((), (), draw(st.integers(0, 2**31)), verifies=sequences, is_fold=True)
 
 
 def garbage() -> st.SearchStrategy[int | None]:

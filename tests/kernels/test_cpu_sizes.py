@@ -2,7 +2,8 @@
 heads; and with weights in torch's own layout."""
 
 import ctypes
-from itertools import pairwise
+from dataclasses import replace
+from itertools import count, pairwise
 
 import hypothesis
 import pytest
@@ -105,17 +106,19 @@ def tables_of(host: HostBatch) -> tuple[list[list[int]], list[list[int]], list[l
     writes, tiles, merges, num_partials = list[list[int]](), list[list[int]](), list[list[int]](), 0
     firsts, slots, starts = host.cu_seqlens.tolist(), host.slots.tolist(), host.seq_starts.tolist()
     for index, (slot, start, write_from) in enumerate(zip(slots, starts, host.kv_write_from.tolist(), strict=True)):
-        first, count = firsts[index], firsts[index + 1] - firsts[index]
-        writes += [[first + row, slot, start + row] for row in range(count) if start + row >= write_from]
-        if count == 1 and start + 1 > SPLIT_TOKENS:
-            parts = range(0, start + 1, SPLIT_TOKENS)
-            merges.append([first, num_partials, len(parts)])
-            for key in parts:
-                tiles.append([first, 1, slot, start, key, min(key + SPLIT_TOKENS, start + 1), num_partials])
-                num_partials += 1
-        else:
-            for row in reversed(range(0, count, TILE_ROWS)):
-                rows = min(TILE_ROWS, count - row)
+        first, num_rows = firsts[index], firsts[index + 1] - firsts[index]
+        writes += [[first + row, slot, start + row] for row in range(num_rows) if start + row >= write_from]
+        is_verify = host.num_decodes <= index < host.first_prefill
+        for row in reversed(range(0, num_rows, 1 if is_verify else TILE_ROWS)):
+            rows, end = min(1 if is_verify else TILE_ROWS, num_rows - row), start + row + 1
+            if (num_rows == 1 or is_verify) and end > SPLIT_TOKENS:
+                parts = range(0, end, SPLIT_TOKENS)
+                merges.append([first + row, num_partials, len(parts)])
+                for key in parts:
+                    most = min(key + SPLIT_TOKENS, end)
+                    tiles.append([first + row, 1, slot, start + row, key, most, num_partials])
+                    num_partials += 1
+            else:
                 tiles.append([first + row, rows, slot, start + row, 0, start + row + rows, -1])
     return writes, tiles, merges
 
@@ -126,16 +129,22 @@ COUNTS = st.sampled_from([1, 2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 2 * TIL
 
 @hypothesis.given(
     decodes=st.lists(st.tuples(EDGES, st.just(1), st.integers(-2, 2)), max_size=6),
+    verifies=st.lists(st.tuples(EDGES, st.integers(1, 9), st.integers(-2, 9)), max_size=4),
     prefills=st.lists(st.tuples(EDGES, COUNTS, st.integers(-2, 210)), max_size=4),
 )
 def test_tables_have_every_row_in_its_order(
-    decodes: list[tuple[int, int, int]], prefills: list[tuple[int, int, int]]
+    decodes: list[tuple[int, int, int]], verifies: list[tuple[int, int, int]], prefills: list[tuple[int, int, int]]
 ) -> None:
-    sequences = [
-        SequenceRows(slot, start, count, kv_write_from=max(0, start + before))
-        for slot, (start, count, before) in enumerate(decodes + prefills)
-    ]
-    host = RandomBatch(tuple(sequences[: len(decodes)]), tuple(sequences[len(decodes) :])).host()
+    slots = count()
+
+    def rows_for(kind: list[tuple[int, int, int]]) -> tuple[SequenceRows, ...]:
+        return tuple(
+            SequenceRows(next(slots), start, num_tokens, kv_write_from=max(0, start + before))
+            for start, num_tokens, before in kind
+        )
+
+    batch = RandomBatch(rows_for(decodes), (), verifies=rows_for(verifies))
+    host = replace(batch, prefills=rows_for(prefills)).host()
     found = build_metadata(host, Staging())
     writes, tiles, merges = tables_of(host)
     assert (

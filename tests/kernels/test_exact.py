@@ -50,7 +50,8 @@ def in_other_slots(call: Call) -> Call:
     def turned(x: Tensor) -> Tensor:
         return torch.cat([x[:NUM_SLOTS].flip(0), x[NUM_SLOTS:]])
 
-    batch = replace(call.batch, decodes=moved(call.batch.decodes), prefills=moved(call.batch.prefills))
+    kinds = {kind: moved(getattr(call.batch, kind)) for kind in ("decodes", "verifies", "prefills")}
+    batch = replace(call.batch, **kinds)
     states = {"states": turned(call.operands["states"])} if "states" in call.operands else {}
     tables = tuple(turned(table) for table in call.block_tables)
     return replace(call, batch=batch, operands={**call.operands, **states}, block_tables=tables)

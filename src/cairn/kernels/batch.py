@@ -1,9 +1,17 @@
 """What kernels get beside their operands: the sequences of one forward pass, flattened.
 
-    rows   [ decode tokens, one a sequence | tokens of the 1st prefill sequence | tokens of the 2nd | ... ]
+    rows   [ decode tokens, one a sequence | tokens of the verify sequences | tokens of the prefill sequences ]
 
 Sequence i has rows [cu_seqlens[i], cu_seqlens[i + 1]), which stand at positions [seq_starts[i], seq_lens[i]) of the
 whole sequence; there is no padding. Shapes: T rows, B sequences, N snapshots.
+
+Tokens of decodes and verifies are computed in the one-token form, each from what the token before it has left; those
+of prefills in the chunked form, whose bits are others. A *verify* is a sequence's last token and the drafts after it.
+Its tokens have the bits that as many decodes have, one after the other. Which drafts are accepted is not known before
+they are computed, so the live states are left as they were. Keys and values of all its tokens are written: those of
+drafts that are not accepted lie behind the sequence's end, where later ones are written over them. A *fold* brings the
+live states forward when it is known: it is a batch of the accepted tokens alone, with the operands that they had in the
+verify, for the functions that have states, which write those that as many decodes would have left.
 """
 
 from collections.abc import Sequence
@@ -25,6 +33,8 @@ class HostBatch:
     """A batch's lengths as plain integers: the host knows every one of them.
 
     `num_decodes`: sequences *planned* as decode, the first ones; a prefill of one token is none of them.
+    `num_verifies`: sequences after them that are verifies, of one token or more; no snapshots are taken of them.
+    `is_fold`: all sequences are of a fold, and count as verifies; of these snapshots are taken.
     All arrays are contiguous. `cu_seqlens` int32 [B + 1]; `slots`, `seq_starts`, `seq_lens`, `kv_write_from` int32 [B]:
     see `Batch`.
     `snapshot_seqs`, `snapshot_offsets` int32 [N]: a snapshot of sequence `snapshot_seqs[n]` is taken after the first
@@ -69,13 +79,19 @@ class HostBatch:
 
     @property
     def first_prefill(self) -> int:
-        """The number of the first prefill sequence."""
+        """The first sequence in the chunked form; B if there is none."""
         return self.num_decodes + self.num_verifies
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens in the one-token form: the first ones of the batch."""
-        return int(self.cu_seqlens[self.first_prefill])
+        """Rows in the one-token form, the first ones."""
+        return int(self.cu_seqlens[self.first_prefill]) if self.num_verifies else self.num_decodes
+
+    @property
+    def num_in_place(self) -> int:
+        """Sequences in the one-token form whose live states are written, the first ones: all but those that are to be
+        verified."""
+        return self.num_verifies if self.is_fold else self.num_decodes
 
     @property
     def num_snapshots(self) -> int:

@@ -138,8 +138,10 @@ class Kernels(Protocol):
         ...
 
     def build_metadata(self, host: HostBatch, staging: Staging) -> object:
-        """What the backend works out about a batch once a step, before its layers run: `Batch.metadata`. It is complete
-        when `staging` has been sent."""
+        """What the backend works out about a batch once a step, before its layers run: `Batch.metadata`; and about a
+        fold, before states are brought forward. It is complete when `staging` has been sent.
+
+        Raises ConfigError that names --speculative-config where this backend has no verifies and folds."""
         ...
 
     def step_graphs(self) -> StepGraphs | None:
@@ -269,6 +271,12 @@ class Kernels(Protocol):
         ...
 
     # -- sequences ------------------------------------------------------------------------------------------------
+    #
+    # Of a verify (see `cairn.kernels.batch`) functions with states give the y that decodes have one after the other,
+    # bit for bit, and leave the states alone. Of a fold they write the states, and snapshots, that decodes leave one
+    # after the other, bit for bit, and return the y of the verify once more. No other function is called with a fold.
+    # Tokens of a verify have the bits of decodes in `attention`, too, and in products as far as those of decodes do not
+    # depend on the rows beside them.
 
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: Batch, silu: bool = True
@@ -278,7 +286,7 @@ class Kernels(Protocol):
         y is float32, or in the model's dtype if the backend's scans multiply in it.
 
         weight float32 [W, C], taps oldest first, bias float32 [C]; states [slots + 1, W - 1, C] in model dtype: the
-        raw inputs before the pass, updated in place. Snapshots [N, W - 1, C] in the states' dtype.
+        raw inputs before the pass, updated in place but for verifies. Snapshots [N, W - 1, C] in the states' dtype.
         """
         ...
 
@@ -301,7 +309,7 @@ class Kernels(Protocol):
             state = exp(step a) state + step x b^T,    y = state c + d x        per head
 
         x [T, H, P], b and c [T, G, S] as `conv` gives them; dt [T, H] in model dtype; a (negative), d and dt_bias
-        float32 [H]. states float32 [slots + 1, H, P, S] in place; snapshots float32 [N, H, P, S].
+        float32 [H]. states float32 [slots + 1, H, P, S] in place but for verifies; snapshots float32 [N, H, P, S].
         """
         ...
 
@@ -324,7 +332,7 @@ class Kernels(Protocol):
 
         q and k [T, Hk, S] and v [T, H, P] as `conv` gives them: a q/k head serves H / Hk consecutive value heads; beta
         and dt [T, H] in model dtype; a (negative) and dt_bias float32 [H]. states float32 [slots + 1, H, S, P] in
-        place; snapshots float32 [N, H, S, P].
+        place but for verifies; snapshots float32 [N, H, S, P].
         """
         ...
 

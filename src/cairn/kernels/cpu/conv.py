@@ -3,20 +3,25 @@
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, INT, jit, kernel, optional_arg, record, row_args
 from cairn.kernels.cpu.recurrence import (
+    begin_steps,
     check_states,
     copy,
     empty,
     end_of_snapshots,
     first_snapshot,
+    has_verifies,
+    room_for_state,
+    scratch_state,
     sequence_arguments,
     sequences_type,
-    store_decode_snapshots,
+    store_snapshots,
     with_contiguous_rows,
 )
 from cairn.kernels.cpu.scalars import ZERO, advance, load, store
@@ -55,11 +60,11 @@ def conv(
     x = with_contiguous_rows(x)
     operands = *row_args(x), weight.data_ptr(), *optional_arg(bias), out.data_ptr(), width, channels, silu
     sequences = sequence_arguments(batch, states, snapshots, (width - 1) * channels)
-    if host.num_decodes:
-        _conv_decode[x.dtype](host.num_decodes, host.num_decodes * channels, *operands, *sequences)
-    num_prefills = host.num_seqs - host.num_decodes
+    if host.first_prefill:
+        _conv_decode[x.dtype](host.first_prefill, host.num_decode_tokens * channels, *operands, *sequences)
+    num_prefills = host.num_seqs - host.first_prefill
     if num_prefills:
-        num_tokens = host.num_tokens - host.num_decodes
+        num_tokens = host.num_tokens - host.num_decode_tokens
         _conv_prefill[x.dtype](-(-num_tokens // ROWS), num_tokens * channels, *operands, *sequences, host.num_tokens)
         # Afterwards, because the rows of a sequence, which may be several threads', read the state before them.
         _update_states[x.dtype](num_prefills, (num_prefills + host.num_snapshots) * channels, *operands, *sequences)
@@ -93,39 +98,49 @@ def _end(o: Any, out: Any, count: int) -> None:
 
 @kernel(_VARIANTS)
 def _conv_decode(begin: int, end: int, o: Any, s: Any) -> None:
-    """Items are rows."""
+    """Items are sequences."""
     taps, channels = o.width - 1, o.channels
-    for row in range(begin, end):
-        state = advance(s.states, s.slots[row] * s.slot_stride)
-        fresh = s.seq_starts[row] == 0
-        for channel in range(0, channels, BLOCK):
-            count = min(BLOCK, channels - channel)
-            sums = advance(o.out, row * channels + channel)
-            newest = advance(o.x, row * o.x_row + channel)
-            _begin(o, channel, count, sums)
-            for tap in range(taps):
-                past = advance(state, tap * channels + channel)
-                if fresh:
-                    for j in range(count):
-                        store(past, j, ZERO)
-                else:
-                    _add_tap(sums, past, advance(o.weight, tap * channels + channel), count)
-                if tap:
-                    copy(past, advance(past, -channels), count)
-            _add_tap(sums, newest, advance(o.weight, taps * channels + channel), count)
-            _end(o, sums, count)
-            if taps:
-                copy(newest, advance(state, (taps - 1) * channels + channel), count)
-        store_decode_snapshots(s, row, 0, state, s.state_size)
+    scratch = s.states
+    if has_verifies(s):
+        buffer = np.empty(room_for_state(s.state_size), np.float32)
+        scratch = scratch_state(s, buffer)
+    for sequence in range(begin, end):
+        first_row, end_row = int(s.cu_seqlens[sequence]), int(s.cu_seqlens[sequence + 1])
+        state = begin_steps(s, sequence, 0, s.state_size, scratch)
+        fresh = s.seq_starts[sequence] == 0
+        for row in range(first_row, end_row):
+            for channel in range(0, channels, BLOCK):
+                count = min(BLOCK, channels - channel)
+                sums = advance(o.out, row * channels + channel)
+                newest = advance(o.x, row * o.x_row + channel)
+                _begin(o, channel, count, sums)
+                for tap in range(taps):
+                    past = advance(state, tap * channels + channel)
+                    if fresh:
+                        for j in range(count):
+                            store(past, j, ZERO)
+                    else:
+                        _add_tap(sums, past, advance(o.weight, tap * channels + channel), count)
+                    if tap:
+                        copy(past, advance(past, -channels), count)
+                _add_tap(sums, newest, advance(o.weight, taps * channels + channel), count)
+                _end(o, sums, count)
+                if taps:
+                    copy(newest, advance(state, (taps - 1) * channels + channel), count)
+            fresh = False
+            store_snapshots(s, sequence, row + 1 - first_row, 0, state, s.state_size)
+    if has_verifies(s):
+        buffer[0] = ZERO  # pointers keep nothing alive
 
 
 @kernel({key: (*kinds, INT) for key, kinds in _VARIANTS.items()})
 def _conv_prefill(begin: int, end: int, o: Any, s: Any, num_rows: int) -> None:
     """Items are blocks of rows, from the first prefill row on."""
     taps, channels = o.width - 1, o.channels
-    first_row = s.num_decodes + begin * ROWS
-    end_row = min(s.num_decodes + end * ROWS, num_rows)
-    sequence = s.num_decodes
+    sequence = s.first_prefill
+    first_prefill_row = int(s.cu_seqlens[sequence])
+    first_row = first_prefill_row + begin * ROWS
+    end_row = min(first_prefill_row + end * ROWS, num_rows)
     while first_row < end_row:
         while s.cu_seqlens[sequence + 1] <= first_row:
             sequence += 1
@@ -155,7 +170,7 @@ def _conv_prefill(begin: int, end: int, o: Any, s: Any, num_rows: int) -> None:
 def _update_states(begin: int, end: int, o: Any, s: Any) -> None:
     """Items are prefill sequences."""
     for item in range(begin, end):
-        sequence = s.num_decodes + item
+        sequence = s.first_prefill + item
         first_row, length = int(s.cu_seqlens[sequence]), s.cu_seqlens[sequence + 1] - s.cu_seqlens[sequence]
         state = advance(s.states, s.slots[sequence] * s.slot_stride)
         if s.seq_starts[sequence] == 0:

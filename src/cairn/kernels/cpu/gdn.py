@@ -1,4 +1,4 @@
-"""The gated delta rule: 64-token chunks for prefill, one token in place for decode.
+"""The gated delta rule: 64-token chunks for prefill, token by token in place for decode.
 
 The chunked form is that of arXiv 2406.06484 with the decay of arXiv 2412.06464: what the tokens of a chunk write is
 the solution of one triangular system, everything else are products. A thread goes through a whole sequence with one
@@ -14,15 +14,19 @@ from torch import Tensor
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.cpu.compiled import BF16, F32, INT, jit, kernel, record, row_args
 from cairn.kernels.cpu.recurrence import (
+    begin_steps,
     check_states,
     copy_block,
     empty,
     end_of_snapshots,
     first_snapshot,
+    has_verifies,
+    room_for_state,
+    scratch_state,
     sequence_arguments,
     sequences_type,
     softplus,
-    store_decode_snapshots,
+    store_snapshots,
     transpose,
     with_contiguous_rows,
 )
@@ -68,12 +72,12 @@ def gdn(
     _, key_heads, size = q.shape
     check_states(states, (heads, size, dim), torch.float32)
     y, snapshots = empty(*v.shape), empty(host.num_snapshots, heads, size, dim)
-    num_prefills = host.num_seqs - host.num_decodes
+    num_prefills = host.num_seqs - host.first_prefill
     q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     beta, dt = with_contiguous_rows(beta), with_contiguous_rows(dt)
     parameters = a.data_ptr(), dt_bias.data_ptr(), key_heads, heads // key_heads, size, dim
     sequences = sequence_arguments(batch, states, snapshots, heads * size * dim)
-    if host.num_decodes:
+    if host.first_prefill:
         # In the gates' own dtype beside prefills, too: one variant is compiled for a model, and a row's bits are those
         # of one variant.
         operands = (
@@ -84,8 +88,8 @@ def gdn(
             *row_args(dt),
             y.data_ptr(),
         )
-        items = host.num_decodes * heads
-        _gdn_decode[dt.dtype](items, items * size * dim // 4, *operands, *parameters, *sequences)
+        cost = host.num_decode_tokens * heads * size * dim // 4
+        _gdn_decode[dt.dtype](host.first_prefill * heads, cost, *operands, *parameters, *sequences)
     if num_prefills:
         wide_beta, wide_dt = beta.float(), dt.float()
         operands = (
@@ -96,7 +100,7 @@ def gdn(
             *row_args(wide_dt),
             y.data_ptr(),
         )
-        cost = (host.num_tokens - host.num_decodes) * heads * size * dim // 16
+        cost = (host.num_tokens - host.num_decode_tokens) * heads * size * dim // 16
         _gdn_prefill[torch.float32](num_prefills * key_heads, cost, *operands, *parameters, *sequences)
     return y, snapshots
 
@@ -132,45 +136,55 @@ def _beta(o: Any, row: int, head: int) -> Any:
 
 @kernel({torch.float32: _types(F32), torch.bfloat16: _types(BF16)})
 def _gdn_decode(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
-    """Items are pairs (row, value head)."""
+    """Items are pairs (sequence, value head)."""
     heads, size, dim = p.key_heads * p.per_key, p.size, p.dim
     query, key = np.empty(size, np.float32), np.empty(size, np.float32)
     written, read = np.empty(dim, np.float32), np.empty(dim, np.float32)
+    scratch = s.states
+    if has_verifies(s):
+        buffer = np.empty(room_for_state(size * dim), np.float32)
+        scratch = scratch_state(s, buffer)
     for item in range(begin, end):
-        row, head = item // heads, item % heads
+        sequence, head = item // heads, item % heads
         key_head = head // p.per_key
-        _l2_normalize(advance(o.q, row * o.q_row + key_head * size), size, size**-0.5, query)
-        _l2_normalize(advance(o.k, row * o.k_row + key_head * size), size, ONE, key)
-        decay, beta = exp(_log_decay(o, p, row, head)), _beta(o, row, head)
-        value = advance(o.v, row * o.v_row + head * dim)
-        out = advance(o.y, (row * heads + head) * dim)
-        state = advance(s.states, s.slots[row] * s.slot_stride + head * size * dim)
-        for j in range(dim):
-            written[j] = ZERO
-            read[j] = ZERO
-        query_key = ZERO
-        if s.seq_starts[row] == 0:
-            for i in range(size * dim):
-                state[i] = ZERO
-            for i in range(size):
-                query_key += query[i] * key[i]
-        else:
-            # What the key reads, and what the query reads before the key's value is written.
-            for i in range(size):
-                from_key, from_query = key[i], query[i]
-                query_key += from_query * from_key
-                for j in range(dim):
-                    number = state[i * dim + j]
-                    written[j] += from_key * number
-                    read[j] += from_query * number
-        for j in range(dim):
-            written[j] = beta * (value[j] - decay * written[j])
-            out[j] = decay * read[j] + query_key * written[j]
-        for i in range(size):
-            from_key = key[i]
+        first_row, end_row = int(s.cu_seqlens[sequence]), int(s.cu_seqlens[sequence + 1])
+        state = begin_steps(s, sequence, head * size * dim, size * dim, scratch)
+        fresh = s.seq_starts[sequence] == 0
+        for row in range(first_row, end_row):
+            _l2_normalize(advance(o.q, row * o.q_row + key_head * size), size, size**-0.5, query)
+            _l2_normalize(advance(o.k, row * o.k_row + key_head * size), size, ONE, key)
+            decay, beta = exp(_log_decay(o, p, row, head)), _beta(o, row, head)
+            value = advance(o.v, row * o.v_row + head * dim)
+            out = advance(o.y, (row * heads + head) * dim)
             for j in range(dim):
-                state[i * dim + j] = decay * state[i * dim + j] + from_key * written[j]
-        store_decode_snapshots(s, row, head * size * dim, state, size * dim)
+                written[j] = ZERO
+                read[j] = ZERO
+            query_key = ZERO
+            if fresh:
+                for i in range(size * dim):
+                    state[i] = ZERO
+                for i in range(size):
+                    query_key += query[i] * key[i]
+                fresh = False
+            else:
+                # What the key reads, and what the query reads before the key's value is written.
+                for i in range(size):
+                    from_key, from_query = key[i], query[i]
+                    query_key += from_query * from_key
+                    for j in range(dim):
+                        number = state[i * dim + j]
+                        written[j] += from_key * number
+                        read[j] += from_query * number
+            for j in range(dim):
+                written[j] = beta * (value[j] - decay * written[j])
+                out[j] = decay * read[j] + query_key * written[j]
+            for i in range(size):
+                from_key = key[i]
+                for j in range(dim):
+                    state[i * dim + j] = decay * state[i * dim + j] + from_key * written[j]
+            store_snapshots(s, sequence, row + 1 - first_row, head * size * dim, state, size * dim)
+    if has_verifies(s):
+        buffer[0] = ZERO  # pointers keep nothing alive
 
 
 class _Scratch(NamedTuple):
@@ -226,7 +240,7 @@ def _gdn_prefill(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
     m = _Scratch(*products, snapshot, states, decays, decay, betas)
 
     for item in range(begin, end):
-        sequence, key_head = s.num_decodes + item // p.key_heads, item % p.key_heads
+        sequence, key_head = s.first_prefill + item // p.key_heads, item % p.key_heads
         first_row, end_row = int(s.cu_seqlens[sequence]), int(s.cu_seqlens[sequence + 1])
         position = int(s.seq_starts[sequence])
         first_head = key_head * per_key

@@ -30,7 +30,8 @@ class Table:
 
 
 _NO_WORK = Table(np.zeros(0, np.int32), 0, 0)
-"""Of a batch that is to be recorded: `CpuGraphs.set_lengths` has its lengths before it is computed."""
+"""Of a batch that is to be recorded, whose lengths `CpuGraphs.set_lengths` has before it is computed, and of a fold,
+which reads and writes no pages."""
 
 WRITE_COLUMNS, TILE_COLUMNS, MERGE_COLUMNS = 3, 7, 3
 """Of the tables of `CpuMetadata`."""
@@ -68,42 +69,44 @@ def _put_tile(
     tile[0], tile[1], tile[2], tile[3], tile[4], tile[5], tile[6] = first, rows, slot, position, key, end, partial
 
 
-@kernel({None: (I32, I32, I32, I32, I32, INT, I32, I32, I32, I64)})
+@kernel({None: (I32, I32, I32, I32, INT, INT, INT, I32, I32, I32, I64)})
 def _tabulate(
-    begin: int, end: int, cu_seqlens: Any, slots: Any, starts: Any, ends: Any, write_from: Any, num_seqs: int,
-    writes: Any, tiles: Any, merges: Any, counts: Any,
+    begin: int, end: int, cu_seqlens: Any, slots: Any, starts: Any, write_from: Any, num_decodes: int,
+    first_prefill: int, num_seqs: int, writes: Any, tiles: Any, merges: Any, counts: Any,
 ) -> None:  # fmt: skip
     """The tables of `CpuMetadata`, sequence after sequence, and the numbers: of each table's rows, and the other three.
-    One item."""
+    Each row of a verify has what a decode's has. One item."""
     num_writes = num_tiles = num_merges = num_partials = max_rows = num_pairs = 0
     for i in range(num_seqs):
-        first, slot, start, seq_end = int(cu_seqlens[i]), int(slots[i]), int(starts[i]), int(ends[i])
+        first, slot, start = int(cu_seqlens[i]), int(slots[i]), int(starts[i])
         num_rows = int(cu_seqlens[i + 1]) - first
         for row in range(max(0, int(write_from[i]) - start), num_rows):
             write = advance(writes, WRITE_COLUMNS * num_writes)
             write[0], write[1], write[2] = first + row, slot, start + row
             num_writes += 1
-        if num_rows == 1 and seq_end > SPLIT_TOKENS:
-            num_parts = -(-seq_end // SPLIT_TOKENS)
-            merge = advance(merges, MERGE_COLUMNS * num_merges)
-            merge[0], merge[1], merge[2] = first, num_partials, num_parts
-            num_merges += 1
-            for part in range(num_parts):
-                key, most = part * SPLIT_TOKENS, min((part + 1) * SPLIT_TOKENS, seq_end)
-                _put_tile(tiles, num_tiles, first, 1, slot, start, key, most, num_partials)
+        alone = num_rows == 1 or num_decodes <= i < first_prefill
+        most_rows = 1 if alone else TILE_ROWS
+        # The last rows first: they see most keys, and who begins late with a long one ends last.
+        for number in range(-(-num_rows // most_rows) - 1, -1, -1):
+            row = number * most_rows
+            rows = min(num_rows - row, most_rows)
+            row_end = start + row + rows
+            if alone and row_end > SPLIT_TOKENS:
+                num_parts = -(-row_end // SPLIT_TOKENS)
+                merge = advance(merges, MERGE_COLUMNS * num_merges)
+                merge[0], merge[1], merge[2] = first + row, num_partials, num_parts
+                num_merges += 1
+                for part in range(num_parts):
+                    key, most = part * SPLIT_TOKENS, min((part + 1) * SPLIT_TOKENS, row_end)
+                    _put_tile(tiles, num_tiles, first + row, 1, slot, start + row, key, most, num_partials)
+                    num_tiles += 1
+                    num_partials += 1
+                    num_pairs += most - key
+            else:
+                _put_tile(tiles, num_tiles, first + row, rows, slot, start + row, 0, row_end, -1)
                 num_tiles += 1
-                num_partials += 1
-                num_pairs += most - key
-                max_rows = max(max_rows, 1)
-        else:
-            # The last rows first: they see most keys, and who begins late with a long one ends last.
-            for number in range(-(-num_rows // TILE_ROWS) - 1, -1, -1):
-                row = number * TILE_ROWS
-                rows = min(num_rows - row, TILE_ROWS)
-                _put_tile(tiles, num_tiles, first + row, rows, slot, start + row, 0, start + row + rows, -1)
-                num_tiles += 1
-                num_pairs += rows * (start + row + rows)
-                max_rows = max(max_rows, rows)
+                num_pairs += rows * row_end
+            max_rows = max(max_rows, rows)
     counts[0], counts[1], counts[2] = num_writes, num_tiles, num_merges
     counts[3], counts[4], counts[5] = num_partials, max_rows, num_pairs
 
@@ -111,18 +114,25 @@ def _tabulate(
 def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
     """See `Kernels.build_metadata`."""
     step_work().begin_step(host.num_tokens)
-    if host.max_seq_len is not None:
+    if host.max_seq_len is not None or host.is_fold:
         return CpuMetadata(_NO_WORK, _NO_WORK, _NO_WORK, 0, 0, 0)
     num_seqs, num_tokens = host.num_seqs, host.num_tokens
-    # There are at most as many: rows are cut by their number, and one alone by its keys.
-    most_tiles = 2 * num_seqs + num_tokens // TILE_ROWS + int(host.seq_lens.sum(dtype=np.int64)) // SPLIT_TOKENS
+    # There are at most as many: rows are cut by their number, and those alone by their keys.
+    num_alone = host.num_decode_tokens + num_seqs
+    most_keys = int(host.seq_lens.sum(dtype=np.int64))
+    if host.num_verifies:
+        verifies = slice(host.num_decodes, host.first_prefill)
+        counts = np.diff(host.cu_seqlens)[verifies].astype(np.int64)
+        most_keys += int(counts @ host.seq_lens[verifies])
+    most_tiles = num_alone + num_seqs + num_tokens // TILE_ROWS + most_keys // SPLIT_TOKENS
     tiles_begin, merges_begin = WRITE_COLUMNS * num_tokens, WRITE_COLUMNS * num_tokens + TILE_COLUMNS * most_tiles
-    memory, counts = np.empty(merges_begin + MERGE_COLUMNS * num_seqs, np.int32), np.empty(6, np.int64)
+    memory, counts = np.empty(merges_begin + MERGE_COLUMNS * num_alone, np.int32), np.empty(6, np.int64)
     address = memory.ctypes.data
     addresses = address, address + tiles_begin * memory.itemsize, address + merges_begin * memory.itemsize
-    columns = (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
+    columns = (host.cu_seqlens, host.slots, host.seq_starts, host.kv_write_from)
     lengths = [np.ascontiguousarray(column, dtype=np.int32) for column in columns]
-    _tabulate[None](1, 0, *(each.ctypes.data for each in lengths), num_seqs, *addresses, counts.ctypes.data)
+    limits = host.num_decodes, host.first_prefill, num_seqs
+    _tabulate[None](1, 0, *(each.ctypes.data for each in lengths), *limits, *addresses, counts.ctypes.data)
     num_writes, num_tiles, num_merges, num_partials, max_rows, num_pairs = counts.tolist()
     writes, tiles, merges = (
         Table(memory, *each) for each in zip(addresses, (num_writes, num_tiles, num_merges), strict=True)

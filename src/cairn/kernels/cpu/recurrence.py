@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.compiled import I32, INT, jit, record
+from cairn.kernels.cpu.compiled import I32, INT, intrinsic, jit, record
 from cairn.kernels.cpu.recording import recording
 from cairn.kernels.cpu.scalars import ZERO, advance
+from cairn.kernels.cpu.vectors import LANES, aligned
 
 
 def empty(*shape: int) -> Tensor:
@@ -43,7 +44,7 @@ def check_states(states: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 class Sequences(NamedTuple):
-    """The sequences of a batch with their states, as kernels see them: arrays as in `Batch` and `HostBatch`.
+    """The sequences of a batch with their states, as kernels see them: arrays and counts as in `Batch` and `HostBatch`.
 
     `states` [slots, state_size]: the live ones, of which two are `slot_stride` numbers apart. `snapshots`
     [num_snapshots, state_size].
@@ -52,7 +53,8 @@ class Sequences(NamedTuple):
     cu_seqlens: Any
     slots: Any
     seq_starts: Any
-    num_decodes: int
+    num_in_place: int
+    first_prefill: int
     snapshot_seqs: Any
     snapshot_offsets: Any
     num_snapshots: int
@@ -64,7 +66,7 @@ class Sequences(NamedTuple):
 
 def sequences_type(state: Any) -> Any:
     """The type of `Sequences` whose states are numbers at pointers of type `state`."""
-    return record(Sequences, I32, I32, I32, INT, I32, I32, INT, state, INT, state, INT)
+    return record(Sequences, I32, I32, I32, INT, INT, I32, I32, INT, state, INT, state, INT)
 
 
 def sequence_arguments(batch: Batch, states: Tensor, snapshots: Tensor, state_size: int) -> tuple[int, ...]:
@@ -72,9 +74,49 @@ def sequence_arguments(batch: Batch, states: Tensor, snapshots: Tensor, state_si
     host, count = batch.host, batch.host.num_snapshots
     seqs, offsets = (host.snapshot_seqs.ctypes.data, host.snapshot_offsets.ctypes.data) if count else (0, 0)
     return (
-        *(batch.cu_seqlens.data_ptr(), batch.state_slots.data_ptr(), batch.seq_starts.data_ptr(), host.num_decodes),
+        *(batch.cu_seqlens.data_ptr(), batch.state_slots.data_ptr(), batch.seq_starts.data_ptr()),
+        *(host.num_in_place, host.first_prefill),
         *(seqs, offsets, count, states.data_ptr(), states.stride(0), snapshots.data_ptr(), state_size),
     )
+
+
+@jit
+def has_verifies(s: Any) -> bool:
+    """Whether there are sequences whose states are to stay as they are: for them a thread needs memory."""
+    return bool(s.num_in_place < s.first_prefill)
+
+
+@jit
+def room_for_state(count: int) -> int:
+    """Numbers of a float32 buffer that has room for `count` numbers of a state, see `scratch_state`."""
+    return count + LANES
+
+
+@intrinsic
+def _retyped(typingctx: Any, address: Any, pointer: Any) -> Any:
+    """`address` as a pointer of the other one's type."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], context.get_value_type(pointer))
+
+    return pointer(address, pointer), code
+
+
+@jit
+def scratch_state(s: Any, buffer: Any) -> Any:
+    """A pointer as those to states, to an aligned place of a buffer, which is to be mentioned after its last use."""
+    return _retyped(aligned(buffer), s.states)
+
+
+@jit
+def begin_steps(s: Any, sequence: int, begin: int, count: int, scratch: Any) -> Any:
+    """Where a sequence in the one-token form has a part of its state, `count` numbers from `begin` on, to be changed in
+    place: the live one, or for a verify a copy in `scratch`."""
+    state = advance(s.states, s.slots[sequence] * s.slot_stride + begin)
+    if sequence < s.num_in_place:
+        return state
+    copy(state, scratch, count)
+    return scratch
 
 
 @jit
@@ -99,11 +141,13 @@ def end_of_snapshots(s: Any, first: int, sequence: int, num_tokens: int) -> int:
 
 
 @jit
-def store_decode_snapshots(s: Any, row: int, begin: int, part: Any, count: int) -> None:
-    """Copies a part of a decode row's new state, `count` numbers from `begin` on, into the row's snapshots."""
-    index = first_snapshot(s, row)
-    while index < s.num_snapshots and s.snapshot_seqs[index] == row:
-        copy(part, advance(s.snapshots, index * s.state_size + begin), count)
+def store_snapshots(s: Any, sequence: int, num_tokens: int, begin: int, part: Any, count: int) -> None:
+    """Copies a part of the state after the sequence's first `num_tokens` tokens of the pass, `count` numbers from
+    `begin` on, into the snapshots of it."""
+    index = first_snapshot(s, sequence)
+    while index < s.num_snapshots and s.snapshot_seqs[index] == sequence:
+        if s.snapshot_offsets[index] == num_tokens:
+            copy(part, advance(s.snapshots, index * s.state_size + begin), count)
         index += 1
 
 

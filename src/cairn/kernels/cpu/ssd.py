@@ -1,4 +1,4 @@
-"""Mamba2's state space scan: 64-token chunks for prefill, one token in place for decode.
+"""Mamba2's state space scan: 64-token chunks for prefill, token by token in place for decode.
 
 The chunked form is that of arXiv 2405.21060, section 6: inside a chunk an attention-like product under the decay
 mask, between chunks the state. A thread goes through a whole sequence with some heads of one group, which share the
@@ -14,15 +14,19 @@ from torch import Tensor
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.cpu.compiled import BF16, F32, FLOAT, INT, jit, kernel, record, row_args
 from cairn.kernels.cpu.recurrence import (
+    begin_steps,
     check_states,
     copy_block,
     empty,
     end_of_snapshots,
     first_snapshot,
+    has_verifies,
+    room_for_state,
+    scratch_state,
     sequence_arguments,
     sequences_type,
     softplus,
-    store_decode_snapshots,
+    store_snapshots,
     transpose,
     with_contiguous_rows,
 )
@@ -71,12 +75,12 @@ def ssd(
     _, groups, size = b.shape
     check_states(states, (heads, dim, size), torch.float32)
     y, snapshots = empty(*x.shape), empty(host.num_snapshots, heads, dim, size)
-    num_prefills = host.num_seqs - host.num_decodes
+    num_prefills = host.num_seqs - host.first_prefill
     x, dt = with_contiguous_rows(x), with_contiguous_rows(dt)
     b, c = with_contiguous_rows(b), with_contiguous_rows(c)
     parameters = a.data_ptr(), d.data_ptr(), dt_bias.data_ptr(), *dt_limit, heads, heads // groups, dim, size
     sequences = sequence_arguments(batch, states, snapshots, heads * dim * size)
-    if host.num_decodes:
+    if host.first_prefill:
         # In dt's own dtype beside prefills, too: one variant is compiled for a model, and a row's bits are those of one
         # variant.
         operands = (
@@ -86,8 +90,8 @@ def ssd(
             *row_args(c),
             y.data_ptr(),
         )
-        items = host.num_decodes * heads
-        _ssd_decode[dt.dtype](items, items * size * dim // 4, *operands, *parameters, *sequences)
+        cost = host.num_decode_tokens * heads * size * dim // 4
+        _ssd_decode[dt.dtype](host.first_prefill * heads, cost, *operands, *parameters, *sequences)
     if num_prefills:
         wide_dt = dt.float()
         operands = (
@@ -98,7 +102,8 @@ def ssd(
             y.data_ptr(),
         )
         at_once = _heads_at_once(heads // groups, groups * num_prefills)
-        items, cost = num_prefills * heads // at_once, (host.num_tokens - host.num_decodes) * heads * size * dim // 16
+        num_tokens = host.num_tokens - host.num_decode_tokens
+        items, cost = num_prefills * heads // at_once, num_tokens * heads * size * dim // 16
         _ssd_prefill[torch.float32](items, cost, *operands, *parameters, *sequences, at_once)
     return y, snapshots
 
@@ -125,27 +130,35 @@ def _time_step(o: Any, p: Any, row: int, head: int) -> Any:
 
 @kernel({torch.float32: _types(F32), torch.bfloat16: _types(BF16)})
 def _ssd_decode(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
-    """Items are pairs (row, head)."""
+    """Items are pairs (sequence, head)."""
     dim, size = p.dim, p.size
+    scratch = s.states
+    if has_verifies(s):
+        buffer = np.empty(room_for_state(dim * size), np.float32)
+        scratch = scratch_state(s, buffer)
     for item in range(begin, end):
-        row, head = item // p.heads, item % p.heads
-        state = advance(s.states, s.slots[row] * s.slot_stride + head * dim * size)
-        if s.seq_starts[row] == 0:
+        sequence, head = item // p.heads, item % p.heads
+        first_row, end_row = int(s.cu_seqlens[sequence]), int(s.cu_seqlens[sequence + 1])
+        state = begin_steps(s, sequence, head * dim * size, dim * size, scratch)
+        if s.seq_starts[sequence] == 0:
             copy_block(state, 0, 0, 0, state, size, dim, size)
-        step = _time_step(o, p, row, head)
-        decay = exp(step * p.a[head])
-        group = head // p.per_group * size
-        b, c = advance(o.b, row * o.b_row + group), advance(o.c, row * o.c_row + group)
-        x, y, d = advance(o.x, row * o.x_row + head * dim), advance(o.y, item * dim), p.d[head]
-        for i in range(dim):
-            value = x[i]
-            written, read = step * value, ZERO
-            for j in range(size):
-                number = decay * state[i * size + j] + written * b[j]
-                state[i * size + j] = number
-                read += number * c[j]
-            y[i] = read + d * value
-        store_decode_snapshots(s, row, head * dim * size, state, dim * size)
+        group, d = head // p.per_group * size, p.d[head]
+        for row in range(first_row, end_row):
+            step = _time_step(o, p, row, head)
+            decay = exp(step * p.a[head])
+            b, c = advance(o.b, row * o.b_row + group), advance(o.c, row * o.c_row + group)
+            x, y = advance(o.x, row * o.x_row + head * dim), advance(o.y, (row * p.heads + head) * dim)
+            for i in range(dim):
+                value = x[i]
+                written, read = step * value, ZERO
+                for j in range(size):
+                    number = decay * state[i * size + j] + written * b[j]
+                    state[i * size + j] = number
+                    read += number * c[j]
+                y[i] = read + d * value
+            store_snapshots(s, sequence, row + 1 - first_row, head * dim * size, state, dim * size)
+    if has_verifies(s):
+        buffer[0] = ZERO  # pointers keep nothing alive
 
 
 class _Scratch(NamedTuple):
@@ -198,7 +211,7 @@ def _ssd_prefill(begin: int, end: int, o: Any, p: Any, s: Any, at_once: int) -> 
     m = _Scratch(b, c, transposed_c, x, decayed, transposed_y, b_c, scores, snapshot, states, decays, decay, steps)
 
     for item in range(begin, end):
-        sequence, first_head = s.num_decodes + item // per_sequence, item % per_sequence * at_once
+        sequence, first_head = s.first_prefill + item // per_sequence, item % per_sequence * at_once
         first_row, end_row = int(s.cu_seqlens[sequence]), int(s.cu_seqlens[sequence + 1])
         position = int(s.seq_starts[sequence])
         slot = advance(s.states, s.slots[sequence] * s.slot_stride + first_head * dim * size)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from cairn.errors import ConfigError
 from cairn.kernels.batch import CHUNK, HostBatch
 from cairn.kernels.staging import StagedArray, Staging
 
@@ -66,6 +67,10 @@ class CudaMetadata:
 
 def build_metadata(host: HostBatch, staging: Staging) -> CudaMetadata:
     """See `Kernels.build_metadata`."""
+    if host.num_verifies:
+        raise ConfigError(
+            "--speculative-config: the CUDA kernels do not verify drafts yet: leave it out, or set its method to none"
+        )
     counts = np.diff(host.cu_seqlens)
     prefills = slice(host.num_decodes, None)
     num_chunks = np.zeros(host.num_seqs, np.int64)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
-from cairn.kernels.exact.metadata import Decode, Prefill, metadata_of
+from cairn.kernels.exact.metadata import Prefill, metadata_of
 
 
 def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> None:
@@ -29,7 +29,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     metadata, table = metadata_of(batch), batch.block_tables[group]
     out = torch.empty(q.shape, dtype=q.dtype)
     for decode in metadata.decodes:
-        out[decode.row] = _decode(q[decode.row], keys, values, table[decode.slot], decode)
+        for length, row in enumerate(decode.rows, start=decode.start + 1):
+            out[row] = _decode(q[row], keys, values, table[decode.slot], length)
     for prefill in metadata.prefills:
         out[prefill.rows] = _prefill(q, keys, values, table[prefill.slot], prefill)
     return out
@@ -75,13 +76,13 @@ def _causal(q: Tensor, per_key: int, length: int) -> Tensor:
     return mask.view(-1, length)
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, decode: Decode) -> Tensor:
-    """One query [Hq, D] -> [Hq, D]."""
+def _decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int) -> Tensor:
+    """One query [Hq, D], which sees `length` tokens -> [Hq, D]."""
     heads, dim = q.shape
     kv_heads = keys.shape[1]
-    k, v = _gather(keys, table, decode.length), _gather(values, table, decode.length)
+    k, v = _gather(keys, table, length), _gather(values, table, length)
     mask = q.new_zeros(1, k.shape[2])
-    mask[:, decode.length :] = -torch.inf
+    mask[:, length:] = -torch.inf
     # A copy, because where a row begins depends on its place in the batch, and BLAS may round accordingly.
     grouped = q.clone(memory_format=torch.contiguous_format).view(1, kv_heads, heads // kv_heads, dim)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask.expand(heads // kv_heads, -1)).view(heads, dim)

@@ -49,15 +49,26 @@ class _Taps:
 
 
 def _decode(x: Tensor, taps: _Taps, states: Tensor, decodes: Sequence[Decode], out: Tensor, snapshots: Tensor) -> None:
-    slots = torch.tensor([decode.slot for decode in decodes])
-    fresh = torch.tensor([decode.is_fresh for decode in decodes])
-    raw = x[: len(decodes)]
+    """All rows at once: what a row of a verify or a fold is convolved with does not follow from what comes out of the
+    row before it."""
+    count = decodes[-1].rows.stop
+    raw = x[:count]
+    slots = torch.tensor([decode.slot for decode in decodes for _ in decode.rows])
+    fresh = torch.tensor([decode.is_fresh for decode in decodes for _ in decode.rows])
     before = states.index_select(0, slots).masked_fill_(fresh[:, None, None], 0)
-    states[slots] = torch.cat([before[:, 1:], raw[:, None]], dim=1)
-    taps.write([widen(window) for window in (*before.unbind(1), raw)], out[: len(decodes)])
     for decode in decodes:
-        if decode.snapshot is not None:
-            snapshots[decode.snapshot] = states[decode.slot]
+        if decode.length > 1:
+            rows = slice(decode.rows.start, decode.rows.stop)
+            inputs = torch.cat([before[decode.first_row], raw[rows]])
+            for tap in range(before.shape[1]):
+                before[rows, tap] = inputs[tap : tap + decode.length]
+    after = torch.cat([before[:, 1:], raw[:, None]], dim=1)
+    last = torch.tensor([decode.rows[-1] for decode in decodes if decode.in_place], dtype=torch.int64)
+    states[slots[last]] = after[last]
+    taps.write([widen(window) for window in (*before.unbind(1), raw)], out[:count])
+    for decode in decodes:
+        for number, row in decode.numbered_snapshots:
+            snapshots[number] = after[row]
 
 
 def _prefill(x: Tensor, taps: _Taps, states: Tensor, prefill: Prefill, out: Tensor, snapshots: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The gated delta rule: 64-token chunks for prefill, one token in place for decode.
+"""The gated delta rule: 64-token chunks for prefill, token by token in place for decode.
 
 The chunked form is that of arXiv 2406.06484 with the decay of arXiv 2412.06464: what the tokens of a chunk write is
 the solution of one triangular system, everything else are products. Each chunk is computed before the next one is
@@ -104,20 +104,19 @@ def _decode(
 ) -> None:  # fmt: skip
     """Slot by slot on the live array: gathering the states would cost more than the step. The vectors are rows, since
     a batched product with one column is far slower than one with one row."""
-    count = len(decodes)
+    count = decodes[-1].rows.stop
     per_key = v.shape[1] // q.shape[1]
     # [rows, H, 1, S]
     q = _unit(q[:count], q.shape[-1] ** -0.5, per_key).transpose(0, 1)[:, :, None]
     k = _unit(k[:count], 1.0, per_key).transpose(0, 1)[:, :, None]
     decay, beta = log_decay[:count].exp()[..., None, None], beta[:count, :, None]
     for decode in decodes:
-        row = decode.row
         with aligned_state(states, decode) as state:
-            state.mul_(decay[row])
-            # Copies, because where a row begins depends on its place in the batch, and BLAS may round accordingly.
-            key, query = (part[row].clone(memory_format=torch.contiguous_format) for part in (k, q))
-            written = (v[row] - torch.bmm(key, state)[:, 0]).mul_(beta[row])
-            state.addcmul_(key.transpose(1, 2), written[:, None])
-            y[row] = torch.bmm(query, state)[:, 0]
-            if decode.snapshot is not None:
-                snapshots[decode.snapshot] = state
+            for row in decode.rows:
+                state.mul_(decay[row])
+                # Copies, because where a row begins depends on its place in the batch, and BLAS may round accordingly.
+                key, query = (part[row].clone(memory_format=torch.contiguous_format) for part in (k, q))
+                written = (v[row] - torch.bmm(key, state)[:, 0]).mul_(beta[row])
+                state.addcmul_(key.transpose(1, 2), written[:, None])
+                y[row] = torch.bmm(query, state)[:, 0]
+                decode.store_snapshots(row, state, snapshots)

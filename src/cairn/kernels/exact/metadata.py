@@ -21,18 +21,40 @@ ROW_TILE: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """One decode row, which is row `row` of the batch; its sequence has `length` tokens with this one. `snapshot`: its
-    number where one is taken, else None."""
+    """One sequence's rows [first_row, first_row + length) of the batch in the one-token form, at positions from `start`
+    on: the one row of a decode, or all those of a verify or of a fold. `in_place`: whether its live state is written.
+    Snapshot `first_snapshot + i` is taken after the first `offsets[i]` tokens.
+    """
 
-    row: int
     slot: int
+    first_row: int
+    start: int
     length: int
-    snapshot: int | None
+    offsets: tuple[int, ...]
+    first_snapshot: int
+    in_place: bool
 
     @property
     def is_fresh(self) -> bool:
-        """Its sequence has no state before it."""
-        return self.length == 1
+        """The sequence has no state before it."""
+        return self.start == 0
+
+    @property
+    def rows(self) -> range:
+        """The sequence's rows of the batch."""
+        return range(self.first_row, self.first_row + self.length)
+
+    @property
+    def numbered_snapshots(self) -> Iterator[tuple[int, int]]:
+        """Pairs (snapshot, row after which it is taken)."""
+        for number, offset in enumerate(self.offsets, start=self.first_snapshot):
+            yield number, self.first_row + offset - 1
+
+    def store_snapshots(self, row: int, state: Tensor, snapshots: Tensor) -> None:
+        """Those that are taken of the state after a row."""
+        for number, last_row in self.numbered_snapshots:
+            if last_row == row:
+                snapshots[number] = state
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +134,20 @@ def build_metadata(host: HostBatch, staging: Staging) -> ExactMetadata:
     counts = host.seq_lens - host.seq_starts
     positions = np.arange(host.num_tokens) - np.repeat(host.cu_seqlens[:-1] - host.seq_starts, counts)
     written = np.flatnonzero(positions >= np.repeat(host.kv_write_from, counts))
+    sequences = [
+        (
+            slots[i],
+            edges[i],
+            starts[i],
+            ends[i] - starts[i],
+            tuple(offsets[first_snapshots[i] : first_snapshots[i + 1]]),
+            first_snapshots[i],
+        )
+        for i in range(host.num_seqs)
+    ]
     return ExactMetadata(
-        decodes=[
-            Decode(i, slots[i], ends[i], first_snapshots[i] if first_snapshots[i] < first_snapshots[i + 1] else None)
-            for i in range(host.num_decodes)
-        ],
-        prefills=[
-            Prefill(
-                slots[i],
-                edges[i],
-                starts[i],
-                ends[i] - starts[i],
-                tuple(offsets[first_snapshots[i] : first_snapshots[i + 1]]),
-                first_snapshots[i],
-            )
-            for i in range(host.num_decodes, host.num_seqs)
-        ],
+        decodes=[Decode(*each, i < host.num_in_place) for i, each in enumerate(sequences[: host.first_prefill])],
+        prefills=[Prefill(*each) for each in sequences[host.first_prefill :]],
         num_snapshots=host.num_snapshots,
         write_rows=torch.from_numpy(written),
         write_slots=torch.from_numpy(np.repeat(host.slots, counts)[written].astype(np.int64)),
@@ -136,12 +156,12 @@ def build_metadata(host: HostBatch, staging: Staging) -> ExactMetadata:
 
 
 def decodes_by_state(batch: Batch) -> Sequence[Decode]:
-    """The decode rows of a batch, whose slots are those of their states."""
+    """The sequences of a batch in the one-token form, whose slots are those of their states."""
     decodes = metadata_of(batch).decodes
     if batch.state_slots is batch.slots:
         return decodes
     slots = batch.state_slots.tolist()
-    return [replace(decode, slot=slots[decode.row]) for decode in decodes]
+    return [replace(decode, slot=slot) for decode, slot in zip(decodes, slots[: len(decodes)], strict=True)]
 
 
 _ALIGNMENT: Final = 64
@@ -149,14 +169,15 @@ _ALIGNMENT: Final = 64
 
 @contextmanager
 def aligned_state(states: Tensor, decode: Decode) -> Iterator[Tensor]:
-    """The live state of a decode row's slot, to be changed in place: zeros where the sequence is fresh. A copy stands
-    in for it where the slot begins at an address that another slot's does not: BLAS may round otherwise there."""
+    """The live state of a sequence's slot, to be changed in place: zeros where the sequence is fresh. A copy stands in
+    for it where it is to stay as it is, and where the slot begins at an address that another slot's does not: BLAS may
+    round otherwise there."""
     live = states[decode.slot]
-    state = live if live.data_ptr() % _ALIGNMENT == 0 else live.clone()
+    state = live if decode.in_place and live.data_ptr() % _ALIGNMENT == 0 else live.clone()
     if decode.is_fresh:
         state.zero_()
     yield state
-    if state is not live:
+    if decode.in_place and state is not live:
         live.copy_(state)
 
 

@@ -62,10 +62,11 @@ def embed(tokens: Tensor, weight: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Weight, bias: Tensor | None, batch: Batch) -> Tensor:
-    """See `Kernels.linear`. Decode rows and prefill rows are in tiles of their own, by heights of their own."""
+    """See `Kernels.linear`. Rows in the one-token form are in tiles of a height of their own, and so
+    are prefill rows."""
     if not has_fixed_shapes(x):
         return F.linear(*_in_pairs(x, weight), bias)
-    decodes = batch.host.num_decodes
+    decodes = batch.host.num_decode_tokens
     parts = [multiply_tiles(x[:decodes], weight, bias, ROW_TILE), multiply_tiles(x[decodes:], weight, bias, TILE)]
     parts = [part for part in parts if part.shape[0]]
     return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else x.new_empty(0, weight.shape[0])

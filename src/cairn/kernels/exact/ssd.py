@@ -1,4 +1,4 @@
-"""Mamba2's state space scan: 64-token chunks for prefill, one token in place for decode.
+"""Mamba2's state space scan: 64-token chunks for prefill, token by token in place for decode.
 
 The chunked form is that of arXiv 2405.21060, section 6: inside a chunk an attention-like product under the decay
 mask, between chunks the state. C B^T is formed once per group of heads, and the state's two products are batched per
@@ -96,20 +96,19 @@ def _decode(
 ) -> None:  # fmt: skip
     """Slot by slot on the live array: gathering the states would cost more than the step, and a batched product with
     one column is far slower than `mv`."""
-    count, groups = len(decodes), b.shape[1]
+    count, groups = decodes[-1].rows.stop, b.shape[1]
     x, steps = x[:count], steps[:count]
     decay = (steps * a).exp_()[..., None, None]
     inputs = (x * steps[..., None]).view(count, groups, -1, 1)
     torch.mul(x, d[:, None], out=y[:count])
     for decode in decodes:
-        row = decode.row
         with aligned_state(states, decode) as state:
-            state.mul_(decay[row])
             by_group = state.view(groups, -1, state.shape[-1])
-            by_group.addcmul_(inputs[row], b[row][:, None])
-            # A copy, because where a row begins depends on its place in the batch, and BLAS may round accordingly.
-            vectors = c[row].clone()
-            read = torch.cat([torch.mv(by_group[group], vectors[group]) for group in range(groups)])
-            y[row].add_(read.view(x.shape[1:]))
-            if decode.snapshot is not None:
-                snapshots[decode.snapshot] = state
+            for row in decode.rows:
+                state.mul_(decay[row])
+                by_group.addcmul_(inputs[row], b[row][:, None])
+                # A copy, because where a row begins depends on its place in the batch, and BLAS may round accordingly.
+                vectors = c[row].clone()
+                read = torch.cat([torch.mv(by_group[group], vectors[group]) for group in range(groups)])
+                y[row].add_(read.view(x.shape[1:]))
+                decode.store_snapshots(row, state, snapshots)

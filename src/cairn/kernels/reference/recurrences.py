@@ -14,7 +14,8 @@ from cairn.kernels.reference.elementwise import sigmoid, softplus, widen
 @dataclass(frozen=True, slots=True)
 class SequencePass:
     """One sequence's tokens of this pass: rows [first_row, first_row + end - start) of the batch, which stand at
-    positions [start, end). Snapshots of its state are taken after each of the first `snapshot_offsets` of them."""
+    positions [start, end). Snapshots of its state are taken after each of the first `snapshot_offsets` of them.
+    `in_place`: whether its live state is written, which it is unless it is to be verified."""
 
     slot: int
     first_row: int
@@ -22,6 +23,7 @@ class SequencePass:
     end: int
     kv_write_from: int
     snapshot_offsets: tuple[int, ...]
+    in_place: bool
 
     @property
     def rows(self) -> range:
@@ -32,6 +34,11 @@ class SequencePass:
         """The sequence's state before this pass, a copy."""
         state = states[self.slot]
         return torch.zeros_like(state) if self.start == 0 else state.clone()
+
+    def write_state(self, states: Tensor, state: Tensor) -> None:
+        """The sequence's state after this pass, where it is to be written."""
+        if self.in_place:
+            states[self.slot] = state
 
 
 def sequences_of(host: HostBatch, state_slots: Tensor | None = None) -> Iterator[SequencePass]:
@@ -46,6 +53,7 @@ def sequences_of(host: HostBatch, state_slots: Tensor | None = None) -> Iterator
             end=int(host.seq_lens[i]),
             kv_write_from=int(host.kv_write_from[i]),
             snapshot_offsets=tuple(int(offset) for offset in host.snapshot_offsets[host.snapshot_seqs == i]),
+            in_place=i < host.num_in_place or i >= host.first_prefill,
         )
 
 
@@ -71,7 +79,7 @@ def conv(
             state = window[1:]
             if offset in sequence.snapshot_offsets:
                 snapshots.append(state)
-        states[sequence.slot] = state
+        sequence.write_state(states, state)
     return out, stack_snapshots(snapshots, states)
 
 
@@ -93,7 +101,7 @@ def ssd(
             y[row] = (state * c_head[:, None, :]).sum(-1) + d[:, None] * x[row]
             if offset in sequence.snapshot_offsets:
                 snapshots.append(state)
-        states[sequence.slot] = state
+        sequence.write_state(states, state)
     return y, stack_snapshots(snapshots, states)
 
 
@@ -120,5 +128,5 @@ def gdn(
             y[row] = (state * query[:, :, None]).sum(1) * q.shape[-1] ** -0.5
             if offset in sequence.snapshot_offsets:
                 snapshots.append(state)
-        states[sequence.slot] = state
+        sequence.write_state(states, state)
     return y, stack_snapshots(snapshots, states)
