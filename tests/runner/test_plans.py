@@ -19,6 +19,8 @@ from cairn.step import (
     SAMPLED,
     Admit,
     DecodeRows,
+    Fold,
+    FoldSnapshot,
     Image,
     PageCopy,
     PrefillRow,
@@ -30,6 +32,7 @@ from cairn.step import (
     Snapshot,
     StepPlan,
     TableUpdate,
+    VerifyRow,
 )
 from cairn.types import SamplingParams
 from doubles.hand_plans import SampleOnly, WholeRow
@@ -157,6 +160,10 @@ def samples(slots: tuple[int, ...], positions: tuple[int, ...]) -> Samples:
     return Samples(ints(*slots), ints(*positions), np.zeros(len(slots), np.bool_))
 
 
+def verify(slot: int = 0, start: int = 20, tokens: tuple[int, ...] = (5, 6, 7)) -> VerifyRow:
+    return VerifyRow(slot, start, np.array(tokens, np.int64), 0)
+
+
 NEW = {"admits": (admit(),)}
 ROW = NEW | {"prefills": (prefill(),)}
 PICTURE = Image(0, 4, (1, 4, 4), b"", 8, 8, b"")
@@ -202,8 +209,55 @@ BAD: dict[str, tuple[Callable[[Driver], dict[str, Any]], str]] = {
     "snapshot behind": (lambda d: ROW | {"snapshots": (Snapshot(0, 21, d.file()),)}, "position must be in 1..20"),
     "sample slot": (lambda d: {"samples": samples((4,), (1,))}, "slot 4"),
     "sample of nobody": (lambda d: NEW | {"samples": samples((2,), (1,))}, "nobody was admitted to slot 2"),
+    "one token to verify": (lambda d: NEW | {"verifies": (verify(tokens=(5,)),)}, "one draft at least"),
+    "draft token id": (lambda d: NEW | {"verifies": (verify(tokens=(5, 97)),)}, "token ids in 0..96"),
+    "few pages to verify": (lambda d: NEW | {"verifies": (verify(start=30),)}, "2 pages, 3 are needed"),
+    "verify and prefill": (lambda d: ROW | {"verifies": (verify(),)}, "more than one row"),
+    "verify sampled": (
+        lambda d: NEW | {"verifies": (verify(),), "samples": samples((0,), (23,))},
+        "its verify row samples already",
+    ),
+    "verify kept": (
+        lambda d: NEW | {"verifies": (verify(),), "snapshots": (Snapshot(0, 21, d.file()),)},
+        "those of its fold",
+    ),
+    "fold of nothing": (lambda d: NEW | {"folds": (Fold(0, 1),)}, "the plan before has no verify row"),
     "from nowhere": (lambda d: NEW | {"decodes": decode(token=SAMPLED)}, "last sampled token stands at None"),
 }
+
+
+VERIFIED = NEW | {"verifies": (verify(),)}
+BAD_AFTER_VERIFY: dict[str, tuple[Callable[[Driver], dict[str, Any]], str]] = {
+    "no token": (lambda d: {"folds": (Fold(0, 0),)}, "0 tokens of a row of 3"),
+    "too many": (lambda d: {"folds": (Fold(0, 4),)}, "4 tokens of a row of 3"),
+    "twice": (lambda d: {"folds": (Fold(0, 1), Fold(0, 1))}, "the plan before has no verify row"),
+    "another slot": (lambda d: {"folds": (Fold(1, 1),)}, "the plan before has no verify row"),
+    "snapshot at start": (lambda d: {"folds": (Fold(0, 2, (FoldSnapshot(20, d.file()),)),)}, "within 21..22"),
+    "snapshot behind": (lambda d: {"folds": (Fold(0, 2, (FoldSnapshot(23, d.file()),)),)}, "within 21..22"),
+    "falling snapshots": (
+        lambda d: {"folds": (Fold(0, 2, (FoldSnapshot(22, d.file()), FoldSnapshot(21, d.file()))),)},
+        "are to rise",
+    ),
+    "short file": (lambda d: {"folds": (Fold(0, 2, (FoldSnapshot(21, d.file()[:-1]),)),)}, "different pages"),
+    "decode without fold": (lambda d: {"decodes": decode(start=21)}, "its state is at None"),
+    "decode elsewhere": (lambda d: {"folds": (Fold(0, 1),), "decodes": decode(start=22)}, "its state is at 21"),
+    "save without fold": (lambda d: {"saves": (Save(0, d.file()),)}, "its state is at None"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_AFTER_VERIFY)
+def test_after_drafts_a_slot_goes_on_from_its_fold(driver: Driver, name: str) -> None:
+    make, text = BAD_AFTER_VERIFY[name]
+    driver.checked.run(StepPlan(1, **VERIFIED))
+    with pytest.raises(ValueError, match=text):
+        driver.checked.run(StepPlan(2, **make(driver)))
+
+
+def test_a_fold_that_comes_too_late_is_refused_by_the_runner_itself(driver: Driver) -> None:
+    driver.runner.run(StepPlan(1, **VERIFIED))
+    driver.runner.run(StepPlan(2))
+    with pytest.raises(LookupError, match="the plan before it verified nothing"):
+        driver.runner.launch(StepPlan(3, folds=(Fold(0, 1),)))
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -66,12 +66,13 @@ class PlanCheck:
             self._slot_state_pages(f"restore of slot {restore.slot}", restore.slot, restore.pages)
             if restore.slot in slots:
                 slots[restore.slot] = replace(slots[restore.slot], sampled=None)
-        self._folds(plan)
+        folded = self._folds(plan)
         for save in plan.saves:
             self._slot_state_pages(f"save of slot {save.slot}", save.slot, save.pages)
         for update in plan.table_updates:
             slots[update.slot] = self._table_update(update, _slot_of(slots, update.slot, "table update"))
         ends = self._rows(plan, slots)
+        self._unfolded(plan, folded, {slot: start for slot, start, _ in ends})
         for snapshot in plan.snapshots:
             name = f"snapshot of row {snapshot.row}"
             if snapshot.row >= len(ends):
@@ -86,8 +87,8 @@ class PlanCheck:
         self._verified = {row.slot: row for row in plan.verifies}
         self._slots, self._step = slots, plan.step
 
-    def _folds(self, plan: StepPlan) -> None:
-        """A slot in which the plan before has verified drafts goes on after a fold, or begins anew."""
+    def _folds(self, plan: StepPlan) -> dict[int, int]:
+        """By slot, where the state is after the plan's folds."""
         folded = dict[int, int]()
         for fold in plan.folds:
             name, row = f"fold of slot {fold.slot}", self._verified.get(fold.slot)
@@ -101,9 +102,12 @@ class PlanCheck:
                 raise ValueError(f"{name}: snapshots at {positions}, which are to rise within {row.start + 1}..{end}")
             for snapshot in fold.snapshots:
                 self._state_pages(name, snapshot.pages)
+        return folded
+
+    def _unfolded(self, plan: StepPlan, folded: dict[int, int], begins: dict[int, int]) -> None:
+        """A slot in which the plan before has verified drafts goes on after a fold, or begins anew."""
         anew = {admit.slot for admit in plan.admits} | {restore.slot for restore in plan.restores}
-        begins = {slot: start for slot, start, _, _ in plan.decodes} | {row.slot: row.start for row in plan.long_rows}
-        begins |= {save.slot: folded.get(save.slot, -1) for save in plan.saves}
+        begins = begins | {save.slot: folded.get(save.slot, -1) for save in plan.saves}
         for slot in self._verified.keys() & begins.keys() - anew:
             if folded.get(slot) != begins[slot]:
                 raise ValueError(f"slot {slot}: its state is at {folded.get(slot)}, and goes on at {begins[slot]}")
