@@ -31,8 +31,11 @@ def test_requests_wait_for_no_compiler(family, form, checkpoint_dtype, made_mode
     rng = np.random.default_rng(0)
     prompt = rng.integers(5, 300, 600)
     prompts = [prompt[:400], prompt[:400], np.concatenate([prompt[:300], prompt[500:]]), prompt, prompt[:3]]
+    prompts.append(prompt[:9])
     for number, tokens in enumerate(prompts):
         options = {"temperature": float(number % 2), "logprobs": 2 * (number % 2), "presence_penalty": number / 4}
+        if number == 5:
+            options = {"temperature": 0.0, "allowed_token_ids": [7]}  # an answer that can be drafted
         core.submit(
             generate_request(
                 request_id=str(number), prompt=tokens.astype("<i8").tobytes(), seed=1, max_tokens=70, **options
@@ -43,5 +46,6 @@ def test_requests_wait_for_no_compiler(family, form, checkpoint_dtype, made_mode
                 core.step()
     while core.has_work:
         core.step()
+    assert core.stats().spec_decode.num_drafts > 0
     core.close()
     assert late == []

@@ -10,6 +10,8 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
 from cairn.kernels.cpu.graphs import LoopSequence
 from cairn.runner.runner import Runner
+from cairn.scheduler.speculation import SpeculativeConfig
+from doubles.drafters import KnowingDrafter
 from doubles.engine_requests import generate_request
 from tiers import first_of
 
@@ -49,14 +51,17 @@ class Twin:
         states = [part[:-1] for layer in runner._live.recurrent for part in (layer.conv, layer.state)]
         return [runner.pool, *states, runner._live.hidden[:-1], runner._slot_tensors.last_tokens[:-1]]
 
-    def repeats(self):
-        """What repeats the steps that have been recorded."""
-        return [each.replay for each in self.runner._graphs._passes.values() if each.replay is not None]
+    def repeats(self, kind="replay"):
+        """What repeats the steps, or the folds, that have been recorded."""
+        passes = [getattr(each, kind) for each in self.runner._graphs._passes.values()]
+        return [each for each in passes if each is not None]
 
-    def spoil(self):
-        """What passes have allocated is rubbish from one step to the next."""
-        for block in self.runner._graphs._recorder._memory._blocks:
-            block.fill(0xFF)
+    def spoil(self, folded=True):
+        """What passes have allocated is rubbish from one step to the next, but for what the next fold reads. `folded`:
+        there is none."""
+        for recorder in [self.runner._graphs._fold_recorder, *[self.runner._graphs._recorder] * folded]:
+            for block in recorder._memory._blocks:
+                block.fill(0xFF)
 
 
 def traffic(seed=0):
@@ -106,12 +111,13 @@ def test_a_repeated_step_leaves_the_bits_of_one_that_is_computed(family, form, m
 
 def check_addresses(twin):
     """All that loops point to is there: tensors, and memory of passes."""
-    blocks = twin.runner._graphs._recorder._memory._blocks
+    graphs = twin.runner._graphs
+    blocks = [*graphs._recorder._memory._blocks, *graphs._fold_recorder._memory._blocks]
     places = [(block.ctypes.data, block.nbytes) for block in blocks]
     storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     places = np.array(sorted(places + [(each.data_ptr(), each.nbytes()) for each in storages]))
     pointers = 0
-    for repeat in twin.repeats():
+    for repeat in twin.repeats() + twin.repeats("fold"):
         for loops in repeat._operations:
             if isinstance(loops, LoopSequence):
                 firsts = (loops._table[:, 1] - loops._arguments.ctypes.data) // 8
@@ -124,3 +130,56 @@ def check_addresses(twin):
                         assert address < places[: index + 1].sum(axis=1).max(), (code.name, address)
                         pointers += 1
     assert pointers > 100
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    first_of([("qwen3_5", "bfloat16"), ("nemotron_h", "int8"), ("lfm2", "float32")], FAMILIES, FORMS),
+)
+def test_repeated_verify_passes_and_folds_leave_the_bits_of_those_that_are_computed(family, form, made_model):
+    """Chains of one to eight drafts, none, some or all of them right, over ends of pages and parts of attention; other
+    requests come in between, whose steps are none of these."""
+    folder, prompts = made_model(family), [list(range(20, 70)), list(range(30, 530))]
+    plain = Twin(folder, form, speculative=NONE)
+    answers = {}
+    for number, prompt in enumerate(prompts):
+        plain.submit(str(number), prompt, 90, temperature=0.0)
+        answers[str(number)] = [token for _, tokens in run_alone(plain) for token in tokens]
+    recorded, eager = Twin(folder, form), Twin(folder, form, enforce_eager=True)
+    drafters = []
+    for twin in (recorded, eager):
+        drafters.append(Varying(answers, 8, lambda proposal: [99, 3, 0, 99, 1][proposal % 5], 300))
+        twin.core._scheduler.state.drafting.drafter = drafters[-1]
+    num_steps = 0
+    for number, prompt in enumerate(prompts):
+        for twin in (recorded, eager):
+            twin.submit(str(number), prompt, 90, temperature=0.0)
+        while recorded.core.has_work:
+            num_steps += 1
+            if num_steps in (20, 45):
+                for twin in (recorded, eager):
+                    twin.submit(f"other {num_steps}", prompt[:40], 6, temperature=0.0)
+            recorded.spoil(folded=not recorded.core._scheduler.state.drafting.pending_folds)
+            assert recorded.step() == eager.step(), num_steps
+            for found, wanted in zip(recorded.memory(), eager.memory(), strict=True):
+                assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), num_steps
+    assert drafters[0].records == drafters[1].records and len(drafters[0].records) > 40
+    assert len(recorded.repeats("fold")) == 8 and not eager.repeats("fold")
+    check_addresses(recorded)
+
+
+NONE = SpeculativeConfig(method="none")
+
+
+def run_alone(twin):
+    outputs = []
+    while twin.core.has_work:
+        outputs += twin.step()
+    return outputs
+
+
+class Varying(KnowingDrafter):
+    """Drafts one token, then two, and so on."""
+
+    def propose(self, request, most, num_decodes):
+        return super().propose(request, min(most, 1 + self._proposals % 8), num_decodes)
