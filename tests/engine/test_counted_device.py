@@ -18,7 +18,7 @@ from cairn.kernels import staging
 from cairn.layers.process_ranks import ProcessRank
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.registry import open_model
-from cairn.runner.decode_graphs import DecodeGraphs
+from cairn.runner.decode_graphs import DecodeGraphs, PassShape
 from cairn.runner.runner import Runner
 from cairn.scheduler.request import Spec
 from cairn.types import RequestId, SamplingParams
@@ -248,11 +248,11 @@ class LaunchedAnew:
 def test_a_step_that_ranks_replay_is_one_copy_in_and_one_out(made_model, monkeypatch):
     """By all of them or by none, with the same number of rows. The CPU's kernels take their lengths from the host, as
     no graph's do, so of the pass only its sums are made."""
-    replayed: list[list[int]] = [[], []]
+    replayed: list[list[PassShape]] = [[], []]
 
-    def make_sums(graphs, size, *_):
+    def make_sums(graphs, shape, *_):
         communicator = graphs._model.communicator
-        replayed[communicator.rank].append(size)
+        replayed[communicator.rank].append(shape)
         graphs._hidden.copy_(communicator.all_reduce(graphs._hidden.clone()) * 0.5)
 
     loaded = SeveralRanks(open_model(made_model("qwen3_5")), host=False)
@@ -263,13 +263,13 @@ def test_a_step_that_ranks_replay_is_one_copy_in_and_one_out(made_model, monkeyp
     with monkeypatch.context() as patches:
         patches.setattr(kernels, "build_metadata", lambda host, staging: None)
         engine.runner._on_all(lambda runner: runner.capture_graphs(LaunchedAnew(), (2, 4), 1000, lambda size: None))
-    assert kernels.build_metadata is build_metadata and replayed == [[4, 2]] * 2
+    assert kernels.build_metadata is build_metadata and replayed == [[PassShape(4), PassShape(2)]] * 2
     calls = [len(group.calls) for group in loaded.groups]
     engine._copies.take()
     for name, fields in PLAIN.items():
         engine.add(name, TEXT[:70], **fields)
     engine.run_all()
-    assert replayed[0] == replayed[1] and set(replayed[0][2:]) == {2, 4} and len(replayed[0]) > 8
+    assert replayed[0] == replayed[1] and set(replayed[0][2:]) == {PassShape(2), PassShape(4)} and len(replayed[0]) > 8
     assert len(replayed[0]) - 2 < engine.runner.forward_passes, "prefill is replayed"
     assert all(ins == 2 * plans and outs <= 2 * 2 for plans, ins, outs in engine.copies)
     assert sum(outs for *_, outs in engine.copies) <= 2 * engine.runner.steps

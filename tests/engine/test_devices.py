@@ -31,7 +31,7 @@ from cairn.kernels.staging import Readback
 from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.registry import open_model
-from cairn.runner.decode_graphs import DecodeGraphs
+from cairn.runner.decode_graphs import DecodeGraphs, PassShape
 from cairn.runner.runner import Runner, slot_bytes
 from cairn.runner.vision import open_vision
 from cairn.step import DecodeRows, StepPlan
@@ -505,9 +505,9 @@ def test_ranks_meet_before_and_after_every_graph(tiny_model):
     ]
     slots = np.zeros(1, np.int32)
     plan = StepPlan(1, decodes=DecodeRows(slots, slots, np.zeros(1, np.int64), slots))
-    assert runner._graphs.size_for(plan) == 2
+    assert runner._graphs.shape_for(plan) == PassShape(2)
     runner.close()
-    assert runner._graphs.size_for(plan) is None
+    assert runner._graphs.shape_for(plan) is None
 
 
 @pytest.mark.parametrize(

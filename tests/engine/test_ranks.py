@@ -41,13 +41,15 @@ from cairn.kernels.staging import Staging
 from cairn.models.registry import open_model
 from cairn.runner.batch_builder import MOST_STOP_TOKENS
 from cairn.runner.contract import StepRunner
-from cairn.runner.decode_graphs import DecodeGraphs
+from cairn.runner.decode_graphs import DecodeGraphs, PassShape
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Runner
 from cairn.step import (
     SAMPLED,
     Admit,
     DecodeRows,
+    Fold,
+    FoldSnapshot,
     Image,
     PageCopy,
     PrefillRow,
@@ -58,6 +60,7 @@ from cairn.step import (
     Snapshot,
     StepPlan,
     TableUpdate,
+    VerifyRow,
 )
 from cairn.types import SamplingParams
 from doubles.hand_plans import PlanWriter, SampleOnly, WholeRow
@@ -93,9 +96,11 @@ FULL_PLAN = StepPlan(
     ),
     copies=(PageCopy(3, 9), PageCopy(0, 1)),
     restores=(Restore(2, pages(4, 5, 6)),),
+    folds=(Fold(3, 2, (FoldSnapshot(8, pages(11, 12, 13)),)), Fold(0, 1)),
     saves=(Save(1, pages(7, 8, 99)),),
     table_updates=(TableUpdate(1, 1, 7, pages(4, 5)),),
     decodes=DecodeRows(pages(1, 3), pages(5, 9), np.array([SAMPLED, 77]), pages(0, 12)),
+    verifies=(VerifyRow(4, 30, np.array([7, 8, 9]), 3, 40),),
     prefills=(
         PrefillRow(0, 64, PROMPT[64:], 70),
         PrefillRow(2, 0, -PROMPT[:3], 0, Score(PROMPT[1:4], 5)),
@@ -204,15 +209,16 @@ def test_all_ranks_replay_a_step_or_none(tiny_model, monkeypatch, num_stop_token
     found = []
     for plan in plans:
         told = (plan, through(follower_plan(plan)))
-        found.append([runner._graphs.size_for(each) for runner, each in zip(runners, told, strict=True)])
+        found.append([runner._graphs.shape_for(each) for runner, each in zip(runners, told, strict=True)])
         for runner, each in zip(runners, told, strict=True):
             staging = Staging()
             write = runner._slot_tensors.stage_updates(each, staging)
             staging.send(torch.device("cpu"))
             with torch.inference_mode():
                 write()
-    replayed = 2 if num_stop_tokens <= MOST_STOP_TOKENS else None
-    assert found == [[size] * 2 for size in (2, replayed, replayed, replayed, None, None, None)]
+    two_rows = PassShape(2)
+    replayed = two_rows if num_stop_tokens <= MOST_STOP_TOKENS else None
+    assert found == [[shape] * 2 for shape in (two_rows, replayed, replayed, replayed, None, None, None)]
 
 
 def test_a_configuration_comes_through_whole():

@@ -154,13 +154,14 @@ def test_logprobs_are_the_softmax_of_what_was_sampled_from(tiny_model):
     outputs = engine.ask(TEXT[:70], logprobs=5, temperature=0.7, logit_bias={7: 50.0}, top_k=3)
     place = len(TEXT[:70])
     for output in outputs:
-        ((rank, ((token, value), *best)),) = output.logprobs
-        assert [token] == output.token_ids
-        truth = engine.logits[1, place].double().log_softmax(-1)
-        assert value == pytest.approx(truth[token].item(), abs=1e-4)
-        order = truth.argsort(descending=True).tolist()
-        assert [other for other, _ in best] == order[:5] and order[rank - 1] == token
-        place += 1
+        assert len(output.token_ids) == len(output.logprobs)
+        for sampled, (rank, ((token, value), *best)) in zip(output.token_ids, output.logprobs, strict=True):
+            assert token == sampled
+            truth = engine.logits[1, place].double().log_softmax(-1)
+            assert value == pytest.approx(truth[token].item(), abs=1e-4)
+            order = truth.argsort(descending=True).tolist()
+            assert [other for other, _ in best] == order[:5] and order[rank - 1] == token
+            place += 1
 
 
 def test_log_probabilities_of_listed_tokens(tiny_model):

@@ -9,6 +9,7 @@ from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.thinking import ThinkingConstraint
 from cairn.errors import InvalidRequest
 from cairn.scheduler.preempt import preempt
+from cairn.scheduler.speculation import SpeculativeConfig
 from doubles.engine_requests import NEVER, generate_request
 from tiers import more
 
@@ -125,9 +126,9 @@ def test_drafts_that_were_looked_at_and_did_not_come_leave_no_trace(ahead):
 class Engine:
     """A core of the tiny model, turned by hand."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **options):
         config = {"kv_cache_memory_bytes": 8 << 20, "max_num_seqs": 4, "exact": True}
-        self.core = build_core(EngineConfig(model=str(folder), **config))
+        self.core = build_core(EngineConfig(model=str(folder), **config, **options))
         self.outputs = {}
 
     def submit(self, name, prompt, **fields):
@@ -181,6 +182,7 @@ def test_what_follows_is_what_follows_a_prompt_that_ends_so(tiny_model, truth, n
         engine.submit(f"{name} beside", PROMPT[:70], seed=9)
         engine.run()
         assert [engine.answer(name, index) for index in (0, 1)] == [truth[1], truth[2]]
+    engine = Engine(tiny_model, speculative=SpeculativeConfig(method="none"))
     for steps in (1, 3, 12, 16):
         engine.submit("preempted", PROMPT, thinking=thinking)
         for _ in range(steps):

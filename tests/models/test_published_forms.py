@@ -124,7 +124,8 @@ def test_a_text_model_under_the_names_of_one_that_sees(name: str, tied: bool, tm
     assert report.ok and report.accounting.num_ignored == 2
     found, wanted = served(tmp_path), truth(tmp_path)
     assert wanted.std() > 0.05
-    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)
+    # a tied output's logits are large, and so are their roundings
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=2e-5)
     assert len(open_model(tmp_path).transfer_facts()["weights"]) == 64
 
 

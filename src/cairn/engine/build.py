@@ -285,9 +285,10 @@ def make_drafter(config: EngineConfig, device: Device) -> Drafter | None:
     """What drafts as --speculative-config says; None for nothing. `auto` looks up on the CPU, whose kernels verify.
     Raises ConfigError for a method that the device has no kernels for; weights need not have been read for it."""
     asked = config.speculative
-    if asked.method == "none" or (asked.method == "auto" and device.backend is not None):
+    verifies = device.backend is None and device.max_in_flight == 1
+    if asked.method == "none" or (asked.method == "auto" and not verifies):
         return None
-    if device.backend is not None:
+    if not verifies:
         raise ConfigError(
             f"--speculative-config: method: {asked.method!r} not with --device cuda yet, which auto is where there is "
             "a GPU: its kernels verify no drafts; leave it out, or serve with --device cpu"

@@ -20,7 +20,7 @@ snapshots: a decode has one token, and the state after it is what its slot has w
 
 With several ranks the sums among them are in the graph. NCCL wants a graph recorded by all of them together and
 replayed by all or none: each records the same sizes in the same order, and whether a step is replayed, and padded to
-which size, follows from its plan and from plans before it, which are the same for all (`size_for`).
+which size, follows from its plan and from plans before it, which are the same for all (`shape_for`).
 """
 
 from bisect import bisect_left
