@@ -15,6 +15,8 @@ class KnowingDrafter:
     """Drafts `num_drafts` tokens of answers that are known beforehand, by request id; after as many as `num_right` says
     of the n-th proposal come tokens that are not. Proposes nothing for whom it does not know."""
 
+    max_decodes = 1 << 31
+
     def __init__(self, answers: Mapping[str, list[int]], num_drafts: int, num_right: Pattern, vocab_size: int) -> None:
         self._answers, self._num_drafts, self._num_right = answers, num_drafts, num_right
         self._vocab_size = vocab_size

@@ -280,6 +280,19 @@ def test_a_drafter_is_told_how_long_steps_of_decodes_take():
     assert driver.scheduler.state.drafting.drafter.steps == [(1, 4, 0.25), (1, 4, 0.5)]
 
 
+def test_in_steps_of_many_sequences_nobody_is_asked_for_drafts():
+    prompts = {str(i): tuple(range(i, i + 40)) for i in range(4)}
+    driver = drafted({name: alone(prompt, False, max_tokens=20) for name, prompt in prompts.items()})
+    drafter = driver.scheduler.state.drafting.drafter
+    drafter.max_decodes = 3
+    for name, prompt in prompts.items():
+        driver.submit(prompt, max_tokens=12 if name == "0" else 20, name=name)
+    driver.run()
+    sizes = [(len(plan.decodes), len(plan.verifies)) for plan in driver.plans]
+    assert (4, 0) in sizes and (0, 3) in sizes
+    assert not any(verifies for decodes, verifies in sizes if decodes + verifies > 3)
+
+
 def test_drafts_want_one_plan_out_at_a_time():
     with pytest.raises(ValueError, match="one plan out"):
         drafted({}, max_in_flight=2)

@@ -1,5 +1,7 @@
 """The next tokens of the requests that run already: a decode row, or a prefill chunk."""
 
+import numpy as np
+
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.preempt import make_room
 from cairn.scheduler.request import Phase, Request
@@ -23,7 +25,7 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     preemptions, enough, table = state.counters.preemptions, True, state.slots
     running, slots = list(state.running), state.running.slots
     plain = table.num_scheduled[slots] < table.plain_until[slots]
-    drafts = propose_drafts(state, builder, running)
+    drafts = propose_drafts(state, builder, running, int(np.count_nonzero(plain)))
     plain[list(drafts)] = False
     num_before = 0  # of those that are not plain
     for index in (~plain).nonzero()[0].tolist():

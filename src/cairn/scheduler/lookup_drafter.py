@@ -109,6 +109,7 @@ class LookupDrafter:
         max_answer_tokens: int = 1 << 15,
         max_namespaces: int = 64,
     ) -> None:
+        self.max_decodes = max_decodes
         self._config = config
         self._all_sources = config.method in ("auto", "suffix")
         self._cost = cost or MeasuredCost()

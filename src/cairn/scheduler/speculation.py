@@ -75,7 +75,10 @@ def _refusal(name: str, text: str) -> ConfigError:
 
 
 class Drafter(Protocol):
-    """Proposes tokens, and learns from what becomes of them. Used by the scheduler's thread alone."""
+    """Proposes tokens, and learns from what becomes of them. Used by the scheduler's thread alone. `max_decodes`: in a
+    step with more sequences that decode it is not asked."""
+
+    max_decodes: int
 
     def propose(self, request: "Request", most: int, num_decodes: int) -> Keys:
         """Tokens that may follow the request's prompt and output, int64 [n] with n <= `most`; none where drafting does

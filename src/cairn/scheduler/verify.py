@@ -20,11 +20,17 @@ MAX_STEP_DRAFTS = 64
 """Draft tokens of one step: each has a row of logits."""
 
 
-def propose_drafts(state: SchedulerState, builder: PlanBuilder, running: Sequence[Request]) -> Mapping[int, Keys]:
-    """Drafts for running requests that have nothing but their newest token to compute, by their place in `running`."""
-    if state.drafting.drafter is None:
+def propose_drafts(
+    state: SchedulerState, builder: PlanBuilder, running: Sequence[Request], num_plain: int
+) -> Mapping[int, Keys]:
+    """Drafts for running requests that have nothing but their newest token to compute, by their place in `running`.
+    `num_plain`: of them, whose decodes are plain; where these are too many nobody else is looked at."""
+    drafter = state.drafting.drafter
+    if drafter is None or num_plain > drafter.max_decodes:
         return {}
     decoding = [index for index, request in enumerate(running) if request.num_scheduled >= request.prefill_until]
+    if len(decoding) > drafter.max_decodes:
+        return {}
     left = min(MAX_STEP_DRAFTS, builder.budget - len(running))
     drafts = dict[int, Keys]()
     for index in decoding:
@@ -35,7 +41,7 @@ def propose_drafts(state: SchedulerState, builder: PlanBuilder, running: Sequenc
         most = min(left, request.num_prompt_tokens + request.spec.max_tokens - request.num_tokens - 1)
         if most < 1:
             continue
-        tokens = state.drafting.drafter.propose(request, most, len(decoding))
+        tokens = drafter.propose(request, most, len(decoding))
         if len(tokens):
             drafts[index] = tokens
             left -= len(tokens)
