@@ -13,7 +13,7 @@ from cairn.errors import ConfigError
 from cairn.kernels import exact
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.layers.linear import Linear
-from cairn.runner import runner
+from cairn.runner.row_independence import check_row_independence
 from cairn.runner.runner import Runner
 from cairn.step import (
     SAMPLED,
@@ -344,9 +344,9 @@ def test_exact_mode_is_for_float32_only() -> None:
 def test_the_self_test_names_the_shape_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "find_dependent_height", lambda _, bias, generator: 64 if bias is None else None)
     biased = Linear(exact, torch.randn(24, 32), torch.randn(24), (24, 32))
-    assert runner.check_row_independence([biased, biased]) == 1
+    assert check_row_independence([biased, biased]) == 1
     with pytest.raises(ConfigError, match=r"products of 64 rows with a weight of shape \[24, 32\]"):
-        runner.check_row_independence([biased, replace(biased, bias=None)])
+        check_row_independence([biased, replace(biased, bias=None)])
 
 
 def test_the_draw_does_not_depend_on_the_batch(driver: Driver) -> None:

@@ -5,10 +5,9 @@ Where the model is cut among ranks, each has a runner of its own, and all of the
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import numpy as np
 import torch
@@ -16,13 +15,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
-from cairn.errors import ConfigError
-from cairn.kernels.contract import ExactKernels, Graphs, Kernels
+from cairn.kernels.contract import Graphs, Kernels
 from cairn.kernels.operations import operations_of
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.sampling.sampler import SampledRows
 from cairn.kernels.staging import StagedArray, Staging, StepBuffers
-from cairn.layers.linear import Linear
 from cairn.layers.memory import FoldLayer, MemorySpec, PagedLayer, RecurrentLayer
 from cairn.layers.model import Model
 from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors
@@ -33,17 +30,10 @@ from cairn.runner.input_batch import InputBatch
 from cairn.runner.launched_step import LaunchedStep, StepInputs
 from cairn.runner.logprobs import SampledLogprobs
 from cairn.runner.memory import LiveStates, PoolPopulation, allocate_pool, explain_step_memory, paged_layers
-from cairn.runner.verification import (
-    DraftVerifier,
-    FoldBatch,
-    KeptInputs,
-    Observe,
-    pad_verified,
-    unpad_verified,
-    verified_records,
-)
+from cairn.runner.row_independence import check_row_independence
+from cairn.runner.verification import DraftVerifier, FoldBatch, KeptInputs, Observe
 from cairn.runner.vision import MultimodalInputs, VisionEncoder, multimodal_inputs
-from cairn.step import Logprobs, StepPlan, StepResult, TokenMasks, VerifiedTokens, VerifyRow
+from cairn.step import StepPlan, StepResult, TokenMasks
 
 __all__ = ["Observe", "Runner"]
 
@@ -131,7 +121,7 @@ class Runner(StepRunner):
         self._input_batch = InputBatch(num_slots)
         self._sampled: tuple[tuple[int, bytes], tuple[SampledRows, list[int | None] | None]] | None = None
         self._counts = model.kernels.token_counts(num_slots, model.vocab_size, model.spec.device)
-        self._verifier = DraftVerifier(model.kernels, model.vocab_size, self._counts, self._input_batch, observe)
+        self._verifier = DraftVerifier(model, self._counts, self._input_batch, observe)
         self._kept: KeptInputs | None = None
         self._population: PoolPopulation | None = None
         self._launched: deque[LaunchedStep] = deque()
@@ -372,20 +362,10 @@ class Runner(StepRunner):
         if logits is None:
             return None
         if verifies:
-            step.verified = self._verify(verifies, logits[len(samples) :], masks)
+            step.verified = self._verifier.verify(verifies, logits[len(samples) :], masks)
         if not len(samples):
             return None
         return self._sample(step, logits[: len(samples)] if verifies else logits, masks)
-
-    def _verify(self, verifies: Sequence[VerifyRow], logits: Tensor, masks: TokenMasks) -> tuple[VerifiedTokens, ...]:
-        is_first, logprobs = self._model.communicator.rank == 0, list[Logprobs | None]([None] * len(verifies))
-        verified = self._verifier.verify(verifies, logits, masks) if is_first else [[] for _ in verifies]
-        if self._model.communicator.size > 1:
-            padded = torch.tensor(pad_verified(verifies, verified), dtype=torch.int64, device=logits.device)
-            verified = unpad_verified(verifies, self._model.communicator.broadcast(padded).tolist())
-        if is_first:
-            logprobs = self._verifier.logprobs(verifies, verified, logits)
-        return verified_records(verifies, verified, logprobs)
 
     def _sample(self, step: LaunchedStep, logits: Tensor, masks: TokenMasks) -> Tensor:
         samples, sampler, metadata = step.plan.samples, step.sampler, list[SamplingMetadata]()
@@ -429,29 +409,3 @@ def slot_bytes(spec: MemorySpec, layout: CacheLayout, num_pages: int, max_model_
     slot.reserve_stop_tokens(MOST_STOP_TOKENS)
     tensors = (*LiveStates(replace(spec, device=nowhere), 0).tensors, *slot.tensors)
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-
-
-def check_row_independence(linears: Iterable[Linear], seed: int = 0) -> int:
-    """Check that a row has the same bits wherever it stands in a product, and beside whatever other rows. Exact mode
-    rests on it, and on the CPU it is a property of the library, the processor and the number of threads. Returns the
-    number of weight shapes.
-
-    Raises ConfigError that names the shape whose rows depend on their place or on their neighbours.
-    """
-    by_shape = {(linear.shape, linear.bias is None): linear for linear in linears}
-    generator = torch.Generator().manual_seed(seed)
-    with torch.inference_mode():
-        for linear in by_shape.values():
-            kernels = cast(ExactKernels, linear.kernels)
-            height = kernels.find_dependent_height(linear.weight, linear.bias, generator)
-            if height is not None:
-                product = f"--exact: products of {height} rows with a weight of shape {list(linear.shape)}"
-                raise ConfigError(f"{product} give a row other bits at another place in the batch {_where(linear)}")
-    return len(by_shape)
-
-
-def _where(linear: Linear) -> str:
-    if linear.weight.device.type == "cuda":
-        return f"on {torch.cuda.get_device_name(linear.weight.device)}; run without --exact, or with --device cpu"
-    threads = torch.get_num_threads()
-    return f"on this machine with {threads} threads; run without --exact, or with OMP_NUM_THREADS=1 if there are more"

@@ -21,6 +21,7 @@ from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.kernels.sampling.sampler import has_processors
 from cairn.kernels.staging import Staging
 from cairn.layers.memory import FoldLayer, Memory
+from cairn.layers.model import Model
 from cairn.runner.input_batch import InputBatch
 from cairn.runner.logprobs import SampledLogprobs
 from cairn.step import Fold, Logprobs, TokenMask, TokenMasks, VerifiedTokens, VerifyRow
@@ -149,14 +150,28 @@ class DraftVerifier:
     temperature: its number is that of its position. So a draft is right if it is that token, and drafts change no
     answer, nor its distribution."""
 
-    def __init__(
-        self, kernels: Kernels, vocab_size: int, counts: TokenCounts, inputs: InputBatch, observe: Observe | None
-    ) -> None:
-        self._kernels, self._vocab_size, self._counts = kernels, vocab_size, counts
-        self._inputs, self._observe = inputs, observe
+    def __init__(self, model: Model, counts: TokenCounts, inputs: InputBatch, observe: Observe | None) -> None:
+        """`observe`: on rank 0 alone, which samples."""
+        self._kernels, self._vocab_size, self._communicator = model.kernels, model.vocab_size, model.communicator
+        self._counts, self._inputs, self._observe = counts, inputs, observe
 
-    def verify(self, verifies: Sequence[VerifyRow], logits: Tensor, masks: TokenMasks) -> list[list[int]]:
-        """The tokens after each row, one more than its right drafts. `logits`: float32 [tokens of the rows, vocab]."""
+    def verify(self, verifies: Sequence[VerifyRow], logits: Tensor, masks: TokenMasks) -> tuple[VerifiedTokens, ...]:
+        """What each row gives. `logits`: float32 [tokens of the rows, vocab]. All ranks take part."""
+        logprobs = list[Logprobs | None]([None] * len(verifies))
+        verified: list[list[int]] = [[] for _ in verifies]
+        if self._communicator.rank == 0:
+            verified = self._sample(verifies, logits, masks)
+            logprobs = self._logprobs(verifies, verified, logits)
+        if self._communicator.size > 1:
+            padded = torch.tensor(_pad(verifies, verified), dtype=torch.int64, device=logits.device)
+            verified = _unpad(verifies, self._communicator.broadcast(padded).tolist())
+        return tuple(
+            VerifiedTokens(row.slot, tuple(tokens), each)
+            for row, tokens, each in zip(verifies, verified, logprobs, strict=True)
+        )
+
+    def _sample(self, verifies: Sequence[VerifyRow], logits: Tensor, masks: TokenMasks) -> list[list[int]]:
+        """The tokens after each row, one more than its right drafts."""
         params = [self._inputs.admit(row.slot).sampling for row in verifies]
         has_bans = any(row.start + 1 < row.min_tokens_until for row in verifies)
         has_masks = any(row.slot in masks for row in verifies)
@@ -205,7 +220,7 @@ class DraftVerifier:
         mask: TokenMask | None = masks[row.slot][len(sampled)] if row.slot in masks else None
         return self._inputs.metadata_of(row.slot, position, mask, position < row.min_tokens_until, sampled)
 
-    def logprobs(
+    def _logprobs(
         self, verifies: Sequence[VerifyRow], verified: Sequence[Sequence[int]], logits: Tensor
     ) -> list[Logprobs | None]:
         """Of the tokens of each row, None where they were not asked for."""
@@ -246,17 +261,7 @@ def _join(parts: Sequence[Logprobs]) -> Logprobs | None:
     return Logprobs(*(np.concatenate(column) for column in columns))
 
 
-def verified_records(
-    verifies: Sequence[VerifyRow], tokens: Sequence[Sequence[int]], logprobs: Sequence[Logprobs | None]
-) -> tuple[VerifiedTokens, ...]:
-    """What the step's result says of its verify rows."""
-    return tuple(
-        VerifiedTokens(row.slot, tuple(sampled), each)
-        for row, sampled, each in zip(verifies, tokens, logprobs, strict=True)
-    )
-
-
-def pad_verified(verifies: Sequence[VerifyRow], verified: Sequence[Sequence[int]]) -> list[int]:
+def _pad(verifies: Sequence[VerifyRow], verified: Sequence[Sequence[int]]) -> list[int]:
     """The tokens of all rows in places of their own, so many as the rows have tokens; -1 in the others."""
     return list(
         chain.from_iterable(
@@ -265,8 +270,8 @@ def pad_verified(verifies: Sequence[VerifyRow], verified: Sequence[Sequence[int]
     )
 
 
-def unpad_verified(verifies: Sequence[VerifyRow], padded: Sequence[int]) -> list[list[int]]:
-    """The reverse of `pad_verified`."""
+def _unpad(verifies: Sequence[VerifyRow], padded: Sequence[int]) -> list[list[int]]:
+    """The reverse of `_pad`."""
     firsts = np.cumsum([0, *(len(row.tokens) for row in verifies)]).tolist()
     return [
         [token for token in padded[first : first + len(row.tokens)] if token >= 0]
