@@ -14,7 +14,9 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, Pixels
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
+from cairn.scheduler.speculation import SpeculativeConfig
 from cairn.types import SamplingParams
+from doubles.drafters import KnowingDrafter
 from doubles.engine_requests import generate_request
 from tiers import first_of
 
@@ -302,6 +304,23 @@ def test_cached_is_uncached_bit_for_bit_in_exact_mode(tiny_vl_model):
         assert tokens == expected and torch.equal(own, theirs)
         hits += report.cached_tokens > 0
     assert hits == 4
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_drafts_after_images_change_nothing(tiny_vl_model, enforce_eager):
+    """A row after images has three positions of its own, also where it verifies drafts: recorded passes and others."""
+    parts = [image(96, 64, seed=3), text(LONG), image(64, 96, seed=4), text("and what is this?")]
+    options = {"exact": True, "enforce_eager": enforce_eager}
+    plain = Asker(tiny_vl_model, speculative=SpeculativeConfig(method="none"), **options)
+    expected, _, wanted = plain.ask(*parts, max_tokens=24)
+    drafted = Asker(tiny_vl_model, **options)
+    drafter = KnowingDrafter({}, 5, lambda proposal: [99, 2, 0][proposal % 3], 3000)
+    drafted.core._scheduler.state.drafting.drafter = drafter
+    for number in range(3):
+        drafter._answers[str(number)] = expected
+        tokens, _, found = drafted.ask(*parts, max_tokens=24)
+        assert tokens == expected and torch.equal(found, wanted)
+    assert sum(accepted for _, _, accepted in drafter.records) > 20
 
 
 @pytest.mark.long
