@@ -86,18 +86,25 @@ def test_the_same_where_there_are_many_places(tokens, least):
 @settings(max_examples=200, deadline=None)
 def test_drafts_are_what_followed(prompt, output):
     request, tokens = make_request(prompt, output), [*prompt, *output]
-    drafts = drafter("ngram", prompt_lookup_min=2, prompt_lookup_max=8).propose(request, 5, 1).tolist()
+    drafts = drafter("ngram", prompt_lookup_min=2, prompt_lookup_max=8).propose(request, 4, 1).tolist()
     match = naive_match(tokens, tokens[-8:], 2)
     if match is None:
         assert drafts == []
         return
-    expected = [tokens[match[0] + i % (len(tokens) - match[0])] for i in range(5)]
-    wrong = next((i for i, token in enumerate(expected) if token < 0), 5)
+    expected = [tokens[match[0] + i % (len(tokens) - match[0])] for i in range(4)]
+    wrong = next((i for i, token in enumerate(expected) if token < 0), 4)
     assert drafts == expected[:wrong] and drafts
 
 
 def test_what_overlaps_its_end_goes_on_with_itself():
-    assert drafter().propose(make_request([5, 1, 2, 3, 1, 2, 3]), 7, 1).tolist() == [1, 2, 3, 1, 2, 3, 1]
+    assert drafter().propose(make_request([5, 1, 2, 3, 1, 2, 3]), 8, 1).tolist() == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_few_numbers_of_drafts_are_proposed():
+    """A verify pass is recorded for each of them."""
+    request = make_request([1, 2, 3] * 20)
+    numbers = {len(drafter(num_speculative_tokens=32).propose(request, most, 1)) for most in range(1, 33)}
+    assert numbers == {1, 2, 3, 4, 6, 8, 12, 16, 24, 32}
 
 
 def test_what_stands_for_images_is_matched_and_never_drafted():
@@ -269,7 +276,7 @@ def test_a_verification_that_costs_more_is_not_asked_for():
 
 def test_no_more_is_drafted_than_may_be():
     request = make_request([1, 2, 3] * 4)
-    assert [len(drafter().propose(request, most, 1)) for most in (0, 1, 5, 100)] == [0, 1, 5, 16]
+    assert [len(drafter().propose(request, most, 1)) for most in (0, 1, 5, 100)] == [0, 1, 4, 16]
     assert drafter(num_speculative_tokens=3).propose(request, 100, 1).size == 3
 
 

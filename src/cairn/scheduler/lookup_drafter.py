@@ -7,6 +7,8 @@ Sources are the request's own tokens, its prediction, and recent answers of its 
 each proposal, by numpy: there is no index that could be out of date.
 """
 
+from bisect import bisect_right
+
 import numpy as np
 
 from cairn.cache.sequence_blocks import Namespace
@@ -21,6 +23,9 @@ _NOTHING.flags.writeable = False
 
 _BREAK = np.array([np.iinfo(np.int64).min])
 """Between the texts of one source: no token."""
+
+_COUNTS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Drafts are as many as this: of each number a pass is recorded, which takes longer than many that are repeated."""
 
 _MOST_TOKENS = 1 << 14
 _MOST_PLACES = 1024
@@ -128,7 +133,8 @@ class LookupDrafter:
         following, matched = match
         drafts = following[: self._depth.choose(request, matched, most, num_decodes)]
         wrong = np.flatnonzero(drafts < 0)
-        return drafts[: wrong[0]] if len(wrong) else drafts
+        num_drafts = int(wrong[0]) if len(wrong) else len(drafts)
+        return drafts[: _COUNTS[bisect_right(_COUNTS, num_drafts) - 1]]
 
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """See `Drafter`."""
