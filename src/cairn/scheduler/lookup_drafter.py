@@ -7,6 +7,8 @@ Sources are the request's own tokens, its prediction, and recent answers of its 
 each proposal, by numpy: there is no index that could be out of date.
 """
 
+import time
+
 import numpy as np
 
 from cairn.cache.sequence_blocks import Namespace
@@ -24,7 +26,7 @@ _BREAK = np.array([np.iinfo(np.int64).min])
 
 _MOST_TOKENS = 1 << 14
 _MOST_PLACES = 1024
-"""Where the last token, or the least end that counts, has come oftener, the latest places are looked at."""
+"""Where the last two tokens, or the least end that counts, have come oftener, the latest places are looked at."""
 
 _FEW_PLACES = 64
 """So many are compared in one go, others token by token, which leaves fewer each time."""
@@ -39,10 +41,17 @@ def longest_match(tokens: Keys, end: Keys, least: int) -> tuple[int, int] | None
     end = end[-len(tokens) :] if len(tokens) else end[:0]
     if len(end) < least:
         return None
-    places = np.flatnonzero(tokens[:-1] == end[-1])[-_MOST_TOKENS:]
-    places = places[tokens[places + 1] >= 0]
+    matches = tokens[:-1] == end[-1]
+    if least > 1:
+        # most of a text is left out here, by what takes least
+        matches[1:] &= tokens[:-2] == end[-2]
+        matches[0] = False
+    places = np.flatnonzero(matches)
+    if not len(places):
+        return None
     places = places[np.searchsorted(places, least - 1) :]
-    for depth in range(1, least):
+    places = places[tokens[places + 1] >= 0][-_MOST_TOKENS:]
+    for depth in range(2, least):
         places = places[tokens[places - depth] == end[-1 - depth]]
     places = places[-_MOST_PLACES:]
     if not len(places):
@@ -121,13 +130,17 @@ class LookupDrafter:
         most = min(most, self._config.num_speculative_tokens)
         if most < 1 or not self._depth.may_draft(request, num_decodes):
             return _NOTHING
-        match = self._find(request)
-        if match is None:
-            return _NOTHING
-        following, matched = match
-        drafts = following[: self._depth.choose(request, matched, most, num_decodes)]
-        wrong = np.flatnonzero(drafts < 0)
-        return drafts[: wrong[0]] if len(wrong) else drafts
+        begin = time.perf_counter()
+        match, drafts = self._find(request), _NOTHING
+        if match is not None:
+            following, matched = match
+            drafts = following[: self._depth.choose(request, matched, most, num_decodes)]
+            wrong = np.flatnonzero(drafts < 0)
+            drafts = drafts[: wrong[0]] if len(wrong) else drafts
+        self._cost.record_lookup(time.perf_counter() - begin)
+        if not len(drafts):
+            self._depth.miss(request)
+        return drafts
 
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """See `Drafter`."""
