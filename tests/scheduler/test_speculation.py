@@ -354,8 +354,16 @@ def test_what_verifying_takes_is_learned_from_steps(overhead, row):
 
 
 def test_the_first_steps_show_that_nothing_given_holds():
-    cost = steps_taken(MeasuredCost(), 2.5, 0.1, count=20)
-    assert cost.extra(1) > 3 * VerifyCost().extra(1)
+    cost = steps_taken(MeasuredCost(), 2.5, 0.1, num_decodes=2, count=20)
+    assert cost.extra(1, 2) > 3 * VerifyCost().extra(1, 2)
+
+
+def test_what_a_busy_machine_has_shown_is_forgotten_where_nothing_is_drafted():
+    cost = steps_taken(MeasuredCost(), 3.0, 0.1, count=60)
+    assert cost.extra(1) > 2 * VerifyCost().extra(1)
+    for _ in range(3000):
+        cost.record_step(1, 0, 0.02)
+    assert abs(cost.extra(1) - VerifyCost().extra(1)) < 0.1
 
 
 def test_steps_of_one_sequence_say_nothing_of_steps_of_several():

@@ -14,8 +14,15 @@ _LEAST_ROW = 0.005
 _MOST_FACTOR, _MOST_SURPRISE = 1.5, 0.2
 """A step's verification counts as no longer than so many times what was expected and so many decode steps. Some are
 held up, and the first ones of a kind are recorded."""
-_FIRST_REFRESHES, _REFRESH = (2, 4, 6, 8, 12), 16
-"""Steps of a kind after which what has been learned is used: the first ones may show that nothing given holds."""
+_FORGET = 0.998
+"""Of what steps with drafts have shown, by decode step. Who believes that drafts do not pay has none, and would never
+learn that it was the machine that had been busy."""
+_FIRST_REFRESHES, _REFRESH = (4, 8, 12), 16
+"""Steps after which what has been learned is used; with several sequences, where what is given holds least, sooner at
+first. Those of one sequence begin with passes that are being recorded."""
+
+
+_FORGOTTEN_REFRESH = 64
 
 
 class DraftCost(Protocol):
@@ -93,6 +100,10 @@ class _Line:
         self.num_points += 1
         self._sums = [_DECAY * total + term for total, term in zip(self._sums, (1.0, x, x * x, y, x * y), strict=True)]
 
+    def forget(self) -> None:
+        """All points count a little less."""
+        self._sums = [_FORGET * total for total in self._sums]
+
     def fit(self) -> tuple[float, float]:
         """Its value at 0, and its slope."""
         weight, x, xx, y, xy = self._sums
@@ -113,6 +124,7 @@ class MeasuredCost:
         self._lines = _Line(self._alone), _Line(self._beside)
         self._unit: float | None = None
         self._lookup: float | None = None
+        self._num_forgotten = 0
 
     def decode(self, num_decodes: int) -> float:
         """See `DraftCost`."""
@@ -148,12 +160,22 @@ class MeasuredCost:
             if self._unit is None:
                 self._unit = unit
             self._unit += _UNIT_SHARE * (min(unit, 2 * self._unit) - self._unit)
+            self._forget(num_decodes)
         elif self._unit is not None:
             expected = self.extra(num_draft_tokens, num_decodes)
             extra = min(seconds / self._unit - plain, _MOST_FACTOR * expected + _MOST_SURPRISE)
             line = self._lines[num_decodes > 1]
             line.add(num_draft_tokens, max(0.0, extra))
-            if line.num_points in _FIRST_REFRESHES or line.num_points % _REFRESH == 0:
+            first = num_decodes > 1 and line.num_points in _FIRST_REFRESHES
+            if first or line.num_points % _REFRESH == 0:
+                self._refresh()
+
+    def _forget(self, num_decodes: int) -> None:
+        line = self._lines[num_decodes > 1]
+        if line.num_points:
+            line.forget()
+            self._num_forgotten += 1
+            if self._num_forgotten % _FORGOTTEN_REFRESH == 0:
                 self._refresh()
 
     def _refresh(self) -> None:
