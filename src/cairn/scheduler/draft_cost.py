@@ -23,6 +23,7 @@ first. Those of one sequence begin with passes that are being recorded."""
 
 
 _FORGOTTEN_REFRESH = 64
+"""Decode steps after which what has been forgotten is."""
 
 
 class DraftCost(Protocol):
