@@ -1,6 +1,6 @@
 """What drafts bring on the CPU, beside the same engine without: --speculative-config '{"method": "none"}'.
 
-    python -m benchmarks.speculation [--parts forced trained small] [--precisions bfloat16 int8 int4]
+    python -m benchmarks.speculation [--parts forced trained small] [--precisions bfloat16]
                                      [--depths 1 3 7 15] [--rounds 4] [--clock wall] [--cpu-threads N]
                                      [--seed 0] [--json FILE] [--plot FILE]
 
@@ -291,7 +291,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=[*PARTS])
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bfloat16", "int8"])
+    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bfloat16"])
     parser.add_argument("--depths", nargs="+", type=int, default=[1, 3, 7, 15], help="drafts of a step, at most 32")
     parser.add_argument("--rounds", type=int, default=4, help="texts of each case")
     parser.add_argument("--windows", type=int, default=3, help="of a forced depth")
