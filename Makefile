@@ -198,6 +198,7 @@ benchmarks: $(NIXL)
 	@$(RUN) -m benchmarks.state_dtypes --json build/benchmarks/state_dtypes.json --plot build/benchmarks/state_dtypes.svg
 	@$(RUN) -m benchmarks.sampler --json build/benchmarks/sampler.json
 	@$(RUN) -m benchmarks.idle_cpu --json build/benchmarks/idle_cpu.json
+	@$(RUN) -m benchmarks.speculation --json build/benchmarks/speculation.json --plot build/benchmarks/speculation.svg
 
 # cairn beside vLLM's CPU build, which gets an environment of its own (4 GB): build/benchmarks/peers.json, an hour or more.
 # SIZES="tiny small", ROUNDS, THREADS and PEERS_ARGS (e.g. --quick) are optional.

@@ -11,11 +11,14 @@ from cairn.engine.contract import GenerateRequest, StopConditions
 from cairn.engine.core import Core
 from cairn.types import SamplingParams
 
-__all__ = ["Figures", "HandTurned", "decode", "prefill"]
+__all__ = ["GREEDY", "NOTHING", "Figures", "HandTurned", "decode", "prefill"]
 
 FIRST_TOKEN, TOKENS = 64, 4_000
 SPIN_CYCLES = 100_000_000
 """For which the GPU is held up: some 50 ms, more than the host takes to send a step."""
+
+GREEDY = SamplingParams(temperature=0.0)
+NOTHING = np.zeros(0, np.int64)
 
 Figures = dict[str, float]
 
@@ -31,16 +34,28 @@ class HandTurned:
     def draw(self, length: int) -> np.ndarray:
         return self._rng.integers(FIRST_TOKEN, TOKENS, length)
 
-    def submit(self, prompt: np.ndarray, max_tokens: int) -> None:
+    def submit(
+        self,
+        prompt: np.ndarray,
+        max_tokens: int,
+        sampling: SamplingParams = GREEDY,
+        prediction: np.ndarray = NOTHING,
+        cache_salt: str | None = None,
+    ) -> str:
+        """The request's id. `prediction`: tokens that the answer is expected to be much like."""
         self._count += 1
+        request_id = f"request-{self._count}"
         self.core.submit(
             GenerateRequest(
-                request_id=f"request-{self._count}",
+                request_id=request_id,
                 prompt=prompt.astype(np.int64).tobytes(),
-                sampling=SamplingParams(temperature=0.0),
+                prediction=prediction.astype(np.int64).tobytes(),
+                cache_salt=cache_salt,
+                sampling=sampling,
                 stop_conditions=StopConditions(max_tokens=max_tokens, ignore_eos=True),
             )
         )
+        return request_id
 
     def step(self) -> int:
         """How many tokens came."""

@@ -12,9 +12,11 @@ from cairn.engine.devices import Device
 from cairn.engine.wire import decode_config
 from cairn.errors import ConfigError
 from cairn.scheduler.lookup_drafter import LookupDrafter
+from cairn.types import ManualClock
 from test_settings import load
 
 GPU = Device(backend="cuda")
+CLOCK = ManualClock()
 
 
 @pytest.fixture(autouse=True)
@@ -81,17 +83,17 @@ def test_it_comes_to_the_core():
 @pytest.mark.parametrize("method", ["auto", "ngram", "suffix"])
 def test_the_cpu_looks_up(method):
     config = EngineConfig(model="m", speculative=SpeculativeConfig(method=method))
-    assert isinstance(make_drafter(config, Device()), LookupDrafter)
+    assert isinstance(make_drafter(config, Device(), CLOCK), LookupDrafter)
 
 
 def test_nobody_drafts():
-    assert make_drafter(EngineConfig(model="m", speculative=SpeculativeConfig(method="none")), Device()) is None
+    assert make_drafter(EngineConfig(model="m", speculative=SpeculativeConfig(method="none")), Device(), CLOCK) is None
     for method in ("auto", "none"):
-        assert make_drafter(EngineConfig(model="m", speculative=SpeculativeConfig(method=method)), GPU) is None
+        assert make_drafter(EngineConfig(model="m", speculative=SpeculativeConfig(method=method)), GPU, CLOCK) is None
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_a_gpu_does_not_verify_yet(method):
     config = EngineConfig(model="m", speculative=SpeculativeConfig(method=method))
     with pytest.raises(ConfigError, match=r"^--speculative-config: method: .* not with --device cuda yet"):
-        make_drafter(config, GPU)
+        make_drafter(config, GPU, CLOCK)

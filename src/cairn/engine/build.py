@@ -88,7 +88,7 @@ def build_core(
     layout = layout_of(config, opened)
     placement = placement_of(config)
     device = choose_device(config, opened)
-    drafter = make_drafter(config, device)
+    drafter = make_drafter(config, device, clock)
     if make_graphs is None and device.is_gpu:
         make_graphs = CudaGraphs
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
@@ -281,7 +281,7 @@ def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> Sched
     )
 
 
-def make_drafter(config: EngineConfig, device: Device) -> Drafter | None:
+def make_drafter(config: EngineConfig, device: Device, clock: Clock) -> Drafter | None:
     """What drafts as --speculative-config says; None for nothing. `auto` looks up on the CPU, whose kernels verify.
     Raises ConfigError for a method that the device has no kernels for; weights need not have been read for it."""
     asked = config.speculative
@@ -293,7 +293,7 @@ def make_drafter(config: EngineConfig, device: Device) -> Drafter | None:
             f"--speculative-config: method: {asked.method!r} not with --device cuda yet, which auto is where there is "
             "a GPU: its kernels verify no drafts; leave it out, or serve with --device cpu"
         )
-    return LookupDrafter(asked)
+    return LookupDrafter(asked, clock=clock)
 
 
 def _model_units(opened: OpenModel) -> ModelUnits:

@@ -6,7 +6,7 @@ from typing import Protocol
 _DECAY = 0.97
 """Of what steps have shown, by step of the same kind."""
 _UNIT_SHARE = 0.1
-"""Of a step in the mean time of decode steps."""
+"""Of a step in the mean time of decode steps, and of a lookup in that of lookups."""
 _PRIOR_WEIGHT = 1.0
 _PRIOR_DRAFTS = (1, 16)
 """What is given counts as this many steps with each of these numbers of drafts."""
@@ -14,8 +14,16 @@ _LEAST_ROW = 0.005
 _MOST_FACTOR, _MOST_SURPRISE = 1.5, 0.2
 """A step's verification counts as no longer than so many times what was expected and so many decode steps. Some are
 held up, and the first ones of a kind are recorded."""
-_REFRESH = 16
-"""Steps after which what has been learned is used."""
+_FORGET = 0.998
+"""Of what steps with drafts have shown, by decode step. Who believes that drafts do not pay has none, and would never
+learn that it was the machine that had been busy."""
+_FIRST_REFRESHES, _REFRESH = (4, 8, 12), 16
+"""Steps after which what has been learned is used; with several sequences, where what is given holds least, sooner at
+first. Those of one sequence begin with passes that are being recorded."""
+
+
+_FORGOTTEN_REFRESH = 64
+"""Decode steps after which what has been forgotten is."""
 
 
 class DraftCost(Protocol):
@@ -35,8 +43,16 @@ class DraftCost(Protocol):
         """How many drafts `budget` pays for; below 1 if it pays for none."""
         ...
 
+    def lookups(self, num_decodes: int = 1) -> float:
+        """The share of a decode step that looking something up for each of its sequences takes."""
+        ...
+
     def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
         """Learn what a step has taken, of so many sequences that decode and with so many drafts."""
+        ...
+
+    def record_lookup(self, seconds: float) -> None:
+        """Learn what looking something up for one sequence has taken."""
         ...
 
 
@@ -61,7 +77,14 @@ class VerifyCost:
         # the epsilon: a budget of exactly one draft's cost pays for one
         return int((budget - self.overhead) / self.row + 1e-9) if self.row > 0 else 1 << 31
 
+    def lookups(self, num_decodes: int = 1) -> float:
+        """See `DraftCost`. Nothing."""
+        return 0.0
+
     def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+        """Nothing is learned."""
+
+    def record_lookup(self, seconds: float) -> None:
         """Nothing is learned."""
 
 
@@ -71,10 +94,16 @@ class _Line:
     def __init__(self, prior: VerifyCost) -> None:
         self._prior = [(drafts, prior.extra(drafts), _PRIOR_WEIGHT) for drafts in _PRIOR_DRAFTS]
         self._sums = [0.0] * 5
+        self.num_points = 0
 
     def add(self, x: float, y: float) -> None:
         """A point."""
+        self.num_points += 1
         self._sums = [_DECAY * total + term for total, term in zip(self._sums, (1.0, x, x * x, y, x * y), strict=True)]
+
+    def forget(self) -> None:
+        """All points count a little less."""
+        self._sums = [_FORGET * total for total in self._sums]
 
     def fit(self) -> tuple[float, float]:
         """Its value at 0, and its slope."""
@@ -95,7 +124,8 @@ class MeasuredCost:
         self._alone = self._beside = prior or VerifyCost()
         self._lines = _Line(self._alone), _Line(self._beside)
         self._unit: float | None = None
-        self._num_recorded = 0
+        self._lookup: float | None = None
+        self._num_forgotten = 0
 
     def decode(self, num_decodes: int) -> float:
         """See `DraftCost`."""
@@ -109,6 +139,18 @@ class MeasuredCost:
         """See `DraftCost`."""
         return self._of(num_decodes).most_drafts(budget)
 
+    def lookups(self, num_decodes: int = 1) -> float:
+        """See `DraftCost`. Nothing before both have been seen."""
+        if self._unit is None or self._lookup is None:
+            return 0.0
+        return self._lookup * num_decodes / (self._unit * self.decode(num_decodes))
+
+    def record_lookup(self, seconds: float) -> None:
+        """See `DraftCost`."""
+        if self._lookup is None:
+            self._lookup = seconds
+        self._lookup += _UNIT_SHARE * (min(seconds, 2 * self._lookup) - self._lookup)
+
     def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
         """See `DraftCost`."""
         if seconds <= 0:
@@ -119,12 +161,22 @@ class MeasuredCost:
             if self._unit is None:
                 self._unit = unit
             self._unit += _UNIT_SHARE * (min(unit, 2 * self._unit) - self._unit)
+            self._forget(num_decodes)
         elif self._unit is not None:
             expected = self.extra(num_draft_tokens, num_decodes)
             extra = min(seconds / self._unit - plain, _MOST_FACTOR * expected + _MOST_SURPRISE)
-            self._lines[num_decodes > 1].add(num_draft_tokens, max(0.0, extra))
-            self._num_recorded += 1
-            if self._num_recorded % _REFRESH == 0:
+            line = self._lines[num_decodes > 1]
+            line.add(num_draft_tokens, max(0.0, extra))
+            first = num_decodes > 1 and line.num_points in _FIRST_REFRESHES
+            if first or line.num_points % _REFRESH == 0:
+                self._refresh()
+
+    def _forget(self, num_decodes: int) -> None:
+        line = self._lines[num_decodes > 1]
+        if line.num_points:
+            line.forget()
+            self._num_forgotten += 1
+            if self._num_forgotten % _FORGOTTEN_REFRESH == 0:
                 self._refresh()
 
     def _refresh(self) -> None:

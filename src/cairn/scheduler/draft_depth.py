@@ -35,6 +35,12 @@ time, and from where on a draft that is not expected to pay is tried, with so ma
 _MARGIN = 1.05
 """A draft has to be expected to bring so many times the tokens that the step brings without, for its time."""
 
+_PATIENCE = 4
+_LOOKUP_SHARE = 0.005
+_MOST_SKIPPED = 16
+"""After so many lookups in a row that nothing came of, they are as rare as takes about this share of the time that
+decoding takes, but each request has one in so many tokens. It is only of a small model that a lookup takes more."""
+
 _LEVELS = 100
 
 
@@ -56,9 +62,12 @@ class _Acceptance:
 
 @dataclass(slots=True)
 class _DraftHistory:
-    """Of one request. `balance`: see above, as of `num_tokens` tokens. `kind`, `num_decodes`: of its last draft."""
+    """Of one request. `balance`: see above, as of `num_tokens` tokens. `kind`: of its last draft. `num_decodes`: of its
+    last lookup. `num_misses`: lookups since a draft has paid; from `look_from` tokens on there is another one."""
 
     num_tokens: int
+    num_misses: int = 0
+    look_from: int = 0
     balance: float = _START
     kind: int = 0
     num_decodes: int = 1
@@ -79,22 +88,32 @@ class DraftDepth:
         self._speeds: dict[int, tuple[int, NDArray[np.float64]]] = {}
 
     def may_draft(self, request: Request, num_decodes: int) -> bool:
-        """Whether the load and the request's balance allow a draft at all."""
+        """Whether the load, the request's balance, and what came of its last lookups allow a draft at all."""
         if not 1 <= num_decodes <= self._max_decodes:
             return False
         history = self._histories.get(request)
         if history is None:
             self._histories[request] = history = _DraftHistory(request.num_tokens)
+        if request.num_tokens < history.look_from:
+            return False
+        history.num_decodes = num_decodes
         num_new, history.num_tokens = request.num_tokens - history.num_tokens, request.num_tokens
         earned = _SHARE * num_new * self._cost.decode(num_decodes) / num_decodes
         history.balance = min(_MOST, history.balance + earned)
         return history.balance >= self._cost.extra(1, num_decodes)
 
+    def miss(self, request: Request) -> None:
+        """Learn that a lookup has led to no draft, or to one that did not pay."""
+        history = self._histories[request]
+        history.num_misses += 1
+        if history.num_misses > _PATIENCE:
+            stride = min(_MOST_SKIPPED, self._cost.lookups(history.num_decodes) / _LOOKUP_SHARE)
+            history.look_from = request.num_tokens + round(stride)
+
     def choose(self, request: Request, matched: int, most: int, num_decodes: int) -> int:
         """How many tokens to draft, at most `most`, after a match of `matched` tokens. `may_draft` has said yes."""
         history = self._histories[request]
         history.kind = kind = _length_class(matched)
-        history.num_decodes = num_decodes
         most = min(most, self._cost.most_drafts(history.balance, num_decodes))
         guess = self._shared.rate(kind, _FIRST_GUESSES[kind], _GUESS_WEIGHT)
         acceptance = history.acceptance.rate(kind, guess, _SHARED_WEIGHT)
@@ -112,8 +131,13 @@ class DraftDepth:
         if history is None or num_draft_tokens == 0:
             return
         saved = num_accepted * self._cost.decode(history.num_decodes) / history.num_decodes
-        history.balance = min(_MOST, history.balance + saved - self._cost.extra(num_draft_tokens, history.num_decodes))
+        spent = self._cost.extra(num_draft_tokens, history.num_decodes)
+        history.balance = min(_MOST, history.balance + saved - spent)
         history.acceptance.add(history.kind, num_draft_tokens, num_accepted, _DECAY)
+        if saved > spent:
+            history.num_misses = 0
+        else:
+            self.miss(request)
         self._shared.add(history.kind, num_draft_tokens, num_accepted, _SHARED_DECAY)
 
     def end(self, request: Request) -> None:

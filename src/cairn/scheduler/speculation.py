@@ -50,7 +50,7 @@ class SpeculativeConfig:
     """
 
     method: Literal["auto", "ngram", "suffix", "none"] = "auto"
-    num_speculative_tokens: int = 16
+    num_speculative_tokens: int = 11
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 32
 

@@ -71,7 +71,7 @@ class ServeSettings(CommandSettings, EngineOptions, ServerOptions):
     )
     speculative_config: str | None = Field(
         None,
-        description='JSON, as vLLM\'s: {"method": "suffix", "num_speculative_tokens": 16, ...}; drafts where that pays '
+        description='JSON, as vLLM\'s: {"method": "suffix", "num_speculative_tokens": 11, ...}; drafts where that pays '
         "unless given",
     )
     request_log: Path | None = Field(
