@@ -86,7 +86,8 @@ PRODUCT_TESTS := $(patsubst %,tests/kernels/test_%.py,panels int8 int4 float32_w
 test-avx2: $(NIXL)
 	@if grep -qwE 'avx512f|avx_vnni' /proc/cpuinfo; then \
 	  CAIRN_MAX_CPU_ISA=avx2 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) \
-	    tests/kernels tests/runner tests/models tests/engine/test_exactness.py tests/engine/test_exactness_families.py && \
+	    tests/kernels tests/runner tests/models tests/engine/test_exactness.py tests/engine/test_exactness_families.py \
+	    tests/engine/test_exactness_drafts.py && \
 	  if grep -qw avx512f /proc/cpuinfo; then for isa in avx512 $$(grep -m 1 -ow avx_vnni /proc/cpuinfo) \
 	    $$(grep -m 1 -ow amx_bf16 /proc/cpuinfo | sed s/amx/avx512/); do \
 	    CAIRN_MAX_CPU_ISA=$$isa $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) $(PRODUCT_TESTS) || exit 1; \
