@@ -51,6 +51,7 @@ if find_spec("triton") is not None:
     if INTERPRETED or ON_GPU:
         # Where it can run, nothing else has to be shown: the other ones are tested everywhere.
         BACKENDS = {cuda: (F32, BF16)}
+        VERIFIES_DRAFTS = (cuda, cuda_exact)
         DEVICES[cuda] = DEVICES[cuda_exact] = device.device()
         EXACT = cuda_exact
         # More tokens than the random keys have dimensions: the inverse makes roundings larger.

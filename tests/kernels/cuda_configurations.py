@@ -117,45 +117,67 @@ def conv(module: Any) -> Iterator[Configuration]:
                 variant = {"HAS_BIAS": has_bias, "SILU": width == 4}
                 types = signature(module._decode_kernel, model, **wide)
                 yield module._decode_kernel, types, {**variant, **taps}, {"num_warps": 2}
+                types = signature(module._tokens_kernel, model, **wide)
+                yield module._tokens_kernel, types, {**variant, **taps}, {"num_warps": 2}
                 types = signature(module._prefill_kernel, model, **wide)
                 yield module._prefill_kernel, types, {**variant, **tile}, {"num_warps": 4}
             yield module._update_states_kernel, signature(module._update_states_kernel, model), taps, {"num_warps": 2}
 
 
+STATES = {"states": "*fp32", "snapshots": "*fp32", "limit_low": "fp32", "limit_high": "fp32"}
+SSD_MODELS = ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64))
+"""Heads, heads of a group, head dim and state size."""
+
+GDN_MODELS = ((32, 2, 128, 128), (16, 1, 64, 64))
+"""Value heads, value heads of a key head, state size and head dim."""
+
+
 def ssd(module: Any) -> Iterator[Configuration]:
-    others = {"states": "*fp32", "snapshots": "*fp32", "limit_low": "fp32", "limit_high": "fp32"}
     for precision, model in SCANS:
-        models = ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64))
         small = ((4, 2, 8, 32), (4, 2, 16, 16)) if precision == "bf16" else ()
-        for heads, per_group, dim, size in (*models[:: 2 if precision == "ieee" else 1], *small):
+        for heads, per_group, dim, size in (*SSD_MODELS[:: 2 if precision == "ieee" else 1], *small):
             shape: dict[str, object] = {"H": heads, "PER_GROUP": per_group, "P": dim, "S": size}
             for kernel, sizes, tile in (
                 (module._steps_kernel, {"H": heads}, module._steps_tile(heads)),
-                (module._decode_kernel, shape, module._decode_tile(dim, size)),
                 (module._states_kernel, shape, module._states_tile(dim, size, precision)),
                 (module._snapshots_kernel, shape, module._snapshots_tile(dim, size, precision)),
                 (module._outputs_kernel, shape, module._outputs_tile(dim, size, per_group, precision)),
             ):
                 constants, options = split(tile)
-                yield kernel, signature(kernel, model, **others), {**sizes, **constants}, options
+                yield kernel, signature(kernel, model, **STATES), {**sizes, **constants}, options
+
+
+def ssd_decode(module: Any) -> Iterator[Configuration]:
+    for kernel in (module._decode_kernel, module._tokens_kernel):
+        for _, model in DTYPES:
+            for heads, per_group, dim, size in SSD_MODELS:
+                constants, options = split(module.decode_tile(dim, size))
+                shape = {"H": heads, "PER_GROUP": per_group, "P": dim, "S": size}
+                yield kernel, signature(kernel, model, **STATES), {**shape, **constants}, options
+
+
+def gdn_decode(module: Any) -> Iterator[Configuration]:
+    for kernel in (module._decode_kernel, module._tokens_kernel):
+        for _, model in DTYPES:
+            for heads, per_key, size, dim in GDN_MODELS:
+                constants, options = split(module.decode_tile(size, dim))
+                shape = {"H": heads, "PER_KEY": per_key, "S": size, "P": dim}
+                yield kernel, signature(kernel, model, **STATES), {**shape, **constants}, options
 
 
 def gdn(module: Any) -> Iterator[Configuration]:
-    others = {"states": "*fp32", "snapshots": "*fp32"}
     for precision, model in SCANS:
-        models = ((32, 2, 128, 128), (16, 1, 64, 64))
         small = ((4, 2, 32, 8), (4, 2, 16, 16)) if precision == "bf16" else ()
-        for heads, per_key, size, dim in (*models[: 1 if precision == "ieee" else None], *small):
+        for heads, per_key, size, dim in (*GDN_MODELS[: 1 if precision == "ieee" else None], *small):
             shape: dict[str, object] = {"H": heads, "PER_KEY": per_key, "S": size, "P": dim}
             for kernel, tile in (
-                (module._decode_kernel, module._decode_tile(size, dim)),
                 (module._chunks_kernel, module._chunks_tile(size, dim, precision)),
                 (module._states_kernel, module._states_tile(size, dim, precision)),
                 (module._snapshots_kernel, module._snapshots_tile(size, dim, precision)),
                 (module._outputs_kernel, module._outputs_tile(size, dim, precision)),
             ):
                 constants, options = split(tile)
-                yield kernel, signature(kernel, model, **others), {**shape, **constants}, options
+                yield kernel, signature(kernel, model, **STATES), {**shape, **constants}, options
 
 
 def elementwise(module: Any) -> Iterator[Configuration]:
@@ -318,7 +340,8 @@ def exact_products(module: Any) -> Iterator[Configuration]:
 
 MODULES = (
     *(attention, checkpoint_files, conv, elementwise, exact_products, expert_order, experts),
-    *(flashinfer_attention, fp8, gdn, logprobs, norms, processors, routers, sample, ssd, write_kv),
+    *(flashinfer_attention, fp8, gdn, gdn_decode, logprobs, norms, processors, routers, sample),
+    *(ssd, ssd_decode, write_kv),
 )
 CONFIGURATIONS: Mapping[str, Callable[[Any], Iterator[Configuration]]] = MappingProxyType(
     {each.__name__: each for each in MODULES}

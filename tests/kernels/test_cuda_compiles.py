@@ -3,6 +3,7 @@ that the backend takes, and fits their shared memory. What the interpreter canno
 
 import re
 import subprocess
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,12 @@ class Variant:
     signature: tuple[tuple[str, str], ...]
     constants: tuple[tuple[str, object], ...]
     options: tuple[tuple[str, int], ...]
+
+    @property
+    def model(self) -> str:
+        """The type of a model's numbers."""
+        types = dict(self.signature)
+        return types.get("x") or types["q"]
 
     @property
     def is_for_one_capability(self) -> bool:
@@ -162,6 +169,32 @@ def test_copies_of_states_and_pages_move_16_bytes_a_thread(capability: int) -> N
             ptx = variant.compiled(capability).asm["ptx"]
             for instruction in ("ld", "st"):
                 assert re.search(rf"\b{instruction}\.global[.\w]*\.v2\.b64", ptx), variant.sort_key
+
+
+ARITHMETIC = re.compile(r"\b(?:FADD|FMUL|FFMA|MUFU|SHFL)(?:\.\w+)*")
+
+
+def arithmetic_of(variant: Variant, capability: int, folder: Path) -> Counter[str]:
+    """How often machine code adds, multiplies and so on numbers that are no addresses, and exchanges them."""
+    sass = disassembled(variant.compiled(capability).asm["cubin"], str(TOOLS / "nvdisasm"), folder)
+    return Counter(match.group() for match in ARITHMETIC.finditer(sass))
+
+
+@pytest.mark.parametrize("name", ["conv", "gdn_decode", "ssd_decode"])
+@pytest.mark.parametrize("capability", [80, 90])
+def test_verifies_have_the_arithmetic_of_decodes(capability: int, name: str, tmp_path: Path) -> None:
+    """`cuda` has a kernel of its own for decodes alone. Which products and sums are fused is the compilers' choice, and
+    would change their bits; on these GPUs they make the same."""
+    found = {
+        kernel: {
+            (each.constants, each.model): arithmetic_of(each, capability, tmp_path)
+            for each in variants(name, GPUS[capability])
+            if each.kernel.fn.__name__ == kernel
+        }
+        for kernel in ("_decode_kernel", "_tokens_kernel")
+    }
+    assert found["_decode_kernel"] == found["_tokens_kernel"]
+    assert all(counts["FFMA"] > 4 for counts in found["_decode_kernel"].values())
 
 
 def test_every_kernel_has_variants() -> None:

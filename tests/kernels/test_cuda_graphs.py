@@ -206,7 +206,7 @@ def test_a_mutant_of_attention_is_found(tmp_path: Path, text: str, replacement: 
 
 
 MUTANTS = (
-    ("rows are those of the recording", "        self._view(size).copy_(rows)\n", ""),
+    ("rows are those of the recording", "        self._view(shape).copy_(rows)\n", ""),
     ("padding rows write into the first page", "rows[4], rows[7] = self._num_slots, 1", "rows[4] = self._num_slots"),
     ("padding rows are the first slot's", "rows[4], rows[7] = self._num_slots, 1", "rows[7] = 1"),
     (
@@ -216,13 +216,17 @@ MUTANTS = (
     ),
     (
         "lengths are taken from the host",
-        "seq_lens=rows[6]",
-        "seq_lens=torch.tensor(rows[6].tolist(), dtype=torch.int32)",
+        "seq_lens=seqs[2]",
+        "seq_lens=torch.tensor(seqs[2].tolist(), dtype=torch.int32)",
     ),
-    ("the host asks for a number", "state_slots=state_slots,", "state_slots=state_slots + int(rows[6].max()) * 0,"),
-    ("tokens are not the newest", "tokens=tokens,", "tokens=rows[0].long().clamp(min=0),"),
-    ("a sequence that has ended goes on", "state_slots=state_slots,", "state_slots=rows[4],"),
-    ("positions are the recording's", "positions=rows[1:4].long()", "positions=(rows[1:4] * 0).long()"),
+    ("the host asks for a number", "state_slots=state_slots,", "state_slots=state_slots + int(seqs[2].max()) * 0,"),
+    ("tokens are not the newest", "tokens=tokens,", "tokens=rows[0, : shape.num_tokens].long().clamp(min=0),"),
+    ("a sequence that has ended goes on", "state_slots=state_slots,", "state_slots=seqs[0],"),
+    (
+        "positions are the recording's",
+        "positions=rows[1:4, : shape.num_tokens].long()",
+        "positions=rows[1:4, : shape.num_tokens].long() * 0",
+    ),
     ("lengths are off by one", "decodes.positions + 1,", "decodes.positions,"),
     ("there is no room for stop tokens", "self._slot_tensors.reserve_stop_tokens(MOST_STOP_TOKENS)", "pass"),
     ("a graph is replayed when stop tokens move", "len(admit.stop_token_ids) > width", "False"),

@@ -47,15 +47,20 @@ every_backend = pytest.mark.parametrize(
 )
 
 DECODES = tuple(SequenceRows(slot, 600 * slot, 1, snapshots=(1,)) for slot in range(8))
+VERIFIES = (SequenceRows(5, 70, 4), SequenceRows(3, 2300, 2))
 BATCHES = (
     RandomBatch((SequenceRows(2, 77, 1),), ()),
     RandomBatch(DECODES, ()),
     fresh_sequence(1),
     fresh_sequence(16),
     MIXED,
+    RandomBatch((), (), verifies=VERIFIES[:1]),
+    RandomBatch(DECODES[:1], MIXED.prefills[:1], verifies=VERIFIES),
 )
-"""One decode, several of which the longest is in several parts, one token of a prompt, 16, and all kinds. Those of a
-single row are a variant of their own: torch gives the rows of [1, heads, dim] another stride."""
+"""One decode, several of which the longest is in several parts, one token of a prompt, 16, all kinds but drafts, and
+drafts. Those of a single row are a variant of their own: torch gives the rows of [1, heads, dim] another stride."""
+
+FOLD = RandomBatch((), (), verifies=VERIFIES, is_fold=True)
 
 
 def launched(call: Call, kernels: Kernels) -> list[Launch]:
@@ -82,11 +87,18 @@ SCANS = {
     "gdn": (gdn_call, (1, 1, 16, 16), (1, 3, 5, 6)),
 }
 
-KERNELS = {
-    "conv": ("_decode_kernel", "_prefill_kernel", "_update_states_kernel"),
-    "ssd": ("_decode_kernel", "_steps_kernel", "_states_kernel", "_snapshots_kernel", "_outputs_kernel"),
-    "gdn": ("_decode_kernel", "_chunks_kernel", "_states_kernel", "_snapshots_kernel", "_outputs_kernel"),
+PREFILL_KERNELS = {
+    "conv": ("_prefill_kernel", "_update_states_kernel"),
+    "ssd": ("_steps_kernel", "_states_kernel", "_snapshots_kernel", "_outputs_kernel"),
+    "gdn": ("_chunks_kernel", "_states_kernel", "_snapshots_kernel", "_outputs_kernel"),
 }
+
+
+def scan_kernels(name: str, kernels: Kernels) -> list[str]:
+    """Of prefills; of verifies and folds, and those of decodes, which are the same for `cuda_exact`."""
+    module = name if name == "conv" else f"{name}_decode"
+    decodes = () if kernels is cuda_exact else (f"{module}._decode_kernel",)
+    return [*(f"{name}.{kernel}" for kernel in PREFILL_KERNELS[name]), f"{module}._tokens_kernel", *decodes]
 
 
 @every_backend
@@ -95,12 +107,13 @@ def test_a_scan_is_compiled_once_for_all_batches(kernels: Kernels, dtype: torch.
     """Of one head or channel, and of heads that make no multiples of 16."""
     make, *shapes = SCANS[name]
     for shape in shapes:
-        found = [launched(make(batch, shape, dtype), kernels) for batch in BATCHES]
+        batches = (*BATCHES, FOLD)
+        found = [launched(make(batch, shape, dtype), kernels) for batch in batches]
         assert all(found)
         several = [
-            launch for each, batch in zip(found, BATCHES, strict=True) if batch.num_tokens > 1 for launch in each
+            launch for each, batch in zip(found, batches, strict=True) if batch.num_tokens > 1 for launch in each
         ]
-        assert variants_of(several) == dict.fromkeys((f"{name}.{kernel}" for kernel in KERNELS[name]), 1)
+        assert variants_of(several) == dict.fromkeys(scan_kernels(name, kernels), 1)
 
 
 @every_backend

@@ -7,6 +7,7 @@ the same, where they are installed.
 
 import importlib
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
@@ -15,7 +16,7 @@ import torch
 from cairn.errors import ConfigError
 from doubles.gpu_libraries import FLASHINFER, Fla
 from kernels.backends import BACKENDS, BF16_PRODUCTS, DEVICES, ON_GPU, name_of
-from kernels.comparison import check_against_reference
+from kernels.comparison import check_against_reference, same_bits
 from kernels.fixed_calls import MIXED, gdn_call, paged_call
 from kernels.random_batches import RandomBatch, SequenceRows
 
@@ -51,6 +52,15 @@ FITTING = RandomBatch(
     ),
     seed=4,
 )
+WITH_VERIFIES = replace(FITTING, verifies=(SequenceRows(2, 70, 3), SequenceRows(8, 0, 2)))
+
+
+def attention_call(batch):
+    return paged_call("attention", batch, HEADS, 16, BF16)
+
+
+def delta_rule_call(batch):
+    return gdn_call(batch, (2, 2, 24, 16), BF16)
 
 
 def installed(module):
@@ -131,6 +141,15 @@ def test_a_batch_without_a_sequence_for_fla_on_cuda_is_all_for_the_own_kernel(bu
     monkeypatch.setattr(CUDA, "gdn", lambda *operands: called.append(operands))
     gdn_call(MIXED, (2, 2, 24, 16)).run(kernels)
     assert len(called) == 1
+
+
+def test_batches_with_verifies_on_cuda_are_all_for_the_own_kernels(build):
+    kernels = build(attention_by(FLASHINFER), FlaDeltaRule(Fla()))
+    calls = [make(WITH_VERIFIES) for make in (attention_call, delta_rule_call)]
+    wanted = [call.copied().run(CUDA) for call in calls]
+    for call, results in zip(calls, wanted, strict=True):
+        assert all(map(same_bits, call.copied().run(kernels), results))
+    check_against_reference(kernels, attention_call(MIXED), BF16)
 
 
 def test_fla_on_cuda_with_every_sequence(build):

@@ -142,10 +142,16 @@ MUTANTS = (
         )
         for scan in ("ssd", "gdn")
     ),
-    Mutant("a decode's decay counts twice", "gdn", "state = state * decay", "state = state * decay * decay", ("gdn",)),
     Mutant(
         "a decode's decay counts twice",
-        "ssd",
+        "gdn_decode",
+        "state = state * decay",
+        "state = state * decay * decay",
+        ("gdn",),
+    ),
+    Mutant(
+        "a decode's decay counts twice",
+        "ssd_decode",
         "state * tl.exp(step * tl.load(a + head))",
         "state * tl.exp(2 * step * tl.load(a + head))",
         ("ssd",),
@@ -332,7 +338,12 @@ MUTANTS = (
 )
 
 
-SHARED = {"scalars": ("ssd", "gdn"), "fp8": ("products", "experts")}
+SHARED = {
+    "scalars": ("ssd", "gdn"),
+    "fp8": ("products", "experts"),
+    "ssd_decode": ("ssd",),
+    "gdn_decode": ("gdn",),
+}
 """Modules that others take parts of kernels from."""
 
 

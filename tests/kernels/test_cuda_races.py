@@ -12,10 +12,12 @@ import torch
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.types import SamplingParams
 from kernels.backends import BACKENDS, DEVICES, INTERPRETED, name_of
+from kernels.drafts import RECURRENT, Drafts, call_of
 from kernels.fixed_calls import fp8_experts_call, fresh_sequence, small_call
 from kernels.test_cuda_mutants import CALLS, backend_with, load, source_of
 from kernels.test_cuda_sampler import Step
 from kernels.test_cuda_sampler_mutants import STEPS
+from kernels.test_verify_and_fold import MIXED as MIXED_WITH_VERIFIES
 
 if not INTERPRETED:
     pytest.skip("kernels are not interpreted", allow_module_level=True)
@@ -52,6 +54,16 @@ def test_scans_in_bfloat16(name: str, detector: RaceDetector) -> None:
     }
     replace(call, operands=operands).copied().run(CUDA)
     assert detector.num_launches > 1
+
+
+@pytest.mark.parametrize("name", [*RECURRENT, "attention", "write_kv"])
+def test_verifies_and_folds(name: str, detector: RaceDetector) -> None:
+    call = call_of(name, MIXED_WITH_VERIFIES, torch.float32)
+    call.copied().run(CUDA)
+    if name in RECURRENT:
+        lengths = tuple(sequence.num_tokens for sequence in MIXED_WITH_VERIFIES.verifies)
+        Drafts(call, lengths).fold([tuple({1, length}) for length in lengths]).copied().run(CUDA)
+    assert detector.num_launches
 
 
 @pytest.mark.parametrize("rows", [1, 9])

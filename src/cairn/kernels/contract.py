@@ -139,9 +139,7 @@ class Kernels(Protocol):
 
     def build_metadata(self, host: HostBatch, staging: Staging) -> object:
         """What the backend works out about a batch once a step, before its layers run: `Batch.metadata`; and about a
-        fold, before states are brought forward. It is complete when `staging` has been sent.
-
-        Raises ConfigError that names --speculative-config where this backend has no verifies and folds."""
+        fold, before states are brought forward. It is complete when `staging` has been sent."""
         ...
 
     def step_graphs(self) -> StepGraphs | None:
@@ -275,7 +273,7 @@ class Kernels(Protocol):
     # Of a verify (see `cairn.kernels.batch`) functions with states give the y that decodes have one after the other,
     # bit for bit, and leave the states alone. Of a fold they write the states, and snapshots, that decodes leave one
     # after the other, bit for bit, and return the y of the verify once more. No other function is called with a fold.
-    # Tokens of a verify have the bits of decodes in `attention`, too, and in products as far as those of decodes do not
+    # Tokens of a verify have the bits of decodes in `attention` and in products, too, as far as those of decodes do not
     # depend on the rows beside them.
 
     def conv(

@@ -3,7 +3,8 @@
 Prefill is FlashAttention-2 (arXiv 2307.08691, section 3): a program has a tile of rows, which are pairs of a token and
 a query head of one key head's group, so that keys and values are read once for all query heads that share them. Decode
 is split over the keys as well (flash decoding, by the same authors): the parts' outputs and the logarithms of their
-sums are put together by a second kernel. It is bound by memory; what it needs is enough loads under way.
+sums are put together by a second kernel. It is bound by memory; what it needs is enough loads under way. A token of a
+verify is a decode of its own length, by the same code: `slots` and `seq_lens` are its row's then.
 
 A prefill row's result does not depend on the rest of the batch: tiles lie on the absolute grid of chunks, and keys are
 added block by block from position 0 on. A decode's depends on the split length, which is fixed where it must not.
@@ -334,8 +335,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     metadata: CudaMetadata = batch.metadata  # type: ignore[assignment]
     if metadata.num_chunks:
         _prefill(q, keys, values, out, batch.block_tables[group], batch, metadata)
-    if batch.host.num_decodes:
-        _decode(q, keys, values, out, batch.block_tables[group], batch, metadata.exact)
+    if batch.host.num_decode_tokens:
+        _decode(q, keys, values, out, batch.block_tables[group], batch, metadata)
     return out
 
 
@@ -353,13 +354,19 @@ def _prefill(
     )
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, fixed: bool) -> None:
-    num_decodes, (heads, dim), (kv_heads, page_size) = batch.host.num_decodes, q.shape[1:], keys.shape[1:3]
-    captured = batch.host.max_seq_len
+def _decode(
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, metadata: CudaMetadata
+) -> None:
+    host, fixed = batch.host, metadata.exact
+    num_decodes, (heads, dim), (kv_heads, page_size) = host.num_decode_tokens, q.shape[1:], keys.shape[1:3]
+    slots, seq_lens = batch.slots, batch.seq_lens
+    if metadata.has_verifies:
+        slots, seq_lens = metadata.row_slots, metadata.row_lens
+    captured = host.max_seq_len
     if captured is not None and not fixed:
         length, splits = 0, captured_splits(num_decodes, kv_heads, captured, limits().multiprocessors)
     else:
-        longest = int(batch.host.seq_lens[:num_decodes].max()) if captured is None else captured
+        longest = int(host.seq_lens[: host.first_prefill].max()) if captured is None else captured
         length = split_length(num_decodes, kv_heads, longest, limits().multiprocessors, fixed)
         splits = -(-longest // length)
     # Of a fixed length even one part goes the way of several, so that it is computed by the same code. So does one of a
@@ -371,14 +378,14 @@ def _decode(q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor,
         parts = torch.empty((num_decodes, heads, splits, dim), dtype=torch.float32, device=q.device)
         part_weights = torch.empty((num_decodes, heads, splits), dtype=torch.float32, device=q.device)
     _decode_kernel[(splits, kv_heads, num_decodes)](
-        *(q, keys, values, out, parts, part_weights, table, batch.slots, batch.seq_lens),
+        *(q, keys, values, out, parts, part_weights, table, slots, seq_lens),
         *(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0), length),
         **constants,
         **options,
     )
     if split:
         _combine_kernel[(heads, num_decodes)](
-            *(parts, part_weights, batch.seq_lens, out, length, splits),
+            *(parts, part_weights, seq_lens, out, length, splits),
             DIM=dim,
             DIM_BLOCK=constants["DIM_BLOCK"],
             BLOCK=_COMBINED[splits > _COMBINED[0] and not fixed],

@@ -49,6 +49,28 @@ def _store_window(target, window, channel, channels, W: tl.constexpr, TAPS: tl.c
     tl.store(target + (tap * channels)[:, None] + channel[None, :], window, mask=mask)
 
 
+@triton.jit
+def _update_state(
+    x, state, snapshots, cu_seqlens, seq_snapshots, snapshot_offsets, seq, first_row, started, in_place,
+    channel, channels, x_stride, W: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """A sequence's snapshots, and at last its new state if it is `in_place`: everything is read before that is
+    written."""
+    first_snapshot = tl.load(seq_snapshots + seq)
+    target = snapshots + first_snapshot.to(tl.int64) * ((W - 1) * channels)
+    for snapshot in range(first_snapshot, tl.load(seq_snapshots + seq + 1)):
+        seen = tl.load(snapshot_offsets + snapshot)
+        window = _window(x, state, first_row, seen, started, channel, channels, x_stride, W, TAPS)
+        _store_window(target, window, channel, channels, W, TAPS)
+        target += (W - 1) * channels
+    seen = tl.load(cu_seqlens + seq + 1) - first_row
+    window = _window(x, state, first_row, seen, started, channel, channels, x_stride, W, TAPS)
+    # Threads may read what others of the program write.
+    tl.debug_barrier()
+    if in_place:
+        _store_window(state, window, channel, channels, W, TAPS)
+
+
 @kernel
 def _decode_kernel(
     x, weight, bias, states, out, snapshots, slots, seq_starts, seq_snapshots, channels,
@@ -80,6 +102,41 @@ def _decode_kernel(
     # Threads may read what others of the program write.
     tl.debug_barrier()
     _store_window(state, window, channel, channels, W, TAPS)
+
+
+@kernel
+def _tokens_kernel(
+    x, weight, bias, states, out, snapshots, cu_seqlens, slots, seq_starts, seq_snapshots, snapshot_offsets,
+    num_in_place, channels,
+    x_stride, state_stride,
+    HAS_BIAS: tl.constexpr, SILU: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    """One sequence's rows, one after the other: of a decode, a verify or a fold. Their outputs and snapshots, and at
+    last, of the first `num_in_place` sequences, the new state."""
+    seq = tl.program_id(1)
+    channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
+    inside = channel < channels
+    state = states + tl.load(slots + seq).to(tl.int64) * state_stride
+    started = tl.load(seq_starts + seq) > 0
+    first_row = tl.load(cu_seqlens + seq)
+    for before in range(tl.load(cu_seqlens + seq + 1) - first_row):
+        row = first_row.to(tl.int64) + before
+        sums = tl.zeros((CHANNELS,), dtype=tl.float32)
+        if HAS_BIAS:
+            sums += tl.load(bias + channel, mask=inside, other=0)
+        for tap in tl.static_range(W - 1):
+            place = before + tap
+            old = tl.load(state + place * channels + channel, mask=inside & started & (place < W - 1), other=0)
+            new = tl.load(x + (row + tap - (W - 1)) * x_stride + channel, mask=inside & (place >= W - 1), other=0)
+            value = tl.where(place < W - 1, old, new).to(tl.float32)
+            sums += value * tl.load(weight + tap * channels + channel, mask=inside, other=0)
+        value = tl.load(x + row * x_stride + channel, mask=inside, other=0).to(tl.float32)
+        sums += value * tl.load(weight + (W - 1) * channels + channel, mask=inside, other=0)
+        tl.store(out + row * channels + channel, _activated(sums, SILU).to(out.dtype.element_ty), mask=inside)
+    _update_state(
+        x, state, snapshots, cu_seqlens, seq_snapshots, snapshot_offsets, seq, first_row, started, seq < num_in_place,
+        channel, channels, x_stride, W, TAPS,
+    )  # fmt: skip
 
 
 @kernel
@@ -126,24 +183,16 @@ def _update_states_kernel(
     x_stride, state_stride,
     W: tl.constexpr, TAPS: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """One sequence's snapshots, and at last its new state: everything is read before that is written."""
+    """One sequence's snapshots, and at last its new state."""
     seq = first_seq + tl.program_id(1)
     channel = tl.program_id(0) * CHANNELS + tl.arange(0, CHANNELS)
     state = states + tl.load(slots + seq).to(tl.int64) * state_stride
     started = tl.load(seq_starts + seq) > 0
     first_row = tl.load(cu_seqlens + seq)
-    first_snapshot = tl.load(seq_snapshots + seq)
-    target = snapshots + first_snapshot.to(tl.int64) * ((W - 1) * channels)
-    for snapshot in range(first_snapshot, tl.load(seq_snapshots + seq + 1)):
-        seen = tl.load(snapshot_offsets + snapshot)
-        window = _window(x, state, first_row, seen, started, channel, channels, x_stride, W, TAPS)
-        _store_window(target, window, channel, channels, W, TAPS)
-        target += (W - 1) * channels
-    seen = tl.load(cu_seqlens + seq + 1) - first_row
-    window = _window(x, state, first_row, seen, started, channel, channels, x_stride, W, TAPS)
-    # Threads may read what others of the program write.
-    tl.debug_barrier()
-    _store_window(state, window, channel, channels, W, TAPS)
+    _update_state(
+        x, state, snapshots, cu_seqlens, seq_snapshots, snapshot_offsets, seq, first_row, started, True,
+        channel, channels, x_stride, W, TAPS,
+    )  # fmt: skip
 
 
 def conv(
@@ -158,7 +207,18 @@ def conv(
     biases = weight if bias is None else bias
     taps = power_of_2(width - 1)
     variant = {"HAS_BIAS": bias is not None, "SILU": silu, "W": width}
-    if host.num_decodes:
+    if metadata.one_by_one and host.first_prefill:
+        block = _block(channels, _DECODE_CHANNELS)
+        _tokens_kernel[(triton.cdiv(channels, block), host.first_prefill)](
+            *(x, weight, biases, states, out, snapshots),
+            *(batch.cu_seqlens, batch.state_slots, batch.seq_starts, metadata.seq_snapshots, metadata.snapshot_offsets),
+            *(host.num_in_place, channels, x.stride(0), states.stride(0)),
+            **variant,
+            TAPS=taps,
+            CHANNELS=block,
+            num_warps=2,
+        )
+    elif host.num_decodes:
         block = _block(channels, _DECODE_CHANNELS)
         _decode_kernel[(triton.cdiv(channels, block), host.num_decodes)](
             *(x, weight, biases, states, out, snapshots),
@@ -169,13 +229,13 @@ def conv(
             CHANNELS=block,
             num_warps=2,
         )
-    num_prefills = host.num_seqs - host.num_decodes
+    num_prefills = host.num_seqs - host.first_prefill
     if num_prefills:
-        block, rows = _block(channels, _CHANNELS), host.num_tokens - host.num_decodes
+        block, rows = _block(channels, _CHANNELS), host.num_tokens - host.num_decode_tokens
         _prefill_kernel[(triton.cdiv(channels, block), triton.cdiv(rows, _ROWS))](
             *(x, weight, biases, states, out),
             *(metadata.row_seqs, batch.cu_seqlens, batch.state_slots, batch.seq_starts),
-            *(host.num_decodes, host.num_tokens, channels, x.stride(0), states.stride(0)),
+            *(host.num_decode_tokens, host.num_tokens, channels, x.stride(0), states.stride(0)),
             **variant,
             ROWS=_ROWS,
             CHANNELS=block,
@@ -186,7 +246,7 @@ def conv(
         _update_states_kernel[(triton.cdiv(channels, block), num_prefills)](
             *(x, states, snapshots),
             *(batch.cu_seqlens, batch.state_slots, batch.seq_starts, metadata.seq_snapshots, metadata.snapshot_offsets),
-            *(host.num_decodes, channels, x.stride(0), states.stride(0)),
+            *(host.first_prefill, channels, x.stride(0), states.stride(0)),
             W=width,
             TAPS=taps,
             CHANNELS=block,

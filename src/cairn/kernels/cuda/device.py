@@ -46,8 +46,8 @@ def device() -> torch.device:
 
 
 VARYING = (
-    "num_rows", "num_decodes", "num_pairs", "num_splits", "first_snapshot", "first_row", "end_row", "first_seq",
-    "num_edits", "num_listed", "num_top", "table_row",
+    "num_rows", "num_pairs", "num_splits", "first_snapshot", "first_row", "end_row", "first_seq",
+    "num_edits", "num_listed", "num_top", "table_row", "num_in_place",
 )  # fmt: skip
 """Numbers that are others at every step, or were others in the steps before the pool was there: a kernel compiled for
 multiples of 16 of them would be compiled anew while requests wait. The tables of a step's copy to the device begin at

@@ -3,7 +3,8 @@
 fla's `chunk_gated_delta_rule` cuts a sequence into chunks of 64 tokens from its first row on, gives a state out at its
 end only, and keeps those inside in the model's dtype. So it gets prefills that begin at the end of a chunk of their own
 grid, and of which no state is wanted but the last one; all other sequences of the batch go to cairn's kernels in the
-same call. Its states have no slots: they are gathered before and scattered after.
+same call. Its states have no slots: they are gathered before and scattered after. Batches with verifies are left to
+cairn's kernels.
 
 Written against fla-core 0.6.0.
 """
@@ -100,6 +101,8 @@ class FlaDeltaRule:
 
     def plan(self, host: HostBatch, staging: Staging) -> DeltaRulePlan | None:
         """None for a batch of which no sequence is for fla."""
+        if host.num_verifies:
+            return None
         fitting = fitting_sequences(host)
         if not len(fitting):
             return None

@@ -94,8 +94,11 @@ class FlashInferAttention:
         ]
         self._num_steps = 0
 
-    def plan(self, host: HostBatch, staging: Staging) -> AttentionPlan:
-        """Divides a step's work; nothing in it waits for the device. Call it once a step, in the order of the steps."""
+    def plan(self, host: HostBatch, staging: Staging) -> AttentionPlan | None:
+        """Divides a step's work; nothing in it waits for the device. Call it once a step, in the order of the steps.
+        None for a batch with verifies, whose tokens have the bits of decodes with cairn's kernels alone."""
+        if host.num_verifies:
+            return None
         shape, num_decodes = self.shape, host.num_decodes
         decode, prefill = self._wrappers[self._num_steps % len(self._wrappers)]
         self._num_steps += 1

@@ -10,7 +10,7 @@ Of a chunk of 64 tokens, with Q and K over their lengths and G the sum of the lo
     state after the first n tokens of a chunk: the third line with the tokens after them masked, since N of a token
     does not depend on later ones
 
-Decodes are one token each and take the recurrence as it is written.
+Decodes, verifies and folds go token by token: see `gdn_decode`.
 """
 
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cuda.device import kernel, limits, power_of_2
+from cairn.kernels.cuda.gdn_decode import EPS, take_tokens
 from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda.scalars import (
     LEAST_DECAY,
@@ -37,8 +38,6 @@ from cairn.kernels.cuda.scalars import (
     stages_that_fit,
     wide_product,
 )
-
-EPS = tl.constexpr(1e-6)
 
 _EXACT_STATE_WARPS, _EXACT_OUTPUT_WARPS = 8, 32
 """Where products are made without tensor cores. Operands of a whole product are taken into registers there: with fewer
@@ -123,7 +122,7 @@ def _chunks_kernel(
 @kernel
 def _states_kernel(
     k, w, u, totals, scales, chunk_states, states, snapshots, cu_seqlens, seq_starts, slots, seq_chunks,
-    seq_snapshots, snapshot_offsets, num_decodes, num_rows,
+    seq_snapshots, snapshot_offsets, first_seq, num_rows,
     k_stride, slot_stride,
     H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -134,7 +133,7 @@ def _states_kernel(
     """
     parts: tl.constexpr = (P + BP - 1) // BP
     part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
-    sequence = num_decodes + tl.program_id(0) // (parts * H)
+    sequence = first_seq + tl.program_id(0) // (parts * H)
     first, last = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
     start = tl.load(seq_starts + sequence)
     first_chunk = tl.load(seq_chunks + sequence)
@@ -258,44 +257,6 @@ def _outputs_kernel(
     tl.store(y + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
-@kernel
-def _decode_kernel(
-    q, k, v, beta, dt, a, dt_bias, states, y, snapshots, seq_starts, slots, seq_snapshots,
-    q_stride, k_stride, v_stride, beta_stride, dt_stride, slot_stride,
-    H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
-):  # fmt: skip
-    """One token of a part of a value head."""
-    parts: tl.constexpr = (P + BP - 1) // BP
-    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
-    sequence = tl.program_id(0) // (parts * H)
-    row = sequence.to(tl.int64)
-    size, dim = tl.arange(0, BS), part * BP + tl.arange(0, BP)
-    mask = (size < S)[:, None] & (dim < P)[None, :]
-    inside = head * (S * P) + size[:, None] * P + dim[None, :]
-    live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + inside
-    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0)
-
-    raw = tl.load(dt + row * dt_stride + head).to(tl.float32)
-    decay = tl.exp(tl.load(a + head) * softplus(raw + tl.load(dt_bias + head)))
-    weight = sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
-    key_head = head // PER_KEY
-    query = tl.load(q + row * q_stride + key_head * S + size, mask=size < S, other=0.0).to(tl.float32)
-    query = query * (S**-0.5 / tl.sqrt(tl.sum(query * query, axis=0) + EPS))
-    key = tl.load(k + row * k_stride + key_head * S + size, mask=size < S, other=0.0).to(tl.float32)
-    key = key * (1.0 / tl.sqrt(tl.sum(key * key, axis=0) + EPS))
-    value = tl.load(v + row * v_stride + head * P + dim, mask=dim < P, other=0.0).to(tl.float32)
-
-    state = state * decay
-    written = weight * (value - tl.sum(state * key[:, None], axis=0))
-    state += key[:, None] * written[None, :]
-    out = tl.sum(state * query[:, None], axis=0)
-    tl.store(y + row * (H * P) + head * P + dim, out.to(y.dtype.element_ty), mask=dim < P)
-    tl.store(live, state, mask=mask)
-    index = tl.load(seq_snapshots + sequence)
-    if index < tl.load(seq_snapshots + sequence + 1):
-        tl.store(snapshots + index.to(tl.int64) * (H * S * P) + inside, state, mask=mask)
-
-
 def gdn(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch
 ) -> tuple[Tensor, Tensor]:
@@ -307,14 +268,8 @@ def gdn(
     y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     snapshots = torch.empty((host.num_snapshots, *states.shape[1:]), dtype=states.dtype, device=states.device)
     shape: dict[str, Any] = {"H": heads, "PER_KEY": heads // q.shape[1], "S": size, "P": dim}
-    if host.num_decodes:
-        tile = _decode_tile(size, dim)
-        parts = triton.cdiv(dim, tile["BP"])
-        _decode_kernel[(host.num_decodes * heads * parts,)](
-            q, k, v, beta, dt, a, dt_bias, states, y, snapshots, batch.seq_starts, batch.state_slots,
-            metadata.seq_snapshots,
-            q.stride(0), k.stride(0), v.stride(0), beta.stride(0), dt.stride(0), states.stride(0), **shape, **tile,
-        )  # fmt: skip
+    if host.first_prefill:
+        take_tokens(q, k, v, beta, dt, a, dt_bias, states, y, snapshots, batch, metadata)
     if metadata.num_chunks:
         precision = precision_of(dt.dtype, metadata.exact)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -329,11 +284,11 @@ def gdn(
             k.stride(0), v.stride(0), beta.stride(0), dt.stride(0), **shape, **_chunks_tile(size, dim, precision),
         )  # fmt: skip
         tile = _states_tile(size, dim, precision)
-        programs = (host.num_seqs - host.num_decodes) * heads * triton.cdiv(dim, tile["BP"])
+        programs = (host.num_seqs - host.first_prefill) * heads * triton.cdiv(dim, tile["BP"])
         _states_kernel[(programs,)](
             k, w, u, totals, scales, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts,
             batch.state_slots, metadata.seq_chunks, metadata.seq_snapshots, metadata.snapshot_offsets,
-            host.num_decodes, num_rows, k.stride(0), states.stride(0), **shape, **tile,
+            host.first_prefill, num_rows, k.stride(0), states.stride(0), **shape, **tile,
         )  # fmt: skip
         first = metadata.num_decode_snapshots
         if host.num_snapshots > first:
@@ -348,11 +303,6 @@ def gdn(
             q, k, u, totals, scales, chunk_states, y, *chunks, q.stride(0), k.stride(0), **shape, **tile
         )
     return y, snapshots
-
-
-def _decode_tile(size: int, dim: int) -> dict[str, Any]:
-    """16 KiB of state a program: enough loads in flight, and programs for every multiprocessor at one sequence."""
-    return {"BS": power_of_2(size), "BP": min(32, power_of_2(dim)), "num_warps": 4}
 
 
 def _chunks_tile(size: int, dim: int, precision: Precision) -> dict[str, Any]:

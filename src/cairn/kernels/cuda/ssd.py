@@ -7,7 +7,7 @@ Of a chunk of 64 tokens, with G the sum of step * a so far:
 
     state after the first n tokens of a chunk: the first line with the tokens after them masked
 
-Decodes are one token each and take the recurrence as it is written.
+Decodes, verifies and folds go token by token: see `ssd_decode`.
 """
 
 from typing import Any
@@ -32,6 +32,7 @@ from cairn.kernels.cuda.scalars import (
     softplus,
     stages_that_fit,
 )
+from cairn.kernels.cuda.ssd_decode import take_tokens
 
 
 @kernel
@@ -91,7 +92,7 @@ def _chunk_update(
 @kernel
 def _states_kernel(
     x, b, steps, totals, chunk_states, states, snapshots, cu_seqlens, seq_starts, slots, seq_chunks, seq_snapshots,
-    snapshot_offsets, num_decodes, num_rows,
+    snapshot_offsets, first_seq, num_rows,
     x_stride, b_stride, slot_stride,
     H: tl.constexpr, PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -99,7 +100,7 @@ def _states_kernel(
     """One sequence's states of a part of a head, chunk after chunk, and its snapshots."""
     parts: tl.constexpr = (P + BP - 1) // BP
     part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
-    sequence = num_decodes + tl.program_id(0) // (parts * H)
+    sequence = first_seq + tl.program_id(0) // (parts * H)
     first, last = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
     start = tl.load(seq_starts + sequence)
     first_chunk = tl.load(seq_chunks + sequence)
@@ -206,39 +207,6 @@ def _outputs_kernel(
         tl.store(y + rows[:, None] * (H * P) + head * P + dim[None, :], out.to(y.dtype.element_ty), mask=mask)
 
 
-@kernel
-def _decode_kernel(
-    x, dt, b, c, a, d, dt_bias, states, y, snapshots, seq_starts, slots, seq_snapshots,
-    x_stride, dt_stride, b_stride, c_stride, slot_stride,
-    limit_low, limit_high,
-    H: tl.constexpr, PER_GROUP: tl.constexpr, P: tl.constexpr, S: tl.constexpr, BP: tl.constexpr, BS: tl.constexpr,
-):  # fmt: skip
-    """One token of a part of a head."""
-    parts: tl.constexpr = (P + BP - 1) // BP
-    part, head = tl.program_id(0) % parts, tl.program_id(0) // parts % H
-    sequence = tl.program_id(0) // (parts * H)
-    row = sequence.to(tl.int64)
-    dim, size = part * BP + tl.arange(0, BP), tl.arange(0, BS)
-    mask = (dim < P)[:, None] & (size < S)[None, :]
-    inside = head * (P * S) + dim[:, None] * S + size[None, :]
-    live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + inside
-    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0)
-
-    step = softplus(tl.load(dt + row * dt_stride + head).to(tl.float32) + tl.load(dt_bias + head))
-    step = tl.minimum(tl.maximum(step, limit_low), limit_high)
-    group = head // PER_GROUP
-    writes = tl.load(b + row * b_stride + group * S + size, mask=size < S, other=0.0).to(tl.float32)
-    reads = tl.load(c + row * c_stride + group * S + size, mask=size < S, other=0.0).to(tl.float32)
-    inputs = tl.load(x + row * x_stride + head * P + dim, mask=dim < P, other=0.0).to(tl.float32)
-    state = state * tl.exp(step * tl.load(a + head)) + (step * inputs)[:, None] * writes[None, :]
-    out = tl.sum(state * reads[None, :], axis=1) + tl.load(d + head) * inputs
-    tl.store(y + row * (H * P) + head * P + dim, out.to(y.dtype.element_ty), mask=dim < P)
-    tl.store(live, state, mask=mask)
-    index = tl.load(seq_snapshots + sequence)
-    if index < tl.load(seq_snapshots + sequence + 1):
-        tl.store(snapshots + index.to(tl.int64) * (H * P * S) + inside, state, mask=mask)
-
-
 def ssd(
     x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor, d: Tensor, dt_bias: Tensor,
     dt_limit: tuple[float, float], states: Tensor, batch: Batch,
@@ -251,13 +219,8 @@ def ssd(
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     snapshots = torch.empty((host.num_snapshots, *states.shape[1:]), dtype=states.dtype, device=states.device)
     shape: dict[str, Any] = {"H": heads, "PER_GROUP": heads // b.shape[1], "P": dim, "S": size}
-    if host.num_decodes:
-        tile = _decode_tile(dim, size)
-        _decode_kernel[(host.num_decodes * heads * triton.cdiv(dim, tile["BP"]),)](
-            x, dt, b, c, a, d, dt_bias, states, y, snapshots, batch.seq_starts, batch.state_slots,
-            metadata.seq_snapshots,
-            x.stride(0), dt.stride(0), b.stride(0), c.stride(0), states.stride(0), *dt_limit, **shape, **tile,
-        )  # fmt: skip
+    if host.first_prefill:
+        take_tokens(x, dt, b, c, a, d, dt_bias, dt_limit, states, y, snapshots, batch, metadata)
     if metadata.num_chunks:
         precision = precision_of(dt.dtype, metadata.exact)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -270,10 +233,10 @@ def ssd(
             dt, a, dt_bias, steps, totals, *chunks, dt.stride(0), *dt_limit, H=heads, **tile
         )
         tile = _states_tile(dim, size, precision)
-        programs = (host.num_seqs - host.num_decodes) * heads * triton.cdiv(dim, tile["BP"])
+        programs = (host.num_seqs - host.first_prefill) * heads * triton.cdiv(dim, tile["BP"])
         _states_kernel[(programs,)](
             x, b, steps, totals, chunk_states, states, snapshots, batch.cu_seqlens, batch.seq_starts, batch.state_slots,
-            metadata.seq_chunks, metadata.seq_snapshots, metadata.snapshot_offsets, host.num_decodes, num_rows,
+            metadata.seq_chunks, metadata.seq_snapshots, metadata.snapshot_offsets, host.first_prefill, num_rows,
             x.stride(0), b.stride(0), states.stride(0), **shape, **tile,
         )  # fmt: skip
         first = metadata.num_decode_snapshots
@@ -290,11 +253,6 @@ def ssd(
             x, b, c, d, steps, totals, chunk_states, y, *chunks, x.stride(0), b.stride(0), c.stride(0), **shape, **tile
         )
     return y, snapshots
-
-
-def _decode_tile(dim: int, size: int) -> dict[str, Any]:
-    """16 KiB of state a program: enough loads in flight, and programs for every multiprocessor at one sequence."""
-    return {"BP": min(32, power_of_2(dim)), "BS": power_of_2(size), "num_warps": 4}
 
 
 def _steps_tile(heads: int) -> dict[str, Any]:

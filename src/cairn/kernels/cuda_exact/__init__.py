@@ -14,9 +14,10 @@ All of them but the products are `cairn.kernels.cuda`'s. What makes them fit, on
   sequence's state from chunk to chunk. Rows of the chunk that do not count are zeros; products of chunks are made
   without tensor cores here (`Precision`), where a zero changes no sum and the order of the terms is that of the rows,
   so that a snapshot is the state of a pass that ends there. Decodes: a program a sequence.
+- `conv`, `ssd`, `gdn` of decodes, verifies and folds: one kernel, which has a loop over a sequence's tokens.
 - `attention`: prefill tiles lie on the sequence's own grid and add up keys block by block from position 0 on: as it is.
   A decode is cut into parts of `FIXED_SPLIT` keys from position 0 on, also where it has but one, and the parts are
-  put together in their order, a fixed number at a time; there is no choice by the batch.
+  put together in their order, a fixed number at a time; there is no choice by the batch. A verify's tokens are decodes.
 - `experts`, `gated_experts`: blocks of one height, of which a row is a chain of fused multiply-adds; the form for few
   tokens is not taken. A token's terms are added by one program in ascending order of the experts. Sorting gives the
   same order by counting and by torch's stable sort.
