@@ -291,7 +291,7 @@ def make_drafter(config: EngineConfig, device: Device, clock: Clock) -> Drafter 
     if not verifies:
         raise ConfigError(
             f"--speculative-config: method: {asked.method!r} not with --device cuda yet, which auto is where there is "
-            "a GPU: its kernels verify no drafts; leave it out, or serve with --device cpu"
+            "a GPU: nothing is drafted there; leave it out, or serve with --device cpu"
         )
     return LookupDrafter(asked, clock=clock)
 
