@@ -6,6 +6,7 @@ import pytest
 from torch import Tensor
 
 from kernels.backends import DEVICES, INTERPRETED, ON_GPU
+from tiers import more
 
 if not INTERPRETED and not ON_GPU:
     pytest.skip("there is nothing that runs Triton's kernels", allow_module_level=True)
@@ -36,7 +37,7 @@ class LoadedOnCuda:
         return answer
 
 
-@pytest.fixture(scope="module", params=["qwen3_5", "nemotron_h"])
+@pytest.fixture(scope="module", params=["qwen3_5", more("nemotron_h")])
 def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LoadedOnCuda:
     """The gated delta rule, and Mamba2 with experts; each with convolutions and attention."""
     folder = tmp_path_factory.mktemp("models") / request.param
