@@ -29,8 +29,8 @@ class ForcedAnswers:
         self.texts: dict[str, Keys] = {}
         self._requests = core._scheduler.state.requests
         runner: Any = core._runner
-        self._runner, self._sample, self._verify = runner, runner._sample, runner._verifier.verify
-        runner._sample, runner._verifier.verify = self._forced_sample, self._forced_verify
+        self._runner, self._sample, self._verify = runner, runner._sample, runner._verifier._sample
+        runner._sample, runner._verifier._sample = self._forced_sample, self._forced_verify
 
     def _texts_by_slot(self) -> dict[int, Keys]:
         requests = self._requests.items()
@@ -66,6 +66,8 @@ def _until_wrong(row: VerifyRow, text: Keys) -> list[int]:
 
 class FixedDrafter:
     """Drafts the next `depth` tokens of texts that are known, see `Drafter` and `ForcedAnswers.texts`."""
+
+    max_decodes = 1 << 31
 
     def __init__(self, texts: dict[str, Keys]) -> None:
         self.depth = 0
