@@ -9,7 +9,8 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from cairn.engine.contract import ThinkingBudget
-from cairn.engine.grammars.constraint import GrammarConstraint, count_common
+from cairn.engine.grammars.constraint import GrammarConstraint
+from cairn.keys import common_tokens
 from cairn.step import TokenMask
 
 _MAX_NEWLINES = 64
@@ -83,7 +84,8 @@ class ThinkingConstraint:
         """To where the answer and what has been followed part: drafts that were looked at have not all come."""
         if list(output[: len(self._seen)]) == self._seen:
             return
-        for _ in range(len(self._seen) - count_common(self._seen, output)):
+        num_common = common_tokens(np.array(self._seen, np.int64), np.array(output, np.int64))
+        for _ in range(len(self._seen) - num_common):
             self._seen.pop()
             if self._followed:
                 self._followed.pop()

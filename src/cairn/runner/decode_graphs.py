@@ -40,7 +40,7 @@ from cairn.kernels.staging import Staging
 from cairn.layers.memory import Memory
 from cairn.layers.model import Model
 from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors, host_batch
-from cairn.runner.verification import KeptInputs
+from cairn.runner.verification import KeptInputs, fold_batch
 from cairn.runner.vision import MultimodalInputs
 from cairn.step import Fold, StepPlan
 
@@ -202,12 +202,10 @@ class DecodeGraphs:
             end = len(verify.tokens)
             rows[0, :end], rows[1:4, :end] = verify.tokens, np.arange(verify.start, verify.end)
             rows[4:, 0] = verify.slot, verify.start, verify.end, verify.kv_write_from
-        first = 0
-        for each in inputs:
-            num_tokens = max(1, shape.num_verify_tokens)
+        num_tokens = max(1, shape.num_verify_tokens)
+        for row, each in enumerate(inputs):
             if each is not None:
-                rows[1:4, first : first + num_tokens] = each.positions
-            first += num_tokens
+                rows[1:4, row * num_tokens : (row + 1) * num_tokens] = each.positions
         return rows
 
     def replay(self, plan: StepPlan, shape: PassShape, rows: Tensor) -> KeptInputs | None:
@@ -250,26 +248,15 @@ class DecodeGraphs:
             forward_pass.fold()
 
     def _pass_of(self, kept: KeptInputs) -> _Pass | None:
-        return next((each for each in self._passes.values() if each.kept is kept), None)
+        forward_pass = self._passes.get(PassShape(0, kept.num_tokens))
+        return forward_pass if forward_pass is not None and forward_pass.kept is kept else None
 
     def _run_fold(self, kept: KeptInputs, num_tokens: int) -> None:
         """What is recorded of a fold: of how many of its tokens is read from memory."""
         row, host = self._fold_row, HostBatch.captured(0, self._max_model_len, num_tokens, is_fold=True)
-        slot = row[2:3]
-        nothing = slot.new_zeros(0)
-        batch = Batch(
-            tokens=nothing,
-            positions=nothing,
-            cu_seqlens=row[:2],
-            slots=slot,
-            state_slots=slot,
-            seq_starts=row[3:4],
-            seq_lens=row[4:5],
-            kv_write_from=row[3:4],
-            block_tables=self._slot_tensors.block_tables,
-            host=host,
-            metadata=self._model.kernels.build_metadata(host, Staging()),
-        )
+        metadata = self._model.kernels.build_metadata(host, Staging())
+        slot, tables = row[2:3], self._slot_tensors.block_tables
+        batch = fold_batch(host, metadata, row[:2], slot, row[3:4], row[4:5], tables)
         kept.fold(batch, self._make_memory(None))
         self._hidden.index_copy_(0, slot.long(), kept.hidden.index_select(0, row[5:6].long()))
 

@@ -9,7 +9,7 @@ See "Verify and fold" in docs/speculation.md.
 """
 
 from collections.abc import Callable, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from cairn.kernels.contract import Kernels, TokenCounts
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.kernels.sampling.sampler import has_processors
 from cairn.kernels.staging import Staging
+from cairn.keys import common_tokens
 from cairn.layers.memory import FoldLayer, Memory
 from cairn.layers.model import Model
 from cairn.runner.input_batch import InputBatch
@@ -44,7 +45,7 @@ class KeptInputs:
 
     def assign(self, verifies: Sequence[VerifyRow]) -> None:
         """Whose rows they are."""
-        firsts = np.cumsum([0, *(len(row.tokens) for row in verifies)]).tolist()
+        firsts = _first_rows(verifies)
         self._rows = {row.slot: (first, row) for row, first in zip(verifies, firsts, strict=False)}
 
     def keep(self, inputs: Tensor, fold: FoldLayer) -> None:
@@ -60,6 +61,11 @@ class KeptInputs:
         """The final hidden states of the rows."""
         assert self._hidden is not None, "the pass is not over"
         return self._hidden
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the rows."""
+        return self._tokens.stop - self._tokens.start
 
     def find(self, slot: int) -> tuple[int, VerifyRow]:
         """The first of a slot's rows, and its verify row. Raises LookupError for a slot without one."""
@@ -127,20 +133,7 @@ class FoldBatch:
     def run(self, memory: Memory, hidden: Tensor, block_tables: Sequence[Tensor]) -> None:
         """Take the live states on. `hidden`: final hidden states by slot, [slots + 1, hidden]."""
         cu_seqlens, slots, starts, ends = (staged.tensor for staged in self._lengths)
-        nothing = slots.new_zeros(0, dtype=torch.int64)
-        batch = Batch(
-            tokens=nothing,
-            positions=nothing,
-            cu_seqlens=cu_seqlens,
-            slots=slots,
-            state_slots=slots,
-            seq_starts=starts,
-            seq_lens=ends,
-            kv_write_from=starts,
-            block_tables=block_tables,
-            host=self._host,
-            metadata=self._metadata,
-        )
+        batch = fold_batch(self._host, self._metadata, cu_seqlens, slots, starts, ends, block_tables)
         self._kept.fold(batch, memory, self._rows.tensor)
         hidden[slots.long()] = self._kept.hidden.index_select(0, self._last_rows.tensor)
 
@@ -184,17 +177,16 @@ class DraftVerifier:
         sampler = self._kernels.sampler(repeated, positions, self._vocab_size, staging)
         staging.send(logits.device)
         tokens = sampler.sample(logits, slots, [], self._counts).tolist()
-        verified, first = [], 0
-        for row in verifies:
+        verified = []
+        for row, first in zip(verifies, _first_rows(verifies), strict=False):
             sampled = tokens[first : first + len(row.tokens)]
-            verified.append(sampled[: 1 + _count_right(row.tokens[1:].tolist(), sampled)])
-            first += len(row.tokens)
+            verified.append(sampled[: 1 + common_tokens(row.tokens[1:], np.array(sampled, np.int64))])
         return verified
 
     def _sample_in_turn(self, verifies: Sequence[VerifyRow], logits: Tensor, masks: TokenMasks) -> list[list[int]]:
         """One token of each row after the other: what is sampled next depends on those before it."""
         verified: list[list[int]] = [[] for _ in verifies]
-        firsts = np.cumsum([0, *(len(row.tokens) for row in verifies)]).tolist()
+        firsts = _first_rows(verifies)
         drafts = [row.tokens[1:].tolist() for row in verifies]
         open_rows = list(range(len(verifies)))
         while open_rows:
@@ -246,12 +238,36 @@ class DraftVerifier:
         return [_join(part) for part in parts]
 
 
-def _count_right(drafts: Sequence[int], sampled: Sequence[int]) -> int:
-    """How many drafts are what was sampled in their places, up to the first that is not."""
-    count = 0
-    while count < len(drafts) and drafts[count] == sampled[count]:
-        count += 1
-    return count
+def fold_batch(
+    host: HostBatch,
+    metadata: object,
+    cu_seqlens: Tensor,
+    slots: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    block_tables: Sequence[Tensor],
+) -> Batch:
+    """Folds as a batch: of no tokens, whose inputs are there already. `slots`, `starts`, `ends`: of each fold, int32
+    [folds]."""
+    nothing = slots.new_zeros(0, dtype=torch.int64)
+    return Batch(
+        tokens=nothing,
+        positions=nothing,
+        cu_seqlens=cu_seqlens,
+        slots=slots,
+        state_slots=slots,
+        seq_starts=starts,
+        seq_lens=ends,
+        kv_write_from=starts,
+        block_tables=block_tables,
+        host=host,
+        metadata=metadata,
+    )
+
+
+def _first_rows(verifies: Sequence[VerifyRow]) -> list[int]:
+    """Where the rows of each begin among those of all, and where they end."""
+    return [0, *accumulate(len(row.tokens) for row in verifies)]
 
 
 def _join(parts: Sequence[Logprobs]) -> Logprobs | None:
@@ -272,7 +288,7 @@ def _pad(verifies: Sequence[VerifyRow], verified: Sequence[Sequence[int]]) -> li
 
 def _unpad(verifies: Sequence[VerifyRow], padded: Sequence[int]) -> list[list[int]]:
     """The reverse of `_pad`."""
-    firsts = np.cumsum([0, *(len(row.tokens) for row in verifies)]).tolist()
+    firsts = _first_rows(verifies)
     return [
         [token for token in padded[first : first + len(row.tokens)] if token >= 0]
         for row, first in zip(verifies, firsts, strict=False)

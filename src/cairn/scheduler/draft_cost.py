@@ -20,8 +20,6 @@ learn that it was the machine that had been busy."""
 _FIRST_REFRESHES, _REFRESH = (4, 8, 12), 16
 """Steps after which what has been learned is used; with several sequences, where what is given holds least, sooner at
 first. Those of one sequence begin with passes that are being recorded."""
-
-
 _FORGOTTEN_REFRESH = 64
 """Decode steps after which what has been forgotten is."""
 

@@ -267,6 +267,13 @@ class Request:
             return self.spec.prompt
         return np.concatenate([self.spec.prompt, np.array(self.output, np.int64)])
 
+    def finish_with(self, token: int, num_output_tokens: int) -> Finish | None:
+        """How it ends with this token, the last of so many of its answer, if it does."""
+        if token in self.spec.stop_token_ids:
+            self.outcome.stop_token = token
+            return "stop"
+        return "length" if num_output_tokens >= self.spec.max_tokens else None
+
     def set_phase(self, phase: Phase) -> None:
         """Go to another phase. The only place where a phase changes."""
         if phase not in TRANSITIONS[self.phase]:

@@ -375,11 +375,7 @@ class Scheduler:
 
     def _take_token(self, request: Request, token: int, result: StepResult) -> Progress:
         request.output.append(token)
-        finish: Finish | None = None
-        if token in request.spec.stop_token_ids:
-            finish, request.outcome.stop_token = "stop", token
-        elif len(request.output) >= request.spec.max_tokens:
-            finish = "length"
+        finish = request.finish_with(token, len(request.output))
         # its slot, which it loses as it ends
         logprobs = result.logprobs.get(request.slot) if result.logprobs else None
         if finish is not None:

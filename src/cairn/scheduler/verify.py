@@ -113,12 +113,8 @@ def take_verified(
         state.drafting.drafter.record(request, num_drafts, num_accepted)
     tokens = verified.tokens
     finish: Finish | None = None
-    room, stops = request.spec.max_tokens - len(request.output), request.spec.stop_token_ids
     for count, token in enumerate(tokens, start=1):
-        if token in stops:
-            finish, request.outcome.stop_token = "stop", token
-        elif count == room:
-            finish = "length"
+        finish = request.finish_with(token, len(request.output) + count)
         if finish is not None:
             tokens = tokens[:count]
             break
@@ -131,11 +127,14 @@ def take_verified(
 
 def learn_step_time(state: SchedulerState, builder: PlanBuilder, seconds: float) -> None:
     """Tell the drafter how long a step has taken, if its rows are decodes and verify rows alone."""
+    drafter = state.drafting.drafter
+    if drafter is None:
+        return
     rows = [scheduled for scheduled in builder.scheduled if scheduled.has_row]
     num_decodes = len(rows) + len(builder.plain)
-    if state.drafting.drafter is not None and num_decodes and all(row.is_decode or row.is_verify for row in rows):
+    if num_decodes and all(row.is_decode or row.is_verify for row in rows):
         num_draft_tokens = sum(row.end - row.start - 1 for row in rows if row.is_verify)
-        state.drafting.drafter.record_step(num_decodes, num_draft_tokens, seconds)
+        drafter.record_step(num_decodes, num_draft_tokens, seconds)
 
 
 def trim_answer(state: SchedulerState, request: Request, num_output_tokens: int) -> None:

@@ -5,18 +5,13 @@ from collections.abc import Sequence
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from cairn.keys import common_tokens
 from cairn.step import TokenMask
 
 
 def limits() -> LLParserLimits:
     """What compiling a grammar and one step of it may take: some tens of milliseconds, and 40 MB of lexer states."""
     return LLParserLimits(max_lexer_states=20_000, max_grammar_size=200_000, verbose_errors=False)
-
-
-def count_common(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = enumerate(zip(tokens, others, strict=False))
-    return next((at for at, (ours, theirs) in pairs if ours != theirs), min(len(tokens), len(others)))
 
 
 class GrammarConstraint:
@@ -69,7 +64,7 @@ class GrammarConstraint:
         num_seen = len(self._seen)
         if answer[:num_seen] == self._seen:
             return
-        num_common = count_common(self._seen, answer)
+        num_common = common_tokens(np.array(self._seen, np.int64), np.array(answer, np.int64))
         if not self._matcher.rollback(num_seen - num_common):
             self._matcher.reset()
             num_common = 0
