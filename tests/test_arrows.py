@@ -27,6 +27,7 @@ FLOOR_0 = (
 CACHE_DOOR = (
     "cairn.cache.prefix_cache",
     "cairn.cache.layout",
+    "cairn.cache.awaited",
     "cairn.cache.group_pages",
     "cairn.cache.sequence_blocks",
     "cairn.cache.placement",

@@ -70,8 +70,8 @@ METRICS = """
 cairn:audits_total cairn:cached_pages cairn:checkpoints_evicted_total cairn:checkpoints_hit_total
 cairn:checkpoints_taken_total cairn:computed_prompt_tokens_total cairn:forward_passes_total cairn:free_pages
 cairn:held_checkpoints cairn:held_pages cairn:lost_tokens_total cairn:miss_requests_total cairn:open_leases
-cairn:pending_prefill_tokens cairn:recomputed_tokens_total cairn:second_sighting_hit_tokens_total
-cairn:second_sighting_tokens_total cairn:steps_total
+cairn:pending_prefill_tokens cairn:recomputed_tokens_total cairn:request_bypasses_total
+cairn:second_sighting_hit_tokens_total cairn:second_sighting_tokens_total cairn:steps_total
 vllm:admission_rejections_total vllm:cache_config_info vllm:e2e_request_latency_seconds vllm:generation_tokens_total
 vllm:inter_token_latency_seconds vllm:iteration_tokens_total vllm:kv_cache_usage_perc vllm:num_preemptions_total
 vllm:num_requests_running vllm:num_requests_waiting vllm:num_requests_waiting_by_reason vllm:prefix_cache_hits_total
@@ -127,6 +127,7 @@ EXPORTED = {
     "SampledToken Samples Save Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks "
     "VerifiedTokens VerifyRow",
     "cairn.cache.audit": "audit",
+    "cairn.cache.awaited": "AwaitedHits MAX_AWAITED WaitingPrompt",
     "cairn.deploy.ray": "app",
     "cairn.cache.checkpoint": "Kind Lineage Origin",
     "cairn.cache.divergence": "DivergenceStats",

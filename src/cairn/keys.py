@@ -56,6 +56,12 @@ class KeyBuffer:
             self._extend(self._output[first:])
         return self._keys[: self._length]
 
+    def slice(self, start: int, end: int) -> Keys:
+        """Tokens [start, end), shape [end - start]: without a copy of those before them, as `keys` may make."""
+        if self._output is not None and start >= max(self._start, self._length):
+            return np.array(self._output[start - self._start : end - self._start], np.int64)
+        return self.keys[start:end]
+
     def truncate(self) -> None:
         """The list that is followed has lost tokens at its end."""
         assert self._output is not None, "nobody's list is followed"

@@ -64,7 +64,7 @@ def test_the_head_of_the_queue_is_not_looked_up_in_every_step(monkeypatch):
     driver.run()
     assert counts["miss_reasons"] == 2, "reasons are for those that begin"
     first = driver.requests[waits].stats.first_sequence
-    assert (first.hit, first.lost) == (0, {Reason.EVICTED: 64, Reason.NO_CHECKPOINT: 36, Reason.NEVER_SEEN: 500})
+    assert (first.hit, first.lost) == (64, {Reason.NO_CHECKPOINT: 36, Reason.NEVER_SEEN: 500})
     assert driver.output(waits) == alone((*TEXT[:100], *range(5000, 5500)), False, max_tokens=3)
 
 

@@ -149,7 +149,7 @@ class TreeWriter:
         else:
             node = tree.root(sequence.namespace)
         position = base = node.end
-        new = TokenKey(sequence.keys[base:upto])
+        new = TokenKey(sequence.tokens.slice(base, upto))
         while position < upto:
             decoded = position >= sequence.decode_from
             stop = upto if decoded else min(upto, sequence.decode_from)

@@ -7,7 +7,7 @@ unreachable.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
@@ -100,6 +100,18 @@ class EvictionQueue:
     def prices(self) -> list[float]:
         """The priorities of those that go next, ascending; approximately, and of a few only."""
         return sorted(entry[1] for entry in self._heap[:PEEKED] if entry[2] in self._live and not entry[0])
+
+    def next(self) -> Iterator[Checkpoint]:
+        """Those that go next, the first one first, as they were ranked last."""
+        places = [(*self._heap[0][:3], 0)] if self._heap else []
+        while places:
+            *_, place = heapq.heappop(places)
+            entry = self._heap[place]
+            if entry[2] in self._live:
+                yield entry[3]
+            for below in (2 * place + 1, 2 * place + 2):
+                if below < len(self._heap):
+                    heapq.heappush(places, (*self._heap[below][:3], below))
 
     def _place(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> tuple[bool, float]:
         """Its place in the queue: the least goes first."""
@@ -261,6 +273,19 @@ class CheckpointStore:
             queue.push(checkpoint, self.facts(checkpoint))
         return self.pool.num_free >= num_pages
 
+    def next_victims(self, num_pages: int) -> dict[Node, int]:
+        """The nodes of the checkpoints that would go for `num_pages` pages, each with the pages that are there before
+        it goes; about: what shares pages with another one frees them with the last."""
+        free, victims = self.pool.num_free, dict[Node, int]()
+        for node in self.tree.unreachable:
+            free += 0 if node.pages is None else sum(len(part.pages) for part in node.pages)
+        for checkpoint in self.queue.next():
+            if free >= num_pages:
+                break
+            victims[checkpoint.node] = free
+            free += pages_freed(self._layout, checkpoint)
+        return victims
+
     def _drop(self, checkpoint: Checkpoint) -> None:
         """Drop a checkpoint that is out of the queue. What is above it is worth more from now on, which is seen when
         its turn comes."""
@@ -332,6 +357,14 @@ class CheckpointStore:
             checkpoint.kind = kind
             self.eviction.change_kind(checkpoint)
             self._touch(checkpoint)
+
+    def await_uses(self, chances: Mapping[Node, float]) -> None:
+        """From now on so many uses per request are certain of the checkpoints at these nodes, and of no others."""
+        before, self.eviction.awaited = self.eviction.awaited, chances
+        # where a chance has risen with the turns alone, it is seen when the checkpoint's turn to go comes
+        for node in {**before, **chances}:  # in an order that a replay has as well
+            if node not in before or chances.get(node, 0.0) < before[node]:
+                self._rank(node.checkpoint)
 
     # -- what clients retain ------------------------------------------------------------------------------------
 

@@ -9,7 +9,8 @@ not.
 
 from bisect import bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -72,6 +73,8 @@ class EvictionPolicy(TreeObserver):
 
     version = 0
     """Changes whenever `recorded_origin` may have another answer."""
+    awaited: Mapping[Node, float] = MappingProxyType({})
+    """Uses per request that are certain, by node: see `AwaitedHits.find`. The cache replaces it."""
 
     def start(self, max_checkpoints: int, divergences: DivergenceStats) -> None:
         """The policy serves a cache whose pool has room for `max_checkpoints`; where prompts leave the paths of others
@@ -199,12 +202,14 @@ class ValuePerByte(EvictionPolicy):
         return self.chance(checkpoint.node) * facts.saved_tokens / max(1, facts.freed_bytes)
 
     def chance(self, node: Node) -> float:
-        """Uses per request to come, at best (see `HazardTable.refresh`), with those of its demoted child."""
+        """Uses per request to come, at best (see `HazardTable.refresh`), with those of its demoted child; no fewer than
+        are certain."""
         record = self._records.get(node)
         if record is None:
             return 0.0
         child = self._demoted_child(record)
-        return self._own_chance(record) + (self._own_chance(child) if child is not None else 0.0)
+        learned = self._own_chance(record) + (self._own_chance(child) if child is not None else 0.0)
+        return max(learned, self.awaited[node]) if node in self.awaited else learned
 
     # -- what happens --------------------------------------------------------------------------------------------
 

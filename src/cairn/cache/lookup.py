@@ -56,9 +56,8 @@ class OriginFilter:
         """The deepest checkpoint on the matched path that may be restored."""
         for node in reversed(prompt_walk.path):
             checkpoint = node.checkpoint
-            if checkpoint is not None and node.end <= prompt_walk.matched:
-                if self._accepts(checkpoint.origin, node.end, checkpoint.maker):
-                    return checkpoint
+            if checkpoint is not None and node.end <= prompt_walk.matched and self.accepts(checkpoint):
+                return checkpoint
         return None
 
     def deepest_checkpoint_node(self, prompt_walk: Walk, eviction: EvictionPolicy) -> Node | None:
@@ -68,6 +67,10 @@ class OriginFilter:
             if origin is not None and node.end <= prompt_walk.ever_matched and self._accepts(origin, node.end, None):
                 return node
         return None
+
+    def accepts(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint on the prompt's path may be restored."""
+        return self._accepts(checkpoint.origin, checkpoint.position, checkpoint.maker)
 
     def _accepts(self, origin: Origin, position: int, maker: str | None) -> bool:
         if not self.exact:

@@ -15,10 +15,11 @@ of tensors: pages are numbers, and what is in them is the runner's affair.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cairn.cache.allocator import BlockAllocator, PinnedPages, TreeWriter
+from cairn.cache.awaited import AwaitedHits, WaitingPrompt
 from cairn.cache.checkpoint import Kind, Lineage
 from cairn.cache.checkpoint_store import CheckpointStore
 from cairn.cache.eviction import EvictionPolicy
@@ -94,6 +95,7 @@ class PrefixCache:
         self.checkpoints = CheckpointStore(layout, self.pool, self.tree, policy.eviction, clock)
         self.pinned = PinnedPages(self.pool)
         self._lookup = PrefixLookup(layout, policy.exact, policy.eviction)
+        self._awaited = AwaitedHits(self.tree.roots.get, policy.exact, layout.resumes_anywhere)
         self._allocator = BlockAllocator(layout, self.pool, self.checkpoints, self.enabled)
         self._writer = TreeWriter(self.checkpoints, policy.exact)
         self.counters = CacheCounters()
@@ -165,6 +167,31 @@ class PrefixCache:
             self.counters.reasons[sequence.reason] += 1
             self.counters.lost.update(sequence.lost)
             self.journal.record(sequence)
+
+    def await_hits(self, prompts: Iterable[WaitingPrompt]) -> None:
+        """These prompts wait, in the order of their turns, and no others: what they would hit is going to be used for
+        certain. To be said anew whenever the queue has changed."""
+        if self.enabled:
+            self.checkpoints.await_uses(self._awaited.find(prompts))
+
+    def endangered_hits(self, prompts: Sequence[tuple[str, int]]) -> Mapping[str, int]:
+        """Which of these requests that wait, given in the order of their turns with their tokens, would lose what they
+        are going to hit to those before them: how many tokens that is, by request. No checkpoint is evicted for this
+        question."""
+        nodes, layout = self._awaited.nodes, self.layout
+        pages, need = dict[str, int](), 0
+        for name, num_tokens in prompts:
+            pages[name] = need
+            hit = nodes[name].end if name in nodes else 0
+            need += layout.pages_for(num_tokens) - layout.pages_for(hit) + layout.pages_per_checkpoint
+        if not nodes or need <= self.pool.num_free:
+            return {}
+        victims = self.checkpoints.next_victims(need)
+        return {
+            name: nodes[name].end
+            for name, before in pages.items()
+            if name in nodes and nodes[name] in victims and before > victims[nodes[name]]
+        }
 
     def retain_breakpoints(self, sequence: SequenceBlocks, boundaries: Iterable[Boundary]) -> None:
         """Retain what is there already of the checkpoints that the client of `sequence` asks for: those within its

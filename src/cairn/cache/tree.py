@@ -134,6 +134,10 @@ class Node:
         """Its key tokens [first, end), counted from its own start, as a slice: shape [n], int64."""
         return to_int64(self.raw, self.end - self.start, first, end)
 
+    def covers(self, keys: Keys) -> bool:
+        """Whether its key tokens are these, shape [num_tokens]."""
+        return np.array_equal(_tokens(self.raw, self.num_tokens), keys)
+
     @property
     def children(self) -> "Collection[Node]":
         """The nodes that continue from its end."""

@@ -71,6 +71,7 @@ def engine_stats(
         waiting_by_reason={"capacity": state.num_waiting - state.num_deferred, "deferred": state.num_deferred},
         pending_prefill_tokens=_pending_prefill_tokens(state),
         num_preemptions=counters.preemptions,
+        num_bypasses=counters.bypasses,
         pool=PoolStats(
             num_pages=cache.pool.num_pages,
             free_pages=cache.pool.num_free,

@@ -18,6 +18,7 @@ from cairn.scheduler.lease_limits import wait_for_lease_room
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
+from cairn.scheduler.turns import choose_turn
 from cairn.step import GRID, PageCopy, Restore
 
 
@@ -28,14 +29,14 @@ def admit_fully_fetched(state: SchedulerState, builder: PlanBuilder) -> bool:
     if not state.running:
         return False
     for request in sorted(state.transfers.ready, key=lambda request: request.sort_key):
-        if request.sequence is None or request.sequence.hit < request.num_tokens or not _may_overtake(state, request):
+        if request.sequence is None or request.sequence.hit < request.num_tokens or not _may_bypass(state, request):
             break
         if not _admit_fetched(state, builder, request):
             break
     return bool(builder.scheduled)
 
 
-def _may_overtake(state: SchedulerState, request: Request) -> bool:
+def _may_bypass(state: SchedulerState, request: Request) -> bool:
     """Whether no request before it could have its slot, and the leases leave room for it."""
     if any(not state.in_flight.is_waiting(other) for other in state.waiting.plain.before(request)):
         return False
@@ -87,6 +88,8 @@ def admit(state: SchedulerState, builder: PlanBuilder) -> None:
 def _next_candidate(state: SchedulerState, last: Request | None, leases_full: bool) -> Request | None:
     """Whose turn it is when all up to `last` have been passed over; with `leases_full` not those that are known to wait
     for room among the leases."""
+    if last is None:
+        choose_turn(state)
     ready = [request for request in state.transfers.ready if last is None or request.sort_key > last.sort_key]
     candidates = [
         state.waiting.plain.after(last),

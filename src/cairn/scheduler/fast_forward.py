@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from cairn.scheduler.advance import before_point
 from cairn.scheduler.request import Request
 from cairn.scheduler.state import SchedulerState
+from cairn.scheduler.turns import await_hits
 
 NextTokens = Callable[[Request, int], Sequence[int]]
 """The next so many tokens of a request's answer, none of them a stop token."""
@@ -19,6 +20,7 @@ def skip_plain_steps(state: SchedulerState, limit: int, next_tokens: NextTokens)
     """
     if not state.running or state.ending or state.transfers.is_open or (len(state.waiting) and state.slots.free):
         return 0
+    await_hits(state)
     num = min(limit, *(_num_plain(state, request) for request in state.running))
     if num <= 1:
         return 0

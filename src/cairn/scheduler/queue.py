@@ -2,6 +2,8 @@
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
+from dataclasses import dataclass
+from heapq import merge
 from itertools import takewhile
 
 import numpy as np
@@ -11,11 +13,12 @@ from cairn.scheduler.request import Request
 
 
 class RequestQueue:
-    """Requests in order of turns."""
+    """Requests in order of turns. `version` changes with every change."""
 
     def __init__(self) -> None:
         self._requests: list[Request] = []
         self._slots: NDArray[np.intp] | None = None
+        self.version = 0
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -53,13 +56,23 @@ class RequestQueue:
     def put(self, request: Request) -> None:
         """To where its turn puts it, also when it has been out of the queue before."""
         insort(self._requests, request, key=_sort_key)
-        self._slots = None
+        self._slots, self.version = None, self.version + 1
 
     def remove(self, request: Request) -> None:
         place = bisect_left(self._requests, request.sort_key, key=_sort_key)
         assert self._requests[place] is request, f"{request.id} is not here"
         del self._requests[place]
-        self._slots = None
+        self._slots, self.version = None, self.version + 1
+
+
+@dataclass(slots=True)
+class QueueMarks:
+    """Versions of a queue: the one whose hits the cache knows (`awaited`), one that had nobody in it but a request that
+    was going to be admitted at once (`seen`), and the one whose order was looked at last (`chosen`)."""
+
+    awaited: int = 0
+    seen: int = 0
+    chosen: int = -1
 
 
 class WaitingQueue:
@@ -74,9 +87,19 @@ class WaitingQueue:
         self.plain = RequestQueue()
         self.fetches = RequestQueue()
         self.kv_exports = RequestQueue()
+        self.marks = QueueMarks()
 
     def __len__(self) -> int:
         return len(self.plain) + len(self.fetches) + len(self.kv_exports)
+
+    def __iter__(self) -> Iterator[Request]:
+        """All in order of turns."""
+        return merge(self.plain, self.fetches, self.kv_exports, key=_sort_key)
+
+    @property
+    def version(self) -> int:
+        """Changes with every change."""
+        return self.plain.version + self.fetches.version + self.kv_exports.version
 
     def put(self, request: Request) -> None:
         """To its place in the queue that it belongs to."""

@@ -191,6 +191,15 @@ class RequestTransfer:
     offered: PromptOffer | None = None
 
 
+@dataclass(slots=True)
+class QueuePlace:
+    """Where a request stands in the queue. `before`: before the request with this arrival, None: where its own puts it.
+    `num_bypassed`: how many that came after it have gone before it."""
+
+    before: int | None = None
+    num_bypassed: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A request and its progress, in tokens of prompt + output:
@@ -216,6 +225,7 @@ class Request:
     prefill_until: int = 0
     outcome: RequestOutcome = field(default_factory=RequestOutcome)
     transfer: RequestTransfer = field(default_factory=RequestTransfer)
+    place: QueuePlace = field(default_factory=QueuePlace)
 
     num_computed = Column("num_computed")
     num_scheduled = Column("num_scheduled")
@@ -236,8 +246,12 @@ class Request:
 
     @property
     def sort_key(self) -> tuple[int, int]:
-        """Whose turn comes first: by priority and arrival, so that nobody waits for ever."""
-        return self.stats.arrival + ARRIVALS_PER_PRIORITY * self.spec.priority, self.stats.arrival
+        """Whose turn comes first: by priority and arrival, so that nobody waits for ever; see `cairn.scheduler.turns`
+        for who may go before that."""
+        arrival, before = self.stats.arrival, self.place.before
+        # after all that came before that one: some of them may run, and have to stay the older ones
+        place = arrival if before is None else before - 1
+        return place + ARRIVALS_PER_PRIORITY * self.spec.priority, arrival
 
     @property
     def id(self) -> RequestId:

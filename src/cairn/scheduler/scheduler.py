@@ -24,6 +24,7 @@ from cairn.scheduler.snapshots import add_saves, add_snapshots
 from cairn.scheduler.speculation import Drafter
 from cairn.scheduler.state import Drafting, RequestObserver, SchedulerConfig, SchedulerState
 from cairn.scheduler.transfers import Transfers
+from cairn.scheduler.turns import await_hits
 from cairn.scheduler.verify import add_folds, learn_step_time, take_verified, trim_answer
 from cairn.step import Logprobs, StepPlan, StepResult, TokenMask, TokenMasks, VerifiedTokens
 from cairn.transfer.contract import KvSource, LeaseEnded, LookupRequest, PagesFree, PullEnded
@@ -249,6 +250,7 @@ class Scheduler:
         self._step += 1
         self._planned_at = self.state.clock.now()
         builder = PlanBuilder(self._step, self.state.config.max_num_batched_tokens)
+        await_hits(self.state)
         # every second step at least is for those that run
         self._sampled_only = not self._sampled_only and admit_fully_fetched(self.state, builder)
         if not self._sampled_only and advance(self.state, builder):

@@ -50,7 +50,8 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start. `recomputed_tokens`: tokens computed again because of a preemption. `external_queries` and
+    """Since the start. `bypasses`: how often a request went before another one that had come earlier, so as not to
+    lose its hit. `recomputed_tokens`: tokens computed again because of a preemption. `external_queries` and
     `external_hits`: prompt tokens asked of other servers and received from them. `refused_kv_exports`: by why: the
     bound of all leases (`total`), that of one client (`client`), or no lease room in time (`timeout`)."""
 
@@ -58,6 +59,7 @@ class Counters:
     computed_prompt_tokens: int = 0
     generation_tokens: int = 0
     preemptions: int = 0
+    bypasses: int = 0
     recomputed_tokens: int = 0
     steps: int = 0
     external_queries: int = 0

@@ -77,6 +77,10 @@ _COUNTERS = (
     ),
     ("vllm:generation_tokens", "tokens.generation", "Tokens generated."),
     ("vllm:num_preemptions", "num_preemptions", "Running requests that had to give their memory up."),
+    (
+        *("cairn:request_bypasses", "num_bypasses"),
+        "How often a request went before one that came earlier, so as not to lose what it was going to hit.",
+    ),
     ("cairn:forward_passes", "steps.forward_passes", "Forward passes of the model."),
     ("cairn:steps", "steps.num_steps", "Engine steps."),
     ("cairn:computed_prompt_tokens", "tokens.computed_prompt", "Prompt tokens that went through the model."),

@@ -183,6 +183,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start (monotone) and gauges of this moment. `waiting_by_reason`: the waiting by what for: for
     slots, pages and their turn (`capacity`), or for another request or server (`deferred`). `pending_prefill_tokens`:
     those of prompts that are still to be computed, of the waiting by the share that was computed of all so far.
+    `num_bypasses`: see `cairn.scheduler.state.Counters`.
     `request_log_dropped`: requests without a line in the request log."""
 
     num_running: int = 0
@@ -190,6 +191,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_by_reason: dict[str, int] = {}
     pending_prefill_tokens: int = 0
     num_preemptions: int = 0
+    num_bypasses: int = 0
     pool: PoolStats = PoolStats()
     tokens: TokenStats = TokenStats()
     prefix_cache: PrefixCacheStats = PrefixCacheStats()

@@ -1,0 +1,74 @@
+"""Whose turn it is: who may go before requests that came earlier, and how often.
+
+Requests go in the order of their priority and arrival. In a full pool those before a request may take the pages of what
+it is going to hit; so among those that would lose their hit so, the one with the longest goes first (longest prefix
+first, as Zheng et al., "SGLang", NeurIPS 2024, section 3 has it, but only where something is lost otherwise, and
+bounded: nobody starves).
+"""
+
+from itertools import islice, takewhile
+
+from cairn.cache.awaited import MAX_AWAITED, WaitingPrompt
+from cairn.scheduler.request import Request
+from cairn.scheduler.state import SchedulerState
+
+MAX_BYPASSED = 16
+"""So many requests that came later may go before one, at most."""
+
+
+def await_hits(state: SchedulerState) -> None:
+    """Tell the cache what those that wait are going to hit, if they are others than it knows."""
+    waiting, marks = state.waiting, state.waiting.marks
+    if marks.awaited == waiting.version:
+        return
+    if len(waiting) == 1 and state.slots.free and marks.seen != waiting.version:
+        # it waits for nobody, and is looked up as it is admitted: here only if it is still there in the next step
+        marks.seen = waiting.version
+        state.cache.await_hits(())
+        return
+    marks.awaited = waiting.version
+    looked_up = (
+        request
+        for request in waiting
+        if request.spec.prompt_logprobs is None and not state.parallel_sampling.has_pinned_prompt(request)
+    )
+    state.cache.await_hits(
+        WaitingPrompt(
+            request.id,
+            request.spec.namespace,
+            request.spec.prompt if request.spec.role.kv_export else request.keys(),
+            request.num_prompt_tokens if request.resumed else None,
+        )
+        for request in looked_up
+    )
+
+
+def choose_turn(state: SchedulerState) -> None:
+    """Let one of those that would lose what they are going to hit go before the head of the plain queue, where the
+    bounds of all whom it would bypass allow it. To be called when the head could go."""
+    plain, marks = state.waiting.plain, state.waiting.marks
+    head = plain.head
+    # one that has bypassed others stays first until it has room
+    if head is None or head.place.before is not None or marks.chosen == state.waiting.version:
+        return
+    marks.chosen = state.waiting.version
+    window = list(islice(takewhile(lambda other: other.spec.priority == head.spec.priority, plain), MAX_AWAITED))
+    endangered = state.cache.endangered_hits([(request.id, request.num_tokens) for request in window])
+    if not endangered:
+        return
+    bounds = (place for place, request in enumerate(window) if request.place.num_bypassed >= MAX_BYPASSED)
+    candidates = window[: next(bounds, len(window)) + 1]
+    best = max(candidates, key=lambda request: endangered.get(request.id, 0))
+    if best is not head and best.id in endangered:
+        _bypass(state, best, head)
+
+
+def _bypass(state: SchedulerState, request: Request, head: Request) -> None:
+    plain = state.waiting.plain
+    for other in plain.before(request):
+        other.place.num_bypassed += 1
+        state.counters.bypasses += 1
+    plain.remove(request)
+    request.place.before = head.stats.arrival
+    plain.put(request)
+    state.waiting.marks.chosen = state.waiting.version
