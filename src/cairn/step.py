@@ -189,12 +189,7 @@ class PrefillRow:
         return self.start + len(self.tokens)
 
 
-def _no_slots() -> NDArray[np.int32]:
-    return np.zeros(0, np.int32)
-
-
-def _no_tokens() -> Keys:
-    return np.zeros(0, np.int64)
+_NO_SLOTS, _NO_TOKENS, _NO_FLAGS = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,10 +200,10 @@ class DecodeRows:
     `kv_write_from`: as of a prefill row.
     """
 
-    slots: NDArray[np.int32] = field(default_factory=_no_slots)
-    positions: NDArray[np.int32] = field(default_factory=_no_slots)
-    tokens: Keys = field(default_factory=_no_tokens)
-    kv_write_from: NDArray[np.int32] = field(default_factory=_no_slots)
+    slots: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
+    positions: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
+    tokens: Keys = field(default_factory=lambda: _NO_TOKENS)
+    kv_write_from: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
 
     @property
     def continues(self) -> bool:
@@ -277,10 +272,6 @@ class Snapshot:
     pages: Pages
 
 
-def _no_flags() -> NDArray[np.bool_]:
-    return np.zeros(0, np.bool_)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Samples:
     """Tokens to sample, in columns of shape [samples]: each from the final hidden state that lies in its slot when the
@@ -290,9 +281,9 @@ class Samples:
     may not come here.
     """
 
-    slots: NDArray[np.int32] = field(default_factory=_no_slots)
-    positions: NDArray[np.int32] = field(default_factory=_no_slots)
-    bans_stop_tokens: NDArray[np.bool_] = field(default_factory=_no_flags)
+    slots: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
+    positions: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
+    bans_stop_tokens: NDArray[np.bool_] = field(default_factory=lambda: _NO_FLAGS)
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -380,11 +371,11 @@ class StepResult:
     """
 
     step: int
-    slots: NDArray[np.int32] = field(default_factory=_no_slots)
-    tokens: Keys = field(default_factory=_no_tokens)
+    slots: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
+    tokens: Keys = field(default_factory=lambda: _NO_TOKENS)
     logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
     scored: tuple[Scored, ...] = ()
-    advanced: NDArray[np.bool_] = field(default_factory=_no_flags)
+    advanced: NDArray[np.bool_] = field(default_factory=lambda: _NO_FLAGS)
     verified: tuple[VerifiedTokens, ...] = ()
 
     @property

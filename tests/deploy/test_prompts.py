@@ -59,7 +59,7 @@ class CapturingEngine:
         self.tokenizer = ModelTokenizer(folder)
         self.requests = []
 
-    async def generate(self, *requests):
+    async def generate(self, *requests, seconds):
         self.requests += requests
         raise QueueFull("full")
         yield

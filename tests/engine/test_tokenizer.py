@@ -131,6 +131,8 @@ def test_tokenizer_that_falls_back_to_bytes() -> None:
     text.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
     stream = IncrementalText(text, frozenset())
     assert [stream.push(byte) for byte in "€€🪨".encode()] == ["", "", "€", "", "", "€", "", "", "", "🪨"]
+    long = "€é🪨" * 20  # of which only the last tokens are decoded again: never from the middle of a character on
+    assert [piece for piece in map(stream.push, long.encode()) if piece] == list(long)
 
 
 def test_each_step_decodes_only_the_last_few_tokens(tokenizer: ModelTokenizer) -> None:

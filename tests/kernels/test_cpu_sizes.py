@@ -69,7 +69,7 @@ def test_scores_that_grow_from_block_to_block_bring_down_what_was_summed_up_befo
 
 def rows_of(table: Table, columns: int) -> list[list[int]]:
     """What compiled loops read."""
-    numbers = list((ctypes.c_int32 * (table.count * columns)).from_address(table.address))
+    numbers = list((ctypes.c_int32 * (table.num_rows * columns)).from_address(table.address))
     return [numbers[begin : begin + columns] for begin in range(0, len(numbers), columns)]
 
 

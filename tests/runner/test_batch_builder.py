@@ -28,7 +28,7 @@ def decodes(*rows):
 
 def built(plan, inputs=None, last_tokens=()):
     staging = Staging()
-    builder = BatchBuilder(plan, inputs or [None] * plan.num_seqs, reference, staging)
+    builder = BatchBuilder(plan, inputs or [None] * plan.num_seqs, reference, staging, continues=plan.decodes.continues)
     staging.send(torch.device("cpu"))
     slot_tensors = SlotTensors(1, 8, 4, torch.device("cpu"))
     slot_tensors.last_tokens[: len(last_tokens)] = torch.tensor(last_tokens)
@@ -69,7 +69,7 @@ def test_snapshots_come_in_the_batchs_order_and_rise_within_a_row():
     plan = StepPlan(
         1, decodes=decodes((1, 40, 7, 0)), prefills=(prefill(0, 60, 140), prefill(2, 0, 10)), snapshots=snapshots
     )
-    builder = BatchBuilder(plan, [None] * 3, reference, Staging())
+    builder = BatchBuilder(plan, [None] * 3, reference, Staging(), continues=plan.decodes.continues)
     host = builder.host
     assert builder.snapshots == [snapshots[1], snapshots[2], snapshots[0], snapshots[3]]
     assert host.snapshot_seqs.tolist() == [0, 1, 1, 2]

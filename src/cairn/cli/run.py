@@ -189,10 +189,12 @@ def start_log(level: str) -> None:
 
 async def _until_drained(server: "HttpServer | ProxyServer") -> int:
     """Serve until a signal asks for the end; returns the exit code."""
+    from cairn.engine.child_process import freeze_heap
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, server.drain)
-    return await server.run()
+    return await server.run(lambda port: freeze_heap())
 
 
 def warn(settings: "ServeSettings") -> None:

@@ -61,28 +61,34 @@ class OutputQueue:
     def __init__(self) -> None:
         self._outputs: dict[tuple[str, int], GenerateOutput] = {}
         self._error: Exception | None = None
-        self._has_output = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None
 
     def put(self, output: GenerateOutput) -> None:
+        """Nothing is taken after a failure."""
+        if self._error is not None:
+            return
         answer = output.request_id, output.index
         old = self._outputs.get(answer)
         self._outputs[answer] = output if old is None else old.concat(output)
-        self._has_output.set()
+        self._wake_reader()
 
     def fail(self, error: Exception) -> None:
         """What has been put before is still delivered."""
         self._error = error
-        self._has_output.set()
+        self._wake_reader()
 
     async def get(self) -> GenerateOutput:
-        await self._has_output.wait()
-        if self._outputs:
-            output = self._outputs.pop(next(iter(self._outputs)))
-            if self._error is None and not self._outputs:
-                self._has_output.clear()
-            return output
-        assert self._error is not None
-        raise self._error
+        """For one reader at a time."""
+        while not self._outputs:
+            if self._error is not None:
+                raise self._error
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._outputs.pop(next(iter(self._outputs)))
+
+    def _wake_reader(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class Transport(Protocol):
@@ -176,9 +182,13 @@ class CoreClient:
             await asyncio.gather(self._watching, return_exceptions=True)
             self._watching = None
 
-    async def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+    async def generate(self, *requests: GenerateRequest, seconds: float | None = None) -> AsyncIterator[GenerateOutput]:
         """See EngineClient.generate. Holds its places from the first `anext` to the last finish reason or `aclose`."""
         queue = self._submit(requests)
+        # One timer for all outputs: to set a timeout for each of them would take longer than to pass them on.
+        timer = None
+        if seconds is not None:
+            timer = asyncio.get_running_loop().call_later(seconds, queue.fail, TimeoutError())
         detokenizer = Detokenizer(self.tokenizer, requests)
         unfinished = {request.request_id: request.num_answers for request in requests}
         try:
@@ -196,6 +206,8 @@ class CoreClient:
             unfinished.clear()
             raise
         finally:
+            if timer is not None:
+                timer.cancel()
             self._release(requests, unfinished)
 
     async def stats(self) -> EngineStats:

@@ -9,7 +9,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from cairn.engine.child_process import ParentLink, load_function, run_child
+from cairn.engine.child_process import ParentLink, freeze_heap, load_function, run_child
 from cairn.engine.core_loop import run_core
 from cairn.engine.wire import (
     BuildRefused,
@@ -52,6 +52,7 @@ def _serve(parent: ParentLink, factory: str) -> int:
         except ConfigError as error:
             link.send(BuildRefused.of(error))
             return 2
+        freeze_heap()
         link.send(Ready(core.info))
         run_core(core, link)
     except Exception as error:

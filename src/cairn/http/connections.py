@@ -11,6 +11,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cairn.http.error_responses import encode_error, make_error
 
+_MAX_HEAD_BYTES = 1 << 15
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionDeadlines:
@@ -49,11 +51,29 @@ class ConnectionLimit:
         self._idle[connection] = None
 
 
+class _Http11(h11.Connection):
+    """h11's side of a connection. What it checks and frames of a chunked body is the same for each piece, so its state
+    machine is asked for the first and the last event of a response alone: it takes longer than to send a token."""
+
+    _is_chunked = False
+
+    def send(self, event: h11.Event) -> bytes | None:  # type: ignore[override]
+        if self._is_chunked and type(event) is h11.Data:
+            return b"%x\r\n%b\r\n" % (len(event.data), event.data) if event.data else b""
+        output = super().send(event)
+        if type(event) is h11.Response:
+            self._is_chunked = b"\r\ntransfer-encoding: chunked\r\n" in (output or b"").lower()
+        elif type(event) is h11.EndOfMessage:
+            self._is_chunked = False
+        return output
+
+
 class Connection(H11Protocol):
     """uvicorn's connection, closed if the client takes too long to send its headers or to read its responses."""
 
     def __init__(self, *args: Any, deadlines: ConnectionDeadlines, limit: ConnectionLimit, **options: Any) -> None:
         super().__init__(*args, **options)
+        self.conn = _Http11(h11.SERVER, _MAX_HEAD_BYTES)
         self._deadlines = deadlines
         self._limit = limit
         self._timers: dict[str, asyncio.TimerHandle] = {}

@@ -28,7 +28,6 @@ _SPARE_DESCRIPTORS = 128
 _BACKLOG = 2048
 _ACCEPTED_AT_ONCE = 32
 """Connections accepted before the ones above the limit are closed: fewer than the spare descriptors."""
-_MAX_HEAD_BYTES = 1 << 15
 _CIPHERS = "TLSv1"
 """uvicorn's default: what OpenSSL takes for TLS 1.2."""
 
@@ -121,7 +120,6 @@ def create_web_server(
         log_level=log_level,
         access_log=False,
         server_header=False,
-        h11_max_incomplete_event_size=_MAX_HEAD_BYTES,
         backlog=_ACCEPTED_AT_ONCE,
         timeout_graceful_shutdown=_FLUSH_SECONDS,
         **files,

@@ -145,16 +145,22 @@ class BatchBuilder:
     `snapshots`: the plan's, by row and position, as the model writes them."""
 
     def __init__(
-        self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], kernels: Kernels, staging: Staging
+        self,
+        plan: StepPlan,
+        inputs: Sequence[MultimodalInputs | None],
+        kernels: Kernels,
+        staging: Staging,
+        *,
+        continues: bool,
     ) -> None:
-        """`inputs`: of each row, in their order; None for a row of text alone."""
+        """`inputs`: of each row, in their order; None for a row of text alone. `continues`: the decodes'."""
         self.snapshots = sorted(plan.snapshots, key=lambda snapshot: (snapshot.row, snapshot.position))
         host = self.host = host_batch(plan, self.snapshots)
         tokens, others = plan.decodes.tokens, plan.long_rows
         if others:
             # Placeholders of images are below 0.
             tokens = np.concatenate([tokens, *(np.maximum(row.tokens, 0) for row in others)])
-        self._continues = plan.decodes.continues
+        self._continues = continues
         first = host.cu_seqlens[:-1]
         positions = np.empty((3, host.num_tokens), np.int64)
         if others:

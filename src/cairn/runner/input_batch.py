@@ -134,7 +134,9 @@ def block_table_updates(
         if group_updates:
             begins = np.array([update.slot * max_pages + update.first for update in group_updates])
             lengths = np.array([len(update.pages) for update in group_updates])
-            indices.append(np.repeat(begins - lengths.cumsum() + lengths, lengths) + np.arange(lengths.sum()))
+            if len(begins) < (num_pages := lengths.sum()):  # decodes get one page at a time
+                begins = np.repeat(begins - lengths.cumsum() + lengths, lengths) + np.arange(num_pages)
+            indices.append(begins)
             pages += [update.pages for update in group_updates]
         index, values = np.concatenate(indices), np.concatenate(pages)
         if plan.admits and plan.table_updates:

@@ -44,10 +44,10 @@ class StepInputs:
         """`inputs`: of each row, in their order; None for a row of text alone. `kept`: by the plan before."""
         self.buffers, self.staging = buffers, Staging(buffers)
         self.snapshots = _EMPTY
-        self.copies = [
-            (self.staging.add(np.array(targets, np.int64)), self.staging.add(np.array(sources, np.int64)))
-            for targets, sources in independent_copies(plan.copies)
-        ]
+        self.copies = list[tuple[StagedArray, StagedArray]]()
+        if plan.copies:
+            groups = [np.array(group, np.int64) for group in independent_copies(plan.copies)]
+            self.copies = [(self.staging.add(targets), self.staging.add(sources)) for targets, sources in groups]
         self.restores, self.saves = self._slots_and_pages(plan.restores), self._slots_and_pages(plan.saves)
         self.folds: FoldBatch | None = None
         if plan.folds:
@@ -72,7 +72,7 @@ class StepInputs:
             self.batch = self._eager_rows(plan, inputs, kernels)
 
     def _eager_rows(self, plan: StepPlan, inputs: Sequence[MultimodalInputs | None], kernels: Kernels) -> BatchBuilder:
-        batch = BatchBuilder(plan, inputs, kernels, self.staging)
+        batch = BatchBuilder(plan, inputs, kernels, self.staging, continues=self.continuing_slots is not None)
         host = batch.host
         if plan.snapshots:
             last_rows = host.cu_seqlens[host.snapshot_seqs] + host.snapshot_offsets - 1
@@ -175,6 +175,6 @@ class LaunchedStep:
                 Scored(slot, position, Logprobs(*(each.array for each in arrays)))
                 for slot, position, arrays in self._prompt_logprobs
             ),
-            np.ones(len(self.plan.decodes), np.bool_) if self._advanced is None else self._advanced.array,
+            ~np.zeros(len(self.plan.decodes), np.bool_) if self._advanced is None else self._advanced.array,
             self.verified,
         )

@@ -9,8 +9,7 @@ import logging
 import mmap
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError, EngineDead
 from cairn.layers.memory import MemorySpec, PagedLayer, RecurrentLayer
 from cairn.machine import Machine
+from cairn.step import StepPlan
 
 ALIGNMENT = 64
 """Bytes; what torch's allocator gives, and as wide as any vector register."""
@@ -108,17 +108,13 @@ class PoolPopulation:
             self.populated += length
 
 
-@contextmanager
-def explain_step_memory(step: int, num_seqs: int) -> Iterator[None]:
-    """Raises EngineDead where a GPU has no memory left for a step, of which some is carried out then."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". ")[0]
-        raise EngineDead(
-            f"step {step} of {num_seqs} sequences finds no memory on the GPU ({reason}): some is left by "
-            "--gpu-memory-utilization: lower it, --max-num-batched-tokens or --max-num-seqs, or see what else runs"
-        ) from error
+def explain_step_memory(error: torch.OutOfMemoryError, plan: StepPlan) -> EngineDead:
+    """A GPU has no memory left for a step, of which some is carried out now."""
+    reason = str(error).partition(". ")[0]
+    return EngineDead(
+        f"step {plan.step} of {plan.num_seqs} sequences finds no memory on the GPU ({reason}): some is left by "
+        "--gpu-memory-utilization: lower it, --max-num-batched-tokens or --max-num-seqs, or see what else runs"
+    )
 
 
 def paged_layers(pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> tuple[PagedLayer, ...]:

@@ -175,40 +175,47 @@ class Runner(StepRunner):
         """Execute a plan in the order that `cairn.step` gives, up to the logits. All steps before it have to be
         sampled; they need not be collected."""
         assert not self._launched or self._launched[-1].is_sampled, f"step {plan.step} before the last one was sampled"
-        with torch.inference_mode(), explain_step_memory(plan.step, plan.num_seqs):
-            self._input_batch.update(plan)
-            if self._population is not None:
-                self._population.reach(last_new_page(plan))
-            # A set that no step uses any more: there are as many as steps were out at once.
-            buffers = self._buffers.pop() if self._buffers else StepBuffers(self._model.spec.device)
-            inputs = StepInputs(
-                plan, self._multimodal_inputs(plan), self._model.kernels, buffers, self._graphs, self._kept
-            )
-            step = LaunchedStep(plan, inputs)
-            writes = [self._slot_tensors.stage_updates(plan, inputs.staging)]
-            if self._model.communicator.rank == 0:
-                self._stage_sampling(step)
-                writes += self._stage_histories(plan, inputs.staging)
-            inputs.staging.send(self._model.spec.device)
-            self._move_states(step)
-            for write in writes:
-                write()
-            self._kept = None
-            if plan.num_seqs:
-                self._forward(step)
-            if len(plan.samples) or plan.verifies:
-                step.logits = self._logits(inputs)
-        self._launched.append(step)
+        try:
+            with torch.inference_mode():
+                self._launched.append(self._launch(plan))
+        except torch.OutOfMemoryError as error:
+            raise explain_step_memory(error, plan) from error
+
+    def _launch(self, plan: StepPlan) -> LaunchedStep:
+        self._input_batch.update(plan)
+        if self._population is not None:
+            self._population.reach(last_new_page(plan))
+        # A set that no step uses any more: there are as many as steps were out at once.
+        buffers = self._buffers.pop() if self._buffers else StepBuffers(self._model.spec.device)
+        inputs = StepInputs(plan, self._multimodal_inputs(plan), self._model.kernels, buffers, self._graphs, self._kept)
+        step = LaunchedStep(plan, inputs)
+        writes = [self._slot_tensors.stage_updates(plan, inputs.staging)]
+        if self._model.communicator.rank == 0:
+            self._stage_sampling(step)
+            writes += self._stage_histories(plan, inputs.staging)
+        inputs.staging.send(self._model.spec.device)
+        self._move_states(step)
+        for write in writes:
+            write()
+        self._kept = None
+        if plan.num_seqs:
+            self._forward(step)
+        if len(plan.samples) or plan.verifies:
+            step.logits = self._logits(inputs)
+        return step
 
     def sample(self, step: int, masks: TokenMasks) -> None:
         """Sample the tokens of the step that was launched last. For masks, penalties and bad words all steps before it
         have to be collected."""
         launched = self._launched[-1]
         assert launched.plan.step == step and not launched.is_sampled, f"step {step} is not to be sampled now"
-        with torch.inference_mode(), explain_step_memory(step, launched.plan.num_seqs):
-            tokens = self._sample_all(launched, masks)
-            slots = launched.inputs.continuing_slots
-            launched.read_back(tokens, None if slots is None else self._slot_tensors.advanced(slots.tensor))
+        try:
+            with torch.inference_mode():
+                tokens = self._sample_all(launched, masks)
+                slots = launched.inputs.continuing_slots
+                launched.read_back(tokens, None if slots is None else self._slot_tensors.advanced(slots.tensor))
+        except torch.OutOfMemoryError as error:
+            raise explain_step_memory(error, launched.plan) from error
 
     def collect(self, step: int) -> StepResult:
         """Wait for the oldest launched step; returns its tokens. All that it writes is written then."""
@@ -338,7 +345,8 @@ class Runner(StepRunner):
         memory = _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, state_pages, self._kept)
         hidden = self._model.forward(batch, memory)
         is_last = host.num_tokens == host.num_seqs
-        self._live.hidden[slots] = hidden if is_last else hidden[batch.cu_seqlens[1:] - 1]
+        last = hidden if is_last else hidden[batch.cu_seqlens[1:] - 1]
+        self._live.hidden.index_copy_(0, slots.long(), last)
         if self._kept is not None:
             self._kept.keep_hidden(hidden)
         if step.plan.snapshots:

@@ -69,6 +69,9 @@ class PlainDecodes:
         return len(self.requests)
 
 
+_NO_PLAIN, _NO_DECODES, _NO_SAMPLES = PlainDecodes(), DecodeRows(), Samples()
+
+
 @dataclass(slots=True)
 class _SlotUpdates:
     admits: list[Admit] = field(default_factory=list)
@@ -95,12 +98,12 @@ class PlanBuilder:
     saves: list[Save] = field(default_factory=list)
     snapshots: list[Snapshot] = field(default_factory=list)
     scheduled: list[ScheduledSequence] = field(default_factory=list)
-    plain: PlainDecodes = field(default_factory=PlainDecodes)
-    decodes: DecodeRows = field(default_factory=DecodeRows)
+    plain: PlainDecodes = _NO_PLAIN
+    decodes: DecodeRows = _NO_DECODES
     _slot_updates: _SlotUpdates = field(default_factory=_SlotUpdates)
     _decoding: dict[int, ScheduledSequence] = field(default_factory=dict)  # by `running`'s index
     _long_rows: _LongRows = field(default_factory=_LongRows)
-    _decode_samples: Samples = field(default_factory=Samples)
+    _decode_samples: Samples = _NO_SAMPLES
     _samples: list[tuple[int, int, bool]] = field(default_factory=list)
 
     def add_admit(self, request: Request) -> None:
@@ -166,19 +169,23 @@ class PlanBuilder:
         table.num_scheduled[self.plain.slots] += 1
         table.num_in_flight[self.plain.slots] += 1
         slots = slots[decoding]
-        ends, samples = table.num_scheduled[slots], np.ones(len(slots), np.bool_)
+        ends, tokens = table.num_scheduled[slots], table.last_token[slots].astype(np.int64)
         # of the steps that name a plain one each samples a token
-        tokens = np.where(table.num_in_flight[slots] > 1, SAMPLED, table.last_token[slots]).astype(np.int64)
+        tokens[table.num_in_flight[slots] > 1] = SAMPLED
+        silent = list[int]()
         for index, added in self._decoding.items():
             request, added.row = added.request, int(decoding.searchsorted(index))
             is_known = added.start < request.num_tokens
             tokens[added.row] = request.output[added.start - request.num_prompt_tokens] if is_known else SAMPLED
-            samples[added.row] = added.samples
+            if not added.samples:
+                silent.append(added.row)
         numbers, bans_stop_tokens = slots.astype(np.int32), ends < table.min_tokens_until[slots]
         self.decodes = DecodeRows(numbers, ends - 1, tokens, table.kv_write_from[slots])
+        if silent:
+            is_told = np.ones(len(slots), np.bool_)
+            is_told[silent] = False
+            numbers, ends, bans_stop_tokens = numbers[is_told], ends[is_told], bans_stop_tokens[is_told]
         self._decode_samples = Samples(numbers, ends, bans_stop_tokens)
-        if not samples.all():
-            self._decode_samples = Samples(numbers[samples], ends[samples], bans_stop_tokens[samples])
 
     def add_sample(self, request: Request, position: int) -> None:
         """The token at absolute position `position` is sampled after a prefill or a full hit; no stop token before

@@ -28,11 +28,12 @@ class EngineClient(Protocol):
         """Bring the engine up. Raises ConfigError or ModelError from building it, EngineDead if it fell over."""
         ...
 
-    def generate(self, *requests: GenerateRequest) -> AsyncIterator[GenerateOutput]:
+    def generate(self, *requests: GenerateRequest, seconds: float | None = None) -> AsyncIterator[GenerateOutput]:
         """The outputs of requests that the core takes all or none of, as they come, until each of a request's answers
         has its finish reason, or one of them has `error`. Closing the iterator early aborts what is open.
 
-        Raises RequestError when the core refuses them and EngineDead when the engine ends meanwhile.
+        Raises RequestError when the core refuses them, EngineDead when the engine ends meanwhile, and TimeoutError when
+        they have not ended `seconds` after the first `anext`.
         """
         ...
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cairn.engine.child_process import ParentLink, load_function, run_child
+from cairn.engine.child_process import ParentLink, freeze_heap, load_function, run_child
 from cairn.engine.ranks.wire import (
     RankAtBarrier,
     RankAvailableMemory,
@@ -190,6 +190,7 @@ def _serve(parent: ParentLink) -> int:
             except ConfigError as error:
                 send(BuildRefused.of(error))
                 return 2
+            freeze_heap()
             send(RankReady())
             follow(runner, receive, send)
     except EngineDead as error:

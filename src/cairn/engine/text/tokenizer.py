@@ -33,8 +33,10 @@ MARKS = frozenset(
 _REPLACEMENT = "\ufffd"
 _OPEN_TOKENS = 4
 """A character has at most 4 bytes, so it stays open over at most 4 tokens."""
+_USUAL_WINDOW = 8
+"""Tokens behind which `IncrementalText` cuts where no character is open."""
 _WINDOW, _CONTEXT = 32, 16
-"""How many tokens `IncrementalText` decodes at most, and how many it keeps when it cuts."""
+"""How many tokens it decodes at most, and how many it keeps when it cuts although one is open."""
 
 _HOW_LOADED = frozenset(
     (
@@ -206,6 +208,7 @@ class IncrementalText:
         self._tokenizer = tokenizer
         self._skip = skip
         self._window: list[int] = []
+        self._place = 0  # in the window: where no character was open before
         self._seen = 0  # characters of the window's text that have been given out
         self._held = 0  # tokens since anything was
 
@@ -222,8 +225,13 @@ class IncrementalText:
         new = text[self._seen : settled]
         if new:
             self._seen, self._held = settled, 0
-        if len(self._window) > _WINDOW:
-            self._cut(pending=len(text) - self._seen)
+        pending, size = len(text) - self._seen, len(self._window)
+        if size > _WINDOW:
+            self._cut(size - _CONTEXT, pending)
+        elif not pending:
+            if size > _USUAL_WINDOW:
+                self._cut(self._place, pending)
+            self._place = len(self._window)
         return new
 
     def finish(self) -> str:
@@ -233,9 +241,10 @@ class IncrementalText:
         self._seen = len(text)
         return rest
 
-    def _cut(self, pending: int) -> None:
-        # The start of the shorter window may decode differently, so the place is counted from the end.
-        del self._window[:-_CONTEXT]
+    def _cut(self, num_tokens: int, pending: int) -> None:
+        # The start of the shorter window may decode differently, so what is given out is counted from the end.
+        del self._window[:num_tokens]
+        self._place = 0
         self._seen = len(self._tokenizer.decode(self._window, skip_special_tokens=False)) - pending
 
 

@@ -97,7 +97,7 @@ def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, bat
 
     def run() -> None:
         for place in places:
-            write(metadata.writes.count, cost, *place, metadata.writes.address, page_size, heads, dim)
+            write(metadata.writes.num_rows, cost, *place, metadata.writes.address, page_size, heads, dim)
 
     call_again(run)
 
@@ -284,10 +284,10 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     def run() -> None:
         tiles, merges, count = metadata.tiles, metadata.merges, metadata.num_partials
         partials = torch.empty(count * heads * (dim + 2))
-        work = tiles.count * kv_heads, metadata.num_pairs * heads * dim // 6
+        work = tiles.num_rows * kv_heads, metadata.num_pairs * heads * dim // 6
         attend(*work, *operands, tiles.address, metadata.max_rows, *sizes, partials.data_ptr(), target)
         if count:
-            work = merges.count * heads, partials.numel()
+            work = merges.num_rows * heads, partials.numel()
             merge(*work, partials.data_ptr(), merges.address, heads, dim, target)
 
     call_again(run)

@@ -1,7 +1,8 @@
 """Metadata of the CPU backend, once a step: a batch's work as integer tables, made by one compiled loop for others."""
 
+import itertools
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,19 +20,21 @@ SPLIT_TOKENS = 512
 are, because on where sums are cut depends how they are rounded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """int32 [count, columns] for compiled loops, from `address` in memory on, as long as this object lives; a part of
-    `memory`."""
+class Table(NamedTuple):
+    """int32 [num_rows, columns] for compiled loops, from `address` in memory on, a part of `memory`; as long as this
+    lives."""
 
     memory: Int32Array
     address: int
-    count: int
+    num_rows: int
 
 
 _NO_WORK = Table(np.zeros(0, np.int32), 0, 0)
 """Of a batch that is to be recorded, whose lengths `CpuGraphs.set_lengths` has before it is computed, and of a fold,
 which reads and writes no pages."""
+
+_COUNTS_SIZE = 6 * 2
+"""Six int64 in int32."""
 
 WRITE_COLUMNS, TILE_COLUMNS, MERGE_COLUMNS = 3, 7, 3
 """Of the tables of `CpuMetadata`."""
@@ -125,16 +128,15 @@ def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
         counts = np.diff(host.cu_seqlens)[verifies].astype(np.int64)
         most_keys += int(counts @ host.seq_lens[verifies])
     most_tiles = num_alone + num_seqs + num_tokens // TILE_ROWS + most_keys // SPLIT_TOKENS
-    tiles_begin, merges_begin = WRITE_COLUMNS * num_tokens, WRITE_COLUMNS * num_tokens + TILE_COLUMNS * most_tiles
-    memory, counts = np.empty(merges_begin + MERGE_COLUMNS * num_alone, np.int32), np.empty(6, np.int64)
-    address = memory.ctypes.data
-    addresses = address, address + tiles_begin * memory.itemsize, address + merges_begin * memory.itemsize
+    # All in one piece of memory, whose address it takes longer to ask for than to copy a column.
     columns = (host.cu_seqlens, host.slots, host.seq_starts, host.kv_write_from)
-    lengths = [np.ascontiguousarray(column, dtype=np.int32) for column in columns]
-    limits = host.num_decodes, host.first_prefill, num_seqs
-    _tabulate[None](1, 0, *(each.ctypes.data for each in lengths), *limits, *addresses, counts.ctypes.data)
-    num_writes, num_tiles, num_merges, num_partials, max_rows, num_pairs = counts.tolist()
-    writes, tiles, merges = (
-        Table(memory, *each) for each in zip(addresses, (num_writes, num_tiles, num_merges), strict=True)
-    )
-    return CpuMetadata(writes, tiles, merges, num_partials, max_rows, num_pairs)
+    sizes = (_COUNTS_SIZE, *map(len, columns), WRITE_COLUMNS * num_tokens, TILE_COLUMNS * most_tiles)
+    begins = list(itertools.accumulate(sizes, initial=0))
+    memory = np.empty(begins[-1] + MERGE_COLUMNS * num_alone, np.int32)
+    np.concatenate(columns, out=memory[begins[1] : begins[5]])
+    address = memory.ctypes.data
+    _, *lengths, writes, tiles, merges = (address + memory.itemsize * begin for begin in begins)
+    _tabulate[None](1, 0, *lengths, host.num_decodes, host.first_prefill, num_seqs, writes, tiles, merges, address)
+    num_writes, num_tiles, num_merges, num_partials, max_rows, num_pairs = memory[:_COUNTS_SIZE].view(np.int64).tolist()
+    tables = Table(memory, writes, num_writes), Table(memory, tiles, num_tiles), Table(memory, merges, num_merges)
+    return CpuMetadata(*tables, num_partials, max_rows, num_pairs)

@@ -110,6 +110,7 @@ class SampledRows(Sequence[SamplingParams]):
         for row, (row_params, kind) in enumerate(zip(self._params, self.kinds, strict=True)):
             self.groups.setdefault((has_processors(row_params), kind), []).append(row)
         self._seeds = [row_params.seed or 0 for row_params in self._params]
+        self._takes_largest = not self.columns[0].any()
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> "SampledRows":
@@ -133,7 +134,7 @@ class SampledRows(Sequence[SamplingParams]):
 
     def uniform(self, positions: Sequence[int]) -> NDArray[np.float64]:
         """The rows' uniform numbers, shape [n]; 0 where all of them take the largest logit."""
-        if not self.columns[0].any():
+        if self._takes_largest:
             return np.zeros(len(self._params))
         return uniform(self._seeds, positions)
 
@@ -220,8 +221,8 @@ class TorchSampler:
                 tokens = torch.where(tokens < 0, sample_from_all(group_logits, group.draws), tokens)
             elif missing := (tokens < 0).nonzero()[:, 0].tolist():
                 tokens[missing] = sample_from_all(group_logits[missing], group.draws.take(missing))
-        # NaN logits may lead past the last token.
-        return tokens.clamp_(max=self._vocab_size - 1)
+        # NaN logits may lead past the last token, but for the largest one.
+        return tokens if group.sample_from is SampleFrom.LARGEST else tokens.clamp_(max=self._vocab_size - 1)
 
 
 def has_processors(params: SamplingParams) -> bool:

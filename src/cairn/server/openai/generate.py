@@ -51,8 +51,11 @@ class Deadline:
             async with asyncio.timeout_at(self._at):
                 yield
         except TimeoutError:
-            text = f"the answer was not there within {self._seconds:g} s"
-            raise make_error(text, 504) from None
+            raise self.error() from None
+
+    def error(self) -> RequestError:
+        """What a client is told that the deadline has passed for (504)."""
+        return make_error(f"the answer was not there within {self._seconds:g} s", 504)
 
 
 class OutputBuffer:
@@ -130,19 +133,20 @@ class Generation:
             for i, (request, lengths) in enumerate((request, list[int]()) for request in self.requests)
             for index in range(min(request.num_answers, MAX_ANSWERS))  # the core refuses more
         }
-        outputs = self.engine.generate(*self.requests)
+        outputs = self.engine.generate(*self.requests, seconds=self.deadline.seconds_left)
         outcome, has_begun, is_refused = "abort", False, False
         try:
             num_open = max(1, len(meters))
             while num_open:
-                async with self.deadline.enforce():
-                    try:
-                        output = await anext(outputs)
-                    except RequestError as error:
-                        is_refused = not has_begun
-                        if isinstance(error, QueueFull) and not isinstance(error, LeasesFull):
-                            metrics.queue_full.inc()
-                        raise rename_error_param(error, body) from None
+                try:
+                    output = await anext(outputs)
+                except TimeoutError:
+                    raise self.deadline.error() from None
+                except RequestError as error:
+                    is_refused = not has_begun
+                    if isinstance(error, QueueFull) and not isinstance(error, LeasesFull):
+                        metrics.queue_full.inc()
+                    raise rename_error_param(error, body) from None
                 prompt = prompts[output.request_id]
                 if output.transfer is not None:
                     metrics.observe_transfer(output.transfer)
