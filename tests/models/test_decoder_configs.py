@@ -182,10 +182,10 @@ def test_the_layers_in_words() -> None:
     [
         (qwen3(num_key_value_heads=3), "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
         (qwen3(head_dim=15), "head_dim 15 must be even"),
-        (qwen3(rope_parameters={"rope_type": "linear", "rope_theta": 1e6}), "rope_type is 'linear'"),
+        (qwen3(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e6}), "rope_type is 'dynamic'"),
         (qwen3(rope_parameters={"rope_theta": -1}), "rope_theta must be a number in 1..1e.15"),
         (qwen3(rope_parameters=[1]), "rope_parameters must be an object"),
-        (qwen3(rope_parameters={"type": "yarn", "factor": 4.0, "rope_theta": 1e6}), "type is 'yarn'"),
+        (qwen3(rope_parameters={"type": "longrope", "factor": 4.0, "rope_theta": 1e6}), "type is 'longrope'"),
         (qwen3(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "settings for full_attention alone"),
         (qwen3(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
         (qwen3(rope_parameters={"rope_theta": 1e6}, partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),

@@ -21,6 +21,7 @@ from models.logits_bar import (
 )
 from tiers import more
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 BIASED = {"attention_bias": True, "mamba_proj_bias": True}
 MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "granite": granite,
@@ -42,6 +43,22 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
     ),
     "qwen3": qwen3,
     "qwen3-tied": partial(qwen3, tie_word_embeddings=True, attention_bias=True),
+    # Positions are scaled from 64 to 128 or more: the prompt ends behind either.
+    "qwen3-yarn": partial(qwen3, rope_scaling=YARN),
+    "lfm2-linear": partial(lfm2, rope_scaling={"type": "linear", "factor": 2.5}, max_position_embeddings=64),
+    "granite-llama3": partial(
+        granite,
+        layer_types=["attention", "attention"],
+        num_hidden_layers=2,
+        position_embedding_type="rope",
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "low_freq_factor": 0.3,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
 }
 
 
@@ -52,7 +69,7 @@ class TinyTruth(Truth):
     tiny: Tiny
 
 
-LONG = ("granite-attention", "falcon-normed", "falcon-biased", "qwen3")
+LONG = ("granite-attention", "falcon-normed", "falcon-biased", "qwen3", "lfm2-linear", "granite-llama3")
 
 
 @pytest.fixture(

@@ -34,6 +34,10 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "nemotron_h": lambda **changes: raw_config("M*-E", **changes),
     **{name: partial(raw_qwen, name) for name in QWENS},
 }
+SCALINGS = (
+    "'default' or 'linear' or 'llama3' or 'yarn' is implemented; without it the model is served at the length that it "
+    "was trained for"
+)
 WITH_ROPE = [name for name in MAKERS if name != "nemotron_h"]
 
 
@@ -183,8 +187,8 @@ def test_no_scaling_may_be_said_beside_the_newer_field(kind: str) -> None:
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "yarn", "factor": 4.0}, "rope_scaling.rope_type is 'yarn', but only 'default' is implemented"),
-        ({"type": "linear", "factor": 4.0}, "rope_scaling.type is 'linear', but only 'default' is implemented"),
+        ({"rope_type": "dynamic", "factor": 4.0}, f"rope_scaling.rope_type is 'dynamic', but only {SCALINGS}"),
+        ({"type": "longrope", "factor": 4.0}, f"rope_scaling.type is 'longrope', but only {SCALINGS}"),
         ({"full_attention": {"rope_theta": 1e4}}, "rope_scaling has settings for full_attention alone"),
         ({"rope_theta": 1e5}, "rope_parameters.rope_theta and rope_scaling.rope_theta differ; keep one of them"),
         ({"rope_theta": "high"}, "rope_scaling.rope_theta must be a number in 1"),

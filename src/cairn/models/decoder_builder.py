@@ -30,7 +30,7 @@ from cairn.layers.linear import Linear, Projection, ScaledLinear
 from cairn.layers.mamba2 import Mamba2
 from cairn.layers.model import Mixer, Model, Parallel, Scaled, VocabParallelEmbedding
 from cairn.layers.norms import GatedNorm, GatedRMSNorm, RMSNorm, ShardedGatedRMSNorm, SiluGate
-from cairn.layers.rotary import make_rotary
+from cairn.layers.rotary import Rotary, make_rotary
 from cairn.layers.short_conv import ShortConv
 from cairn.models.attention import AttentionLayer
 from cairn.models.contract import Fp8Loader, TensorLoader
@@ -40,6 +40,7 @@ from cairn.models.feed_forward import ExpertsLayer, SquaredReluLayer, SwiGLULaye
 from cairn.models.gated_delta_net import DeltaNetLayer
 from cairn.models.mamba2 import Mamba2Layer
 from cairn.models.rank_weights import RankWeights
+from cairn.models.rotary import RotarySpec
 from cairn.models.sharding import HeadShard, shard_vocabulary
 from cairn.models.short_conv import ShortConvLayer
 from cairn.models.weight_specs import MixerSpec
@@ -102,7 +103,7 @@ class _DecoderBuilder:
         layers = tuple((self._norm(norm), self._build(mixer)) for norm, mixer in spec.layers)
         final_norm = self._norm(spec.final_norm)
         output = embedding if spec.output == spec.embedding else self._vocabulary(spec.output)
-        rotary = None if spec.rotary is None else make_rotary(spec.rotary.dim, spec.rotary.theta, spec.rotary.sections)
+        rotary = None if spec.rotary is None else self._rotary(spec.rotary)
         # Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank.
         (first, _), _ = shard_vocabulary(spec.config.vocab_size, self._rank, self._size)
         return Model(
@@ -116,7 +117,7 @@ class _DecoderBuilder:
             final_norm=final_norm,
             lm_head=self._weights.linear([output]).weight,
             linears=tuple(self._weights.linears),
-            rotary=None if rotary is None else rotary.to(self._execution.device),
+            rotary=rotary,
             embedding_scale=spec.embedding_scale,
             logit_scale=spec.logit_scale,
         )
@@ -127,6 +128,10 @@ class _DecoderBuilder:
         _, rows = shard_vocabulary(self._spec.config.vocab_size, self._rank, self._size)
         missing = rows - weight.shape[0]
         return F.pad(weight, (0, 0, 0, missing)) if missing else weight
+
+    def _rotary(self, spec: RotarySpec) -> Rotary:
+        scaling = {} if spec.scaling is None else spec.scaling.parameters
+        return make_rotary(spec.dim, spec.theta, spec.sections, scaling).to(self._execution.device)
 
     def _norm(self, name: str) -> RMSNorm:
         return self._rms_norm(self._weights.tensor(self._spec.norm(name)), self._spec.centred)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes
+from cairn.models.rotary import RotarySpec
 from cairn.models.sharding import check_rank, shard_vocabulary
 from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec
 
@@ -56,15 +57,6 @@ class ParallelMixers(MixerSpec):
     def mixers(self) -> tuple[MixerSpec, ...]:
         """See `MixerSpec`."""
         return self.parts
-
-
-@dataclass(frozen=True, slots=True)
-class RotarySpec:
-    """How positions turn queries and keys, in all attention of the model; see `make_rotary`."""
-
-    dim: int
-    theta: float
-    sections: tuple[int, int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,11 @@ from typing import Any
 from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, number
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_theta
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
+from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer
 from cairn.models.feed_forward import SwiGLULayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.short_conv import ShortConvLayer, ShortConvSizes
 from cairn.models.weight_specs import MixerSpec
 
@@ -51,6 +52,7 @@ class Lfm2Config(DecoderConfig):
     tie_word_embeddings: bool = boolean(default=True, names=("tie_embedding", "tie_word_embeddings"))
     num_attention_heads: int = integer(1, MAX_HEADS, divides="hidden_size")
     rope_theta: float = rope_theta(default=1e6)
+    rope_scaling: RopeScaling | None = rope_scaling()
     conv_L_cache: int = integer(2, 64, default=3)
     conv_bias: bool = boolean(default=False)
     intermediate_size: int = custom(_inner, names=("block_ff_dim", "intermediate_size"))
@@ -68,7 +70,7 @@ class Lfm2Config(DecoderConfig):
             config=self,
             layers=tuple(self._layers()),
             final_norm="model.embedding_norm",
-            rotary=RotarySpec(self.head_dim, self.rope_theta),
+            rotary=RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling),
         )
 
     def _layers(self) -> Iterator[NamedMixer]:
