@@ -150,6 +150,31 @@ def qwen3(**changes: Any) -> dict[str, Any]:
     }
 
 
+def dense_granite(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e5,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "intermediate_size": 56,
+        "tie_word_embeddings": True,
+        **changes,
+    }
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A config, parsed, with random weights by published name."""

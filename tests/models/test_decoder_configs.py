@@ -15,7 +15,7 @@ from cairn.models.families import FAMILIES
 from cairn.models.registry import open_model
 from cairn.transfer.geometry import ModelUnits, geometry_of, pair
 from doubles.thread_ranks import thread_ranks
-from models.decoder_families import falcon, granite, lfm2, prompt, published, qwen3, tiny, write
+from models.decoder_families import dense_granite, falcon, granite, lfm2, prompt, published, qwen3, tiny, write
 
 # As published, without the fields that only steer training.
 GRANITE = {
@@ -127,11 +127,35 @@ QWEN3 = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+DENSE_GRANITE = {
+    "model_type": "granite",
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49155,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     # config, parameters, bytes a token, header, state; in bfloat16
     "Granite-4.0-H-Tiny": (GRANITE, 6_939_037_248, 4 * 4 * 2 * 128 * 2, 3072 + 36 * 3 * 256 * 2, 57_286_656),
     "Falcon-H1-0.5B": (FALCON, 521_411_104, 36 * 2 * 2 * 64 * 2, 2048 + 36 * 3 * 256 * 2, 28_643_328),
     "LFM2-1.2B": (LFM2, 1_170_340_608, 6 * 8 * 2 * 64 * 2, 4096, 10 * 2 * 2048 * 2),
+    "Granite-3.1-2B": (DENSE_GRANITE, 2_533_531_648, 40 * 8 * 2 * 64 * 2, 4096, 0),
     "Qwen3-0.6B": (QWEN3, 596_049_920, 28 * 8 * 2 * 128 * 2, 2048, 0),
 }
 
@@ -173,6 +197,7 @@ def test_the_layers_in_words() -> None:
         "Granite-4.0-H-Tiny": {"Mamba2 with mixture of experts": 36, "attention with mixture of experts": 4},
         "Falcon-H1-0.5B": {"Mamba2 beside attention with MLP": 36},
         "LFM2-1.2B": {"short convolution with MLP": 10, "attention with MLP": 6},
+        "Granite-3.1-2B": {"attention with MLP": 40},
         "Qwen3-0.6B": {"attention with MLP": 28},
     }
 
@@ -195,6 +220,10 @@ def test_the_layers_in_words() -> None:
         (qwen3(hidden_act="gelu"), "hidden_act is 'gelu'"),
         (qwen3(num_hidden_layers=0), "num_hidden_layers must be an integer in 1..512"),
         (qwen3(intermediate_size=None), "intermediate_size is missing"),
+        (dense_granite(mlp_bias="no"), "mlp_bias must be true or false"),
+        (dense_granite(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (dense_granite(residual_multiplier=0), "residual_multiplier must be a number"),
+        (dense_granite(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (lfm2(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (lfm2(num_attention_heads=6, head_dim=8), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (
@@ -268,6 +297,7 @@ def test_the_older_name_of_tied_embeddings_counts(outer: bool | None, inner: boo
         (granite(intermediate_size=25), 2, "intermediate_size 25"),
         (granite(shared_intermediate_size=41), 2, "shared_intermediate_size 41"),
         (granite(mamba_n_groups=4, mamba_d_head="auto", mamba_n_heads=16), 8, "4 ranks share one of num_key_value"),
+        (dense_granite(intermediate_size=57), 2, "intermediate_size 57"),
         (qwen3(), 0, "at least 1"),
         (qwen3(), -1, "at least 1"),
     ],
@@ -289,7 +319,7 @@ def test_layers_that_are_absent_do_not_limit_the_size() -> None:
     assert config.layout(16, 4, 2).state_units == 0
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite])
 def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -> None:
     family, config = parsed(make())
     facts = config.transfer_facts()
@@ -309,6 +339,12 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
             {"rope_theta": 1e4},
         ],
         lfm2: [{"conv_bias": True}, {"conv_L_cache": 4}, {"layer_types": ["conv"] * 4}, {"rope_theta": 1e4}],
+        dense_granite: [
+            {"attention_multiplier": 1.0},
+            {"residual_multiplier": 0.5},
+            {"mlp_bias": True},
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        ],
         qwen3: [{"rope_theta": 1e4}, {"head_dim": 8}, {"attention_bias": True}, {"intermediate_size": 8}],
     }
     for change in changes[make]:
@@ -316,7 +352,7 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
     assert all(isinstance(value, str | int) for value in facts.values())
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite])
 def test_every_tensor_is_asked_for_and_none_twice(make: Any) -> None:
     model = tiny(make())
     asked: list[str] = []
@@ -350,7 +386,7 @@ def test_an_untied_checkpoint_must_have_the_output(tmp_path: Any) -> None:
         open_model(tmp_path).build(exact=True)
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite])
 def test_bfloat16_and_the_slow_kernels(make: Any) -> None:
     model, tokens = tiny(make(), 3), prompt(80, 3)
     logits = {}

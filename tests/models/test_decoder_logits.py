@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from cairn.step import Restore, Snapshot
-from models.decoder_families import Tiny, falcon, granite, lfm2, logits_of, prompt, published, qwen3, tiny
+from models.decoder_families import (
+    Tiny,
+    dense_granite,
+    falcon,
+    granite,
+    lfm2,
+    logits_of,
+    prompt,
+    published,
+    qwen3,
+    tiny,
+)
 from models.logits_bar import (
     LENGTH,
     Truth,
@@ -43,6 +54,8 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
     ),
     "qwen3": qwen3,
     "qwen3-tied": partial(qwen3, tie_word_embeddings=True, attention_bias=True),
+    "dense-granite": partial(dense_granite, attention_bias=True, mlp_bias=True),
+    "dense-granite-untied": partial(dense_granite, tie_word_embeddings=False),
     # Positions are scaled from 64 to 128 or more: the prompt ends behind either.
     "qwen3-yarn": partial(qwen3, rope_scaling=YARN),
     "lfm2-linear": partial(lfm2, rope_scaling={"type": "linear", "factor": 2.5}, max_position_embeddings=64),
@@ -71,9 +84,15 @@ class TinyTruth(Truth):
 
 LONG = ("granite-attention", "falcon-normed", "falcon-biased", "qwen3", "lfm2-linear", "granite-llama3")
 
+MORE = ("dense-granite-untied",)
+
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in MODELS]
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.more if name in MORE else ())
+        for name in MODELS
+    ],
 )
 def truth(request: pytest.FixtureRequest) -> TinyTruth:
     model = tiny(MODELS[request.param](), seed=len(request.param))

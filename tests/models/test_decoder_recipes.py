@@ -22,6 +22,7 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
     "granitemoehybrid": (9, 17, {"Mamba2 with mixture of experts": 4, "attention with mixture of experts": 2}),
     "falcon_h1": (3, 5, {"Mamba2 beside attention with MLP": 4}),
     "lfm2": (1, 1, {"short convolution with MLP": 6, "attention with MLP": 2}),
+    "granite": (1, 1, {"attention with MLP": 6}),
     "qwen3": (1, 1, {"attention with MLP": 6}),
 }
 

@@ -19,7 +19,7 @@ from cairn.errors import ModelError
 from cairn.models.families import FAMILIES
 from cairn.models.qwen3_5_vision import parse as parse_vision
 from cairn.models.registry import open_model
-from models.decoder_families import falcon, granite, lfm2, qwen3, tiny
+from models.decoder_families import dense_granite, falcon, granite, lfm2, qwen3, tiny
 from models.qwen3_5_truth import qwen_weights, raw_qwen
 from runner.harness import Driver, parse, prompt, random_weights, raw_config
 
@@ -31,6 +31,7 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "falcon_h1": falcon,
     "lfm2": lfm2,
     "qwen3": qwen3,
+    "granite": dense_granite,
     "nemotron_h": lambda **changes: raw_config("M*-E", **changes),
     **{name: partial(raw_qwen, name) for name in QWENS},
 }
@@ -44,7 +45,7 @@ WITH_ROPE = [name for name in MAKERS if name != "nemotron_h"]
 def random_tensors(raw: Raw) -> dict[str, Tensor]:
     if raw["model_type"] == "nemotron_h":
         return random_weights(parse(raw), 0)
-    return qwen_weights(parse(raw), 0) if raw["model_type"].startswith("qwen3_") else dict(tiny(raw).weights)
+    return qwen_weights(parse(raw), 0) if raw["model_type"] in QWENS else dict(tiny(raw).weights)
 
 
 def write(folder: Path, raw: Raw, weights: Mapping[str, Tensor]) -> Path:
