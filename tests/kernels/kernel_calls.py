@@ -354,6 +354,7 @@ def _sigmoid_router(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> 
         "top_groups": top_groups,
         "normalize": draw(st.booleans()),
         "scale": draw(st.sampled_from([1.0, 2.5])),
+        "epsilon": draw(st.sampled_from([1e-20, 0.25])),
     }
 
 

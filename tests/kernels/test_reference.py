@@ -139,6 +139,8 @@ def test_sigmoid_router_by_hand() -> None:
     assert sorted(choice[0].tolist()) == [2, 3]
     by_expert = dict(zip(choice[0].tolist(), share[0].tolist(), strict=True))
     assert by_expert == pytest.approx({2: 2 * 0.7 / 1.3, 3: 2 * 0.6 / 1.3})
+    _, share = reference.sigmoid_router(rates.logit(), correction, 2, 3, 1, True, 2.0, epsilon=0.5)
+    assert sorted(share[0].tolist()) == pytest.approx([2 * 0.6 / 1.8, 2 * 0.7 / 1.8])
     choice, share = reference.sigmoid_router(rates.logit(), correction, 2, 3, 2, False, 1.0)
     assert choice.tolist()[0][0] == 0
     assert choice.tolist()[0][1] in (2, 3)

@@ -262,10 +262,11 @@ class Kernels(Protocol):
         top_groups: int,
         normalize: bool,
         scale: float,
+        epsilon: float = 1e-20,
     ) -> tuple[Tensor, Tensor]:
         """DeepSeek-V3's (arXiv 2412.19437, section 2.1.2): chosen by sigmoid(logits) + correction [E] out of the best
         `top_groups` of `num_groups` equal groups, each worth its two best experts; the weight is the sigmoid alone,
-        over the chosen ones' sum + 1e-20 if `normalize`, times scale. Shapes as for `softmax_router`."""
+        over the chosen ones' sum + epsilon if `normalize`, times scale. Shapes as for `softmax_router`."""
         ...
 
     # -- sequences ------------------------------------------------------------------------------------------------

@@ -273,18 +273,20 @@ class _DecoderBuilder:
         if rule is None:
             router = SoftmaxRouter(self._kernels, drawn["gate"], sizes.top_k, layer.normalize)
         else:
+            nothing = torch.zeros(sizes.count, device=self._execution.device)
             router = SigmoidRouter(
                 self._kernels,
                 drawn["gate"],
-                drawn["correction"].float(),
+                drawn.get("correction", nothing).float(),
                 sizes.top_k,
                 rule.num_groups,
                 rule.top_groups,
                 layer.normalize,
                 rule.scale,
+                rule.epsilon,
             )
         up, down = drawn["experts"]
-        shared: Any = self._build(layer.shared)
+        shared: Any = None if layer.shared is None else self._build(layer.shared)
         gated = layer.stacks is not None or len(layer.parts) == 2
         latent = drawn.get("to_latent"), drawn.get("from_latent")
         return MixtureOfExperts(self._kernels, router, up, down, gated, shared, *latent)

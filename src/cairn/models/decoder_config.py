@@ -43,7 +43,8 @@ MAX_WIDTH = 1 << 24
 HAS_ATTENTION = attrgetter("has_attention")
 
 
-def _head_dim(config: Any) -> int:
+def head_dim_by_hidden_size(config: Any) -> int:
+    """What a missing head_dim means. Raises ModelError that names the fields."""
     if config.hidden_size % config.num_attention_heads:
         raise ModelError(
             f"config.json: hidden_size {config.hidden_size} must be a multiple of num_attention_heads "
@@ -76,7 +77,7 @@ class DecoderConfig(ABC):
         divides="num_attention_heads",
         when=HAS_ATTENTION,
     )
-    head_dim: int = integer(1, 1 << 12, default=_head_dim, when=HAS_ATTENTION)
+    head_dim: int = integer(1, 1 << 12, default=head_dim_by_hidden_size, when=HAS_ATTENTION)
     attention_bias: bool = boolean(default=False)
     rope_scaling: RopeScaling | None = custom(lambda fields, name, config: None, default=None, fact=False)
 

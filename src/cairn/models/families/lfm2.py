@@ -68,12 +68,12 @@ class Lfm2Config(DecoderConfig):
         """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
-            layers=tuple(self._layers()),
+            layers=tuple(self._layers(stored)),
             final_norm="model.embedding_norm",
             rotary=RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling),
         )
 
-    def _layers(self) -> Iterator[NamedMixer]:
+    def _layers(self, stored: Collection[str]) -> Iterator[NamedMixer]:
         for index, kind in enumerate(self.layer_types):
             name, norms = f"model.layers.{index}", ("q_layernorm", "k_layernorm")
             if kind == CONV:
@@ -81,8 +81,10 @@ class Lfm2Config(DecoderConfig):
             else:
                 mixer = AttentionLayer(self.attention, f"{name}.self_attn", norms, out="out_proj")
             yield f"{name}.operator_norm", mixer
-            mlp = self.feed_forward("intermediate_size")
-            yield f"{name}.ffn_norm", SwiGLULayer(mlp, f"{name}.feed_forward", ("w1", "w3", "w2"))
+            yield f"{name}.ffn_norm", self._feed_forward(index, f"{name}.feed_forward", stored)
+
+    def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
+        return SwiGLULayer(self.feed_forward("intermediate_size"), name, ("w1", "w3", "w2"))
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""

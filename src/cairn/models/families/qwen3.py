@@ -13,6 +13,7 @@ from cairn.models.decoder_spec import DecoderSpec, NamedMixer
 from cairn.models.feed_forward import SwiGLULayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
+from cairn.models.weight_specs import MixerSpec
 
 ATTENTION = "full_attention"
 
@@ -36,16 +37,18 @@ class Qwen3Config(DecoderConfig):
         """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
-            layers=tuple(self._layers()),
+            layers=tuple(self._layers(stored)),
             rotary=RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling),
         )
 
-    def _layers(self) -> Iterator[NamedMixer]:
+    def _layers(self, stored: Collection[str]) -> Iterator[NamedMixer]:
         for index in range(len(self.layer_types)):
             name = f"model.layers.{index}"
             yield f"{name}.input_layernorm", AttentionLayer(self.attention, f"{name}.self_attn", ("q_norm", "k_norm"))
-            mlp = self.feed_forward("intermediate_size")
-            yield f"{name}.post_attention_layernorm", SwiGLULayer(mlp, f"{name}.mlp")
+            yield f"{name}.post_attention_layernorm", self._feed_forward(index, f"{name}.mlp", stored)
+
+    def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
+        return SwiGLULayer(self.feed_forward("intermediate_size"), name)
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""

@@ -30,7 +30,8 @@ def _by_interval(fields: Fields) -> tuple[str, ...]:
     return tuple(DELTA if (index + 1) % interval else FULL for index in range(count))
 
 
-def _sparse_layers(fields: Fields, name: str, config: Any) -> tuple[int, ...]:
+def sparse_layers(fields: Fields, name: str, config: Any) -> tuple[int, ...]:
+    """Every layer, or every so many of them, that is not said to be dense. Raises ModelError that names the field."""
     count = len(config.layer_types)
     step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
     dense = fields.integers("mlp_only_layers", 0, count - 1)
@@ -212,7 +213,7 @@ class Qwen35Config(DecoderConfig):
 class Qwen35MoeConfig(Qwen35Config):
     """Every layer that is not said to be dense has a mixture."""
 
-    sparse_layers: tuple[int, ...] = custom(_sparse_layers)
+    sparse_layers: tuple[int, ...] = custom(sparse_layers)
 
 
 class NestedQwen35Config(Qwen35Config):
