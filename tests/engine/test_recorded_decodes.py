@@ -15,7 +15,17 @@ from doubles.drafters import KnowingDrafter
 from doubles.engine_requests import generate_request
 from tiers import first_of
 
-FAMILIES = ("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "falcon_h1", "qwen3", "granite")
+FAMILIES = (
+    "nemotron_h",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "granitemoehybrid",
+    "lfm2",
+    "falcon_h1",
+    "qwen3",
+    "granite",
+    "qwen3_moe",
+)
 FORMS = ("float32", "bfloat16", "int8", "int4")
 SEQS = 4
 NONE = SpeculativeConfig(method="none")
@@ -116,7 +126,9 @@ def check_addresses(twin):
     graphs = twin.runner._graphs
     blocks = [*graphs._recorder._memory._blocks, *graphs._fold_recorder._memory._blocks]
     places = [(block.ctypes.data, block.nbytes) for block in blocks]
-    storages = [each.untyped_storage() for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+    # Tensors of other tests' doubles have no memory of their own.
+    kinds = torch.Tensor, torch.nn.Parameter
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) in kinds]
     places = np.array(sorted(places + [(each.data_ptr(), each.nbytes()) for each in storages]))
     pointers = 0
     for repeat in twin.repeats() + twin.repeats("fold"):

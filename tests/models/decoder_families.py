@@ -175,6 +175,32 @@ def dense_granite(**changes: Any) -> dict[str, Any]:
     }
 
 
+def qwen3_moe(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 1e6,
+        "intermediate_size": 56,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A config, parsed, with random weights by published name."""

@@ -15,7 +15,18 @@ from cairn.models.families import FAMILIES
 from cairn.models.registry import open_model
 from cairn.transfer.geometry import ModelUnits, geometry_of, pair
 from doubles.thread_ranks import thread_ranks
-from models.decoder_families import dense_granite, falcon, granite, lfm2, prompt, published, qwen3, tiny, write
+from models.decoder_families import (
+    dense_granite,
+    falcon,
+    granite,
+    lfm2,
+    prompt,
+    published,
+    qwen3,
+    qwen3_moe,
+    tiny,
+    write,
+)
 
 # As published, without the fields that only steer training.
 GRANITE = {
@@ -150,12 +161,41 @@ DENSE_GRANITE = {
     "tie_word_embeddings": True,
     "vocab_size": 49155,
 }
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     # config, parameters, bytes a token, header, state; in bfloat16
     "Granite-4.0-H-Tiny": (GRANITE, 6_939_037_248, 4 * 4 * 2 * 128 * 2, 3072 + 36 * 3 * 256 * 2, 57_286_656),
     "Falcon-H1-0.5B": (FALCON, 521_411_104, 36 * 2 * 2 * 64 * 2, 2048 + 36 * 3 * 256 * 2, 28_643_328),
     "LFM2-1.2B": (LFM2, 1_170_340_608, 6 * 8 * 2 * 64 * 2, 4096, 10 * 2 * 2048 * 2),
     "Granite-3.1-2B": (DENSE_GRANITE, 2_533_531_648, 40 * 8 * 2 * 64 * 2, 4096, 0),
+    "Qwen3-30B-A3B": (QWEN3_MOE, 30_532_122_624, 48 * 4 * 2 * 128 * 2, 4096, 0),
     "Qwen3-0.6B": (QWEN3, 596_049_920, 28 * 8 * 2 * 128 * 2, 2048, 0),
 }
 
@@ -198,6 +238,7 @@ def test_the_layers_in_words() -> None:
         "Falcon-H1-0.5B": {"Mamba2 beside attention with MLP": 36},
         "LFM2-1.2B": {"short convolution with MLP": 10, "attention with MLP": 6},
         "Granite-3.1-2B": {"attention with MLP": 40},
+        "Qwen3-30B-A3B": {"attention with mixture of experts": 48},
         "Qwen3-0.6B": {"attention with MLP": 28},
     }
 
@@ -224,6 +265,10 @@ def test_the_layers_in_words() -> None:
         (dense_granite(hidden_act="gelu"), "hidden_act is 'gelu'"),
         (dense_granite(residual_multiplier=0), "residual_multiplier must be a number"),
         (dense_granite(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
+        (qwen3_moe(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
+        (qwen3_moe(intermediate_size=None), "intermediate_size is missing"),
+        (qwen3_moe(mlp_only_layers=[3]), "mlp_only_layers must be an integer in 0..2, not 3"),
+        (qwen3_moe(norm_topk_prob=1), "norm_topk_prob must be true or false"),
         (lfm2(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (lfm2(num_attention_heads=6, head_dim=8), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (
@@ -298,6 +343,7 @@ def test_the_older_name_of_tied_embeddings_counts(outer: bool | None, inner: boo
         (granite(shared_intermediate_size=41), 2, "shared_intermediate_size 41"),
         (granite(mamba_n_groups=4, mamba_d_head="auto", mamba_n_heads=16), 8, "4 ranks share one of num_key_value"),
         (dense_granite(intermediate_size=57), 2, "intermediate_size 57"),
+        (qwen3_moe(moe_intermediate_size=25), 2, "moe_intermediate_size 25"),
         (qwen3(), 0, "at least 1"),
         (qwen3(), -1, "at least 1"),
     ],
@@ -319,7 +365,7 @@ def test_layers_that_are_absent_do_not_limit_the_size() -> None:
     assert config.layout(16, 4, 2).state_units == 0
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe])
 def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -> None:
     family, config = parsed(make())
     facts = config.transfer_facts()
@@ -345,6 +391,12 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
             {"mlp_bias": True},
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
         ],
+        qwen3_moe: [
+            {"norm_topk_prob": False},
+            {"mlp_only_layers": []},
+            {"num_experts_per_tok": 2},
+            {"moe_intermediate_size": 8},
+        ],
         qwen3: [{"rope_theta": 1e4}, {"head_dim": 8}, {"attention_bias": True}, {"intermediate_size": 8}],
     }
     for change in changes[make]:
@@ -352,7 +404,7 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
     assert all(isinstance(value, str | int) for value in facts.values())
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe])
 def test_every_tensor_is_asked_for_and_none_twice(make: Any) -> None:
     model = tiny(make())
     asked: list[str] = []
@@ -386,7 +438,7 @@ def test_an_untied_checkpoint_must_have_the_output(tmp_path: Any) -> None:
         open_model(tmp_path).build(exact=True)
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe])
 def test_bfloat16_and_the_slow_kernels(make: Any) -> None:
     model, tokens = tiny(make(), 3), prompt(80, 3)
     logits = {}

@@ -19,6 +19,7 @@ from models.decoder_families import (
     prompt,
     published,
     qwen3,
+    qwen3_moe,
     tiny,
 )
 from models.logits_bar import (
@@ -56,6 +57,10 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "qwen3-tied": partial(qwen3, tie_word_embeddings=True, attention_bias=True),
     "dense-granite": partial(dense_granite, attention_bias=True, mlp_bias=True),
     "dense-granite-untied": partial(dense_granite, tie_word_embeddings=False),
+    "qwen3_moe": qwen3_moe,
+    "qwen3_moe-tied": partial(
+        qwen3_moe, tie_word_embeddings=True, attention_bias=True, norm_topk_prob=False, decoder_sparse_step=2
+    ),
     # Positions are scaled from 64 to 128 or more: the prompt ends behind either.
     "qwen3-yarn": partial(qwen3, rope_scaling=YARN),
     "lfm2-linear": partial(lfm2, rope_scaling={"type": "linear", "factor": 2.5}, max_position_embeddings=64),
@@ -84,7 +89,7 @@ class TinyTruth(Truth):
 
 LONG = ("granite-attention", "falcon-normed", "falcon-biased", "qwen3", "lfm2-linear", "granite-llama3")
 
-MORE = ("dense-granite-untied",)
+MORE = ("dense-granite-untied", "qwen3_moe-tied")
 
 
 @pytest.fixture(

@@ -23,6 +23,7 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
     "falcon_h1": (3, 5, {"Mamba2 beside attention with MLP": 4}),
     "lfm2": (1, 1, {"short convolution with MLP": 6, "attention with MLP": 2}),
     "granite": (1, 1, {"attention with MLP": 6}),
+    "qwen3_moe": (1, 1, {"attention with mixture of experts": 6}),
     "qwen3": (1, 1, {"attention with MLP": 6}),
 }
 

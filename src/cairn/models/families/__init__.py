@@ -13,6 +13,7 @@ from cairn.models.families import (
     nemotron_h,
     qwen3,
     qwen3_5,
+    qwen3_moe,
 )
 
 __all__ = ["FAMILIES", "family_of"]
@@ -27,6 +28,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             lfm2.FAMILY,
             qwen3.FAMILY,
             granite.FAMILY,
+            qwen3_moe.FAMILY,
             *qwen3_5.FAMILIES,
         )
     }

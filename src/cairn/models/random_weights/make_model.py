@@ -29,6 +29,7 @@ from cairn.models.families import (
     nemotron_h,
     qwen3,
     qwen3_5,
+    qwen3_moe,
 )
 from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE, END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
 from cairn.models.random_weights.recipe import SIZES, CheckpointOptions, Recipe, Size
@@ -45,6 +46,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "falcon_h1": falcon_h1.RECIPE,
         "lfm2": lfm2.RECIPE,
         "qwen3": qwen3.RECIPE,
+        "qwen3_moe": qwen3_moe.RECIPE,
         "granite": granite.RECIPE,
     }
 )
