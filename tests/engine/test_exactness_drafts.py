@@ -27,6 +27,7 @@ FAMILIES = (
     "qwen3",
     "granite",
     "qwen3_moe",
+    "lfm2_moe",
 )
 PATTERNS = {
     "all": lambda proposal: 99,

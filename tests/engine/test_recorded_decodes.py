@@ -25,6 +25,7 @@ FAMILIES = (
     "qwen3",
     "granite",
     "qwen3_moe",
+    "lfm2_moe",
 )
 FORMS = ("float32", "bfloat16", "int8", "int4")
 SEQS = 4

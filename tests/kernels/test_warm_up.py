@@ -81,6 +81,7 @@ def recorded_uses() -> Iterator[set[tuple[str, object]]]:
             "qwen3",
             "granite",
             "qwen3_moe",
+            "lfm2_moe",
         ],
     ),
 )

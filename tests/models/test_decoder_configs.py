@@ -20,6 +20,7 @@ from models.decoder_families import (
     falcon,
     granite,
     lfm2,
+    lfm2_moe,
     prompt,
     published,
     qwen3,
@@ -189,6 +190,30 @@ QWEN3_MOE = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+LFM2_MOE = {
+    "model_type": "lfm2_moe",
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "eos_token_id": 7,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "layer_types": ["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
+    "max_position_embeddings": 128000,
+    "moe_intermediate_size": 1792,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "use_expert_bias": True,
+    "vocab_size": 65536,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     # config, parameters, bytes a token, header, state; in bfloat16
     "Granite-4.0-H-Tiny": (GRANITE, 6_939_037_248, 4 * 4 * 2 * 128 * 2, 3072 + 36 * 3 * 256 * 2, 57_286_656),
@@ -196,6 +221,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     "LFM2-1.2B": (LFM2, 1_170_340_608, 6 * 8 * 2 * 64 * 2, 4096, 10 * 2 * 2048 * 2),
     "Granite-3.1-2B": (DENSE_GRANITE, 2_533_531_648, 40 * 8 * 2 * 64 * 2, 4096, 0),
     "Qwen3-30B-A3B": (QWEN3_MOE, 30_532_122_624, 48 * 4 * 2 * 128 * 2, 4096, 0),
+    "LFM2-8B-A1B": (LFM2_MOE, 8_339_930_560, 6 * 8 * 2 * 64 * 2, 4096, 18 * 2 * 2048 * 2),
     "Qwen3-0.6B": (QWEN3, 596_049_920, 28 * 8 * 2 * 128 * 2, 2048, 0),
 }
 
@@ -239,6 +265,11 @@ def test_the_layers_in_words() -> None:
         "LFM2-1.2B": {"short convolution with MLP": 10, "attention with MLP": 6},
         "Granite-3.1-2B": {"attention with MLP": 40},
         "Qwen3-30B-A3B": {"attention with mixture of experts": 48},
+        "LFM2-8B-A1B": {
+            "short convolution with MLP": 2,
+            "attention with mixture of experts": 6,
+            "short convolution with mixture of experts": 16,
+        },
         "Qwen3-0.6B": {"attention with MLP": 28},
     }
 
@@ -269,6 +300,10 @@ def test_the_layers_in_words() -> None:
         (qwen3_moe(intermediate_size=None), "intermediate_size is missing"),
         (qwen3_moe(mlp_only_layers=[3]), "mlp_only_layers must be an integer in 0..2, not 3"),
         (qwen3_moe(norm_topk_prob=1), "norm_topk_prob must be true or false"),
+        (lfm2_moe(layer_types=None), "layer_types is missing"),
+        (lfm2_moe(num_dense_layers=5), "num_dense_layers must be an integer in 0..4"),
+        (lfm2_moe(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
+        (lfm2_moe(use_expert_bias="yes"), "use_expert_bias must be true or false"),
         (lfm2(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (lfm2(num_attention_heads=6, head_dim=8), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (
@@ -344,6 +379,7 @@ def test_the_older_name_of_tied_embeddings_counts(outer: bool | None, inner: boo
         (granite(mamba_n_groups=4, mamba_d_head="auto", mamba_n_heads=16), 8, "4 ranks share one of num_key_value"),
         (dense_granite(intermediate_size=57), 2, "intermediate_size 57"),
         (qwen3_moe(moe_intermediate_size=25), 2, "moe_intermediate_size 25"),
+        (lfm2_moe(moe_intermediate_size=25), 2, "moe_intermediate_size 25"),
         (qwen3(), 0, "at least 1"),
         (qwen3(), -1, "at least 1"),
     ],
@@ -365,7 +401,7 @@ def test_layers_that_are_absent_do_not_limit_the_size() -> None:
     assert config.layout(16, 4, 2).state_units == 0
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe])
 def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -> None:
     family, config = parsed(make())
     facts = config.transfer_facts()
@@ -397,6 +433,12 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
             {"num_experts_per_tok": 2},
             {"moe_intermediate_size": 8},
         ],
+        lfm2_moe: [
+            {"use_expert_bias": False},
+            {"routed_scaling_factor": 1.0},
+            {"num_dense_layers": 2},
+            {"conv_L_cache": 4},
+        ],
         qwen3: [{"rope_theta": 1e4}, {"head_dim": 8}, {"attention_bias": True}, {"intermediate_size": 8}],
     }
     for change in changes[make]:
@@ -404,7 +446,7 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
     assert all(isinstance(value, str | int) for value in facts.values())
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe])
 def test_every_tensor_is_asked_for_and_none_twice(make: Any) -> None:
     model = tiny(make())
     asked: list[str] = []
@@ -438,7 +480,7 @@ def test_an_untied_checkpoint_must_have_the_output(tmp_path: Any) -> None:
         open_model(tmp_path).build(exact=True)
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe])
 def test_bfloat16_and_the_slow_kernels(make: Any) -> None:
     model, tokens = tiny(make(), 3), prompt(80, 3)
     logits = {}

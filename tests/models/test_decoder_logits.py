@@ -15,6 +15,7 @@ from models.decoder_families import (
     falcon,
     granite,
     lfm2,
+    lfm2_moe,
     logits_of,
     prompt,
     published,
@@ -61,6 +62,10 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "qwen3_moe-tied": partial(
         qwen3_moe, tie_word_embeddings=True, attention_bias=True, norm_topk_prob=False, decoder_sparse_step=2
     ),
+    "lfm2_moe": lfm2_moe,
+    "lfm2_moe-plain": partial(
+        lfm2_moe, conv_bias=True, use_expert_bias=False, norm_topk_prob=False, num_dense_layers=0, tie_embedding=False
+    ),
     # Positions are scaled from 64 to 128 or more: the prompt ends behind either.
     "qwen3-yarn": partial(qwen3, rope_scaling=YARN),
     "lfm2-linear": partial(lfm2, rope_scaling={"type": "linear", "factor": 2.5}, max_position_embeddings=64),
@@ -89,7 +94,7 @@ class TinyTruth(Truth):
 
 LONG = ("granite-attention", "falcon-normed", "falcon-biased", "qwen3", "lfm2-linear", "granite-llama3")
 
-MORE = ("dense-granite-untied", "qwen3_moe-tied")
+MORE = ("dense-granite-untied", "qwen3_moe-tied", "lfm2_moe-plain")
 
 
 @pytest.fixture(

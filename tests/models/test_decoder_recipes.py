@@ -24,6 +24,15 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
     "lfm2": (1, 1, {"short convolution with MLP": 6, "attention with MLP": 2}),
     "granite": (1, 1, {"attention with MLP": 6}),
     "qwen3_moe": (1, 1, {"attention with mixture of experts": 6}),
+    "lfm2_moe": (
+        1,
+        1,
+        {
+            "short convolution with MLP": 2,
+            "attention with mixture of experts": 2,
+            "short convolution with mixture of experts": 4,
+        },
+    ),
     "qwen3": (1, 1, {"attention with MLP": 6}),
 }
 

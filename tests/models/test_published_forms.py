@@ -19,7 +19,7 @@ from cairn.errors import ModelError
 from cairn.models.families import FAMILIES
 from cairn.models.qwen3_5_vision import parse as parse_vision
 from cairn.models.registry import open_model
-from models.decoder_families import dense_granite, falcon, granite, lfm2, qwen3, qwen3_moe, tiny
+from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, qwen3, qwen3_moe, tiny
 from models.qwen3_5_truth import qwen_weights, raw_qwen
 from runner.harness import Driver, parse, prompt, random_weights, raw_config
 
@@ -31,6 +31,7 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "falcon_h1": falcon,
     "lfm2": lfm2,
     "qwen3": qwen3,
+    "lfm2_moe": lfm2_moe,
     "qwen3_moe": qwen3_moe,
     "granite": dense_granite,
     "nemotron_h": lambda **changes: raw_config("M*-E", **changes),

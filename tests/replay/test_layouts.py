@@ -8,7 +8,7 @@ import pytest
 from cairn.errors import ConfigError
 from cairn.models.families import FAMILIES, family_of
 from cairn.replay.layouts import LAYOUT_NAMES, UNNEEDED, layout_for, sizes_for
-from models.decoder_families import dense_granite, falcon, granite, lfm2, qwen3, qwen3_moe
+from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, qwen3, qwen3_moe
 from models.published import NANO
 from models.published_qwen3_5 import QWEN35
 
@@ -54,6 +54,8 @@ CONFIGS = {
     "dense granite": dense_granite(),
     "qwen3_moe": qwen3_moe(),
     "qwen3_moe of every second layer": qwen3_moe(decoder_sparse_step=2, mlp_only_layers=None),
+    "lfm2_moe": lfm2_moe(),
+    "lfm2_moe of experts alone": lfm2_moe(num_dense_layers=0, intermediate_size=None),
     "qwen3": qwen3(),
     "qwen3 with heads of 128": qwen3(head_dim=None),
 }
@@ -79,6 +81,8 @@ NUMBERS = {
     "dense granite": (25_344, 96, 3_072, 64, 64),
     "qwen3_moe": (38_016, 192, 6_144, 64, 64),
     "qwen3_moe of every second layer": (36_288, 192, 6_144, 64, 64),
+    "lfm2_moe": (35_136, 32, 1_024, 448, 448),
+    "lfm2_moe of experts alone": (34_560, 32, 1_024, 448, 448),
     "qwen3": (34_560, 192, 6_144, 64, 64),
     "qwen3 with heads of 128": (163_584, 1_536, 49_152, 64, 64),
 }

@@ -10,6 +10,7 @@ from cairn.models.families import (
     granite,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     nemotron_h,
     qwen3,
     qwen3_5,
@@ -29,6 +30,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qwen3.FAMILY,
             granite.FAMILY,
             qwen3_moe.FAMILY,
+            lfm2_moe.FAMILY,
             *qwen3_5.FAMILIES,
         )
     }

@@ -26,6 +26,7 @@ from cairn.models.families import (
     granite,
     granitemoehybrid,
     lfm2,
+    lfm2_moe,
     nemotron_h,
     qwen3,
     qwen3_5,
@@ -46,6 +47,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "falcon_h1": falcon_h1.RECIPE,
         "lfm2": lfm2.RECIPE,
         "qwen3": qwen3.RECIPE,
+        "lfm2_moe": lfm2_moe.RECIPE,
         "qwen3_moe": qwen3_moe.RECIPE,
         "granite": granite.RECIPE,
     }
