@@ -28,6 +28,7 @@ FAMILIES = (
     "granite",
     "qwen3_moe",
     "lfm2_moe",
+    "olmo_hybrid",
 )
 PATTERNS = {
     "all": lambda proposal: 99,

@@ -26,6 +26,7 @@ FAMILIES = (
     "granite",
     "qwen3_moe",
     "lfm2_moe",
+    "olmo_hybrid",
 )
 FORMS = ("float32", "bfloat16", "int8", "int4")
 SEQS = 4

@@ -194,7 +194,7 @@ def test_gdn_is_a_product_of_matrices(call: Call) -> None:
     q, k, v, beta, dt = (o[name][rows] for name in ("q", "k", "v", "beta", "dt"))
     q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
     q, k = (part.repeat_interleave(v.shape[1] // k.shape[1], dim=1) for part in (q, k))
-    g, w = o["a"] * F.softplus(dt + o["dt_bias"]), beta.sigmoid()
+    g, w = o["a"] * F.softplus(dt + o["dt_bias"]), o["beta_scale"] * beta.sigmoid()
     size = k.shape[-1]
     erase = torch.eye(size, dtype=F64) - torch.einsum("th,thk,thl->thkl", w, k, k)
     moved = g.exp()[..., None, None] * erase

@@ -82,6 +82,7 @@ def recorded_uses() -> Iterator[set[tuple[str, object]]]:
             "granite",
             "qwen3_moe",
             "lfm2_moe",
+            "olmo_hybrid",
         ],
     ),
 )

@@ -228,6 +228,32 @@ def lfm2_moe(**changes: Any) -> dict[str, Any]:
     }
 
 
+def olmo_hybrid(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "olmo_hybrid",
+        "architectures": ["OlmoHybridForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "linear_conv_kernel_dim": 4,
+        "intermediate_size": 56,
+        "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A config, parsed, with random weights by published name."""

@@ -21,6 +21,7 @@ from models.decoder_families import (
     granite,
     lfm2,
     lfm2_moe,
+    olmo_hybrid,
     prompt,
     published,
     qwen3,
@@ -28,6 +29,7 @@ from models.decoder_families import (
     tiny,
     write,
 )
+from tiers import first
 
 # As published, without the fields that only steer training.
 GRANITE = {
@@ -214,6 +216,30 @@ LFM2_MOE = {
     "use_expert_bias": True,
     "vocab_size": 65536,
 }
+OLMO_HYBRID = {
+    "model_type": "olmo_hybrid",
+    "architectures": ["OlmoHybridForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 3840,
+    "intermediate_size": 11008,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
+    "linear_allow_neg_eigval": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 96,
+    "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30,
+    "linear_value_head_dim": 192,
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 30,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 30,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     # config, parameters, bytes a token, header, state; in bfloat16
     "Granite-4.0-H-Tiny": (GRANITE, 6_939_037_248, 4 * 4 * 2 * 128 * 2, 3072 + 36 * 3 * 256 * 2, 57_286_656),
@@ -222,6 +248,13 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     "Granite-3.1-2B": (DENSE_GRANITE, 2_533_531_648, 40 * 8 * 2 * 64 * 2, 4096, 0),
     "Qwen3-30B-A3B": (QWEN3_MOE, 30_532_122_624, 48 * 4 * 2 * 128 * 2, 4096, 0),
     "LFM2-8B-A1B": (LFM2_MOE, 8_339_930_560, 6 * 8 * 2 * 64 * 2, 4096, 18 * 2 * 2048 * 2),
+    "Olmo-Hybrid-7B": (
+        OLMO_HYBRID,
+        7_430_870_688,
+        8 * 30 * 2 * 128 * 2,
+        7680,
+        24 * (3 * 11520 * 2 + 30 * 96 * 192 * 4),
+    ),
     "Qwen3-0.6B": (QWEN3, 596_049_920, 28 * 8 * 2 * 128 * 2, 2048, 0),
 }
 
@@ -248,7 +281,9 @@ def test_published_models(name: str) -> None:
 def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> None:
     _, config = parsed(PUBLISHED[name][0])
     spec = config.cache_spec()
-    for remote, local in product((1, 2, 4), repeat=2):
+    # 30 heads are not four ranks'.
+    sizes = (1, 2) if name == "Olmo-Hybrid-7B" else (1, 2, 4)
+    for remote, local in product(sizes, repeat=2):
         sides = [
             geometry_of(config.layout(16 if i else block_size, 2, size), size) for i, size in enumerate((remote, local))
         ]
@@ -270,6 +305,7 @@ def test_the_layers_in_words() -> None:
             "attention with mixture of experts": 6,
             "short convolution with mixture of experts": 16,
         },
+        "Olmo-Hybrid-7B": {"gated delta net with MLP": 24, "attention with MLP": 8},
         "Qwen3-0.6B": {"attention with MLP": 28},
     }
 
@@ -304,6 +340,13 @@ def test_the_layers_in_words() -> None:
         (lfm2_moe(num_dense_layers=5), "num_dense_layers must be an integer in 0..4"),
         (lfm2_moe(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
         (lfm2_moe(use_expert_bias="yes"), "use_expert_bias must be true or false"),
+        (olmo_hybrid(layer_types=["mamba"] * 3), "layer_types has 'mamba'"),
+        (
+            olmo_hybrid(linear_num_value_heads=5),
+            "linear_num_value_heads 5 must be a multiple of linear_num_key_heads 2",
+        ),
+        (olmo_hybrid(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
+        (olmo_hybrid(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e5}), "rope_type is 'dynamic'"),
         (lfm2(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (lfm2(num_attention_heads=6, head_dim=8), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (
@@ -380,6 +423,7 @@ def test_the_older_name_of_tied_embeddings_counts(outer: bool | None, inner: boo
         (dense_granite(intermediate_size=57), 2, "intermediate_size 57"),
         (qwen3_moe(moe_intermediate_size=25), 2, "moe_intermediate_size 25"),
         (lfm2_moe(moe_intermediate_size=25), 2, "moe_intermediate_size 25"),
+        (olmo_hybrid(), 3, "num_key_value_heads 2|linear_num_key_heads 2"),
         (qwen3(), 0, "at least 1"),
         (qwen3(), -1, "at least 1"),
     ],
@@ -401,7 +445,7 @@ def test_layers_that_are_absent_do_not_limit_the_size() -> None:
     assert config.layout(16, 4, 2).state_units == 0
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid])
 def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -> None:
     family, config = parsed(make())
     facts = config.transfer_facts()
@@ -439,6 +483,12 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
             {"num_dense_layers": 2},
             {"conv_L_cache": 4},
         ],
+        olmo_hybrid: [
+            {"linear_allow_neg_eigval": False},
+            {"linear_key_head_dim": 8},
+            {"rope_parameters": {"rope_theta": 1e4}},
+            {"layer_types": ["linear_attention"] * 2 + ["full_attention"]},
+        ],
         qwen3: [{"rope_theta": 1e4}, {"head_dim": 8}, {"attention_bias": True}, {"intermediate_size": 8}],
     }
     for change in changes[make]:
@@ -446,7 +496,7 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
     assert all(isinstance(value, str | int) for value in facts.values())
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid])
 def test_every_tensor_is_asked_for_and_none_twice(make: Any) -> None:
     model = tiny(make())
     asked: list[str] = []
@@ -480,7 +530,9 @@ def test_an_untied_checkpoint_must_have_the_output(tmp_path: Any) -> None:
         open_model(tmp_path).build(exact=True)
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe])
+@pytest.mark.parametrize(
+    "make", first(4, [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid])
+)
 def test_bfloat16_and_the_slow_kernels(make: Any) -> None:
     model, tokens = tiny(make(), 3), prompt(80, 3)
     logits = {}

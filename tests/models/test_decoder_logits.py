@@ -17,6 +17,7 @@ from models.decoder_families import (
     lfm2,
     lfm2_moe,
     logits_of,
+    olmo_hybrid,
     prompt,
     published,
     qwen3,
@@ -66,6 +67,16 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "lfm2_moe-plain": partial(
         lfm2_moe, conv_bias=True, use_expert_bias=False, norm_topk_prob=False, num_dense_layers=0, tie_embedding=False
     ),
+    "olmo_hybrid": olmo_hybrid,
+    "olmo_hybrid-turned": partial(
+        olmo_hybrid,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+        rope_parameters={"rope_theta": 1e5, "rope_type": "default"},
+        attention_bias=True,
+        linear_num_key_heads=4,
+        linear_allow_neg_eigval=False,
+        tie_word_embeddings=True,
+    ),
     # Positions are scaled from 64 to 128 or more: the prompt ends behind either.
     "qwen3-yarn": partial(qwen3, rope_scaling=YARN),
     "lfm2-linear": partial(lfm2, rope_scaling={"type": "linear", "factor": 2.5}, max_position_embeddings=64),
@@ -94,7 +105,7 @@ class TinyTruth(Truth):
 
 LONG = ("granite-attention", "falcon-normed", "falcon-biased", "qwen3", "lfm2-linear", "granite-llama3")
 
-MORE = ("dense-granite-untied", "qwen3_moe-tied", "lfm2_moe-plain")
+MORE = ("dense-granite-untied", "qwen3_moe-tied", "lfm2_moe-plain", "olmo_hybrid-turned")
 
 
 @pytest.fixture(

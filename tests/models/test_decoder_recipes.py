@@ -33,6 +33,7 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
             "short convolution with mixture of experts": 4,
         },
     ),
+    "olmo_hybrid": (6, 10, {"gated delta net with MLP": 4, "attention with MLP": 2}),
     "qwen3": (1, 1, {"attention with MLP": 6}),
 }
 

@@ -19,7 +19,7 @@ from cairn.errors import ModelError
 from cairn.models.families import FAMILIES
 from cairn.models.qwen3_5_vision import parse as parse_vision
 from cairn.models.registry import open_model
-from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, qwen3, qwen3_moe, tiny
+from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, olmo_hybrid, qwen3, qwen3_moe, tiny
 from models.qwen3_5_truth import qwen_weights, raw_qwen
 from runner.harness import Driver, parse, prompt, random_weights, raw_config
 
@@ -31,6 +31,7 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "falcon_h1": falcon,
     "lfm2": lfm2,
     "qwen3": qwen3,
+    "olmo_hybrid": olmo_hybrid,
     "lfm2_moe": lfm2_moe,
     "qwen3_moe": qwen3_moe,
     "granite": dense_granite,
@@ -42,6 +43,15 @@ SCALINGS = (
     "was trained for"
 )
 WITH_ROPE = [name for name in MAKERS if name != "nemotron_h"]
+
+
+def with_positions(name: str) -> dict[str, Any]:
+    """config.json of a family in which not every model has rotary ones."""
+    changes: dict[str, dict[str, Any]] = {
+        "granitemoehybrid": {"position_embedding_type": "rope"},
+        "olmo_hybrid": {"rope_parameters": {"rope_theta": 1e6}},
+    }
+    return MAKERS[name](**changes.get(name, {}))
 
 
 def random_tensors(raw: Raw) -> dict[str, Tensor]:
@@ -166,7 +176,7 @@ def test_what_is_missing_is_shown_beside_what_is_foreign(tmp_path: Path) -> None
     ],
 )
 def test_no_scaling_may_be_said(name: str, scaling: object, tmp_path: Path) -> None:
-    raw = MAKERS[name](**{"position_embedding_type": "rope"} if name == "granitemoehybrid" else {})
+    raw = with_positions(name)
     raw |= {"rope_scaling": scaling, "rope_theta": 1e6, "rope_parameters": None}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
@@ -199,11 +209,48 @@ def test_no_scaling_may_be_said_beside_the_newer_field(kind: str) -> None:
     ],
 )
 def test_a_scaling_is_refused_by_its_name(name: str, scaling: object, message: str) -> None:
-    raw = MAKERS[name](**{"position_embedding_type": "rope"} if name == "granitemoehybrid" else {})
+    raw = with_positions(name)
     rope = {"rope_theta": 1e6} if "differ" in message else None
     with pytest.raises(ModelError) as refused:
         FAMILIES[raw["model_type"]].parse(raw | {"rope_scaling": scaling, "rope_parameters": rope})
     assert str(refused.value).startswith(f"config.json: {message}")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_theta": None},
+        {"rope_parameters": None, "rope_theta": None},
+        {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": None},
+        {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": None},
+        {"rope_theta": 5e5},
+    ],
+)
+def test_a_base_that_is_null_is_no_positions(rope: Raw, tmp_path: Path) -> None:
+    raw = {name: value for name, value in olmo_hybrid().items() if name != "rope_parameters"} | rope
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs: Any = AutoConfig.from_pretrained(tmp_path)
+    config: Any = FAMILIES["olmo_hybrid"].parse(raw)
+    assert (config.rope_theta or None) == theirs.rope_parameters["rope_theta"]
+    assert (config.decoder().rotary is None) == (config.rope_theta == 0)
+
+
+def test_norms_under_the_names_that_transformers_writes(tmp_path: Path) -> None:
+    raw = olmo_hybrid()
+    weights = random_tensors(raw)
+    found = []
+    for index, kind in enumerate(raw["layer_types"]):
+        names = {"post_attention_layernorm": "feedforward_layer_norm"}
+        names |= {"input_layernorm": "attention_layer_norm"} if kind == "linear_attention" else {}
+        for ours, theirs in names.items():
+            weights[f"model.layers.{index}.{theirs}.weight"] = weights.pop(f"model.layers.{index}.{ours}.weight")
+    for each in (weights, random_tensors(raw)):
+        found.append(served(write(tmp_path, raw, each)))
+        assert check(tmp_path).ok
+    assert torch.equal(*found)
 
 
 # -- errors name the field, where it is --------------------------------------------------------------------------------

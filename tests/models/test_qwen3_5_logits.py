@@ -89,7 +89,8 @@ class WrongGates:
         return getattr(self.kernels, name)
 
     def gdn(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        if (rest[-1].host.num_decodes > 0) == self.decode:
+        *_, batch, _ = rest
+        if (batch.host.num_decodes > 0) == self.decode:
             beta, dt = beta + self.more_beta, dt + self.more_dt
         return self.kernels.gdn(q, k, v, beta, dt, *rest)
 

@@ -15,7 +15,7 @@ from cairn.layers.rotary import make_rotary
 from cairn.models.families import FAMILIES
 from models.decoder_families import qwen3
 from models.test_decoder_configs import QWEN3
-from models.test_published_forms import MAKERS, WITH_ROPE
+from models.test_published_forms import WITH_ROPE, with_positions
 
 LONG_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 """As Qwen's model cards have it for prompts of more than 32,768 tokens."""
@@ -39,7 +39,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def raw_of(name: str, scaling: Mapping[str, Any]) -> dict[str, Any]:
-    raw = MAKERS[name](**{"position_embedding_type": "rope"} if name == "granitemoehybrid" else {})
+    raw = with_positions(name)
     rope = {name: value for name, value in raw.get("rope_parameters", {}).items() if name != "rope_type"}
     return raw | {"rope_parameters": rope | dict(scaling)}
 

@@ -31,7 +31,7 @@ from tiers import first
 
 LENGTHS = (30, 65, 100, 180)
 DENSE, MIXED = (
-    ("qwen3_5", "falcon_h1", "lfm2", "qwen3", "granite"),
+    ("qwen3_5", "falcon_h1", "lfm2", "qwen3", "granite", "olmo_hybrid"),
     ("nemotron_h", "qwen3_5_moe", "granitemoehybrid", "qwen3_moe", "lfm2_moe"),
 )
 """MIXED: of experts. A router that has two nearly equal ones takes the other, here as with bfloat16 instead of float32
@@ -47,6 +47,7 @@ ORDER = (
     "granite",
     "qwen3_moe",
     "lfm2_moe",
+    "olmo_hybrid",
 )
 
 MOST = {**dict.fromkeys(DENSE, 0.15), **dict.fromkeys(MIXED, 0.45)}

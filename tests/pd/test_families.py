@@ -19,6 +19,7 @@ FAMILIES = (
     "granite",
     "qwen3_moe",
     "lfm2_moe",
+    "olmo_hybrid",
 )
 TEXT = np.random.default_rng(7).integers(20, 4000, 500).tolist()
 

@@ -8,7 +8,7 @@ import pytest
 from cairn.errors import ConfigError
 from cairn.models.families import FAMILIES, family_of
 from cairn.replay.layouts import LAYOUT_NAMES, UNNEEDED, layout_for, sizes_for
-from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, qwen3, qwen3_moe
+from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, olmo_hybrid, qwen3, qwen3_moe
 from models.published import NANO
 from models.published_qwen3_5 import QWEN35
 
@@ -56,6 +56,10 @@ CONFIGS = {
     "qwen3_moe of every second layer": qwen3_moe(decoder_sparse_step=2, mlp_only_layers=None),
     "lfm2_moe": lfm2_moe(),
     "lfm2_moe of experts alone": lfm2_moe(num_dense_layers=0, intermediate_size=None),
+    "olmo_hybrid": olmo_hybrid(),
+    "olmo_hybrid with sizes of its heads": olmo_hybrid(
+        linear_num_key_heads=None, linear_num_value_heads=None, linear_key_head_dim=None, linear_value_head_dim=None
+    ),
     "qwen3": qwen3(),
     "qwen3 with heads of 128": qwen3(head_dim=None),
 }
@@ -83,6 +87,8 @@ NUMBERS = {
     "qwen3_moe of every second layer": (36_288, 192, 6_144, 64, 64),
     "lfm2_moe": (35_136, 32, 1_024, 448, 448),
     "lfm2_moe of experts alone": (34_560, 32, 1_024, 448, 448),
+    "olmo_hybrid": (38_144, 32, 1_024, 9_280, 5_440),
+    "olmo_hybrid with sizes of its heads": (32_000, 32, 1_024, 3_520, 2_368),
     "qwen3": (34_560, 192, 6_144, 64, 64),
     "qwen3 with heads of 128": (163_584, 1_536, 49_152, 64, 64),
 }

@@ -39,6 +39,10 @@ class Fields:
     def has(self, name: str) -> bool:
         return self._raw.get(name) is not None
 
+    def says(self, name: str) -> bool:
+        """Whether the field is there, be it null."""
+        return name in self._raw
+
     def get(self, name: str) -> Any:
         """The value, unchecked."""
         return self._raw.get(name)

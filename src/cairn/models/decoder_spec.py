@@ -61,14 +61,16 @@ class ParallelMixers(MixerSpec):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """`centred`: the norms' weights are stored less 1.
-    `output`: the output's tensor, which is the embedding's where they are tied and none is stored."""
+    """`centred`: the norms' weights are stored less 1. `post_norms`: those that are of what their mixers give, which
+    get hidden states as they are. `output`: the output's tensor, which is the embedding's where they are tied and none
+    is stored."""
 
     config: DecoderSizes
     layers: tuple[NamedMixer, ...]
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm"
     centred: bool = False
+    post_norms: frozenset[str] = frozenset()
     rotary: RotarySpec | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0

@@ -12,6 +12,7 @@ from cairn.models.families import (
     lfm2,
     lfm2_moe,
     nemotron_h,
+    olmo_hybrid,
     qwen3,
     qwen3_5,
     qwen3_moe,
@@ -31,6 +32,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             granite.FAMILY,
             qwen3_moe.FAMILY,
             lfm2_moe.FAMILY,
+            olmo_hybrid.FAMILY,
             *qwen3_5.FAMILIES,
         )
     }

@@ -20,7 +20,7 @@ ATTENTION = "full_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GraniteConfig(DecoderConfig):
+class DenseGraniteConfig(DecoderConfig):
     """`mlp_bias`: of all three matrices of a SwiGLU."""
 
     layer_types: tuple[str, ...] = layer_kinds(
@@ -63,7 +63,7 @@ class GraniteConfig(DecoderConfig):
         return {"attention with MLP": len(self.layer_types)}
 
 
-FAMILY = Family(model_type="granite", architecture="GraniteForCausalLM", config=GraniteConfig)
+FAMILY = Family(model_type="granite", architecture="GraniteForCausalLM", config=DenseGraniteConfig)
 
 LOGITS_SCALING = 2.0
 
