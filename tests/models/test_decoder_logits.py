@@ -61,7 +61,12 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "dense-granite-untied": partial(dense_granite, tie_word_embeddings=False),
     "qwen3_moe": qwen3_moe,
     "qwen3_moe-tied": partial(
-        qwen3_moe, tie_word_embeddings=True, attention_bias=True, norm_topk_prob=False, decoder_sparse_step=2
+        qwen3_moe,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=None,
     ),
     "lfm2_moe": lfm2_moe,
     "lfm2_moe-plain": partial(
