@@ -118,6 +118,7 @@ LATE = MappingProxyType(
         "cairn.engine.ranks.worker": ("start", "cairn.engine", "cairn.layers", "cairn.models"),
         "cairn.engine.transfers.kv_transfer": ("optional", "cairn.transfer.links.nixl"),
         "cairn.kernels.cuda_support": ("optional", "triton"),
+        "cairn.layers.rotary": ("start", "transformers"),
         "cairn.models.qwen3_5_vision": ("start", "transformers"),
         "cairn.transfer.links.nixl": ("optional", "nixl"),
     }

@@ -159,7 +159,17 @@ class Engine:
 
 # The other families have a few cases in `test_exactness_families`, and all of these in the long run.
 FAMILIES = ("nemotron_h", "qwen3_5")
-LONG_FAMILIES = ("qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3")
+LONG_FAMILIES = (
+    "qwen3_5_moe",
+    "granitemoehybrid",
+    "falcon_h1",
+    "lfm2",
+    "qwen3",
+    "granite",
+    "qwen3_moe",
+    "lfm2_moe",
+    "olmo_hybrid",
+)
 
 
 @pytest.fixture(

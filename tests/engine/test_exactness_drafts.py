@@ -17,7 +17,19 @@ from engine.test_exactness import OTHER, PIECES, TEXT, TOLERANCE, Engine, Loaded
 from engine.test_ranks_exactness import LoadedRanks
 from tiers import first, first_of, more
 
-FAMILIES = ("nemotron_h", "qwen3_5", "lfm2", "falcon_h1", "granitemoehybrid", "qwen3_5_moe", "qwen3")
+FAMILIES = (
+    "nemotron_h",
+    "qwen3_5",
+    "lfm2",
+    "falcon_h1",
+    "granitemoehybrid",
+    "qwen3_5_moe",
+    "qwen3",
+    "granite",
+    "qwen3_moe",
+    "lfm2_moe",
+    "olmo_hybrid",
+)
 PATTERNS = {
     "all": lambda proposal: 99,
     "none": lambda proposal: 0,

@@ -14,7 +14,7 @@ from engine.test_exactness import OTHER, TEXT, TOLERANCE, Engine, Loaded, assert
 from engine.test_ranks_exactness import LoadedRanks
 from tiers import first, more
 
-FAMILIES = ("granitemoehybrid", "falcon_h1", "lfm2", "qwen3")
+FAMILIES = ("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid")
 
 
 def long(*values):

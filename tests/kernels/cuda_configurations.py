@@ -124,11 +124,11 @@ def conv(module: Any) -> Iterator[Configuration]:
             yield module._update_states_kernel, signature(module._update_states_kernel, model), taps, {"num_warps": 2}
 
 
-STATES = {"states": "*fp32", "snapshots": "*fp32", "limit_low": "fp32", "limit_high": "fp32"}
+STATES = {"states": "*fp32", "snapshots": "*fp32", "limit_low": "fp32", "limit_high": "fp32", "beta_scale": "fp32"}
 SSD_MODELS = ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64))
 """Heads, heads of a group, head dim and state size."""
 
-GDN_MODELS = ((32, 2, 128, 128), (16, 1, 64, 64))
+GDN_MODELS = ((32, 2, 128, 128), (16, 1, 64, 64), (30, 1, 96, 192))
 """Value heads, value heads of a key head, state size and head dim."""
 
 
@@ -215,7 +215,7 @@ def routers(module: Any) -> Iterator[Configuration]:
             for groups, top_groups in ((1, 1), (8, 4)):
                 sizes = {"GROUPS": groups, "PER_GROUP": experts // groups}
                 constants |= {"TOP_GROUPS": top_groups, "GROUPED": groups > 1}
-                yield sigmoid, signature(sigmoid, "", scale="fp32"), {**constants, **sizes}, options
+                yield sigmoid, signature(sigmoid, "", scale="fp32", epsilon="fp32"), {**constants, **sizes}, options
 
 
 FP8 = {"weight": "*u8"}

@@ -354,6 +354,7 @@ def _sigmoid_router(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> 
         "top_groups": top_groups,
         "normalize": draw(st.booleans()),
         "scale": draw(st.sampled_from([1.0, 2.5])),
+        "epsilon": draw(st.sampled_from([1e-20, 0.25])),
     }
 
 
@@ -405,6 +406,7 @@ def _gdn(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
         "a": batch.numbers(heads, salt=5).mul(2).exp().neg().to(wide),
         "dt_bias": batch.numbers(heads, salt=6).sub(2).to(wide),
         "states": batch.states(heads, size, dim, salt=7).to(wide),
+        "beta_scale": draw(st.sampled_from([1.0, 2.0])),
     }
 
 

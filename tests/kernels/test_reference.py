@@ -139,6 +139,8 @@ def test_sigmoid_router_by_hand() -> None:
     assert sorted(choice[0].tolist()) == [2, 3]
     by_expert = dict(zip(choice[0].tolist(), share[0].tolist(), strict=True))
     assert by_expert == pytest.approx({2: 2 * 0.7 / 1.3, 3: 2 * 0.6 / 1.3})
+    _, share = reference.sigmoid_router(rates.logit(), correction, 2, 3, 1, True, 2.0, epsilon=0.5)
+    assert sorted(share[0].tolist()) == pytest.approx([2 * 0.6 / 1.8, 2 * 0.7 / 1.8])
     choice, share = reference.sigmoid_router(rates.logit(), correction, 2, 3, 2, False, 1.0)
     assert choice.tolist()[0][0] == 0
     assert choice.tolist()[0][1] in (2, 3)
@@ -192,7 +194,7 @@ def test_gdn_is_a_product_of_matrices(call: Call) -> None:
     q, k, v, beta, dt = (o[name][rows] for name in ("q", "k", "v", "beta", "dt"))
     q, k = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (q, k))
     q, k = (part.repeat_interleave(v.shape[1] // k.shape[1], dim=1) for part in (q, k))
-    g, w = o["a"] * F.softplus(dt + o["dt_bias"]), beta.sigmoid()
+    g, w = o["a"] * F.softplus(dt + o["dt_bias"]), o["beta_scale"] * beta.sigmoid()
     size = k.shape[-1]
     erase = torch.eye(size, dtype=F64) - torch.einsum("th,thk,thl->thkl", w, k, k)
     moved = g.exp()[..., None, None] * erase

@@ -68,7 +68,23 @@ def recorded_uses() -> Iterator[set[tuple[str, object]]]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "family", first(2, ["qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"])
+    "family",
+    first(
+        2,
+        [
+            "qwen3_5",
+            "nemotron_h",
+            "qwen3_5_moe",
+            "granitemoehybrid",
+            "falcon_h1",
+            "lfm2",
+            "qwen3",
+            "granite",
+            "qwen3_moe",
+            "lfm2_moe",
+            "olmo_hybrid",
+        ],
+    ),
 )
 def test_steps_of_a_model_use_no_kernel_that_was_not_compiled_for_it(
     made_model: Callable[[str], Path], family: str, dtype: str

@@ -1,5 +1,7 @@
 """Rotary positions against transformers', and their bits against themselves."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -62,7 +64,8 @@ def test_one_position_is_three_equal_ones_and_the_others_are_not_looked_at() -> 
 def test_scaling_and_dtype() -> None:
     positions = torch.arange(40).expand(3, -1)
     x = torch.randn(40, 2, 8, generator=torch.manual_seed(3))
-    plain, scaled = (turned(make_rotary(8, 100.0, scaling=scaling), positions, x) for scaling in (1.0, 1.5))
+    rotary = make_rotary(8, 100.0)
+    plain, scaled = (turned(replace(rotary, scaling=scaling), positions, x) for scaling in (1.0, 1.5))
     torch.testing.assert_close(scaled, 1.5 * plain)
     narrow = turned(make_rotary(8, 100.0), positions, x.bfloat16())
     assert narrow.dtype == torch.bfloat16

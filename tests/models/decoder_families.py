@@ -150,6 +150,110 @@ def qwen3(**changes: Any) -> dict[str, Any]:
     }
 
 
+def dense_granite(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "granite",
+        "architectures": ["GraniteForCausalLM"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e5,
+        "attention_multiplier": 0.25,
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.7,
+        "intermediate_size": 56,
+        "tie_word_embeddings": True,
+        **changes,
+    }
+
+
+def qwen3_moe(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 1e6,
+        "intermediate_size": 56,
+        "moe_intermediate_size": 24,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
+def lfm2_moe(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "lfm2_moe",
+        "architectures": ["Lfm2MoeForCausalLM"],
+        "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "num_hidden_layers": 4,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_theta": 1e6,
+        "conv_L_cache": 3,
+        "intermediate_size": 56,
+        "moe_intermediate_size": 24,
+        "num_dense_layers": 1,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "routed_scaling_factor": 1.5,
+        **changes,
+    }
+
+
+def olmo_hybrid(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "olmo_hybrid",
+        "architectures": ["OlmoHybridForCausalLM"],
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 12,
+        "linear_value_head_dim": 20,
+        "linear_conv_kernel_dim": 4,
+        "intermediate_size": 56,
+        "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A config, parsed, with random weights by published name."""

@@ -15,7 +15,21 @@ from cairn.models.families import FAMILIES
 from cairn.models.registry import open_model
 from cairn.transfer.geometry import ModelUnits, geometry_of, pair
 from doubles.thread_ranks import thread_ranks
-from models.decoder_families import falcon, granite, lfm2, prompt, published, qwen3, tiny, write
+from models.decoder_families import (
+    dense_granite,
+    falcon,
+    granite,
+    lfm2,
+    lfm2_moe,
+    olmo_hybrid,
+    prompt,
+    published,
+    qwen3,
+    qwen3_moe,
+    tiny,
+    write,
+)
+from tiers import first
 
 # As published, without the fields that only steer training.
 GRANITE = {
@@ -127,11 +141,120 @@ QWEN3 = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
+DENSE_GRANITE = {
+    "model_type": "granite",
+    "architectures": ["GraniteForCausalLM"],
+    "attention_bias": False,
+    "attention_multiplier": 0.015625,
+    "embedding_multiplier": 12.0,
+    "eos_token_id": 0,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "logits_scaling": 8.0,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "residual_multiplier": 0.22,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": None,
+    "rope_theta": 5000000.0,
+    "tie_word_embeddings": True,
+    "vocab_size": 49155,
+}
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+LFM2_MOE = {
+    "model_type": "lfm2_moe",
+    "architectures": ["Lfm2MoeForCausalLM"],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "eos_token_id": 7,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "layer_types": ["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
+    "max_position_embeddings": 128000,
+    "moe_intermediate_size": 1792,
+    "norm_eps": 1e-05,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_dense_layers": 2,
+    "num_experts": 32,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "rope_theta": 1000000.0,
+    "routed_scaling_factor": 1.0,
+    "use_expert_bias": True,
+    "vocab_size": 65536,
+}
+OLMO_HYBRID = {
+    "model_type": "olmo_hybrid",
+    "architectures": ["OlmoHybridForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 3840,
+    "intermediate_size": 11008,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
+    "linear_allow_neg_eigval": True,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 96,
+    "linear_num_key_heads": 30,
+    "linear_num_value_heads": 30,
+    "linear_value_head_dim": 192,
+    "max_position_embeddings": 65536,
+    "num_attention_heads": 30,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 30,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
+    "tie_word_embeddings": False,
+    "vocab_size": 100352,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     # config, parameters, bytes a token, header, state; in bfloat16
     "Granite-4.0-H-Tiny": (GRANITE, 6_939_037_248, 4 * 4 * 2 * 128 * 2, 3072 + 36 * 3 * 256 * 2, 57_286_656),
     "Falcon-H1-0.5B": (FALCON, 521_411_104, 36 * 2 * 2 * 64 * 2, 2048 + 36 * 3 * 256 * 2, 28_643_328),
     "LFM2-1.2B": (LFM2, 1_170_340_608, 6 * 8 * 2 * 64 * 2, 4096, 10 * 2 * 2048 * 2),
+    "Granite-3.1-2B": (DENSE_GRANITE, 2_533_531_648, 40 * 8 * 2 * 64 * 2, 4096, 0),
+    "Qwen3-30B-A3B": (QWEN3_MOE, 30_532_122_624, 48 * 4 * 2 * 128 * 2, 4096, 0),
+    "LFM2-8B-A1B": (LFM2_MOE, 8_339_930_560, 6 * 8 * 2 * 64 * 2, 4096, 18 * 2 * 2048 * 2),
+    "Olmo-Hybrid-7B": (
+        OLMO_HYBRID,
+        7_430_870_688,
+        8 * 30 * 2 * 128 * 2,
+        7680,
+        24 * (3 * 11520 * 2 + 30 * 96 * 192 * 4),
+    ),
     "Qwen3-0.6B": (QWEN3, 596_049_920, 28 * 8 * 2 * 128 * 2, 2048, 0),
 }
 
@@ -158,7 +281,9 @@ def test_published_models(name: str) -> None:
 def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> None:
     _, config = parsed(PUBLISHED[name][0])
     spec = config.cache_spec()
-    for remote, local in product((1, 2, 4), repeat=2):
+    # 30 heads are not four ranks'.
+    sizes = (1, 2) if name == "Olmo-Hybrid-7B" else (1, 2, 4)
+    for remote, local in product(sizes, repeat=2):
         sides = [
             geometry_of(config.layout(16 if i else block_size, 2, size), size) for i, size in enumerate((remote, local))
         ]
@@ -173,6 +298,14 @@ def test_the_layers_in_words() -> None:
         "Granite-4.0-H-Tiny": {"Mamba2 with mixture of experts": 36, "attention with mixture of experts": 4},
         "Falcon-H1-0.5B": {"Mamba2 beside attention with MLP": 36},
         "LFM2-1.2B": {"short convolution with MLP": 10, "attention with MLP": 6},
+        "Granite-3.1-2B": {"attention with MLP": 40},
+        "Qwen3-30B-A3B": {"attention with mixture of experts": 48},
+        "LFM2-8B-A1B": {
+            "short convolution with MLP": 2,
+            "attention with mixture of experts": 6,
+            "short convolution with mixture of experts": 16,
+        },
+        "Olmo-Hybrid-7B": {"gated delta net with MLP": 24, "attention with MLP": 8},
         "Qwen3-0.6B": {"attention with MLP": 28},
     }
 
@@ -182,10 +315,10 @@ def test_the_layers_in_words() -> None:
     [
         (qwen3(num_key_value_heads=3), "num_attention_heads 4 must be a multiple of num_key_value_heads 3"),
         (qwen3(head_dim=15), "head_dim 15 must be even"),
-        (qwen3(rope_parameters={"rope_type": "linear", "rope_theta": 1e6}), "rope_type is 'linear'"),
+        (qwen3(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e6}), "rope_type is 'dynamic'"),
         (qwen3(rope_parameters={"rope_theta": -1}), "rope_theta must be a number in 1..1e.15"),
         (qwen3(rope_parameters=[1]), "rope_parameters must be an object"),
-        (qwen3(rope_parameters={"type": "yarn", "factor": 4.0, "rope_theta": 1e6}), "type is 'yarn'"),
+        (qwen3(rope_parameters={"type": "longrope", "factor": 4.0, "rope_theta": 1e6}), "type is 'longrope'"),
         (qwen3(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "settings for full_attention alone"),
         (qwen3(rope_parameters={"partial_rotary_factor": 0.5}), "partial_rotary_factor is 0.5"),
         (qwen3(rope_parameters={"rope_theta": 1e6}, partial_rotary_factor=0.5), "partial_rotary_factor is 0.5"),
@@ -195,6 +328,25 @@ def test_the_layers_in_words() -> None:
         (qwen3(hidden_act="gelu"), "hidden_act is 'gelu'"),
         (qwen3(num_hidden_layers=0), "num_hidden_layers must be an integer in 1..512"),
         (qwen3(intermediate_size=None), "intermediate_size is missing"),
+        (dense_granite(mlp_bias="no"), "mlp_bias must be true or false"),
+        (dense_granite(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (dense_granite(residual_multiplier=0), "residual_multiplier must be a number"),
+        (dense_granite(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
+        (qwen3_moe(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
+        (qwen3_moe(intermediate_size=None), "intermediate_size is missing"),
+        (qwen3_moe(mlp_only_layers=[3]), "mlp_only_layers must be an integer in 0..2, not 3"),
+        (qwen3_moe(norm_topk_prob=1), "norm_topk_prob must be true or false"),
+        (lfm2_moe(layer_types=None), "layer_types is missing"),
+        (lfm2_moe(num_dense_layers=5), "num_dense_layers must be an integer in 0..4"),
+        (lfm2_moe(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
+        (lfm2_moe(use_expert_bias="yes"), "use_expert_bias must be true or false"),
+        (olmo_hybrid(layer_types=["mamba"] * 3), "layer_types has 'mamba'"),
+        (
+            olmo_hybrid(linear_num_value_heads=5),
+            "linear_num_value_heads 5 must be a multiple of linear_num_key_heads 2",
+        ),
+        (olmo_hybrid(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
+        (olmo_hybrid(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e5}), "rope_type is 'dynamic'"),
         (lfm2(num_attention_heads=6), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (lfm2(num_attention_heads=6, head_dim=8), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (
@@ -268,6 +420,10 @@ def test_the_older_name_of_tied_embeddings_counts(outer: bool | None, inner: boo
         (granite(intermediate_size=25), 2, "intermediate_size 25"),
         (granite(shared_intermediate_size=41), 2, "shared_intermediate_size 41"),
         (granite(mamba_n_groups=4, mamba_d_head="auto", mamba_n_heads=16), 8, "4 ranks share one of num_key_value"),
+        (dense_granite(intermediate_size=57), 2, "intermediate_size 57"),
+        (qwen3_moe(moe_intermediate_size=25), 2, "moe_intermediate_size 25"),
+        (lfm2_moe(moe_intermediate_size=25), 2, "moe_intermediate_size 25"),
+        (olmo_hybrid(), 3, "num_key_value_heads 2|linear_num_key_heads 2"),
         (qwen3(), 0, "at least 1"),
         (qwen3(), -1, "at least 1"),
     ],
@@ -289,7 +445,7 @@ def test_layers_that_are_absent_do_not_limit_the_size() -> None:
     assert config.layout(16, 4, 2).state_units == 0
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid])
 def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -> None:
     family, config = parsed(make())
     facts = config.transfer_facts()
@@ -309,6 +465,30 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
             {"rope_theta": 1e4},
         ],
         lfm2: [{"conv_bias": True}, {"conv_L_cache": 4}, {"layer_types": ["conv"] * 4}, {"rope_theta": 1e4}],
+        dense_granite: [
+            {"attention_multiplier": 1.0},
+            {"residual_multiplier": 0.5},
+            {"mlp_bias": True},
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        ],
+        qwen3_moe: [
+            {"norm_topk_prob": False},
+            {"mlp_only_layers": []},
+            {"num_experts_per_tok": 2},
+            {"moe_intermediate_size": 8},
+        ],
+        lfm2_moe: [
+            {"use_expert_bias": False},
+            {"routed_scaling_factor": 1.0},
+            {"num_dense_layers": 2},
+            {"conv_L_cache": 4},
+        ],
+        olmo_hybrid: [
+            {"linear_allow_neg_eigval": False},
+            {"linear_key_head_dim": 8},
+            {"rope_parameters": {"rope_theta": 1e4}},
+            {"layer_types": ["linear_attention"] * 2 + ["full_attention"]},
+        ],
         qwen3: [{"rope_theta": 1e4}, {"head_dim": 8}, {"attention_bias": True}, {"intermediate_size": 8}],
     }
     for change in changes[make]:
@@ -316,7 +496,7 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
     assert all(isinstance(value, str | int) for value in facts.values())
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3])
+@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid])
 def test_every_tensor_is_asked_for_and_none_twice(make: Any) -> None:
     model = tiny(make())
     asked: list[str] = []
@@ -350,7 +530,9 @@ def test_an_untied_checkpoint_must_have_the_output(tmp_path: Any) -> None:
         open_model(tmp_path).build(exact=True)
 
 
-@pytest.mark.parametrize("make", [granite, falcon, lfm2, qwen3])
+@pytest.mark.parametrize(
+    "make", first(4, [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid])
+)
 def test_bfloat16_and_the_slow_kernels(make: Any) -> None:
     model, tokens = tiny(make(), 3), prompt(80, 3)
     logits = {}

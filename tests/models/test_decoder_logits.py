@@ -9,7 +9,21 @@ import pytest
 import torch
 
 from cairn.step import Restore, Snapshot
-from models.decoder_families import Tiny, falcon, granite, lfm2, logits_of, prompt, published, qwen3, tiny
+from models.decoder_families import (
+    Tiny,
+    dense_granite,
+    falcon,
+    granite,
+    lfm2,
+    lfm2_moe,
+    logits_of,
+    olmo_hybrid,
+    prompt,
+    published,
+    qwen3,
+    qwen3_moe,
+    tiny,
+)
 from models.logits_bar import (
     LENGTH,
     Truth,
@@ -21,6 +35,7 @@ from models.logits_bar import (
 )
 from tiers import more
 
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 BIASED = {"attention_bias": True, "mamba_proj_bias": True}
 MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "granite": granite,
@@ -42,6 +57,47 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
     ),
     "qwen3": qwen3,
     "qwen3-tied": partial(qwen3, tie_word_embeddings=True, attention_bias=True),
+    "dense-granite": partial(dense_granite, attention_bias=True, mlp_bias=True),
+    "dense-granite-untied": partial(dense_granite, tie_word_embeddings=False),
+    "qwen3_moe": qwen3_moe,
+    "qwen3_moe-tied": partial(
+        qwen3_moe,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        norm_topk_prob=False,
+        decoder_sparse_step=2,
+        mlp_only_layers=None,
+    ),
+    "lfm2_moe": lfm2_moe,
+    "lfm2_moe-plain": partial(
+        lfm2_moe, conv_bias=True, use_expert_bias=False, norm_topk_prob=False, num_dense_layers=0, tie_embedding=False
+    ),
+    "olmo_hybrid": olmo_hybrid,
+    "olmo_hybrid-turned": partial(
+        olmo_hybrid,
+        layer_types=["full_attention", "linear_attention", "full_attention"],
+        rope_parameters={"rope_theta": 1e5, "rope_type": "default"},
+        attention_bias=True,
+        linear_num_key_heads=4,
+        linear_allow_neg_eigval=False,
+        tie_word_embeddings=True,
+    ),
+    # Positions are scaled from 64 to 128 or more: the prompt ends behind either.
+    "qwen3-yarn": partial(qwen3, rope_scaling=YARN),
+    "lfm2-linear": partial(lfm2, rope_scaling={"type": "linear", "factor": 2.5}, max_position_embeddings=64),
+    "granite-llama3": partial(
+        granite,
+        layer_types=["attention", "attention"],
+        num_hidden_layers=2,
+        position_embedding_type="rope",
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "low_freq_factor": 0.3,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
 }
 
 
@@ -52,11 +108,17 @@ class TinyTruth(Truth):
     tiny: Tiny
 
 
-LONG = ("granite-attention", "falcon-normed", "falcon-biased", "qwen3")
+LONG = ("granite-attention", "falcon-normed", "falcon-biased", "qwen3", "lfm2-linear", "granite-llama3")
+
+MORE = ("dense-granite-untied", "qwen3_moe-tied", "lfm2_moe-plain", "olmo_hybrid-turned")
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in MODELS]
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.long if name in LONG else pytest.mark.more if name in MORE else ())
+        for name in MODELS
+    ],
 )
 def truth(request: pytest.FixtureRequest) -> TinyTruth:
     model = tiny(MODELS[request.param](), seed=len(request.param))

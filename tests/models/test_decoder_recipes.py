@@ -22,6 +22,18 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
     "granitemoehybrid": (9, 17, {"Mamba2 with mixture of experts": 4, "attention with mixture of experts": 2}),
     "falcon_h1": (3, 5, {"Mamba2 beside attention with MLP": 4}),
     "lfm2": (1, 1, {"short convolution with MLP": 6, "attention with MLP": 2}),
+    "granite": (1, 1, {"attention with MLP": 6}),
+    "qwen3_moe": (1, 1, {"attention with mixture of experts": 6}),
+    "lfm2_moe": (
+        1,
+        1,
+        {
+            "short convolution with MLP": 2,
+            "attention with mixture of experts": 2,
+            "short convolution with mixture of experts": 4,
+        },
+    ),
+    "olmo_hybrid": (6, 10, {"gated delta net with MLP": 4, "attention with MLP": 2}),
     "qwen3": (1, 1, {"attention with MLP": 6}),
 }
 

@@ -19,7 +19,7 @@ from cairn.errors import ModelError
 from cairn.models.families import FAMILIES
 from cairn.models.qwen3_5_vision import parse as parse_vision
 from cairn.models.registry import open_model
-from models.decoder_families import falcon, granite, lfm2, qwen3, tiny
+from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, olmo_hybrid, qwen3, qwen3_moe, tiny
 from models.qwen3_5_truth import qwen_weights, raw_qwen
 from runner.harness import Driver, parse, prompt, random_weights, raw_config
 
@@ -31,16 +31,33 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "falcon_h1": falcon,
     "lfm2": lfm2,
     "qwen3": qwen3,
+    "olmo_hybrid": olmo_hybrid,
+    "lfm2_moe": lfm2_moe,
+    "qwen3_moe": qwen3_moe,
+    "granite": dense_granite,
     "nemotron_h": lambda **changes: raw_config("M*-E", **changes),
     **{name: partial(raw_qwen, name) for name in QWENS},
 }
+SCALINGS = (
+    "'default' or 'linear' or 'llama3' or 'yarn' is implemented; without it the model is served at the length that it "
+    "was trained for"
+)
 WITH_ROPE = [name for name in MAKERS if name != "nemotron_h"]
+
+
+def with_positions(name: str) -> dict[str, Any]:
+    """config.json of a family in which not every model has rotary ones."""
+    changes: dict[str, dict[str, Any]] = {
+        "granitemoehybrid": {"position_embedding_type": "rope"},
+        "olmo_hybrid": {"rope_parameters": {"rope_theta": 1e6}},
+    }
+    return MAKERS[name](**changes.get(name, {}))
 
 
 def random_tensors(raw: Raw) -> dict[str, Tensor]:
     if raw["model_type"] == "nemotron_h":
         return random_weights(parse(raw), 0)
-    return qwen_weights(parse(raw), 0) if raw["model_type"].startswith("qwen3_") else dict(tiny(raw).weights)
+    return qwen_weights(parse(raw), 0) if raw["model_type"] in QWENS else dict(tiny(raw).weights)
 
 
 def write(folder: Path, raw: Raw, weights: Mapping[str, Tensor]) -> Path:
@@ -159,7 +176,7 @@ def test_what_is_missing_is_shown_beside_what_is_foreign(tmp_path: Path) -> None
     ],
 )
 def test_no_scaling_may_be_said(name: str, scaling: object, tmp_path: Path) -> None:
-    raw = MAKERS[name](**{"position_embedding_type": "rope"} if name == "granitemoehybrid" else {})
+    raw = with_positions(name)
     raw |= {"rope_scaling": scaling, "rope_theta": 1e6, "rope_parameters": None}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     theirs = AutoConfig.from_pretrained(tmp_path).rope_parameters
@@ -183,8 +200,8 @@ def test_no_scaling_may_be_said_beside_the_newer_field(kind: str) -> None:
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "yarn", "factor": 4.0}, "rope_scaling.rope_type is 'yarn', but only 'default' is implemented"),
-        ({"type": "linear", "factor": 4.0}, "rope_scaling.type is 'linear', but only 'default' is implemented"),
+        ({"rope_type": "dynamic", "factor": 4.0}, f"rope_scaling.rope_type is 'dynamic', but only {SCALINGS}"),
+        ({"type": "longrope", "factor": 4.0}, f"rope_scaling.type is 'longrope', but only {SCALINGS}"),
         ({"full_attention": {"rope_theta": 1e4}}, "rope_scaling has settings for full_attention alone"),
         ({"rope_theta": 1e5}, "rope_parameters.rope_theta and rope_scaling.rope_theta differ; keep one of them"),
         ({"rope_theta": "high"}, "rope_scaling.rope_theta must be a number in 1"),
@@ -192,11 +209,48 @@ def test_no_scaling_may_be_said_beside_the_newer_field(kind: str) -> None:
     ],
 )
 def test_a_scaling_is_refused_by_its_name(name: str, scaling: object, message: str) -> None:
-    raw = MAKERS[name](**{"position_embedding_type": "rope"} if name == "granitemoehybrid" else {})
+    raw = with_positions(name)
     rope = {"rope_theta": 1e6} if "differ" in message else None
     with pytest.raises(ModelError) as refused:
         FAMILIES[raw["model_type"]].parse(raw | {"rope_scaling": scaling, "rope_parameters": rope})
     assert str(refused.value).startswith(f"config.json: {message}")
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {},
+        {"rope_theta": None},
+        {"rope_parameters": None, "rope_theta": None},
+        {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default"}},
+        {"rope_parameters": {"rope_type": "default"}, "rope_theta": None},
+        {"rope_parameters": {"rope_theta": 5e5}, "rope_theta": None},
+        {"rope_theta": 5e5},
+    ],
+)
+def test_a_base_that_is_null_is_no_positions(rope: Raw, tmp_path: Path) -> None:
+    raw = {name: value for name, value in olmo_hybrid().items() if name != "rope_parameters"} | rope
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    theirs: Any = AutoConfig.from_pretrained(tmp_path)
+    config: Any = FAMILIES["olmo_hybrid"].parse(raw)
+    assert (config.rope_theta or None) == theirs.rope_parameters["rope_theta"]
+    assert (config.decoder().rotary is None) == (config.rope_theta == 0)
+
+
+def test_norms_under_the_names_that_transformers_writes(tmp_path: Path) -> None:
+    raw = olmo_hybrid()
+    weights = random_tensors(raw)
+    found = []
+    for index, kind in enumerate(raw["layer_types"]):
+        names = {"post_attention_layernorm": "feedforward_layer_norm"}
+        names |= {"input_layernorm": "attention_layer_norm"} if kind == "linear_attention" else {}
+        for ours, theirs in names.items():
+            weights[f"model.layers.{index}.{theirs}.weight"] = weights.pop(f"model.layers.{index}.{ours}.weight")
+    for each in (weights, random_tensors(raw)):
+        found.append(served(write(tmp_path, raw, each)))
+        assert check(tmp_path).ok
+    assert torch.equal(*found)
 
 
 # -- errors name the field, where it is --------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from models.logits_bar import (
 )
 from models.qwen3_5_truth import parse_qwen, published_qwen, qwen_logits, qwen_truth, qwen_weights, raw_qwen
 from runner.harness import Driver, build_tiny, prompt, ranks
-from tiers import first_of
+from tiers import first_of, more
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3_5_text", {}),
@@ -89,7 +89,8 @@ class WrongGates:
         return getattr(self.kernels, name)
 
     def gdn(self, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        if (rest[-1].host.num_decodes > 0) == self.decode:
+        *_, batch, _ = rest
+        if (batch.host.num_decodes > 0) == self.decode:
             beta, dt = beta + self.more_beta, dt + self.more_dt
         return self.kernels.gdn(q, k, v, beta, dt, *rest)
 
@@ -141,9 +142,15 @@ def images_of(*places: tuple[int, int, int]) -> tuple[Image, ...]:
     return tuple(Image(at, rows * columns, (1, 2 * rows, 2 * columns), b"", 0, 0, b"") for at, rows, columns in places)
 
 
-def test_images_stand_in_three_dimensions() -> None:
-    """Positions by hand: text counts up, an image counts its rows and columns from there, text goes on behind both."""
+YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 50}
+
+
+@pytest.mark.parametrize("scaling", [{}, more(YARN)])
+def test_images_stand_in_three_dimensions(scaling: dict[str, Any]) -> None:
+    """Positions by hand: text counts up, an image counts its rows and columns from there, text goes on behind both.
+    Scaled, the first image lies before the length that the model was trained for, and the second one behind it."""
     raw = raw_qwen("qwen3_5", layer_types=["full_attention", "linear_attention", "full_attention"])
+    raw["text_config"]["rope_parameters"] |= scaling
     config = parse_qwen(raw)
     weights, tokens = qwen_weights(config, 5), prompt(LENGTH, 5)
     images = images_of((20, 3, 5), (60, 8, 2))

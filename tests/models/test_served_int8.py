@@ -30,10 +30,25 @@ from models.fp8_checkpoints import write_qwen_fp8
 from tiers import first
 
 LENGTHS = (30, 65, 100, 180)
-DENSE, MIXED = ("qwen3_5", "falcon_h1", "lfm2", "qwen3"), ("nemotron_h", "qwen3_5_moe", "granitemoehybrid")
+DENSE, MIXED = (
+    ("qwen3_5", "falcon_h1", "lfm2", "qwen3", "granite", "olmo_hybrid"),
+    ("nemotron_h", "qwen3_5_moe", "granitemoehybrid", "qwen3_moe", "lfm2_moe"),
+)
 """MIXED: of experts. A router that has two nearly equal ones takes the other, here as with bfloat16 instead of float32
 (granitemoehybrid: 0.22)."""
-ORDER = ("qwen3_5", "nemotron_h", "falcon_h1", "granitemoehybrid", "lfm2", "qwen3", "qwen3_5_moe")
+ORDER = (
+    "qwen3_5",
+    "nemotron_h",
+    "falcon_h1",
+    "granitemoehybrid",
+    "lfm2",
+    "qwen3",
+    "qwen3_5_moe",
+    "granite",
+    "qwen3_moe",
+    "lfm2_moe",
+    "olmo_hybrid",
+)
 
 MOST = {**dict.fromkeys(DENSE, 0.15), **dict.fromkeys(MIXED, 0.45)}
 """Of `distance`; something unrelated is 1.4 away. The same tiny models in bfloat16 are 0.02 to 0.04 away, or 0.22."""

@@ -9,7 +9,18 @@ from real_servers import REMOTE_DECODE, RealServer, finish, hand_over, settle
 from doubles.memory_link import MemoryFabric
 from tiers import first, more
 
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3")
+FAMILIES = (
+    "qwen3_5",
+    "qwen3_5_moe",
+    "granitemoehybrid",
+    "falcon_h1",
+    "lfm2",
+    "qwen3",
+    "granite",
+    "qwen3_moe",
+    "lfm2_moe",
+    "olmo_hybrid",
+)
 TEXT = np.random.default_rng(7).integers(20, 4000, 500).tolist()
 
 

@@ -8,7 +8,7 @@ import pytest
 from cairn.errors import ConfigError
 from cairn.models.families import FAMILIES, family_of
 from cairn.replay.layouts import LAYOUT_NAMES, UNNEEDED, layout_for, sizes_for
-from models.decoder_families import falcon, granite, lfm2, qwen3
+from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, olmo_hybrid, qwen3, qwen3_moe
 from models.published import NANO
 from models.published_qwen3_5 import QWEN35
 
@@ -51,6 +51,15 @@ CONFIGS = {
     "lfm2": lfm2(),
     "lfm2 by numbers": lfm2(layer_types=None, full_attn_idxs=[0, 2], block_auto_adjust_ff_dim=False),
     "lfm2 of attention alone": lfm2(layer_types=None, block_ff_dim=None, intermediate_size=100),
+    "dense granite": dense_granite(),
+    "qwen3_moe": qwen3_moe(),
+    "qwen3_moe of every second layer": qwen3_moe(decoder_sparse_step=2, mlp_only_layers=None),
+    "lfm2_moe": lfm2_moe(),
+    "lfm2_moe of experts alone": lfm2_moe(num_dense_layers=0, intermediate_size=None),
+    "olmo_hybrid": olmo_hybrid(),
+    "olmo_hybrid with sizes of its heads": olmo_hybrid(
+        linear_num_key_heads=None, linear_num_value_heads=None, linear_key_head_dim=None, linear_value_head_dim=None
+    ),
     "qwen3": qwen3(),
     "qwen3 with heads of 128": qwen3(head_dim=None),
 }
@@ -73,6 +82,13 @@ NUMBERS = {
     "lfm2": (36_864, 32, 1_024, 448, 448),
     "lfm2 by numbers": (45_056, 64, 2_048, 320, 320),
     "lfm2 of attention alone": (39_936, 128, 4_096, 64, 64),
+    "dense granite": (25_344, 96, 3_072, 64, 64),
+    "qwen3_moe": (38_016, 192, 6_144, 64, 64),
+    "qwen3_moe of every second layer": (36_288, 192, 6_144, 64, 64),
+    "lfm2_moe": (35_136, 32, 1_024, 448, 448),
+    "lfm2_moe of experts alone": (34_560, 32, 1_024, 448, 448),
+    "olmo_hybrid": (38_144, 32, 1_024, 9_280, 5_440),
+    "olmo_hybrid with sizes of its heads": (32_000, 32, 1_024, 3_520, 2_368),
     "qwen3": (34_560, 192, 6_144, 64, 64),
     "qwen3 with heads of 128": (163_584, 1_536, 49_152, 64, 64),
 }

@@ -177,7 +177,7 @@ def check(
         packed_dtype=str(model.dtype if packed_dtype is None else packed_dtype(model.dtype)).removeprefix("torch."),
         plan=plan,
         dtype=str(model.dtype).removeprefix("torch."),
-        max_model_len=settings.max_model_len or model.config.max_position_embeddings,
+        max_model_len=settings.max_model_len or model.config.max_model_len,
         layout=_layout(model, settings),
     )
 
@@ -190,7 +190,7 @@ def _plan(model: OpenModel, settings: CheckSettings, weight_bytes: int, image_by
     """As the server makes it, but for what a step's layers take: a server finds that out by a step."""
     num_ranks, asked, layout = settings.tensor_parallel_size, settings.max_num_seqs, _layout(model, settings)
     spec = model.config.cache_spec(0, num_ranks).memory_spec(model.dtype, torch.device("cpu"))
-    longest = settings.max_model_len or model.config.max_position_embeddings
+    longest = settings.max_model_len or model.config.max_model_len
     if settings.gpu_memory_bytes is None:
         pool = settings.kv_cache_memory_bytes
         slot = count_slot(spec, layout, pool // layout.page_bytes, longest)

@@ -328,4 +328,4 @@ def _host_bytes(config: EngineConfig, opened: OpenModel) -> tuple[int, int]:
 
 
 def _max_model_len(config: EngineConfig, opened: OpenModel) -> int:
-    return choose_max_model_len(config.max_model_len, opened.config.max_position_embeddings)
+    return choose_max_model_len(config.max_model_len, opened.config.max_model_len)

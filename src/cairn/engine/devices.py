@@ -353,7 +353,7 @@ class LoadedModel:
     ) -> None:
         self._config, self._device, self._model, self._vision = config, device, model, vision
         self._layout = layout_of(config, opened)
-        self._max_model_len = choose_max_model_len(config.max_model_len, opened.config.max_position_embeddings)
+        self._max_model_len = choose_max_model_len(config.max_model_len, opened.config.max_model_len)
         self._capture_for = partial(plan_capture, config, make_graphs, self._max_model_len)
         self._memory = CudaMemory(device.place) if device.is_gpu else None
         self._step_bytes = 0

@@ -262,10 +262,11 @@ class Kernels(Protocol):
         top_groups: int,
         normalize: bool,
         scale: float,
+        epsilon: float = 1e-20,
     ) -> tuple[Tensor, Tensor]:
         """DeepSeek-V3's (arXiv 2412.19437, section 2.1.2): chosen by sigmoid(logits) + correction [E] out of the best
         `top_groups` of `num_groups` equal groups, each worth its two best experts; the weight is the sigmoid alone,
-        over the chosen ones' sum + 1e-20 if `normalize`, times scale. Shapes as for `softmax_router`."""
+        over the chosen ones' sum + epsilon if `normalize`, times scale. Shapes as for `softmax_router`."""
         ...
 
     # -- sequences ------------------------------------------------------------------------------------------------
@@ -322,10 +323,12 @@ class Kernels(Protocol):
         dt_bias: Tensor,
         states: Tensor,
         batch: Batch,
+        beta_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:
         """The gated delta rule (arXiv 2412.06464): (y [T, H, P] in v's dtype, snapshots).
 
-            g = a softplus(dt + dt_bias),    w = sigmoid(beta),    q and k over their lengths (eps 1e-6 under the root)
+            g = a softplus(dt + dt_bias),    w = beta_scale sigmoid(beta)
+            q and k over their lengths (eps 1e-6 under the root)
             state = exp(g) state,    state = state + k (w (v - k state))^T,    y = S^-0.5 q state        per head
 
         q and k [T, Hk, S] and v [T, H, P] as `conv` gives them: a q/k head serves H / Hk consecutive value heads; beta

@@ -9,13 +9,14 @@ from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Kernels
 from cairn.layers.linear import Projection
 from cairn.layers.memory import Memory
-from cairn.layers.norms import RMSNorm
+from cairn.layers.norms import RMSNorm, ShardedRMSNorm
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
     """One rank's heads. `projection` gives queries | keys | values and, if `gated`, after them the logits of a gate on
-    every output channel. `q_norm`, `k_norm`: over one head. Queries and keys are turned where the batch has a rotation.
+    every output channel. `q_norm`, `k_norm`: over one head, or with `norms_all_heads` over all heads together. Queries
+    and keys are turned where the batch has a rotation.
     `layer` counts the model's attention layers, `group` the attention groups of the cache."""
 
     kernels: Kernels
@@ -26,8 +27,9 @@ class Attention:
     head_dim: int
     layer: int
     group: int = 0
-    q_norm: RMSNorm | None = None
-    k_norm: RMSNorm | None = None
+    q_norm: RMSNorm | ShardedRMSNorm | None = None
+    k_norm: RMSNorm | ShardedRMSNorm | None = None
+    norms_all_heads: bool = False
     gated: bool = False
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
@@ -40,12 +42,12 @@ class Attention:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         widths = [queries, keys, keys, *([queries] if self.gated else [])]
         q, k, v, *gate = torch.split(self.projection(hidden, batch), widths, dim=-1)
+        if self.norms_all_heads:
+            q, k = self._normed(q, k)
         q = q.view(rows, self.num_heads, self.head_dim)
         k, v = (part.view(rows, self.num_kv_heads, self.head_dim) for part in (k, v))
-        if self.q_norm is not None:
-            q = self.q_norm(q)
-        if self.k_norm is not None:
-            k = self.k_norm(k)
+        if not self.norms_all_heads:
+            q, k = self._normed(q, k)
         if batch.cos is not None and batch.sin is not None:
             q, k = (self.kernels.rope(part, batch.cos, batch.sin) for part in (q, k))
         cache = memory.paged[self.layer]
@@ -54,3 +56,6 @@ class Attention:
         if gate:
             out = self.kernels.sigmoid_mul(out, gate[0])
         return self.o_proj(out, batch)
+
+    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)

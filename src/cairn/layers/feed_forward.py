@@ -58,11 +58,12 @@ class SigmoidRouter:
     top_groups: int
     normalize: bool
     scale: float
+    epsilon: float
 
     def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
         """See `Router`."""
         logits = self.gate(hidden.float(), batch)
-        rule = self.top_k, self.num_groups, self.top_groups, self.normalize, self.scale
+        rule = self.top_k, self.num_groups, self.top_groups, self.normalize, self.scale, self.epsilon
         return self.kernels.sigmoid_router(logits, self.correction_bias, *rule)
 
 
@@ -95,7 +96,7 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
-    """Routed experts plus one shared expert.
+    """Routed experts, and one shared expert if there is any.
 
     A rank has all experts with a share of their inner channels, packed. `gated`: SwiGLUs, `up` [E, 2 * inner, in] with
     the gate first; otherwise squared-ReLU MLPs, `up` [E, inner, in]. `down` [E, in, inner]. The routed experts work in
@@ -108,7 +109,7 @@ class MixtureOfExperts:
     up: Weight
     down: Weight
     gated: bool
-    shared: SquaredReluMLP | SwiGLU | SharedExpert
+    shared: SquaredReluMLP | SwiGLU | SharedExpert | None
     to_latent: Linear | None = None
     from_latent: Linear | None = None
 
@@ -120,4 +121,4 @@ class MixtureOfExperts:
         routed = run(inner, topk_ids, topk_weights, self.up, self.down, batch)
         if self.from_latent is not None:
             routed = self.from_latent(routed, batch)
-        return self.shared(hidden, batch, memory).add_(routed)
+        return routed if self.shared is None else self.shared(hidden, batch, memory).add_(routed)

@@ -19,7 +19,7 @@ class GatedDeltaNet:
     `in_proj` gives q | k | v | output gate | beta | time step. All float32: `conv` [W, q | k | v] (taps oldest first),
     `a` = -exp(A_log) and `dt_bias` [value heads]. `norm` is over one value head. `output_slice`: the value channels
     that this rank contributes where other ranks have the same heads, None for all. `layer` counts the model's recurrent
-    layers.
+    layers. `beta_scale`: see `Kernels.gdn`.
     """
 
     kernels: Kernels
@@ -35,6 +35,7 @@ class GatedDeltaNet:
     out_proj: Linear
     layer: int
     output_slice: slice | None = None
+    beta_scale: float = 1.0
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]. Moves the live states of the batch's slots on by
@@ -68,6 +69,7 @@ class GatedDeltaNet:
             self.dt_bias,
             states.state,
             batch,
+            self.beta_scale,
         )
         memory.write_snapshots(self.layer, conv_snapshots, state_snapshots)
         return y, gate

@@ -1,5 +1,5 @@
-"""A causal language model of pre-norm residual layers, executed: each layer is x + mixer(norm(x)), so that a block of
-attention and feed-forward is two of them. On each of several ranks a mixer gives a partial sum.
+"""A causal language model of residual layers, executed: each is x + mixer(norm(x)), or x + norm(mixer(x)), so that a
+block of attention and feed-forward is two of them. On each of several ranks a mixer gives a partial sum.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ from cairn.kernels.contract import Kernels, Weight
 from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, MemorySpec
-from cairn.layers.norms import RMSNorm
+from cairn.layers.norms import PostNorm, RMSNorm
 from cairn.layers.rotary import Rotary
 
 Mixer = Callable[[Tensor, Batch, Memory], Tensor]
 """[rows, hidden] -> the rank's partial sum of [rows, hidden], a new tensor."""
 
-Layer = tuple[RMSNorm, Mixer]
+Layer = tuple[RMSNorm | PostNorm, Mixer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,10 @@ class Model:
             batch = replace(batch, cos=cos, sin=sin)
         normed = self.layers[0][0](hidden)
         # A layer's sum and the next one's norm go through memory once.
-        norms = [*(norm for norm, _ in self.layers[1:]), self.final_norm]
-        for (_, mixer), norm in zip(self.layers, norms, strict=True):
-            normed = norm.add_norm(hidden, self.communicator.all_reduce(mixer(normed, batch, memory)))
+        next_norms = [*(norm for norm, _ in self.layers[1:]), self.final_norm]
+        for (norm, mixer), next_norm in zip(self.layers, next_norms, strict=True):
+            given = self.communicator.all_reduce(mixer(normed, batch, memory))
+            normed = next_norm.add_norm(hidden, norm.norm_result(given))
         return normed
 
     def logits(self, hidden: Tensor) -> Tensor:

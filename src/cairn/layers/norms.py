@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels
@@ -24,6 +25,53 @@ class RMSNorm:
     def add_norm(self, residual: Tensor, x: Tensor) -> Tensor:
         """residual += x, in place; returns the norm of the sum."""
         return self.kernels.add_rms_norm(residual, x, self.weight, self.eps)
+
+    def norm_result(self, x: Tensor) -> Tensor:
+        """What a mixer that was given normed hidden states has added to them: what it gives."""
+        return x
+
+
+@dataclass(frozen=True, slots=True)
+class PostNorm:
+    """In the place of an `RMSNorm` before a mixer: the norm of what the mixer gives, which gets hidden states as they
+    are."""
+
+    norm: RMSNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x itself."""
+        return x
+
+    def add_norm(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x, in place; returns it."""
+        return residual.add_(x)
+
+    def norm_result(self, x: Tensor) -> Tensor:
+        """All ranks' sum of what the mixer gives -> what is added to hidden states."""
+        return self.norm(x)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedRMSNorm:
+    """x / rms(x) * weight over rows whose `width` channels are sharded over ranks, which add their sums of squares.
+
+    `weight`: of the rank's channels. `counts`: whether they are in the sum; of several ranks that have the same ones it
+    is one.
+    """
+
+    weight: Tensor
+    width: int
+    eps: float
+    communicator: Communicator
+    counts: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[rows, the rank's channels]; a new tensor of the same shape."""
+        wide = x.float()
+        squares = wide.square().sum(-1, keepdim=True)
+        squares = self.communicator.all_reduce(squares if self.counts else torch.zeros_like(squares))
+        scale = squares.div(self.width).add_(self.eps).rsqrt_()
+        return (wide * scale).mul_(self.weight).to(x.dtype)
 
 
 class GatedNorm(Protocol):

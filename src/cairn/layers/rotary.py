@@ -3,7 +3,9 @@
 Angles are computed in float64 and rounded once: at position 100,000 a float32 product is already wrong by 0.004 rad.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -41,22 +43,46 @@ class Rotary:
         )
 
 
-def make_rotary(dim: int, theta: float, sections: tuple[int, int, int] | None = None, scaling: float = 1.0) -> Rotary:
+def make_rotary(
+    dim: int,
+    theta: float,
+    sections: tuple[int, int, int] | None = None,
+    scaling: Mapping[str, object] | None = None,
+) -> Rotary:
     """The published frequencies theta^(-2i / dim) of the first `dim` (even) elements of a head.
 
     `sections`: how many pairs time, height and width turn. They are interleaved as in Qwen3-VL and Qwen3.5: of the
     pairs 3i + 1 the first sections[1] turn by height, of 3i + 2 the first sections[2] by width, all others by time.
+    `scaling`: transformers' `rope_parameters` of one of its types whose frequencies do not depend on the sequence.
     Raises ValueError where the sections do not add up to dim / 2.
     """
     if dim < 2 or dim % 2:
         raise ValueError(f"a rotated part has an even number of elements, not {dim}")
     # In float32 like the published code, which rounds them before they meet a position.
-    frequencies = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
+    frequencies, factor = 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)), 1.0
+    if scaling:
+        frequencies, factor = _scaled(dim, theta, scaling)
     if sections is None:
-        return Rotary(frequencies, None, scaling)
+        return Rotary(frequencies, None, factor)
     if sum(sections) != dim // 2:
         raise ValueError(f"mrope_section {list(sections)} must add up to {dim // 2}, half of the rotated elements")
     axes = torch.zeros(dim // 2, dtype=torch.int64)
     for axis in (1, 2):
         axes[axis : 3 * sections[axis] : 3] = axis
-    return Rotary(frequencies, axes, scaling)
+    return Rotary(frequencies, axes, factor)
+
+
+def _scaled(dim: int, theta: float, scaling: Mapping[str, object]) -> tuple[Tensor, float]:
+    """transformers' own frequencies float32 [dim / 2], and what cos and sin are multiplied with."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    # As much of a config as these functions read, whose only head is the rotated part.
+    config = SimpleNamespace(
+        rope_parameters={"rope_theta": theta, **scaling},
+        standardize_rope_params=lambda: None,
+        hidden_size=dim,
+        num_attention_heads=1,
+        head_dim=dim,
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[str(scaling["rope_type"])](config, torch.device("cpu"))
+    return frequencies, float(factor)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
-from cairn.models.sharding import HeadShard, shard_heads
+from cairn.models.sharding import HeadShard, Slice, shard_heads
 from cairn.models.weight_specs import MixerSpec, StoredTensor, WeightSpec, fused, row_parallel
 
 
@@ -55,14 +55,15 @@ class AttentionLayer(MixerSpec):
     """The attention called `name`.
 
     `head_norms`: the names of the norms over one head of queries and of keys, or none; `centred`: their weights are
-    stored less 1; `out`: the name of the output projection; `factors`: constant multipliers of a projection's results,
-    by its name. A gate is stored after each head's query.
+    stored less 1; `norms_all_heads`: they are over all heads together; `out`: the name of the output projection;
+    `factors`: constant multipliers of a projection's results, by its name. A gate is stored after each head's query.
     """
 
     sizes: AttentionSizes
     name: str
     head_norms: tuple[str, ...] = ()
     centred: bool = False
+    norms_all_heads: bool = False
     out: str = "o_proj"
     factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
@@ -89,8 +90,14 @@ class AttentionLayer(MixerSpec):
             "out": row_parallel(
                 f"{name}.{self.out}", (hidden, sizes.num_heads * dim), (first * dim, last * dim), rank, sizes.bias
             ),
-            **{
-                key: StoredTensor(f"{name}.{norm}.weight", (dim,))
-                for key, norm in zip(("q_norm", "k_norm"), self.head_norms, strict=False)
-            },
+            **self._norms((first * dim, last * dim), kv_rows),
         }
+
+    def _norms(self, queries: Slice, keys: Slice) -> dict[str, WeightSpec]:
+        """`queries`, `keys`: the rank's channels."""
+        dim, norms = self.sizes.head_dim, dict[str, WeightSpec]()
+        parts = ("q_norm", self.sizes.num_heads, queries), ("k_norm", self.sizes.num_kv_heads, keys)
+        for (key, heads, channels), norm in zip(parts, self.head_norms, strict=False):
+            shape, slices = ((heads * dim,), (channels,)) if self.norms_all_heads else ((dim,), ())
+            norms[key] = StoredTensor(f"{self.name}.{norm}.weight", shape, slices)
+        return norms

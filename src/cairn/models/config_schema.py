@@ -39,6 +39,10 @@ class Fields:
     def has(self, name: str) -> bool:
         return self._raw.get(name) is not None
 
+    def says(self, name: str) -> bool:
+        """Whether the field is there, be it null."""
+        return name in self._raw
+
     def get(self, name: str) -> Any:
         """The value, unchecked."""
         return self._raw.get(name)
@@ -68,10 +72,10 @@ class Fields:
         entries = self.read(name, list, f"a list of integers in {low}..{high}", [])
         return tuple(self._with(name, entry).integer(name, low, high) for entry in entries)
 
-    def number(self, name: str, low: float, high: float, default: float) -> float:
-        """A finite number in low..high."""
+    def number(self, name: str, low: float, high: float, default: float | None = None) -> float:
+        """A finite number in low..high. Without a default the field is required."""
         kind, expected = Annotated[float, Meta(ge=low, le=high)], f"a number in {low:g}..{high:g}"
-        return float(self.read(name, kind, expected, default))
+        return float(self.read(name, kind, expected, ... if default is None else default))
 
     def numbers(self, name: str, low: float, high: float, default: tuple[float, ...]) -> tuple[float, ...]:
         """As many finite numbers in low..high as the default has."""

@@ -29,8 +29,8 @@ from cairn.layers.gated_delta_net import GatedDeltaNet
 from cairn.layers.linear import Linear, Projection, ScaledLinear
 from cairn.layers.mamba2 import Mamba2
 from cairn.layers.model import Mixer, Model, Parallel, Scaled, VocabParallelEmbedding
-from cairn.layers.norms import GatedNorm, GatedRMSNorm, RMSNorm, ShardedGatedRMSNorm, SiluGate
-from cairn.layers.rotary import make_rotary
+from cairn.layers.norms import GatedNorm, GatedRMSNorm, PostNorm, RMSNorm, ShardedGatedRMSNorm, ShardedRMSNorm, SiluGate
+from cairn.layers.rotary import Rotary, make_rotary
 from cairn.layers.short_conv import ShortConv
 from cairn.models.attention import AttentionLayer
 from cairn.models.contract import Fp8Loader, TensorLoader
@@ -40,6 +40,7 @@ from cairn.models.feed_forward import ExpertsLayer, SquaredReluLayer, SwiGLULaye
 from cairn.models.gated_delta_net import DeltaNetLayer
 from cairn.models.mamba2 import Mamba2Layer
 from cairn.models.rank_weights import RankWeights
+from cairn.models.rotary import RotarySpec
 from cairn.models.sharding import HeadShard, shard_vocabulary
 from cairn.models.short_conv import ShortConvLayer
 from cairn.models.weight_specs import MixerSpec
@@ -99,10 +100,10 @@ class _DecoderBuilder:
     def build(self) -> Model:
         spec = self._spec
         embedding = self._vocabulary(spec.embedding)
-        layers = tuple((self._norm(norm), self._build(mixer)) for norm, mixer in spec.layers)
+        layers = tuple((self._layer_norm(norm), self._build(mixer)) for norm, mixer in spec.layers)
         final_norm = self._norm(spec.final_norm)
         output = embedding if spec.output == spec.embedding else self._vocabulary(spec.output)
-        rotary = None if spec.rotary is None else make_rotary(spec.rotary.dim, spec.rotary.theta, spec.rotary.sections)
+        rotary = None if spec.rotary is None else self._rotary(spec.rotary)
         # Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank.
         (first, _), _ = shard_vocabulary(spec.config.vocab_size, self._rank, self._size)
         return Model(
@@ -116,7 +117,7 @@ class _DecoderBuilder:
             final_norm=final_norm,
             lm_head=self._weights.linear([output]).weight,
             linears=tuple(self._weights.linears),
-            rotary=None if rotary is None else rotary.to(self._execution.device),
+            rotary=rotary,
             embedding_scale=spec.embedding_scale,
             logit_scale=spec.logit_scale,
         )
@@ -128,12 +129,29 @@ class _DecoderBuilder:
         missing = rows - weight.shape[0]
         return F.pad(weight, (0, 0, 0, missing)) if missing else weight
 
+    def _layer_norm(self, name: str) -> RMSNorm | PostNorm:
+        norm = self._norm(name)
+        return PostNorm(norm) if name in self._spec.post_norms else norm
+
+    def _rotary(self, spec: RotarySpec) -> Rotary:
+        scaling = {} if spec.scaling is None else spec.scaling.parameters
+        return make_rotary(spec.dim, spec.theta, spec.sections, scaling).to(self._execution.device)
+
     def _norm(self, name: str) -> RMSNorm:
         return self._rms_norm(self._weights.tensor(self._spec.norm(name)), self._spec.centred)
 
     def _rms_norm(self, weight: Tensor, centred: bool) -> RMSNorm:
         """The sum of a centred weight and 1 is kept in float32, as bfloat16 would round it."""
         return RMSNorm(self._kernels, weight.float() + 1.0 if centred else weight, self._spec.config.eps)
+
+    def _query_norm(
+        self, layer: AttentionLayer, weight: Tensor, num_heads: int, counts: bool
+    ) -> RMSNorm | ShardedRMSNorm:
+        """Of queries or of keys, of which the whole model has `num_heads` heads; `counts`: see `ShardedRMSNorm`."""
+        if not layer.norms_all_heads or self._size == 1:
+            return self._rms_norm(weight, layer.centred)
+        width = num_heads * layer.sizes.head_dim
+        return ShardedRMSNorm(weight, width, self._spec.config.eps, self._communicator, counts)
 
     def _scaled(self, projection: Linear, factors: list[tuple[int, float]]) -> Projection:
         """`factors`: of so many outputs each."""
@@ -166,7 +184,11 @@ class _DecoderBuilder:
             factors = [(heads * sizes.head_dim, layer.factors.get(part, 1.0)) for part, heads in rows.items()]
             projection = self._scaled(drawn["q_k_v"], factors)
         q_norm, k_norm = (
-            None if key not in drawn else self._rms_norm(drawn[key], layer.centred) for key in ("q_norm", "k_norm")
+            None if key not in drawn else self._query_norm(layer, drawn[key], heads, counts)
+            for key, heads, counts in (
+                ("q_norm", sizes.num_heads, True),
+                ("k_norm", sizes.num_kv_heads, shard.replica == 0),
+            )
         )
         return Attention(
             kernels=self._kernels,
@@ -178,6 +200,7 @@ class _DecoderBuilder:
             layer=next(self._attention_layers),
             q_norm=q_norm,
             k_norm=k_norm,
+            norms_all_heads=layer.norms_all_heads,
             gated=sizes.gated,
         )
 
@@ -234,6 +257,7 @@ class _DecoderBuilder:
             out_proj=drawn["out"],
             layer=next(self._recurrent_layers),
             output_slice=shard.local_output(sizes.unit_values),
+            beta_scale=layer.beta_scale,
         )
 
     @_build.register
@@ -268,18 +292,20 @@ class _DecoderBuilder:
         if rule is None:
             router = SoftmaxRouter(self._kernels, drawn["gate"], sizes.top_k, layer.normalize)
         else:
+            nothing = torch.zeros(sizes.count, device=self._execution.device)
             router = SigmoidRouter(
                 self._kernels,
                 drawn["gate"],
-                drawn["correction"].float(),
+                drawn.get("correction", nothing).float(),
                 sizes.top_k,
                 rule.num_groups,
                 rule.top_groups,
                 layer.normalize,
                 rule.scale,
+                rule.epsilon,
             )
         up, down = drawn["experts"]
-        shared: Any = self._build(layer.shared)
+        shared: Any = None if layer.shared is None else self._build(layer.shared)
         gated = layer.stacks is not None or len(layer.parts) == 2
         latent = drawn.get("to_latent"), drawn.get("from_latent")
         return MixtureOfExperts(self._kernels, router, up, down, gated, shared, *latent)

@@ -11,10 +11,11 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
 from cairn.kernels.state_encoding import FLOAT32, StateEncoding
 from cairn.models.attention import AttentionSizes
-from cairn.models.config_schema import Fields, boolean, custom, integer, number, token_ids, transfer_facts
+from cairn.models.config_schema import boolean, custom, integer, number, token_ids, transfer_facts
 from cairn.models.decoder_spec import DecoderSpec
 from cairn.models.feed_forward import FeedForwardSizes
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes
+from cairn.models.rotary import RopeScaling
 
 ServedDType = Literal["float32", "bfloat16"]
 
@@ -42,7 +43,8 @@ MAX_WIDTH = 1 << 24
 HAS_ATTENTION = attrgetter("has_attention")
 
 
-def _head_dim(config: Any) -> int:
+def head_dim_by_hidden_size(config: Any) -> int:
+    """What a missing head_dim means. Raises ModelError that names the fields."""
     if config.hidden_size % config.num_attention_heads:
         raise ModelError(
             f"config.json: hidden_size {config.hidden_size} must be a multiple of num_attention_heads "
@@ -56,7 +58,7 @@ class DecoderConfig(ABC):
     """A family's fields of config.json, checked. A family declares a field again where it differs.
 
     `has_attention`: whether any layer has it; otherwise its sizes are not read, and are 0. `eps`: of all norms.
-    `attention_bias`: of all four projections.
+    `attention_bias`: of all four projections; `rope_scaling`: of rotary positions, where the family has them.
     """
 
     has_attention: bool = custom(lambda fields, name, config: True, fact=False)
@@ -75,8 +77,14 @@ class DecoderConfig(ABC):
         divides="num_attention_heads",
         when=HAS_ATTENTION,
     )
-    head_dim: int = integer(1, 1 << 12, default=_head_dim, when=HAS_ATTENTION)
+    head_dim: int = integer(1, 1 << 12, default=head_dim_by_hidden_size, when=HAS_ATTENTION)
     attention_bias: bool = boolean(default=False)
+    rope_scaling: RopeScaling | None = custom(lambda fields, name, config: None, default=None, fact=False)
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of the longest sequence that the model takes."""
+        return self.max_position_embeddings if self.rope_scaling is None else self.rope_scaling.max_positions
 
     @abstractmethod
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
@@ -122,49 +130,6 @@ class DecoderConfig(ABC):
     def transfer_facts(self) -> dict[str, str | int]:
         """All fields that decide what keys, values and states are: not how long a prompt may be or which ids end it."""
         return transfer_facts(self)
-
-
-def rope_fields(fields: Fields, *types: str) -> Fields:
-    """Where the settings of rotary positions are: in transformers' `rope_parameters` or, as it was called before,
-    `rope_scaling`, or beside the other fields, as they were published first. `types`: those that are implemented, by
-    default `default` alone, which is no scaling.
-
-    Raises ModelError for any other type, for settings of their own by kind of layer, and for what both objects say and
-    say differently: transformers would go by `rope_scaling` alone, and other programs by the other one.
-    """
-    types, paths, settings = types or ("default",), dict[str, str](), dict[str, object]()
-    for field in ("rope_parameters", "rope_scaling"):
-        nested = fields.read(field, dict[str, Any], "an object", {})
-        place = fields.path_of(field)
-        for name, value in nested.items():
-            if isinstance(value, Mapping):
-                raise fields.error(f"{place} has settings for {name} alone, which is not implemented")
-            if settings.setdefault(name, value) != value:
-                raise fields.error(f"{paths[name]} and {place}.{name} differ; keep one of them")
-            paths.setdefault(name, f"{place}.{name}")
-        # `type` is the older name, which transformers reads where there is no other.
-        nested_fields = Fields(nested, path_of=f"{place}.{{}}".format)
-        nested_fields.only("rope_type" if nested_fields.has("rope_type") else "type", *types)
-    if not settings:
-        fields.only("rope_type", *types)
-        return fields
-    return Fields(settings, path_of=lambda name: paths.get(name, fields.path_of(name)))
-
-
-def rope_theta(default: float = 10000.0, **options: Any) -> Any:
-    """A field: the base of unscaled rotary positions over whole heads. Any scaling is refused."""
-
-    def reader(fields: Fields, name: str, config: Any) -> float:
-        rope = rope_fields(fields)
-        for each in (fields, rope):
-            each.only("partial_rotary_factor", 1.0)
-        if config.head_dim % 2:
-            raise ModelError(
-                f"config.json: head_dim {config.head_dim} must be even, as its elements are turned in pairs"
-            )
-        return rope.number(name, 1.0, 1e15, default=fields.number(name, 1.0, 1e15, default))
-
-    return custom(reader, **options)
 
 
 def served_dtype(raw: Mapping[str, object]) -> ServedDType:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes
+from cairn.models.rotary import RotarySpec
 from cairn.models.sharding import check_rank, shard_vocabulary
 from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec
 
@@ -58,25 +59,18 @@ class ParallelMixers(MixerSpec):
         return self.parts
 
 
-@dataclass(frozen=True, slots=True)
-class RotarySpec:
-    """How positions turn queries and keys, in all attention of the model; see `make_rotary`."""
-
-    dim: int
-    theta: float
-    sections: tuple[int, int, int] | None = None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
-    """`centred`: the norms' weights are stored less 1.
-    `output`: the output's tensor, which is the embedding's where they are tied and none is stored."""
+    """`centred`: the norms' weights are stored less 1. `post_norms`: those that are of what their mixers give, which
+    get hidden states as they are. `output`: the output's tensor, which is the embedding's where they are tied and none
+    is stored."""
 
     config: DecoderSizes
     layers: tuple[NamedMixer, ...]
     embedding: str = "model.embed_tokens.weight"
     final_norm: str = "model.norm"
     centred: bool = False
+    post_norms: frozenset[str] = frozenset()
     rotary: RotarySpec | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0

@@ -117,23 +117,27 @@ class SquaredReluLayer(MixerSpec):
 
 @dataclass(frozen=True, slots=True)
 class SigmoidRule:
-    """See `SigmoidRouter`."""
+    """See `SigmoidRouter`. `correction`: the tensor that is added to the rates where experts are chosen, None for
+    none."""
 
     num_groups: int
     top_groups: int
     scale: float
+    correction: str | None
+    epsilon: float = 1e-20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsLayer(MixerSpec):
-    """A mixture of experts beside a `shared` one.
+    """A mixture of experts, beside a `shared` one if there is any.
 
     `router`: the name of the gate over `hidden` channels, which chooses by a softmax over all experts, or by the rule
-    of `sigmoid`; `normalize`: the weights of a token's experts add up to 1. `experts`: the name below which
-    an expert's matrices are by number, `parts` those into its inner channels: gate and up of a SwiGLU, up alone of a
-    squared-ReLU MLP. `stacks`: instead of these the tensors of all experts' gate and up [count, 2 * inner, hidden] and
-    down [count, hidden, inner]. `latent`: the names of the products into the space in which routed experts work, and
-    back; `bias`: of these. The latter has all of its inputs, but its outputs are a partial sum.
+    of `sigmoid`; `normalize`: the weights of a token's experts add up to 1. `experts`: the name below which an expert's
+    matrices are by number, `parts` those into its inner channels, gate and up of a SwiGLU or up alone of a squared-ReLU
+    MLP, and `down` the one out of them. `stacks`: instead of these the tensors of all experts' gate and up
+    [count, 2 * inner, hidden] and down [count, hidden, inner]. `latent`: the names of the products into the space in
+    which routed experts work, and back; `bias`: of these. The latter has all of its inputs, but its outputs are a
+    partial sum.
     """
 
     sizes: ExpertSizes
@@ -143,23 +147,24 @@ class ExpertsLayer(MixerSpec):
     normalize: bool = True
     experts: str = ""
     parts: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
     stacks: tuple[str, str] | None = None
     latent: tuple[str, str] | None = None
     bias: bool = False
-    shared: MixerSpec
+    shared: MixerSpec | None = None
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
         """See `MixerSpec`."""
-        return (self.shared,)
+        return () if self.shared is None else (self.shared,)
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
         """See `MixerSpec`."""
         count, width = self.sizes.count, self.sizes.expert.hidden
         gate = StoredTensor(f"{self.router}.weight", (count, self.hidden))
         weights: dict[str, WeightSpec] = {"gate": ProductSpec((gate,), precision="float32")}
-        if self.sigmoid is not None:
-            weights["correction"] = StoredTensor(f"{self.router}.e_score_correction_bias", (count,))
+        if self.sigmoid is not None and self.sigmoid.correction is not None:
+            weights["correction"] = StoredTensor(self.sigmoid.correction, (count,))
         if self.latent is not None:
             to, back = self.latent
             weights["to_latent"] = column_parallel(to, (width, self.hidden), (0, width), bias=self.bias)
@@ -176,5 +181,5 @@ class ExpertsLayer(MixerSpec):
             )
         shape, names = (expert.inner, expert.hidden), [f"{self.experts}.{number}" for number in range(count)]
         ups = (tuple(matrix(f"{name}.{part}", shape, inner) for part in self.parts) for name in names)
-        downs = (matrix(f"{name}.down_proj", shape[::-1], inner, dim=1) for name in names)
+        downs = (matrix(f"{name}.{self.down}", shape[::-1], inner, dim=1) for name in names)
         return ExpertMatrices(tuple(ups), tuple(downs))

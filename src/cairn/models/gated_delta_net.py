@@ -9,7 +9,16 @@ from typing import ClassVar
 from cairn.layers.memory import ConvPart, RecurrentSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import HeadShard, Slice, shard_heads
-from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, matrix, row_parallel, taps
+from cairn.models.weight_specs import (
+    JoinedTensors,
+    MixerSpec,
+    ProductSpec,
+    StoredTensor,
+    WeightSpec,
+    matrix,
+    row_parallel,
+    taps,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,10 +84,11 @@ class DeltaNetSizes(LayerSizes):
 
 @dataclass(frozen=True, slots=True)
 class DeltaNetLayer(MixerSpec):
-    """The gated delta net called `name`."""
+    """The gated delta net called `name`. `beta_scale`: see `Kernels.gdn`."""
 
     sizes: DeltaNetSizes
     name: str
+    beta_scale: float = 1.0
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
         """See `MixerSpec`. `in` is q | k | v | gate | beta | time step, whatever the checkpoint's form."""
@@ -114,6 +124,35 @@ class DeltaNetLayer(MixerSpec):
             "norm": StoredTensor(f"{name}.norm.weight", (sizes.value_dim,)),
             "out": row_parallel(
                 f"{name}.out_proj", (sizes.hidden_size, sizes.values), shard.output_slice(sizes.unit_values), rank
+            ),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SeparateDeltaNetLayer(DeltaNetLayer):
+    """One whose projections are a tensor for each of q, k, v, gate, beta and time step, and convolutions for each of
+    q, k and v."""
+
+    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
+        """See `MixerSpec`. `in` is as for `DeltaNetLayer`."""
+        sizes, name, shard = self.sizes, self.name, self.sizes.shard(rank, size)
+        heads = sizes.value_heads, shard.slice_of(sizes.unit_heads)
+        keys, values = (sizes.keys, shard.slice_of(sizes.key_dim)), (sizes.values, shard.slice_of(sizes.unit_values))
+        projections = zip("qkvgba", (keys, keys, values, values, heads, heads), strict=True)
+        in_proj = [
+            matrix(f"{name}.{part}_proj", (rows, sizes.hidden_size), channels) for part, (rows, channels) in projections
+        ]
+        convs = [
+            StoredTensor(f"{name}.{part}_conv1d.weight", (rows, 1, sizes.conv_kernel), (channels,))
+            for part, (rows, channels) in zip("qkv", (keys, keys, values), strict=True)
+        ]
+        return {
+            **{key: StoredTensor(f"{name}.{key}", (sizes.value_heads,), (heads[1],)) for key in ("dt_bias", "A_log")},
+            "conv": JoinedTensors(tuple(convs)),
+            "in": ProductSpec(tuple(in_proj)),
+            "norm": StoredTensor(f"{name}.o_norm.weight", (sizes.value_dim,)),
+            "out": row_parallel(
+                f"{name}.o_proj", (sizes.hidden_size, sizes.values), shard.output_slice(sizes.unit_values), rank
             ),
         }
 

@@ -19,11 +19,11 @@ from torch import Tensor
 from cairn.errors import ModelError
 from cairn.models.config_schema import Fields, custom, integer, only, parse_config
 from cairn.models.contract import TensorLoader
-from cairn.models.decoder_config import rope_fields
 from cairn.models.families.qwen3_5 import DENSE_RECIPE, IMAGE_TOKENS
 from cairn.models.image_processor import FILE, Grid, ImageProcessor
 from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE
 from cairn.models.random_weights.recipe import CheckpointOptions, Recipe, by_size
+from cairn.models.rotary import rope_fields
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.loader import WeightReader, account, read_config
 

@@ -14,7 +14,7 @@ from cairn.kernels.int4 import quantize_int4
 from cairn.layers.linear import Linear
 from cairn.models.contract import Fp8Loader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
-from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, ProductSpec, StoredTensor, WeightSpec
+from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, JoinedTensors, ProductSpec, StoredTensor, WeightSpec
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,11 @@ class RankWeights:
     def tensor(self, weight: StoredTensor) -> Tensor:
         """As it is loaded, on the device."""
         return self._load(weight.name, weight.shape, weight.shard).to(self._device)
+
+    @make.register
+    def joined(self, weight: JoinedTensors) -> Tensor:
+        """As they are loaded, on the device."""
+        return torch.cat([self.tensor(part) for part in weight.parts])
 
     @make.register
     def product(self, weight: ProductSpec) -> Linear:

@@ -10,7 +10,15 @@ from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.int4 import int4_bytes
 from cairn.models.contract import Family, Fp8Loader
 from cairn.models.decoder_config import DecoderConfig, ServedQuantization
-from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, Precision, ProductSpec, StoredTensor, WeightSpec
+from cairn.models.weight_specs import (
+    ExpertMatrices,
+    ExpertStacks,
+    JoinedTensors,
+    Precision,
+    ProductSpec,
+    StoredTensor,
+    WeightSpec,
+)
 
 PackedDtype = Callable[[torch.dtype], torch.dtype]
 """`Kernels.packed_dtype` of a backend."""
@@ -59,6 +67,10 @@ class ByteCounter:
     @count.register
     def tensor(self, weight: StoredTensor) -> int:
         return math.prod(weight.rank_shape) * self._dtype_of(weight).itemsize
+
+    @count.register
+    def joined(self, weight: JoinedTensors) -> int:
+        return sum(map(self.tensor, weight.parts))
 
     @count.register
     def product(self, weight: ProductSpec) -> int:

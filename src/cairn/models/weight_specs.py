@@ -50,6 +50,17 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class JoinedTensors:
+    """Tensors one after the other, along their first dimension."""
+
+    parts: tuple[StoredTensor, ...]
+
+    @property
+    def tensors(self) -> Iterator[StoredTensor]:
+        yield from self.parts
+
+
+@dataclass(frozen=True, slots=True)
 class ProductSpec:
     """A matrix product of one input: the outputs of all `parts` one after the other, each with its bias if there are
     any. `gated_heads`: so many heads of the first part are each a query and its gate, and all gates go last."""
@@ -92,7 +103,7 @@ class ExpertMatrices:
             yield from (*ups, down)
 
 
-WeightSpec = StoredTensor | ProductSpec | ExpertStacks | ExpertMatrices
+WeightSpec = StoredTensor | JoinedTensors | ProductSpec | ExpertStacks | ExpertMatrices
 """A part of a layer. Each kind has `tensors`, what it is made of in the order of the checkpoint."""
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
-from cairn.kernels.cpu.compiled import BF16, F32, INT, jit, kernel, record, row_args
+from cairn.kernels.cpu.compiled import BF16, F32, FLOAT, INT, jit, kernel, record, row_args
 from cairn.kernels.cpu.recurrence import (
     begin_steps,
     check_states,
@@ -61,11 +61,13 @@ class _Parameters(NamedTuple):
     per_key: int
     size: int
     dim: int
+    beta_scale: Any
 
 
 def gdn(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch,
+    beta_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.gdn`."""
     host = batch.host
     _, heads, dim = v.shape
@@ -75,7 +77,7 @@ def gdn(
     num_prefills = host.num_seqs - host.first_prefill
     q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     beta, dt = with_contiguous_rows(beta), with_contiguous_rows(dt)
-    parameters = a.data_ptr(), dt_bias.data_ptr(), key_heads, heads // key_heads, size, dim
+    parameters = a.data_ptr(), dt_bias.data_ptr(), key_heads, heads // key_heads, size, dim, beta_scale
     sequences = sequence_arguments(batch, states, snapshots, heads * size * dim)
     if host.first_prefill:
         # In the gates' own dtype beside prefills, too: one variant is compiled for a model, and a row's bits are those
@@ -108,7 +110,7 @@ def gdn(
 def _types(gate: Any) -> tuple[Any, ...]:
     return (
         record(_Operands, F32, INT, F32, INT, F32, INT, gate, INT, gate, INT, F32),
-        record(_Parameters, F32, F32, INT, INT, INT, INT),
+        record(_Parameters, F32, F32, INT, INT, INT, INT, FLOAT),
         sequences_type(F32),
     )
 
@@ -130,8 +132,8 @@ def _log_decay(o: Any, p: Any, row: int, head: int) -> Any:
 
 
 @jit
-def _beta(o: Any, row: int, head: int) -> Any:
-    return sigmoid(load(o.beta, row * o.beta_row + head))
+def _beta(o: Any, p: Any, row: int, head: int) -> Any:
+    return p.beta_scale * sigmoid(load(o.beta, row * o.beta_row + head))
 
 
 @kernel({torch.float32: _types(F32), torch.bfloat16: _types(BF16)})
@@ -153,7 +155,7 @@ def _gdn_decode(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
         for row in range(first_row, end_row):
             _l2_normalize(advance(o.q, row * o.q_row + key_head * size), size, size**-0.5, query)
             _l2_normalize(advance(o.k, row * o.k_row + key_head * size), size, ONE, key)
-            decay, beta = exp(_log_decay(o, p, row, head)), _beta(o, row, head)
+            decay, beta = exp(_log_decay(o, p, row, head)), _beta(o, p, row, head)
             value = advance(o.v, row * o.v_row + head * dim)
             out = advance(o.y, (row * heads + head) * dim)
             for j in range(dim):
@@ -309,7 +311,7 @@ def _scan_chunk(
     total = 0.0
     for i in range(length):
         total += np.float64(_log_decay(o, p, row + i, head))
-        m.decays[i], m.decay[i], m.betas[i] = total, exp(np.float32(total)), _beta(o, row + i, head)
+        m.decays[i], m.decay[i], m.betas[i] = total, exp(np.float32(total)), _beta(o, p, row + i, head)
     for i in range(length, tile_rows):
         m.decays[i], m.betas[i] = total, ZERO
     _weigh(m, tile_rows)

@@ -57,10 +57,10 @@ def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor,
     return topk_ids, topk_weights
 
 
-@kernel({torch.float32: (F32, INT, F32, INT, INT, INT, INT, INT, FLOAT, I64, F32)})
+@kernel({torch.float32: (F32, INT, F32, INT, INT, INT, INT, INT, FLOAT, FLOAT, I64, F32)})
 def _sigmoid_router(
     begin: int, end: int, logits: Any, row: int, correction: Any, experts: int, top_k: int, num_groups: int,
-    top_groups: int, normalize: int, scale: Any, topk_ids: Any, topk_weights: Any,
+    top_groups: int, normalize: int, scale: Any, epsilon: Any, topk_ids: Any, topk_weights: Any,
 ) -> None:  # fmt: skip
     rates, scores = np.empty(experts, np.float32), np.empty(experts, np.float32)
     worth, taken = np.empty(num_groups, np.float32), np.empty(experts, np.bool_)
@@ -82,7 +82,7 @@ def _sigmoid_router(
         for _ in range(top_groups):
             group = _take_best(worth, group_taken, 0, num_groups)
             taken[group * size : (group + 1) * size] = False
-        total = np.float32(1e-20)
+        total = epsilon
         for k in range(top_k):
             chosen[k] = _take_best(scores, taken, 0, experts)
             total += rates[chosen[k]]
@@ -92,14 +92,15 @@ def _sigmoid_router(
 
 
 def sigmoid_router(
-    logits: Tensor, correction: Tensor, top_k: int, num_groups: int, top_groups: int, normalize: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, correction: Tensor, top_k: int, num_groups: int, top_groups: int, normalize: bool, scale: float,
+    epsilon: float = 1e-20,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.sigmoid_router`."""
     rows, experts = logits.shape
     topk_ids, topk_weights = torch.empty(rows, top_k, dtype=torch.int64), torch.empty(rows, top_k)
     correction = correction.float().contiguous()
     _sigmoid_router[logits.dtype](
         rows, logits.numel() * (top_k + 2), *row_args(logits), correction.data_ptr(), experts, top_k, num_groups,
-        top_groups, normalize, scale, topk_ids.data_ptr(), topk_weights.data_ptr(),
+        top_groups, normalize, scale, epsilon, topk_ids.data_ptr(), topk_weights.data_ptr(),
     )  # fmt: skip
     return topk_ids, topk_weights

@@ -122,7 +122,7 @@ class FlaDeltaRule:
 
     def scan(
         self, plan: DeltaRulePlan, q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor,
-        dt_bias: Tensor, states: Tensor, batch: Batch,
+        dt_bias: Tensor, states: Tensor, batch: Batch, beta_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """See `Kernels.gdn`."""
         y = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -131,7 +131,7 @@ class FlaDeltaRule:
             part = plan.other_batch
             rows = partial(torch.index_select, dim=0, index=part.rows.tensor)
             batch_part = _batch_of(part, batch, plan.metadata)
-            out, kept = gdn(rows(q), rows(k), rows(v), rows(beta), rows(dt), a, dt_bias, states, batch_part)
+            out, kept = gdn(rows(q), rows(k), rows(v), rows(beta), rows(dt), a, dt_bias, states, batch_part, beta_scale)
             y.index_copy_(0, part.rows.tensor, out)
             snapshots.index_copy_(0, part.snapshots.tensor, kept)
 
@@ -143,7 +143,7 @@ class FlaDeltaRule:
         out, final = self._chunk_gated_delta_rule(
             *(rows(each)[None] for each in (q, k, v)),
             g=(a * F.softplus(wide + dt_bias))[None],
-            beta=torch.sigmoid(rows(beta).float())[None],
+            beta=beta_scale * torch.sigmoid(rows(beta).float())[None],
             # what lies in the slot of a new sequence is an earlier one's, or NaN
             initial_state=torch.where(begun, states[slots], 0.0),
             output_final_state=True,

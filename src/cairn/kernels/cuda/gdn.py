@@ -72,7 +72,7 @@ def _inverse(a, PRECISION: tl.constexpr):
 
 @kernel
 def _chunks_kernel(
-    k, v, beta, dt, a, dt_bias, totals, scales, w, u, cu_seqlens, chunk_seqs, chunk_rows, num_rows,
+    k, v, beta, dt, a, dt_bias, totals, scales, w, u, cu_seqlens, chunk_seqs, chunk_rows, num_rows, beta_scale,
     k_stride, v_stride, beta_stride, dt_stride,
     H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -89,7 +89,7 @@ def _chunks_kernel(
     total = tl.cumsum(tl.where(valid, tl.maximum(decay, LEAST_DECAY), 0.0), axis=0)
     tl.store(totals + head.to(tl.int64) * num_rows + rows, total, mask=valid)
     weight = sigmoid(tl.load(beta + rows * beta_stride + head, mask=valid, other=0.0).to(tl.float32))
-    weight = tl.where(valid, weight, 0.0)
+    weight = tl.where(valid, beta_scale * weight, 0.0)
 
     size = tl.arange(0, BS)
     key_mask = valid[:, None] & (size < S)[None, :]
@@ -258,8 +258,9 @@ def _outputs_kernel(
 
 
 def gdn(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch,
+    beta_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.gdn`."""
     metadata, host = batch.metadata, batch.host
     assert isinstance(metadata, CudaMetadata)
@@ -269,7 +270,7 @@ def gdn(
     snapshots = torch.empty((host.num_snapshots, *states.shape[1:]), dtype=states.dtype, device=states.device)
     shape: dict[str, Any] = {"H": heads, "PER_KEY": heads // q.shape[1], "S": size, "P": dim}
     if host.first_prefill:
-        take_tokens(q, k, v, beta, dt, a, dt_bias, states, y, snapshots, batch, metadata)
+        take_tokens(q, k, v, beta, dt, a, dt_bias, states, y, snapshots, batch, metadata, float(beta_scale))
     if metadata.num_chunks:
         precision = precision_of(dt.dtype, metadata.exact)
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
@@ -280,7 +281,7 @@ def gdn(
         chunk_states = torch.empty((metadata.num_chunks, heads, size, dim), dtype=dtype, device=v.device)
         chunks = (batch.cu_seqlens, metadata.chunk_seqs, metadata.chunk_rows, num_rows)
         _chunks_kernel[(metadata.num_chunks * heads,)](
-            k, v, beta, dt, a, dt_bias, totals, scales, w, u, *chunks,
+            k, v, beta, dt, a, dt_bias, totals, scales, w, u, *chunks, float(beta_scale),
             k.stride(0), v.stride(0), beta.stride(0), dt.stride(0), **shape, **_chunks_tile(size, dim, precision),
         )  # fmt: skip
         tile = _states_tile(size, dim, precision)

@@ -16,14 +16,14 @@ EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def _take_token(
-    state, row, head, dim, size, q, k, v, beta, dt, a, dt_bias, y,
+    state, row, head, dim, size, q, k, v, beta, dt, a, dt_bias, y, beta_scale,
     q_stride, k_stride, v_stride, beta_stride, dt_stride,
     H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
     """The state of a part of a value head after the token of a row, whose y is stored."""
     raw = tl.load(dt + row * dt_stride + head).to(tl.float32)
     decay = tl.exp(tl.load(a + head) * softplus(raw + tl.load(dt_bias + head)))
-    weight = sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
+    weight = beta_scale * sigmoid(tl.load(beta + row * beta_stride + head).to(tl.float32))
     key_head = head // PER_KEY
     query = tl.load(q + row * q_stride + key_head * S + size, mask=size < S, other=0.0).to(tl.float32)
     query = query * (S**-0.5 / tl.sqrt(tl.sum(query * query, axis=0) + EPS))
@@ -41,7 +41,7 @@ def _take_token(
 
 @kernel
 def _decode_kernel(
-    q, k, v, beta, dt, a, dt_bias, states, y, snapshots, seq_starts, slots, seq_snapshots,
+    q, k, v, beta, dt, a, dt_bias, states, y, snapshots, seq_starts, slots, seq_snapshots, beta_scale,
     q_stride, k_stride, v_stride, beta_stride, dt_stride, slot_stride,
     H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def _decode_kernel(
     state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0)
 
     state = _take_token(
-        state, row, head, dim, size, q, k, v, beta, dt, a, dt_bias, y,
+        state, row, head, dim, size, q, k, v, beta, dt, a, dt_bias, y, beta_scale,
         q_stride, k_stride, v_stride, beta_stride, dt_stride, H, PER_KEY, S, P,
     )  # fmt: skip
     tl.store(live, state, mask=mask)
@@ -69,7 +69,7 @@ def _decode_kernel(
 @kernel
 def _tokens_kernel(
     q, k, v, beta, dt, a, dt_bias, states, y, snapshots, cu_seqlens, seq_starts, slots, seq_snapshots, snapshot_offsets,
-    num_in_place,
+    num_in_place, beta_scale,
     q_stride, k_stride, v_stride, beta_stride, dt_stride, slot_stride,
     H: tl.constexpr, PER_KEY: tl.constexpr, S: tl.constexpr, P: tl.constexpr, BS: tl.constexpr, BP: tl.constexpr,
 ):  # fmt: skip
@@ -92,7 +92,7 @@ def _tokens_kernel(
         end = tl.load(snapshot_offsets + index, mask=index < end_of_snapshots, other=last - first)
         for offset in range(begin, end):
             state = _take_token(
-                state, first.to(tl.int64) + offset, head, dim, size, q, k, v, beta, dt, a, dt_bias, y,
+                state, first.to(tl.int64) + offset, head, dim, size, q, k, v, beta, dt, a, dt_bias, y, beta_scale,
                 q_stride, k_stride, v_stride, beta_stride, dt_stride, H, PER_KEY, S, P,
             )  # fmt: skip
         begin = end
@@ -105,7 +105,7 @@ def _tokens_kernel(
 
 def take_tokens(
     q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor,
-    y: Tensor, snapshots: Tensor, batch: Batch, metadata: CudaMetadata,
+    y: Tensor, snapshots: Tensor, batch: Batch, metadata: CudaMetadata, beta_scale: float,
 ) -> None:  # fmt: skip
     """As `Kernels.gdn`, of the sequences before the first prefill, of which there is one at least: into `y` and
     `snapshots`."""
@@ -118,12 +118,12 @@ def take_tokens(
     if metadata.one_by_one:
         _tokens_kernel[grid](
             *(*operands, batch.cu_seqlens, batch.seq_starts, batch.state_slots),
-            *(metadata.seq_snapshots, metadata.snapshot_offsets, host.num_in_place, *strides),
+            *(metadata.seq_snapshots, metadata.snapshot_offsets, host.num_in_place, beta_scale, *strides),
             **shape,
         )
     else:
         _decode_kernel[grid](
-            *(*operands, batch.seq_starts, batch.state_slots, metadata.seq_snapshots, *strides), **shape
+            *(*operands, batch.seq_starts, batch.state_slots, metadata.seq_snapshots, beta_scale, *strides), **shape
         )
 
 

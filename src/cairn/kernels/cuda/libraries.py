@@ -57,12 +57,12 @@ def with_libraries(attention: FlashInferAttention | None, delta_rule: FlaDeltaRu
 
     def gdn(
         q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor,
-        batch: Batch,
+        batch: Batch, beta_scale: float = 1.0,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         metadata = cast(LibraryMetadata, batch.metadata)
         if delta_rule is None or metadata.delta_rule is None:
-            return cuda.gdn(q, k, v, beta, dt, a, dt_bias, states, batch)
-        return delta_rule.scan(metadata.delta_rule, q, k, v, beta, dt, a, dt_bias, states, batch)
+            return cuda.gdn(q, k, v, beta, dt, a, dt_bias, states, batch, beta_scale)
+        return delta_rule.scan(metadata.delta_rule, q, k, v, beta, dt, a, dt_bias, states, batch, beta_scale)
 
     backend = ModuleType("cairn.kernels.cuda")
     backend.__dict__.update({name: getattr(cuda, name) for name in cuda.__all__})

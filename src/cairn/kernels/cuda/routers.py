@@ -60,7 +60,7 @@ def _softmax_kernel(
 
 @kernel
 def _sigmoid_kernel(
-    logits, correction, topk_ids, topk_weights, per_group, num_groups, stride, scale,
+    logits, correction, topk_ids, topk_weights, per_group, num_groups, stride, scale, epsilon,
     TOP_K: tl.constexpr, TOP_GROUPS: tl.constexpr, GROUPED: tl.constexpr, NORMALIZE: tl.constexpr,
     CHOSEN: tl.constexpr, GROUPS: tl.constexpr, PER_GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -95,7 +95,7 @@ def _sigmoid_kernel(
     inside = place < TOP_K
     rates = tl.where(inside, tl.sigmoid(tl.load(row_logits + chosen, mask=inside, other=0)), 0.0)
     if NORMALIZE:
-        rates = rates / (tl.sum(rates, axis=0) + 1e-20)
+        rates = rates / (tl.sum(rates, axis=0) + epsilon)
     tl.store(topk_ids + row * TOP_K + place, chosen.to(tl.int64), mask=inside)
     tl.store(topk_weights + row * TOP_K + place, rates * scale, mask=inside)
 
@@ -117,8 +117,9 @@ def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor,
 
 
 def sigmoid_router(
-    logits: Tensor, correction: Tensor, top_k: int, num_groups: int, top_groups: int, normalize: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, correction: Tensor, top_k: int, num_groups: int, top_groups: int, normalize: bool, scale: float,
+    epsilon: float = 1e-20,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.sigmoid_router`."""
     rows, experts = logits.shape
     topk_ids, topk_weights = _results(rows, top_k, logits)
@@ -126,7 +127,8 @@ def sigmoid_router(
     groups = num_groups if top_groups < num_groups else 1
     if rows:
         _sigmoid_kernel[(rows,)](
-            *(logits, correction, topk_ids, topk_weights, experts // groups, groups, logits.stride(0), float(scale)),
+            *(logits, correction, topk_ids, topk_weights, experts // groups, groups, logits.stride(0)),
+            *(float(scale), float(epsilon)),
             TOP_K=top_k,
             TOP_GROUPS=top_groups,
             GROUPED=groups > 1,

@@ -20,8 +20,9 @@ def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor,
 
 
 def sigmoid_router(
-    logits: Tensor, correction: Tensor, top_k: int, num_groups: int, top_groups: int, normalize: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, correction: Tensor, top_k: int, num_groups: int, top_groups: int, normalize: bool, scale: float,
+    epsilon: float = 1e-20,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.sigmoid_router`."""
     rates = sigmoid(logits)
     ranked = rates + correction
@@ -30,7 +31,7 @@ def sigmoid_router(
     topk_ids = ranked.topk(top_k, dim=-1).indices
     topk_weights = rates.gather(1, topk_ids)
     if normalize:
-        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + 1e-20)
+        topk_weights = topk_weights / (topk_weights.sum(-1, keepdim=True) + epsilon)
     return topk_ids, topk_weights * scale
 
 

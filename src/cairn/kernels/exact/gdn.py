@@ -21,12 +21,13 @@ NORM_EPS = 1e-6
 
 
 def gdn(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch,
+    beta_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.gdn`."""
     metadata = metadata_of(batch)
     log_decay = softplus(widen(dt) + dt_bias).mul_(a)
-    written = sigmoid(widen(beta))
+    written = sigmoid(widen(beta)).mul_(beta_scale)
     y = torch.empty(v.shape, dtype=v.dtype)
     snapshots = states.new_empty(metadata.num_snapshots, *states.shape[1:])
     if decodes := decodes_by_state(batch):

@@ -25,8 +25,9 @@ def softmax_router(logits: Tensor, top_k: int, normalize: bool) -> tuple[Tensor,
 
 
 def sigmoid_router(
-    logits: Tensor, correction: Tensor, top_k: int, num_groups: int, top_groups: int, normalize: bool, scale: float
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, correction: Tensor, top_k: int, num_groups: int, top_groups: int, normalize: bool, scale: float,
+    epsilon: float = 1e-20,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.sigmoid_router`."""
     topk_ids = torch.empty(logits.shape[0], top_k, dtype=torch.int64)
     topk_weights = logits.new_empty(logits.shape[0], top_k)
@@ -40,7 +41,7 @@ def sigmoid_router(
             groups[group] = -torch.inf
         best = ranked.argsort(descending=True, stable=True)[:top_k]
         topk_ids[token] = best
-        topk_weights[token] = rates[best] / (rates[best].sum() + 1e-20) if normalize else rates[best]
+        topk_weights[token] = rates[best] / (rates[best].sum() + epsilon) if normalize else rates[best]
     return topk_ids, topk_weights * scale
 
 

@@ -110,8 +110,9 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def gdn(
-    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor, states: Tensor, batch: Batch,
+    beta_scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See `Kernels.gdn`."""
     y = torch.empty(v.shape, dtype=v.dtype)
     snapshots = []
@@ -123,7 +124,7 @@ def gdn(
             decay = torch.exp(a * softplus(widen(dt[row]) + dt_bias))
             state = decay[:, None, None] * state
             read = (state * key[:, :, None]).sum(1)
-            written = sigmoid(widen(beta[row]))[:, None] * (v[row] - read)
+            written = beta_scale * sigmoid(widen(beta[row]))[:, None] * (v[row] - read)
             state = state + key[:, :, None] * written[:, None, :]
             y[row] = (state * query[:, :, None]).sum(1) * q.shape[-1] ** -0.5
             if offset in sequence.snapshot_offsets:

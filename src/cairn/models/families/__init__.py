@@ -5,7 +5,18 @@ from types import MappingProxyType
 
 from cairn.errors import ModelError
 from cairn.models.contract import Family
-from cairn.models.families import falcon_h1, granitemoehybrid, lfm2, nemotron_h, qwen3, qwen3_5
+from cairn.models.families import (
+    falcon_h1,
+    granite,
+    granitemoehybrid,
+    lfm2,
+    lfm2_moe,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+)
 
 __all__ = ["FAMILIES", "family_of"]
 
@@ -18,6 +29,10 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             falcon_h1.FAMILY,
             lfm2.FAMILY,
             qwen3.FAMILY,
+            granite.FAMILY,
+            qwen3_moe.FAMILY,
+            lfm2_moe.FAMILY,
+            olmo_hybrid.FAMILY,
             *qwen3_5.FAMILIES,
         )
     }

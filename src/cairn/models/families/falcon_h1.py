@@ -9,11 +9,12 @@ from cairn.errors import ModelError
 from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, number, numbers, only
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_WIDTH, rope_theta
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ParallelMixers, RotarySpec, ScaledMixer
+from cairn.models.decoder_config import MAX_WIDTH
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ParallelMixers, ScaledMixer
 from cairn.models.feed_forward import SwiGLULayer
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer, Mamba2Sizes, expanded_inner
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 
 
 def _normed(fields: Fields, name: str, config: Any) -> bool:
@@ -42,6 +43,7 @@ class FalconH1Config(Mamba2Config):
     num_hidden_layers: int = integer(1, MAX_LAYERS)
     eps: float = number(1e-12, 1.0, default=1e-5, names=("rms_norm_eps",))
     rope_theta: float = rope_theta()
+    rope_scaling: RopeScaling | None = rope_scaling()
     mamba_inner: int = custom(_inner, names=("mamba_d_ssm",))
     mamba_rms_norm: bool = custom(_normed)
     projectors_bias: bool = boolean(default=False)
@@ -69,7 +71,7 @@ class FalconH1Config(Mamba2Config):
             config=self,
             layers=tuple(self._layers()),
             final_norm="model.final_layernorm",
-            rotary=RotarySpec(self.head_dim, self.rope_theta),
+            rotary=RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling),
             embedding_scale=self.embedding_multiplier,
             logit_scale=self.lm_head_multiplier,
         )

@@ -10,11 +10,12 @@ from types import MappingProxyType
 from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, number, only
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_WIDTH, rope_theta
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec, ScaledMixer
+from cairn.models.decoder_config import MAX_WIDTH
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ScaledMixer
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SwiGLULayer
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
 
 MAMBA, ATTENTION = "mamba", "attention"
@@ -36,6 +37,7 @@ class GraniteConfig(Mamba2Config):
     # "nope" is what the checkpoints say, null what transformers writes.
     position_embedding_type: str = only("nope", "rope")
     rope_theta: float = rope_theta(when=lambda config: config.position_embedding_type == "rope")
+    rope_scaling: RopeScaling | None = rope_scaling(when=lambda config: config.position_embedding_type == "rope")
     attention_multiplier: float = number(1e-9, 1e6, default=1.0)
     embedding_multiplier: float = number(1e-9, 1e6, default=1.0)
     residual_multiplier: float = number(1e-9, 1e6, default=1.0)
@@ -61,7 +63,7 @@ class GraniteConfig(Mamba2Config):
         return DecoderSpec(
             config=self,
             layers=tuple(self._layers()),
-            rotary=RotarySpec(self.head_dim, self.rope_theta) if self.rope_theta else None,
+            rotary=RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling) if self.rope_theta else None,
             embedding_scale=self.embedding_multiplier,
             logit_scale=1 / self.logits_scaling,
         )

@@ -9,10 +9,11 @@ from typing import Any
 from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, number
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_theta
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
+from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer
 from cairn.models.feed_forward import SwiGLULayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.short_conv import ShortConvLayer, ShortConvSizes
 from cairn.models.weight_specs import MixerSpec
 
@@ -51,6 +52,7 @@ class Lfm2Config(DecoderConfig):
     tie_word_embeddings: bool = boolean(default=True, names=("tie_embedding", "tie_word_embeddings"))
     num_attention_heads: int = integer(1, MAX_HEADS, divides="hidden_size")
     rope_theta: float = rope_theta(default=1e6)
+    rope_scaling: RopeScaling | None = rope_scaling()
     conv_L_cache: int = integer(2, 64, default=3)
     conv_bias: bool = boolean(default=False)
     intermediate_size: int = custom(_inner, names=("block_ff_dim", "intermediate_size"))
@@ -66,12 +68,12 @@ class Lfm2Config(DecoderConfig):
         """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
-            layers=tuple(self._layers()),
+            layers=tuple(self._layers(stored)),
             final_norm="model.embedding_norm",
-            rotary=RotarySpec(self.head_dim, self.rope_theta),
+            rotary=RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling),
         )
 
-    def _layers(self) -> Iterator[NamedMixer]:
+    def _layers(self, stored: Collection[str]) -> Iterator[NamedMixer]:
         for index, kind in enumerate(self.layer_types):
             name, norms = f"model.layers.{index}", ("q_layernorm", "k_layernorm")
             if kind == CONV:
@@ -79,8 +81,10 @@ class Lfm2Config(DecoderConfig):
             else:
                 mixer = AttentionLayer(self.attention, f"{name}.self_attn", norms, out="out_proj")
             yield f"{name}.operator_norm", mixer
-            mlp = self.feed_forward("intermediate_size")
-            yield f"{name}.ffn_norm", SwiGLULayer(mlp, f"{name}.feed_forward", ("w1", "w3", "w2"))
+            yield f"{name}.ffn_norm", self._feed_forward(index, f"{name}.feed_forward", stored)
+
+    def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
+        return SwiGLULayer(self.feed_forward("intermediate_size"), name, ("w1", "w3", "w2"))
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""

@@ -8,10 +8,12 @@ from types import MappingProxyType
 from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, only
 from cairn.models.contract import Family
-from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig, rope_theta
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
+from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer
 from cairn.models.feed_forward import SwiGLULayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
+from cairn.models.weight_specs import MixerSpec
 
 ATTENTION = "full_attention"
 
@@ -26,6 +28,7 @@ class Qwen3Config(DecoderConfig):
     )
     head_dim: int = integer(1, 1 << 12, default=128)
     rope_theta: float = rope_theta()
+    rope_scaling: RopeScaling | None = rope_scaling()
     intermediate_size: int = integer(1, MAX_WIDTH)
     hidden_act: str = only("silu")
     use_sliding_window: bool = only(False)
@@ -34,16 +37,18 @@ class Qwen3Config(DecoderConfig):
         """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
-            layers=tuple(self._layers()),
-            rotary=RotarySpec(self.head_dim, self.rope_theta),
+            layers=tuple(self._layers(stored)),
+            rotary=RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling),
         )
 
-    def _layers(self) -> Iterator[NamedMixer]:
+    def _layers(self, stored: Collection[str]) -> Iterator[NamedMixer]:
         for index in range(len(self.layer_types)):
             name = f"model.layers.{index}"
             yield f"{name}.input_layernorm", AttentionLayer(self.attention, f"{name}.self_attn", ("q_norm", "k_norm"))
-            mlp = self.feed_forward("intermediate_size")
-            yield f"{name}.post_attention_layernorm", SwiGLULayer(mlp, f"{name}.mlp")
+            yield f"{name}.post_attention_layernorm", self._feed_forward(index, f"{name}.mlp", stored)
+
+    def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
+        return SwiGLULayer(self.feed_forward("intermediate_size"), name)
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""

@@ -11,11 +11,12 @@ from cairn.errors import ModelError
 from cairn.models.attention import AttentionLayer, AttentionSizes
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only, token_ids
 from cairn.models.contract import Family
-from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_fields
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
+from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
+from cairn.models.decoder_spec import DecoderSpec, NamedMixer
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SwiGLULayer
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
+from cairn.models.rotary import RopeScaling, RotarySpec, rope_fields, rope_scaling
 from cairn.models.weight_specs import MixerSpec
 
 DELTA, FULL = "linear_attention", "full_attention"
@@ -29,7 +30,8 @@ def _by_interval(fields: Fields) -> tuple[str, ...]:
     return tuple(DELTA if (index + 1) % interval else FULL for index in range(count))
 
 
-def _sparse_layers(fields: Fields, name: str, config: Any) -> tuple[int, ...]:
+def sparse_layers(fields: Fields, name: str, config: Any) -> tuple[int, ...]:
+    """Every layer, or every so many of them, that is not said to be dense. Raises ModelError that names the field."""
     count = len(config.layer_types)
     step = fields.integer("decoder_sparse_step", 1, MAX_LAYERS, default=1)
     dense = fields.integers("mlp_only_layers", 0, count - 1)
@@ -106,6 +108,7 @@ class Qwen35Config(DecoderConfig):
     rope_theta: float = custom(
         lambda fields, name, config: _rope_number(fields, name, 1.0, 1e12, 10000.0), default=0.0, when=HAS_ATTENTION
     )
+    rope_scaling: RopeScaling | None = rope_scaling(when=HAS_ATTENTION)
     mrope_section: tuple[int, int, int] | None = custom(_mrope_section, default=None, when=HAS_ATTENTION)
     # gated delta net
     linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=_has_delta)
@@ -163,7 +166,7 @@ class Qwen35Config(DecoderConfig):
         # transformers takes, too.
         names = ("model", "model.language_model")[:: -1 if self.nested else 1]
         prefix = next((name for name in names if f"{name}.embed_tokens.weight" in stored), names[0])
-        rotary = RotarySpec(self.rotary_dim, self.rope_theta, self.mrope_section)
+        rotary = RotarySpec(self.rotary_dim, self.rope_theta, self.mrope_section, self.rope_scaling)
         return DecoderSpec(
             config=self,
             embedding=f"{prefix}.embed_tokens.weight",
@@ -210,7 +213,7 @@ class Qwen35Config(DecoderConfig):
 class Qwen35MoeConfig(Qwen35Config):
     """Every layer that is not said to be dense has a mixture."""
 
-    sparse_layers: tuple[int, ...] = custom(_sparse_layers)
+    sparse_layers: tuple[int, ...] = custom(sparse_layers)
 
 
 class NestedQwen35Config(Qwen35Config):

@@ -20,7 +20,19 @@ from safetensors.torch import save_file
 
 from cairn.errors import ConfigError
 from cairn.models import qwen3_5_vision
-from cairn.models.families import falcon_h1, family_of, granitemoehybrid, lfm2, nemotron_h, qwen3, qwen3_5
+from cairn.models.families import (
+    falcon_h1,
+    family_of,
+    granite,
+    granitemoehybrid,
+    lfm2,
+    lfm2_moe,
+    nemotron_h,
+    olmo_hybrid,
+    qwen3,
+    qwen3_5,
+    qwen3_moe,
+)
 from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE, END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
 from cairn.models.random_weights.recipe import SIZES, CheckpointOptions, Recipe, Size
 
@@ -36,6 +48,10 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "falcon_h1": falcon_h1.RECIPE,
         "lfm2": lfm2.RECIPE,
         "qwen3": qwen3.RECIPE,
+        "olmo_hybrid": olmo_hybrid.RECIPE,
+        "lfm2_moe": lfm2_moe.RECIPE,
+        "qwen3_moe": qwen3_moe.RECIPE,
+        "granite": granite.RECIPE,
     }
 )
 """The families that can be made, one line each."""

@@ -1,0 +1,144 @@
+"""Rotary positions as config.json has them, and how they are scaled to longer contexts. Without torch."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.errors import ModelError
+from cairn.models.config_schema import Fields, custom
+
+SCALED = ("linear", "llama3", "yarn")
+"""Types of scaling that are implemented: frequencies that do not depend on how long a sequence has become."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """`settings`: of transformers' `rope_parameters`, by name, those of `rope_type` alone, the optional ones only where
+    config.json says them. `max_positions`: as far as they reach."""
+
+    rope_type: str
+    settings: tuple[tuple[str, float | bool], ...]
+    max_positions: int
+
+    @property
+    def parameters(self) -> Mapping[str, object]:
+        """`rope_parameters` without the base; see `make_rotary`."""
+        return {"rope_type": self.rope_type, **dict(self.settings)}
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """How positions turn queries and keys, in all attention of the model; see `make_rotary`."""
+
+    dim: int
+    theta: float
+    sections: tuple[int, int, int] | None = None
+    scaling: RopeScaling | None = None
+
+
+def rope_fields(fields: Fields, *types: str) -> Fields:
+    """The settings of rotary positions: in transformers' `rope_parameters` or, as it was called before, `rope_scaling`,
+    or beside the other fields, as they were published first. `types`: those that are implemented, by default
+    `default`, which is no scaling, and `SCALED`; which one it is is `rope_type`, if there is any.
+
+    Raises ModelError for any other type, for settings of their own by kind of layer, and for what both objects say and
+    say differently: transformers would go by `rope_scaling` alone, and other programs by the other one.
+    """
+    types, paths, settings, home = types or ("default", *SCALED), dict[str, str](), dict[str, object](), ""
+    for field in ("rope_parameters", "rope_scaling"):
+        nested = fields.read(field, dict[str, Any], "an object", {})
+        place = fields.path_of(field)
+        # `type` is the older name, which transformers reads where there is no other.
+        type_field = "type" if nested.get("rope_type") is None else "rope_type"
+        if nested.get("type") in SCALED and nested[type_field] != nested["type"]:
+            raise fields.error(f"{place}.rope_type and {place}.type differ; keep one of them")
+        names = {stored: stored for stored in nested if stored not in ("type", "rope_type")} | {type_field: "rope_type"}
+        for stored, name in names.items():
+            value = nested.get(stored)
+            if isinstance(value, Mapping):
+                raise fields.error(f"{place} has settings for {stored} alone, which is not implemented")
+            if value is None:
+                continue
+            if settings.setdefault(name, value) != value:
+                raise fields.error(f"{paths[name]} and {place}.{stored} differ; keep one of them")
+            paths.setdefault(name, f"{place}.{stored}")
+            home = f"{place}." if name == "rope_type" else home
+    rope = fields
+    if settings:
+        rope = Fields(settings, path_of=lambda name: paths.get(name) or (home + name if home else fields.path_of(name)))
+    try:
+        rope.only("rope_type", *types)
+    except ModelError as error:
+        fix = "; without it the model is served at the length that it was trained for" if "yarn" in types else ""
+        raise ModelError(f"{error}{fix}") from None
+    return rope
+
+
+def rope_theta(default: float = 10000.0, **options: Any) -> Any:
+    """A field: the base of rotary positions over whole heads."""
+
+    def reader(fields: Fields, name: str, config: Any) -> float:
+        rope = rope_fields(fields)
+        for each in (fields, rope):
+            each.only("partial_rotary_factor", 1.0)
+        if config.head_dim % 2:
+            raise ModelError(
+                f"config.json: head_dim {config.head_dim} must be even, as its elements are turned in pairs"
+            )
+        return rope.number(name, 1.0, 1e15, default=fields.number(name, 1.0, 1e15, default))
+
+    return custom(reader, **options)
+
+
+def rope_scaling(**options: Any) -> Any:
+    """A field: how positions with the base `rope_theta` are scaled, or None."""
+
+    def reader(fields: Fields, name: str, config: Any) -> RopeScaling | None:
+        rope = rope_fields(fields)
+        rope_type = rope.get("rope_type")
+        if rope_type not in SCALED:
+            return None
+        settings: dict[str, float | bool] = {"factor": rope.number("factor", 1.0, 1e4)}
+        max_positions = config.max_position_embeddings
+        if rope_type == "linear":
+            max_positions *= settings["factor"]
+        else:
+            # Where it stands beside the other fields it counts, as in transformers.
+            beside = fields.has("original_max_position_embeddings")
+            settings["original_max_position_embeddings"] = (fields if beside else rope).integer(
+                "original_max_position_embeddings", 1, 1 << 30, default=max_positions
+            )
+        if rope_type == "llama3":
+            settings |= _llama3(rope)
+        elif rope_type == "yarn":
+            if config.rope_theta <= 1:
+                raise rope.error(f"{rope.path_of('rope_theta')} must be more than 1 where positions are scaled by yarn")
+            settings |= _yarn(rope)
+            # As in vLLM: what `max_position_embeddings` says is the length without scaling in some checkpoints, Qwen's
+            # among them, and with it in others.
+            max_positions = settings["original_max_position_embeddings"] * settings["factor"]
+        return RopeScaling(rope_type, tuple(settings.items()), min(int(max_positions), 1 << 30))
+
+    return custom(reader, default=None, **options)
+
+
+def _yarn(rope: Fields) -> dict[str, float | bool]:
+    settings: dict[str, float | bool] = {
+        name: rope.number(name, low, 1e4)
+        for name, low in (("attention_factor", 1e-4), ("beta_fast", 1e-4), ("beta_slow", 1e-4))
+        if rope.has(name)
+    }
+    for name in ("mscale", "mscale_all_dim"):
+        if rope.has(name):
+            settings[name] = rope.number(name, 0.0, 1e4)
+    fast, slow = (settings.get(name, default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
+    if fast < slow:
+        raise rope.error(f"{rope.path_of('beta_fast')} {fast:g} must be at least beta_slow {slow:g}")
+    return settings | {"truncate": rope.boolean("truncate", default=True)}
+
+
+def _llama3(rope: Fields) -> dict[str, float | bool]:
+    low, high = (rope.number(name, 1e-4, 1e4) for name in ("low_freq_factor", "high_freq_factor"))
+    if low >= high:
+        raise rope.error(f"{rope.path_of('high_freq_factor')} {high:g} must be more than low_freq_factor {low:g}")
+    return {"low_freq_factor": low, "high_freq_factor": high}
