@@ -36,6 +36,20 @@ class Attention:
         Keys and values are written first and then read from the pages with all others, so that those which lie in
         shared pages need no case of their own.
         """
+        q, gate = self._write(hidden, batch, memory)
+        cache = memory.paged[self.layer]
+        out = self.kernels.attention(q, cache.keys, cache.values, self.group, batch).flatten(1)
+        if gate is not None:
+            out = self.kernels.sigmoid_mul(out, gate)
+        return self.o_proj(out, batch)
+
+    def write_kv(self, hidden: Tensor, batch: Batch, memory: Memory) -> None:
+        """Write the keys and values of [rows, hidden], and nothing else."""
+        self._write(hidden, batch, memory)
+
+    def _write(self, hidden: Tensor, batch: Batch, memory: Memory) -> tuple[Tensor, Tensor | None]:
+        """Write keys and values. Returns queries [rows, heads, dim], and the gate [rows, heads * dim], if there is
+        one."""
         rows = hidden.shape[0]
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         widths = [queries, keys, keys, *([queries] if self.gated else [])]
@@ -50,7 +64,4 @@ class Attention:
             q, k = (self.kernels.rope(part, batch.cos, batch.sin) for part in (q, k))
         cache = memory.paged[self.layer]
         self.kernels.write_kv(k, v, cache.keys, cache.values, self.group, batch)
-        out = self.kernels.attention(q, cache.keys, cache.values, self.group, batch).flatten(1)
-        if gate:
-            out = self.kernels.sigmoid_mul(out, gate[0])
-        return self.o_proj(out, batch)
+        return q, gate[0] if gate else None

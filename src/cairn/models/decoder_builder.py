@@ -28,14 +28,16 @@ from cairn.layers.feed_forward import (
 from cairn.layers.gated_delta_net import GatedDeltaNet
 from cairn.layers.linear import Linear, Projection, ScaledLinear
 from cairn.layers.mamba2 import Mamba2
-from cairn.layers.model import Mixer, Model, Parallel, Scaled, VocabParallelEmbedding
+from cairn.layers.model import Model, Parallel, Scaled, VocabParallelEmbedding
+from cairn.layers.mtp_head import MTPHead
 from cairn.layers.norms import GatedNorm, GatedRMSNorm, RMSNorm, ShardedGatedRMSNorm, SiluGate
+from cairn.layers.residual import Mixer
 from cairn.layers.rotary import make_rotary
 from cairn.layers.short_conv import ShortConv
 from cairn.models.attention import AttentionLayer
 from cairn.models.contract import Fp8Loader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
-from cairn.models.decoder_spec import DecoderSpec, ParallelMixers, ScaledMixer
+from cairn.models.decoder_spec import DecoderSpec, HeadSpec, ParallelMixers, ScaledMixer
 from cairn.models.feed_forward import ExpertsLayer, SquaredReluLayer, SwiGLULayer
 from cairn.models.gated_delta_net import DeltaNetLayer
 from cairn.models.mamba2 import Mamba2Layer
@@ -103,6 +105,8 @@ class _DecoderBuilder:
         final_norm = self._norm(spec.final_norm)
         output = embedding if spec.output == spec.embedding else self._vocabulary(spec.output)
         rotary = None if spec.rotary is None else make_rotary(spec.rotary.dim, spec.rotary.theta, spec.rotary.sections)
+        lm_head = self._weights.linear([output]).weight
+        head = None if spec.head is None else self._head(spec.head)
         # Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank.
         (first, _), _ = shard_vocabulary(spec.config.vocab_size, self._rank, self._size)
         return Model(
@@ -114,11 +118,28 @@ class _DecoderBuilder:
             embedding=VocabParallelEmbedding(self._kernels, embedding, first, self._communicator),
             layers=layers,
             final_norm=final_norm,
-            lm_head=self._weights.linear([output]).weight,
+            lm_head=lm_head,
             linears=tuple(self._weights.linears),
             rotary=None if rotary is None else rotary.to(self._execution.device),
             embedding_scale=spec.embedding_scale,
             logit_scale=spec.logit_scale,
+            head=head,
+        )
+
+    def _head(self, head: HeadSpec) -> MTPHead:
+        """Its attention is the last of the model's attention layers."""
+        embedding_norm, hidden_norm = self._norm(head.embedding_norm), self._norm(head.hidden_norm)
+        projection = self._weights.make(self._spec.product(head.projection))
+        (attention_norm, attention), *others = [(self._norm(norm), self._build(mixer)) for norm, mixer in head.layers]
+        assert isinstance(attention, Attention)
+        return MTPHead(
+            embedding_norm=embedding_norm,
+            hidden_norm=hidden_norm,
+            projection=projection,
+            attention_norm=attention_norm,
+            attention=attention,
+            others=tuple(others),
+            final_norm=self._norm(head.final_norm),
         )
 
     def _vocabulary(self, name: str) -> Tensor:

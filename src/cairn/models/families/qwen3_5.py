@@ -12,7 +12,7 @@ from cairn.models.attention import AttentionLayer, AttentionSizes
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only, token_ids
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig, rope_fields
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer, RotarySpec
+from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer, RotarySpec
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SwiGLULayer
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
@@ -173,16 +173,31 @@ class Qwen35Config(DecoderConfig):
             rotary=rotary if FULL in self.layer_types else None,
         )
 
+    def head(self, stored: Collection[str] = ()) -> HeadSpec | None:
+        """See `DecoderConfig`. `mtp.*`, which transformers does not read, as vLLM's `qwen3_5_mtp` and `qwen3_next_mtp`
+        do: one layer with attention, whose experts may be stored in the other form than the model's."""
+        if not self.has_attention:
+            return None
+        return HeadSpec(
+            embedding_norm="mtp.pre_fc_norm_embedding",
+            hidden_norm="mtp.pre_fc_norm_hidden",
+            projection="mtp.fc",
+            layers=tuple(self._layer("mtp.layers.0", FULL, 0 in self.sparse_layers, stored)),
+            final_norm="mtp.norm",
+        )
+
     def _layers(self, prefix: str, stored: Collection[str]) -> Iterator[NamedMixer]:
         for index, kind in enumerate(self.layer_types):
-            name, norms = f"{prefix}.layers.{index}", ("q_norm", "k_norm")
-            if kind == FULL:
-                mixer: MixerSpec = AttentionLayer(self.attention, f"{name}.self_attn", norms, centred=True)
-            else:
-                mixer = DeltaNetLayer(self.delta_net, f"{name}.linear_attn")
-            yield f"{name}.input_layernorm", mixer
-            sparse = index in self.sparse_layers
-            yield f"{name}.post_attention_layernorm", self._feed_forward(f"{name}.mlp", sparse, stored)
+            yield from self._layer(f"{prefix}.layers.{index}", kind, index in self.sparse_layers, stored)
+
+    def _layer(self, name: str, kind: str, sparse: bool, stored: Collection[str]) -> Iterator[NamedMixer]:
+        if kind == FULL:
+            norms = ("q_norm", "k_norm")
+            mixer: MixerSpec = AttentionLayer(self.attention, f"{name}.self_attn", norms, centred=True)
+        else:
+            mixer = DeltaNetLayer(self.delta_net, f"{name}.linear_attn")
+        yield f"{name}.input_layernorm", mixer
+        yield f"{name}.post_attention_layernorm", self._feed_forward(f"{name}.mlp", sparse, stored)
 
     def _feed_forward(self, name: str, sparse: bool, stored: Collection[str]) -> MixerSpec:
         """Experts are published as a tensor for each expert and matrix, and as two stacks."""
@@ -261,7 +276,7 @@ def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> F
         architecture=architecture,
         config=config,
         float32_tensors=("A_log", "dt_bias"),
-        # Multi-token prediction is not served; the vision tower is loaded by itself, where there are images to see.
+        # Multi-token prediction may not be served; the vision tower is loaded by itself, where there are images to see.
         ignored_tensors=("mtp.", "model.visual."),
         flatten=_text_config if config.nested else Fields,
     )
@@ -320,6 +335,8 @@ DENSE_RECIPE = Recipe(
     # Weights of norms are stored less 1, but for the one after the delta rule.
     spreads={
         "layernorm.weight": (0.0, 0.1),
+        "pre_fc_norm_embedding.weight": (0.0, 0.1),
+        "pre_fc_norm_hidden.weight": (0.0, 0.1),
         "q_norm.weight": (0.0, 0.1),
         "k_norm.weight": (0.0, 0.1),
         "linear_attn.norm.weight": (1.0, 0.1),
@@ -329,6 +346,7 @@ DENSE_RECIPE = Recipe(
     gains={"lm_head.weight": LOGIT_STD},
     float32=("A_log",),
     tokens=IMAGE_TOKENS,
+    mtp_fields={"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
 )
 
 MOE_RECIPE = replace(
