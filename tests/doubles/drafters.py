@@ -56,15 +56,20 @@ class KnowingHead(KnowingDrafter):
         super().__init__(answers, num_drafts, num_right, vocab_size)
         self._drafts: dict[int, Keys] = {}
         self.num_made = 0
-        assert runner._head is not None
-        runner._head.choose = self._choose
+        head = runner._head
+        assert head is not None
+        advance = head.advance
+
+        def replace_drafts(rows, depth):
+            advance(rows, depth)
+            assert torch.isfinite(head.hidden[: len(rows)]).all()
+            self.num_made += len(rows)
+            known = [int(self._drafts[row.slot][depth]) for row in rows]
+            head.tokens[: len(rows)] = torch.tensor(known)
+
+        head.advance = replace_drafts
 
     def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
         drafts = super().propose(request, most, num_decodes)
         self._drafts[request.slot] = drafts
         return np.full(len(drafts), DRAFTED, np.int64)
-
-    def _choose(self, hidden, rows, depth):
-        assert torch.isfinite(hidden).all() and len(hidden) == len(rows)
-        self.num_made += len(rows)
-        return torch.tensor([int(self._drafts[row.slot][depth]) for row in rows])

@@ -131,13 +131,16 @@ def test_drafts_are_those_of_the_published_head(name: str, exact: bool) -> None:
     sequence = driver.sequence(0, LENGTH + DRAFTS)
     driver.run(driver.row(sequence, tokens[:64], sample=False))
     driver.run(driver.row(sequence, tokens[64:-1], sample=False))
-    drafter = driver.runner._head
+    head = driver.runner._head
+    assert head is not None
+    advance = head.advance
 
-    def choose(hidden: Tensor, rows: Any, depth: int) -> Tensor:
-        seen.append(driver.model.logits(hidden)[0])
-        return seen[-1].argmax()[None]
+    def see(rows: Any, depth: int) -> None:
+        advance(rows, depth)
+        seen.append(driver.model.logits(head.hidden[:1])[0])
+        assert head.tokens[0] == seen[-1].argmax()
 
-    drafter.choose = choose
+    head.advance = see  # type: ignore[method-assign]
     row = VerifyRow(0, LENGTH - 1, torch.tensor([tokens[-1]] + DRAFTS * [DRAFTED]).numpy(), 0)
     driver.step += 1
     driver.checked.run(StepPlan(driver.step, verifies=(row,)))

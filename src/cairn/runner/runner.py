@@ -155,6 +155,11 @@ class Runner(StepRunner):
         graphs, folds = self._model.kernels.step_graphs(), self._model.kernels.step_graphs()
         if graphs is not None and folds is not None and max_num_seqs:
             self._graphs.record(graphs, folds, max_num_seqs, max_model_len)
+            if self._head is not None:
+                # in memory of their own: they come between a pass and what is read of it
+                drafts = self._model.kernels.step_graphs()
+                assert drafts is not None
+                self._head.record(drafts, max_model_len)
 
     def get_ready(self) -> None:
         """Compile the kernels; in exact mode also check that rows are independent with this rank's
@@ -271,6 +276,8 @@ class Runner(StepRunner):
     def close(self) -> None:
         """Give the graphs back. There is nothing to shut down."""
         self._graphs.release()
+        if self._head is not None:
+            self._head.release()
 
     def _stage_sampling(self, step: LaunchedStep) -> None:
         samples, staging = step.plan.samples, step.inputs.staging
