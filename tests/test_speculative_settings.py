@@ -11,8 +11,8 @@ from cairn.engine.contract import EngineConfig, SpeculativeConfig
 from cairn.engine.devices import Device
 from cairn.engine.wire import decode_config
 from cairn.errors import ConfigError
-from cairn.scheduler.head_drafter import HeadDrafter
 from cairn.scheduler.lookup_drafter import LookupDrafter
+from cairn.scheduler.mtp_drafter import MTPDrafter
 from cairn.types import ManualClock
 from test_settings import load
 
@@ -100,7 +100,7 @@ def test_nobody_drafts():
 @pytest.mark.parametrize("method", ["auto", "mtp"])
 def test_a_head_drafts_where_there_is_one(method):
     config = EngineConfig(model="m", speculative=SpeculativeConfig(method=method))
-    assert isinstance(make_drafter(config, Device(), CLOCK, has_head=True), HeadDrafter)
+    assert isinstance(make_drafter(config, Device(), CLOCK, has_head=True), MTPDrafter)
 
 
 @pytest.mark.parametrize("method", ["mtp", "ngram", "suffix"])

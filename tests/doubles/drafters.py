@@ -58,10 +58,10 @@ class KnowingHead(KnowingDrafter):
         self.num_made = 0
         head = runner._head
         assert head is not None
-        advance = head.advance
+        advance = type(head).advance
 
         def replace_drafts(rows, depth):
-            advance(rows, depth)
+            advance(head, rows, depth)
             assert torch.isfinite(head.hidden[: len(rows)]).all()
             self.num_made += len(rows)
             known = [int(self._drafts[row.slot][depth]) for row in rows]

@@ -52,8 +52,8 @@ from cairn.runner.decode_graphs import CudaGraphs
 from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
 from cairn.runner.vision import tower_identity
-from cairn.scheduler.head_drafter import HeadDrafter
 from cairn.scheduler.lookup_drafter import LookupDrafter
+from cairn.scheduler.mtp_drafter import MTPDrafter
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.speculation import Drafter
 from cairn.scheduler.state import SchedulerConfig
@@ -297,7 +297,7 @@ def make_drafter(config: EngineConfig, device: Device, clock: Clock, has_head: b
             f"--speculative-config: method: {asked.method!r} not with --device cuda yet, which auto is where there is "
             "a GPU: nothing is drafted there; leave it out, or serve with --device cpu"
         )
-    return HeadDrafter(asked, clock=clock) if has_head else LookupDrafter(asked, clock=clock)
+    return MTPDrafter(asked, clock=clock) if has_head else LookupDrafter(asked, clock=clock)
 
 
 def _model_units(opened: OpenModel) -> ModelUnits:

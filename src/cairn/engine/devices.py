@@ -93,11 +93,11 @@ def open_head(config: EngineConfig, opened: OpenModel) -> OpenModel:
     if num_ranks > 1:
         why = f"it is on one rank only, and --tensor-parallel-size is {num_ranks}"
     else:
-        with_head = opened.with_head(opened.stored_tensors())
-        if isinstance(with_head, OpenModel):
+        reason = opened.why_no_head(opened.stored_tensors())
+        if reason is None:
             logger.info("--speculative-config: the checkpoint's head of multi-token prediction is served, and drafts")
-            return with_head
-        why = with_head
+            return opened.with_head()
+        why = reason
     if method == "auto":
         return opened
     raise ConfigError(

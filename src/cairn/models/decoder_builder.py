@@ -7,7 +7,7 @@ from functools import singledispatchmethod
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -131,13 +131,12 @@ class _DecoderBuilder:
         embedding_norm, hidden_norm = self._norm(head.embedding_norm), self._norm(head.hidden_norm)
         projection = self._weights.make(self._spec.product(head.projection))
         (attention_norm, attention), *others = [(self._norm(norm), self._build(mixer)) for norm, mixer in head.layers]
-        assert isinstance(attention, Attention)
         return MTPHead(
             embedding_norm=embedding_norm,
             hidden_norm=hidden_norm,
             projection=projection,
             attention_norm=attention_norm,
-            attention=attention,
+            attention=cast(Attention, attention),
             others=tuple(others),
             final_norm=self._norm(head.final_norm),
         )

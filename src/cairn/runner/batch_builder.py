@@ -212,8 +212,8 @@ def _head_positions(
     positions: NDArray[np.int64], firsts: Sequence[int], inputs: Sequence[MultimodalInputs | None]
 ) -> NDArray[np.int64]:
     """`positions` int64 [3, T], but where rows have others for a head's entries."""
-    found = positions.copy()
+    moved = positions.copy()
     for first, row in zip(firsts, inputs, strict=True):
         if row is not None and row.head_positions is not None:
-            found[:, first : first + row.head_positions.shape[1]] = row.head_positions
-    return found
+            moved[:, first : first + row.head_positions.shape[1]] = row.head_positions
+    return moved

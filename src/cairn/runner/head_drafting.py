@@ -84,11 +84,11 @@ class HeadDrafter:
         self.tokens[: len(rows)] = firsts[:, 1]
         columns = list[Tensor]()
         for depth in range(counts[0]):
-            num_rows = sum(count > depth for count in counts)
-            self.advance(rows[:num_rows], depth)
-            columns.append(self.tokens[:num_rows].clone())
-        found = [column.tolist() for column in columns]
-        return [np.array([column[row] for column in found[:count]], np.int64) for row, count in enumerate(counts)]
+            num_seqs = sum(count > depth for count in counts)
+            self.advance(rows[:num_seqs], depth)
+            columns.append(self.tokens[:num_seqs].clone())
+        drafts = [column.tolist() for column in columns]
+        return [np.array([column[row] for column in drafts[:count]], np.int64) for row, count in enumerate(counts)]
 
     def advance(self, rows: Sequence[VerifyRow], depth: int) -> None:
         """Take `tokens` and `hidden` on by draft number `depth` of each row."""
@@ -119,10 +119,10 @@ class HeadDrafter:
 
     def _run(self, host: HostBatch, cu_seqlens: Tensor, metadata: object) -> None:
         """What is recorded."""
-        num_rows = host.num_seqs
-        rows = self._rows[:, :num_rows]
+        num_seqs = host.num_seqs
+        rows = self._rows[:, :num_seqs]
         batch = Batch(
-            tokens=self.tokens[:num_rows],
+            tokens=self.tokens[:num_seqs],
             positions=rows[:3].long(),
             cu_seqlens=cu_seqlens,
             slots=rows[3],
@@ -134,9 +134,9 @@ class HeadDrafter:
             host=host,
             metadata=metadata,
         )
-        hidden = self._model.draft(batch, self.hidden[:num_rows], self._memory)
-        self.hidden[:num_rows] = hidden
-        self.tokens[:num_rows] = self._model.logits(hidden).argmax(-1)
+        hidden = self._model.draft(batch, self.hidden[:num_seqs], self._memory)
+        self.hidden[:num_seqs] = hidden
+        self.tokens[:num_seqs] = self._model.logits(hidden).argmax(-1)
 
     def _host_batch(self, rows: Sequence[VerifyRow], depth: int) -> HostBatch:
         """Token number `depth` of each row, as a decode of its own."""

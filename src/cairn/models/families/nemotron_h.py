@@ -151,8 +151,9 @@ class NemotronHConfig(DecoderConfig):
         )
 
     def head(self, stored: Collection[str] = ()) -> HeadSpec | None:
-        """See `DecoderConfig`. `mtp.*`, which transformers does not read, as vLLM's `nemotron_h_mtp` does: attention
-        and a mixture, of which the first has what comes before the layers and the last has the norm after them."""
+        """See `DecoderConfig`. `mtp.*`, which transformers does not read, as vLLM has it (nemotron_h_mtp.py):
+        attention and a mixture. The first layer has what comes before all of them, and the last one the norm after
+        them."""
         others = {*self.mtp_pattern[1:]}
         if self.mtp_pattern[:1] != ATTENTION or not self.has_attention or not others <= {MLP, MOE} & {*self.pattern}:
             return None

@@ -174,8 +174,9 @@ class Qwen35Config(DecoderConfig):
         )
 
     def head(self, stored: Collection[str] = ()) -> HeadSpec | None:
-        """See `DecoderConfig`. `mtp.*`, which transformers does not read, as vLLM's `qwen3_5_mtp` and `qwen3_next_mtp`
-        do: one layer with attention, whose experts may be stored in the other form than the model's."""
+        """See `DecoderConfig`. `mtp.*`, which transformers does not read, as vLLM has it (qwen3_5_mtp.py,
+        qwen3_next_mtp.py): one layer with attention, whose experts may be stored in the other form than the
+        model's."""
         if not self.has_attention:
             return None
         return HeadSpec(

@@ -18,7 +18,7 @@ _FIRST_COST = VerifyCost(overhead=0.3, row=0.1)
 """Of a head's drafts with their verification, before any step has shown it: each takes a layer and an output."""
 
 
-class HeadDrafter:
+class MTPDrafter:
     """Leaves drafts to the model's head, see `Drafter`; with method `auto` only where a lookup proposes none, which
     takes less and is right for longer. Both share what a request may lose.
 
@@ -37,7 +37,8 @@ class HeadDrafter:
         """`clock`: by which lookups are timed."""
         self.max_decodes = max_decodes
         self._config = config
-        self._cost, self._head_cost = cost or MeasuredCost(), head_cost or MeasuredCost(_FIRST_COST)
+        self._cost = cost or MeasuredCost()
+        self._head_cost = head_cost or MeasuredCost(_FIRST_COST, self._cost)
         self._depth = DraftDepth(self._cost, max_decodes, self._head_cost)
         self._lookup: LookupDrafter | None = None
         if config.method == "auto":
