@@ -18,6 +18,12 @@ _FIRST_COST = VerifyCost(overhead=0.3, row=0.1)
 """Of a head's drafts with their verification, before any step has shown it: each takes a layer and an output."""
 
 
+_PLAIN_STEPS = 4
+_MOST_STEPS = 64
+"""What drafts cost is told by steps without any: so many come before the first draft, and one after so many steps with
+drafts. A head could draft in every step."""
+
+
 class MTPDrafter:
     """Leaves drafts to the model's head, see `Drafter`; with method `auto` only where a lookup proposes none, which
     takes less and is right for longer. Both share what a request may lose.
@@ -45,6 +51,7 @@ class MTPDrafter:
             self._lookup = LookupDrafter(config, self._cost, max_decodes, clock=clock, depth=self._depth)
         # by request, whether its last draft was the head's
         self._by_head: dict[Request, bool] = {}
+        self._num_plain, self._num_since = 0, 0
 
     def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
         """See `Drafter`. DRAFTED for each token that is left to the head."""
@@ -56,6 +63,8 @@ class MTPDrafter:
             if len(drafts):
                 self._by_head[request] = False
                 return drafts
+        if self._num_plain < _PLAIN_STEPS or self._num_since >= _MOST_STEPS:
+            return _NOTHING
         most = min(most, self._config.num_speculative_tokens)
         num_drafts = usual_count(self._depth.choose(request, BY_HEAD, most, num_decodes))
         if num_drafts:
@@ -68,6 +77,8 @@ class MTPDrafter:
 
     def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
         """See `Drafter`. Of a step with drafts of both kinds nothing is learned."""
+        self._num_plain += not num_draft_tokens
+        self._num_since = self._num_since + 1 if num_draft_tokens else 0
         kinds = {*self._by_head.values()} if num_draft_tokens else {False, True}
         if False in kinds and (True not in kinds or not num_draft_tokens):
             self._cost.record_step(num_decodes, num_draft_tokens, seconds)
