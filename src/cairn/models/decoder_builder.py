@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from importlib import import_module
 from importlib.util import find_spec
@@ -130,14 +130,16 @@ class _DecoderBuilder:
         """Its attention is the last of the model's attention layers."""
         embedding_norm, hidden_norm = self._norm(head.embedding_norm), self._norm(head.hidden_norm)
         projection = self._weights.make(self._spec.product(head.projection))
-        (attention_norm, attention), *others = [(self._norm(norm), self._build(mixer)) for norm, mixer in head.layers]
+        kv_projection = self._weights.make(head.attention.keys_and_values(self._rank, self._size))
+        attention_norm, attention = self._norm(head.attention_norm), cast(Attention, self._build(head.attention))
+        others = tuple((self._norm(norm), self._build(mixer)) for norm, mixer in head.others)
         return MTPHead(
             embedding_norm=embedding_norm,
             hidden_norm=hidden_norm,
             projection=projection,
             attention_norm=attention_norm,
-            attention=cast(Attention, attention),
-            others=tuple(others),
+            attention=replace(attention, kv_projection=kv_projection),
+            others=others,
             final_norm=self._norm(head.final_norm),
         )
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cairn.models.attention import AttentionLayer
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes
 from cairn.models.sharding import check_rank, shard_vocabulary
 from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, column_parallel
@@ -71,13 +72,19 @@ class RotarySpec:
 class HeadSpec:
     """A head of multi-token prediction, which drafts; see `cairn.layers.mtp_head`. `embedding_norm`, `hidden_norm`: of
     the token's embedding and of the hidden state before it, which `projection` takes side by side, in this order, to
-    one hidden state. `layers`: as the model's, the first of them attention."""
+    one hidden state. Then come `attention_norm` and `attention`, and `others`, which are as the model's layers."""
 
     embedding_norm: str
     hidden_norm: str
     projection: str
-    layers: tuple[NamedMixer, ...]
+    attention_norm: str
+    attention: AttentionLayer
+    others: tuple[NamedMixer, ...]
     final_norm: str
+
+    @property
+    def layers(self) -> tuple[NamedMixer, ...]:
+        return ((self.attention_norm, self.attention), *self.others)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +157,7 @@ class DecoderSpec:
             yield self.norm(head.embedding_norm)
             yield self.norm(head.hidden_norm)
             yield self.product(head.projection)
+            yield head.attention.keys_and_values(rank, size)
             yield from self._layer_weights(head.layers, rank, size)
             yield self.norm(head.final_norm)
 

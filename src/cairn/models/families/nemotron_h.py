@@ -162,7 +162,9 @@ class NemotronHConfig(DecoderConfig):
             embedding_norm="mtp.layers.0.enorm",
             hidden_norm="mtp.layers.0.hnorm",
             projection="mtp.layers.0.eh_proj",
-            layers=tuple((f"{name}.norm", self._mixer(kind, f"{name}.mixer")) for name, kind in names),
+            attention_norm="mtp.layers.0.norm",
+            attention=AttentionLayer(self.attention, "mtp.layers.0.mixer"),
+            others=tuple((f"{name}.norm", self._mixer(kind, f"{name}.mixer")) for name, kind in names[1:]),
             final_norm=f"{names[-1][0]}.final_layernorm",
         )
 

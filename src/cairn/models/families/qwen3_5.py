@@ -16,7 +16,6 @@ from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer, RotaryS
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SwiGLULayer
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
-from cairn.models.weight_specs import MixerSpec
 
 DELTA, FULL = "linear_attention", "full_attention"
 
@@ -183,30 +182,30 @@ class Qwen35Config(DecoderConfig):
             embedding_norm="mtp.pre_fc_norm_embedding",
             hidden_norm="mtp.pre_fc_norm_hidden",
             projection="mtp.fc",
-            layers=tuple(self._layer("mtp.layers.0", FULL, 0 in self.sparse_layers, stored)),
+            attention_norm="mtp.layers.0.input_layernorm",
+            attention=self._attention("mtp.layers.0"),
+            others=(self._feed_forward("mtp.layers.0", 0 in self.sparse_layers, stored),),
             final_norm="mtp.norm",
         )
 
     def _layers(self, prefix: str, stored: Collection[str]) -> Iterator[NamedMixer]:
         for index, kind in enumerate(self.layer_types):
-            yield from self._layer(f"{prefix}.layers.{index}", kind, index in self.sparse_layers, stored)
+            name = f"{prefix}.layers.{index}"
+            delta = DeltaNetLayer(self.delta_net, f"{name}.linear_attn")
+            yield f"{name}.input_layernorm", self._attention(name) if kind == FULL else delta
+            yield self._feed_forward(name, index in self.sparse_layers, stored)
 
-    def _layer(self, name: str, kind: str, sparse: bool, stored: Collection[str]) -> Iterator[NamedMixer]:
-        if kind == FULL:
-            norms = ("q_norm", "k_norm")
-            mixer: MixerSpec = AttentionLayer(self.attention, f"{name}.self_attn", norms, centred=True)
-        else:
-            mixer = DeltaNetLayer(self.delta_net, f"{name}.linear_attn")
-        yield f"{name}.input_layernorm", mixer
-        yield f"{name}.post_attention_layernorm", self._feed_forward(f"{name}.mlp", sparse, stored)
+    def _attention(self, layer: str) -> AttentionLayer:
+        return AttentionLayer(self.attention, f"{layer}.self_attn", ("q_norm", "k_norm"), centred=True)
 
-    def _feed_forward(self, name: str, sparse: bool, stored: Collection[str]) -> MixerSpec:
+    def _feed_forward(self, layer: str, sparse: bool, stored: Collection[str]) -> NamedMixer:
         """Experts are published as a tensor for each expert and matrix, and as two stacks."""
+        norm, name = f"{layer}.post_attention_layernorm", f"{layer}.mlp"
         if not sparse:
-            return SwiGLULayer(self.feed_forward("intermediate_size"), name)
+            return norm, SwiGLULayer(self.feed_forward("intermediate_size"), name)
         experts, shared = f"{name}.experts", f"{name}.shared_expert"
         stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
-        return ExpertsLayer(
+        mixture = ExpertsLayer(
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
@@ -215,6 +214,7 @@ class Qwen35Config(DecoderConfig):
             stacks=stacks if stacks[0] in stored else None,
             shared=SwiGLULayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
         )
+        return norm, mixture
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
