@@ -79,6 +79,12 @@ def test_what_chunks_leave_is_what_one_row_leaves(driver: Driver) -> None:
     assert entries(driver, whole, PROMPT).std() > 0.1
 
 
+def test_who_begins_in_a_slot_reads_nothing_of_who_had_it(driver: Driver) -> None:
+    whole, again = in_one_go(driver), driver.sequence(0, LENGTH)
+    driver.run(driver.row(again, TOKENS[:PROMPT]))
+    assert torch.equal(entries(driver, again, PROMPT), entries(driver, whole, PROMPT))
+
+
 def test_rows_beside_others_leave_the_same(driver: Driver) -> None:
     whole, other = in_one_go(driver), driver.sequence(1, LENGTH)
     beside, one = driver.sequence(2, LENGTH), driver.sequence(3, LENGTH)
