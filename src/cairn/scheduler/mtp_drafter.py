@@ -14,7 +14,7 @@ from cairn.types import Clock, Keys
 _NOTHING: Keys = np.empty(0, np.int64)
 _NOTHING.flags.writeable = False
 
-_FIRST_COST = VerifyCost(overhead=0.3, row=0.1)
+_FIRST_COST = VerifyCost(overhead=0.1, row=0.2)
 """Of a head's drafts with their verification, before any step has shown it: each takes a layer and an output."""
 
 
