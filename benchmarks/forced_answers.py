@@ -12,13 +12,13 @@ from benchmarks.hand_turned import HandTurned
 from torch import Tensor
 
 from cairn.engine.build import build_core
-from cairn.engine.contract import EngineConfig
+from cairn.engine.contract import EngineConfig, SpeculativeConfig
 from cairn.engine.core import Core
 from cairn.scheduler.request import Request
-from cairn.step import VerifyRow
+from cairn.step import DRAFTED, VerifyRow
 from cairn.types import Keys
 
-__all__ = ["Engine", "FixedDrafter", "ForcedAnswers"]
+__all__ = ["Engine", "FixedDrafter", "FixedHead", "ForcedAnswers"]
 
 
 class ForcedAnswers:
@@ -88,10 +88,34 @@ class FixedDrafter:
         """See `Drafter`."""
 
 
-class Engine(HandTurned):
-    """One core with the default flags, whose answers may be forced."""
+class FixedHead(FixedDrafter):
+    """As `FixedDrafter`, but that the model's head drafts, which computes all that it has to and then comes to these
+    tokens."""
 
-    def __init__(self, model: Path, precision: str, sequences: int, clock: Callable[[], float]) -> None:
+    def __init__(self, texts: dict[str, Keys], core: Core) -> None:
+        super().__init__(texts)
+        head: Any = core._runner._head  # type: ignore[attr-defined]
+        requests = core._scheduler.state.requests
+        advance = head.advance
+
+        def come_to_known(rows: Sequence[VerifyRow], depth: int) -> None:
+            advance(rows, depth)
+            by_slot = {request.slot: self._texts[name] for name, request in requests.items() if name in self._texts}
+            head.tokens[: len(rows)] = torch.tensor([int(by_slot[row.slot][row.start + 1 + depth]) for row in rows])
+
+        head.advance = come_to_known
+
+    def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
+        """See `Drafter`."""
+        return np.full(len(super().propose(request, most, num_decodes)), DRAFTED, np.int64)
+
+
+class Engine(HandTurned):
+    """One core with the default flags, whose answers may be forced. `method`: what drafts."""
+
+    def __init__(
+        self, model: Path, precision: str, sequences: int, clock: Callable[[], float], method: str = "suffix"
+    ) -> None:
         self.clock = clock
         config = EngineConfig(
             model=str(model),
@@ -100,6 +124,7 @@ class Engine(HandTurned):
             max_num_seqs=sequences,
             max_num_batched_tokens=2048,
             kv_cache_memory_bytes=1 << 29,
+            speculative=SpeculativeConfig(method=method),  # type: ignore[arg-type]
         )
         super().__init__(build_core(config))
         self.texts = ForcedAnswers(self.core).texts

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.forced_answers import Engine, FixedDrafter
+from benchmarks.forced_answers import Engine, FixedDrafter, FixedHead
 from benchmarks.quantization import CLOCKS
 
-__all__ = ["measure_forced"]
+__all__ = ["measure_forced", "measure_head"]
 
 
 def step_ms(engine: Engine, steps: int) -> float:
@@ -79,3 +79,48 @@ def wide_costs(engine: Engine, options: argparse.Namespace, sequences: int) -> l
         costs.append(step_ms(engine, options.steps) / alone)
         engine.until_idle()
     return costs
+
+
+def measure_head(options: argparse.Namespace, name: str, model: Path, precision: str) -> Iterator[dict[str, Any]]:
+    """A row for each number of drafts of a head, and one for none: beside an engine without a head, in turn. Prompts'
+    times are the first tokens'."""
+    clock = CLOCKS[options.clock]
+    plain, headed = (Engine(model, precision, 2, clock, method) for method in ("none", "mtp"))
+    headed.drafting.drafter = fixed = FixedHead(headed.texts, headed.core)
+    for depth in (0, *options.depths):
+        num_tokens = (options.windows + 1) * (options.steps + 1) * (1 + depth) + 8
+        fixed.depth = 0
+        first = [_first_token_ms(engine, options.context, num_tokens) for engine in (plain, headed)]
+        windows = []
+        for _ in range(options.windows + 1):  # the first one records
+            decode_ms = step_ms(plain, options.steps)
+            fixed.depth = depth
+            windows.append((decode_ms, step_ms(headed, options.steps)))
+            fixed.depth = 0
+        for engine in (plain, headed):
+            engine.until_idle()
+        decode_ms, draft_ms = (statistics.median(column) for column in zip(*windows[1:], strict=True))
+        yield {
+            "part": "head",
+            "precision": precision,
+            "case": f"{name}, {depth} drafts of its head",
+            "drafts": depth,
+            "decode_ms": decode_ms,
+            "verify_ms": draft_ms,
+            "verify_cost": draft_ms / decode_ms,
+            "first_token_cost": first[1] / first[0],
+            "none_tokens_per_s": 1000 / decode_ms,
+            "tokens_per_s": 1000 * (1 + depth) / draft_ms,
+            "ratio": (1 + depth) * decode_ms / draft_ms,
+            "ratios": sorted((1 + depth) * plain_ms / drafts_ms for plain_ms, drafts_ms in windows[1:]),
+            "bar": None if depth else 0.97,
+        }
+    plain.core.close()
+    headed.core.close()
+
+
+def _first_token_ms(engine: Engine, context: int, num_tokens: int) -> float:
+    prompt, answer = engine.draw(context), engine.draw(num_tokens)
+    begin = engine.clock()
+    engine.force(prompt, answer)
+    return 1000 * (engine.clock() - begin)

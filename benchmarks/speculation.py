@@ -1,6 +1,6 @@
 """What drafts bring on the CPU, beside the same engine without: --speculative-config '{"method": "none"}'.
 
-    python -m benchmarks.speculation [--parts forced trained small] [--precisions bfloat16]
+    python -m benchmarks.speculation [--parts forced trained small head mtp] [--precisions bfloat16]
                                      [--depths 1 3 7 15] [--rounds 4] [--clock wall] [--cpu-threads N]
                                      [--seed 0] [--json FILE] [--plot FILE]
 
@@ -12,7 +12,11 @@ the time of a decode step of 1 + k sequences over that of one sequence. Bar: .8 
 that are edited, and tokens that are drawn at random, are forced: what the model samples gives way to the known token,
 with drafts and without, so the drafter sees what it would see if the model had answered so. Both engines compute the
 same requests; windows of the one and of the other are timed in turn, behind the first token. Steps of all shapes have
-been recorded before, and nothing else has been learned.
+been recorded before, and nothing else has been learned. In all of these drafts are looked up.
+
+`head`: steps with drafts of the checkpoint's own head, all of which are forced to be right, and without, beside an
+engine that has no head: a Qwen3.5 with 333 M random parameters and a head, and the demo's model. `mtp`: the demo's
+model, whose head was trained, with method `mtp` and with `auto`, beside an engine that has no head.
 """
 
 import argparse
@@ -28,7 +32,7 @@ import numpy as np
 import torch
 from benchmarks.draft_texts import FIRST_TOKEN, NUM_TOKENS, DraftTexts
 from benchmarks.forced_answers import Engine
-from benchmarks.forced_steps import measure_forced
+from benchmarks.forced_steps import measure_forced, measure_head
 from benchmarks.hand_turned import GREEDY, NOTHING
 from benchmarks.made_model import make_peer_model
 from benchmarks.quantization import CLOCKS, wait_as_a_server_does
@@ -39,10 +43,11 @@ from rich.table import Table
 
 from cairn.errors import CairnError
 from cairn.kernels.cpu.features import cpu_features
+from cairn.models.random_weights.make_model import make_model
 from cairn.scheduler.speculation import Drafter, SpeculativeConfig
 from cairn.types import Keys, SamplingParams
 
-PARTS = ("forced", "trained", "small")
+PARTS = ("forced", "trained", "small", "head", "mtp")
 PRECISIONS = ("bfloat16", "int8", "int4")
 DEMO_MODEL = Path(__file__).parents[1] / "demo" / "model"
 CODE, ANSWER, FILE = 600, 300, 1_200
@@ -221,38 +226,46 @@ def trained_cases(options: argparse.Namespace, texts: DraftTexts) -> Iterator[Ca
     yield Case(f"code goes on, {SEQUENCES} sequences", at_once, 1.0)
 
 
-def sides_of(options: argparse.Namespace, part: str, model: Path, precision: str) -> list[Side]:
+def sides_of(options: argparse.Namespace, part: str, model: Path, precision: str, method: str = "suffix") -> list[Side]:
     """Without drafts, and with. Of the demo's model, whose steps are short, the same engine, so that nothing else
-    differs; of the 333 M model two, which take turns within its long answers."""
-    drafting = Engine(model, precision, SEQUENCES, CLOCKS[options.clock])
-    plain = Engine(model, precision, SEQUENCES, CLOCKS[options.clock]) if part == "small" else drafting
+    differs; of the 333 M model two, which take turns within its long answers, and where there is a head to be left
+    out."""
+    drafting = plain = Engine(model, precision, SEQUENCES, CLOCKS[options.clock], method)
+    if part in ("small", "mtp"):
+        plain = Engine(model, precision, SEQUENCES, CLOCKS[options.clock], "none")
     drafter = drafting.drafting.drafter
     for engine in {plain, drafting}:
         engine.record_steps(SpeculativeConfig().num_speculative_tokens if engine is drafting else 1)
     return [Side(plain, None), Side(drafting, drafter)]
 
 
-def measure_texts(options: argparse.Namespace, part: str, model: Path, precision: str) -> Iterator[dict[str, Any]]:
-    sides = sides_of(options, part, model, precision)
+def measure_texts(
+    options: argparse.Namespace, part: str, model: Path, precision: str, method: str = "suffix"
+) -> Iterator[dict[str, Any]]:
+    sides = sides_of(options, part, model, precision, method)
     texts = DraftTexts(DEMO_MODEL / "tokenizer.json", options.seed)
-    if part == "trained":
+    if part != "small":
         cases = [*edit_cases(texts, options.rounds, precision), *trained_cases(options, texts)]
     else:
         cases = list(edit_cases(texts, 1, precision))
     for case in cases:
-        yield {"part": part, "precision": precision, **measure_case(sides, case)}
+        found = measure_case(sides, case)
+        yield {"part": part, "precision": precision, "method": method, **found}
     for engine in {side.engine for side in sides}:
         engine.core.close()
 
 
 def table_of(rows: Sequence[dict[str, Any]], part: str) -> Table:
-    last = ("rows cost", "a step costs") if part == "forced" else ("tokens a verification", "accepted", "same answers")
+    last = ("tokens a verification", "accepted", "same answers")
+    if part in ("forced", "head"):
+        last = ("rows cost" if part == "forced" else "a first token costs", "a step costs")
     table = Table(
         "weights", "case", "none, tokens/s", "drafts, tokens/s", "times", "of windows", "bar", *last, title=part
     )
     for row in (row for row in rows if row["part"] == part):
-        if part == "forced":
-            remarks = [f"{row['rows_cost']:.2f}", f"{row['verify_cost']:.2f}"]
+        if part in ("forced", "head"):
+            cost = row["rows_cost"] if part == "forced" else row["first_token_cost"]
+            remarks = [f"{cost:.2f}", f"{row['verify_cost']:.2f}"]
         else:
             number, accepted, drafted = (row[f"num_{name}"] for name in COUNTS)
             remarks = (
@@ -262,7 +275,7 @@ def table_of(rows: Sequence[dict[str, Any]], part: str) -> Table:
         ratios, bar = row["ratios"], row["bar"]
         table.add_row(
             row["precision"],
-            row["case"],
+            f"{row['method']}: {row['case']}" if part == "mtp" else row["case"],
             f"{row['none_tokens_per_s']:,.1f}",
             f"{row['tokens_per_s']:,.1f}",
             f"{row['ratio']:.2f}",
@@ -308,6 +321,9 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
 def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="cairn-speculation-") as scratch:
         models = {"demo": DEMO_MODEL, "small": Path(scratch) / "model"}
+        with_heads = {"demo": DEMO_MODEL, "small": Path(scratch) / "with-head"}
+        if "head" in options.parts:
+            make_model("qwen3_5", with_heads["small"], size="small", seed=options.seed, dtype="bfloat16", mtp=True)
         if {"forced", "small"} & set(options.parts):
             make_peer_model(models["small"], size="small", vocab_size=None, seed=options.seed)
         for part in options.parts:
@@ -315,6 +331,12 @@ def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str,
                 if part == "forced":
                     for name, model in models.items():
                         yield from measure_forced(options, name, model, precision)
+                elif part == "head":
+                    for name, model in with_heads.items():
+                        yield from measure_head(options, name, model, precision)
+                elif part == "mtp":
+                    for method in ("mtp", "auto"):
+                        yield from measure_texts(options, part, DEMO_MODEL, precision, method)
                 else:
                     yield from measure_texts(options, part, models["small" if part == "small" else "demo"], precision)
 

@@ -80,11 +80,13 @@ def make_once(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureR
 
 @pytest.fixture(scope="session")
 def made_model(make_once: MakeOnce) -> Callable[[str], Path]:
-    """A family's name -> the folder of its tiny checkpoint, which nobody changes."""
+    """A family's name -> the folder of its tiny checkpoint, which nobody changes; `+mtp` behind it for one with a head
+    of multi-token prediction."""
 
     @cache
-    def made(family: str) -> Path:
-        return make_once(family, lambda folder: make_model(family, folder))
+    def made(name: str) -> Path:
+        family, _, head = name.partition("+")
+        return make_once(name, lambda folder: make_model(family, folder, mtp=bool(head)))
 
     return made
 

@@ -12,6 +12,7 @@ from cairn.engine.devices import Device
 from cairn.engine.wire import decode_config
 from cairn.errors import ConfigError
 from cairn.scheduler.lookup_drafter import LookupDrafter
+from cairn.scheduler.mtp_drafter import MTPDrafter
 from cairn.types import ManualClock
 from test_settings import load
 
@@ -36,8 +37,13 @@ def test_vllms_words():
     text = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 3, "prompt_lookup_max": 4}'
     asked = SpeculativeConfig(method="ngram", num_speculative_tokens=5, prompt_lookup_min=3, prompt_lookup_max=4)
     assert speculative(text) == engine_config(load("m", "-sc", text)).speculative == asked
-    for method in ("suffix", "none"):
+    for method in ("suffix", "mtp", "none"):
         assert speculative(json.dumps({"method": method, "prompt_lookup_min": None})).method == method
+
+
+@pytest.mark.parametrize("method", ["qwen3_next_mtp", "qwen3_5_mtp", "nemotron_h_mtp"])
+def test_a_familys_own_name_of_its_head_is_mtp(method):
+    assert speculative(json.dumps({"method": method})).method == "mtp"
 
 
 def test_one_length_of_what_is_looked_up_gives_way_to_the_other():
@@ -51,9 +57,8 @@ def test_one_length_of_what_is_looked_up_gives_way_to_the_other():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ('{"method": "mtp"}', "method: 'mtp' drafts with a checkpoint's own head, which is not served yet; use suffix"),
-        ('{"method": "qwen3_next_mtp"}', "method: 'qwen3_next_mtp' drafts with a checkpoint's own head"),
-        ('{"method": "eagle"}', "method: must be auto, ngram, suffix or none, not 'eagle'"),
+        ('{"method": "eagle"}', "method: must be auto, mtp, ngram, suffix or none, not 'eagle'"),
+        ('{"method": "mtp", "num_speculative_tokens": 33}', "num_speculative_tokens: must be 1 to 32, not 33"),
         ('{"method": 5}', "method: .*'5'"),
         ('{"model": "draft"}', "model: there are no draft models; leave it out"),
         ('{"num_speculative_tokens": 0}', "num_speculative_tokens: must be 1 to 32, not 0"),
@@ -92,7 +97,13 @@ def test_nobody_drafts():
         assert make_drafter(EngineConfig(model="m", speculative=SpeculativeConfig(method=method)), GPU, CLOCK) is None
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["auto", "mtp"])
+def test_a_head_drafts_where_there_is_one(method):
+    config = EngineConfig(model="m", speculative=SpeculativeConfig(method=method))
+    assert isinstance(make_drafter(config, Device(), CLOCK, has_head=True), MTPDrafter)
+
+
+@pytest.mark.parametrize("method", ["mtp", "ngram", "suffix"])
 def test_a_gpu_does_not_verify_yet(method):
     config = EngineConfig(model="m", speculative=SpeculativeConfig(method=method))
     with pytest.raises(ConfigError, match=r"^--speculative-config: method: .* not with --device cuda yet"):

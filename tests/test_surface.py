@@ -123,7 +123,7 @@ EXPORTED = {
     "ModelError NotFound Overloaded QueueFull RequestError",
     "cairn.types": "Boundary BoundaryKind Clock Count Keys ManualClock Pages Positive RequestId SamplingParams Size "
     "SystemClock",
-    "cairn.step": "Admit DecodeRows Fold FoldSnapshot GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED "
+    "cairn.step": "Admit DRAFTED DecodeRows Fold FoldSnapshot GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED "
     "SampledToken Samples Save Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks "
     "VerifiedTokens VerifyRow",
     "cairn.cache.audit": "audit",

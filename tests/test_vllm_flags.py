@@ -118,7 +118,7 @@ def test_the_log_says_once_what_has_no_effect(caplog):
         ("--no-enable-chunked-prefill", "--no-enable-chunked-prefill is not supported: prompts are"),
         ("--enable-lora", "--enable-lora is not supported: there are no LoRA"),
         ("--lora-modules a=b c=d", "--lora-modules is not supported: there are no LoRA"),
-        ("--speculative-config.method mtp", "--speculative-config: method: 'mtp' drafts with a checkpoint's own head"),
+        ("--speculative-config.method eagle", "--speculative-config: method: must be auto, mtp, ngram, suffix or none"),
         ("--spec-method ngram", "--spec-method is not supported: `--speculative-config` says it"),
         ("--mamba-ssm-cache-dtype float16", "--mamba-ssm-cache-dtype: must be auto or float32, not 'float16'"),
         ("--load-format dummy", "--load-format: must be auto or safetensors, not 'dummy'"),

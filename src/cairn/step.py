@@ -5,8 +5,8 @@ One step is `plan = scheduler.plan()`, `runner.launch(plan)`, `runner.sample(pla
 collected: of this one it needs on the device what was sampled, and nothing on the host. The runner carries a plan out
 in this order:
 
-    admits -> copies -> restores -> folds -> saves -> table updates -> rows (one forward pass, which also fills
-    snapshots) -> samples
+    admits -> copies -> restores -> folds -> saves -> table updates -> drafts -> rows (one forward pass, which also
+    fills snapshots) -> samples
 
     admits         a request begins in a slot: its block tables, sampling parameters and images, until the next admit
     copies         page -> page        copy on write
@@ -14,6 +14,7 @@ in this order:
     folds          slot -> slot        the running state goes on by the drafts that the last plan has verified
     saves          slot -> pages       the running state as it is before the forward pass
     table updates  pages into a slot's block tables: growth and copy on write
+    drafts         of verify rows that have none yet, by the model's head
     rows           the batch of the forward pass: decode rows, then verify rows, then prefill rows
     snapshots      (row, position) -> pages, the state as it was at `position` inside the pass
     samples        tokens sampled from slots' final hidden states, with or without a row in this step (`sample`)
@@ -26,7 +27,7 @@ Plans go to the other ranks as they are (`cairn.engine.ranks.wire`), so integers
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated
 
 import msgspec
@@ -36,6 +37,7 @@ from numpy.typing import NDArray
 from cairn.types import Keys, Pages, SamplingParams
 
 __all__ = [
+    "DRAFTED",
     "GRID",
     "SAMPLED",
     "Admit",
@@ -69,12 +71,16 @@ SAMPLED = -1
 """As a decode row's token: the one that was sampled last in its slot, by a step that may still be out. Where it is one
 of the slot's stop tokens the sequence has ended: the row is computed, and the slot's state stays as it was."""
 
+DRAFTED = -2
+"""As the drafts of a verify row: those that the model's head makes of the tokens before them, when the plan is carried
+out."""
+
 TokenMask = NDArray[np.int32]
 """Which tokens may come, one bit each, shape [(vocab + 31) // 32]: token t is bit t % 32 of word t // 32."""
 
 TokenMasks = Mapping[int, TokenMask | Sequence[TokenMask | None]]
 """By slot: the tokens that may come, before anything else is looked at; all where a slot has none. Of a verify row one
-mask for each of its tokens, None for all tokens."""
+mask for each of its tokens, None for all tokens; if there are fewer, nothing is sampled after the further tokens."""
 
 Index = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 """A slot, page, position or count."""
@@ -225,9 +231,9 @@ class VerifyRow:
     the decode kernels as if it were right. Their keys and values are written; the slot's state stays as it was, until
     the next plan folds those into it that were right.
 
-    `tokens`: shape [1 + drafts], one draft at least. A token is sampled after the first one, and after each draft that
-    equals what was sampled before it: see `VerifiedTokens`. `kv_write_from`: as of a prefill row. `min_tokens_until`:
-    no stop token may be sampled at a position before this one.
+    `tokens`: shape [1 + drafts], one draft at least, all of them known or all DRAFTED. A token is sampled after the
+    first one, and after each draft that equals what was sampled before it: see `VerifiedTokens`. `kv_write_from`: as of
+    a prefill row. `min_tokens_until`: no stop token may be sampled at a position before this one.
     """
 
     slot: Index
@@ -239,6 +245,11 @@ class VerifyRow:
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether its drafts are still to be made."""
+        return bool(self.tokens[-1] == DRAFTED)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -305,6 +316,17 @@ class StepPlan:
     prefills: tuple[PrefillRow, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
     samples: Samples = field(default_factory=Samples)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether drafts are still to be made: see `VerifyRow`."""
+        return any(row.is_open for row in self.verifies)
+
+    def split(self) -> "tuple[StepPlan, StepPlan]":
+        """What comes before the rows, and the rows with all that comes after them."""
+        moves = replace(self, decodes=DecodeRows(), verifies=(), prefills=(), snapshots=(), samples=Samples())
+        rows = replace(self, admits=(), copies=(), restores=(), folds=(), saves=(), table_updates=())
+        return moves, rows
 
     @property
     def num_seqs(self) -> int:

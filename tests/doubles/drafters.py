@@ -3,8 +3,11 @@
 from collections.abc import Callable, Mapping
 
 import numpy as np
+import torch
 
+from cairn.runner.runner import Runner
 from cairn.scheduler.request import Request
+from cairn.step import DRAFTED
 from cairn.types import Keys
 
 Pattern = Callable[[int], int]
@@ -41,3 +44,32 @@ class KnowingDrafter:
 
     def end(self, request: Request) -> None:
         self.ended.append(request.id)
+
+
+class KnowingHead(KnowingDrafter):
+    """As `KnowingDrafter`, but that what it drafts is left to the head of `runner`'s model, which computes all that it
+    has to and then comes to these tokens."""
+
+    def __init__(
+        self, answers: Mapping[str, list[int]], num_drafts: int, num_right: Pattern, vocab_size: int, runner: Runner
+    ) -> None:
+        super().__init__(answers, num_drafts, num_right, vocab_size)
+        self._drafts: dict[int, Keys] = {}
+        self.num_made = 0
+        head = runner._head
+        assert head is not None
+        advance = type(head).advance
+
+        def replace_drafts(rows, depth):
+            advance(head, rows, depth)
+            assert torch.isfinite(head.hidden[: len(rows)]).all()
+            self.num_made += len(rows)
+            known = [int(self._drafts[row.slot][depth]) for row in rows]
+            head.tokens[: len(rows)] = torch.tensor(known)
+
+        head.advance = replace_drafts
+
+    def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
+        drafts = super().propose(request, most, num_decodes)
+        self._drafts[request.slot] = drafts
+        return np.full(len(drafts), DRAFTED, np.int64)

@@ -49,6 +49,8 @@ class Loaded:
 
     def __init__(self, folder: Path) -> None:
         self.opened: OpenModel = open_model(folder)
+        if self.opened.config.num_mtp_layers:
+            self.opened = self.opened.with_head()
         self.models: dict[bool, Model] = {exact: self.opened.build(exact=exact) for exact in (False, True)}
         # without a recurrent state, any matched length can be resumed
         self.grid = 64 if self.opened.layout(BLOCK).state_bytes else 1

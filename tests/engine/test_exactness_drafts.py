@@ -12,24 +12,14 @@ from hypothesis import strategies as st
 
 from cairn.models.registry import open_model
 from cairn.scheduler.preempt import preempt
-from doubles.drafters import KnowingDrafter
+from doubles.drafters import KnowingDrafter, KnowingHead
 from engine.test_exactness import OTHER, PIECES, TEXT, TOLERANCE, Engine, Loaded, assert_same, load
 from engine.test_ranks_exactness import LoadedRanks
 from tiers import first, first_of, more
 
-FAMILIES = (
-    "nemotron_h",
-    "qwen3_5",
-    "lfm2",
-    "falcon_h1",
-    "granitemoehybrid",
-    "qwen3_5_moe",
-    "qwen3",
-    "granite",
-    "qwen3_moe",
-    "lfm2_moe",
-    "olmo_hybrid",
-)
+FAMILIES = ("nemotron_h+mtp", "qwen3_5+mtp", "lfm2", "nemotron_h", "qwen3_5", "falcon_h1", "granitemoehybrid")
+MORE_FAMILIES = ("qwen3_5_moe+mtp", "qwen3_5_moe", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid")
+"""`+mtp`: drafts are left to the checkpoint's head."""
 PATTERNS = {
     "all": lambda proposal: 99,
     "none": lambda proposal: 0,
@@ -38,7 +28,7 @@ PATTERNS = {
 }
 
 
-@pytest.fixture(scope="module", params=first(3, FAMILIES))
+@pytest.fixture(scope="module", params=first(3, FAMILIES + MORE_FAMILIES))
 def loaded(request, made_model) -> Loaded:
     return load(request.param, made_model)
 
@@ -53,8 +43,11 @@ class Drafted:
     def __init__(self, loaded, pattern="all", num_drafts=5, engine=Engine, **arguments) -> None:
         self.answers: dict[str, list[int]] = {}
         vocab_size = loaded.models[True].vocab_size
-        self.drafter = KnowingDrafter(self.answers, num_drafts, PATTERNS[pattern], vocab_size)
-        self.engine = engine(loaded, drafter=self.drafter, **arguments)
+        self.engine = engine(loaded, **arguments)
+        drafts = self.answers, num_drafts, PATTERNS[pattern], vocab_size
+        has_head = loaded.models[True].head is not None
+        self.drafter = KnowingHead(*drafts, self.engine.runner) if has_head else KnowingDrafter(*drafts)
+        self.engine.scheduler.state.drafting.drafter = self.drafter
 
     def submit(self, prompt, expected, **params) -> int:
         """`expected`: the logits of the answer without drafts."""

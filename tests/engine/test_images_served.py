@@ -16,9 +16,9 @@ from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.scheduler.speculation import SpeculativeConfig
 from cairn.types import SamplingParams
-from doubles.drafters import KnowingDrafter
+from doubles.drafters import KnowingDrafter, KnowingHead
 from doubles.engine_requests import generate_request
-from tiers import first_of
+from tiers import first_of, more
 
 torch.set_num_threads(1)
 
@@ -321,6 +321,29 @@ def test_drafts_after_images_change_nothing(tiny_vl_model, enforce_eager):
         tokens, _, found = drafted.ask(*parts, max_tokens=24)
         assert tokens == expected and torch.equal(found, wanted)
     assert sum(accepted for _, _, accepted in drafter.records) > 20
+
+
+@pytest.mark.parametrize("enforce_eager", [False, more(True)])
+def test_a_head_drafts_after_images(made_model, enforce_eager):
+    """Also where the prompt ends within an image's tokens, whose next one has another position for the head."""
+    folder, options = made_model("qwen3_5_vl+mtp"), {"exact": True, "enforce_eager": enforce_eager}
+    plain = Asker(folder, speculative=SpeculativeConfig(method="none"), **options)
+    headed = Asker(folder, **options)
+    head = KnowingHead({}, 5, lambda proposal: [99, 2, 0][proposal % 3], 3000, headed.core._runner)
+    headed.core._scheduler.state.drafting.drafter = head
+    for number, parts in enumerate(
+        [[image(96, 64, seed=3), text("what is this?")], [text("a"), image(64, 96, seed=4)]]
+    ):
+        request = plain.request(*parts, max_tokens=20)
+        if number:
+            (shown,) = request.images
+            request = replace(request, prompt=request.prompt[: 8 * (shown.start + shown.length)], boundaries=())
+        expected, _, wanted = plain.run(request)
+        for name in (f"{number}-cold", f"{number}-hit"):
+            head._answers[name] = expected
+            tokens, _, found = headed.run(replace(request, request_id=name))
+            assert tokens == expected and torch.equal(found, wanted)
+    assert sum(accepted for _, _, accepted in head.records) > 20 and head.num_made > 40
 
 
 @pytest.mark.long

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from cairn.engine.build import build_core
+from cairn.engine.contract import SpeculativeConfig
 from cairn.kernels.cpu.compiled import Kernel
 from cairn.kernels.cpu.warm_up import KERNELS
 from doubles.engine_requests import generate_request
@@ -14,12 +15,18 @@ from tiers import first_of
 @pytest.mark.parametrize("checkpoint_dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize(
     ("family", "form"),
-    first_of([("qwen3_5", "bfloat16"), ("nemotron_h", "float32"), ("qwen3_5_moe", "int8")], FAMILIES, FORMS),
+    first_of(
+        [("qwen3_5+mtp", "bfloat16"), ("nemotron_h", "float32"), ("qwen3_5_moe", "int8")],
+        (*FAMILIES, "qwen3_5+mtp", "nemotron_h+mtp", "qwen3_5_moe+mtp"),
+        FORMS,
+    ),
 )
 def test_requests_wait_for_no_compiler(family, form, checkpoint_dtype, made_model, monkeypatch):
     for kernel in KERNELS.values():  # as if none had been asked for in this process
         kernel.clear()
     options = {"checkpoint_dtype": checkpoint_dtype, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20}
+    if family.endswith("+mtp"):
+        options["speculative"] = SpeculativeConfig(method="mtp")
     core = build_core(config_of(made_model(family), form, **options))
     late, find = [], Kernel.__missing__
 

@@ -1,6 +1,7 @@
 """Decode steps that are recorded and repeated leave the same bits everywhere as steps that are computed anew."""
 
 import gc
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,9 +12,10 @@ from cairn.engine.contract import EngineConfig
 from cairn.kernels.cpu.graphs import LoopSequence
 from cairn.runner.runner import Runner
 from cairn.scheduler.speculation import SpeculativeConfig
+from cairn.step import DRAFTED
 from doubles.drafters import KnowingDrafter
 from doubles.engine_requests import generate_request
-from tiers import first_of
+from tiers import first_of, more
 
 FAMILIES = (
     "nemotron_h",
@@ -182,6 +184,47 @@ def test_repeated_verify_passes_and_folds_leave_the_bits_of_those_that_are_compu
     assert drafters[0].records == drafters[1].records and len(drafters[0].records) > 40
     assert len(recorded.repeats("fold")) == 8 and not eager.repeats("fold")
     check_addresses(recorded)
+
+
+class LeavesAll(KnowingDrafter):
+    """Leaves one to four drafts to the model's head, of each sequence in every step."""
+
+    def propose(self, request, most, num_decodes):
+        return np.full(min(most, 1 + len(request.output) % 4), DRAFTED, np.int64)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [("qwen3_5+mtp", "bfloat16"), more("nemotron_h+mtp", "float32"), more("qwen3_5_moe+mtp", "int8")],
+)
+def test_repeated_passes_of_a_head_draft_what_computed_ones_do(family, form, made_model):
+    """Of one to three sequences, with leftovers of drafts that were wrong; the head's own drafts, token by token."""
+    recorded, eager = (Twin(made_model(family), form, enforce_eager=eager) for eager in (False, True))
+    made = {}
+    for twin in (recorded, eager):
+        twin.core._scheduler.state.drafting.drafter = LeavesAll({}, 4, lambda proposal: 0, 300)
+        head, seen = twin.runner._head, made.setdefault(twin, [])
+        head.advance = partial(see_drafts, head, seen)
+    for step in range(44):
+        for twin in (recorded, eager):
+            if step in (0, 12, 20):
+                twin.submit(str(step), list(range(20 + step, 70 + 7 * step)), 24, temperature=0.0)
+        if recorded.runner._head._recorder is not None:
+            for block in recorded.runner._head._recorder._memory._blocks:
+                block.fill(0xFF)
+        if recorded.core.has_work:
+            assert recorded.step() == eager.step(), step
+            assert made[recorded] == made[eager]
+            for found, wanted in zip(recorded.memory(), eager.memory(), strict=True):
+                assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), step
+    head_passes = recorded.runner._head._passes
+    assert [head_passes[number].replay is not None for number in (1, 2, 3)] == [True, True, True]
+    assert not eager.runner._head._passes and len(made[recorded]) > 60
+
+
+def see_drafts(head, seen, rows, depth):
+    type(head).advance(head, rows, depth)
+    seen += head.tokens[: len(rows)].tolist()
 
 
 def run_alone(twin):

@@ -18,12 +18,12 @@ def test_published_shapes(tmp_path: Path) -> None:
     report = check(tmp_path)
     assert report.ok, report.accounting.problems[:3]
     assert report.layers == {"gated delta net": 30, "gated attention": 10}
-    assert report.accounting.num_ignored == 785  # multi-token prediction
+    assert report.accounting.num_ignored == 0 and report.has_head
     assert report.num_tensors == len(headers)
     assert report.dtype == "bfloat16"
-    assert report.parameters == sum(_count(shape) for name, (_, shape) in headers.items() if _served(name))
-    assert 35.0e9 < report.parameters < 35.2e9  # the vision tower included
-    assert report.layout.bytes_per_token == 20 * 1024
+    assert report.parameters == sum(_count(shape) for _, shape in headers.values())
+    assert 35.8e9 < report.parameters < 36.0e9  # the vision tower and the head included
+    assert report.layout.bytes_per_token == 22 * 1024
     numbers, others = 30 * 32 * 128 * 128, 30 * 3 * (2 * 2048 + 4096) * 2 + 2048 * 2
     # of each of 16 units and 30 layers two scales
     assert report.layout.checkpoint_bytes == numbers * 2 + 16 * (30 * 2 * 4 + 16) + others
@@ -36,8 +36,15 @@ def test_published_shapes(tmp_path: Path) -> None:
         assert open_model(tmp_path).layout(16, size).state_units == 16 // size
 
 
-def _served(name: str) -> bool:
-    return not name.startswith("mtp.")
+@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"gpu_memory_bytes": 1 << 40}])
+def test_a_head_that_is_not_served_is_ignored(tmp_path: Path, options: dict[str, int]) -> None:
+    headers = qwen35_headers()
+    write_checkpoint(tmp_path, QWEN35, headers, num_shards=14)
+    report = check(tmp_path, CheckSettings(**options))
+    assert report.accounting.num_ignored == 785 and not report.has_head
+    served = (shape for name, (_, shape) in headers.items() if not name.startswith("mtp."))
+    assert report.parameters == sum(map(_count, served)) and 35.0e9 < report.parameters < 35.2e9
+    assert report.layout.bytes_per_token == 20 * 1024 // options.get("tensor_parallel_size", 1)
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -56,7 +63,7 @@ def test_fp8(tmp_path: Path, scale: str) -> None:
     report = check(tmp_path)
     assert report.ok, report.accounting.problems[:3]
     assert report.stored_dtypes["F8_E4M3"] > 30_000
-    assert 35.0e9 < report.parameters < 35.2e9  # the vision tower included
+    assert 35.8e9 < report.parameters < 36.0e9  # the vision tower and the head included
     assert report.weight_bytes < 2.001 * report.parameters
 
 

@@ -4,12 +4,17 @@ Others' failures: the first step after a hand-over, which has no step before it 
 states which drafts have been in (vllm#53505).
 """
 
+import logging
+
 import numpy as np
 import pytest
 from real_servers import RealServer, finish, hand_over, settle
 
-from doubles.drafters import KnowingDrafter
+from cairn.scheduler.speculation import SpeculativeConfig
+from cairn.step import DRAFTED
+from doubles.drafters import KnowingDrafter, KnowingHead
 from doubles.memory_link import MemoryFabric
+from tiers import first
 
 TEXT = np.random.default_rng(11).integers(20, 4000, 600).tolist()
 VOCAB = 4000
@@ -73,3 +78,71 @@ def test_the_next_turn_goes_on_from_what_drafts_have_left_on_both(servers):
         prompt = [*prompt, *tokens, *TEXT[40 * turn :][:20]]
     settle(p, d)
     assert d.core.stats().transfers.num_failed == 0
+
+
+@pytest.mark.parametrize("length", first(1, [130, 64]))
+def test_a_head_drafts_at_once_from_what_was_handed_over(made_model, length):
+    """From the hidden state that came with the state, over the head's keys and values that came with all others."""
+    folder, fabric, prompt = made_model("qwen3_5+mtp"), MemoryFabric(), TEXT[:length]
+    p, d = (RealServer(folder, fabric, name) for name in ("p", "d"))
+    one = RealServer(folder, None, "alone", enable_prefix_caching=False)
+    expected, logits = without_drafts(one, prompt, 16)
+    runner = d.core._runner
+    runner = getattr(runner, "_runner", runner)
+    head = KnowingHead({f"r{d.count + 1}": expected}, 5, lambda proposal: 99, VOCAB, runner)
+    d.core._scheduler.state.drafting.drafter = head
+    before = d.core.stats()
+    tokens, last, _ = hand_over(p, d, prompt, max_tokens=16)
+    assert tokens == expected
+    for found, wanted in zip(d.logits[d.count], logits, strict=True):
+        assert np.array_equal(found, wanted)
+    after = d.core.stats()
+    assert after.steps.forward_passes - before.steps.forward_passes == 3
+    assert after.tokens.computed_prompt == before.tokens.computed_prompt and last.cache.received_tokens == length
+    assert [number for _, _, number in head.records] == [5, 5, 2] and head.num_made == 12
+    # the drafts that the head itself would have made are those that it makes on one server
+    assert heads_own_drafts(d, prompt) == heads_own_drafts(one, prompt)
+    settle(p, d)
+    for server in (p, d, one):
+        server.close()
+
+
+def heads_own_drafts(server, prompt):
+    """What the head drafts after the first token of an answer, on a hit or not."""
+    seen, runner = [], server.core._runner
+    head, advance = runner._head, type(runner._head).advance
+
+    def see(rows, depth):
+        advance(head, rows, depth)
+        seen.append(int(head.tokens[0]))
+
+    head.advance = see
+    server.core._scheduler.state.drafting.drafter = LeftToTheHead()
+    finish(server, server.submit(prompt, 6))
+    return seen
+
+
+class LeftToTheHead(KnowingDrafter):
+    """Leaves four drafts of the first step to the model's head."""
+
+    def __init__(self):
+        super().__init__({}, 4, lambda proposal: 0, VOCAB)
+
+    def propose(self, request, most, num_decodes):
+        return np.full(4 if len(request.output) == 1 else 0, DRAFTED, np.int64)
+
+
+def test_a_server_that_drafts_with_a_head_and_one_that_does_not_do_not_pair(made_model, caplog):
+    folder, fabric, prompt = made_model("qwen3_5+mtp"), MemoryFabric(), TEXT[:70]
+    p = RealServer(folder, fabric, "p", {"lease_seconds": 3.0})
+    d = RealServer(folder, fabric, "d", speculative=SpeculativeConfig(method="suffix"))
+    assert p.core.info.cache.bytes_per_token > d.core.info.cache.bytes_per_token
+    with caplog.at_level(logging.WARNING):
+        tokens, last, _ = hand_over(p, d, prompt)
+    assert last.cache.received_tokens == 0 and len(tokens) == 4
+    # one layer's keys and values of 64 numbers, and the head's, in float32
+    said = "a kv head has 1024 bytes a token at the peer, 512 here: both sides must serve the same model, and both or "
+    assert said in caplog.text
+    settle(p, d)
+    for server in (p, d):
+        server.close()

@@ -263,7 +263,7 @@ def test_lookups_that_lead_nowhere_take_little_time(lookup, expected):
     cost.record_lookup(lookup)
     depth, request, num_lookups = DraftDepth(cost, max_decodes=8), make_request([1, 2]), 0
     for token in range(400):
-        if depth.may_draft(request, 1):
+        if depth.may_draft(request, 1) and depth.may_look(request):
             num_lookups += 1
             depth.miss(request)
         go_on(request, [token])
@@ -278,12 +278,12 @@ def test_a_draft_that_pays_has_every_token_looked_up_again():
     for _ in range(6):
         depth.may_draft(request, 1)
         depth.miss(request)
-    assert not depth.may_draft(request, 1)
+    assert depth.may_draft(request, 1) and not depth.may_look(request)
     go_on(request, [3] * 16)
-    assert depth.may_draft(request, 1)
+    assert depth.may_draft(request, 1) and depth.may_look(request)
     depth.record(request, 4, 4)
     go_on(request, [4])
-    assert depth.may_draft(request, 1)
+    assert depth.may_draft(request, 1) and depth.may_look(request)
 
 
 def test_with_many_sequences_nothing_is_drafted():
@@ -319,7 +319,7 @@ def test_no_more_is_drafted_than_may_be():
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"method": "medusa"}, "method: must be auto, ngram, suffix or none, not 'medusa'"),
+        ({"method": "medusa"}, "method: must be auto, mtp, ngram, suffix or none, not 'medusa'"),
         ({"num_speculative_tokens": 0}, "num_speculative_tokens: must be 1 to 32, not 0"),
         ({"num_speculative_tokens": MAX_DRAFT_TOKENS + 1}, "num_speculative_tokens: must be 1 to 32, not 33"),
         ({"prompt_lookup_min": 0}, "prompt_lookup_min: must be 1 to 64, not 0"),

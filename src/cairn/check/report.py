@@ -80,7 +80,8 @@ class CheckSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The report. Sizes in bytes, on one rank. `packed_dtype`: of the weights of products."""
+    """The report. Sizes in bytes, on one rank. `packed_dtype`: of the weights of products. `has_head`: whether
+    the checkpoint's head is served, and drafts."""
 
     folder: Path
     model_type: str
@@ -96,6 +97,7 @@ class CheckReport:
     dtype: str
     max_model_len: int
     layout: CacheLayout
+    has_head: bool = False
 
     @property
     def ok(self) -> bool:
@@ -154,6 +156,9 @@ def check(
     settings = replace(settings, quantization=model.served_quantization)
     if headers is None:
         headers = read_headers(folder)
+    # As --speculative-config auto has it.
+    if settings.gpu_memory_bytes is None and settings.tensor_parallel_size == 1 and model.why_no_head(headers) is None:
+        model = model.with_head()
     expected = model.tensors(headers)
     packed_dtype = load_kernels("cpu").packed_dtype if settings.gpu_memory_bytes is None else None
     weight_bytes = model.weight_bytes(headers, settings.tensor_parallel_size, packed_dtype)
@@ -179,6 +184,7 @@ def check(
         dtype=str(model.dtype).removeprefix("torch."),
         max_model_len=settings.max_model_len or model.config.max_model_len,
         layout=_layout(model, settings),
+        has_head=model.config.serves_mtp,
     )
 
 
@@ -259,6 +265,7 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         ("tensors", _tensor_row(report)),
         ("parameters", f"{report.parameters:,} ({report.parameters / 1e9:.2f} B)"),
         *_rank_rows(report),
+        *_head_rows(report),
         ("weights", f"{_size(report.weight_bytes)} in {_served_in(report)}"),
         ("keys and values", f"{layout.bytes_per_token:,.0f} bytes per token"),
         ("page", f"{layout.block_size} tokens, {layout.page_bytes:,} bytes"),
@@ -280,6 +287,13 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
             f"or {_count(settings.min_shared_tokens, 'token')} shared with another prompt",
         ),
     ]
+
+
+def _head_rows(report: CheckReport) -> list[tuple[str, str]]:
+    said = (
+        "multi-token prediction, which drafts and has keys and values of its own: --speculative-config suffix does not"
+    )
+    return [("head", said)] if report.has_head else []
 
 
 def _rank_rows(report: CheckReport) -> list[tuple[str, str]]:

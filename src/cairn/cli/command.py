@@ -141,6 +141,9 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     make.add_argument("--size", choices=("tiny", "small"), default="tiny", help="default: %(default)s")
     make.add_argument("--seed", type=int, default=0, help="the same seed gives the same bytes; default: %(default)s")
     make.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="default: %(default)s")
+    make.add_argument(
+        "--mtp", action="store_true", help="with a head of multi-token prediction, where one is published"
+    )
     check = commands.add_parser(
         "check", help="account for a checkpoint's tensors and say what serving it takes", allow_abbrev=False
     )
@@ -242,7 +245,8 @@ def _share(text: str) -> float:
 def _make_model(parsed: argparse.Namespace) -> int:
     from cairn.models.random_weights.make_model import make_model
 
-    make_model(parsed.family, parsed.out, size=parsed.size, seed=parsed.seed, dtype=parsed.dtype, show=True)
+    options = {"size": parsed.size, "seed": parsed.seed, "dtype": parsed.dtype, "mtp": parsed.mtp}
+    make_model(parsed.family, parsed.out, **options, show=True)
     return 0
 
 

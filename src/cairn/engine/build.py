@@ -26,6 +26,7 @@ from cairn.engine.devices import (
     layout_of,
     open_encoder,
     open_for_device,
+    open_head,
     placement_of,
 )
 from cairn.engine.event_publisher import EventPublisher
@@ -52,6 +53,7 @@ from cairn.runner.plan_check import CheckedRunner, PlanLimits
 from cairn.runner.runner import Observe, Runner
 from cairn.runner.vision import tower_identity
 from cairn.scheduler.lookup_drafter import LookupDrafter
+from cairn.scheduler.mtp_drafter import MTPDrafter
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.speculation import Drafter
 from cairn.scheduler.state import SchedulerConfig
@@ -85,10 +87,11 @@ def build_core(
     clock = clock or SystemClock()
     machine = machine or Machine()
     config, opened = open_for_device(config, open_folder, machine)
+    opened = open_head(config, opened)
     layout = layout_of(config, opened)
     placement = placement_of(config)
     device = choose_device(config, opened)
-    drafter = make_drafter(config, device, clock)
+    drafter = make_drafter(config, device, clock, has_head=opened.config.serves_mtp)
     if make_graphs is None and device.is_gpu:
         make_graphs = CudaGraphs
     tokenizer = ModelTokenizer(Path(config.model), None if config.tokenizer is None else Path(config.tokenizer))
@@ -281,9 +284,10 @@ def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> Sched
     )
 
 
-def make_drafter(config: EngineConfig, device: Device, clock: Clock) -> Drafter | None:
-    """What drafts as --speculative-config says; None for nothing. `auto` looks up on the CPU, whose kernels verify.
-    Raises ConfigError for a method that the device has no kernels for; weights need not have been read for it."""
+def make_drafter(config: EngineConfig, device: Device, clock: Clock, has_head: bool = False) -> Drafter | None:
+    """What drafts as --speculative-config says; None for nothing. `auto` drafts on the CPU, whose kernels verify.
+    `has_head`: whether the model is served with a head that drafts, see `open_head`. Raises ConfigError for a method
+    that the device has no kernels for; weights need not have been read for it."""
     asked = config.speculative
     verifies = device.backend is None and device.max_in_flight == 1
     if asked.method == "none" or (asked.method == "auto" and not verifies):
@@ -293,7 +297,7 @@ def make_drafter(config: EngineConfig, device: Device, clock: Clock) -> Drafter 
             f"--speculative-config: method: {asked.method!r} not with --device cuda yet, which auto is where there is "
             "a GPU: nothing is drafted there; leave it out, or serve with --device cpu"
         )
-    return LookupDrafter(asked, clock=clock)
+    return MTPDrafter(asked, clock=clock) if has_head else LookupDrafter(asked, clock=clock)
 
 
 def _model_units(opened: OpenModel) -> ModelUnits:

@@ -82,6 +82,30 @@ def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Mach
     return on_gpu, opened
 
 
+def open_head(config: EngineConfig, opened: OpenModel) -> OpenModel:
+    """The checkpoint with the head that drafts, if it is to be served: where --speculative-config says mtp, and with
+    auto where there is one, on the CPU and on one rank. Raises ConfigError where there has to be one and is none."""
+    method, num_ranks = config.speculative.method, config.tensor_parallel_size
+    if method not in ("auto", "mtp") or config.device == "cuda":
+        return opened
+    if method == "auto" and opened.config.head() is None:
+        return opened
+    if num_ranks > 1:
+        why = f"it is on one rank only, and --tensor-parallel-size is {num_ranks}"
+    else:
+        reason = opened.why_no_head(opened.stored_tensors())
+        if reason is None:
+            logger.info("--speculative-config: the checkpoint's head of multi-token prediction is served, and drafts")
+            return opened.with_head()
+        why = reason
+    if method == "auto":
+        return opened
+    raise ConfigError(
+        f"--speculative-config: method: 'mtp' drafts with a checkpoint's own head: {why}; use suffix or ngram, or "
+        "leave it out"
+    )
+
+
 def why_not_gpu(config: EngineConfig, opened: OpenModel) -> str | None:
     """Why the model cannot be served on this machine's GPUs, by what is installed, GPUs, kernels and memory; None where
     it can. What only a start on the GPU finds out, as others that fill it, is not in it. Raises ModelError for weights

@@ -23,7 +23,7 @@ class StepPipeline:
         self._scheduler = scheduler
         self._runner = runner
         self._out: deque[int] = deque()
-        self._unsampled: int | None = None
+        self._unsampled: StepPlan | None = None
 
     @property
     def can_launch(self) -> bool:
@@ -39,7 +39,7 @@ class StepPipeline:
         plan = self._scheduler.plan()
         self._runner.launch(plan)
         self._out.append(plan.step)
-        self._unsampled = plan.step
+        self._unsampled = plan
         self._sample()
         return plan
 
@@ -50,6 +50,11 @@ class StepPipeline:
         return progress
 
     def _sample(self) -> None:
-        if self._unsampled is not None and (masks := self._scheduler.masks()) is not None:
-            self._runner.sample(self._unsampled, masks)
+        plan = self._unsampled
+        if plan is None:
+            return
+        scheduler, runner = self._scheduler, self._runner
+        masks = scheduler.masks(runner.drafts(plan.step)) if plan.is_open else scheduler.masks()
+        if masks is not None:
+            runner.sample(plan.step, masks)
             self._unsampled = None

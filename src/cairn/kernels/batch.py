@@ -114,6 +114,7 @@ class Batch:
     the slot's row; entries at and after the pages of `seq_lens` are not to be read.
     `metadata`: what `Kernels.build_metadata` made of `host`; nobody else looks into it.
     `cos`, `sin`: the rotation of every row, float32 [T, pairs], where the model turns queries and keys.
+    `head_positions`: those of the entries of a head that drafts, where they are others than `positions`.
     """
 
     tokens: Tensor
@@ -130,6 +131,7 @@ class Batch:
     multimodal_embeddings: "MultimodalEmbeddings | None" = None
     cos: Tensor | None = None
     sin: Tensor | None = None
+    head_positions: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,9 @@ from cairn.layers.norms import RMSNorm, ShardedRMSNorm
 @dataclass(frozen=True, slots=True)
 class Attention:
     """One rank's heads. `projection` gives queries | keys | values and, if `gated`, after them the logits of a gate on
-    every output channel. `q_norm`, `k_norm`: over one head, or with `norms_all_heads` over all heads together. Queries
-    and keys are turned where the batch has a rotation.
-    `layer` counts the model's attention layers, `group` the attention groups of the cache."""
+    every output channel; `kv_projection` keys | values alone, where these may be all that is wanted. `q_norm`,
+    `k_norm`: over one head, or with `norms_all_heads` over all heads together. Queries and keys are turned where the
+    batch has a rotation. `layer` counts the model's attention layers, `group` the attention groups of the cache."""
 
     kernels: Kernels
     projection: Projection
@@ -31,6 +31,7 @@ class Attention:
     k_norm: RMSNorm | ShardedRMSNorm | None = None
     norms_all_heads: bool = False
     gated: bool = False
+    kv_projection: Projection | None = None
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden].
@@ -38,24 +39,38 @@ class Attention:
         Keys and values are written first and then read from the pages with all others, so that those which lie in
         shared pages need no case of their own.
         """
-        rows = hidden.shape[0]
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         widths = [queries, keys, keys, *([queries] if self.gated else [])]
         q, k, v, *gate = torch.split(self.projection(hidden, batch), widths, dim=-1)
-        if self.norms_all_heads:
-            q, k = self._normed(q, k)
-        q = q.view(rows, self.num_heads, self.head_dim)
-        k, v = (part.view(rows, self.num_kv_heads, self.head_dim) for part in (k, v))
-        if not self.norms_all_heads:
-            q, k = self._normed(q, k)
-        if batch.cos is not None and batch.sin is not None:
-            q, k = (self.kernels.rope(part, batch.cos, batch.sin) for part in (q, k))
+        q = self._turn(self._normed(q, self.q_norm, self.num_heads), batch)
+        self._write(k, v, batch, memory)
         cache = memory.paged[self.layer]
-        self.kernels.write_kv(k, v, cache.keys, cache.values, self.group, batch)
         out = self.kernels.attention(q, cache.keys, cache.values, self.group, batch).flatten(1)
         if gate:
             out = self.kernels.sigmoid_mul(out, gate[0])
         return self.o_proj(out, batch)
 
-    def _normed(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k)
+    def write_kv(self, hidden: Tensor, batch: Batch, memory: Memory) -> None:
+        """Write the keys and values of [rows, hidden], and nothing else."""
+        assert self.kv_projection is not None
+        k, v = self.kv_projection(hidden, batch).chunk(2, dim=-1)
+        self._write(k, v, batch, memory)
+
+    def _write(self, k: Tensor, v: Tensor, batch: Batch, memory: Memory) -> None:
+        """[rows, heads * dim] each."""
+        k = self._turn(self._normed(k, self.k_norm, self.num_kv_heads), batch)
+        cache = memory.paged[self.layer]
+        v = v.view(len(v), self.num_kv_heads, self.head_dim)
+        self.kernels.write_kv(k, v, cache.keys, cache.values, self.group, batch)
+
+    def _normed(self, x: Tensor, norm: RMSNorm | ShardedRMSNorm | None, heads: int) -> Tensor:
+        """[rows, heads * dim] -> [rows, heads, dim]."""
+        if norm is not None and self.norms_all_heads:
+            x = norm(x)
+        x = x.view(len(x), heads, self.head_dim)
+        return x if norm is None or self.norms_all_heads else norm(x)
+
+    def _turn(self, x: Tensor, batch: Batch) -> Tensor:
+        if batch.cos is None or batch.sin is None:
+            return x
+        return self.kernels.rope(x, batch.cos, batch.sin)

@@ -112,6 +112,11 @@ class Memory(Protocol):
     @property
     def recurrent(self) -> Sequence[RecurrentLayer]: ...
 
+    @property
+    def hidden(self) -> "Tensor":
+        """Final hidden states by slot as they were before the pass, [slots + 1, hidden]."""
+        ...
+
     def write_snapshots(self, layer: int, conv: "Tensor", state: "Tensor") -> None:
         """Put recurrent layer `layer`'s states away as the batch's snapshots: conv [N, columns, channels] and state
         [N, *spec.state], in the batch's order; N may be 0."""

@@ -2,7 +2,6 @@
 block of attention and feed-forward is two of them. On each of several ranks a mixer gives a partial sum.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 
@@ -13,13 +12,10 @@ from cairn.kernels.contract import Kernels, Weight
 from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, MemorySpec
-from cairn.layers.norms import PostNorm, RMSNorm
+from cairn.layers.mtp_head import MTPHead, hidden_before
+from cairn.layers.norms import RMSNorm
+from cairn.layers.residual import Layer, Mixer
 from cairn.layers.rotary import Rotary
-
-Mixer = Callable[[Tensor, Batch, Memory], Tensor]
-"""[rows, hidden] -> the rank's partial sum of [rows, hidden], a new tensor."""
-
-Layer = tuple[RMSNorm | PostNorm, Mixer]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +74,7 @@ class Model:
     `spec`: what this rank keeps between steps. `exact`: on a backend where a row's bits do not depend on the batch.
     `lm_head`: the output's weight, packed. `linears`: every matrix product of this rank, for the self test of exact
     mode. `rotary`: turns queries and keys, None where nothing does. `embedding_scale`, `logit_scale`: constant
-    multipliers of some families.
+    multipliers of some families. `head`: drafts; None where that is not served.
     """
 
     kernels: Kernels
@@ -94,25 +90,49 @@ class Model:
     rotary: Rotary | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    head: MTPHead | None = None
 
     def forward(self, batch: Batch, memory: Memory) -> Tensor:
         """The hidden states after the final norm, [rows, hidden]. Updates the live states of the batch's slots, writes
-        its keys and values, and hands over its snapshots."""
-        hidden = self.embedding(batch.tokens)
-        if self.embedding_scale != 1.0:
-            hidden.mul_(self.embedding_scale)
-        if batch.multimodal_embeddings is not None:
-            hidden[batch.multimodal_embeddings.rows] = batch.multimodal_embeddings.values.to(hidden.dtype)
-        if self.rotary is not None:
-            cos, sin = self.rotary.at(batch.positions)
-            batch = replace(batch, cos=cos, sin=sin)
+        its keys and values, those of the head, too, and hands over its snapshots."""
+        hidden = self.embed(batch)
+        embeddings = None if self.head is None else self.head.embedding_norm(hidden)
+        batch = self._turned(batch, batch.positions)
         normed = self.layers[0][0](hidden)
         # A layer's sum and the next one's norm go through memory once.
         next_norms = [*(norm for norm, _ in self.layers[1:]), self.final_norm]
         for (norm, mixer), next_norm in zip(self.layers, next_norms, strict=True):
             given = self.communicator.all_reduce(mixer(normed, batch, memory))
             normed = next_norm.add_norm(hidden, norm.norm_result(given))
+        if self.head is not None and embeddings is not None:
+            if batch.head_positions is not None:
+                batch = self._turned(batch, batch.head_positions)
+            self.head.write_kv(embeddings, hidden_before(normed, memory.hidden, batch), batch, memory)
         return normed
+
+    def draft(self, batch: Batch, hidden: Tensor, memory: Memory) -> Tensor:
+        """What the head makes of one token a sequence and the hidden states before them, [rows, hidden]: its own, of
+        which `logits` are those of the tokens after them. Writes keys and values of the head."""
+        assert self.head is not None
+        positions = batch.positions if batch.head_positions is None else batch.head_positions
+        embeddings = self.head.embedding_norm(self.embed(batch))
+        return self.head(embeddings, hidden, self._turned(batch, positions), memory)
+
+    def embed(self, batch: Batch) -> Tensor:
+        """What the first layer gets, [rows, hidden]."""
+        hidden = self.embedding(batch.tokens)
+        if self.embedding_scale != 1.0:
+            hidden.mul_(self.embedding_scale)
+        if batch.multimodal_embeddings is not None:
+            hidden[batch.multimodal_embeddings.rows] = batch.multimodal_embeddings.values.to(hidden.dtype)
+        return hidden
+
+    def _turned(self, batch: Batch, positions: Tensor) -> Batch:
+        """With the rotation of each row."""
+        if self.rotary is None:
+            return batch
+        cos, sin = self.rotary.at(positions)
+        return replace(batch, cos=cos, sin=sin)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> float32 [n, vocab]."""

@@ -11,7 +11,7 @@ from typing import ClassVar
 from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import HeadShard, Slice, shard_heads
-from cairn.models.weight_specs import MixerSpec, StoredTensor, WeightSpec, fused, row_parallel
+from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, fused, row_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,13 @@ class AttentionLayer(MixerSpec):
     norms_all_heads: bool = False
     out: str = "o_proj"
     factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+
+    def keys_and_values(self, rank: int, size: int) -> ProductSpec:
+        """Keys and values by themselves, which `weights` has in one product with the queries."""
+        sizes = self.sizes
+        shape, rows = (sizes.num_kv_heads * sizes.head_dim, sizes.hidden_size), sizes.shard(rank, size)
+        names = f"{self.name}.k_proj", f"{self.name}.v_proj"
+        return fused(tuple((name, shape, (rows.slice_of(sizes.head_dim),)) for name in names), sizes.bias)
 
     def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
         """See `MixerSpec`."""

@@ -55,9 +55,9 @@ class Family:
         return parse_config(self.config, self.flatten(raw))
 
     def spec(self, config: DecoderConfig, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig.decoder`. An output that is stored is served, also where config.json ties it to the
+        """See `DecoderConfig.served`. An output that is stored is served, also where config.json ties it to the
         embedding: so does transformers."""
-        spec = config.decoder(stored)
+        spec = config.served(stored)
         return replace(spec, output=spec.embedding) if config.tie_word_embeddings and OUTPUT not in stored else spec
 
     def tensors(self, config: DecoderConfig, stored: Collection[str] = ()) -> dict[str, tuple[int, ...]]:

@@ -2,12 +2,12 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import count
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +28,16 @@ from cairn.layers.feed_forward import (
 from cairn.layers.gated_delta_net import GatedDeltaNet
 from cairn.layers.linear import Linear, Projection, ScaledLinear
 from cairn.layers.mamba2 import Mamba2
-from cairn.layers.model import Mixer, Model, Parallel, Scaled, VocabParallelEmbedding
+from cairn.layers.model import Model, Parallel, Scaled, VocabParallelEmbedding
+from cairn.layers.mtp_head import MTPHead
 from cairn.layers.norms import GatedNorm, GatedRMSNorm, PostNorm, RMSNorm, ShardedGatedRMSNorm, ShardedRMSNorm, SiluGate
+from cairn.layers.residual import Mixer
 from cairn.layers.rotary import Rotary, make_rotary
 from cairn.layers.short_conv import ShortConv
 from cairn.models.attention import AttentionLayer
 from cairn.models.contract import Fp8Loader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
-from cairn.models.decoder_spec import DecoderSpec, ParallelMixers, ScaledMixer
+from cairn.models.decoder_spec import DecoderSpec, HeadSpec, ParallelMixers, ScaledMixer
 from cairn.models.feed_forward import ExpertsLayer, SquaredReluLayer, SwiGLULayer
 from cairn.models.gated_delta_net import DeltaNetLayer
 from cairn.models.mamba2 import Mamba2Layer
@@ -104,6 +106,8 @@ class _DecoderBuilder:
         final_norm = self._norm(spec.final_norm)
         output = embedding if spec.output == spec.embedding else self._vocabulary(spec.output)
         rotary = None if spec.rotary is None else self._rotary(spec.rotary)
+        lm_head = self._weights.linear([output]).weight
+        head = None if spec.head is None else self._head(spec.head)
         # Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank.
         (first, _), _ = shard_vocabulary(spec.config.vocab_size, self._rank, self._size)
         return Model(
@@ -115,11 +119,29 @@ class _DecoderBuilder:
             embedding=VocabParallelEmbedding(self._kernels, embedding, first, self._communicator),
             layers=layers,
             final_norm=final_norm,
-            lm_head=self._weights.linear([output]).weight,
+            lm_head=lm_head,
             linears=tuple(self._weights.linears),
             rotary=rotary,
             embedding_scale=spec.embedding_scale,
             logit_scale=spec.logit_scale,
+            head=head,
+        )
+
+    def _head(self, head: HeadSpec) -> MTPHead:
+        """Its attention is the last of the model's attention layers."""
+        embedding_norm, hidden_norm = self._norm(head.embedding_norm), self._norm(head.hidden_norm)
+        projection = self._weights.make(self._spec.product(head.projection))
+        kv_projection = self._weights.make(head.attention.keys_and_values(self._rank, self._size))
+        attention_norm, attention = self._norm(head.attention_norm), cast(Attention, self._build(head.attention))
+        others = tuple((self._norm(norm), self._build(mixer)) for norm, mixer in head.others)
+        return MTPHead(
+            embedding_norm=embedding_norm,
+            hidden_norm=hidden_norm,
+            projection=projection,
+            attention_norm=attention_norm,
+            attention=replace(attention, kv_projection=kv_projection),
+            others=others,
+            final_norm=self._norm(head.final_norm),
         )
 
     def _vocabulary(self, name: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, Literal
@@ -12,7 +12,7 @@ from cairn.errors import ModelError
 from cairn.kernels.state_encoding import FLOAT32, StateEncoding
 from cairn.models.attention import AttentionSizes
 from cairn.models.config_schema import boolean, custom, integer, number, token_ids, transfer_facts
-from cairn.models.decoder_spec import DecoderSpec
+from cairn.models.decoder_spec import DecoderSpec, HeadSpec
 from cairn.models.feed_forward import FeedForwardSizes
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes
 from cairn.models.rotary import RopeScaling
@@ -59,6 +59,8 @@ class DecoderConfig(ABC):
 
     `has_attention`: whether any layer has it; otherwise its sizes are not read, and are 0. `eps`: of all norms.
     `attention_bias`: of all four projections; `rope_scaling`: of rotary positions, where the family has them.
+    `num_mtp_layers`: heads that predict further tokens, as config.json has it. `serves_mtp`: whether the first of these
+    is a part of the model, which config.json does not say.
     """
 
     has_attention: bool = custom(lambda fields, name, config: True, fact=False)
@@ -80,6 +82,10 @@ class DecoderConfig(ABC):
     head_dim: int = integer(1, 1 << 12, default=head_dim_by_hidden_size, when=HAS_ATTENTION)
     attention_bias: bool = boolean(default=False)
     rope_scaling: RopeScaling | None = custom(lambda fields, name, config: None, default=None, fact=False)
+    num_mtp_layers: int = integer(
+        0, 1 << 8, default=0, names=("mtp_num_hidden_layers", "num_nextn_predict_layers"), fact=False
+    )
+    serves_mtp: bool = custom(lambda fields, name, config: False, default=False, fact=False)
 
     @property
     def max_model_len(self) -> int:
@@ -89,6 +95,15 @@ class DecoderConfig(ABC):
     @abstractmethod
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """The model as data. `stored`: the checkpoint's tensors, where the family is published in several forms."""
+
+    def head(self, stored: Collection[str] = ()) -> HeadSpec | None:
+        """The head that drafts, as data; None where the family is published without any. `stored`: as of `decoder`."""
+        return None
+
+    def served(self, stored: Collection[str] = ()) -> DecoderSpec:
+        """`decoder` with the head, where that is served."""
+        spec = self.decoder(stored)
+        return replace(spec, head=self.head(stored)) if self.serves_mtp else spec
 
     @abstractmethod
     def layer_counts(self) -> dict[str, int]:
@@ -114,7 +129,7 @@ class DecoderConfig(ABC):
     def cache_spec(self, rank: int = 0, size: int = 1) -> CacheSpec:
         """What one of `size` ranks keeps of a sequence. Raises ConfigError naming --tensor-parallel-size and the field
         that does not divide, whatever that field belongs to."""
-        return self.decoder().cache_spec(rank, size)
+        return self.served().cache_spec(rank, size)
 
     def layout(
         self, block_size: int, dtype_bytes: int, tp_size: int = 1, encoding: StateEncoding = FLOAT32
@@ -129,7 +144,8 @@ class DecoderConfig(ABC):
 
     def transfer_facts(self) -> dict[str, str | int]:
         """All fields that decide what keys, values and states are: not how long a prompt may be or which ids end it."""
-        return transfer_facts(self)
+        facts = transfer_facts(self)
+        return facts | {"mtp": 1} if self.serves_mtp else facts
 
 
 def served_dtype(raw: Mapping[str, object]) -> ServedDType:

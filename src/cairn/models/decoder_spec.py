@@ -5,10 +5,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cairn.models.attention import AttentionLayer
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes
 from cairn.models.rotary import RotarySpec
 from cairn.models.sharding import check_rank, shard_vocabulary
-from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec
+from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, column_parallel
 
 OUTPUT = "lm_head.weight"
 """The output's tensor, in every family."""
@@ -60,10 +61,29 @@ class ParallelMixers(MixerSpec):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """A head of multi-token prediction, which drafts; see `cairn.layers.mtp_head`. `embedding_norm`, `hidden_norm`: of
+    the token's embedding and of the hidden state before it, which `projection` takes side by side, in this order, to
+    one hidden state. Then come `attention_norm` and `attention`, and `others`, which are as the model's layers."""
+
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    attention_norm: str
+    attention: AttentionLayer
+    others: tuple[NamedMixer, ...]
+    final_norm: str
+
+    @property
+    def layers(self) -> tuple[NamedMixer, ...]:
+        return ((self.attention_norm, self.attention), *self.others)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """`centred`: the norms' weights are stored less 1. `post_norms`: those that are of what their mixers give, which
     get hidden states as they are. `output`: the output's tensor, which is the embedding's where they are tied and none
-    is stored."""
+    is stored. `head`: what drafts, where that is served."""
 
     config: DecoderSizes
     layers: tuple[NamedMixer, ...]
@@ -75,6 +95,7 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     output: str = OUTPUT
+    head: HeadSpec | None = None
 
     def vocabulary(self, name: str, rank: int, size: int) -> StoredTensor:
         """The rank's rows of an embedding or an output."""
@@ -85,16 +106,21 @@ class DecoderSpec:
         """The weight of a norm over hidden states."""
         return StoredTensor(f"{name}.weight", (self.config.hidden_size,))
 
+    def product(self, name: str) -> ProductSpec:
+        """The head's projection of an embedding and a hidden state."""
+        hidden = self.config.hidden_size
+        return column_parallel(name, (hidden, 2 * hidden))
+
     def layer_sizes(self) -> Counter[LayerSizes]:
-        """How many layers of each kind there are, and their sizes."""
-        mixers = (each for _, mixer in self.layers for each in _all((mixer,)))
-        return Counter(each.sizes for each in mixers if each.sizes is not None)
+        """How many layers of each kind there are, and their sizes, without the head's."""
+        return _count_sizes(self.layers)
 
     def cache_spec(self, rank: int, size: int) -> CacheSpec:
         """See `DecoderConfig.cache_spec`."""
         check_rank(rank, size)
         attention = recurrent = None
-        for sizes, count in sorted(self.layer_sizes().items(), key=lambda pair: pair[0].check_order):
+        layers = self.layers if self.head is None else (*self.layers, *self.head.layers)
+        for sizes, count in sorted(_count_sizes(layers).items(), key=lambda pair: pair[0].check_order):
             sizes.check_size(size)
             attention = attention or sizes.attention_spec(count, rank, size)
             recurrent = recurrent or sizes.recurrent_spec(count, rank, size)
@@ -112,16 +138,36 @@ class DecoderSpec:
         """All that one of `size` ranks has, in the order of the checkpoint. Raises ConfigError naming
         --tensor-parallel-size and the field that does not divide."""
         yield self.vocabulary(self.embedding, rank, size)
-        for norm, mixer in self.layers:
-            yield self.norm(norm)
-            for each in _all((mixer,)):
-                yield from each.weights(rank, size).values()
+        yield from self._layer_weights(self.layers, rank, size)
         yield self.norm(self.final_norm)
         yield ProductSpec((self.vocabulary(self.output, rank, size),))
+        yield from self.head_weights(rank, size)
+
+    def head_weights(self, rank: int, size: int) -> Iterator[WeightSpec]:
+        """Those of `weights` that are the head's."""
+        head = self.head
+        if head is not None:
+            yield self.norm(head.embedding_norm)
+            yield self.norm(head.hidden_norm)
+            yield self.product(head.projection)
+            yield head.attention.keys_and_values(rank, size)
+            yield from self._layer_weights(head.layers, rank, size)
+            yield self.norm(head.final_norm)
 
     def tensors(self, rank: int, size: int) -> dict[str, StoredTensor]:
         """All that these are made of, by name."""
         return {tensor.name: tensor for weight in self.weights(rank, size) for tensor in weight.tensors}
+
+    def _layer_weights(self, layers: Iterable[NamedMixer], rank: int, size: int) -> Iterator[WeightSpec]:
+        for norm, mixer in layers:
+            yield self.norm(norm)
+            for each in _all((mixer,)):
+                yield from each.weights(rank, size).values()
+
+
+def _count_sizes(layers: Iterable[NamedMixer]) -> Counter[LayerSizes]:
+    mixers = (each for _, mixer in layers for each in _all((mixer,)))
+    return Counter(each.sizes for each in mixers if each.sizes is not None)
 
 
 def _all(mixers: Iterable[MixerSpec]) -> Iterator[MixerSpec]:

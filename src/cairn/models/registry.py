@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -65,6 +65,27 @@ class OpenModel:
         dtype = str(self.dtype).removeprefix("torch.")
         resolved = choose_checkpoint_dtype(checkpoint_dtype, self.family.model_type, dtype, exact)
         return self.config.layout(block_size, self.dtype.itemsize, tp_size, ENCODINGS[resolved])
+
+    def with_head(self) -> "OpenModel":
+        """The same with the checkpoint's head that drafts as a part of the model."""
+        return replace(self, config=replace(self.config, serves_mtp=True))
+
+    def why_no_head(self, stored: Collection[str]) -> str | None:
+        """Why the head that drafts cannot be served, in words that follow a colon; None where it can. `stored`: the
+        checkpoint's tensors."""
+        name, number = self.family.model_type, self.config.num_mtp_layers
+        if number > 1:
+            return f"config.json has {number} of them, and one is what is implemented"
+        spec = self.family.spec(self.with_head().config, stored)
+        names = [tensor.name for weight in spec.head_weights(0, 1) for tensor in weight.tensors]
+        if not names:
+            return f"there is none that is known of {name}"
+        missing = next((name for name in names if name not in stored), None)
+        if missing is not None:
+            return f"the checkpoint has none: {missing} is not stored"
+        if spec.cache_spec(0, 1).recurrent is None:
+            return "the model has no recurrent layers, whose checkpoints have the hidden state that it goes on from"
+        return None
 
     def stored_tensors(self) -> Mapping[str, TensorHeader]:
         """The folder's tensors. Raises ModelError as `read_headers`."""

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch, MultimodalEmbeddings
@@ -176,6 +177,9 @@ class BatchBuilder:
                     vector_rows.append(row.offsets + begin)
         self._vector_rows = staging.add(np.concatenate(vector_rows)) if vector_rows else None
         self._tokens, self._positions = staging.add(tokens), staging.add(positions)
+        self._head_positions: StagedArray | None = None
+        if any(row is not None and row.head_positions is not None for row in inputs):
+            self._head_positions = staging.add(_head_positions(positions, first.tolist(), inputs))
         self._lengths: list[StagedArray] = [
             staging.add(array)
             for array in (host.cu_seqlens, host.slots, host.seq_starts, host.seq_lens, host.kv_write_from)
@@ -206,4 +210,16 @@ class BatchBuilder:
             host=self.host,
             metadata=self._metadata,
             multimodal_embeddings=embeddings,
+            head_positions=None if self._head_positions is None else self._head_positions.tensor,
         )
+
+
+def _head_positions(
+    positions: NDArray[np.int64], firsts: Sequence[int], inputs: Sequence[MultimodalInputs | None]
+) -> NDArray[np.int64]:
+    """`positions` int64 [3, T], but where rows have others for a head's entries."""
+    moved = positions.copy()
+    for first, row in zip(firsts, inputs, strict=True):
+        if row is not None and row.head_positions is not None:
+            moved[:, first : first + row.head_positions.shape[1]] = row.head_positions
+    return moved

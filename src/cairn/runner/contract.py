@@ -1,9 +1,11 @@
 """The doors of the runner that the engine uses; no torch."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from cairn.step import StepPlan, StepResult, TokenMasks
+from cairn.types import Keys
 
 __all__ = ["EncoderCounters", "StepRunner"]
 
@@ -36,6 +38,10 @@ class StepRunner(Protocol):
     def launch(self, plan: StepPlan) -> None:
         """Run a step up to its logits. All steps before it have been sampled."""
         ...
+
+    def drafts(self, step: int) -> Mapping[int, Keys]:
+        """By slot, what the model's head has drafted in the step that was launched last, for each row that was open."""
+        return {}
 
     def sample(self, step: int, masks: TokenMasks) -> None:
         """Draw the tokens of the step that was launched last."""

@@ -62,7 +62,8 @@ class StepInputs:
         self.batch: BatchBuilder | None = None
         self.graph: tuple[PassShape, StagedArray] | None = None
         self.prompt_logprobs: list[tuple[int, int, int, PromptLogprobs]] = []
-        shape = graphs.shape_for(plan)
+        moved = any(row is not None and row.head_positions is not None for row in inputs)
+        shape = None if moved else graphs.shape_for(plan)
         if shape is not None:
             self.graph = shape, self.staging.add(graphs.pack(plan, inputs, shape))
             if plan.snapshots:

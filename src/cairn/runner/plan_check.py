@@ -1,6 +1,7 @@
 """Checks that a plan can be executed: the slots, pages and rows that it names must exist. In tests, and with
 `--check-plans`."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from cairn.cache.layout import CacheLayout
 from cairn.runner.contract import StepRunner
 from cairn.step import (
+    DRAFTED,
     GRID,
     SAMPLED,
     Admit,
@@ -21,7 +23,7 @@ from cairn.step import (
     TokenMasks,
     VerifyRow,
 )
-from cairn.types import Pages
+from cairn.types import Keys, Pages
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,8 @@ class PlanCheck:
             rows.append((verify.slot, verify.start, verify.end))
             name = _row_name(*rows[-1])
             self._row(name, slots, *rows[-1], verify.kv_write_from)
-            if len(verify.tokens) < 2 or verify.tokens.min() < 0 or verify.tokens.max() >= self._limits.vocab_size:
+            known = verify.tokens[:1] if (verify.tokens[1:] == DRAFTED).all() else verify.tokens
+            if len(verify.tokens) < 2 or known.min() < 0 or known.max() >= self._limits.vocab_size:
                 raise ValueError(f"{name}: one draft at least, and token ids in 0..{self._limits.vocab_size - 1}")
         for row in plan.prefills:
             rows.append((row.slot, row.start, row.end))
@@ -245,6 +248,9 @@ class CheckedRunner(StepRunner):
         """Raises ValueError for a plan that cannot be executed; then nothing has been done."""
         self._check.check(plan)
         self._runner.launch(plan)
+
+    def drafts(self, step: int) -> Mapping[int, Keys]:
+        return self._runner.drafts(step)
 
     def sample(self, step: int, masks: TokenMasks) -> None:
         self._runner.sample(step, masks)

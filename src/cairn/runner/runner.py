@@ -5,7 +5,7 @@ Where the model is cut among ranks, each has a runner of its own, and all of the
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,12 +20,13 @@ from cairn.kernels.operations import operations_of
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.sampling.sampler import SampledRows
 from cairn.kernels.staging import StagedArray, Staging, StepBuffers
-from cairn.layers.memory import FoldLayer, MemorySpec, PagedLayer, RecurrentLayer
+from cairn.layers.memory import FoldLayer, MemorySpec, PagedLayer
 from cairn.layers.model import Model
 from cairn.runner.batch_builder import MOST_STOP_TOKENS, SlotTensors
 from cairn.runner.checkpoint import CheckpointPages
 from cairn.runner.contract import EncoderCounters, StepRunner
 from cairn.runner.decode_graphs import DecodeGraphs
+from cairn.runner.head_drafting import HeadDrafter
 from cairn.runner.input_batch import InputBatch
 from cairn.runner.launched_step import LaunchedStep, StepInputs
 from cairn.runner.logprobs import SampledLogprobs
@@ -34,6 +35,7 @@ from cairn.runner.row_independence import check_row_independence
 from cairn.runner.verification import DraftVerifier, FoldBatch, KeptInputs, Observe
 from cairn.runner.vision import MultimodalInputs, VisionEncoder, multimodal_inputs
 from cairn.step import StepPlan, StepResult, TokenMasks
+from cairn.types import Keys
 
 __all__ = ["Observe", "Runner"]
 
@@ -48,13 +50,13 @@ class _StepMemory:
     def __init__(
         self,
         paged: Sequence[PagedLayer],
-        recurrent: Sequence[RecurrentLayer],
+        live: LiveStates,
         checkpoints: CheckpointPages,
         snapshot_pages: Tensor,
         kept: KeptInputs | None = None,
     ) -> None:
         self.paged = paged
-        self.recurrent = recurrent
+        self.recurrent, self.hidden = live.recurrent, live.hidden
         self._checkpoint_pages = checkpoints
         self._snapshot_pages = snapshot_pages
         self._kept = kept
@@ -123,12 +125,16 @@ class Runner(StepRunner):
         self._counts = model.kernels.token_counts(num_slots, model.vocab_size, model.spec.device)
         self._verifier = DraftVerifier(model, self._counts, self._input_batch, observe)
         self._kept: KeptInputs | None = None
+        self._drafted: Collection[int] = ()
         self._population: PoolPopulation | None = None
         self._launched: deque[LaunchedStep] = deque()
         self._buffers: list[StepBuffers] = []
         no_pages = torch.zeros(0, layout.pages_per_checkpoint, dtype=torch.int64, device=model.spec.device)
-        make_memory = partial(_StepMemory, self._paged, self._live.recurrent, self._checkpoint_pages, no_pages)
+        make_memory = partial(_StepMemory, self._paged, self._live, self._checkpoint_pages, no_pages)
         self._graphs = DecodeGraphs(model, make_memory, self._live.hidden, self._slot_tensors)
+        self._head: HeadDrafter | None = None
+        if model.head is not None:
+            self._head = HeadDrafter(model, make_memory(None), self._input_batch, self._slot_tensors, vision)
 
     def capture_graphs(
         self,
@@ -149,6 +155,11 @@ class Runner(StepRunner):
         graphs, folds = self._model.kernels.step_graphs(), self._model.kernels.step_graphs()
         if graphs is not None and folds is not None and max_num_seqs:
             self._graphs.record(graphs, folds, max_num_seqs, max_model_len)
+            if self._head is not None:
+                # in memory of their own: they come between a pass and what is read of it
+                drafts = self._model.kernels.step_graphs()
+                assert drafts is not None
+                self._head.record(drafts, max_model_len)
 
     def get_ready(self) -> None:
         """Compile the kernels; in exact mode also check that rows are independent with this rank's
@@ -185,6 +196,33 @@ class Runner(StepRunner):
         self._input_batch.update(plan)
         if self._population is not None:
             self._population.reach(last_new_page(plan))
+        if plan.is_open:
+            plan = self._draft(plan)
+        step = self._prepare(plan)
+        if plan.num_seqs:
+            self._forward(step)
+        if len(plan.samples) or plan.verifies:
+            step.logits = self._logits(step.inputs)
+        return step
+
+    def drafts(self, step: int) -> Mapping[int, Keys]:
+        """See `StepRunner`."""
+        plan = self._launched[-1].plan
+        assert plan.step == step, f"step {step} is not the one that was launched last"
+        return {row.slot: row.tokens[1:] for row in plan.verifies if row.slot in self._drafted}
+
+    def _draft(self, plan: StepPlan) -> StepPlan:
+        """Do what comes before the rows of a plan, and return them with the drafts that they lack. Raises LookupError
+        for a model without a head."""
+        if self._head is None:
+            raise LookupError(f"step {plan.step} leaves drafts to the model, which has no head for them")
+        moves, rows = plan.split()
+        self._buffers.append(self._prepare(moves).inputs.buffers)
+        self._drafted = {row.slot for row in plan.verifies if row.is_open}
+        return replace(rows, verifies=self._head.draft(plan.verifies))
+
+    def _prepare(self, plan: StepPlan) -> LaunchedStep:
+        """Bring a plan's arrays to the device, and do what comes before its rows."""
         # A set that no step uses any more: there are as many as steps were out at once.
         buffers = self._buffers.pop() if self._buffers else StepBuffers(self._model.spec.device)
         inputs = StepInputs(plan, self._multimodal_inputs(plan), self._model.kernels, buffers, self._graphs, self._kept)
@@ -198,10 +236,6 @@ class Runner(StepRunner):
         for write in writes:
             write()
         self._kept = None
-        if plan.num_seqs:
-            self._forward(step)
-        if len(plan.samples) or plan.verifies:
-            step.logits = self._logits(inputs)
         return step
 
     def sample(self, step: int, masks: TokenMasks) -> None:
@@ -251,6 +285,8 @@ class Runner(StepRunner):
     def close(self) -> None:
         """Give the graphs back. There is nothing to shut down."""
         self._graphs.release()
+        if self._head is not None:
+            self._head.release()
 
     def _stage_sampling(self, step: LaunchedStep) -> None:
         samples, staging = step.plan.samples, step.inputs.staging
@@ -300,7 +336,7 @@ class Runner(StepRunner):
 
     def _fold(self, folds: FoldBatch) -> None:
         assert self._kept is not None
-        memory = _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, folds.state_pages)
+        memory = _StepMemory(self._paged, self._live, self._checkpoint_pages, folds.state_pages)
         folds.run(memory, self._live.hidden, self._slot_tensors.block_tables)
         if folds.has_snapshots:
             self._checkpoint_pages.write_hidden(folds.state_pages, self._kept.hidden, folds.snapshot_rows)
@@ -316,9 +352,11 @@ class Runner(StepRunner):
         decodes = zip(plan.decodes.slots.tolist(), plan.decodes.positions.tolist(), strict=True)
         rows = [(slot, position, position + 1) for slot, position in decodes]
         rows += [(row.slot, row.start, row.end) for row in plan.long_rows]
-        communicator, like = self._model.communicator, self._live.hidden
+        communicator, like, has_head = self._model.communicator, self._live.hidden, self._model.head is not None
         return [
-            multimodal_inputs(start, end, self._input_batch.admit(slot).images, self.vision, communicator, like)
+            multimodal_inputs(
+                start, end, self._input_batch.admit(slot).images, self.vision, communicator, like, has_head
+            )
             for slot, start, end in rows
         ]
 
@@ -342,7 +380,7 @@ class Runner(StepRunner):
             # of sequences whose states stay as they are the hidden state does, too: nobody's slot takes what came
             slots = slots.clone()
             slots[host.num_decodes : host.first_prefill] = self.num_slots
-        memory = _StepMemory(self._paged, self._live.recurrent, self._checkpoint_pages, state_pages, self._kept)
+        memory = _StepMemory(self._paged, self._live, self._checkpoint_pages, state_pages, self._kept)
         hidden = self._model.forward(batch, memory)
         is_last = host.num_tokens == host.num_seqs
         last = hidden if is_last else hidden[batch.cu_seqlens[1:] - 1]

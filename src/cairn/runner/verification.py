@@ -203,7 +203,12 @@ class DraftVerifier:
             tokens = sampler.sample(row_logits, slots, metadata, self._counts).tolist()
             for row, token in zip(open_rows, tokens, strict=True):
                 verified[row].append(token)
-            open_rows = [row for row in open_rows if drafts[row][: len(verified[row])] == verified[row]]
+            open_rows = [
+                row
+                for row in open_rows
+                if drafts[row][: len(verified[row])] == verified[row]
+                and len(verified[row]) < len(masks.get(verifies[row].slot, verifies[row].tokens))
+            ]
         return verified
 
     def _metadata(self, row: VerifyRow, sampled: Sequence[int], masks: TokenMasks) -> SamplingMetadata:

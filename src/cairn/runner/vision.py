@@ -143,11 +143,13 @@ class RemoteEncoder:
 @dataclass(frozen=True, slots=True)
 class MultimodalInputs:
     """The non-text inputs of a plan row: `positions` int64 [3, tokens] of all its tokens, and `vectors` [k, hidden]
-    that take the place of the embeddings of its tokens at `offsets` int64 [k]."""
+    that take the place of the embeddings of its tokens at `offsets` int64 [k]. `head_positions`: of the entries of a
+    head that drafts, where they differ: one after the token before each."""
 
     positions: NDArray[np.int64]
     offsets: NDArray[np.int64]
     vectors: Tensor
+    head_positions: NDArray[np.int64] | None = None
 
 
 def multimodal_inputs(
@@ -157,9 +159,11 @@ def multimodal_inputs(
     vision: VisionEncoder | None,
     communicator: Communicator,
     like: Tensor,
+    has_head: bool = False,
 ) -> MultimodalInputs | None:
     """The inputs of tokens [start, end) of a sequence with these images; None for a sequence without images. Rank 0
-    encodes and the other ranks receive its vectors. `like`: a tensor of the hidden states' width and dtype.
+    encodes and the other ranks receive its vectors. `like`: a tensor of the hidden states' width and dtype. `has_head`:
+    whether there is one that drafts.
 
     Raises ValueError where there are images and no encoder.
     """
@@ -179,7 +183,14 @@ def multimodal_inputs(
             offsets.append(np.arange(low - start, high - start))
             vectors.append(communicator.broadcast(image_vectors)[low - image.start : high - image.start])
     positions = mrope_positions(start, end, images, vision.merge)
-    return MultimodalInputs(positions, np.concatenate(offsets), torch.cat(vectors))
+    head_positions = None
+    if has_head:
+        # before the first token is a text's position
+        shifted = mrope_positions(max(0, start - 1), end, images, vision.merge)[:, : end - start] + 1
+        if start == 0:
+            shifted = np.concatenate([np.zeros((3, 1), np.int64), shifted[:, :-1]], axis=1)
+        head_positions = None if np.array_equal(shifted, positions) else shifted
+    return MultimodalInputs(positions, np.concatenate(offsets), torch.cat(vectors), head_positions)
 
 
 def mrope_positions(start: int, end: int, images: Sequence[Image], merge: int) -> NDArray[np.int64]:

@@ -115,10 +115,12 @@ class _Line:
 
 class MeasuredCost:
     """As steps of this server show it, apart for steps of one sequence, whose passes are repeated as they were
-    recorded, and steps of several. `prior`: before anything is known. See `DraftCost`."""
+    recorded, and steps of several. `prior`: before anything is known. `decodes`: says what decode steps take, where a
+    row here is more than that of a further sequence. See `DraftCost`."""
 
-    def __init__(self, prior: VerifyCost | None = None) -> None:
+    def __init__(self, prior: VerifyCost | None = None, decodes: DraftCost | None = None) -> None:
         self.version = 0
+        self._decodes = decodes
         self._alone = self._beside = prior or VerifyCost()
         self._lines = _Line(self._alone), _Line(self._beside)
         self._unit: float | None = None
@@ -127,7 +129,7 @@ class MeasuredCost:
 
     def decode(self, num_decodes: int) -> float:
         """See `DraftCost`."""
-        return self._of(num_decodes).decode(num_decodes)
+        return (self._decodes or self._of(num_decodes)).decode(num_decodes)
 
     def extra(self, num_drafts: int, num_decodes: int = 1) -> float:
         """See `DraftCost`."""

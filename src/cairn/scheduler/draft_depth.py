@@ -14,8 +14,13 @@ from cairn.scheduler.draft_cost import DraftCost
 from cairn.scheduler.request import Request
 from cairn.scheduler.speculation import MAX_DRAFT_TOKENS
 
-_FIRST_GUESSES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9)
-"""By length class: the chance that a draft is accepted, before anything is known."""
+_FIRST_GUESSES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.6)
+"""By length class: the chance that a draft is accepted, before anything is known. The last one is of drafts that the
+model's head makes."""
+
+BY_HEAD = 0
+"""As the length of a match: the model's head makes the draft."""
+_HEAD_KIND = len(_FIRST_GUESSES) - 1
 
 _GUESS_WEIGHT = 8.0
 """Drafts that a first guess counts as among those of all requests, and theirs among a request's own."""
@@ -27,10 +32,11 @@ _DECAY = 0.8
 _START = 0.65
 _MOST = 3.0
 _SHARE = 0.01
-_PROBE_FROM = 0.8
+_PROBE_FROM, _PROBE_HEAD_FROM = 0.8, 1.2
 _PROBE_TOKENS = 2
 """Of the balance, in decode steps: what a request begins with, what it can have at most, what it gets for each token's
-time, and from where on a draft that is not expected to pay is tried, with so many tokens."""
+time, and from where on a draft that is not expected to pay is tried, with so many tokens. Matches are rarer than the
+head, which can be tried at any time, and are to find something left."""
 
 _MARGIN = 1.05
 """A draft has to be expected to bring so many times the tokens that the step brings without, for its time."""
@@ -77,30 +83,33 @@ class _DraftHistory:
 class DraftDepth:
     """Chooses how many tokens to draft, by request, by the length of the match that the draft comes from, and by load.
 
-    `cost`: of a verification. `max_decodes`: with more sequences in a step nothing is drafted.
+    `cost`: of a verification. `max_decodes`: with more sequences in a step nothing is drafted. `head_cost`: of drafts
+    of the model's head and their verification, where there is one.
     """
 
-    def __init__(self, cost: DraftCost, max_decodes: int) -> None:
-        self._cost = cost
+    def __init__(self, cost: DraftCost, max_decodes: int, head_cost: DraftCost | None = None) -> None:
+        self._cost, self._head_cost = cost, head_cost or cost
         self._max_decodes = max_decodes
         self._shared = _Acceptance()
         self._histories: dict[Request, _DraftHistory] = {}
-        self._speeds: dict[int, tuple[int, NDArray[np.float64]]] = {}
+        self._speeds: dict[tuple[int, bool], tuple[int, NDArray[np.float64]]] = {}
 
     def may_draft(self, request: Request, num_decodes: int) -> bool:
-        """Whether the load, the request's balance, and what came of its last lookups allow a draft at all."""
+        """Whether the load and the request's balance allow a draft at all."""
         if not 1 <= num_decodes <= self._max_decodes:
             return False
         history = self._histories.get(request)
         if history is None:
             self._histories[request] = history = _DraftHistory(request.num_tokens)
-        if request.num_tokens < history.look_from:
-            return False
         history.num_decodes = num_decodes
         num_new, history.num_tokens = request.num_tokens - history.num_tokens, request.num_tokens
         earned = _SHARE * num_new * self._cost.decode(num_decodes) / num_decodes
         history.balance = min(_MOST, history.balance + earned)
-        return history.balance >= self._cost.extra(1, num_decodes)
+        return history.balance >= min(cost.extra(1, num_decodes) for cost in (self._cost, self._head_cost))
+
+    def may_look(self, request: Request) -> bool:
+        """Whether what came of the request's last lookups allows another one. `may_draft` has said yes."""
+        return request.num_tokens >= self._histories[request].look_from
 
     def miss(self, request: Request) -> None:
         """Learn that a lookup has led to no draft, or to one that did not pay."""
@@ -111,17 +120,18 @@ class DraftDepth:
             history.look_from = request.num_tokens + round(stride)
 
     def choose(self, request: Request, matched: int, most: int, num_decodes: int) -> int:
-        """How many tokens to draft, at most `most`, after a match of `matched` tokens. `may_draft` has said yes."""
+        """How many tokens to draft, at most `most`, after a match of `matched` tokens, or BY_HEAD. `may_draft` has said
+        yes."""
         history = self._histories[request]
-        history.kind = kind = _length_class(matched)
-        most = min(most, self._cost.most_drafts(history.balance, num_decodes))
+        history.kind = kind = _HEAD_KIND if matched == BY_HEAD else _length_class(matched)
+        most = max(0, min(most, self._cost_of(kind).most_drafts(history.balance, num_decodes)))
         guess = self._shared.rate(kind, _FIRST_GUESSES[kind], _GUESS_WEIGHT)
         acceptance = history.acceptance.rate(kind, guess, _SHARED_WEIGHT)
-        speeds = self._speeds_at(num_decodes)[round(acceptance * _LEVELS), : most + 1]
+        speeds = self._speeds_at(num_decodes, kind == _HEAD_KIND)[round(acceptance * _LEVELS), : most + 1]
         num_drafts = int(speeds.argmax())
         if speeds[num_drafts] < _MARGIN * speeds[0]:
             num_drafts = 0
-        if num_drafts == 0 and history.balance >= _PROBE_FROM:
+        if num_drafts == 0 and history.balance >= (_PROBE_HEAD_FROM if kind == _HEAD_KIND else _PROBE_FROM):
             return min(most, _PROBE_TOKENS)
         return num_drafts
 
@@ -130,13 +140,14 @@ class DraftDepth:
         history = self._histories.get(request)
         if history is None or num_draft_tokens == 0:
             return
-        saved = num_accepted * self._cost.decode(history.num_decodes) / history.num_decodes
-        spent = self._cost.extra(num_draft_tokens, history.num_decodes)
+        cost = self._cost_of(history.kind)
+        saved = num_accepted * cost.decode(history.num_decodes) / history.num_decodes
+        spent = cost.extra(num_draft_tokens, history.num_decodes)
         history.balance = min(_MOST, history.balance + saved - spent)
         history.acceptance.add(history.kind, num_draft_tokens, num_accepted, _DECAY)
         if saved > spent:
             history.num_misses = 0
-        else:
+        elif history.kind != _HEAD_KIND:
             self.miss(request)
         self._shared.add(history.kind, num_draft_tokens, num_accepted, _SHARED_DECAY)
 
@@ -144,20 +155,24 @@ class DraftDepth:
         """Forget a request."""
         self._histories.pop(request, None)
 
-    def _speeds_at(self, num_decodes: int) -> NDArray[np.float64]:
+    def _cost_of(self, kind: int) -> DraftCost:
+        return self._head_cost if kind == _HEAD_KIND else self._cost
+
+    def _speeds_at(self, num_decodes: int, by_head: bool) -> NDArray[np.float64]:
         """Expected tokens per time of a step in which one of `num_decodes` sequences drafts, by acceptance in steps of
         1 / _LEVELS and by the number of drafts, shape [_LEVELS + 1, MAX_DRAFT_TOKENS + 1]."""
-        version, speeds = self._speeds.get(num_decodes, (-1, None))
-        if speeds is None or version != self._cost.version:
+        cost = self._head_cost if by_head else self._cost
+        version, speeds = self._speeds.get((num_decodes, by_head), (-1, None))
+        if speeds is None or version != cost.version:
             acceptance = np.linspace(0, 1, _LEVELS + 1)[:, None]
             drafts = np.arange(MAX_DRAFT_TOKENS + 1)
             accepted = np.cumsum(acceptance**drafts, axis=1) - 1
-            extra = [0.0, *(self._cost.extra(number, num_decodes) for number in range(1, MAX_DRAFT_TOKENS + 1))]
-            speeds = (num_decodes + accepted) / (self._cost.decode(num_decodes) + np.array(extra))
-            self._speeds[num_decodes] = self._cost.version, speeds
+            extra = [0.0, *(cost.extra(number, num_decodes) for number in range(1, MAX_DRAFT_TOKENS + 1))]
+            speeds = (num_decodes + accepted) / (cost.decode(num_decodes) + np.array(extra))
+            self._speeds[num_decodes, by_head] = cost.version, speeds
         return speeds
 
 
 def _length_class(matched: int) -> int:
     """Matches of 1, 2 to 3, 4 to 7, and so on tokens."""
-    return min(matched.bit_length(), len(_FIRST_GUESSES)) - 1
+    return min(matched.bit_length(), _HEAD_KIND) - 1

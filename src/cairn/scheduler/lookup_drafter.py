@@ -77,6 +77,11 @@ def longest_match(tokens: Keys, end: Keys, least: int) -> tuple[int, int] | None
     return int(places[best]) + 1, length + int(more[best])
 
 
+def usual_count(num_drafts: int) -> int:
+    """So many drafts at most, of which others have been verified together before."""
+    return _COUNTS[bisect_right(_COUNTS, num_drafts) - 1]
+
+
 class RecentAnswers:
     """The latest answers of each namespace, each after its prompt's end. Bounds: `max_tokens` of one namespace, and
     `max_namespaces`, of which those go that were used least lately."""
@@ -110,7 +115,8 @@ class RecentAnswers:
 class LookupDrafter:
     """Proposes what followed the longest end of a request's tokens that has come before, see `Drafter`.
 
-    `cost`: as steps show it unless given. `max_decodes`: see `DraftDepth`. `max_answer_tokens`, `max_namespaces`: see
+    `cost`: as steps show it unless given. `depth`: another one than its own, of the same cost, where somebody else
+    drafts, too. `max_decodes`: see `DraftDepth`. `max_answer_tokens`, `max_namespaces`: see
     `RecentAnswers`.
     """
 
@@ -122,6 +128,7 @@ class LookupDrafter:
         max_answer_tokens: int = 1 << 15,
         max_namespaces: int = 64,
         clock: Clock | None = None,
+        depth: DraftDepth | None = None,
     ) -> None:
         """`clock`: by which lookups are timed."""
         self._clock = clock or SystemClock()
@@ -129,15 +136,21 @@ class LookupDrafter:
         self._config = config
         self._all_sources = config.method in ("auto", "suffix")
         self._cost = cost or MeasuredCost()
-        self._depth = DraftDepth(self._cost, max_decodes)
+        self._depth = depth or DraftDepth(self._cost, max_decodes)
         self._answers = RecentAnswers(max_answer_tokens, max_namespaces)
         self._predictions: dict[Request, Keys] = {}
 
     def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
         """See `Drafter`."""
-        most = min(most, self._config.num_speculative_tokens)
         if most < 1 or not self._depth.may_draft(request, num_decodes):
             return _NOTHING
+        return self.look_up(request, most, num_decodes)
+
+    def look_up(self, request: Request, most: int, num_decodes: int) -> Keys:
+        """As `propose`, where `DraftDepth.may_draft` has said yes."""
+        if not self._depth.may_look(request):
+            return _NOTHING
+        most = min(most, self._config.num_speculative_tokens)
         begin = self._clock.now()
         match, drafts = self._find(request), _NOTHING
         if match is not None:
@@ -145,7 +158,7 @@ class LookupDrafter:
             drafts = following[: self._depth.choose(request, matched, most, num_decodes)]
             wrong = np.flatnonzero(drafts < 0)
             num_drafts = int(wrong[0]) if len(wrong) else len(drafts)
-            drafts = drafts[: _COUNTS[bisect_right(_COUNTS, num_drafts) - 1]]
+            drafts = drafts[: usual_count(num_drafts)]
         self._cost.record_lookup(self._clock.now() - begin)
         if not len(drafts):
             self._depth.miss(request)

@@ -2,7 +2,8 @@
 its own, no thread."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -25,12 +26,15 @@ from cairn.scheduler.speculation import Drafter
 from cairn.scheduler.state import Drafting, RequestObserver, SchedulerConfig, SchedulerState
 from cairn.scheduler.transfers import Transfers
 from cairn.scheduler.turns import await_hits
-from cairn.scheduler.verify import add_folds, learn_step_time, take_verified, trim_answer
+from cairn.scheduler.verify import add_folds, keep_allowed, learn_step_time, take_verified, trim_answer
 from cairn.step import Logprobs, StepPlan, StepResult, TokenMask, TokenMasks, VerifiedTokens
 from cairn.transfer.contract import KvSource, LeaseEnded, LookupRequest, PagesFree, PullEnded
-from cairn.types import Clock, RequestId
+from cairn.types import Clock, Keys, RequestId
 
 __all__ = ["Progress", "Scheduler"]
+
+
+_NO_DRAFTS: Mapping[int, Keys] = MappingProxyType({})
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -268,9 +272,10 @@ class Scheduler:
         self._plans.append(builder)
         return builder.plan()
 
-    def masks(self) -> TokenMasks | None:
+    def masks(self, drafts: Mapping[int, Keys] = _NO_DRAFTS) -> TokenMasks | None:
         """Of the plan that went out last: the tokens that may be drawn. None where that is not known before
-        the plans before it have been applied."""
+        the plans before it have been applied. `drafts`: by slot, what the model's head has made of those that the plan
+        left to it."""
         scheduled_now = self._plans[-1].scheduled
         drawing = [scheduled.request for scheduled in scheduled_now if scheduled.samples and not scheduled.is_verify]
         if len(self._plans) > 1 and any(
@@ -281,6 +286,11 @@ class Scheduler:
         masks: dict[int, TokenMask | Sequence[TokenMask | None]] = {
             scheduled.request.slot: scheduled.masks for scheduled in scheduled_now if scheduled.masks is not None
         }
+        for scheduled in scheduled_now if drafts else ():
+            request = scheduled.request
+            if scheduled.is_verify and request.slot in drafts and request.spec.constraint is not None:
+                _, allowed = keep_allowed(request.spec.constraint, request.output, drafts[request.slot])
+                masks[request.slot] = allowed or ()
         for request in drawing:
             if request.spec.constraint is not None and request.phase is Phase.RUNNING:
                 mask = request.spec.constraint.allowed(request.output)

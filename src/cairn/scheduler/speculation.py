@@ -45,18 +45,19 @@ class SpeculativeConfig:
     """What --speculative-config asks for, in vLLM's words.
 
     `method`: `ngram` looks the sequence's end up in the sequence itself, `suffix` also in its prediction and in recent
-    answers; `auto` is what pays on the device; `none` drafts nothing. `num_speculative_tokens`: most drafts of one
-    verification. `prompt_lookup_min`, `prompt_lookup_max`: tokens of the end that is looked up.
+    answers; `mtp` has the checkpoint's own head draft; `auto` is what pays on the device; `none` drafts nothing.
+    `num_speculative_tokens`: most drafts of one verification. `prompt_lookup_min`, `prompt_lookup_max`: tokens of the
+    end that is looked up.
     """
 
-    method: Literal["auto", "ngram", "suffix", "none"] = "auto"
+    method: Literal["auto", "mtp", "ngram", "suffix", "none"] = "auto"
     num_speculative_tokens: int = 11
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 32
 
     def __post_init__(self) -> None:
-        if self.method not in ("auto", "ngram", "suffix", "none"):
-            raise _refusal("method", f"must be auto, ngram, suffix or none, not {self.method!r}")
+        if self.method not in ("auto", "mtp", "ngram", "suffix", "none"):
+            raise _refusal("method", f"must be auto, mtp, ngram, suffix or none, not {self.method!r}")
         for name, most in (
             ("num_speculative_tokens", MAX_DRAFT_TOKENS),
             ("prompt_lookup_min", MAX_LOOKUP_TOKENS),
@@ -81,8 +82,8 @@ class Drafter(Protocol):
     max_decodes: int
 
     def propose(self, request: "Request", most: int, num_decodes: int) -> Keys:
-        """Tokens that may follow the request's prompt and output, int64 [n] with n <= `most`; none where drafting does
-        not pay. `num_decodes`: sequences that decode in this step."""
+        """Tokens that may follow the request's prompt and output, int64 [n] with n <= `most`, or DRAFTED for each; none
+        where drafting does not pay. `num_decodes`: sequences that decode in this step."""
         ...
 
     def record(self, request: "Request", num_draft_tokens: int, num_accepted: int) -> None:

@@ -13,7 +13,7 @@ from cairn.cache.placement import CheckpointPoint
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.request import Constraint, Finish, Phase, Request
 from cairn.scheduler.state import SchedulerState
-from cairn.step import Fold, FoldSnapshot, PageCopy, TokenMask, VerifiedTokens
+from cairn.step import DRAFTED, Fold, FoldSnapshot, PageCopy, TokenMask, VerifiedTokens
 from cairn.types import Keys
 
 MAX_STEP_DRAFTS = 64
@@ -46,6 +46,11 @@ def propose_drafts(
             drafts[index] = tokens
             left -= len(tokens)
     return drafts
+
+
+def is_open(drafts: Keys) -> bool:
+    """Whether it is left to the model's head which tokens these are."""
+    return bool(len(drafts)) and int(drafts[0]) == DRAFTED
 
 
 def keep_allowed(
@@ -82,7 +87,9 @@ def add_verify(
     nothing has changed."""
     sequence, start = request.sequence, request.num_scheduled
     assert sequence is not None
-    drafts, masks = keep_allowed(request.spec.constraint, request.output, drafts[: max(0, most)])
+    drafts, masks = drafts[: max(0, most)], None
+    if not is_open(drafts):
+        drafts, masks = keep_allowed(request.spec.constraint, request.output, drafts)
     if not len(drafts):
         return False
     further = state.cache.extend(sequence, start + 1 + len(drafts))

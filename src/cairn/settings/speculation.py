@@ -3,7 +3,6 @@
 from pydantic import BaseModel, ConfigDict
 
 from cairn.engine.contract import SpeculativeConfig
-from cairn.errors import ConfigError
 from cairn.settings.json_flags import parse_json_flag
 
 _FLAG = "--speculative-config"
@@ -26,12 +25,9 @@ def speculative_config(text: str | None) -> SpeculativeConfig:
     if text is None:
         return SpeculativeConfig()
     asked = parse_json_flag(_FLAG, SpeculativeSettings, text, {"model": "there are no draft models; leave it out"})
-    if asked.method == "mtp" or asked.method.endswith("_mtp"):
-        raise ConfigError(
-            f"{_FLAG}: method: {asked.method!r} drafts with a checkpoint's own head, which is not served yet; use "
-            "suffix or ngram, or leave it out"
-        )
     given = asked.model_dump(exclude_none=True)
+    if asked.method.endswith("_mtp"):  # with the family's name before it, as vLLM had it first
+        given["method"] = "mtp"
     default = SpeculativeConfig()
     least, most = asked.prompt_lookup_min, asked.prompt_lookup_max
     if least is None and most is not None:

@@ -50,6 +50,13 @@ def _explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
         check_checkpoint_dtypes(remote, local)
     except ConfigError as error:
         return str(error)
+    there, here = (each.page_bytes // each.page_units // each.block_size for each in (remote, local))
+    if there != here and remote.header_bytes == local.header_bytes:
+        return (
+            f"the layouts differ: a kv head has {there} bytes a token at the peer, {here} here: both sides must serve "
+            "the same model, and both or neither with the head that drafts: have --speculative-config say mtp, or "
+            "suffix, on both"
+        )
     return _OTHER_LAYOUT
 
 

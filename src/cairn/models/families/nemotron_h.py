@@ -12,7 +12,7 @@ from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import Fields, boolean, custom, integer, interval, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
-from cairn.models.decoder_spec import DecoderSpec
+from cairn.models.decoder_spec import DecoderSpec, HeadSpec
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SigmoidRule, SquaredReluLayer
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Layer, Mamba2Sizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
@@ -52,13 +52,18 @@ def _untied(fields: Fields, name: str, config: Any) -> bool:
     return False
 
 
+def _mtp_pattern(fields: Fields, name: str, config: Any) -> str:
+    return str(fields.read(name, str, "a string", ATTENTION + MOE))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NemotronHConfig(DecoderConfig):
     """Sizes of a layer kind that `pattern` does not have are 0.
 
     Biases: `use_bias` of the Mamba2 projections, `use_conv_bias` of the convolution, `mlp_bias` of MLPs, shared expert
     and latent projections (routed experts never have one). `moe_latent_size` None: routed experts work on
-    `hidden_size`. Fields that only steer training or a kernel's tiling (`chunk_size`, `expand`, ...) are not read.
+    `hidden_size`. `mtp_pattern`: the layers of the head that drafts. Fields that only steer training or a kernel's
+    tiling (`chunk_size`, `expand`, ...) are not read.
     """
 
     pattern: str = layer_kinds(KINDS, names=("layers_block_type", "layer_types"), letters="hybrid_override_pattern")
@@ -102,6 +107,7 @@ class NemotronHConfig(DecoderConfig):
     residual_in_fp32: bool = only(False)
     tie_word_embeddings: bool = custom(_untied)
     sliding_window: None = only(None)
+    mtp_pattern: str = custom(_mtp_pattern, default="", names=("mtp_hybrid_override_pattern",), fact=False)
 
     @property
     def mamba2(self) -> Mamba2Sizes:
@@ -142,6 +148,24 @@ class NemotronHConfig(DecoderConfig):
             embedding="backbone.embeddings.weight",
             layers=tuple((f"{name}.norm", self._mixer(kind, f"{name}.mixer")) for name, kind in names),
             final_norm="backbone.norm_f",
+        )
+
+    def head(self, stored: Collection[str] = ()) -> HeadSpec | None:
+        """See `DecoderConfig`. `mtp.*`, which transformers does not read, as vLLM has it (nemotron_h_mtp.py):
+        attention and a mixture. The first layer has what comes before all of them, and the last one the norm after
+        them."""
+        others = {*self.mtp_pattern[1:]}
+        if self.mtp_pattern[:1] != ATTENTION or not self.has_attention or not others <= {MLP, MOE} & {*self.pattern}:
+            return None
+        names = [(f"mtp.layers.{index}", kind) for index, kind in enumerate(self.mtp_pattern)]
+        return HeadSpec(
+            embedding_norm="mtp.layers.0.enorm",
+            hidden_norm="mtp.layers.0.hnorm",
+            projection="mtp.layers.0.eh_proj",
+            attention_norm="mtp.layers.0.norm",
+            attention=AttentionLayer(self.attention, "mtp.layers.0.mixer"),
+            others=tuple((f"{name}.norm", self._mixer(kind, f"{name}.mixer")) for name, kind in names[1:]),
+            final_norm=f"{names[-1][0]}.final_layernorm",
         )
 
     def _mixer(self, kind: str, name: str) -> MixerSpec:
@@ -230,4 +254,5 @@ RECIPE = Recipe(
     spreads={".D": (1.0, 0.2), "e_score_correction_bias": (0.0, 0.05), "embeddings.weight": (0.0, 1.0)},
     gains={"lm_head.weight": LOGIT_STD},
     float32=("e_score_correction_bias",),
+    mtp_fields={"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": ATTENTION + MOE},
 )

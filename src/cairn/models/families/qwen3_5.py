@@ -12,12 +12,11 @@ from cairn.models.attention import AttentionLayer, AttentionSizes
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only, token_ids
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer
+from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SwiGLULayer
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_fields, rope_scaling
-from cairn.models.weight_specs import MixerSpec
 
 DELTA, FULL = "linear_attention", "full_attention"
 
@@ -176,24 +175,40 @@ class Qwen35Config(DecoderConfig):
             rotary=rotary if FULL in self.layer_types else None,
         )
 
+    def head(self, stored: Collection[str] = ()) -> HeadSpec | None:
+        """See `DecoderConfig`. `mtp.*`, which transformers does not read, as vLLM has it (qwen3_5_mtp.py,
+        qwen3_next_mtp.py): one layer with attention, whose experts may be stored in the other form than the
+        model's."""
+        if not self.has_attention:
+            return None
+        return HeadSpec(
+            embedding_norm="mtp.pre_fc_norm_embedding",
+            hidden_norm="mtp.pre_fc_norm_hidden",
+            projection="mtp.fc",
+            attention_norm="mtp.layers.0.input_layernorm",
+            attention=self._attention("mtp.layers.0"),
+            others=(self._feed_forward("mtp.layers.0", 0 in self.sparse_layers, stored),),
+            final_norm="mtp.norm",
+        )
+
     def _layers(self, prefix: str, stored: Collection[str]) -> Iterator[NamedMixer]:
         for index, kind in enumerate(self.layer_types):
-            name, norms = f"{prefix}.layers.{index}", ("q_norm", "k_norm")
-            if kind == FULL:
-                mixer: MixerSpec = AttentionLayer(self.attention, f"{name}.self_attn", norms, centred=True)
-            else:
-                mixer = DeltaNetLayer(self.delta_net, f"{name}.linear_attn")
-            yield f"{name}.input_layernorm", mixer
-            sparse = index in self.sparse_layers
-            yield f"{name}.post_attention_layernorm", self._feed_forward(f"{name}.mlp", sparse, stored)
+            name = f"{prefix}.layers.{index}"
+            delta = DeltaNetLayer(self.delta_net, f"{name}.linear_attn")
+            yield f"{name}.input_layernorm", self._attention(name) if kind == FULL else delta
+            yield self._feed_forward(name, index in self.sparse_layers, stored)
 
-    def _feed_forward(self, name: str, sparse: bool, stored: Collection[str]) -> MixerSpec:
+    def _attention(self, layer: str) -> AttentionLayer:
+        return AttentionLayer(self.attention, f"{layer}.self_attn", ("q_norm", "k_norm"), centred=True)
+
+    def _feed_forward(self, layer: str, sparse: bool, stored: Collection[str]) -> NamedMixer:
         """Experts are published as a tensor for each expert and matrix, and as two stacks."""
+        norm, name = f"{layer}.post_attention_layernorm", f"{layer}.mlp"
         if not sparse:
-            return SwiGLULayer(self.feed_forward("intermediate_size"), name)
+            return norm, SwiGLULayer(self.feed_forward("intermediate_size"), name)
         experts, shared = f"{name}.experts", f"{name}.shared_expert"
         stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
-        return ExpertsLayer(
+        mixture = ExpertsLayer(
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
@@ -202,6 +217,7 @@ class Qwen35Config(DecoderConfig):
             stacks=stacks if stacks[0] in stored else None,
             shared=SwiGLULayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
         )
+        return norm, mixture
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
@@ -264,7 +280,7 @@ def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> F
         architecture=architecture,
         config=config,
         float32_tensors=("A_log", "dt_bias"),
-        # Multi-token prediction is not served; the vision tower is loaded by itself, where there are images to see.
+        # Multi-token prediction may not be served; the vision tower is loaded by itself, where there are images to see.
         ignored_tensors=("mtp.", "model.visual."),
         flatten=_text_config if config.nested else Fields,
     )
@@ -323,6 +339,8 @@ DENSE_RECIPE = Recipe(
     # Weights of norms are stored less 1, but for the one after the delta rule.
     spreads={
         "layernorm.weight": (0.0, 0.1),
+        "pre_fc_norm_embedding.weight": (0.0, 0.1),
+        "pre_fc_norm_hidden.weight": (0.0, 0.1),
         "q_norm.weight": (0.0, 0.1),
         "k_norm.weight": (0.0, 0.1),
         "linear_attn.norm.weight": (1.0, 0.1),
@@ -332,6 +350,7 @@ DENSE_RECIPE = Recipe(
     gains={"lm_head.weight": LOGIT_STD},
     float32=("A_log",),
     tokens=IMAGE_TOKENS,
+    mtp_fields={"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False},
 )
 
 MOE_RECIPE = replace(

@@ -7,6 +7,7 @@ of about 2: answers differ from prompt to prompt, and no layer drowns the others
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -65,10 +66,17 @@ _SHARD_BYTES: Mapping[str, int] = MappingProxyType({"tiny": 4 << 20, "small": 25
 
 
 def make_model(
-    family: str, out: Path, *, size: Size = "tiny", seed: int = 0, dtype: SavedDType = "float32", show: bool = False
+    family: str,
+    out: Path,
+    *,
+    size: Size = "tiny",
+    seed: int = 0,
+    dtype: SavedDType = "float32",
+    mtp: bool = False,
+    show: bool = False,
 ) -> None:
-    """Write the checkpoint to `out`, a new or empty folder. `show` draws a progress bar on a terminal, except for
-    tiny, which is made at once.
+    """Write the checkpoint to `out`, a new or empty folder. `mtp`: with a head of multi-token prediction. `show` draws
+    a progress bar on a terminal, except for tiny, which is made at once.
 
     The same arguments give the same bytes (the tokenizer: with the same standard library). Raises ConfigError when an
     argument is out of range or `out` is not empty or cannot be written.
@@ -81,19 +89,25 @@ def make_model(
         raise ConfigError(f"make-model: no dtype {dtype!r}; known: {', '.join(_SAVED)}")
     if not 0 <= seed < 1 << 63:
         raise ConfigError(f"make-model: --seed must be in 0..2^63-1, not {seed}")
+    if mtp and not RECIPES[family].mtp_fields:
+        families = ", ".join(name for name, recipe in RECIPES.items() if recipe.mtp_fields)
+        raise ConfigError(
+            f"make-model: {family} is published without a head that --mtp could make; {families} have one"
+        )
     _prepare_folder(out)
     try:
-        _write(out, RECIPES[family], size=size, seed=seed, dtype=dtype, show=show and size != "tiny")
+        _write(out, RECIPES[family], size=size, seed=seed, dtype=dtype, mtp=mtp, show=show and size != "tiny")
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"make-model: {out} cannot be written: {error}") from error
 
 
-def _write(out: Path, recipe: Recipe, *, size: Size, seed: int, dtype: SavedDType, show: bool) -> None:
+def _write(out: Path, recipe: Recipe, *, size: Size, seed: int, dtype: SavedDType, mtp: bool, show: bool) -> None:
     token_ids = make_tokenizer(
         out, VOCAB_SIZE, MAX_POSITION_EMBEDDINGS, recipe.tokens, recipe.chat_template or CHAT_TEMPLATE
     )
     eos, pad = token_ids[END_OF_MESSAGE], token_ids[END_OF_TEXT]
-    raw = recipe.config(size, CheckpointOptions(dtype, VOCAB_SIZE, MAX_POSITION_EMBEDDINGS, eos, pad, token_ids))
+    options = CheckpointOptions(dtype, VOCAB_SIZE, MAX_POSITION_EMBEDDINGS, eos, pad, token_ids, mtp)
+    raw = recipe.config(size, options)
     _write_weights(out, recipe, raw, size=size, seed=seed, dtype=dtype, show=show)
     _write_json(out / "generation_config.json", {"do_sample": True, "eos_token_id": [eos, pad], "pad_token_id": pad})
     for name, content in recipe.files.items():
@@ -117,7 +131,8 @@ def _write_weights(
 ) -> None:
     """Shard by shard, so that one shard at a time is in memory."""
     family = family_of(raw)
-    shapes = family.tensors(family.parse(raw))
+    config = family.parse(raw)
+    shapes = family.tensors(replace(config, serves_mtp=config.num_mtp_layers > 0))
     if recipe.other_tensors is not None:
         shapes |= recipe.other_tensors(raw)
     meta = {

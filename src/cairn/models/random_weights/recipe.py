@@ -14,7 +14,7 @@ LOGIT_STD = 2.0
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
     """What a checkpoint of any family depends on: `dtype` by name, and the tokenizer's numbers. `tokens`: the ids of
-    its control and mark tokens."""
+    its control and mark tokens. `mtp`: with a head of multi-token prediction."""
 
     dtype: str
     vocab_size: int
@@ -22,6 +22,7 @@ class CheckpointOptions:
     eos_token_id: int
     pad_token_id: int
     tokens: Mapping[str, int]
+    mtp: bool = False
 
 
 def by_size(tiny: Any, small: Any) -> Mapping[str, Any]:
@@ -43,7 +44,8 @@ class Recipe:
     variance of their input. `float32`: endings of tensors that are saved in float32 whatever the dtype. `tokens`:
     control tokens of the tokenizer beside those of any chat. `chat_template`: another one than any chat's. `files`:
     further JSON files of the folder, by name. `wrap`: makes config.json of these fields where they are not all of it;
-    `other_tensors`: config.json -> tensors that are not the text model's, by name.
+    `other_tensors`: config.json -> tensors that are not the text model's, by name. `mtp_fields`: what config.json says
+    besides of a checkpoint with a head of multi-token prediction; empty for a family that is published without.
     """
 
     architecture: str
@@ -59,6 +61,7 @@ class Recipe:
     files: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: NOTHING)
     wrap: Callable[[dict[str, Any], CheckpointOptions], dict[str, Any]] | None = None
     other_tensors: Callable[[Mapping[str, Any]], Mapping[str, tuple[int, ...]]] | None = None
+    mtp_fields: Mapping[str, Any] = field(default_factory=lambda: NOTHING)
 
     def config(self, size: Size, options: CheckpointOptions) -> dict[str, Any]:
         """config.json."""
@@ -73,6 +76,7 @@ class Recipe:
             "eos_token_id": options.eos_token_id,
             "pad_token_id": options.pad_token_id,
             **_of_size(self.fields, size),
+            **(self.mtp_fields if options.mtp else {}),
         }
         return raw if self.wrap is None else self.wrap(raw, options)
 
