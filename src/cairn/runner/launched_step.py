@@ -53,7 +53,7 @@ class StepInputs:
         if plan.folds:
             if kept is None:
                 raise LookupError(f"step {plan.step} folds, but the plan before it verified nothing")
-            if not graphs.replays_fold(kept, plan.folds):
+            if not graphs.replays_folds(kept, plan.folds):
                 self.folds = FoldBatch(plan.folds, kept, kernels, self.staging)
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         self.continuing_slots: StagedArray | None = None

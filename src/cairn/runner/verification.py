@@ -41,12 +41,14 @@ class KeptInputs:
         self._tokens, self._copies = slice(first, first + count), copies
         self._layers: list[tuple[FoldLayer, Tensor]] = []
         self._hidden: Tensor | None = None
+        self._verified = slice(0, count)
         self._rows: dict[int, tuple[int, VerifyRow]] = {}
 
-    def assign(self, verifies: Sequence[VerifyRow]) -> None:
-        """Whose rows they are."""
+    def assign(self, verifies: Sequence[VerifyRow], begin: int = 0) -> None:
+        """Whose rows they are, from row `begin` on."""
         firsts = _first_rows(verifies)
-        self._rows = {row.slot: (first, row) for row, first in zip(verifies, firsts, strict=False)}
+        self._rows = {row.slot: (begin + first, row) for row, first in zip(verifies, firsts, strict=False)}
+        self._verified = slice(begin, begin + firsts[-1])
 
     def keep(self, inputs: Tensor, fold: FoldLayer) -> None:
         """See `Memory.keep_inputs`."""
@@ -61,6 +63,11 @@ class KeptInputs:
         """The final hidden states of the rows."""
         assert self._hidden is not None, "the pass is not over"
         return self._hidden
+
+    @property
+    def verified_hidden(self) -> Tensor:
+        """Of those rows alone that are somebody's."""
+        return self.hidden[self._verified]
 
     @property
     def num_tokens(self) -> int:

@@ -293,7 +293,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]
     _, heads, dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    make_out = torch.zeros_like if batch.host.has_nobodys_tokens else torch.empty_like
+    out = make_out(q, memory_format=torch.contiguous_format)
     attend, merge, target = _attend[q.dtype, keys.dtype], _merge[q.dtype], out.data_ptr()
     pages = keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3]
     operands = *row_args(q), q.stride(1), *pages, *row_args(batch.block_tables[group])
