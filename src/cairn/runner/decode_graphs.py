@@ -165,7 +165,8 @@ class DecodeGraphs:
 
     def record(self, graphs: StepGraphs, folds: StepGraphs, max_num_seqs: int, max_model_len: int) -> None:
         """Record passes of up to `max_num_seqs` rows, and those with verify rows, each when its shape comes for the
-        second time. `folds`: what records folds, in memory of their own: they read what passes have left."""
+        second time, a mix when it comes for the first. `folds`: what records folds, in memory of their own: they read
+        what passes have left."""
         self._begin(range(1, max_num_seqs + 1), max_model_len)
         self._recorder, self._fold_recorder = graphs, folds
 
@@ -263,19 +264,27 @@ class DecodeGraphs:
             recorder.set_lengths(forward_pass.metadata, host_batch(plan, ()))
         if forward_pass.replay is not None:
             forward_pass.replay()
-        elif first_time or recorder is None:
-            forward_pass.run()  # compiles, and fills caches
+        elif recorder is None or (first_time and not shape.num_places):
+            forward_pass.run()  # compiles, and fills caches, which a mix finds full: it comes after other passes
         else:
             forward_pass.replay = recorder.capture(forward_pass.run)
         if forward_pass.kept is not None:
             forward_pass.kept.assign(plan.verifies, len(plan.decodes))
         return forward_pass.kept
 
+    def has_recorded(self, shape: PassShape) -> bool:
+        """Whether `replay` repeats what was recorded."""
+        return shape in self._passes and self._passes[shape].replay is not None
+
+    def has_recorded_folds(self, kept: KeptInputs) -> bool:
+        """Whether `replay_folds` does so."""
+        shape = self._shape_of(kept)
+        return shape is not None and self._passes[shape].fold is not None
+
     def replays_folds(self, kept: KeptInputs, folds: Sequence[Fold]) -> bool:
         """Whether `replay_folds` does these: without checkpoints, of what a recorded pass has left."""
         shape = self._shape_of(kept)
-        is_recorded = shape is not None and self._passes[shape].replay is not None
-        return is_recorded and not any(fold.snapshots for fold in folds)
+        return shape is not None and self.has_recorded(shape) and not any(fold.snapshots for fold in folds)
 
     def replay_folds(self, kept: KeptInputs, folds: Sequence[Fold]) -> None:
         """Launch the folds of a pass, which are recorded when they come for the first time."""

@@ -114,7 +114,7 @@ def independent_copies(copies: Sequence[PageCopy]) -> list[tuple[list[int], list
 class LaunchedStep:
     """A step from its launch until it is collected. `sampler` and `logprobs`: on the rank that samples, of a plan with
     samples. `logits`: of the samples, then of the verify rows, until they are sampled. `is_sampled`: whether its
-    outputs are on their way. `verified`: what verify rows have given."""
+    outputs are on their way. `verified`: what verify rows have given. `is_first`: see `StepResult`."""
 
     plan: StepPlan
     inputs: StepInputs
@@ -123,6 +123,7 @@ class LaunchedStep:
     logits: Tensor | None = None
     is_sampled: bool = False
     verified: tuple[VerifiedTokens, ...] = ()
+    is_first: bool = False
     _readback: Readback = field(init=False)
     _tokens: ReadbackArray | None = None
     _advanced: ReadbackArray | None = None
@@ -177,4 +178,5 @@ class LaunchedStep:
             ),
             np.ones(len(self.plan.decodes), np.bool_) if self._advanced is None else self._advanced.array,
             self.verified,
+            self.is_first,
         )

@@ -287,6 +287,7 @@ class Runner(StepRunner):
         if inputs.folds is not None:
             self._fold(inputs.folds)
         elif plan.folds and self._kept is not None:
+            step.is_first |= not self._graphs.has_recorded_folds(self._kept)
             self._graphs.replay_folds(self._kept, plan.folds)
         if plan.saves:
             self._save(*inputs.saves)
@@ -320,6 +321,7 @@ class Runner(StepRunner):
         self.forward_passes += 1
         if inputs.graph is not None:
             shape, packed = inputs.graph
+            step.is_first |= not self._graphs.has_recorded(shape)
             self._kept = self._graphs.replay(step.plan, shape, packed.tensor)
             if step.plan.snapshots:
                 self._save(*inputs.snapshots)

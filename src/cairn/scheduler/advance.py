@@ -26,7 +26,8 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     running, slots = list(state.running), state.running.slots
     plain = table.num_scheduled[slots] < table.plain_until[slots]
     drafts = propose_drafts(state, builder, running, int(np.count_nonzero(plain)))
-    plain[list(drafts)] = False
+    if drafts:
+        plain[list(drafts)] = False
     num_before = 0  # of those that are not plain
     for index in (~plain).nonzero()[0].tolist():
         request = running[index]

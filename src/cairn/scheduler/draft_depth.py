@@ -42,6 +42,8 @@ _MOST_SKIPPED = 16
 decoding takes, but each request has one in so many tokens. It is only of a small model that a lookup takes more."""
 
 _LEVELS = 100
+_ACCEPTED = np.cumsum(np.linspace(0, 1, _LEVELS + 1)[:, None] ** np.arange(MAX_DRAFT_TOKENS + 1), axis=1) - 1
+"""Drafts that are accepted, on average: by acceptance in steps of 1 / _LEVELS and by the number of drafts."""
 
 
 @dataclass(slots=True)
@@ -149,11 +151,8 @@ class DraftDepth:
         1 / _LEVELS and by the number of drafts, shape [_LEVELS + 1, MAX_DRAFT_TOKENS + 1]."""
         version, speeds = self._speeds.get(num_decodes, (-1, None))
         if speeds is None or version != self._cost.version:
-            acceptance = np.linspace(0, 1, _LEVELS + 1)[:, None]
-            drafts = np.arange(MAX_DRAFT_TOKENS + 1)
-            accepted = np.cumsum(acceptance**drafts, axis=1) - 1
             extra = [0.0, *(self._cost.extra(number, num_decodes) for number in range(1, MAX_DRAFT_TOKENS + 1))]
-            speeds = (num_decodes + accepted) / (self._cost.decode(num_decodes) + np.array(extra))
+            speeds = (num_decodes + _ACCEPTED) / (self._cost.decode(num_decodes) + np.array(extra))
             self._speeds[num_decodes] = self._cost.version, speeds
         return speeds
 
