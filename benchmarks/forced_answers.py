@@ -81,7 +81,7 @@ class FixedDrafter:
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """See `Drafter`."""
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
         """See `Drafter`."""
 
     def end(self, request: Request) -> None:

@@ -390,6 +390,8 @@ class StepResult:
 
     `advanced`: bool [decodes], whether each decode row has taken the sequence of its slot a token further. One that
     continues with a stop token, sampled by a step that was still out, has not: nobody but the runner knew.
+    `is_first`: whether its pass, or its folds, were no repetition of what had been recorded, but will be the next time,
+    and take less.
     """
 
     step: int
@@ -399,6 +401,7 @@ class StepResult:
     scored: tuple[Scored, ...] = ()
     advanced: NDArray[np.bool_] = field(default_factory=lambda: _NO_FLAGS)
     verified: tuple[VerifiedTokens, ...] = ()
+    is_first: bool = False
 
     @property
     def sampled(self) -> tuple[SampledToken, ...]:

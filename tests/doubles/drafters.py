@@ -39,7 +39,7 @@ class KnowingDrafter:
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         self.records.append((request.id, num_draft_tokens, num_accepted))
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
         self.steps.append((num_decodes, num_draft_tokens, seconds))
 
     def end(self, request: Request) -> None:

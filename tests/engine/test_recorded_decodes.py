@@ -182,7 +182,54 @@ def test_repeated_verify_passes_and_folds_leave_the_bits_of_those_that_are_compu
             for found, wanted in zip(recorded.memory(), eager.memory(), strict=True):
                 assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), num_steps
     assert drafters[0].records == drafters[1].records and len(drafters[0].records) > 40
-    assert len(recorded.repeats("fold")) == 8 and not eager.repeats("fold")
+    alone = [shape for shape, each in recorded.runner._graphs._passes.items() if each.fold and not shape.num_places]
+    assert len(alone) == 8 and not eager.repeats("fold")
+    # of what a step takes whose pass is being recorded, or will be, nothing is learned
+    assert len(drafters[1].steps) - len(drafters[0].steps) >= 2 * 8
+    check_addresses(recorded)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    first_of([("qwen3_5", "bfloat16"), ("nemotron_h", "float32")], FAMILIES, FORMS),
+)
+def test_repeated_passes_of_decodes_beside_verify_rows_leave_the_bits_of_those_that_are_computed(
+    family, form, made_model
+):
+    """One to four sequences, some of which draft one to five tokens and one never, over ends of pages and of a part of
+    attention."""
+    folder, lengths = made_model(family), (50, 505, 9, 61)
+    prompts = {str(number): list(range(20 + number, 20 + number + length)) for number, length in enumerate(lengths)}
+    plain = Twin(folder, form, speculative=NONE)
+    answers = {}
+    for name, prompt in list(prompts.items())[:-1]:
+        plain.submit(name, prompt, 60, temperature=0.0)
+        answers[name] = [token for _, tokens in run_alone(plain) for token in tokens]
+    recorded, eager = Twin(folder, form), Twin(folder, form, enforce_eager=True)
+    for twin in (recorded, eager):
+        drafter = Varying(answers, 5, lambda proposal: [99, 0, 2, 99, 1, 0, 99][proposal % 7], 300)
+        twin.core._scheduler.state.drafting.drafter = drafter
+    num_steps = 0
+    for step in range(150):
+        for place, (name, prompt) in enumerate(prompts.items()):
+            if step in (5 * place, 70 + 2 * place):
+                for twin in (recorded, eager):
+                    twin.submit(name if step < 70 else f"{name} again", prompt, 60, temperature=0.0)
+        if step == 70:
+            for known in list(answers):
+                answers[f"{known} again"] = answers[known]
+        if not recorded.core.has_work:
+            continue
+        num_steps += 1
+        recorded.spoil(folded=not recorded.core._scheduler.state.drafting.pending_folds)
+        assert recorded.step() == eager.step(), step
+        for found, wanted in zip(recorded.memory(), eager.memory(), strict=True):
+            assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8)), step
+    assert num_steps > 60 and not recorded.core.has_work
+    mixed = {shape: each for shape, each in recorded.runner._graphs._passes.items() if shape.num_places}
+    assert {shape.num_places for shape in mixed} == {SEQS} and not eager.repeats("fold")
+    for kind in ("replay", "fold"):
+        assert sum(getattr(each, kind) is not None for each in mixed.values()) > 3, kind
     check_addresses(recorded)
 
 

@@ -114,6 +114,23 @@ def check_verifies(kernels: Kernels, call: Call) -> None:
                 assert same_bits(*states), f"a verify has written its live state: {sequence}"
 
 
+def check_wrong_numbers(kernels: Kernels, call: Call) -> None:
+    """Where the last draft of each verify has keys that are NaN and values that are infinite, the tokens before it have
+    a decode's bits all the same."""
+    given, first, (table,) = call.converted(lambda _, x: x.clone()), len(call.batch.decodes), call.block_tables
+    page_size = given.operands["keys"].shape[2]
+    for sequence in call.batch.verifies:
+        page, offset = int(table[sequence.slot, (sequence.end - 1) // page_size]), (sequence.end - 1) % page_size
+        for name, number in (("keys", torch.nan), ("values", torch.inf)):
+            given.operands[name][page, :, offset] = number
+    wanted = [decode_one_by_one(kernels, given, first + place) for place in range(len(call.batch.verifies))]
+    (found,) = given.run(kernels)
+    for place, sequence in enumerate(call.batch.verifies):
+        rows = call.batch.rows_of(first + place)
+        before = slice(rows.start, rows.stop - 1)
+        assert same_bits(found[before], wanted[place].results[:-1]), f"a token sees a draft behind it: {sequence}"
+
+
 def check_written_pages(kernels: Kernels, call: Call) -> None:
     """A verify writes the keys and values that decodes write."""
     given = call.copied()

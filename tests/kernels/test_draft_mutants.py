@@ -15,7 +15,7 @@ from cairn.kernels import cpu, exact, reference
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cpu import compiled
 from kernels.backends import BACKENDS, name_of
-from kernels.drafts import call_of, check_folds, check_verifies, every_acceptance
+from kernels.drafts import call_of, check_folds, check_verifies, check_wrong_numbers, every_acceptance
 from kernels.test_verify_and_fold import LONG, MIXED
 from tiers import more
 
@@ -33,8 +33,14 @@ def check_fold(kernels: Kernels, name: str) -> None:
         check_folds(kernels, drafts, [tuple({1, (count + 1) // 2, count}) for count in drafts.accepted])
 
 
-VERIFY, FOLD = "verify", "fold"
-CHECKS: Mapping[str, Callable[[Kernels, str], None]] = MappingProxyType({VERIFY: check_verify, FOLD: check_fold})
+def check_wrong(kernels: Kernels, name: str) -> None:
+    check_wrong_numbers(kernels, call_of(name, LONG, F32))
+
+
+VERIFY, FOLD, WRONG = "verify", "fold", "wrong numbers"
+CHECKS: Mapping[str, Callable[[Kernels, str], None]] = MappingProxyType(
+    {VERIFY: check_verify, FOLD: check_fold, WRONG: check_wrong}
+)
 
 
 @dataclass(frozen=True)
@@ -168,9 +174,34 @@ COMPILED = (
         for module in ("conv", "gdn")
     ),
     Mutant(
-        "tokens of a verify in one tile",
+        "a verify's keys are not cut",
         cpu, "metadata", "num_rows == 1 or num_decodes <= i < first_prefill", "num_rows == 1", (VERIFY,),
         ("attention",),
+    ),
+    Mutant(
+        "parts of the token before",
+        cpu, "metadata", "num_partials + each * num_parts", "num_partials + max(each - 1, 0) * num_parts",
+        (VERIFY,), ("attention",),
+    ),
+    Mutant(
+        "where the first token of a tile has its parts",
+        cpu, "attention", "row_partial = partial + i // per_kv * num_parts", "row_partial = partial", (VERIFY,),
+        ("attention",),
+    ),
+    Mutant(
+        "each token sees the draft behind it",
+        cpu, "attention", "for t in range(position + i // per_kv + 1 - key, BLOCK):",
+        "for t in range(min(position + rows, position + i // per_kv + 2) - key, BLOCK):", (VERIFY,), ("attention",),
+    ),
+    Mutant(
+        "weights of nothing times what is no number",
+        cpu, "attention", "depth = position + i // per_kv + 1 - key", "depth = min(BLOCK, position + rows - key)",
+        (WRONG,), ("attention",),
+    ),
+    Mutant(
+        "a token too many sees a block as a whole",
+        cpu, "attention", "key + BLOCK - 1 - position", "key + BLOCK - 2 - position",
+        (VERIFY,), ("attention",),
     ),
 )  # fmt: skip
 
@@ -239,6 +270,7 @@ def test_a_mutant_is_found(mutant: Mutant, tmp_path: Path) -> None:
         (exact, "attention", ("attention",)),
         more(cpu, "recurrence", ALL),
         more(cpu, "metadata", ("attention",)),
+        more(cpu, "attention", ("attention",)),
         *(more(cpu, name, (name,)) for name in ALL),
     ],
     ids=name_of,
@@ -251,3 +283,5 @@ def test_the_source_as_it_is_passes(
         check_verify(unchanged, function)
         if function in ALL:
             check_fold(unchanged, function)
+        elif backend is cpu:
+            check_wrong(unchanged, function)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cairn.kernels import exact
+from cairn.kernels import cpu, exact
 from cairn.kernels.contract import Kernels
 from cairn.kernels.exact import products
 from cairn.kernels.exact.metadata import ROW_TILE, TILE
@@ -23,9 +23,11 @@ from kernels.drafts import (
     check_folds,
     check_verifies,
     check_written_pages,
+    check_wrong_numbers,
     decode_one_by_one,
     every_acceptance,
 )
+from kernels.fixed_calls import paged_call
 from kernels.random_batches import RandomBatch, SequenceRows
 from tiers import more
 
@@ -72,6 +74,10 @@ LONG = RandomBatch(
         SequenceRows(5, 600, 1),
     ),
 )
+MANY = RandomBatch(
+    DECODES[:1], PREFILLS[:1], 7, verifies=(SequenceRows(0, 1000, 33), SequenceRows(4, 20, 20), SequenceRows(5, 511, 2))
+)
+"""More tokens of a verify than the CPU has in a tile, before and after a place where keys are cut."""
 
 
 @every_backend_and_dtype
@@ -101,6 +107,18 @@ def test_attention_over_a_verifys_tokens_has_the_bits_of_decodes(
     kernels: Kernels, dtype: torch.dtype, batch: RandomBatch, sizes: tuple[int, int]
 ) -> None:
     check_verifies(kernels, call_of("attention", batch, dtype, sizes))
+
+
+@pytest.mark.skipif(cpu not in BACKENDS, reason="is about the CPU's tiles")
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
+@pytest.mark.parametrize("heads", [(4, 2, 24), (3, 1, 80), more((9, 1, 5)), more((2, 2, 128))], ids=str)
+def test_rows_of_a_verify_that_share_keys_have_the_bits_of_decodes(
+    dtype: torch.dtype, heads: tuple[int, int, int]
+) -> None:
+    for batch in (LONG, MANY):
+        call = paged_call("attention", batch, heads, 16, dtype)
+        check_verifies(cpu, call)
+        check_wrong_numbers(cpu, call)
 
 
 @every_backend_and_dtype

@@ -361,6 +361,22 @@ def test_what_verifying_takes_is_learned_from_steps(overhead, row):
     assert cost.most_drafts(cost.extra(7)) == 7
 
 
+@pytest.mark.parametrize("num_decodes", [1, 4])
+def test_the_fold_of_a_step_with_drafts_is_part_of_what_they_take(num_decodes):
+    """Each step that verifies is followed by one that folds and drafts nothing, or all of them do both."""
+    plain, overhead, row, fold = MeasuredCost().decode(num_decodes), 0.2, 0.03, 0.15
+    for alone in (True, False):
+        cost = MeasuredCost()
+        for drafts in (1, 8, 3, 12) * 100:
+            cost.record_step(num_decodes, 0, 0.02 * plain)
+            verify = overhead + row * drafts
+            cost.record_step(num_decodes, drafts, 0.02 * (plain + verify + (0 if alone else fold)), not alone)
+            if alone:
+                cost.record_step(num_decodes, 0, 0.02 * (plain + fold), True)
+        for drafts in (2, 10):
+            assert abs(cost.extra(drafts, num_decodes) - (overhead + fold + row * drafts)) < 0.02, (alone, drafts)
+
+
 def test_the_first_steps_show_that_nothing_given_holds():
     cost = steps_taken(MeasuredCost(), 2.5, 0.1, num_decodes=2, count=20)
     assert cost.extra(1, 2) > 3 * VerifyCost().extra(1, 2)

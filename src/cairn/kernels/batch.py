@@ -67,6 +67,21 @@ class HostBatch:
         lengths = (nothing,) * 6
         return cls(num_decodes, edges, *lengths, max_seq_len, int(num_verify_tokens > 0), is_fold)
 
+    @classmethod
+    def captured_mix(cls, num_places: int, num_tokens: int, max_seq_len: int, is_fold: bool = False) -> "HostBatch":
+        """Up to so many decodes and so many verifies of a graph, in as many places of each kind, and a verify that has
+        what they leave of the tokens: a place may be empty, `cu_seqlens` on the device says which one is. Or the fold
+        of these verifies, with places for what is not folded before each of them and behind the last."""
+        nothing, edges = np.zeros(0, np.int32), np.zeros(2 * num_places + 2, np.int32)
+        edges[-1] = num_tokens
+        num_decodes = 0 if is_fold else num_places
+        return cls(num_decodes, edges, *(nothing,) * 6, max_seq_len, len(edges) - 1 - num_decodes, is_fold)
+
+    @property
+    def has_nobodys_tokens(self) -> bool:
+        """Whether there may be tokens of no sequence, whose rows nobody reads, but which must be numbers."""
+        return self.max_seq_len is not None and self.num_verifies > 1
+
     @property
     def num_seqs(self) -> int:
         """B."""

@@ -53,7 +53,7 @@ class StepInputs:
         if plan.folds:
             if kept is None:
                 raise LookupError(f"step {plan.step} folds, but the plan before it verified nothing")
-            if not graphs.replays_fold(kept, plan.folds):
+            if not graphs.replays_folds(kept, plan.folds):
                 self.folds = FoldBatch(plan.folds, kept, kernels, self.staging)
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         self.continuing_slots: StagedArray | None = None
@@ -115,7 +115,7 @@ def independent_copies(copies: Sequence[PageCopy]) -> list[tuple[list[int], list
 class LaunchedStep:
     """A step from its launch until it is collected. `sampler` and `logprobs`: on the rank that samples, of a plan with
     samples. `logits`: of the samples, then of the verify rows, until they are sampled. `is_sampled`: whether its
-    outputs are on their way. `verified`: what verify rows have given."""
+    outputs are on their way. `verified`: what verify rows have given. `is_first`: see `StepResult`."""
 
     plan: StepPlan
     inputs: StepInputs
@@ -124,6 +124,7 @@ class LaunchedStep:
     logits: Tensor | None = None
     is_sampled: bool = False
     verified: tuple[VerifiedTokens, ...] = ()
+    is_first: bool = False
     _readback: Readback = field(init=False)
     _tokens: ReadbackArray | None = None
     _advanced: ReadbackArray | None = None
@@ -178,4 +179,5 @@ class LaunchedStep:
             ),
             ~np.zeros(len(self.plan.decodes), np.bool_) if self._advanced is None else self._advanced.array,
             self.verified,
+            self.is_first,
         )

@@ -330,7 +330,8 @@ class Runner(StepRunner):
         if inputs.folds is not None:
             self._fold(inputs.folds)
         elif plan.folds and self._kept is not None:
-            self._graphs.replay_fold(self._kept, plan.folds[0])
+            step.is_first |= not self._graphs.has_recorded_folds(self._kept)
+            self._graphs.replay_folds(self._kept, plan.folds)
         if plan.saves:
             self._save(*inputs.saves)
 
@@ -365,6 +366,7 @@ class Runner(StepRunner):
         self.forward_passes += 1
         if inputs.graph is not None:
             shape, packed = inputs.graph
+            step.is_first |= not self._graphs.has_recorded(shape)
             self._kept = self._graphs.replay(step.plan, shape, packed.tensor)
             if step.plan.snapshots:
                 self._save(*inputs.snapshots)
@@ -399,7 +401,7 @@ class Runner(StepRunner):
         """Of the plan's samples, then of its verify rows: float32 [n, vocab]."""
         hidden = self._live.hidden.index_select(0, inputs.sampled_slots.tensor)
         if self._kept is not None:
-            hidden = torch.cat([hidden, self._kept.hidden])
+            hidden = torch.cat([hidden, self._kept.verified_hidden])
         return self._model.logits(hidden)
 
     def _sample_all(self, step: LaunchedStep, masks: TokenMasks) -> Tensor | None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.contract import Kernels, TokenCounts
 from cairn.kernels.sampling.metadata import SamplingMetadata
-from cairn.kernels.sampling.sampler import has_processors
+from cairn.kernels.sampling.sampler import SampledRows, has_processors
 from cairn.kernels.staging import Staging
 from cairn.keys import common_tokens
 from cairn.layers.memory import FoldLayer, Memory
@@ -26,6 +26,9 @@ from cairn.layers.model import Model
 from cairn.runner.input_batch import InputBatch
 from cairn.runner.logprobs import SampledLogprobs
 from cairn.step import Fold, Logprobs, TokenMask, TokenMasks, VerifiedTokens, VerifyRow
+
+_MOST_SAMPLED_ROWS = 64
+"""Of which the parameters are kept as they are worked out."""
 
 Observe = Callable[[SamplingMetadata, Tensor], None]
 """Called with each sampled row's logits, float32 [vocab]."""
@@ -41,12 +44,14 @@ class KeptInputs:
         self._tokens, self._copies = slice(first, first + count), copies
         self._layers: list[tuple[FoldLayer, Tensor]] = []
         self._hidden: Tensor | None = None
+        self._verified = slice(0, count)
         self._rows: dict[int, tuple[int, VerifyRow]] = {}
 
-    def assign(self, verifies: Sequence[VerifyRow]) -> None:
-        """Whose rows they are."""
+    def assign(self, verifies: Sequence[VerifyRow], begin: int = 0) -> None:
+        """Whose rows they are, from row `begin` on."""
         firsts = _first_rows(verifies)
-        self._rows = {row.slot: (first, row) for row, first in zip(verifies, firsts, strict=False)}
+        self._rows = {row.slot: (begin + first, row) for row, first in zip(verifies, firsts, strict=False)}
+        self._verified = slice(begin, begin + firsts[-1])
 
     def keep(self, inputs: Tensor, fold: FoldLayer) -> None:
         """See `Memory.keep_inputs`."""
@@ -61,6 +66,11 @@ class KeptInputs:
         """The final hidden states of the rows."""
         assert self._hidden is not None, "the pass is not over"
         return self._hidden
+
+    @property
+    def verified_hidden(self) -> Tensor:
+        """Of those rows alone that are somebody's."""
+        return self.hidden[self._verified]
 
     @property
     def num_tokens(self) -> int:
@@ -147,6 +157,8 @@ class DraftVerifier:
         """`observe`: on rank 0 alone, which samples."""
         self._kernels, self._vocab_size, self._communicator = model.kernels, model.vocab_size, model.communicator
         self._counts, self._inputs, self._observe = counts, inputs, observe
+        self._sampled: dict[tuple[int, ...], SampledRows] = {}
+        self._num_admits = 0
 
     def verify(self, verifies: Sequence[VerifyRow], logits: Tensor, masks: TokenMasks) -> tuple[VerifiedTokens, ...]:
         """What each row gives. `logits`: float32 [tokens of the rows, vocab]. All ranks take part."""
@@ -172,9 +184,8 @@ class DraftVerifier:
             return self._sample_in_turn(verifies, logits, masks)
         staging = Staging()
         positions = [position for row in verifies for position in range(row.start + 1, row.end + 1)]
-        repeated = [each for row, each in zip(verifies, params, strict=True) for _ in row.tokens]
         slots = [row.slot for row in verifies for _ in row.tokens]
-        sampler = self._kernels.sampler(repeated, positions, self._vocab_size, staging)
+        sampler = self._kernels.sampler(self._sampled_rows(slots), positions, self._vocab_size, staging)
         staging.send(logits.device)
         tokens = sampler.sample(logits, slots, [], self._counts).tolist()
         verified = []
@@ -182,6 +193,17 @@ class DraftVerifier:
             sampled = tokens[first : first + len(row.tokens)]
             verified.append(sampled[: 1 + common_tokens(row.tokens[1:], np.array(sampled, np.int64))])
         return verified
+
+    def _sampled_rows(self, slots: Sequence[int]) -> SampledRows:
+        """The sampling parameters of rows in these slots, the same object as long as nobody else is in any slot."""
+        if self._num_admits != self._inputs.num_admits or len(self._sampled) >= _MOST_SAMPLED_ROWS:
+            self._num_admits = self._inputs.num_admits
+            self._sampled.clear()
+        key = tuple(slots)
+        if key not in self._sampled:
+            params = [self._inputs.admit(slot).sampling for slot in slots]
+            self._sampled[key] = SampledRows(params, self._vocab_size)
+        return self._sampled[key]
 
     def _sample_in_turn(self, verifies: Sequence[VerifyRow], logits: Tensor, masks: TokenMasks) -> list[list[int]]:
         """One token of each row after the other: what is sampled next depends on those before it."""

@@ -11,15 +11,15 @@ _PRIOR_WEIGHT = 1.0
 _PRIOR_DRAFTS = (1, 16)
 """What is given counts as this many steps with each of these numbers of drafts."""
 _LEAST_ROW = 0.005
-_MOST_FACTOR, _MOST_SURPRISE = 1.5, 0.2
-"""A step's verification counts as no longer than so many times what was expected and so many decode steps. Some are
-held up, and the first ones of a kind are recorded."""
+_MOST_FACTOR, _MOST_SURPRISE, _MOST_FOLD = 1.5, 0.2, 0.5
+"""A step's verification counts as no longer than so many times what was expected and so many decode steps, and its
+folds as no longer than so many. Some steps are held up."""
 _FORGET = 0.998
 """Of what steps with drafts have shown, by decode step. Who believes that drafts do not pay has none, and would never
 learn that it was the machine that had been busy."""
 _FIRST_REFRESHES, _REFRESH = (4, 8, 12), 16
 """Steps after which what has been learned is used; with several sequences, where what is given holds least, sooner at
-first. Those of one sequence begin with passes that are being recorded."""
+first."""
 _FORGOTTEN_REFRESH = 64
 """Decode steps after which what has been forgotten is."""
 
@@ -45,8 +45,9 @@ class DraftCost(Protocol):
         """The share of a decode step that looking something up for each of its sequences takes."""
         ...
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
-        """Learn what a step has taken, of so many sequences that decode and with so many drafts."""
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
+        """Learn what a step has taken, of so many sequences that decode and with so many drafts, and perhaps the folds
+        of those before."""
         ...
 
     def record_lookup(self, seconds: float) -> None:
@@ -79,7 +80,7 @@ class VerifyCost:
         """See `DraftCost`. Nothing."""
         return 0.0
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
         """Nothing is learned."""
 
     def record_lookup(self, seconds: float) -> None:
@@ -114,8 +115,8 @@ class _Line:
 
 
 class MeasuredCost:
-    """As steps of this server show it, apart for steps of one sequence, whose passes are repeated as they were
-    recorded, and steps of several. `prior`: before anything is known. `decodes`: says what decode steps take, where a
+    """As steps of this server show it, apart for steps of one sequence and of several. The folds of what a step has
+    verified count as part of it. `prior`: before anything is known. `decodes`: says what decode steps take, where a
     row here is more than that of a further sequence. See `DraftCost`."""
 
     def __init__(self, prior: VerifyCost | None = None, decodes: DraftCost | None = None) -> None:
@@ -123,6 +124,7 @@ class MeasuredCost:
         self._decodes = decodes
         self._alone = self._beside = prior or VerifyCost()
         self._lines = _Line(self._alone), _Line(self._beside)
+        self._folds = [0.0, 0.0]
         self._unit: float | None = None
         self._lookup: float | None = None
         self._num_forgotten = 0
@@ -151,25 +153,34 @@ class MeasuredCost:
             self._lookup = seconds
         self._lookup += _UNIT_SHARE * (min(seconds, 2 * self._lookup) - self._lookup)
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
         """See `DraftCost`."""
         if seconds <= 0:
             return
         plain = self.decode(num_decodes)
-        if not num_draft_tokens:
+        if not num_draft_tokens and not has_folds:
             unit = seconds / plain
             if self._unit is None:
                 self._unit = unit
             self._unit += _UNIT_SHARE * (min(unit, 2 * self._unit) - self._unit)
             self._forget(num_decodes)
         elif self._unit is not None:
-            expected = self.extra(num_draft_tokens, num_decodes)
-            extra = min(seconds / self._unit - plain, _MOST_FACTOR * expected + _MOST_SURPRISE)
-            line = self._lines[num_decodes > 1]
+            beside, extra = num_decodes > 1, seconds / self._unit - plain
+            fold = self._folds[beside]
+            if not num_draft_tokens:
+                self._folds[beside] += _UNIT_SHARE * (min(max(0.0, extra), _MOST_FOLD) - fold)
+                self._forget(num_decodes)
+                return
+            # what it brings is folded by a later step: of one that folds, too, that is as much
+            extra = min(extra if has_folds else extra + fold, self._most_extra(num_draft_tokens, num_decodes))
+            line = self._lines[beside]
             line.add(num_draft_tokens, max(0.0, extra))
-            first = num_decodes > 1 and line.num_points in _FIRST_REFRESHES
+            first = beside and line.num_points in _FIRST_REFRESHES
             if first or line.num_points % _REFRESH == 0:
                 self._refresh()
+
+    def _most_extra(self, num_draft_tokens: int, num_decodes: int) -> float:
+        return _MOST_FACTOR * self.extra(num_draft_tokens, num_decodes) + _MOST_SURPRISE
 
     def _forget(self, num_decodes: int) -> None:
         line = self._lines[num_decodes > 1]

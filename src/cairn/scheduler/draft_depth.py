@@ -48,6 +48,8 @@ _MOST_SKIPPED = 16
 decoding takes, but each request has one in so many tokens. It is only of a small model that a lookup takes more."""
 
 _LEVELS = 100
+_ACCEPTED = np.cumsum(np.linspace(0, 1, _LEVELS + 1)[:, None] ** np.arange(MAX_DRAFT_TOKENS + 1), axis=1) - 1
+"""Drafts that are accepted, on average: by acceptance in steps of 1 / _LEVELS and by the number of drafts."""
 
 
 @dataclass(slots=True)
@@ -164,11 +166,8 @@ class DraftDepth:
         cost = self._head_cost if by_head else self._cost
         version, speeds = self._speeds.get((num_decodes, by_head), (-1, None))
         if speeds is None or version != cost.version:
-            acceptance = np.linspace(0, 1, _LEVELS + 1)[:, None]
-            drafts = np.arange(MAX_DRAFT_TOKENS + 1)
-            accepted = np.cumsum(acceptance**drafts, axis=1) - 1
             extra = [0.0, *(cost.extra(number, num_decodes) for number in range(1, MAX_DRAFT_TOKENS + 1))]
-            speeds = (num_decodes + accepted) / (cost.decode(num_decodes) + np.array(extra))
+            speeds = (num_decodes + _ACCEPTED) / (cost.decode(num_decodes) + np.array(extra))
             self._speeds[num_decodes, by_head] = cost.version, speeds
         return speeds
 

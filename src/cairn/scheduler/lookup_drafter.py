@@ -168,9 +168,9 @@ class LookupDrafter:
         """See `Drafter`."""
         self._depth.record(request, num_draft_tokens, num_accepted)
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
         """See `Drafter`."""
-        self._cost.record_step(num_decodes, num_draft_tokens, seconds)
+        self._cost.record_step(num_decodes, num_draft_tokens, seconds, has_folds)
 
     def end(self, request: Request) -> None:
         """See `Drafter`."""

@@ -75,15 +75,15 @@ class MTPDrafter:
         """See `Drafter`."""
         self._depth.record(request, num_draft_tokens, num_accepted)
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
         """See `Drafter`. Of a step with drafts of both kinds nothing is learned."""
         self._num_plain += not num_draft_tokens
         self._num_since = self._num_since + 1 if num_draft_tokens else 0
         kinds = {*self._by_head.values()} if num_draft_tokens else {False, True}
         if False in kinds and (True not in kinds or not num_draft_tokens):
-            self._cost.record_step(num_decodes, num_draft_tokens, seconds)
+            self._cost.record_step(num_decodes, num_draft_tokens, seconds, has_folds)
         if True in kinds and (False not in kinds or not num_draft_tokens):
-            self._head_cost.record_step(num_decodes, num_draft_tokens, seconds)
+            self._head_cost.record_step(num_decodes, num_draft_tokens, seconds, has_folds)
 
     def end(self, request: Request) -> None:
         """See `Drafter`."""

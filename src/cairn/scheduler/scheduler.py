@@ -304,7 +304,8 @@ class Scheduler:
         assert result.step == builder.step, f"step {result.step} applied, {builder.step} is next"
         state = self.state
         state.counters.steps += 1
-        learn_step_time(state, builder, state.clock.now() - self._planned_at)
+        if not result.is_first:
+            learn_step_time(state, builder, state.clock.now() - self._planned_at)
         owners = {scheduled.request.slot: scheduled.request for scheduled in builder.scheduled}
         for scored in result.scored:
             owners[scored.slot].outcome.prompt_logprobs.append(scored.logprobs)

@@ -90,9 +90,9 @@ class Drafter(Protocol):
         """Learn that of `num_draft_tokens` that were verified the first `num_accepted` were accepted."""
         ...
 
-    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float) -> None:
+    def record_step(self, num_decodes: int, num_draft_tokens: int, seconds: float, has_folds: bool = False) -> None:
         """Learn that a step of so many sequences that decode, and of nothing else, has taken so long with so many
-        drafts."""
+        drafts, and perhaps the folds of those before."""
         ...
 
     def end(self, request: "Request") -> None:

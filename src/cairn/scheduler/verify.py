@@ -141,7 +141,7 @@ def learn_step_time(state: SchedulerState, builder: PlanBuilder, seconds: float)
     num_decodes = len(rows) + len(builder.plain)
     if num_decodes and all(row.is_decode or row.is_verify for row in rows):
         num_draft_tokens = sum(row.end - row.start - 1 for row in rows if row.is_verify)
-        drafter.record_step(num_decodes, num_draft_tokens, seconds)
+        drafter.record_step(num_decodes, num_draft_tokens, seconds, bool(builder.folds))
 
 
 def trim_answer(state: SchedulerState, request: Request, num_output_tokens: int) -> None:

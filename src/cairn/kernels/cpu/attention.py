@@ -2,8 +2,11 @@
 all rows and query heads that want them.
 
 An item of the work is a tile of rows of one sequence with one key head and its query heads, over all keys that the
-rows see, or, for a single row, over a part of them: what the parts came to is then put together by their maxima. Only
-what lies below a sequence's end is ever read.
+rows see, or, for rows of decodes and verifies, over a part of them: what the parts came to is then put together by
+their maxima. Only what lies below a sequence's end is ever read.
+
+A verify's rows share a tile, and yet each has the bits of a decode: keys are cut into the same parts and blocks, of a
+block a row takes the keys alone that it sees, and none of its sums depends on who else is in the tile.
 """
 
 from typing import Any, NamedTuple
@@ -105,7 +108,8 @@ def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, bat
 @jit
 def _widen_block(pages: Any, head: int, table: Any, s: Any, first: Any, end: Any, out: Any) -> None:
     """The tokens of a block from position `first` on of one head, as float32 rows of `out`; rows at and after position
-    `end` are zeros. The next block's are prefetched: a page of a head is too short for the CPU to see what comes."""
+    `end` are what they were. The next block's are prefetched: a page of a head is too short for the CPU to see what
+    comes."""
     cache, count, whole = advance(pages.address, head * pages.head), min(BLOCK, end - first), s.dim // LANES * LANES
     page, offset = (first + BLOCK) // s.page_size, (first + BLOCK) % s.page_size
     for _ in range(min(BLOCK, end - first - BLOCK)):
@@ -128,8 +132,6 @@ def _widen_block(pages: Any, head: int, table: Any, s: Any, first: Any, end: Any
         if offset == s.page_size:
             page += 1
             offset = 0
-    for j in range(count * s.width, BLOCK * s.width):
-        out[j] = np.float32(0)
 
 
 @jit
@@ -165,7 +167,7 @@ def _softmax_block(scores: Any, count: Any, weighted: Any, width: int, maxima: A
 
 @jit
 def _add_weighted_values(scores: Any, count: Any, values: Any, weighted: Any, width: int) -> None:
-    """weighted[i] += sum over t of scores[i, t] values[t], for `count` rows."""
+    """weighted[i] += sum over t of scores[i, t] values[t], for `count` rows and all keys of the block."""
     i = 0
     while i < count:
         source, target, left = advance(scores, i * BLOCK), advance(weighted, i * width), count - i
@@ -177,9 +179,15 @@ def _add_weighted_values(scores: Any, count: Any, values: Any, weighted: Any, wi
                     add_half_tile(source, BLOCK, 1, advance(values, j), width, advance(target, j), width, BLOCK, ONE)
             i += TILE_ROWS if left >= TILE_ROWS else TILE_ROWS // 2
         else:
-            for j in range(0, width, 2 * TILE_LANES):
-                add_row(source, BLOCK, 1, advance(values, j), width, advance(target, j), width, BLOCK, ONE)
+            _add_weighted_row(source, values, target, width, BLOCK)
             i += 1
+
+
+@jit
+def _add_weighted_row(scores: Any, values: Any, weighted: Any, width: int, depth: int) -> None:
+    """weighted += sum over t of scores[t] values[t], for the first `depth` keys of the block."""
+    for j in range(0, width, 2 * TILE_LANES):
+        add_row(scores, BLOCK, 1, advance(values, j), width, advance(weighted, j), width, depth, ONE)
 
 
 @kernel(
@@ -211,7 +219,8 @@ def _attend(
     for item in range(begin, end):
         tile, kv_head = advance(tiles, item // kv_heads * TILE_COLUMNS), item % kv_heads
         first_row, rows, slot, position = np.int64(tile[0]), np.int64(tile[1]), np.int64(tile[2]), np.int64(tile[3])
-        first_key, end_key, partial = np.int64(tile[4]), np.int64(tile[5]), np.int64(tile[6])
+        first_key, end_key = np.int64(tile[4]), np.int64(tile[5])
+        partial, num_parts = np.int64(tile[6]), np.int64(tile[7])
         count = rows * per_kv
         for i in range(count):
             source = advance(q, (first_row + i // per_kv) * q_row + (kv_head * per_kv + i % per_kv) * q_head)
@@ -226,13 +235,21 @@ def _attend(
         for key in range(first_key, end_key, BLOCK):
             _widen_block(keys, kv_head, pages, s, key, end_key, key_block)
             _widen_block(values, kv_head, pages, s, key, end_key, value_block)
-            _attend_block(queries, count, key_block, width, scores)
-            if key + BLOCK > position + 1:
-                for i in range(count):
-                    for t in range(max(np.int64(0), position + i // per_kv + 1 - key), BLOCK):
-                        scores[i * BLOCK + t] = _LOWEST
-            _softmax_block(scores, count, weighted, width, maxima, sums)
-            _add_weighted_values(scores, count, value_block, weighted, width)
+            # Rows see the block from `first` on, and all its keys from `whole` on.
+            first = max(np.int64(0), key - position) * per_kv
+            whole = min(count, max(np.int64(0), key + BLOCK - 1 - position) * per_kv)
+            seeing, block_scores = count - first, advance(scores, first * BLOCK)
+            block_weighted = advance(weighted, first * width)
+            _attend_block(advance(queries, first * width), seeing, key_block, width, block_scores)
+            for i in range(first, whole):
+                for t in range(position + i // per_kv + 1 - key, BLOCK):
+                    scores[i * BLOCK + t] = _LOWEST
+            _softmax_block(block_scores, seeing, block_weighted, width, advance(maxima, first), advance(sums, first))
+            for i in range(first, whole):
+                depth = position + i // per_kv + 1 - key
+                _add_weighted_row(advance(scores, i * BLOCK), value_block, advance(weighted, i * width), width, depth)
+            whole_weighted = advance(weighted, whole * width)
+            _add_weighted_values(advance(scores, whole * BLOCK), count - whole, value_block, whole_weighted, width)
         for i in range(count):
             head, source = kv_head * per_kv + i % per_kv, advance(weighted, i * width)
             if partial < 0:
@@ -241,7 +258,8 @@ def _attend(
                 for j in range(dim):
                     store(target_row, j, source[j] * factor)
             else:
-                partial_row = advance(partials, (partial * heads + head) * (dim + 2))
+                row_partial = partial + i // per_kv * num_parts
+                partial_row = advance(partials, (row_partial * heads + head) * (dim + 2))
                 partial_row[0], partial_row[1] = maxima[i], sums[i]
                 copy(source, advance(partial_row, 2), dim)
     buffer[0] = np.float32(0)
@@ -275,7 +293,8 @@ def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch)
     metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]
     _, heads, dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    make_out = torch.zeros_like if batch.host.has_nobodys_tokens else torch.empty_like
+    out = make_out(q, memory_format=torch.contiguous_format)
     attend, merge, target = _attend[q.dtype, keys.dtype], _merge[q.dtype], out.data_ptr()
     pages = keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3]
     operands = *row_args(q), q.stride(1), *pages, *row_args(batch.block_tables[group])

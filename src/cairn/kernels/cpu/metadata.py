@@ -15,9 +15,12 @@ from cairn.kernels.staging import Staging
 TILE_ROWS = 32
 """Rows of a prefill sequence that attention computes together: keys and values are widened once for all of them."""
 
+VERIFY_TILE_ROWS = 16
+"""The same of a verify, of whose rows there are fewer: more than most drafts have are no gain."""
+
 SPLIT_TOKENS = 512
-"""Keys and values of one row that one item of attention's work goes through. Not a matter of how many threads there
-are, because on where sums are cut depends how they are rounded."""
+"""Keys and values of a decode's or verify's rows that one item of attention's work goes through. Not a matter of how
+many threads there are, because on where sums are cut depends how they are rounded."""
 
 
 class Table(NamedTuple):
@@ -36,7 +39,7 @@ which reads and writes no pages."""
 _COUNTS_SIZE = 6 * 2
 """Six int64 in int32."""
 
-WRITE_COLUMNS, TILE_COLUMNS, MERGE_COLUMNS = 3, 7, 3
+WRITE_COLUMNS, TILE_COLUMNS, MERGE_COLUMNS = 3, 8, 3
 """Of the tables of `CpuMetadata`."""
 
 
@@ -45,8 +48,9 @@ class CpuMetadata:
     """`Batch.metadata` of this backend.
 
     `writes`: (row, slot, position) of the rows whose keys and values are written.
-    `tiles`: attention's work, (first row, rows, slot, position of the first row, first key, end of the keys, partial):
-    without a partial result, -1, the tile has all keys that its rows see.
+    `tiles`: attention's work, (first row, rows, slot, position of the first row, first key, end of the keys, partial,
+    parts): without a partial result, -1, the tile has all keys that its rows see. Otherwise each row's keys are cut in
+    so many parts, and the rows' partial results are as many apart.
     `merges`: (row, first partial, partials) of rows whose keys are cut in several parts. `num_partials`: all of them.
     `max_rows`: of a tile. `num_pairs`: of a row and a key that it is compared with.
     """
@@ -66,10 +70,12 @@ class CpuMetadata:
 
 @jit
 def _put_tile(
-    tiles: Any, index: int, first: int, rows: int, slot: int, position: int, key: int, end: int, partial: int
-) -> None:
+    tiles: Any, index: int, first: int, rows: int, slot: int, position: int, key: int, end: int, partial: int,
+    num_parts: int,
+) -> None:  # fmt: skip
     tile = advance(tiles, TILE_COLUMNS * index)
-    tile[0], tile[1], tile[2], tile[3], tile[4], tile[5], tile[6] = first, rows, slot, position, key, end, partial
+    tile[0], tile[1], tile[2], tile[3], tile[4], tile[5] = first, rows, slot, position, key, end
+    tile[6], tile[7] = partial, num_parts
 
 
 @kernel({None: (I32, I32, I32, I32, INT, INT, INT, I32, I32, I32, I64)})
@@ -78,7 +84,7 @@ def _tabulate(
     first_prefill: int, num_seqs: int, writes: Any, tiles: Any, merges: Any, counts: Any,
 ) -> None:  # fmt: skip
     """The tables of `CpuMetadata`, sequence after sequence, and the numbers: of each table's rows, and the other three.
-    Each row of a verify has what a decode's has. One item."""
+    Each row of a verify has the parts that a decode's has. One item."""
     num_writes = num_tiles = num_merges = num_partials = max_rows = num_pairs = 0
     for i in range(num_seqs):
         first, slot, start = int(cu_seqlens[i]), int(slots[i]), int(starts[i])
@@ -87,29 +93,34 @@ def _tabulate(
             write = advance(writes, WRITE_COLUMNS * num_writes)
             write[0], write[1], write[2] = first + row, slot, start + row
             num_writes += 1
-        alone = num_rows == 1 or num_decodes <= i < first_prefill
-        most_rows = 1 if alone else TILE_ROWS
+        in_parts = num_rows == 1 or num_decodes <= i < first_prefill
         # The last rows first: they see most keys, and who begins late with a long one ends last.
-        for number in range(-(-num_rows // most_rows) - 1, -1, -1):
-            row = number * most_rows
-            rows = min(num_rows - row, most_rows)
-            row_end = start + row + rows
-            if alone and row_end > SPLIT_TOKENS:
+        end_row = num_rows
+        while end_row > 0:
+            row_end, num_parts = start + end_row, 1
+            if in_parts:
+                # The first rows may have a part less than those after them.
                 num_parts = -(-row_end // SPLIT_TOKENS)
-                merge = advance(merges, MERGE_COLUMNS * num_merges)
-                merge[0], merge[1], merge[2] = first + row, num_partials, num_parts
-                num_merges += 1
-                for part in range(num_parts):
-                    key, most = part * SPLIT_TOKENS, min((part + 1) * SPLIT_TOKENS, row_end)
-                    _put_tile(tiles, num_tiles, first + row, 1, slot, start + row, key, most, num_partials)
-                    num_tiles += 1
-                    num_partials += 1
-                    num_pairs += most - key
+                row = max(0, end_row - VERIFY_TILE_ROWS, (num_parts - 1) * SPLIT_TOKENS - start)
             else:
-                _put_tile(tiles, num_tiles, first + row, rows, slot, start + row, 0, row_end, -1)
+                row = (end_row - 1) // TILE_ROWS * TILE_ROWS
+            rows = end_row - row
+            if num_parts > 1:
+                for each in range(rows):
+                    merge = advance(merges, MERGE_COLUMNS * num_merges)
+                    merge[0], merge[1], merge[2] = first + row + each, num_partials + each * num_parts, num_parts
+                    num_merges += 1
+            for part in range(num_parts):
+                key = part * SPLIT_TOKENS
+                most = min(key + SPLIT_TOKENS, row_end) if num_parts > 1 else row_end
+                partial = num_partials + part if num_parts > 1 else -1
+                _put_tile(tiles, num_tiles, first + row, rows, slot, start + row, key, most, partial, num_parts)
                 num_tiles += 1
-                num_pairs += rows * row_end
+                num_pairs += rows * (most - key)
+            if num_parts > 1:
+                num_partials += rows * num_parts
             max_rows = max(max_rows, rows)
+            end_row = row
     counts[0], counts[1], counts[2] = num_writes, num_tiles, num_merges
     counts[3], counts[4], counts[5] = num_partials, max_rows, num_pairs
 

@@ -115,6 +115,8 @@ def begin_steps(s: Any, sequence: int, begin: int, count: int, scratch: Any) -> 
     state = advance(s.states, s.slots[sequence] * s.slot_stride + begin)
     if sequence < s.num_in_place:
         return state
+    if s.cu_seqlens[sequence] == s.cu_seqlens[sequence + 1]:
+        return state  # of nobody, see `HostBatch.captured_mix`
     copy(state, scratch, count)
     return scratch
 
