@@ -310,8 +310,8 @@ class DecodeGraphs:
         between, end = int(shape.num_places > 0), 0
         rows = np.zeros((_FOLD_FIELDS, shape.num_seqs + 1), np.int32)
         rows[1] = self._num_slots
-        found = [(*kept.find(fold.slot), fold) for fold in folds]
-        for number, (first, row, fold) in enumerate(sorted(found, key=lambda each: each[0])):
+        folded = sorted(((*kept.find(fold.slot), fold) for fold in folds), key=lambda each: each[0])
+        for number, (first, row, fold) in enumerate(folded):
             place = between + (1 + between) * number
             end = first + fold.num_tokens
             rows[0, place], rows[0, place + 1 :] = first, end
