@@ -16,7 +16,7 @@ been recorded before, and nothing else has been learned. In all of these drafts 
 
 `head`: steps with drafts of the checkpoint's own head, all of which are forced to be right, and without, beside an
 engine that has no head: a Qwen3.5 with 333 M random parameters and a head, and the demo's model. `mtp`: the demo's
-model, whose head was trained, with method `mtp` and with `auto`, beside an engine that has no head.
+model, whose head was trained, with method `mtp`, beside an engine that has no head.
 """
 
 import argparse
@@ -249,8 +249,7 @@ def measure_texts(
     else:
         cases = list(edit_cases(texts, 1, precision))
     for case in cases:
-        found = measure_case(sides, case)
-        yield {"part": part, "precision": precision, "method": method, **found}
+        yield {"part": part, "precision": precision, "method": method, **measure_case(sides, case)}
     for engine in {side.engine for side in sides}:
         engine.core.close()
 
@@ -275,7 +274,7 @@ def table_of(rows: Sequence[dict[str, Any]], part: str) -> Table:
         ratios, bar = row["ratios"], row["bar"]
         table.add_row(
             row["precision"],
-            f"{row['method']}: {row['case']}" if part == "mtp" else row["case"],
+            row["case"],
             f"{row['none_tokens_per_s']:,.1f}",
             f"{row['tokens_per_s']:,.1f}",
             f"{row['ratio']:.2f}",
@@ -335,8 +334,7 @@ def measure(options: argparse.Namespace, console: Console) -> Iterator[dict[str,
                     for name, model in with_heads.items():
                         yield from measure_head(options, name, model, precision)
                 elif part == "mtp":
-                    for method in ("mtp", "auto"):
-                        yield from measure_texts(options, part, DEMO_MODEL, precision, method)
+                    yield from measure_texts(options, part, DEMO_MODEL, precision, "mtp")
                 else:
                     yield from measure_texts(options, part, models["small" if part == "small" else "demo"], precision)
 

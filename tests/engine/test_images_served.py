@@ -328,7 +328,7 @@ def test_a_head_drafts_after_images(made_model, enforce_eager):
     """Also where the prompt ends within an image's tokens, whose next one has another position for the head."""
     folder, options = made_model("qwen3_5_vl+mtp"), {"exact": True, "enforce_eager": enforce_eager}
     plain = Asker(folder, speculative=SpeculativeConfig(method="none"), **options)
-    headed = Asker(folder, **options)
+    headed = Asker(folder, speculative=SpeculativeConfig(method="mtp"), **options)
     head = KnowingHead({}, 5, lambda proposal: [99, 2, 0][proposal % 3], 3000, headed.core._runner)
     headed.core._scheduler.state.drafting.drafter = head
     for number, parts in enumerate(

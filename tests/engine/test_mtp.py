@@ -4,6 +4,7 @@ it drafts changes no answer, however it is held to a form, or preempted, or abou
 
 import json
 import logging
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig, Structure, ThinkingBudget
 from cairn.engine.devices import open_head
 from cairn.errors import ConfigError
+from cairn.models import registry
 from cairn.models.registry import open_model
 from cairn.scheduler.draft_cost import VerifyCost
 from cairn.scheduler.mtp_drafter import MTPDrafter
@@ -21,6 +23,8 @@ from doubles.drafters import KnowingHead
 from doubles.engine_requests import NEVER, generate_request
 from engine.test_exactness import OTHER, TEXT, Engine, Loaded, assert_same, load
 from engine.test_exactness_drafts import Drafted, tokens_of
+from models.published_qwen3_5 import QWEN35
+from runner.harness import parse
 from tiers import first, more
 
 MTP = SpeculativeConfig(method="mtp")
@@ -43,8 +47,10 @@ def loaded(request, made_model) -> Loaded:
 # -- who is served with one --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["auto", more("mtp"), "suffix", more("none")])
-def test_a_head_is_a_part_of_the_model_where_it_drafts(made_model, caplog, method):
+@pytest.mark.parametrize("method", ["auto", "mtp", more("suffix"), more("none")])
+def test_a_head_is_a_part_of_the_model_where_it_drafts(made_model, caplog, monkeypatch, method):
+    if method == "auto":  # as of a model whose steps are longer
+        monkeypatch.setattr(registry, "MOST_HEAD_SHARE", 1.0)
     with caplog.at_level(logging.INFO):
         core = core_of(made_model("qwen3_5+mtp"), method)
     drafts = method in ("auto", "mtp")
@@ -65,6 +71,18 @@ def test_the_checkpoints_of_other_servers_are_others(made_model):
     core.close()
 
 
+def test_a_head_that_would_take_much_of_short_steps_is_not_served_unasked(made_model):
+    """Here it takes a twentieth of a token's products; of a published model less than a hundredth."""
+    opened = open_model(made_model("qwen3_5+mtp"))
+    config = EngineConfig(model=str(opened.folder))
+    assert 0.03 < opened.with_head().config.served().head_share < 0.1
+    assert not open_head(config, opened).config.serves_mtp
+    assert open_head(config.model_copy(update={"speculative": MTP}), opened).config.serves_mtp
+    published = replace(parse(QWEN35), serves_mtp=True).served().head_share
+    # 2,048 x 4,096 of the projection and 2 x 512 x 2,048 of keys and values
+    assert 0.002 < published < 0.005
+
+
 @pytest.mark.parametrize(
     ("family", "config", "said"),
     [
@@ -81,8 +99,9 @@ def test_where_there_is_none_the_fix_is_named(made_model, family, config, said):
     assert str(raised.value).startswith(start + said)
 
 
-def test_several_ranks_look_up(made_model):
+def test_several_ranks_look_up(made_model, monkeypatch):
     """With auto nobody is refused."""
+    monkeypatch.setattr(registry, "MOST_HEAD_SHARE", 1.0)
     opened = open_model(made_model("nemotron_h+mtp"))
     config = EngineConfig(model=str(opened.folder))
     assert open_head(config, opened).config.serves_mtp

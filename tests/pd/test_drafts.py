@@ -18,6 +18,7 @@ from tiers import first
 
 TEXT = np.random.default_rng(11).integers(20, 4000, 600).tolist()
 VOCAB = 4000
+MTP = SpeculativeConfig(method="mtp")
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +85,8 @@ def test_the_next_turn_goes_on_from_what_drafts_have_left_on_both(servers):
 def test_a_head_drafts_at_once_from_what_was_handed_over(made_model, length):
     """From the hidden state that came with the state, over the head's keys and values that came with all others."""
     folder, fabric, prompt = made_model("qwen3_5+mtp"), MemoryFabric(), TEXT[:length]
-    p, d = (RealServer(folder, fabric, name) for name in ("p", "d"))
-    one = RealServer(folder, None, "alone", enable_prefix_caching=False)
+    p, d = (RealServer(folder, fabric, name, speculative=MTP) for name in ("p", "d"))
+    one = RealServer(folder, None, "alone", enable_prefix_caching=False, speculative=MTP)
     expected, logits = without_drafts(one, prompt, 16)
     runner = d.core._runner
     runner = getattr(runner, "_runner", runner)
@@ -134,7 +135,7 @@ class LeftToTheHead(KnowingDrafter):
 
 def test_a_server_that_drafts_with_a_head_and_one_that_does_not_do_not_pair(made_model, caplog):
     folder, fabric, prompt = made_model("qwen3_5+mtp"), MemoryFabric(), TEXT[:70]
-    p = RealServer(folder, fabric, "p", {"lease_seconds": 3.0})
+    p = RealServer(folder, fabric, "p", {"lease_seconds": 3.0}, speculative=MTP)
     d = RealServer(folder, fabric, "d", speculative=SpeculativeConfig(method="suffix"))
     assert p.core.info.cache.bytes_per_token > d.core.info.cache.bytes_per_token
     with caplog.at_level(logging.WARNING):

@@ -84,11 +84,12 @@ def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Mach
 
 def open_head(config: EngineConfig, opened: OpenModel) -> OpenModel:
     """The checkpoint with the head that drafts, if it is to be served: where --speculative-config says mtp, and with
-    auto where there is one, on the CPU and on one rank. Raises ConfigError where there has to be one and is none."""
+    auto where there is one that takes little of each step, on the CPU and on one rank. Raises ConfigError where there
+    has to be one and is none."""
     method, num_ranks = config.speculative.method, config.tensor_parallel_size
     if method not in ("auto", "mtp") or config.device == "cuda":
         return opened
-    if method == "auto" and opened.config.head() is None:
+    if method == "auto" and not opened.has_small_head:
         return opened
     if num_ranks > 1:
         why = f"it is on one rank only, and --tensor-parallel-size is {num_ranks}"

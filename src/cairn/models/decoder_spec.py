@@ -1,5 +1,6 @@
 """A decoder as data, which families yield: its norms and mixers in order, with their tensors' names. Without torch."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -114,6 +115,15 @@ class DecoderSpec:
     def layer_sizes(self) -> Counter[LayerSizes]:
         """How many layers of each kind there are, and their sizes, without the head's."""
         return _count_sizes(self.layers)
+
+    @property
+    def head_share(self) -> float:
+        """What a head takes of each token's products while it does not draft."""
+        if self.head is None:
+            return 0.0
+        products = self.product(self.head.projection), self.head.attention.keys_and_values(0, 1)
+        weights = sum(math.prod(part.shape) for product in products for part in product.parts)
+        return weights / self.forward_sizes().active_weights
 
     def cache_spec(self, rank: int, size: int) -> CacheSpec:
         """See `DecoderConfig.cache_spec`."""

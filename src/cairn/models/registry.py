@@ -31,6 +31,10 @@ __all__ = ["OpenModel", "open_model"]
 
 logger = logging.getLogger(__name__)
 
+MOST_HEAD_SHARE = 0.02
+"""Of a token's products. A model of a few million weights, which decodes in a millisecond, would lose more by it than a
+text is worth that cannot be predicted."""
+
 
 @dataclass(frozen=True, slots=True)
 class OpenModel:
@@ -69,6 +73,11 @@ class OpenModel:
     def with_head(self) -> "OpenModel":
         """The same with the checkpoint's head that drafts as a part of the model."""
         return replace(self, config=replace(self.config, serves_mtp=True))
+
+    @property
+    def has_small_head(self) -> bool:
+        """Whether there may be a head that drafts, whose part of each step is small enough not to be asked for."""
+        return 0.0 < self.with_head().config.served().head_share <= MOST_HEAD_SHARE
 
     def why_no_head(self, stored: Collection[str]) -> str | None:
         """Why the head that drafts cannot be served, in words that follow a colon; None where it can. `stored`: the
