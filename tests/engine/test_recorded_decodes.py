@@ -246,7 +246,10 @@ class LeavesAll(KnowingDrafter):
 )
 def test_repeated_passes_of_a_head_draft_what_computed_ones_do(family, form, made_model):
     """Of one to three sequences, with leftovers of drafts that were wrong; the head's own drafts, token by token."""
-    recorded, eager = (Twin(made_model(family), form, enforce_eager=eager) for eager in (False, True))
+    recorded, eager = (
+        Twin(made_model(family), form, enforce_eager=eager, speculative=SpeculativeConfig(method="mtp"))
+        for eager in (False, True)
+    )
     made = {}
     for twin in (recorded, eager):
         twin.core._scheduler.state.drafting.drafter = LeavesAll({}, 4, lambda proposal: 0, 300)

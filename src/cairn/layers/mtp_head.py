@@ -60,9 +60,15 @@ def hidden_before(hidden: Tensor, last: Tensor, batch: Batch) -> Tensor:
     sequence the one that its slot has in `last`, [slots + 1, hidden]; zeros where there was no token."""
     host = batch.host
     first = last[batch.slots]
-    if host.num_tokens == host.num_decodes:
+    if host.num_tokens == host.num_decodes and not host.has_nobodys_tokens:
         return first
     first = first.masked_fill((batch.seq_starts == 0)[:, None], 0.0)
+    if host.has_nobodys_tokens:
+        # a place may be empty: it begins where another sequence does, or behind all rows
+        rows = torch.arange(len(hidden), dtype=batch.cu_seqlens.dtype, device=hidden.device)
+        owners = torch.searchsorted(batch.cu_seqlens[1:], rows, right=True).clamp(max=len(first) - 1)
+        begins = (batch.cu_seqlens[owners] == rows)[:, None]
+        return torch.where(begins, first[owners], torch.cat([hidden[:1], hidden[:-1]]))
     before = torch.empty_like(hidden)
     before[1:] = hidden[:-1]
     before[batch.cu_seqlens[:-1].long()] = first
