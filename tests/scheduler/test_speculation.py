@@ -255,7 +255,7 @@ def test_an_edit_of_its_prompt_is_three_times_as_fast():
     assert steps_of(edited, verified, VerifyCost()) < len(edited) / 3
 
 
-@pytest.mark.parametrize(("lookup", "expected"), [(1e-6, 400), (4e-4, 4 + 396 / 4), (1.0, 4 + 396 / 16)])
+@pytest.mark.parametrize(("lookup", "expected"), [(1e-6, 400), (2e-4, 4 + 396 / 4), (1.0, 4 + 396 / 16)])
 def test_lookups_that_lead_nowhere_take_little_time(lookup, expected):
     """Of decode steps of 20 ms."""
     cost = MeasuredCost()

@@ -93,25 +93,32 @@ class _Line:
     def __init__(self, prior: VerifyCost) -> None:
         self._prior = [(drafts, prior.extra(drafts), _PRIOR_WEIGHT) for drafts in _PRIOR_DRAFTS]
         self._sums = [0.0] * 5
+        self._num_forgotten = 0
         self.num_points = 0
 
     def add(self, x: float, y: float) -> None:
         """A point."""
+        self._forget()
         self.num_points += 1
         self._sums = [_DECAY * total + term for total, term in zip(self._sums, (1.0, x, x * x, y, x * y), strict=True)]
 
     def forget(self) -> None:
         """All points count a little less."""
-        self._sums = [_FORGET * total for total in self._sums]
+        self._num_forgotten += 1
 
     def fit(self) -> tuple[float, float]:
         """Its value at 0, and its slope."""
+        self._forget()
         weight, x, xx, y, xy = self._sums
         for drafts, extra, count in self._prior:
             weight, x, xx = weight + count, x + count * drafts, xx + count * drafts * drafts
             y, xy = y + count * extra, xy + count * drafts * extra
         slope = max(_LEAST_ROW, (weight * xy - x * y) / (weight * xx - x * x))
         return max(0.0, (y - slope * x) / weight), slope
+
+    def _forget(self) -> None:
+        factor, self._num_forgotten = _FORGET**self._num_forgotten, 0
+        self._sums = [factor * total for total in self._sums]
 
 
 class MeasuredCost:

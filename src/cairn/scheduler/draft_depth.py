@@ -42,7 +42,7 @@ _MARGIN = 1.05
 """A draft has to be expected to bring so many times the tokens that the step brings without, for its time."""
 
 _PATIENCE = 4
-_LOOKUP_SHARE = 0.005
+_LOOKUP_SHARE = 0.0025
 _MOST_SKIPPED = 16
 """After so many lookups in a row that nothing came of, they are as rare as takes about this share of the time that
 decoding takes, but each request has one in so many tokens. It is only of a small model that a lookup takes more."""

@@ -137,6 +137,11 @@ def learn_step_time(state: SchedulerState, builder: PlanBuilder, seconds: float)
     drafter = state.drafting.drafter
     if drafter is None:
         return
+    if not builder.scheduled and not builder.folds:
+        # most steps: each microsecond is a thousandth of a small model's
+        if builder.plain:
+            drafter.record_step(len(builder.plain), 0, seconds)
+        return
     rows = [scheduled for scheduled in builder.scheduled if scheduled.has_row]
     num_decodes = len(rows) + len(builder.plain)
     if num_decodes and all(row.is_decode or row.is_verify for row in rows):
