@@ -1,4 +1,4 @@
-"""Whole servers without HTTP, sockets and tensors, joined in memory and turned by hand: scheduler, cache, connector,
+"""Whole servers without HTTP, sockets and tensors, joined in memory and turned by hand: scheduler, cache, port,
 handshake, leases, pulls and links are the real ones."""
 
 import json
@@ -116,7 +116,7 @@ class Server:
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())
         self.consumer = Consumer(identity, policy, ranks, world.clock, random_bytes, self.channel.send)
-        self.port = TransferPort(self.max_leased_pages, random_bytes, self.channel.wake)
+        self.port = TransferPort(self.producer, self.consumer, self.channel.wake)
         loop = TransferLoop(
             self.port, self.channel, self.producer, self.consumer, self.link, ranks, memory.enter_thread
         )
@@ -199,7 +199,7 @@ class Server:
         transfers, requests = self.scheduler.state.transfers, self.scheduler.state.requests.values()
         leased = list(transfers.offers.values())
         pages = {page for each in leased for page in each.pin.pages.tolist()}
-        assert self.port.num_leased == len(pages) >= self.producer.leases.num_pages
+        assert self.port.num_leased == len(pages)
         assert len(pages) <= self.max_leased_pages or len(leased) == 1
         coming = [
             request.spec for request in requests if request.spec.role.kv_export and request.transfer.offered is None

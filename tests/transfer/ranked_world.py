@@ -8,7 +8,6 @@ from collections import deque
 
 import numpy as np
 
-from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PullSpec
 from cairn.transfer.geometry import ModelUnits
@@ -23,6 +22,7 @@ from cairn.types import ManualClock
 from doubles.memory_link import MemoryFabric
 from doubles.memory_rank_channel import memory_rank_channel
 from transfer import test_geometry as naive
+from transfer.turned_port import TurnedPort
 
 LAYOUT = b"L" * 32
 PLAIN = ContentName()
@@ -99,7 +99,7 @@ def pool_width(rank: Rank) -> int:
 
 
 class Engine:
-    """A server: ranks, the first of which owns connector, producer and consumer. `queues`: frames to other engines, by
+    """A server: ranks, the first of which owns the port, producer and consumer. `queues`: frames to other engines, by
     port; `answers`: (port of the asker, frame)."""
 
     def __init__(
@@ -141,7 +141,7 @@ class Engine:
         self.producer = Producer(identity, LeaseLimits(max_pages=max_pages), world.clock, world.rng.randbytes)
         policy = PeerPolicy()
         self.consumer = Consumer(identity, policy, self.worker, world.clock, world.rng.randbytes, self._send)
-        self.connector = Connector(self.producer, self.consumer)
+        self.door = TurnedPort(self.producer, self.consumer)
         self.outgoing: deque[tuple[int, bytes]] = deque()
 
     def _send(self, address, frame) -> None:
@@ -150,8 +150,8 @@ class Engine:
 
     def turn(self):
         """What the owner thread and the other ranks do once; returns the events."""
-        self.worker.serve(self.connector.is_serving)
-        events = self.connector.events()
+        self.worker.serve(self.door.is_serving)
+        events = self.door.events()
         for rank, servant in enumerate(self.servants, 1):
             if rank in self.running:
                 servant.turn()

@@ -322,10 +322,10 @@ class Transfer:
         p, d = self.world.p, self.world.d
         count, k = p.pages_of(400), p.pages_per_file
         files = {400: range(count, count + k)}
-        self.reference = p.connector.offer(offer_of(p, self.content, self.prompt, range(count), files))
+        self.reference = p.door.offer(offer_of(p, self.content, self.prompt, range(count), files))
         self.own = range(d.pages_of(400) + d.pages_per_file)
         self.pages, self.file = self.own[: d.pages_of(400)], self.own[d.pages_of(400) :]
-        self.pull = d.connector.pull(leased_spec_of(self.reference, p, self.prompt, self.pages, checkpoint=self.file))
+        self.pull = d.door.pull(leased_spec_of(self.reference, p, self.prompt, self.pages, checkpoint=self.file))
         self.events = {"p": [], "d": []}
 
     def run(self, rounds=40):
@@ -384,7 +384,7 @@ def test_a_rank_that_stands_still_leaves_the_pages_in_quarantine(p, d):
 def test_late_writes_on_any_rank_keep_the_pages_until_they_have_come(p, d):
     transfer = Transfer(p, d, late_writes=True)
     transfer.until_reading()
-    transfer.world.d.connector.abort(transfer.pull)
+    transfer.world.d.door.abort(transfer.pull)
     for rank in transfer.world.p.ranks:
         transfer.world.fabric.inject(f"p-{rank.rank}", Fault.FROZEN)
     assert [type(event) for event in transfer.run()] == [PullEnded]

@@ -145,7 +145,7 @@ def test_pieces_cover_every_token_once_and_fit_a_bay(rows):
             assert len(piece.remote_pages) == num_pages and num_pages * block <= area.buffer_pages * 16
 
 
-# -- through the connector ---------------------------------------------------------------------------------------------
+# -- through the port --------------------------------------------------------------------------------------------------
 
 
 def handed_over(world, num_tokens, number, *, pages):
@@ -153,8 +153,8 @@ def handed_over(world, num_tokens, number, *, pages):
     content, prompt = world.content(num_tokens, seed=number), keys(num_tokens, number)
     p, d = world.p, world.d
     held = np.arange(p.pages_of(num_tokens)) + number * p.pages_of(num_tokens)
-    reference = p.connector.offer(offer_of(p, content, prompt, held, {}, request_id=f"cmpl-{number}"))
-    return d.connector.pull(leased_spec_of(reference, p, prompt, pages)), content
+    reference = p.door.offer(offer_of(p, content, prompt, held, {}, request_id=f"cmpl-{number}"))
+    return d.door.pull(leased_spec_of(reference, p, prompt, pages)), content
 
 
 def test_many_reads_share_one_bay_and_all_end_well():
@@ -208,7 +208,7 @@ def test_late_writes_into_staging_never_reach_a_page_of_the_lease():
     while not world.d.ranks[0].link.num_open:
         world.run(1)
     world.fabric.inject("p-0", Fault.FROZEN)
-    world.d.connector.abort(pull)
+    world.d.door.abort(pull)
     rank = world.d.ranks[0]
     events = world.run(20)["d"]
     assert [type(event) for event in events] == [PullEnded] and rank.staging.num_free == 0

@@ -10,7 +10,6 @@ from collections import deque
 
 import numpy as np
 
-from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PeerGeometry, PullSpec
 from cairn.transfer.leases import LeaseLimits
@@ -23,6 +22,7 @@ from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from doubles.memory_link import MemoryFabric
+from transfer.turned_port import TurnedPort
 
 BLOCK = 16
 PAGE_BYTES = 64
@@ -56,7 +56,8 @@ class ProducerSide:
 
 
 class World:
-    """`connector` is the decode side; its frames lie in `to_producer` and `to_consumer` until `deliver`."""
+    """`port` is the scheduler's door to D's pulls and P's leases; frames lie in `to_producer` and `to_consumer` until
+    `deliver`."""
 
     def __init__(self, seed=0, *, policy=None, layout=LAYOUT, max_pages=NUM_PAGES, links=None, **fabric):
         self.rng = random.Random(seed)
@@ -76,7 +77,7 @@ class World:
         identity = Identity(Peer("decode", GEOMETRY, (self.link.describe(),)), layout)
         self.consumer = Consumer(identity, self.policy, self.worker, self.clock, self.rng.randbytes, self._send)
         self.restart()
-        self.connector = Connector(self.p.producer, self.consumer)
+        self.port = TurnedPort(self.p.producer, self.consumer)
 
     @property
     def leases(self):

@@ -235,22 +235,23 @@ NO_DEMAND = LeaseDemand()
 
 
 class SchedulerSide(Protocol):
-    """The connector as the scheduler sees it."""
+    """Transfers as the scheduler sees them."""
 
     def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
         """Whether one offer of `demand` fits under the cap of all leases, beside them and what is `promised`: pages
         that are going to be leased, too. A page counts once. While nothing is leased or promised, one offer may exceed
-        the cap: a long prompt must be served, too. `leases.LeasedPages` owns this rule."""
+        the cap: a long prompt must be served, too."""
 
     def offer(self, offer: Offer) -> str:
-        """Lease pages, which must stay as they are until `LeaseEnded`. Returns the `remote_request_id`."""
+        """Lease pages, which must stay as they are until `LeaseEnded`. Returns the `remote_request_id`. Call `fits`
+        first: what does not fit ends at once."""
 
     def withdraw(self, remote_request_id: str) -> None:
         """End a lease that nobody has claimed. Does nothing for others."""
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
         """Answer a `LookupRequest`; None: nothing is cached. `offer.keys` are the cached tokens up to a mark or the end
-        of the request; call `fits` first. The offer is leased to the server that asked, and ends in exactly one
+        of the request. The offer, which has to fit, is leased to the server that asked, and ends in exactly one
         `LeaseEnded`, at once when the answer comes too late. Returns its `remote_request_id`, as `offer` does."""
 
     def pull(self, spec: PullSpec) -> PullId:

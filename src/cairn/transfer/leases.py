@@ -8,8 +8,13 @@
 A lease is named by a random nonce that only the client's reference carries. It is used once, by the transfer that
 claims it first; a lease made for a claim that came without one is CLAIMED from the start. Its pages stay as they are
 while it is OFFERED or CLAIMED. When its time is up it is EXPIRED for good, so CONFIRMED proves that whatever was read
-until then was the right bytes."""
+until then was the right bytes.
 
+`Leases` is the one owner: the scheduler's thread offers and withdraws, and asks what fits; the transfer thread answers
+claims. A page counts until the scheduler has heard that its last lease has ended, and so may unpin it."""
+
+import logging
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -45,6 +50,8 @@ from cairn.transfer.wire import (
     refusal,
 )
 from cairn.types import Clock, Pages
+
+logger = logging.getLogger(__name__)
 
 
 class LeaseState(Enum):
@@ -91,13 +98,15 @@ class LeaseLimits:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`offer` and, once claimed, `claim` with the answer `granted`; all but the claim's id are dropped at the end."""
+    """`pages` of `offer`; once claimed, `claim_id` with the answer `granted`. Offer and answer are dropped at the
+    end."""
 
     request_id: str
     nonce: bytes
     born: float
     until: float
     offer: Offer | None
+    pages: Pages
     state: LeaseState = LeaseState.OFFERED
     claim_id: bytes | None = None
     generation: int = 0
@@ -111,11 +120,10 @@ class Lease:
         self.state = state
 
 
-class LeasedPages:
-    """Number of leases by page, and the cap on pages. A page that several leases share counts once."""
+class _PageCounts:
+    """Number of leases by page. A page that several leases share counts once."""
 
-    def __init__(self, max_pages: int) -> None:
-        self._max_pages = max_pages
+    def __init__(self) -> None:
         self._counts: NDArray[np.int32] = np.zeros(0, np.int32)
         self._num_pages = 0
 
@@ -123,22 +131,14 @@ class LeasedPages:
         """Distinct pages that are leased."""
         return self._num_pages
 
-    def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
-        """See `contract.SchedulerSide.fits`."""
-        if not (self._num_pages or promised):
-            return True
-        total = promised + demand
-        return self._num_with(total.pages) + total.num_new <= self._max_pages
-
-    def _num_with(self, pages: Pages) -> int:
+    def num_with(self, pages: Pages) -> int:
         """How many distinct pages would be leased if `pages` (any shape [n], in any order) were leased as well."""
         distinct = np.unique(pages)
         known = distinct[distinct < len(self._counts)]
         return self._num_pages + len(distinct) - int(np.count_nonzero(self._counts[known]))
 
     def add(self, pages: Pages) -> None:
-        """A lease of `pages` begins."""
-        self._num_pages = self._num_with(pages)
+        self._num_pages = self.num_with(pages)
         distinct = np.unique(pages)
         if len(distinct) and distinct[-1] >= len(self._counts):
             more = int(distinct[-1]) + 1 - len(self._counts)
@@ -146,16 +146,15 @@ class LeasedPages:
         self._counts[distinct] += 1
 
     def remove(self, pages: Pages) -> None:
-        """A lease of `pages` has ended."""
         distinct = np.unique(pages)
         self._counts[distinct] -= 1
         self._num_pages -= int(np.count_nonzero(self._counts[distinct] == 0))
 
 
-class LeaseTable:
+class Leases:
     """All leases of one engine, and the answers to whoever claims one. What is pinned stays within a cap; an ended
-    lease is remembered for a while, to say how it ended. Every method looks at the clock first. `random(n)`: n
-    unpredictable bytes."""
+    lease is remembered for a while, to say how it ended. Every method looks at the clock first, and any thread may call
+    it. `random(n)`: n unpredictable bytes."""
 
     def __init__(
         self, layout: bytes, tokens_per_page: int, limits: LeaseLimits, clock: Clock, random: Callable[[int], bytes]
@@ -165,18 +164,18 @@ class LeaseTable:
         self._limits = limits
         self._clock = clock
         self._random = random
+        self._lock = threading.RLock()
         self._active: dict[bytes, Lease] = {}
         self._past: dict[bytes, Lease] = {}
-        self._ended: list[LeaseEnded] = []
+        self._ended: list[Lease] = []
         self._generation = 0
-        self._pages = LeasedPages(limits.max_pages)
+        self._counts = _PageCounts()
         self._read_until = clock.now()
 
     @property
     def num_pages(self) -> int:
-        """Distinct pages under leases that have not ended."""
-        self.expire()
-        return len(self._pages)
+        """Distinct pages of leases whose end nobody has taken yet."""
+        return len(self._counts)
 
     @property
     def num_active(self) -> int:
@@ -190,9 +189,10 @@ class LeaseTable:
         return not (self._active or self._ended)
 
     @property
-    def next_end(self) -> float | None:
-        """When the next lease expires, or None if there is none."""
-        return min((lease.until for lease in self._active.values()), default=None)
+    def has_ended(self) -> bool:
+        """Whether `take_ended` has something to return."""
+        self.expire()
+        return bool(self._ended)
 
     @property
     def may_be_read(self) -> bool:
@@ -202,29 +202,33 @@ class LeaseTable:
 
     def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
         """See `contract.SchedulerSide.fits`."""
-        self.expire()
-        return self._pages.fits(demand, promised)
+        with self._lock:
+            if not (len(self._counts) or promised):
+                return True
+            total = promised + demand
+            return self._counts.num_with(total.pages) + total.num_new <= self._limits.max_pages
 
-    def new_nonce(self) -> bytes:
-        """A nonce for `offer`, for whoever must know it before."""
-        return self._random(NONCE_BYTES)
+    def offer(self, offer: Offer) -> bytes:
+        """Lease these pages from now on. Returns the nonce. An offer that does not fit under the cap ends at once:
+        whoever made it has miscounted, and all other leases go on."""
+        with self._lock:
+            nonce, now, pages = self._random(NONCE_BYTES), self._clock.now(), offer.all_pages
+            fits = self.fits(LeaseDemand(pages))
+            self._active[nonce] = Lease(offer.request_id, nonce, now, now + self._limits.duration, offer, pages)
+            self._counts.add(pages)
+            if not fits:
+                logger.error("%s: %d pages do not fit under the leases' cap", offer.request_id, len(pages))
+                self.withdraw(nonce)
+            return nonce
 
-    def offer(self, offer: Offer, nonce: bytes | None = None) -> bytes:
-        """Lease these pages from now on. `nonce`: 16 unpredictable bytes that were never used before; None makes them.
-        Returns the nonce. Call `fits` first."""
-        if not self.fits(LeaseDemand(offer.all_pages)):
-            raise AssertionError(f"{offer.request_id}: {len(offer.all_pages)} pages do not fit under the leases' cap")
-        nonce = self.new_nonce() if nonce is None else nonce
-        if len(nonce) != NONCE_BYTES or nonce in self._active or nonce in self._past:
-            raise AssertionError(f"{offer.request_id}: a nonce is {NONCE_BYTES} bytes that no other lease has")
-        now = self._clock.now()
-        self._active[nonce] = Lease(offer.request_id, nonce, now, now + self._limits.duration, offer)
-        self._pages.add(offer.all_pages)
-        return nonce
-
-    def grant(self, claim: Claim, offer: Offer, nonce: bytes | None = None) -> Granted:
-        """Lease an offer to a claim that came without a lease and matches all of it. Call `fits` first."""
-        return self._grant(self._active[self.offer(offer, nonce)], claim, offer, len(offer.keys))
+    def grant(self, claim: Claim, nonce: bytes) -> Granted | None:
+        """Give all of an offer to a claim that came without a lease and matches all of it; None if it has ended."""
+        with self._lock:
+            self.expire()
+            lease = self._active.get(nonce)
+            if lease is None or lease.offer is None:
+                return None
+            return self._grant(lease, claim, lease.offer, len(lease.offer.keys))
 
     def repeat_grant(self, claim: Claim, nonce: bytes) -> Granted | Refused:
         """The answer that this claim was given; refused once the lease has ended."""
@@ -237,37 +241,44 @@ class LeaseTable:
 
     def withdraw(self, nonce: bytes) -> None:
         """End a lease from the producer's side, if it has not ended."""
-        self.expire()
-        if (lease := self._active.get(nonce)) is not None:
-            self._end(lease, LeaseState.RELEASED)
+        with self._lock:
+            self.expire()
+            if (lease := self._active.get(nonce)) is not None:
+                self._end(lease, LeaseState.RELEASED)
 
     def withdraw_offer(self, request_id: str, nonce: bytes) -> None:
         """End the lease of this request that nobody has claimed: a claimed one is its claimant's to end."""
-        self.expire()
-        lease = self._active.get(nonce)
-        if lease is not None and lease.request_id == request_id and lease.state is LeaseState.OFFERED:
-            self._end(lease, LeaseState.RELEASED)
+        with self._lock:
+            self.expire()
+            lease = self._active.get(nonce)
+            if lease is not None and lease.request_id == request_id and lease.state is LeaseState.OFFERED:
+                self._end(lease, LeaseState.RELEASED)
 
     def expire(self) -> None:
         """End the leases whose time is up, and forget those that ended long ago."""
-        now = self._clock.now()
-        for lease in [lease for lease in self._active.values() if lease.until <= now]:
-            self._end(lease, LeaseState.EXPIRED)
-        while self._past:
-            oldest = next(iter(self._past.values()))
-            if len(self._past) <= self._limits.max_remembered and now - oldest.ended < self._limits.remember:
-                break
-            del self._past[oldest.nonce]
+        with self._lock:
+            now = self._clock.now()
+            for lease in [lease for lease in self._active.values() if lease.until <= now]:
+                self._end(lease, LeaseState.EXPIRED)
+            while self._past:
+                oldest = next(iter(self._past.values()))
+                if len(self._past) <= self._limits.max_remembered and now - oldest.ended < self._limits.remember:
+                    break
+                del self._past[oldest.nonce]
 
     def take_ended(self) -> list[LeaseEnded]:
-        """Leases that have ended since the last call, each once."""
-        self.expire()
-        ended, self._ended = self._ended, []
-        return ended
+        """Leases that have ended since the last call, each once: their pages need not be kept any longer."""
+        with self._lock:
+            self.expire()
+            ended, self._ended = self._ended, []
+            for lease in ended:
+                self._counts.remove(lease.pages)
+        return [LeaseEnded(remote_request_id(lease.request_id, lease.nonce), lease.state.value) for lease in ended]
 
     def claim(self, claim: Claim) -> Granted | Refused:
         """Answer a claim under a lease: all or nothing of the prefix that it names."""
-        lease = self._find(claim)
+        with self._lock:
+            lease = self._find(claim)
         if isinstance(lease, Refused):
             return lease
         if lease.granted is not None:
@@ -278,9 +289,12 @@ class LeaseTable:
             return refusal(claim, RefusalReason.OUT_OF_RANGE)
         if claim.checkpoint and _deepest(offer, claim.position) is None:
             return refusal(claim, RefusalReason.OUT_OF_RANGE)
+        # long prompts take a while: without the lock, which the scheduler waits for
         if (position := match_claim(claim, offer, self._layout)) is None:
             return refusal(claim, RefusalReason.OTHER_CONTENT)
-        return self._grant(lease, claim, offer, position)
+        with self._lock:
+            again = self._find(claim)
+            return again if isinstance(again, Refused) else self._grant(again, claim, offer, position)
 
     def _grant(self, lease: Lease, claim: Claim, offer: Offer, position: int) -> Granted:
         """Make the lease the claim's own."""
@@ -304,30 +318,33 @@ class LeaseTable:
         return granted
 
     def heartbeat(self, beat: Heartbeat) -> Alive | Refused:
-        lease = self._find(beat)
-        if isinstance(lease, Refused):
-            self._read_until = self._clock.now() + self._limits.linger
-            return lease
-        self._extend(lease)
-        return Alive(beat.claim)
+        with self._lock:
+            lease = self._find(beat)
+            if isinstance(lease, Refused):
+                self._read_until = self._clock.now() + self._limits.linger
+                return lease
+            self._extend(lease)
+            return Alive(beat.claim)
 
     def confirm(self, confirm: Confirm) -> Confirmed | Refused:
-        lease = self._find(confirm, repeatable=LeaseState.CONFIRMED)
-        if isinstance(lease, Refused):
-            return lease
-        if lease.generation != confirm.generation:
-            return refusal(confirm, RefusalReason.FORGED)
-        if lease.state is LeaseState.CLAIMED:
-            self._end(lease, LeaseState.CONFIRMED)
-        return Confirmed(confirm.claim, confirm.generation)
+        with self._lock:
+            lease = self._find(confirm, repeatable=LeaseState.CONFIRMED)
+            if isinstance(lease, Refused):
+                return lease
+            if lease.generation != confirm.generation:
+                return refusal(confirm, RefusalReason.FORGED)
+            if lease.state is LeaseState.CLAIMED:
+                self._end(lease, LeaseState.CONFIRMED)
+            return Confirmed(confirm.claim, confirm.generation)
 
     def release(self, release: Release) -> Released | Refused:
-        lease = self._find(release, repeatable=LeaseState.RELEASED)
-        if isinstance(lease, Refused):
-            return lease
-        if lease.state is not LeaseState.RELEASED:
-            self._end(lease, LeaseState.RELEASED)
-        return Released(release.claim)
+        with self._lock:
+            lease = self._find(release, repeatable=LeaseState.RELEASED)
+            if isinstance(lease, Refused):
+                return lease
+            if lease.state is not LeaseState.RELEASED:
+                self._end(lease, LeaseState.RELEASED)
+            return Released(release.claim)
 
     def _find(self, request: Request, repeatable: LeaseState | None = None) -> Lease | Refused:
         """The lease that a request names, if its sender may use it. `repeatable`: an end after which it still may."""
@@ -352,13 +369,11 @@ class LeaseTable:
     def _end(self, lease: Lease, state: LeaseState) -> None:
         lease.to(state)
         del self._active[lease.nonce]
-        assert lease.offer is not None
-        self._pages.remove(lease.offer.all_pages)
         lease.offer, lease.granted, lease.ended = None, None, self._clock.now()
         if lease.claim_id is not None:
             self._read_until = lease.ended + self._limits.linger
         self._past[lease.nonce] = lease
-        self._ended.append(LeaseEnded(remote_request_id(lease.request_id, lease.nonce), state.value))
+        self._ended.append(lease)
 
 
 def _deepest(offer: Offer, position: int) -> OfferedCheckpoint | None:

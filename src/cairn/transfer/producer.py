@@ -1,6 +1,6 @@
 """The producer's side of transfers: frames in, frames out; leases, and lookups for claims without one.
 
-    claim with a lease      --> LeaseTable: Granted or Refused
+    claim with a lease      --> Leases: Granted or Refused
     claim without a lease   --> LookupRequest --> an offer: leased to the sender, Granted
                                              +--> nothing, or no answer in time: Refused(NOT_CACHED)
 
@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cairn.transfer.claim import match_claim
-from cairn.transfer.contract import Identity, LeaseDemand, LookupId, LookupRequest, Offer
+from cairn.transfer.contract import Identity, LookupId, LookupRequest, Offer
 from cairn.transfer.digest import DIGEST_BYTES
-from cairn.transfer.leases import LeaseLimits, LeaseTable
+from cairn.transfer.leases import LeaseLimits, Leases
 from cairn.transfer.session import ConsumerSessions
 from cairn.transfer.wire import (
     Claim,
@@ -54,7 +54,7 @@ class ContentLookups:
     """Claims without a lease: those that wait for the cache to be looked up, and the latest answers. `layout` is
     `digest.layout_hash`."""
 
-    def __init__(self, leases: LeaseTable, layout: bytes, clock: Clock, limits: LookupLimits) -> None:
+    def __init__(self, leases: Leases, layout: bytes, clock: Clock, limits: LookupLimits) -> None:
         self._leases = leases
         self._layout = layout
         self._clock = clock
@@ -70,11 +70,6 @@ class ContentLookups:
     def num_open(self) -> int:
         """Lookups without an answer."""
         return len(self._open)
-
-    @property
-    def next_end(self) -> float | None:
-        """When the next lookup is refused for want of an answer, or None if there is none."""
-        return min((lookup.until for lookup in self._open.values()), default=None)
 
     def claim(self, sender: bytes, claim: Claim) -> Granted | Refused | None:
         """The answer, or None while there is none: then `take_replies` returns it later."""
@@ -113,27 +108,24 @@ class ContentLookups:
             self._close(lookup, None)
             self._replies.append((open_lookup.sender, refusal(open_lookup.claim, RefusalReason.NOT_CACHED)))
 
-    def grant(self, lookup: LookupId, offer: Offer, nonce: bytes) -> bool:
-        """Lease the offer to the sender of the claim. False, and nothing is leased, when the lookup has ended, when the
-        claim contradicts itself, when the offer has nothing beyond `start`, or when it does not fit under the leases'
-        cap. Raises AssertionError for an offer of other content than was claimed."""
+    def grant(self, lookup: LookupId, offer: Offer, nonce: bytes) -> None:
+        """Give the lease `nonce` of the offer to the sender of the claim. It ends, and nothing is given, when the
+        lookup has ended, when the claim contradicts itself, or when the offer has nothing beyond `start`. Raises
+        AssertionError for an offer of other content than was claimed."""
         self.expire()
-        open_lookup = self._open.get(lookup)
-        if open_lookup is None:
-            return False
-        fits = len(offer.keys) > open_lookup.claim.start and self._leases.fits(LeaseDemand(offer.all_pages))
-        if fits and match_claim(open_lookup.claim, offer, self._layout) != len(offer.keys):
-            if open_lookup.claim.end is None:
+        open_lookup, granted = self._open.get(lookup), None
+        if open_lookup is not None and len(offer.keys) > open_lookup.claim.start:
+            if match_claim(open_lookup.claim, offer, self._layout) == len(offer.keys):
+                granted = self._leases.grant(open_lookup.claim, nonce)
+            elif open_lookup.claim.end is None:
                 raise AssertionError(f"{offer.request_id}: {len(offer.keys)} tokens are at no mark of the claim")
             # Found by an end that the marks do not lead to: the claim contradicts itself, which is the peer's fault.
-            fits = False
-        if not fits:
+        if granted is None or open_lookup is None:
+            self._leases.withdraw(nonce)
             self.refuse(lookup)
-            return False
-        granted = self._leases.grant(open_lookup.claim, offer, nonce)
+            return
         self._close(lookup, nonce)
         self._replies.append((open_lookup.sender, granted))
-        return True
 
     def expire(self) -> None:
         """Refuse the lookups that have waited for too long."""
@@ -176,9 +168,14 @@ class Producer:
         random: Callable[[int], bytes],
         lookup_limits: LookupLimits | None = None,
     ) -> None:
-        self.leases = LeaseTable(identity.layout, identity.me.geometry.block_size, limits, clock, random)
+        self.leases = Leases(identity.layout, identity.me.geometry.block_size, limits, clock, random)
         self.lookups = ContentLookups(self.leases, identity.layout, clock, lookup_limits or LookupLimits())
         self.sessions = ConsumerSessions(identity)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no lease and no lookup that may end by itself, and none of which nobody has heard."""
+        return self.leases.is_idle and not self.lookups.num_open
 
     def receive(self, sender: bytes, frame: bytes) -> bytes | None:
         """The answer to a frame that came by connection `sender`, or None. Never raises on what a peer sent."""

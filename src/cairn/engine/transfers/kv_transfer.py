@@ -216,11 +216,10 @@ def build_transfer(
     engine_id = str(uuid.uuid4())
     identity = Identity(Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described), layout_hash)
     channel = TlsSideChannel(config.host, config.port, derive_credentials(secret), clock)
-    max_pages = int(memory.num_pages * config.lease_share)
-    limits = LeaseLimits(max_pages=max_pages, duration=config.lease_seconds)
+    limits = LeaseLimits(max_pages=int(memory.num_pages * config.lease_share), duration=config.lease_seconds)
     producer = Producer(identity, limits, clock, os.urandom)
     consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.send)
-    port = TransferPort(max_pages, os.urandom, channel.wake)
+    port = TransferPort(producer, consumer, channel.wake)
     loop = TransferLoop(port, channel, producer, consumer, link, worker, memory.pool.enter_thread)
     sequences = SequenceIndex(layout_hash)
     quota = LeaseQuota(

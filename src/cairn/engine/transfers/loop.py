@@ -1,10 +1,11 @@
 """The thread that owns sockets and links: it carries out the scheduler's commands, serves other servers, drives reads.
 
     core's thread                      transfer thread
-    TransferPort  --- commands --->    TransferLoop  -> Connector -> link
+    TransferPort  --- commands --->    TransferLoop  -> Producer, Consumer -> link
                   <--- events -----
+                  ---- Leases ------------------------------^
 
-The port makes the ids (the number of a pull, the nonce of a lease), so the scheduler never waits for an answer. The
+The scheduler never waits for an answer: the port numbers the pulls, and leases are made and counted at once. The
 thread blocks while nothing is open, and polls while something is, because a link makes no progress by itself and never
 reports a peer that stands still.
 """
@@ -13,28 +14,22 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
-from typing import TypeAlias
 
 from cairn.engine.transfers.side_channel import Incoming, TlsSideChannel
-from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import (
     NO_DEMAND,
     Event,
     LeaseDemand,
-    LeaseEnded,
     LookupId,
     Offer,
     PullId,
     PullSpec,
 )
-from cairn.transfer.leases import LeasedPages
 from cairn.transfer.links.contract import Link
-from cairn.transfer.params import remote_request_id
+from cairn.transfer.params import remote_request_id, split_reference
 from cairn.transfer.producer import Producer
 from cairn.transfer.ranks import RankedWorker
-from cairn.transfer.wire import NONCE_BYTES
-from cairn.types import Pages
 
 _READING_SECONDS = 0.001
 _SERVING_SECONDS = 0.005
@@ -43,72 +38,77 @@ _STOP_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
-Command: TypeAlias = Callable[[Connector], object]
-"""Called by the transfer thread with its connector."""
-
 
 class TransferPort:
-    """A `SchedulerSide`. `max_pages`: the connector's cap of all leases. `wake` is called after each command.
+    """A `SchedulerSide`. Leases are one object for both threads; what concerns pulls and lookups goes to the transfer
+    thread, which calls `carry_out`. `wake` is called when there is something for it.
 
-    The queues are bounded by what the scheduler has open: an event or two for each pull, lease and lookup.
+    The queues are bounded by what the scheduler has open: an event or two for each pull and lookup.
     """
 
-    def __init__(self, max_pages: int, random: Callable[[int], bytes], wake: Callable[[], None]) -> None:
-        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
-        self.event_queue: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._random = random
+    def __init__(self, producer: Producer, consumer: Consumer, wake: Callable[[], None]) -> None:
+        self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
+        self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._producer = producer
+        self._leases = producer.leases
+        self._consumer = consumer
         self._wake = wake
-        self._leased: dict[str, Pages] = {}
-        self._pages = LeasedPages(max_pages)
         self._pulls = 0
 
     @property
     def num_leased(self) -> int:
-        """Distinct pages of leases that have not ended."""
-        return len(self._pages)
+        """Distinct pages of leases whose end the scheduler has not heard of."""
+        return self._leases.num_pages
 
     def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
-        return self._pages.fits(demand, promised)
+        return self._leases.fits(demand, promised)
 
     def offer(self, offer: Offer) -> str:
-        nonce = self._random(NONCE_BYTES)
-        self._post(lambda connector: connector.offer(offer, nonce))
-        return self._lease(offer, nonce)
+        reference = remote_request_id(offer.request_id, self._leases.offer(offer))
+        self._wake()
+        return reference
 
     def withdraw(self, remote_request_id: str) -> None:
-        self._post(lambda connector: connector.withdraw(remote_request_id))
+        if (known := split_reference(remote_request_id)) is not None:
+            self._leases.withdraw_offer(*known)
+            self._wake()
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
-        nonce = self._random(NONCE_BYTES)
-        self._post(lambda connector: connector.answer_lookup(lookup, offer, nonce))
-        return None if offer is None else self._lease(offer, nonce)
+        lookups = self._producer.lookups
+        if offer is None:
+            self._post(lambda: lookups.refuse(lookup))
+            return None
+        nonce = self._leases.offer(offer)
+        self._post(lambda: lookups.grant(lookup, offer, nonce))
+        return remote_request_id(offer.request_id, nonce)
 
     def pull(self, spec: PullSpec) -> PullId:
         self._pulls += 1
         pull = PullId(self._pulls)
-        self._post(lambda connector: connector.pull(spec, pull))
+        self._post(lambda: self._consumer.pull(spec, pull))
         return pull
 
     def abort(self, pull: PullId) -> None:
-        self._post(lambda connector: connector.abort(pull))
+        self._post(lambda: self._consumer.abort(pull))
 
     def events(self) -> list[Event]:
         events: list[Event] = []
-        while not self.event_queue.empty():
-            event = self.event_queue.get_nowait()
-            if isinstance(event, LeaseEnded) and event.remote_request_id in self._leased:
-                self._pages.remove(self._leased.pop(event.remote_request_id))
-            events.append(event)
-        return events
+        while not self._events.empty():
+            events.append(self._events.get_nowait())
+        return [*events, *self._leases.take_ended()]
 
-    def _lease(self, offer: Offer, nonce: bytes) -> str:
-        reference = remote_request_id(offer.request_id, nonce)
-        self._leased[reference] = offer.all_pages
-        self._pages.add(offer.all_pages)
-        return reference
+    def carry_out(self) -> bool:
+        """For the transfer thread: do what was posted, drive everything once. Returns whether there are events for the
+        scheduler; see also `Producer.take_frames`."""
+        while not self._commands.empty():
+            self._commands.get_nowait()()
+        events: list[Event] = [*self._consumer.tick(), *self._producer.lookups.take_requests()]
+        for event in events:
+            self._events.put(event)
+        return bool(events) or self._leases.has_ended
 
-    def _post(self, command: Command) -> None:
-        self.commands.put(command)
+    def _post(self, command: Callable[[], object]) -> None:
+        self._commands.put(command)
         self._wake()
 
 
@@ -133,7 +133,6 @@ class TransferLoop:
         self._link = link
         self._ranks = ranks
         self._enter_thread = enter_thread
-        self._connector = Connector(producer, consumer)
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
         self.notify: Callable[[], None] | None = None
@@ -175,33 +174,26 @@ class TransferLoop:
 
     def turn(self, seconds: float | None = 0.0) -> None:
         """Wait for at most `seconds` (None: for ever) for something to do, and do it."""
-        received = self._channel.receive(seconds)
-        # Commands first: an offer is in the queue before its reference is sent anywhere, and its claim must find it.
-        while not self._port.commands.empty():
-            self._port.commands.get_nowait()(self._connector)
-        for incoming in received:
+        for incoming in self._channel.receive(seconds):
             try:
                 self._handle(incoming)
             except Exception:
                 # One peer's doing must not end the thread that serves all of them.
                 logger.exception("a frame from %s", incoming.address or "a consumer")
-        events = self._connector.events()
-        for event in events:
-            self._port.event_queue.put(event)
-        if events and self.notify is not None:
+        if self._port.carry_out() and self.notify is not None:
             self.notify()
         for sender, frame in self._producer.take_frames():
             self._channel.reply(sender, frame)
-        self._ranks.serve(self._connector.is_serving)
+        self._ranks.serve(self._producer.leases.may_be_read)
 
     @property
     def timeout(self) -> float | None:
         """Seconds that the next turn may wait, None for ever."""
         if self._consumer.num_open:
             return _READING_SECONDS
-        if not self._connector.is_idle:
+        if not self._producer.is_idle:
             return _SERVING_SECONDS
-        return _LINGERING_SECONDS if self._connector.is_serving else None
+        return _LINGERING_SECONDS if self._producer.leases.may_be_read else None
 
     def _run(self) -> None:
         try:

@@ -1,4 +1,4 @@
-"""Both halves of an engine behind the scheduler's door, and the worker's planner."""
+"""Both roles of an engine behind the scheduler's port, and the worker's planner."""
 
 import dataclasses
 
@@ -37,65 +37,65 @@ OFFER = Offer(
 def drive(world):
     events = []
     for _ in range(20):
-        events += world.connector.events()
+        events += world.port.events()
         world.deliver()
     return events
 
 
 def test_a_reference_through_a_proxy_and_back():
     world = World()
-    connector: SchedulerSide = world.connector
-    assert world.connector.is_idle and connector.events() == []
-    reference = connector.offer(OFFER)
-    assert not world.connector.is_idle
+    port: SchedulerSide = world.port
+    assert world.port.is_idle and port.events() == []
+    reference = port.offer(OFFER)
+    assert not world.port.is_idle
     ref = parsed(reference, world.p.name)
-    pull = connector.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    pull = port.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     assert drive(world) == [
         PullEnded(pull, None, 160, 160),
         PagesFree(pull),
         LeaseEnded(reference, "confirmed"),
     ]
-    assert world.connector.is_idle
+    assert world.port.is_idle
 
 
-class TestConnector(SchedulerSideContract):
+class TestTransferPort(SchedulerSideContract):
     def side(self, max_pages):
-        return World(max_pages=max_pages).connector
+        return World(max_pages=max_pages).port
 
 
 def test_an_offer_beyond_the_cap_ends_at_once_and_alone():
     """It was counted wrong by whoever made it; the leases that others are promised go on."""
     world = World(max_pages=20)
-    first = world.connector.offer(OFFER)
+    first = world.port.offer(OFFER)
     other = dataclasses.replace(OFFER, request_id="cmpl-2", pages=OFFER.pages + 20)
-    second = world.connector.offer(other)
-    assert world.connector.events() == [LeaseEnded(second, "released")]
+    second = world.port.offer(other)
+    assert world.port.events() == [LeaseEnded(second, "released")]
     assert world.p.producer.leases.num_pages == 12
-    pull = world.connector.pull(world.pull_spec(parsed(second, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
+    pull = world.port.pull(world.pull_spec(parsed(second, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
     assert [event.failure is None for event in drive(world) if isinstance(event, PullEnded)] == [False]
-    pull = world.connector.pull(world.pull_spec(parsed(first, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
+    pull = world.port.pull(world.pull_spec(parsed(first, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
     assert PullEnded(pull, None, 160, 160) in drive(world)
-    assert world.connector.is_idle and world.p.producer.leases.num_pages == 0
+    assert world.port.is_idle and world.p.producer.leases.num_pages == 0
 
 
 def test_an_offer_nobody_wants_ends_by_itself():
     world = World()
-    reference = world.connector.offer(OFFER)
+    reference = world.port.offer(OFFER)
     world.clock.advance(29.9)
-    assert world.connector.events() == []
+    assert world.port.events() == []
     world.clock.advance(0.1)
-    assert world.connector.events() == [LeaseEnded(reference, "expired")] and world.connector.is_idle
+    assert world.port.events() == [LeaseEnded(reference, "expired")] and world.port.is_idle
 
 
 def test_an_aborted_pull_ends_once_and_unknown_ones_are_left_alone():
     world = World()
-    ref = parsed(world.connector.offer(OFFER), world.p.name)
-    pull = world.connector.pull(world.pull_spec(ref, PROMPT, range(10)))
-    world.connector.abort(pull)
-    world.connector.abort(PullId(99))
-    assert world.connector.events() == [PullEnded(pull, "aborted", 160, None), PagesFree(pull)]
-    world.connector.abort(pull)
-    assert world.connector.events() == []
+    ref = parsed(world.port.offer(OFFER), world.p.name)
+    pull = world.port.pull(world.pull_spec(ref, PROMPT, range(10)))
+    world.port.abort(pull)
+    world.port.abort(PullId(99))
+    assert world.port.events() == [PullEnded(pull, "aborted", 160, None), PagesFree(pull)]
+    world.port.abort(pull)
+    assert world.port.events() == []
 
 
 def test_many_pulls_share_one_connection():
@@ -242,12 +242,12 @@ def test_a_peer_whose_read_has_failed_is_forgotten_even_if_nobody_waits_any_more
 def test_a_peer_that_has_read_is_served_a_while_longer():
     """A read that was given up over TCP ends only with the help of the one that is read from."""
     world = World()
-    unread = world.connector.offer(OFFER)
-    world.connector.withdraw(unread)
-    assert [event.state for event in world.connector.events()] == ["released"] and not world.connector.is_serving
-    ref = parsed(world.connector.offer(OFFER), world.p.name)
-    world.connector.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    unread = world.port.offer(OFFER)
+    world.port.withdraw(unread)
+    assert [event.state for event in world.port.events()] == ["released"] and not world.port.is_serving
+    ref = parsed(world.port.offer(OFFER), world.p.name)
+    world.port.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     drive(world)
-    assert world.connector.is_idle and world.connector.is_serving
+    assert world.port.is_idle and world.port.is_serving
     world.clock.advance(LeaseLimits(max_pages=1).linger)
-    assert not world.connector.is_serving
+    assert not world.port.is_serving
