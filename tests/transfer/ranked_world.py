@@ -4,7 +4,6 @@ What a token is and where a rank of some size keeps it comes from `test_geometry
 """
 
 import random
-from collections import deque
 
 import numpy as np
 
@@ -19,10 +18,12 @@ from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.ranks import RankedWorker, RankServant
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
+from doubles.memory_channel import MemoryNetwork
 from doubles.memory_link import MemoryFabric
 from doubles.memory_rank_channel import memory_rank_channel
 from transfer import test_geometry as naive
-from transfer.turned_port import TurnedPort
+from transfer.turned_port import EventQueue, TurnedPort
+from turned_loop import TurnedLoop
 
 LAYOUT = b"L" * 32
 PLAIN = ContentName()
@@ -99,8 +100,7 @@ def pool_width(rank: Rank) -> int:
 
 
 class Engine:
-    """A server: ranks, the first of which owns the port, producer and consumer. `queues`: frames to other engines, by
-    port; `answers`: (port of the asker, frame)."""
+    """A server: ranks, the first of which owns the port, producer and consumer."""
 
     def __init__(
         self,
@@ -138,15 +138,15 @@ class Engine:
         for servant in self.servants:
             servant.turn()
         identity = Identity(Peer(name, self.geometry, self.worker.describe()), LAYOUT)
-        self.producer = Producer(identity, LeaseLimits(max_pages=max_pages), world.clock, world.rng.randbytes)
-        policy = PeerPolicy()
-        self.consumer = Consumer(identity, policy, self.worker, world.clock, world.rng.randbytes, self._send)
-        self.door = TurnedPort(self.producer, self.consumer)
-        self.outgoing: deque[tuple[int, bytes]] = deque()
-
-    def _send(self, address, frame) -> None:
-        assert address[0] == "127.0.0.1"
-        self.outgoing.append((address[1], frame))
+        clock, randbytes, event_loop = world.clock, world.rng.randbytes, world.event_loop
+        limits, events = LeaseLimits(max_pages=max_pages), EventQueue()
+        self.channel = world.network.channel("127.0.0.1", port, event_loop)
+        self.producer = Producer(identity, limits, clock, randbytes, events.put)
+        self.consumer = Consumer(
+            identity, PeerPolicy(), self.worker, clock, randbytes, self.channel.connect, event_loop, events.put
+        )
+        self.channel.listen(self.producer.serve)
+        self.door = TurnedPort(event_loop, self.producer, self.consumer, events)
 
     def turn(self):
         """What the owner thread and the other ranks do once; returns the events."""
@@ -155,8 +155,6 @@ class Engine:
         for rank, servant in enumerate(self.servants, 1):
             if rank in self.running:
                 servant.turn()
-        for sender, frame in self.producer.take_frames():
-            self.world.answers.append((self.port, int(sender), frame))
         return events
 
     def pages_of(self, num_tokens: int) -> int:
@@ -191,25 +189,19 @@ class World:
     ):
         self.rng = random.Random(seed)
         self.clock = ManualClock()
+        self.event_loop = TurnedLoop(self.clock)
+        self.network = MemoryNetwork()
         self.fabric = links or MemoryFabric(**fabric)
         self.kv_heads, self.state_units = kv_heads, state_units
         self.p = Engine(self, "p", 1, *p, pool=pools[0], **(sides or {}))
         self.d = Engine(self, "d", 2, *d, pool=pools[1], **(sides or {}))
         self.engines = {1: self.p, 2: self.d}
-        self.answers: deque[tuple[int, int, bytes]] = deque()
 
     def deliver(self) -> None:
         """All frames that are under way, and what they give rise to."""
-        while self.answers or any(engine.outgoing for engine in self.engines.values()):
-            for engine in self.engines.values():
-                while engine.outgoing:
-                    port, frame = engine.outgoing.popleft()
-                    answer = self.engines[port].producer.receive(b"%d" % engine.port, frame)
-                    if answer is not None:
-                        self.answers.append((port, engine.port, answer))
-            while self.answers:
-                source, asker, frame = self.answers.popleft()
-                self.engines[asker].consumer.receive(("127.0.0.1", source), frame)
+        self.event_loop.spin()
+        while self.p.channel.look() | self.d.channel.look():
+            self.event_loop.spin()
 
     def run(self, rounds=60, *, until=None):
         """Events of both engines by name, until there are `until` of d or the rounds are over."""

@@ -133,7 +133,7 @@ def test_a_whole_transfer_from_handshake_to_confirmation():
     prompt = np.arange(160)
     for round_ in range(2):
         ref = world.offer(prompt, range(10, 20), [(160, (40, 41))])
-        world.consumer.pull(world.pull_spec(ref, prompt, range(6, 10), start=6 * 16, checkpoint=(30, 31)))
+        world.pull(world.pull_spec(ref, prompt, range(6, 10), start=6 * 16, checkpoint=(30, 31)))
         events = []
         until = time.monotonic() + WAIT_SECONDS
         while not any(isinstance(event, PagesFree) for event in events) and time.monotonic() < until:

@@ -102,7 +102,7 @@ def test_many_pulls_share_one_connection():
     world = World()
     refs = [world.offer(keys(16, seed), [seed], request_id=f"cmpl-{seed}") for seed in range(8)]
     for seed, ref in enumerate(refs):
-        world.consumer.pull(world.pull_spec(ref, keys(16, seed), [seed]))
+        world.pull(world.pull_spec(ref, keys(16, seed), [seed]))
     events = world.run()
     assert [event.failure for event in events if isinstance(event, PullEnded)] == [None] * 8
     assert np.array_equal(world.memory[:8], world.p.memory[:8]) and world.sent == 1 + 2 * 8
@@ -212,14 +212,14 @@ def test_connections_to_peers_are_bounded_and_silent_ones_forgotten():
     world.consumer._send = lambda address, frame: None
     ref = world.offer(PROMPT, range(10, 20))
     for port in range(1, 301):
-        world.consumer.pull(world.pull_spec(dataclasses.replace(ref, port=port), PROMPT, range(10)))
+        world.pull(world.pull_spec(dataclasses.replace(ref, port=port), PROMPT, range(10)))
     refused = [event.failure for event in world.run(2) if isinstance(event, PullEnded)]
     assert len(refused) == 44 and {"256 sessions" in failure for failure in refused} == {True}
     world.clock.advance(5.0)
     assert len(world.run(2)) == 2 * 256 and world.consumer.num_open == 0
-    pull = world.consumer.pull(world.pull_spec(dataclasses.replace(ref, port=999), PROMPT, range(10)))
+    pull = world.pull(world.pull_spec(dataclasses.replace(ref, port=999), PROMPT, range(10)))
     assert world.run(2) == [] and world.consumer.num_open == 1
-    world.consumer.abort(pull)
+    world.port.abort(pull)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])

@@ -1,4 +1,4 @@
-"""Random lives of two engines of several ranks and of any block sizes: whatever is lost, repeated, aborted, frozen or
+"""Random lives of two engines of several ranks and of any block sizes: whatever is cut, late, aborted, frozen or
 stands still, never a wrong byte is accepted, no page that may still be written to is used again, nothing leaks, and
 every transfer ends. Leases and content claims, through the scheduler's door.
 """
@@ -200,10 +200,15 @@ class Lives:
 
     def deliver(self):
         if self.rng.random() < 0.3 * self.trouble:
-            for queue in (self.d.outgoing, self.world.answers):
-                frames = [frame for frame in queue for _ in range(self.rng.choice([0, 1, 1, 2]))]
-                queue.clear()
-                queue.extend(frames)
+            match self.rng.randrange(5):
+                case 0:
+                    self.world.network.cut(self.p.channel, self.d.channel)
+                case 1 | 2:
+                    self.rng.choice([self.p, self.d]).channel.look()
+                    self.world.event_loop.spin()
+                    return
+                case _:
+                    return
         self.world.deliver()
 
     def make_trouble(self):
@@ -249,7 +254,6 @@ class Lives:
         """The way is cut and time passes: all end. Then those who stood still go on: all pages are free."""
         for _ in range(60):
             self.turn()
-            self.d.outgoing.clear()
             self.world.clock.advance(1.0)
         assert all(pulled.ended for pulled in self.pulls.values()), "a transfer without an end"
         self.all_go_on()

@@ -1,27 +1,28 @@
 """The scheduler's door to transfers, without a thread behind it."""
 
-from cairn.engine.transfers.loop import TransferPort
+from cairn.engine.transfers.loop import EventQueue, TransferPort
 
 
 class TurnedPort(TransferPort):
-    """Carries everything out whenever its events are asked for."""
+    """Looks at everything whenever its events are asked for."""
 
-    def __init__(self, producer, consumer):
-        super().__init__(producer, consumer, wake=lambda: None)
-        self.producer, self.consumer = producer, consumer
+    def __init__(self, event_loop, producer, consumer, events):
+        super().__init__(event_loop, producer, consumer, events)
+        self.event_loop, self.producer, self.consumer = event_loop, producer, consumer
 
     @property
     def is_idle(self):
-        return self.producer.is_idle and not self.consumer.num_open and not self.commands_waiting
-
-    @property
-    def commands_waiting(self):
-        return self._commands.qsize()
+        return self.producer.is_idle and not self.consumer.num_open
 
     @property
     def is_serving(self):
         return self.producer.leases.may_be_read
 
     def events(self):
-        self.carry_out()
+        self.event_loop.spin()
+        self.consumer.look()
+        self.event_loop.spin()
         return super().events()
+
+
+__all__ = ["EventQueue", "TurnedPort"]

@@ -12,7 +12,7 @@ from cairn.transfer.digest import DIGEST_BYTES, ContentDigest, content_digest
 from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted, unpack_pages
 
 
-def make_claim(spec: PullSpec, claim: bytes, layout: bytes) -> Claim | None:
+def make_claim(spec: PullSpec, layout: bytes) -> Claim | None:
     """The claim for a pull; None when there is no prefix to name. `layout` is `digest.layout_hash`."""
     source, end = spec.source, _end(spec)
     marks = ContentDigest(layout, spec.name)
@@ -23,7 +23,7 @@ def make_claim(spec: PullSpec, claim: bytes, layout: bytes) -> Claim | None:
     digest = content_digest(layout, spec.name, spec.keys[:end]) if end or source.nonce is not None else None
     wants_state = spec.checkpoint is not None
     lease = (source.request_id, source.nonce)
-    return Claim(claim, spec.name.adapter, marks.marks, spec.start, wants_state, digest, end, *lease)
+    return Claim(spec.name.adapter, marks.marks, spec.start, wants_state, digest, end, *lease)
 
 
 def match_claim(claim: Claim, offer: Offer, layout: bytes) -> int | None:
@@ -51,10 +51,8 @@ def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted, block_
     if granted.checkpoint_position is not None and not 0 < granted.checkpoint_position <= end:
         return None
     if source.nonce is not None:
-        # the lease that was claimed, and all of it
-        if (granted.request_id, granted.nonce, end) != (source.request_id, source.nonce, len(spec.keys)):
-            return None
-        if has_state != (spec.checkpoint is not None):
+        # all of the lease
+        if end != len(spec.keys) or has_state != (spec.checkpoint is not None):
             return None
     else:
         is_mark = end % GRID == 0 and end <= min(len(spec.keys), MAX_MARK_BYTES // DIGEST_BYTES * GRID)

@@ -8,13 +8,14 @@
 A lease is named by a random nonce that only the client's reference carries. It is used once, by the transfer that
 claims it first; a lease made for a claim that came without one is CLAIMED from the start. Its pages stay as they are
 while it is OFFERED or CLAIMED. When its time is up it is EXPIRED for good, so CONFIRMED proves that whatever was read
-until then was the right bytes.
+until then was the right bytes. Whoever has claimed it loses it with the connection that it was claimed by.
 
 `Leases` is the one owner: the scheduler's thread offers and withdraws, and asks what fits; the transfer thread answers
 claims. A page counts until the scheduler has heard that its last lease has ended, and so may unpin it."""
 
 import logging
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -33,22 +34,7 @@ from cairn.transfer.contract import (
     num_range_pages,
 )
 from cairn.transfer.params import remote_request_id
-from cairn.transfer.wire import (
-    NONCE_BYTES,
-    Alive,
-    Claim,
-    Confirm,
-    Confirmed,
-    Granted,
-    Heartbeat,
-    RefusalReason,
-    Refused,
-    Release,
-    Released,
-    Request,
-    pack_pages,
-    refusal,
-)
+from cairn.transfer.wire import NONCE_BYTES, Claim, Granted, RefusalReason, pack_pages
 from cairn.types import Clock, Pages
 
 logger = logging.getLogger(__name__)
@@ -83,23 +69,21 @@ TRANSITIONS: Mapping[LeaseState, frozenset[LeaseState]] = MappingProxyType(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseLimits:
     """Times in seconds. `max_pages`: how many distinct pages all leases may pin. `duration`: until an offer expires;
-    `extension`: what a claim or a heartbeat adds from now; `max_age`: no lease gets older. `remember`: how long the end
-    of a lease is remembered, and `max_remembered` of how many. `linger`: how long a peer's link may go on reading after
-    its lease has ended, or after its last heartbeat."""
+    `extension`: what a claim or a heartbeat adds from now; `max_age`: no lease gets older. `max_remembered`: of how
+    many leases that have ended it is remembered how. `linger`: how long a peer's link may go on reading after its lease
+    has ended, or after its last heartbeat."""
 
     max_pages: int
     duration: float = 30.0
     extension: float = 20.0
     max_age: float = 600.0
-    remember: float = 120.0
     max_remembered: int = 4096
     linger: float = 60.0
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`pages` of `offer`; once claimed, `claim_id` with the answer `granted`. Offer and answer are dropped at the
-    end."""
+    """`pages` of `offer`, which is dropped at the end."""
 
     request_id: str
     nonce: bytes
@@ -108,16 +92,20 @@ class Lease:
     offer: Offer | None
     pages: Pages
     state: LeaseState = LeaseState.OFFERED
-    claim_id: bytes | None = None
-    generation: int = 0
-    granted: tuple[Claim, Granted] | None = None
-    ended: float = 0.0
 
     def to(self, state: LeaseState) -> None:
         """Change the state; the only place that does."""
         if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"{self.request_id}: {self.state.value} -> {state.value} is not a transition")
         self.state = state
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A lease that is somebody's now, and what its claim is answered with."""
+
+    lease: Lease
+    granted: Granted
 
 
 class _PageCounts:
@@ -152,9 +140,8 @@ class _PageCounts:
 
 
 class Leases:
-    """All leases of one engine, and the answers to whoever claims one. What is pinned stays within a cap; an ended
-    lease is remembered for a while, to say how it ended. Every method looks at the clock first, and any thread may call
-    it. `random(n)`: n unpredictable bytes."""
+    """All leases of one engine. What is pinned stays within a cap. Every method looks at the clock first, and any
+    thread may call it. `layout` is `digest.layout_hash`; `random(n)`: n unpredictable bytes."""
 
     def __init__(
         self, layout: bytes, tokens_per_page: int, limits: LeaseLimits, clock: Clock, random: Callable[[int], bytes]
@@ -166,9 +153,8 @@ class Leases:
         self._random = random
         self._lock = threading.RLock()
         self._active: dict[bytes, Lease] = {}
-        self._past: dict[bytes, Lease] = {}
+        self._past: OrderedDict[bytes, Lease] = OrderedDict()
         self._ended: list[Lease] = []
-        self._generation = 0
         self._counts = _PageCounts()
         self._read_until = clock.now()
 
@@ -221,50 +207,28 @@ class Leases:
                 self.withdraw(nonce)
             return nonce
 
-    def grant(self, claim: Claim, nonce: bytes) -> Granted | None:
-        """Give all of an offer to a claim that came without a lease and matches all of it; None if it has ended."""
-        with self._lock:
-            self.expire()
-            lease = self._active.get(nonce)
-            if lease is None or lease.offer is None:
-                return None
-            return self._grant(lease, claim, lease.offer, len(lease.offer.keys))
-
-    def repeat_grant(self, claim: Claim, nonce: bytes) -> Granted | Refused:
-        """The answer that this claim was given; refused once the lease has ended."""
-        self.expire()
-        lease = self._active.get(nonce)
-        if lease is None or lease.granted is None:
-            return refusal(claim, RefusalReason.EXPIRED)
-        first, granted = lease.granted
-        return granted if claim == first else refusal(claim, RefusalReason.USED)
-
     def withdraw(self, nonce: bytes) -> None:
         """End a lease from the producer's side, if it has not ended."""
         with self._lock:
-            self.expire()
             if (lease := self._active.get(nonce)) is not None:
-                self._end(lease, LeaseState.RELEASED)
+                self.release(lease)
 
-    def withdraw_offer(self, request_id: str, nonce: bytes) -> None:
-        """End the lease of this request that nobody has claimed: a claimed one is its claimant's to end."""
+    def decline(self, request_id: str, nonce: bytes) -> RefusalReason | None:
+        """End the lease of this request that nobody has claimed: a claimed one is its claimant's to end. Returns why
+        not."""
         with self._lock:
-            self.expire()
-            lease = self._active.get(nonce)
-            if lease is not None and lease.request_id == request_id and lease.state is LeaseState.OFFERED:
-                self._end(lease, LeaseState.RELEASED)
+            lease = self._find(request_id, nonce)
+            if isinstance(lease, RefusalReason):
+                return lease
+            self._end(lease, LeaseState.RELEASED)
+            return None
 
     def expire(self) -> None:
-        """End the leases whose time is up, and forget those that ended long ago."""
+        """End the leases whose time is up."""
         with self._lock:
             now = self._clock.now()
             for lease in [lease for lease in self._active.values() if lease.until <= now]:
                 self._end(lease, LeaseState.EXPIRED)
-            while self._past:
-                oldest = next(iter(self._past.values()))
-                if len(self._past) <= self._limits.max_remembered and now - oldest.ended < self._limits.remember:
-                    break
-                del self._past[oldest.nonce]
 
     def take_ended(self) -> list[LeaseEnded]:
         """Leases that have ended since the last call, each once: their pages need not be kept any longer."""
@@ -275,105 +239,103 @@ class Leases:
                 self._counts.remove(lease.pages)
         return [LeaseEnded(remote_request_id(lease.request_id, lease.nonce), lease.state.value) for lease in ended]
 
-    def claim(self, claim: Claim) -> Granted | Refused:
+    def claim(self, claim: Claim) -> Claimed | RefusalReason:
         """Answer a claim under a lease: all or nothing of the prefix that it names."""
+        request_id, nonce = claim.request_id or "", claim.nonce or b""
         with self._lock:
-            lease = self._find(claim)
-        if isinstance(lease, Refused):
+            lease = self._find(request_id, nonce)
+        if isinstance(lease, RefusalReason):
             return lease
-        if lease.granted is not None:
-            # Only the very same claim is a repetition; its digest was right the first time.
-            return self.repeat_grant(claim, lease.nonce)
         offer = lease.offer
         if offer is None or not claim.start <= claim.position or not 0 < claim.position <= len(offer.keys):
-            return refusal(claim, RefusalReason.OUT_OF_RANGE)
+            return RefusalReason.OUT_OF_RANGE
         if claim.checkpoint and _deepest(offer, claim.position) is None:
-            return refusal(claim, RefusalReason.OUT_OF_RANGE)
+            return RefusalReason.OUT_OF_RANGE
         # long prompts take a while: without the lock, which the scheduler waits for
         if (position := match_claim(claim, offer, self._layout)) is None:
-            return refusal(claim, RefusalReason.OTHER_CONTENT)
+            return RefusalReason.OTHER_CONTENT
         with self._lock:
-            again = self._find(claim)
-            return again if isinstance(again, Refused) else self._grant(again, claim, offer, position)
+            lease = self._find(request_id, nonce)
+            return lease if isinstance(lease, RefusalReason) else self._grant(lease, claim, offer, position)
 
-    def _grant(self, lease: Lease, claim: Claim, offer: Offer, position: int) -> Granted:
+    def grant(self, claim: Claim, nonce: bytes) -> Claimed | None:
+        """Give all of an offer to a claim that came without a lease and matches all of it; None if it has ended."""
+        with self._lock:
+            self.expire()
+            lease = self._active.get(nonce)
+            if lease is None or lease.offer is None:
+                return None
+            return self._grant(lease, claim, lease.offer, len(lease.offer.keys))
+
+    def heartbeat(self, lease: Lease | None) -> RefusalReason | None:
+        """Extend a claimed lease. None, and one that has ended: whoever reads has given up, and needs this side until
+        its reads have ended."""
+        with self._lock:
+            self.expire()
+            if lease is None or lease.state is not LeaseState.CLAIMED:
+                self._read_until = self._clock.now() + self._limits.linger
+                return _why_ended(lease)
+            self._extend(lease)
+            return None
+
+    def confirm(self, lease: Lease | None) -> RefusalReason | None:
+        """End a claimed lease well, unless it has ended before: then the pages may have had other contents."""
+        with self._lock:
+            self.expire()
+            if lease is None or lease.state is not LeaseState.CLAIMED:
+                return _why_ended(lease)
+            self._end(lease, LeaseState.CONFIRMED)
+            return None
+
+    def release(self, lease: Lease) -> None:
+        """End a lease, if it has not ended."""
+        with self._lock:
+            self.expire()
+            if lease.state in (LeaseState.OFFERED, LeaseState.CLAIMED):
+                self._end(lease, LeaseState.RELEASED)
+
+    def _find(self, request_id: str, nonce: bytes) -> Lease | RefusalReason:
+        """The lease of this name, if it can be claimed."""
+        self.expire()
+        lease = self._active.get(nonce) or self._past.get(nonce)
+        if lease is None:
+            return RefusalReason.UNKNOWN
+        if lease.request_id != request_id:
+            return RefusalReason.FORGED
+        return lease if lease.state is LeaseState.OFFERED else _why_ended(lease)
+
+    def _grant(self, lease: Lease, claim: Claim, offer: Offer, position: int) -> Claimed:
         """Make the lease the claim's own."""
-        self._generation += 1
         lease.to(LeaseState.CLAIMED)
         self._extend(lease)
         first = claim.start // self._tokens_per_page
-        count = num_range_pages(claim.start, position, self._tokens_per_page)
+        pages = offer.pages[first : first + num_range_pages(claim.start, position, self._tokens_per_page)]
         checkpoint = _deepest(offer, position) if claim.checkpoint else None
-        granted = Granted(
-            claim.claim,
-            lease.request_id,
-            lease.nonce,
-            self._generation,
-            position,
-            pack_pages(offer.pages[first : first + count]),
-            checkpoint.position if checkpoint else None,
-            pack_pages(checkpoint.pages) if checkpoint else b"",
-        )
-        lease.claim_id, lease.generation, lease.granted = claim.claim, self._generation, (claim, granted)
-        return granted
-
-    def heartbeat(self, beat: Heartbeat) -> Alive | Refused:
-        with self._lock:
-            lease = self._find(beat)
-            if isinstance(lease, Refused):
-                self._read_until = self._clock.now() + self._limits.linger
-                return lease
-            self._extend(lease)
-            return Alive(beat.claim)
-
-    def confirm(self, confirm: Confirm) -> Confirmed | Refused:
-        with self._lock:
-            lease = self._find(confirm, repeatable=LeaseState.CONFIRMED)
-            if isinstance(lease, Refused):
-                return lease
-            if lease.generation != confirm.generation:
-                return refusal(confirm, RefusalReason.FORGED)
-            if lease.state is LeaseState.CLAIMED:
-                self._end(lease, LeaseState.CONFIRMED)
-            return Confirmed(confirm.claim, confirm.generation)
-
-    def release(self, release: Release) -> Released | Refused:
-        with self._lock:
-            lease = self._find(release, repeatable=LeaseState.RELEASED)
-            if isinstance(lease, Refused):
-                return lease
-            if lease.state is not LeaseState.RELEASED:
-                self._end(lease, LeaseState.RELEASED)
-            return Released(release.claim)
-
-    def _find(self, request: Request, repeatable: LeaseState | None = None) -> Lease | Refused:
-        """The lease that a request names, if its sender may use it. `repeatable`: an end after which it still may."""
-        self.expire()
-        nonce = request.nonce or b""
-        lease = self._active.get(nonce) or self._past.get(nonce)
-        if lease is None:
-            return refusal(request, RefusalReason.UNKNOWN)
-        if lease.request_id != request.request_id:
-            return refusal(request, RefusalReason.FORGED)
-        if lease.state is LeaseState.EXPIRED:
-            return refusal(request, RefusalReason.EXPIRED)
-        is_owner = lease.claim_id in (None, request.claim)
-        if not is_owner or (nonce in self._past and lease.state is not repeatable):
-            return refusal(request, RefusalReason.USED)
-        return lease
+        if checkpoint is None:
+            return Claimed(lease, Granted(position, pack_pages(pages), None, b""))
+        return Claimed(lease, Granted(position, pack_pages(pages), checkpoint.position, pack_pages(checkpoint.pages)))
 
     def _extend(self, lease: Lease) -> None:
         until = self._clock.now() + self._limits.extension
         lease.until = max(lease.until, min(until, lease.born + self._limits.max_age))
 
     def _end(self, lease: Lease, state: LeaseState) -> None:
+        if lease.state is LeaseState.CLAIMED:
+            self._read_until = self._clock.now() + self._limits.linger
         lease.to(state)
+        lease.offer = None
         del self._active[lease.nonce]
-        lease.offer, lease.granted, lease.ended = None, None, self._clock.now()
-        if lease.claim_id is not None:
-            self._read_until = lease.ended + self._limits.linger
-        self._past[lease.nonce] = lease
         self._ended.append(lease)
+        self._past[lease.nonce] = lease
+        if len(self._past) > self._limits.max_remembered:
+            self._past.popitem(last=False)
+
+
+def _why_ended(lease: Lease | None) -> RefusalReason:
+    """Why a lease cannot be used: None for one that nobody knows."""
+    if lease is None:
+        return RefusalReason.UNKNOWN
+    return RefusalReason.EXPIRED if lease.state is LeaseState.EXPIRED else RefusalReason.USED
 
 
 def _deepest(offer: Offer, position: int) -> OfferedCheckpoint | None:

@@ -19,8 +19,8 @@ import msgspec
 
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import KvTransferConfig, TransferReport
-from cairn.engine.transfers.loop import TransferLoop, TransferPort
-from cairn.engine.transfers.side_channel import TlsSideChannel
+from cairn.engine.transfers.loop import ClockedLoop, EventQueue, TransferLoop, TransferPort
+from cairn.engine.transfers.side_channel import SideChannel, create_listener
 from cairn.errors import ConfigError, EngineDead, InvalidRequest
 from cairn.scheduler.request import PromptOffer, Request
 from cairn.scheduler.transfers import LeaseQuota, RecentSequences, Transfers
@@ -72,8 +72,7 @@ class KvTransfer:
         return Transfers(self.port, self.sequences, self.quota)
 
     def start(self, notify: Callable[[], None]) -> None:
-        self.loop.notify = notify
-        self.loop.start()
+        self.loop.start(notify)
 
     def close(self) -> None:
         self.loop.stop()
@@ -215,12 +214,15 @@ def build_transfer(
     described = _described(worker, clock)
     engine_id = str(uuid.uuid4())
     identity = Identity(Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described), layout_hash)
-    channel = TlsSideChannel(config.host, config.port, derive_credentials(secret), clock)
+    listener = create_listener(config.host, config.port)
+    event_loop, events = ClockedLoop(clock), EventQueue()
+    channel = SideChannel(listener, derive_credentials(secret), clock, event_loop)
     limits = LeaseLimits(max_pages=int(memory.num_pages * config.lease_share), duration=config.lease_seconds)
-    producer = Producer(identity, limits, clock, os.urandom)
-    consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.send)
-    port = TransferPort(producer, consumer, channel.wake)
-    loop = TransferLoop(port, channel, producer, consumer, link, worker, memory.pool.enter_thread)
+    producer = Producer(identity, limits, clock, os.urandom, events.put)
+    consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.connect, event_loop, events.put)
+    port = TransferPort(event_loop, producer, consumer, events)
+    enter_thread = memory.pool.enter_thread
+    loop = TransferLoop(event_loop, port, events, channel, producer, consumer, link, worker, enter_thread)
     sequences = SequenceIndex(layout_hash)
     quota = LeaseQuota(
         max_leases=config.max_leases,
