@@ -255,10 +255,10 @@ class SideChannel:
                 self._event_loop.call_soon_threadsafe(settle, result)
 
         threading.Thread(target=look_up, name="cairn-name-lookup", daemon=True).start()
-        found = await resolved
-        if not isinstance(found, str):
-            raise ConnectionLost(f"its name cannot be resolved: {found}")
-        return found
+        address = await resolved
+        if not isinstance(address, str):
+            raise ConnectionLost(f"its name cannot be resolved: {address}")
+        return address
 
 
 @contextlib.contextmanager
