@@ -22,6 +22,7 @@ from doubles.memory_channel import MemoryNetwork
 from doubles.memory_link import MemoryFabric
 from doubles.memory_rank_channel import memory_rank_channel
 from transfer import test_geometry as naive
+from transfer.parts import parts
 from transfer.turned_port import EventQueue, TurnedPort
 from turned_loop import TurnedLoop
 
@@ -196,6 +197,7 @@ class World:
         self.p = Engine(self, "p", 1, *p, pool=pools[0], **(sides or {}))
         self.d = Engine(self, "d", 2, *d, pool=pools[1], **(sides or {}))
         self.engines = {1: self.p, 2: self.d}
+        self.p.other, self.d.other = self.d, self.p
 
     def deliver(self) -> None:
         """All frames that are under way, and what they give rise to."""
@@ -226,7 +228,7 @@ def offer_of(engine, content, keys, pages, files, *, request_id="cmpl-1", name=P
     files = {position: np.asarray(file, np.int32) for position, file in files.items()}
     engine.store(content, len(keys), pages, files)
     held = tuple(OfferedCheckpoint(position, file) for position, file in files.items())
-    return Offer(request_id, name, keys, np.asarray(pages, np.int32), held)
+    return Offer(request_id, name, keys, parts(pages, block=engine.geometry.block_size), held)
 
 
 def leased_spec_of(reference, engine, keys, pages, *, start=0, checkpoint=None, release_only=False) -> PullSpec:
@@ -237,7 +239,7 @@ def leased_spec_of(reference, engine, keys, pages, *, start=0, checkpoint=None, 
         PLAIN,
         keys,
         start,
-        np.asarray(pages, np.int32),
+        parts(pages, start, engine.other.geometry.block_size),
         None if checkpoint is None else np.asarray(checkpoint, np.int32),
         release_only,
     )
@@ -246,7 +248,7 @@ def leased_spec_of(reference, engine, keys, pages, *, start=0, checkpoint=None, 
 def content_spec_of(engine, keys, pages, *, start=0, checkpoint=None, name=PLAIN, **source) -> PullSpec:
     file = None if checkpoint is None else np.asarray(checkpoint, np.int32)
     source = KvSource(**{"engine_id": engine.name, "host": "127.0.0.1", "port": engine.port} | source)
-    return PullSpec("cmpl-2", source, name, keys, start, np.asarray(pages, np.int32), file)
+    return PullSpec("cmpl-2", source, name, keys, start, parts(pages, start, engine.other.geometry.block_size), file)
 
 
 def moves(engine):

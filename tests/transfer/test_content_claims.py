@@ -23,6 +23,7 @@ from cairn.transfer.leases import Claimed, LeaseLimits, Leases, LeaseState
 from cairn.transfer.producer import ContentLookups, LookupLimits
 from cairn.transfer.wire import Claim, Granted, RefusalReason, pack_pages, unpack_pages
 from cairn.types import ManualClock
+from transfer.parts import parts
 from transfer.ranked_world import LAYOUT, PLAIN, World, content_spec_of, leased_spec_of, moves, offer_of
 from transfer.world import keys
 from turned_loop import TurnedLoop
@@ -263,7 +264,7 @@ def test_the_caller_numbers_pulls():
 # -- what is granted to whom -------------------------------------------------------------------------------------------
 
 N16 = b"n" * 16
-HELD = Offer("answer-1", PLAIN, PROMPT[:384], np.arange(24, dtype=np.int32), ())
+HELD = Offer("answer-1", PLAIN, PROMPT[:384], parts(range(24)), ())
 ASK = Claim("", marks_of(PROMPT), 128, False)
 
 
@@ -275,7 +276,7 @@ class Side:
         self.event_loop = TurnedLoop(self.clock)
         nonces = iter(range(10**6))
         self.leases = Leases(
-            LAYOUT, 16, LeaseLimits(max_pages=60), self.clock, lambda size: next(nonces).to_bytes(size, "little")
+            LAYOUT, LeaseLimits(max_pages=60), self.clock, lambda size: next(nonces).to_bytes(size, "little")
         )
         self.asked: list[LookupRequest] = []
         self.lookups = ContentLookups(self.leases, LAYOUT, LookupLimits(**limits), self.asked.append)

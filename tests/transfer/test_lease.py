@@ -14,6 +14,7 @@ from cairn.transfer.digest import ContentDigest, content_digest
 from cairn.transfer.leases import TRANSITIONS, Claimed, LeaseLimits, Leases, LeaseState
 from cairn.transfer.wire import Claim, RefusalReason, unpack_pages
 from cairn.types import ManualClock
+from transfer.parts import parts
 from transfer.world import BLOCK, LAYOUT, keys
 
 PROMPT = keys(400)
@@ -24,7 +25,7 @@ FILES = (
     OfferedCheckpoint(384, np.array([52], np.int32)),
     OfferedCheckpoint(400, np.array([53, 9], np.int32)),
 )
-OFFER = Offer("cmpl-1", NAME, PROMPT, np.arange(25, dtype=np.int32) + 20, FILES)
+OFFER = Offer("cmpl-1", NAME, PROMPT, parts(np.arange(25) + 20), FILES)
 OTHERS = np.arange(30, dtype=np.int32) + 60
 
 
@@ -35,7 +36,7 @@ def clock():
 
 @pytest.fixture
 def book(clock):
-    return Leases(LAYOUT, BLOCK, LeaseLimits(max_pages=60), clock, random.Random(1).randbytes)
+    return Leases(LAYOUT, LeaseLimits(max_pages=60), clock, random.Random(1).randbytes)
 
 
 def claim(nonce, *, request_id="cmpl-1", name=NAME, prompt=PROMPT, first=0, checkpoint=True):
@@ -223,9 +224,9 @@ def test_a_claim_of_no_token_at_all_is_none(book):
 
 def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
     assert len(OFFER.all_pages) == 30 and book.fits(LeaseDemand(num_new=60))
-    first, _ = book.offer(OFFER), book.offer(replace(OFFER, pages=OTHERS[:-5]))
+    first, _ = book.offer(OFFER), book.offer(replace(OFFER, pages=parts(OTHERS[:-5])))
     assert num_pages(book) == 55 and book.fits(LeaseDemand(OTHERS)) and not book.fits(LeaseDemand(num_new=6))
-    beyond = book.offer(replace(OFFER, request_id="beyond", pages=OTHERS + 100))
+    beyond = book.offer(replace(OFFER, request_id="beyond", pages=parts(OTHERS + 100)))
     assert book.num_active == 2 and [lease.state for lease in book.take_ended()] == ["released"]
     assert book.claim(claim(beyond, request_id="beyond")) is RefusalReason.USED
     assert book.num_pages == 55
@@ -237,7 +238,7 @@ def test_the_cap_counts_pages_and_files_of_all_leases(book, clock):
 
 
 def test_a_page_counts_once_however_many_leases_share_it(book, clock):
-    begun = replace(OFFER, keys=PROMPT[:160], pages=OFFER.pages[:10], checkpoints=FILES[:1])
+    begun = replace(OFFER, keys=PROMPT[:160], pages=parts(np.arange(10) + 20), checkpoints=FILES[:1])
     nonces = [book.offer(offer) for offer in (OFFER, OFFER, begun, begun, OFFER)]
     assert num_pages(book) == 30
     for nonce in nonces[2:]:
@@ -253,7 +254,7 @@ def test_a_page_counts_once_however_many_leases_share_it(book, clock):
 
 
 def test_one_offer_larger_than_the_cap_is_held_alone(clock):
-    book = Leases(LAYOUT, BLOCK, LeaseLimits(max_pages=29), clock, random.Random(1).randbytes)
+    book = Leases(LAYOUT, LeaseLimits(max_pages=29), clock, random.Random(1).randbytes)
     assert book.fits(LeaseDemand(OTHERS, 10**6))
     nonce = book.offer(OFFER)
     assert (
@@ -292,7 +293,7 @@ def test_equal_request_ids_do_not_meet(book):
 
 def test_what_is_remembered_of_the_past_is_bounded(clock):
     limits = LeaseLimits(max_pages=60, max_remembered=3)
-    book = Leases(LAYOUT, BLOCK, limits, clock, random.Random(1).randbytes)
+    book = Leases(LAYOUT, limits, clock, random.Random(1).randbytes)
     nonces = []
     for _ in range(5):
         nonces.append(book.offer(OFFER))

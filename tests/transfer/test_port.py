@@ -25,12 +25,13 @@ from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import whole_pages
 from cairn.transfer.worker import LinkWorker
 from doubles.memory_link import Fault
+from transfer.parts import parts
 from transfer.scheduler_side_contract import SchedulerSideContract
 from transfer.world import GEOMETRY, PAGE_BYTES, World, keys, parsed
 
 PROMPT = keys(160)
 OFFER = Offer(
-    "cmpl-1", ContentName(), PROMPT, np.arange(10, 20, dtype=np.int32), (OfferedCheckpoint(160, np.array([40, 41])),)
+    "cmpl-1", ContentName(), PROMPT, parts(range(10, 20)), (OfferedCheckpoint(160, np.array([40, 41], np.int32)),)
 )
 
 
@@ -67,7 +68,7 @@ def test_an_offer_beyond_the_cap_ends_at_once_and_alone():
     """It was counted wrong by whoever made it; the leases that others are promised go on."""
     world = World(max_pages=20)
     first = world.port.offer(OFFER)
-    other = dataclasses.replace(OFFER, request_id="cmpl-2", pages=OFFER.pages + 20)
+    other = dataclasses.replace(OFFER, request_id="cmpl-2", pages=parts(range(30, 40)))
     second = world.port.offer(other)
     assert world.port.events() == [LeaseEnded(second, "released")]
     assert world.p.producer.leases.num_pages == 12
@@ -110,7 +111,7 @@ def test_many_pulls_share_one_connection():
 
 def order(world, remote, local, *, geometry=GEOMETRY, ranks=None, pull=1):
     ranks = (world.p.link.describe(),) if ranks is None else ranks
-    pages = (np.array(remote, np.int32), np.array(local, np.int32))
+    pages = (parts(list(remote)), parts(list(local)))
     return ReadOrder(PullId(pull), Peer("p", geometry, ranks), 0, 160, *pages, None, None)
 
 

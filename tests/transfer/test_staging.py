@@ -14,6 +14,7 @@ from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import STAGING_BYTES, PairedPages, StagingArea, staging_pages_for
 from doubles.memory_link import Fault
+from transfer.parts import parts
 from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.test_geometry import geometry, model
 from transfer.world import keys
@@ -80,7 +81,7 @@ def test_a_model_without_attention_needs_none():
 def order(remote, num_tokens=400, *, ranks=None, start=0, local_pages=25):
     ranks = tuple(b"r%d" % rank for rank in range(remote.tp_size)) if ranks is None else ranks
     count = -(-num_tokens // remote.block_size)
-    lists = np.arange(count, dtype=np.int32), np.arange(local_pages, dtype=np.int32)
+    lists = parts(range(count), start, remote.block_size), parts(range(local_pages), start)
     return ReadOrder(ONE, Peer("p", remote, ranks), start, num_tokens, *lists, None, None)
 
 
@@ -265,7 +266,7 @@ def test_polling_a_read_after_its_cancel_lays_nothing_out():
     world.p.store(world.content(64), 64, [3], {})
     rank = world.d.ranks[0]
     read = order(world.p.geometry, 64, ranks=(b"p-0",), local_pages=4)
-    read = msgspec.structs.replace(read, remote_pages=np.array([3], np.int32))
+    read = msgspec.structs.replace(read, remote=parts([3], block=64))
     rank.worker.start(read)
     assert rank.worker.poll(ONE) is ReadState.READING
     world.fabric.late_writes = True

@@ -22,6 +22,7 @@ from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
 from doubles.memory_channel import MemoryNetwork
 from doubles.memory_link import MemoryFabric
+from transfer.parts import parts
 from transfer.turned_port import EventQueue, TurnedPort
 from turned_loop import TurnedLoop
 
@@ -156,7 +157,7 @@ class World:
         server parses of the reference."""
         held = tuple(OfferedCheckpoint(position, np.array(file, np.int32)) for position, file in checkpoints)
         self.p.fill([*pages[num_shared:], *(page for _, file in checkpoints for page in file)], self.rng)
-        offer = Offer(request_id, name, prompt, np.array(pages, np.int32), held)
+        offer = Offer(request_id, name, prompt, parts(list(pages)), held)
         nonce = self.leases.offer(offer)
         return KvSource(self.p.name, HOST, PORT, request_id, nonce)
 
@@ -178,7 +179,7 @@ class World:
             name,
             prompt,
             start,
-            np.array(pages, np.int32),
+            parts(list(pages), start),
             None if checkpoint is None else np.array(checkpoint, np.int32),
             release_only,
         )

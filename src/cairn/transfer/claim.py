@@ -5,7 +5,9 @@ deliver. Without a lease it names every 64th token, and the end of the other ser
 """
 
 import hmac
+from dataclasses import replace
 
+from cairn.cache.group_pages import GroupPages
 from cairn.step import GRID
 from cairn.transfer.contract import Offer, Peer, PullId, PullSpec, ReadOrder, num_range_pages
 from cairn.transfer.digest import DIGEST_BYTES, ContentDigest, content_digest
@@ -40,8 +42,8 @@ def match_claim(claim: Claim, offer: Offer, layout: bytes) -> int | None:
     return position if hmac.compare_digest(digest, expected) else None
 
 
-def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted, block_size: int) -> ReadOrder | None:
-    """What to read by a grant, in own pages of `block_size` tokens; None when the grant does not follow from the claim
+def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted) -> ReadOrder | None:
+    """What to read by a grant; None when the grant does not follow from the claim
     or contradicts itself."""
     source, end, start = spec.source, granted.position, spec.start
     pages, state_pages = unpack_pages(granted.pages), unpack_pages(granted.checkpoint)
@@ -58,14 +60,16 @@ def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted, block_
         is_mark = end % GRID == 0 and end <= min(len(spec.keys), MAX_MARK_BYTES // DIGEST_BYTES * GRID)
         if end <= start or not (is_mark or end == _end(spec)) or (has_state and spec.checkpoint is None):
             return None
-        if not len(spec.pages):
+        if not spec.pages:
             # No page is needed here, or the model has no attention: what the peer grants beyond the state is ignored.
             start, pages = end, pages[:0]
     if len(pages) != num_range_pages(start, end, peer.geometry.block_size):
         return None
-    local_pages = spec.pages[: num_range_pages(start, end, block_size)]
+    local = tuple(part.upto(end) for part in spec.pages) if start < end else ()
+    remote_groups = (replace(part.group, tokens_per_page=peer.geometry.block_size) for part in local)
+    remote = tuple(GroupPages(group, start, pages) for group in remote_groups)
     states = (state_pages, spec.checkpoint) if has_state else (None, None)
-    return ReadOrder(pull, peer, start, end, pages, local_pages, *states)
+    return ReadOrder(pull, peer, start, end, remote, local, *states)
 
 
 def _end(spec: PullSpec) -> int:

@@ -36,10 +36,7 @@ class Consumer:
         self._event_loop = event_loop
         self._emit = emit
         limits = limits or PullLimits()
-        block_size = identity.me.geometry.block_size
-        self._tools = PullTools(
-            self._session_with, worker, identity.layout, block_size, limits, event_loop, self._pull_ended
-        )
+        self._tools = PullTools(self._session_with, worker, identity.layout, limits, event_loop, self._pull_ended)
         self._sessions: dict[Address, ProducerSession] = {}
         self._unresponsive = UnresponsivePeers(clock, limits.retry_silent)
         self._pulls: dict[PullId, Pull] = {}

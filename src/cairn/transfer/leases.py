@@ -24,6 +24,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.cache.group_pages import page_numbers
 from cairn.transfer.claim import match_claim
 from cairn.transfer.contract import (
     NO_DEMAND,
@@ -31,7 +32,6 @@ from cairn.transfer.contract import (
     LeaseEnded,
     Offer,
     OfferedCheckpoint,
-    num_range_pages,
 )
 from cairn.transfer.params import remote_request_id
 from cairn.transfer.wire import NONCE_BYTES, Claim, Granted, RefusalReason, pack_pages
@@ -143,11 +143,8 @@ class Leases:
     """All leases of one engine. What is pinned stays within a cap. Every method looks at the clock first, and any
     thread may call it. `layout` is `digest.layout_hash`; `random(n)`: n unpredictable bytes."""
 
-    def __init__(
-        self, layout: bytes, tokens_per_page: int, limits: LeaseLimits, clock: Clock, random: Callable[[int], bytes]
-    ) -> None:
+    def __init__(self, layout: bytes, limits: LeaseLimits, clock: Clock, random: Callable[[int], bytes]) -> None:
         self._layout = layout
-        self._tokens_per_page = tokens_per_page
         self._limits = limits
         self._clock = clock
         self._random = random
@@ -308,8 +305,8 @@ class Leases:
         """Make the lease the claim's own."""
         lease.to(LeaseState.CLAIMED)
         self._extend(lease)
-        first = claim.start // self._tokens_per_page
-        pages = offer.pages[first : first + num_range_pages(claim.start, position, self._tokens_per_page)]
+        parts = offer.pages if claim.start < position else ()
+        pages = page_numbers(part.drop_before(claim.start).upto(position) for part in parts)
         checkpoint = _deepest(offer, position) if claim.checkpoint else None
         if checkpoint is None:
             return Claimed(lease, Granted(position, pack_pages(pages), None, b""))

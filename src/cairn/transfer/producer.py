@@ -136,7 +136,7 @@ class Producer:
         emit: Callable[[LookupRequest], None],
         lookup_limits: LookupLimits | None = None,
     ) -> None:
-        self.leases = Leases(identity.layout, identity.me.geometry.block_size, limits, clock, random)
+        self.leases = Leases(identity.layout, limits, clock, random)
         self.lookups = ContentLookups(self.leases, identity.layout, lookup_limits or LookupLimits(), emit)
         self.num_connections = 0
         self.dropped = 0

@@ -82,12 +82,11 @@ class _NoAnswer(PeerFailed):
 @dataclass(frozen=True, slots=True)
 class PullTools:
     """What all transfers of an engine share. `session_with` returns the session with a server, and raises PeerFailed
-    where there is none. `ended` is called when an outcome is known. `layout` and `block_size` are the own ones."""
+    where there is none. `ended` is called when an outcome is known. `layout` is the own one."""
 
     session_with: Callable[[KvSource], ProducerSession]
     worker: WorkerSide
     layout: bytes
-    block_size: int
     limits: PullLimits
     event_loop: asyncio.AbstractEventLoop
     ended: Callable[["Pull"], None]
@@ -187,11 +186,11 @@ class Pull:
         self._to(PullState.CLAIMING)
         self._claim = self.session.new_number()
         granted = await self._ask(record, self._claim)
-        order = plan_read(spec, self.id, peer, granted, tools.block_size) if isinstance(granted, Granted) else None
+        order = plan_read(spec, self.id, peer, granted) if isinstance(granted, Granted) else None
         if order is None or not isinstance(granted, Granted):
             raise PeerFailed("the peer's grant is not what was claimed")
         self._grant = granted
-        if len(order.remote_pages) or order.remote_checkpoint is not None:
+        if order.remote or order.remote_checkpoint is not None:
             await self._read_pages(order, self._claim)
         self._to(PullState.CONFIRMING)
         await self._ask(Confirm(self._claim))
