@@ -182,6 +182,27 @@ def test_an_abort_before_the_answer_closes_the_ask():
     assert case.leases() == [LeaseEnded(reference, "released")]
 
 
+def test_a_connection_that_is_lost_before_the_answer_closes_the_ask():
+    case = Case()
+    case.ask()
+    case.world.network.cut(case.d.channel, case.p.channel)
+    assert case.run() == [PullEnded(case.pull, "cut", 0, None), PagesFree(case.pull)]
+    assert case.p.producer.lookups.num_open == 0
+    reference = case.side.answer_lookup(case.asked[0].lookup, case.held(384))
+    case.run()
+    assert case.leases() == [LeaseEnded(reference, "released")] and case.p.door.is_idle
+
+
+def test_a_connection_that_is_lost_after_the_answer_ends_its_lease():
+    case = Case(descriptors_per_poll=1)
+    case.ask()
+    reference = case.answer_from_memory()
+    case.run(3)
+    case.world.network.cut(case.d.channel, case.p.channel)
+    assert case.run()[0] == PullEnded(case.pull, "cut", 384, 384)
+    assert case.leases() == [LeaseEnded(reference, "released")]
+
+
 def test_an_abort_after_the_answer_ends_its_lease():
     case = Case()
     case.ask()
