@@ -63,21 +63,6 @@ class ChannelLimits:
         )
 
 
-@dataclass(slots=True, eq=False)
-class _Connection:
-    """`until`: the end of the handshake's time, or of the idle time."""
-
-    accepted: bool
-    until: float
-    stream: TlsStream
-
-    @property
-    def kind(self) -> _Kind:
-        if not self.accepted:
-            return "producer"
-        return "consumer" if self.stream.is_authenticated else "unauthenticated"
-
-
 class SideChannel:
     """Connections between servers that hold the same secret, by TLS over TCP, in `event_loop`; those of consumers are
     accepted by `listener`. Call `expire` now and then. `dropped` counts connections that ended before their peer was
@@ -96,7 +81,8 @@ class SideChannel:
         self._clock = clock
         self._event_loop = event_loop
         self._limits = limits or ChannelLimits.fitting(resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        self._connections: dict[TlsStream, _Connection] = {}
+        # the end of a connection's time: to prove the secret, or to stay idle
+        self._until: dict[TlsStream, float] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_lookups = 0
         self._serve: Serve | None = None
@@ -111,12 +97,12 @@ class SideChannel:
     @property
     def num_connections(self) -> int:
         """Open connections, those of unauthenticated peers included."""
-        return len(self._connections)
+        return len(self._until)
 
     @property
     def is_idle(self) -> bool:
         """Whether `expire` has nothing to look at."""
-        return not self._connections and self._resume_at is None
+        return not self._until and self._resume_at is None
 
     def listen(self, serve: Serve) -> None:
         """Accept consumers from now on."""
@@ -156,14 +142,14 @@ class SideChannel:
         if self._resume_at is not None and now >= self._resume_at:
             self._resume_at = None
             self._event_loop.add_reader(self._listener, self._accept)
-        for connection in [each for each in self._connections.values() if each.until <= now]:
-            is_known = connection.stream.is_authenticated
-            connection.stream.close("nothing came by it for too long" if is_known else "no proof of the secret in time")
+        for stream in [stream for stream, until in self._until.items() if until <= now]:
+            is_known = stream.is_authenticated
+            stream.close("nothing came by it for too long" if is_known else "no proof of the secret in time")
 
     def close(self) -> None:
         """Close all sockets; call it while the loop does not run."""
         self._event_loop.remove_reader(self._listener)
-        for stream in list(self._connections):
+        for stream in list(self._until):
             stream.close("this server ends")
         for task in self._tasks:
             task.cancel()
@@ -200,35 +186,33 @@ class SideChannel:
         logger.warning("no connection can be accepted: %s", error.strerror)
         self._event_loop.remove_reader(self._listener)
         self._resume_at = self._clock.now() + _PAUSE_SECONDS
-        for oldest in [each for each in self._connections.values() if each.kind == "unauthenticated"][:1]:
-            oldest.stream.close("descriptors are needed")
+        for oldest in [stream for stream in self._until if _kind_of(stream) == "unauthenticated"][:1]:
+            oldest.close("descriptors are needed")
 
     def _add(self, made: socket.socket, *, accepted: bool, seconds: float) -> TlsStream:
         made.setblocking(False)
         made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         context = self._credentials.server if accepted else self._credentials.client
         stream = TlsStream(context, self._event_loop, to_connect=not accepted, heard=self._heard, ended=self._ended)
-        self._connections[stream] = _Connection(accepted, self._clock.now() + seconds, stream)
+        self._until[stream] = self._clock.now() + seconds
         return stream
 
     def _heard(self, stream: TlsStream) -> None:
-        connection = self._connections.get(stream)
-        if connection is not None and stream.is_authenticated:
+        if stream in self._until and stream.is_authenticated:
             # The consumer's end closes first, so that it never sends on a connection that is just being closed.
-            idle_seconds = self._limits.idle_seconds * (2 if connection.accepted else 1)
-            connection.until = self._clock.now() + idle_seconds
+            self._until[stream] = self._clock.now() + self._limits.idle_seconds * (1 if stream.to_connect else 2)
 
     def _ended(self, stream: TlsStream) -> None:
-        connection = self._connections.pop(stream)
-        self.dropped += connection.kind == "unauthenticated"
+        del self._until[stream]
+        self.dropped += _kind_of(stream) == "unauthenticated"
 
     def _make_room(self, kind: _Kind, limit: int, kept: TlsStream | None = None) -> None:
         """Close connections of this kind until one more fits: those that are idle for longest, or were accepted
         first."""
-        same = [each for each in self._connections.values() if each.kind == kind and each.stream is not kept]
-        same.sort(key=lambda connection: connection.until)
-        for connection in same[: max(0, len(same) + 1 - limit)]:
-            connection.stream.close("others needed its place")
+        same = [stream for stream in self._until if _kind_of(stream) == kind and stream is not kept]
+        same.sort(key=lambda stream: self._until[stream])
+        for stream in same[: max(0, len(same) + 1 - limit)]:
+            stream.close("others needed its place")
 
     async def _resolve(self, host: str) -> str:
         """The address of a host, looked up in a thread: how long that takes is the system resolver's to say. Raises
@@ -259,6 +243,12 @@ class SideChannel:
         if not isinstance(address, str):
             raise ConnectionLost(f"its name cannot be resolved: {address}")
         return address
+
+
+def _kind_of(stream: TlsStream) -> _Kind:
+    if stream.to_connect:
+        return "producer"
+    return "consumer" if stream.is_authenticated else "unauthenticated"
 
 
 @contextlib.contextmanager

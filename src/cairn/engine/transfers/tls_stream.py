@@ -41,7 +41,7 @@ class TlsStream(asyncio.BufferedProtocol):
     ) -> None:
         self.is_authenticated = False
         self.lost: str | None = None
-        self._to_connect = to_connect
+        self.to_connect = to_connect
         self._heard = heard
         self._ended = ended
         self._event_loop = event_loop
@@ -108,7 +108,7 @@ class TlsStream(asyncio.BufferedProtocol):
             transport.abort()
             return
         transport.set_write_buffer_limits(high=_MAX_OUTBOX_BYTES)
-        if self._to_connect:
+        if self.to_connect:
             self._shake_hands()
 
     def get_buffer(self, sizehint: int) -> memoryview:
