@@ -205,19 +205,23 @@ class Pull:
             raise PeerFailed(f"the pages cannot be read: {error}") from error
         self._to(PullState.READING)
         self.look()
-        beats = self._tools.event_loop.create_task(self._beat(claim))
-        try:
-            limit = self._tools.limits.read
-            ends: set[asyncio.Future[Any]] = {self._read, beats, self.session.closed}
-            await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-            if not self._read.done():
-                refusal = beats.result() if beats.done() else PeerFailed(f"the read took longer than {limit:g} s")
-                raise self.session.failure or refusal
-        finally:
-            beats.cancel()
+        if not self._read.done():
+            await self._wait_for_read(self.session, claim)
         if self._read.result() is not ReadState.DONE:
             raise PeerFailed("the link failed while reading")
         self.volume = self._tools.worker.take_volume(self.id)
+
+    async def _wait_for_read(self, session: ProducerSession, claim: int) -> None:
+        beats = self._tools.event_loop.create_task(self._beat(claim))
+        try:
+            limit = self._tools.limits.read
+            ends: set[asyncio.Future[Any]] = {self._read, beats, session.closed}
+            await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not self._read.done():
+                refusal = beats.result() if beats.done() else PeerFailed(f"the read took longer than {limit:g} s")
+                raise session.failure or refusal
+        finally:
+            beats.cancel()
 
     async def _beat(self, claim: int) -> PeerFailed:
         """Extends the lease now and then. Returns when the peer says that it has ended, or is gone."""

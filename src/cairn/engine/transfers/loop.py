@@ -29,7 +29,7 @@ from cairn.types import Clock
 
 _READING_SECONDS = 0.001
 _SERVING_SECONDS = 0.005
-_LINGERING_SECONDS = 0.05
+_LINGERING_SECONDS = 0.1
 _TIMERS_SECONDS = 1.0
 _STOP_SECONDS = 5.0
 
@@ -246,8 +246,11 @@ class TransferLoop:
             while not self._stopping:
                 self.turn()
                 self._changed.clear()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self.timeout):
-                        await self._changed.wait()
+                seconds = self.timeout
+                # an asyncio.timeout costs as much as the turn
+                timer = None if seconds is None else self._event_loop.call_later(seconds, self._changed.set)
+                await self._changed.wait()
+                if timer is not None:
+                    timer.cancel()
         finally:
             self._channel.close()
