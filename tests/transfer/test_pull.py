@@ -314,6 +314,16 @@ def test_a_connection_that_is_lost_while_reading_ends_the_transfer():
     assert [lease.state for lease in world.leases.take_ended()] == ["released"]
 
 
+def test_a_connection_that_is_lost_while_nothing_is_read_ends_the_transfer_at_once():
+    """Neither the read nor the next heartbeat is waited for."""
+    world, pull = reading(late_writes=True)
+    world.cut()
+    (end,) = world.run()
+    assert end.failure == "cut" and world.consumer.num_quarantined == 1
+    world.fabric.inject(world.p.name, Fault.NONE)
+    assert world.run() == [PagesFree(pull)]
+
+
 def test_a_peer_that_takes_no_questions_is_waited_for_as_long_as_for_an_answer():
     """Its connection is full: all who wait for room give up in time, and nothing that was sent is lost."""
     world = World()
@@ -392,9 +402,18 @@ def test_an_answer_that_never_comes_ends_the_transfer_in_time(kind, monkeypatch)
     states = [lease.state for lease in world.leases.take_ended()]
     assert states == {"welcome": [], "granted": ["released"], "confirmed": ["confirmed"]}[kind]
     again = world.offer(PROMPT, PAGES, [FILE], request_id="cmpl-3")
+    world.pull(world.pull_spec(again, PROMPT, range(10), checkpoint=(30, 31)))
+    assert "did not answer" in ended(world.run())[0]
     world.clock.advance(10.0)
     world.pull(world.pull_spec(again, PROMPT, range(10), checkpoint=(30, 31)))
     assert ended(world.run()) == (None, 160)
+    # whoever has answered is tried by all again
+    world.cut()
+    world.deliver()
+    for number in range(2):
+        ref = world.offer(keys(16, number), [number], request_id=f"cmpl-{number}")
+        world.pull(world.pull_spec(ref, keys(16, number), [number]))
+    assert failures(world.run()) == [None, None] and world.consumer.num_skipped == 1
 
 
 def test_whatever_goes_wrong_with_one_peer_is_a_failed_transfer(monkeypatch):
