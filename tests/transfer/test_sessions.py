@@ -1,6 +1,7 @@
 """The handshake between servers that hold the same secret: both learn of each other, or why they do not fit; and what
 becomes of questions."""
 
+import asyncio
 import random
 from dataclasses import replace
 
@@ -10,12 +11,13 @@ import pytest
 
 from cairn.transfer.contract import Identity, Peer
 from cairn.transfer.leases import LeaseLimits
-from cairn.transfer.producer import Producer
+from cairn.transfer.producer import ROOM_SECONDS, Producer
 from cairn.transfer.session import HANDSHAKE_SECONDS, PeerFailed, ProducerSession
 from cairn.transfer.stream import ConnectionLost
 from cairn.transfer.wire import (
     VERSION,
     Answer,
+    Claim,
     Confirm,
     Denied,
     Done,
@@ -306,6 +308,23 @@ def test_a_question_with_a_number_that_is_taken_is_refused():
     world.deliver()
     assert answers().decode(world.p.channel.sent[-1]) == Answer(claim.number, Refused(RefusalReason.USED))
     assert len(world.leases._active) == 2 and world.consumer.dropped == 1
+
+
+def test_a_consumer_that_asks_without_end_and_takes_no_answers_is_not_read_any_more():
+    """Claims of content wait each by itself, so many at a time."""
+    wire = Wire().opened()
+    (near,) = wire.d.streams
+    near.room, before = 1, len(asyncio.all_tasks(wire.event_loop))
+    claim = Claim("", bytes(32), 0, False)
+    for number in range(1, 1001):
+        near.far.arrive(questions().encode(Question(number, claim)))
+    for _ in range(3):
+        wire.p.look()
+        wire.event_loop.spin()
+    assert len(asyncio.all_tasks(wire.event_loop)) - before <= 64 and near.far.num_waiting > 900
+    wire.clock.advance(ROOM_SECONDS + 2.0)
+    wire.event_loop.spin()
+    assert wire.producer.num_connections == wire.producer.lookups.num_open == 0
 
 
 def test_a_welcome_says_what_every_rank_says():

@@ -45,6 +45,9 @@ from cairn.types import Clock
 ROOM_SECONDS = 5.0
 """How long a consumer may take no answers before its connection is closed."""
 
+_MAX_WAITING = 64
+"""Claims without a lease that one consumer may have open; with more it waits for its answers."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -208,12 +211,14 @@ class _Consumer:
                 question = self._questions.decode(await self._stream.receive())
                 if question is None:
                     self._drop()
-                elif question.number in self._claims or question.number in self._lookups:
-                    await self._reply(question.number, Refused(RefusalReason.USED))
-                elif isinstance(question.record, Claim) and question.record.nonce is None:
-                    self._look_up(question.number, question.record)
+                    continue
+                number, record = question.number, question.record
+                if number in self._claims or number in self._lookups:
+                    await self._reply(number, Refused(RefusalReason.USED))
+                elif isinstance(record, Claim) and record.nonce is None and len(self._lookups) < _MAX_WAITING:
+                    self._look_up(number, record)
                 else:
-                    await self._reply(question.number, self._answer(question.number, question.record))
+                    await self._reply(number, self._answer(number, record))
         finally:
             for task in self._lookups.values():
                 task.cancel()
@@ -227,6 +232,9 @@ class _Consumer:
     def _answer(self, number: int, request: Request) -> Reply:
         refusal: RefusalReason | None
         match request:
+            case Claim(nonce=None):
+                # as many wait already
+                return Refused(RefusalReason.NOT_CACHED)
             case Claim():
                 return self._claimed(number, self._leases.claim(request))
             case Heartbeat(claim=claim):
