@@ -8,6 +8,7 @@ from typing import Literal, Self, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.transfer.contract import ContentName, OfferedCheckpoint
 from cairn.transfer.geometry import ModelUnits
@@ -28,6 +29,10 @@ class Model:
     layout: CacheLayout
     units: ModelUnits
     digest: bytes
+
+    def parts(self, pages: Pages) -> tuple[GroupPages, ...]:
+        """These pages, as those of a prompt from its first token on."""
+        return tuple(GroupPages(group, 0, pages) for group in self.layout.groups)
 
 
 def _model(page_bytes: int, header_bytes: int, state_bytes: int, units: ModelUnits) -> Model:

@@ -39,7 +39,7 @@ def main() -> None:
     config = KvTransferConfig(host="127.0.0.1", port=0, lease_seconds=600.0, lease_share=1.0)
     transfer = build_transfer(config, memory, model.digest, SystemClock(), make_link=make_link)
     transfer.start(lambda: None)
-    offer = Offer("bench", share.name, share.keys, share.remote_pages, (share.held,))
+    offer = Offer("bench", share.name, share.keys, model.parts(share.remote_pages), (share.held,))
     # While anything is leased the loop serves readers: the plain ways of reading need that to connect.
     transfer.port.offer(offer)
     shared = os.memfd_create("cairn-bandwidth")

@@ -74,8 +74,8 @@ def worker(model: Model, share: Share, pool: NDArray[np.uint8], source: Source) 
         peer=peer,
         start=0,
         end=len(share.keys),
-        remote_pages=share.remote_pages,
-        local_pages=share.local_pages,
+        remote=model.parts(share.remote_pages),
+        local=model.parts(share.local_pages),
         remote_checkpoint=share.remote_file,
         local_checkpoint=share.local_file,
     )
@@ -159,7 +159,7 @@ class _Puller:
     def __init__(self, model: Model, share: Share, pool: NDArray[np.uint8], source: Source) -> None:
         memory = RankMemory(HostPool(pool), len(pool), model.layout, model.units)
         config = KvTransferConfig(host="127.0.0.1", port=0)
-        self._share, self._source = share, source
+        self._share, self._source, self._parts = share, source, model.parts(share.local_pages)
         self._happened = threading.Event()
         self.transfer: KvTransfer = build_transfer(
             config, memory, model.digest, SystemClock(), make_link=lambda host: NixlLink("puller")
@@ -197,7 +197,7 @@ class _Puller:
         }
         found = parse_role(reference, self.transfer).source
         assert found is not None and found.nonce is not None
-        return PullSpec("pull", found, share.name, share.keys, 0, share.local_pages, share.local_file)
+        return PullSpec("pull", found, share.name, share.keys, 0, self._parts, share.local_file)
 
 
 def pull(model: Model, share: Share, pool: NDArray[np.uint8], source: Source) -> tuple[Move, Move]:

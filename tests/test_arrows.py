@@ -58,7 +58,7 @@ ARROWS = MappingProxyType(
         "trace_rows": (),
         "setting_types": (),
         "cache": (),
-        "transfer": ("cairn.cache.layout",),
+        "transfer": ("cairn.cache.layout", "cairn.cache.group_pages"),
         "kernels": (),
         "layers": ("cairn.kernels",),
         "models": (

@@ -1,17 +1,19 @@
-"""Both side channels keep the same promises; `test_side_channel` has what strangers can do to the one of sockets."""
+"""What a connection between two servers promises; `test_side_channel` has what strangers can do to it."""
 
+import asyncio
 import threading
 import time
 import weakref
 
 import pytest
 
-from cairn.engine.transfers.side_channel import ChannelLimits, TlsSideChannel
+from cairn.engine.transfers.side_channel import ChannelLimits
+from cairn.engine.transfers.tls_stream import MAX_WAITING_FRAMES
 from cairn.errors import ConfigError
 from cairn.transfer.credentials import derive_credentials
 from cairn.transfer.wire import MAX_FRAME_BYTES
 from cairn.types import ManualClock, SystemClock
-from doubles.memory_channel import MemoryNetwork
+from doubles.turned_channel import TurnedChannel
 
 HOST = "127.0.0.1"
 DEADLINE = 20.0
@@ -19,14 +21,13 @@ CREDENTIALS = derive_credentials(b"a secret of twenty b")
 
 
 def side_channel(host=HOST, port=0, limits=None, clock=None):
-    return TlsSideChannel(host, port, CREDENTIALS, clock or SystemClock(), limits)
+    return TurnedChannel(host, port, CREDENTIALS, clock or SystemClock(), limits)
 
 
-@pytest.fixture(params=["memory", "tls"])
-def channels(request):
+@pytest.fixture
+def channels():
     """Three servers: (address, channel) each."""
-    network = MemoryNetwork()
-    made = [network.channel(HOST, port) if request.param == "memory" else side_channel() for port in (1, 2, 3)]
+    made = [side_channel() for _ in range(3)]
     yield [((HOST, channel.port), channel) for channel in made]
     for channel in made:
         channel.close()
@@ -114,20 +115,6 @@ def test_nothing_comes_of_nothing(channels):
 
 
 # -- the channel of sockets ------------------------------------------------------------------------------------------
-
-
-def test_wake_ends_a_wait():
-    channel = side_channel()
-    thread = threading.Thread(target=lambda: [time.sleep(0.05), channel.wake()])
-    thread.start()
-    began = time.monotonic()
-    assert channel.receive(DEADLINE) == []
-    assert time.monotonic() - began < DEADLINE / 2
-    thread.join(DEADLINE)
-    for _ in range(100_000):
-        channel.wake()
-    channel.close()
-    channel.wake()
 
 
 def test_a_port_in_use_names_the_variables():
@@ -241,15 +228,45 @@ def test_a_connection_on_which_nothing_comes_is_closed_after_a_while():
     d.close()
 
 
-def test_a_peer_that_does_not_read_is_not_waited_for():
-    """What it does not take is dropped, beyond two frames of the largest kind."""
+def test_a_peer_that_does_not_read_is_waited_for_and_gets_all_in_the_end():
+    """Nothing is dropped: what finds no room waits at its sender, beyond two frames of the largest kind and what the
+    sockets take."""
     p, d = side_channel(), side_channel()
     d.send((HOST, p.port), b"hello")
     sender = await_frames(p, others=[d])[0].sender
-    for _ in range(20):
-        p.reply(sender, bytes(MAX_FRAME_BYTES))
-    assert 10 <= p.dropped <= 18
-    kept = 20 - p.dropped
-    assert [len(incoming.frame) for incoming in await_frames(d, kept, [p])] == [MAX_FRAME_BYTES] * kept
+    for number in range(20):
+        p.reply(sender, bytes([number]) * MAX_FRAME_BYTES)
+    assert 10 <= p._outgoing[sender].qsize() <= 18 and p.dropped == 0
+    frames = [incoming.frame for incoming in await_frames(d, 20, [p])]
+    assert [(frame[0], len(frame)) for frame in frames] == [(number, MAX_FRAME_BYTES) for number in range(20)]
+    p.close()
+    d.close()
+
+
+def test_what_nobody_takes_is_not_read():
+    """A server that is slow to take questions reads no more of them than it has room for."""
+    p, d = side_channel(), side_channel()
+    d.send((HOST, p.port), b"hello")
+    sender = await_frames(p, others=[d])[0].sender
+    stream = p.streams[sender]
+    receive, gate = stream.receive, asyncio.Event()
+
+    async def receive_late():
+        await gate.wait()
+        return await receive()
+
+    stream.receive = receive_late
+    for number in range(5000):
+        d.send((HOST, p.port), b"%05d" % number + bytes(4096))
+    early = []
+    for _ in range(50):
+        early += p.receive(0.0)
+        d.receive(0.0)
+    # one was asked for before; a read brings 16 frames
+    assert MAX_WAITING_FRAMES <= len(stream._frames) <= MAX_WAITING_FRAMES + 17
+    assert d._outgoing[HOST, p.port].qsize() > 0
+    gate.set()
+    frames = [incoming.frame[:5] for incoming in early + await_frames(p, 5000 - len(early), [d])]
+    assert frames == [b"%05d" % number for number in range(5000)]
     p.close()
     d.close()

@@ -12,9 +12,9 @@ from nixl_process import REMOTE_DECODE
 from nixl_relay import HOST
 from nixl_world import Round, World
 
-from cairn.engine.transfers.side_channel import TlsSideChannel
 from cairn.transfer.credentials import derive_credentials
 from cairn.types import SystemClock
+from doubles.turned_channel import TurnedChannel
 
 SMALL_POOL = 4 << 20
 _EXTENSION_SECONDS = 20.0
@@ -189,12 +189,9 @@ def p_under_eviction_pressure(r: Round) -> None:
     r.decode(r.d, params=params)
 
 
-def side_channel_unreliable(r: Round) -> None:
-    def fate() -> tuple[float, ...]:
-        return r.rng.choice([(), (0.0,), (0.0,), (0.0, 0.0), (0.03,), (0.0, 0.1), (0.25,)])
-
+def side_channel_slow(r: Round) -> None:
     params = r.prefill()
-    r.relay.fate = fate
+    r.relay.delay = lambda: r.rng.choice([0.0, 0.0, 0.0, 0.03, 0.1, 0.25])
     asked = r.decode(r.d, params=params)
     for _ in range(200):
         if asked.is_over:
@@ -224,7 +221,7 @@ class Strangers:
     def __init__(self, port: int) -> None:
         self._port = port
         self._sockets: list[socket.socket] = []
-        self._handshakes = TlsSideChannel(HOST, 0, derive_credentials(b"what the others hold"), SystemClock())
+        self._handshakes = TurnedChannel(HOST, 0, derive_credentials(b"what the others hold"), SystemClock())
 
     def come(self, count: int, rng: random.Random) -> None:
         for _ in range(count):
@@ -296,7 +293,7 @@ EFFECTS = {
     hand_over_after_a_restart: RECEIVED,
     reference_forged: FAILED,
     p_under_eviction_pressure: RECEIVED,
-    side_channel_unreliable: RECEIVED,
+    side_channel_slow: RECEIVED,
     secret_differs: FAILED,
     strangers_at_the_door: RECEIVED,
     connection_cut: FAILED,

@@ -1,7 +1,7 @@
-"""A postman between the side channels of two servers, whose secret it holds: it sees every frame, and may hold, lose,
-delay or repeat it.
+"""A postman between the side channels of two servers, whose secret it holds: it sees every frame, and may hold or
+delay it.
 
-D -> TlsSideChannel [Relay] TlsSideChannel (one for each connection of D) -> P
+D -> TurnedChannel [Relay] TurnedChannel (one for each connection of D) -> P
 """
 
 import heapq
@@ -10,10 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from cairn.engine.transfers.side_channel import TlsSideChannel
 from cairn.transfer.credentials import TlsCredentials
-from cairn.transfer.wire import replies, requests
+from cairn.transfer.wire import answers, greeting_answers, greetings, questions
 from cairn.types import SystemClock
+from doubles.turned_channel import TurnedChannel
 
 HOST = "127.0.0.1"
 _LINKS = 64
@@ -21,19 +21,22 @@ _LINKS = 64
 
 def kind_of(frame: bytes) -> str:
     """The record's name in lower case."""
-    return type(requests().decode(frame) or replies().decode(frame)).__name__.lower()
+    greeting = greetings().decode(frame) or greeting_answers().decode(frame)
+    numbered = questions().decode(frame) or answers().decode(frame)
+    return type(greeting or (numbered and numbered.record)).__name__.lower()
 
 
 class Relay:
     """`seen`: how many frames of each kind were taken. `heard`: what D has said, if `listens`. `hold`: kinds that are
-    kept back until `release`. `fate`: the seconds after which copies of a frame are delivered; None: one at once."""
+    kept back until `release`. `delay`: the seconds after which a frame is delivered, none before those that
+    came before it; None: at once."""
 
     def __init__(self, target: int, credentials: TlsCredentials) -> None:
         self.target = target
         self._credentials = credentials
-        self._front = TlsSideChannel(HOST, 0, credentials, SystemClock())
+        self._front = TurnedChannel(HOST, 0, credentials, SystemClock())
         self.port = self._front.port
-        self._backs: dict[bytes, TlsSideChannel] = {}
+        self._backs: dict[bytes, TurnedChannel] = {}
         self._later: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._held: list[Callable[[], None]] = []
@@ -46,7 +49,7 @@ class Relay:
         self.heard: list[bytes] = []
         self.listens = False
         self.hold: frozenset[str] = frozenset()
-        self.fate: Callable[[], tuple[float, ...]] | None = None
+        self.delay: Callable[[], float] | None = None
 
     @property
     def num_held(self) -> int:
@@ -70,13 +73,12 @@ class Relay:
     def cut(self) -> None:
         """End all connections, and lose what is under way."""
         self._held.clear()
-        for connection in [each for each in self._front._connections.values() if each.kind == "consumer"]:
-            self._front._close(connection, "cut")
+        self._front.cut()
         for back in self._backs.values():
             back.close()
         self._backs.clear()
 
-    def sockets(self) -> list[TlsSideChannel]:
+    def sockets(self) -> list[TurnedChannel]:
         return [self._front, *self._backs.values()]
 
     def turn(self) -> None:
@@ -107,7 +109,7 @@ class Relay:
         back = self._backs.get(sender)
         if back is None:
             assert len(self._backs) < _LINKS
-            back = self._backs[sender] = TlsSideChannel(HOST, 0, self._credentials, SystemClock())
+            back = self._backs[sender] = TurnedChannel(HOST, 0, self._credentials, SystemClock())
         back.send((HOST, self.target), frame)
 
     def _pass(self, frame: bytes, deliver: Callable[[], None]) -> None:
@@ -115,8 +117,9 @@ class Relay:
         self.seen[kind] += 1
         if kind in self.hold:
             self._held.append(deliver)
-        elif self.fate is None:
+        elif self.delay is None:
             deliver()
         else:
-            for seconds in self.fate():
-                heapq.heappush(self._later, (time.monotonic() + seconds, next(self._numbers), deliver))
+            last = max((at for at, *_ in self._later), default=0.0)
+            at = max(last, time.monotonic() + self.delay())
+            heapq.heappush(self._later, (at, next(self._numbers), deliver))

@@ -1,4 +1,4 @@
-"""Whole servers without HTTP, sockets and tensors, joined in memory and turned by hand: scheduler, cache, connector,
+"""Whole servers without HTTP, sockets and tensors, joined in memory and turned by hand: scheduler, cache, port,
 handshake, leases, pulls and links are the real ones."""
 
 import json
@@ -15,7 +15,7 @@ from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.engine.specs import answers_to
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.transfers.kv_transfer import KvTransfer, parse_role
-from cairn.engine.transfers.loop import TransferLoop, TransferPort
+from cairn.engine.transfers.loop import EventQueue, TransferLoop, TransferPort
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
@@ -34,6 +34,7 @@ from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock, RequestId, SamplingParams
 from doubles.memory_channel import MemoryNetwork
 from doubles.memory_link import MemoryFabric
+from turned_loop import TurnedLoop
 
 LAYOUT_HASH = b"L" * 32
 HOST = "127.0.0.1"
@@ -106,19 +107,30 @@ class Server:
         memory = HostPool(self.pool)
         self.link.register(memory.region)
         identity = Identity(Peer(engine_id, geometry, (self.link.describe(),)), layout_hash)
-        self.channel = world.network.channel(HOST, port)
-        random_bytes = world.rng.randbytes
+        random_bytes, event_loop, events = world.rng.randbytes, TurnedLoop(world.clock), EventQueue()
+        self.event_loop = event_loop
+        self.channel = world.network.channel(HOST, port, event_loop)
         self.max_leased_pages = int(num_pages * lease_share)
         limits = _limits(self.max_leased_pages, lease_seconds)
-        self.producer = Producer(identity, limits, world.clock, random_bytes)
+        self.producer = Producer(identity, limits, world.clock, random_bytes, events.put)
         pages = PairedPages(UNITS, geometry, 0, StagingArea(memory, num_pages, block_size))
         worker = LinkWorker(self.link, pages, memory.fence)
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())
-        self.consumer = Consumer(identity, policy, ranks, world.clock, random_bytes, self.channel.send)
-        self.port = TransferPort(self.max_leased_pages, random_bytes, self.channel.wake)
+        self.consumer = Consumer(
+            identity, policy, ranks, world.clock, random_bytes, self.channel.connect, event_loop, events.put
+        )
+        self.port = TransferPort(event_loop, self.producer, self.consumer, events)
         loop = TransferLoop(
-            self.port, self.channel, self.producer, self.consumer, self.link, ranks, memory.enter_thread
+            event_loop,
+            self.port,
+            events,
+            self.channel,
+            self.producer,
+            self.consumer,
+            self.link,
+            ranks,
+            memory.enter_thread,
         )
         sequences = SequenceIndex(layout_hash)
         quota = LeaseQuota(
@@ -162,8 +174,8 @@ class Server:
 
     def turn(self) -> bool:
         """One look at everything; whether anything moved."""
-        before = (self.producer.leases.num_active, self.consumer.num_open, len(self.channel._inbox), self.steps)
-        self.kv.loop.turn()
+        before = self._progress()
+        self.turn_transfers()
         updates = self.scheduler.poll()
         while self.pipeline.can_launch:
             self.pipeline.launch()
@@ -173,12 +185,22 @@ class Server:
             self.answers[progress.request.id] += progress.tokens
             if progress.finish is not None:
                 self.ended[progress.request.id] = progress.request
-        after = (self.producer.leases.num_active, self.consumer.num_open, len(self.channel._inbox), self.steps)
-        moved = bool(updates) or before != after or self.scheduler.has_work
+        moved = bool(updates) or before != self._progress() or self.scheduler.has_work
         if moved:
             audit(self.cache)
             self.check_leases()
         return moved
+
+    def turn_transfers(self) -> None:
+        """What the transfer thread does once."""
+        self.channel.look()
+        self.event_loop.spin()
+        self.kv.loop.turn()
+        self.event_loop.spin()
+
+    def _progress(self) -> tuple[int, ...]:
+        leases = self.producer.leases
+        return leases.num_active, self.consumer.num_open, self.channel.num_waiting, len(self.channel.sent), self.steps
 
     @property
     def steps(self) -> int:
@@ -199,7 +221,7 @@ class Server:
         transfers, requests = self.scheduler.state.transfers, self.scheduler.state.requests.values()
         leased = list(transfers.offers.values())
         pages = {page for each in leased for page in each.pin.pages.tolist()}
-        assert self.port.num_leased == len(pages) >= self.producer.leases.num_pages
+        assert self.port.num_leased == len(pages)
         assert len(pages) <= self.max_leased_pages or len(leased) == 1
         coming = [
             request.spec for request in requests if request.spec.role.kv_export and request.transfer.offered is None

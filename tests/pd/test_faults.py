@@ -37,14 +37,14 @@ def test_a_failure_is_a_clear_error_where_the_policy_says_so(fault, rounds):
 def test_an_error_with_one_peer_is_nobody_elses(monkeypatch, caplog):
     world = World()
     p, d, other = (world.server(port) for port in (1, 2, 3))
-    receive = p.producer.receive
+    greet = p.producer._greet
 
-    def fail_for_one(sender, frame):
-        if sender == other.channel.name:
+    async def fail_for_one(stream):
+        if stream.far.channel is other.channel:
             raise ZeroDivisionError("a peer that nobody thought of")
-        return receive(sender, frame)
+        return await greet(stream)
 
-    monkeypatch.setattr(p.producer, "receive", fail_for_one)
+    monkeypatch.setattr(p.producer, "_greet", fail_for_one)
     prompt = list(range(100))
     for server, received in ((other, 0), (d, 100)):
         name = server.submit(prompt, params=prefill(p, prompt))

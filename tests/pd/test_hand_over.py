@@ -13,6 +13,7 @@ from cairn.errors import InvalidRequest
 from cairn.scheduler.fetch import cancel_slow_fetch
 from cairn.scheduler.peer_source import MAX_RELEASES
 from cairn.step import Image
+from cairn.transfer.leases import LeaseState
 from cairn.types import RequestId
 from doubles.hand_plans import slots_without_row
 from doubles.memory_link import Fault
@@ -177,7 +178,7 @@ def test_what_one_server_has_claimed_another_does_not_release():
     other = world.server(3)
     params = prefill(p, TEXT[:300])
     name = d.submit(TEXT[:300], params=params)
-    while not any(lease.claim_id for lease in p.producer.leases._active.values()):
+    while not any(lease.state is LeaseState.CLAIMED for lease in p.producer.leases._active.values()):
         d.turn()
         p.turn()
     other.scheduler.release_source(parse_role(params, other.kv).source)

@@ -1,4 +1,4 @@
-"""A claim that comes so soon that the transfer thread has not yet looked at the offer it is about."""
+"""A claim that comes so soon that the transfer thread has not turned since the offer it is about."""
 
 import numpy as np
 from pd_world import REMOTE_DECODE, World, alone, prefill
@@ -7,7 +7,7 @@ TEXT = np.random.default_rng(3).integers(0, 50, 500).tolist()
 TURNS = 100
 
 
-def test_a_claim_finds_an_offer_that_is_still_in_the_queue():
+def test_a_claim_finds_an_offer_that_the_transfer_thread_has_not_been_told_of():
     world = World()
     p, d = world.server(1), world.server(2)
     d.submit(TEXT[:100], params=prefill(p, TEXT[:100]))
@@ -20,14 +20,13 @@ def test_a_claim_finds_an_offer_that_is_still_in_the_queue():
         p.turn()
         if asked in p.ended:
             break
-    # P has answered, and its transfer thread has slept since: D's claim reaches it together with the offer
-    assert p.port.commands.qsize() == 1
+    # P has answered, and its transfer thread sleeps from now on until D's claim is there
     name = d.submit(prompt, params=p.params(asked))
     for _ in range(TURNS):
         d.turn()
-        if len(p.channel._inbox):
+        if len(d.channel.sent) == 3 + 1:
             break
-    assert len(p.channel._inbox) == 1 and p.port.commands.qsize() == 1
+    assert p.channel.num_waiting == 1 and p.producer.leases.num_active == 1
     world.run()
     assert d.answers[name] == alone(prompt)
     assert d.scheduler.state.counters.external_hits == 100 + len(prompt)

@@ -27,7 +27,7 @@ class TestPeers(PageSourceContract):
         events = []
         for _ in range(100):
             for server in (self.p, self.d):
-                server.kv.loop.turn()
+                server.turn_transfers()
             self.p.scheduler.poll()
             for event in self.d.port.events():
                 source.receive(event)

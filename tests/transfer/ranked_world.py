@@ -4,11 +4,9 @@ What a token is and where a rank of some size keeps it comes from `test_geometry
 """
 
 import random
-from collections import deque
 
 import numpy as np
 
-from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PullSpec
 from cairn.transfer.geometry import ModelUnits
@@ -20,9 +18,13 @@ from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.ranks import RankedWorker, RankServant
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
+from doubles.memory_channel import MemoryNetwork
 from doubles.memory_link import MemoryFabric
 from doubles.memory_rank_channel import memory_rank_channel
 from transfer import test_geometry as naive
+from transfer.parts import parts
+from transfer.turned_port import EventQueue, TurnedPort
+from turned_loop import TurnedLoop
 
 LAYOUT = b"L" * 32
 PLAIN = ContentName()
@@ -99,8 +101,7 @@ def pool_width(rank: Rank) -> int:
 
 
 class Engine:
-    """A server: ranks, the first of which owns connector, producer and consumer. `queues`: frames to other engines, by
-    port; `answers`: (port of the asker, frame)."""
+    """A server: ranks, the first of which owns the port, producer and consumer."""
 
     def __init__(
         self,
@@ -138,25 +139,23 @@ class Engine:
         for servant in self.servants:
             servant.turn()
         identity = Identity(Peer(name, self.geometry, self.worker.describe()), LAYOUT)
-        self.producer = Producer(identity, LeaseLimits(max_pages=max_pages), world.clock, world.rng.randbytes)
-        policy = PeerPolicy()
-        self.consumer = Consumer(identity, policy, self.worker, world.clock, world.rng.randbytes, self._send)
-        self.connector = Connector(self.producer, self.consumer)
-        self.outgoing: deque[tuple[int, bytes]] = deque()
-
-    def _send(self, address, frame) -> None:
-        assert address[0] == "127.0.0.1"
-        self.outgoing.append((address[1], frame))
+        clock, randbytes, event_loop = world.clock, world.rng.randbytes, world.event_loop
+        limits, events = LeaseLimits(max_pages=max_pages), EventQueue()
+        self.channel = world.network.channel("127.0.0.1", port, event_loop)
+        self.producer = Producer(identity, limits, clock, randbytes, events.put)
+        self.consumer = Consumer(
+            identity, PeerPolicy(), self.worker, clock, randbytes, self.channel.connect, event_loop, events.put
+        )
+        self.channel.listen(self.producer.serve)
+        self.door = TurnedPort(event_loop, self.producer, self.consumer, events)
 
     def turn(self):
         """What the owner thread and the other ranks do once; returns the events."""
-        self.worker.serve(self.connector.is_serving)
-        events = self.connector.events()
+        self.worker.serve(self.door.is_serving)
+        events = self.door.events()
         for rank, servant in enumerate(self.servants, 1):
             if rank in self.running:
                 servant.turn()
-        for sender, frame in self.producer.take_frames():
-            self.world.answers.append((self.port, int(sender), frame))
         return events
 
     def pages_of(self, num_tokens: int) -> int:
@@ -191,25 +190,20 @@ class World:
     ):
         self.rng = random.Random(seed)
         self.clock = ManualClock()
+        self.event_loop = TurnedLoop(self.clock)
+        self.network = MemoryNetwork()
         self.fabric = links or MemoryFabric(**fabric)
         self.kv_heads, self.state_units = kv_heads, state_units
         self.p = Engine(self, "p", 1, *p, pool=pools[0], **(sides or {}))
         self.d = Engine(self, "d", 2, *d, pool=pools[1], **(sides or {}))
         self.engines = {1: self.p, 2: self.d}
-        self.answers: deque[tuple[int, int, bytes]] = deque()
+        self.p.other, self.d.other = self.d, self.p
 
     def deliver(self) -> None:
         """All frames that are under way, and what they give rise to."""
-        while self.answers or any(engine.outgoing for engine in self.engines.values()):
-            for engine in self.engines.values():
-                while engine.outgoing:
-                    port, frame = engine.outgoing.popleft()
-                    answer = self.engines[port].producer.receive(b"%d" % engine.port, frame)
-                    if answer is not None:
-                        self.answers.append((port, engine.port, answer))
-            while self.answers:
-                source, asker, frame = self.answers.popleft()
-                self.engines[asker].consumer.receive(("127.0.0.1", source), frame)
+        self.event_loop.spin()
+        while self.p.channel.look() | self.d.channel.look():
+            self.event_loop.spin()
 
     def run(self, rounds=60, *, until=None):
         """Events of both engines by name, until there are `until` of d or the rounds are over."""
@@ -234,7 +228,7 @@ def offer_of(engine, content, keys, pages, files, *, request_id="cmpl-1", name=P
     files = {position: np.asarray(file, np.int32) for position, file in files.items()}
     engine.store(content, len(keys), pages, files)
     held = tuple(OfferedCheckpoint(position, file) for position, file in files.items())
-    return Offer(request_id, name, keys, np.asarray(pages, np.int32), held)
+    return Offer(request_id, name, keys, parts(pages, block=engine.geometry.block_size), held)
 
 
 def leased_spec_of(reference, engine, keys, pages, *, start=0, checkpoint=None, release_only=False) -> PullSpec:
@@ -245,7 +239,7 @@ def leased_spec_of(reference, engine, keys, pages, *, start=0, checkpoint=None, 
         PLAIN,
         keys,
         start,
-        np.asarray(pages, np.int32),
+        parts(pages, start, engine.other.geometry.block_size),
         None if checkpoint is None else np.asarray(checkpoint, np.int32),
         release_only,
     )
@@ -254,7 +248,7 @@ def leased_spec_of(reference, engine, keys, pages, *, start=0, checkpoint=None, 
 def content_spec_of(engine, keys, pages, *, start=0, checkpoint=None, name=PLAIN, **source) -> PullSpec:
     file = None if checkpoint is None else np.asarray(checkpoint, np.int32)
     source = KvSource(**{"engine_id": engine.name, "host": "127.0.0.1", "port": engine.port} | source)
-    return PullSpec("cmpl-2", source, name, keys, start, np.asarray(pages, np.int32), file)
+    return PullSpec("cmpl-2", source, name, keys, start, parts(pages, start, engine.other.geometry.block_size), file)
 
 
 def moves(engine):

@@ -3,6 +3,7 @@
 import numpy as np
 
 from cairn.transfer.contract import ContentName, LeaseDemand, LeaseEnded, Offer, OfferedCheckpoint, SchedulerSide
+from transfer.parts import parts
 
 CAP = 20
 
@@ -15,7 +16,7 @@ def offer(start: int, end: int, request_id: str = "cmpl-1") -> Offer:
     """One of the pages [start, end), the last two of which are those of its checkpoint."""
     tokens = np.arange(16 * (end - 2 - start))
     checkpoint = OfferedCheckpoint(len(tokens), pages(end - 2, end))
-    return Offer(request_id, ContentName(), tokens, pages(start, end - 2), (checkpoint,))
+    return Offer(request_id, ContentName(), tokens, parts(pages(start, end - 2)), (checkpoint,))
 
 
 class SchedulerSideContract:

@@ -25,7 +25,7 @@ class Case:
         self.files = {position: numbers[count + k * at : count + k * (at + 1)] for at, position in enumerate(positions)}
         self.block, self.k = block, k
         offer = offer_of(self.p, self.content, self.prompt, self.pages, self.files)
-        self.reference = self.p.connector.offer(offer)
+        self.reference = self.p.door.offer(offer)
 
     def pull(self, *, first_page=None, checkpoint=True, release_only=False):
         """D lacks the pages from `first_page` on (None: none). Returns its outcome."""
@@ -42,7 +42,7 @@ class Case:
             checkpoint=self.file,
             release_only=release_only,
         )
-        pull = d.connector.pull(want)
+        pull = d.door.pull(want)
         events = self.world.run(30)
         assert [type(event) for event in events["d"]] == [PullEnded, PagesFree]
         outcome = events["d"][0]
@@ -105,7 +105,7 @@ def test_ssm_prefix_nothing_is_lacking_and_the_lease_is_released(block):
     case = Case(block, 400, (128, 256, 384, 400))
     assert case.pull(checkpoint=False, release_only=True).checkpoint_position is None
     assert moves(case.d) == [] and case.lease == ["released"]
-    assert case.p.producer.leases.num_pages == 0 and case.p.connector.is_idle
+    assert case.p.producer.leases.num_pages == 0 and case.p.door.is_idle
 
 
 @BLOCKS

@@ -163,8 +163,8 @@ def test_a_whole_transfer_between_gpus_and_cpus(sizes, p, d):
     content, prompt, count, k = world.content(300), keys(300), world.p.pages_of(300), world.p.pages_per_file
     offer = offer_of(world.p, content, prompt, range(count), {300: range(count, count + k)})
     local, file = range(5, 5 + world.d.pages_of(300)), range(60, 60 + world.d.pages_per_file)
-    reference = world.p.connector.offer(offer)
-    pull = world.d.connector.pull(leased_spec_of(reference, world.p, prompt, local, checkpoint=file))
+    reference = world.p.door.offer(offer)
+    pull = world.d.door.pull(leased_spec_of(reference, world.p, prompt, local, checkpoint=file))
     assert world.run(300, until=2)["d"] == [PullEnded(pull, None, 300, 300), PagesFree(pull)]
     for rank in world.d.ranks:
         rank.check_tokens(content, 0, 300, local, only_these=False)

@@ -133,7 +133,7 @@ def test_a_whole_transfer_from_handshake_to_confirmation():
     prompt = np.arange(160)
     for round_ in range(2):
         ref = world.offer(prompt, range(10, 20), [(160, (40, 41))])
-        world.consumer.pull(world.pull_spec(ref, prompt, range(6, 10), start=6 * 16, checkpoint=(30, 31)))
+        world.pull(world.pull_spec(ref, prompt, range(6, 10), start=6 * 16, checkpoint=(30, 31)))
         events = []
         until = time.monotonic() + WAIT_SECONDS
         while not any(isinstance(event, PagesFree) for event in events) and time.monotonic() < until:
@@ -297,9 +297,9 @@ def test_several_ranks_and_other_block_sizes_over_real_links(p, d):
     world = RankedWorld(p, d, kv_heads=2, links=agents, sides={"num_pages": 96, "staging_blocks": 2})
     content, prompt, count, k = world.content(400), keys(400), world.p.pages_of(400), world.p.pages_per_file
     offer = offer_of(world.p, content, prompt, range(count), {400: range(count, count + k)})
-    reference = world.p.connector.offer(offer)
+    reference = world.p.door.offer(offer)
     local, file = range(5, 5 + world.d.pages_of(400)), range(60, 60 + world.d.pages_per_file)
-    pull = world.d.connector.pull(leased_spec_of(reference, world.p, prompt, local, checkpoint=file))
+    pull = world.d.door.pull(leased_spec_of(reference, world.p, prompt, local, checkpoint=file))
     events, until = [], time.monotonic() + WAIT_SECONDS
     while len(events) < 2:
         events += world.run(1)["d"]

@@ -1,4 +1,4 @@
-"""Random lives of two engines of several ranks and of any block sizes: whatever is lost, repeated, aborted, frozen or
+"""Random lives of two engines of several ranks and of any block sizes: whatever is cut, late, aborted, frozen or
 stands still, never a wrong byte is accepted, no page that may still be written to is used again, nothing leaks, and
 every transfer ends. Leases and content claims, through the scheduler's door.
 """
@@ -88,7 +88,7 @@ class Lives:
         """An offer of fresh bytes, or None when there is no room."""
         k = self.p.pages_per_file
         need = self.p.pages_of(len(prompt)) + k
-        if need > len(self.theirs) or not self.p.connector.fits(LeaseDemand(num_new=need)):
+        if need > len(self.theirs) or not self.p.door.fits(LeaseDemand(num_new=need)):
             return None
         taken = self.rng.sample(sorted(self.theirs), need)
         self.theirs -= set(taken)
@@ -118,10 +118,10 @@ class Lives:
         position = self.rng.choice(positions)
         leased = self.lease(content, prompt[:position], f"answer-{asked.lookup}") if position else None
         if leased is None:
-            assert self.p.connector.answer_lookup(asked.lookup, None) is None
+            assert self.p.door.answer_lookup(asked.lookup, None) is None
             return
         held, offer = leased
-        self.held[self.p.connector.answer_lookup(asked.lookup, offer)] = held
+        self.held[self.p.door.answer_lookup(asked.lookup, offer)] = held
 
     # -- D -------------------------------------------------------------------------------------------------------------
 
@@ -154,13 +154,13 @@ class Lives:
             leased = self.lease(content, prompt, f"cmpl-{number}")
             if leased is None:
                 return
-            reference = self.p.connector.offer(leased[1])
+            reference = self.p.door.offer(leased[1])
             self.held[reference] = leased[0]
             spec = leased_spec_of(reference, self.p, prompt, pages, start=start, checkpoint=file or None)
         self.known[number] = digest.marks if by_content else b"?"
         self.known_content[number] = content, prompt
         self.mine -= set(local)
-        self.pulls[self.d.connector.pull(spec)] = Pulled(content, start, num_tokens, pages, file, by_content)
+        self.pulls[self.d.door.pull(spec)] = Pulled(content, start, num_tokens, pages, file, by_content)
 
     def at_d(self, event):
         match event:
@@ -200,17 +200,22 @@ class Lives:
 
     def deliver(self):
         if self.rng.random() < 0.3 * self.trouble:
-            for queue in (self.d.outgoing, self.world.answers):
-                frames = [frame for frame in queue for _ in range(self.rng.choice([0, 1, 1, 2]))]
-                queue.clear()
-                queue.extend(frames)
+            match self.rng.randrange(5):
+                case 0:
+                    self.world.network.cut(self.p.channel, self.d.channel)
+                case 1 | 2:
+                    self.rng.choice([self.p, self.d]).channel.look()
+                    self.world.event_loop.spin()
+                    return
+                case _:
+                    return
         self.world.deliver()
 
     def make_trouble(self):
         rng = self.rng
         match rng.randrange(7):
             case 0 if self.pulls:
-                self.d.connector.abort(rng.choice([*self.pulls]))
+                self.d.door.abort(rng.choice([*self.pulls]))
             case 1:
                 self.world.clock.advance(rng.choice([2.0, 6.0, 31.0]))
             case 2:
@@ -221,7 +226,7 @@ class Lives:
             case 5 if len(self.d.ranks) > 1:
                 self.d.running ^= {1}
             case 6 if self.held:
-                self.p.connector.withdraw(rng.choice([*self.held]))
+                self.p.door.withdraw(rng.choice([*self.held]))
 
     def all_go_on(self):
         self.d.running |= set(range(len(self.d.ranks)))
@@ -249,7 +254,6 @@ class Lives:
         """The way is cut and time passes: all end. Then those who stood still go on: all pages are free."""
         for _ in range(60):
             self.turn()
-            self.d.outgoing.clear()
             self.world.clock.advance(1.0)
         assert all(pulled.ended for pulled in self.pulls.values()), "a transfer without an end"
         self.all_go_on()
@@ -258,7 +262,7 @@ class Lives:
             self.nothing_is_written_outside_a_transfer()
         assert not self.pulls and not self.held
         assert self.mine == self.theirs == set(range(NUM_PAGES))
-        assert self.p.connector.is_idle and self.d.connector.is_idle and self.d.worker.num_reads == 0
+        assert self.p.door.is_idle and self.d.door.is_idle and self.d.worker.num_reads == 0
         for rank in self.d.ranks:
             assert rank.link.num_open == rank.worker.num_reads == rank.staging.num_waiting == 0
             assert rank.staging.num_free == min(4, (len(rank.memory) - NUM_PAGES) // rank.staging.buffer_pages)

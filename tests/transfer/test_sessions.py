@@ -1,19 +1,44 @@
-"""The handshake between servers that hold the same secret: both learn of each other, or why they do not fit."""
+"""The handshake between servers that hold the same secret: both learn of each other, or why they do not fit; and what
+becomes of questions."""
 
+import asyncio
 import random
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 
 from cairn.transfer.contract import Identity, Peer
-from cairn.transfer.session import HANDSHAKE_SECONDS, TRANSITIONS, ConsumerSessions, ProducerSession, SessionState
-from cairn.transfer.wire import VERSION, Alive, Denied, Heartbeat, Hello, Welcome, replies, requests
+from cairn.transfer.leases import LeaseLimits
+from cairn.transfer.producer import ROOM_SECONDS, Producer
+from cairn.transfer.session import HANDSHAKE_SECONDS, PeerFailed, ProducerSession
+from cairn.transfer.stream import ConnectionLost
+from cairn.transfer.wire import (
+    VERSION,
+    Answer,
+    Claim,
+    Confirm,
+    Denied,
+    Done,
+    Heartbeat,
+    Question,
+    RefusalReason,
+    Refused,
+    Release,
+    Welcome,
+    answers,
+    greeting_answers,
+    greetings,
+    questions,
+)
 from cairn.types import ManualClock
-from transfer.world import GEOMETRY, LAYOUT
+from doubles.memory_channel import MemoryNetwork
+from transfer.world import GEOMETRY, LAYOUT, World, keys
+from turned_loop import TurnedLoop
 
 RANKS = (b"rank 0", b"rank 1")
-BEAT = Heartbeat(b"c" * 16, "cmpl-1", b"n" * 16)
+AT = ("127.0.0.1", 1)
 
 
 def identity(name, layout=LAYOUT):
@@ -21,188 +46,287 @@ def identity(name, layout=LAYOUT):
 
 
 class Wire:
-    """A consumer's session and a producer's side of it, with everything that was said."""
+    """A consumer's session and a producer that serves it. `said`: what the consumer has said; `ended`: how its session
+    has ended."""
 
     def __init__(self, d=None, p=None):
         self.clock = ManualClock()
-        self.said: list[bytes] = []
-        self.served = []
-        self.producer = ConsumerSessions(p or identity("p"))
-        own = d or identity("d")
-        self.session = ProducerSession("p", own, self.clock, random.Random(1).randbytes, self.said.append)
+        self.event_loop = TurnedLoop(self.clock)
+        self.network = MemoryNetwork()
+        self.d = self.network.channel("d", 0, self.event_loop)
+        self.p = self.network.channel(*AT, self.event_loop)
+        self.producer = Producer(p or identity("p"), LeaseLimits(max_pages=9), self.clock, random.randbytes, print)
+        self.p.listen(self.producer.serve)
+        self.heard, self.ended = [], []
+        self.session = ProducerSession(
+            AT,
+            "p",
+            d or identity("d"),
+            self.connect,
+            random.Random(1).randbytes,
+            self.event_loop,
+            heard=lambda: self.heard.append(self.clock.now()),
+            ended=lambda session, failure: self.ended.append(failure),
+        )
+        self.event_loop.spin()
 
-    def serve(self, sender, request):
-        self.served.append((sender, request))
-        return Alive(request.claim)
+    async def connect(self, address):
+        return await self.d.connect(address)
 
-    def ask(self, frame, sender=b"d"):
-        answer = self.producer.receive(sender, frame, self.serve)
-        return None if answer is None else replies().decode(answer)
+    @property
+    def said(self):
+        return self.d.sent
 
     def pump(self):
-        found, self.said[:] = list(self.said), []
-        answers = [self.producer.receive(b"d", frame, self.serve) for frame in found]
-        return [reply for reply in map(self.session.receive, filter(None, answers)) if reply is not None]
+        self.event_loop.spin()
+        while self.d.look() | self.p.look():
+            self.event_loop.spin()
 
     def opened(self):
-        self.session.open()
         self.pump()
-        assert self.session.state is SessionState.OPEN
+        assert self.session.peer is not None and self.session.failure is None
         return self
+
+    def ask(self, request, seconds=5.0):
+        """A task: its answer, or what it raises."""
+        return self.event_loop.create_task(self.session.ask(request, seconds))
+
+    def answer(self, record):
+        """Something that P says instead of what it would."""
+        (near,) = self.d.streams
+        near.far._under_way.clear()
+        near.arrive(greeting_answers().encode(record))
+        self.pump()
+
+    @property
+    def hello(self):
+        return greetings().decode(self.said[0])
+
+    def said_by_p(self):
+        self.pump()
+        return greeting_answers().decode(self.p.sent[0])
 
 
 def test_both_learn_of_each_other():
     wire = Wire().opened()
-    assert wire.session.peer == Peer("p", GEOMETRY, RANKS) and wire.producer.num_open == 1
-    wire.session.request(BEAT)
-    assert wire.pump() == [Alive(BEAT.claim)] and wire.served == [(b"d", BEAT)]
-    assert wire.producer.dropped == wire.session.dropped == 0
+    assert wire.session.peer == Peer("p", GEOMETRY, RANKS) and wire.producer.num_connections == 1
+    asked = wire.ask(Release(7))
+    wire.pump()
+    assert asked.result() == Done() and wire.heard == [0.0, 0.0]
+    assert wire.producer.dropped == wire.session.dropped == 0 and wire.ended == []
 
 
-def test_a_record_before_hello_is_denied_and_not_served():
+def test_a_question_before_hello_is_dropped():
     wire = Wire()
-    answer = wire.ask(requests().encode(BEAT))
-    assert isinstance(answer, Denied) and answer.answers == BEAT.claim and "no such session" in answer.text
-    assert wire.served == [] and wire.producer.num_open == 0
+    (near,) = wire.d.streams
+    near.far._under_way.clear()
+    near.far.arrive(questions().encode(Question(1, Release(7))))
+    wire.pump()
+    assert wire.producer.num_connections == 0 and wire.producer.dropped == 1 and wire.p.sent == []
 
 
-def test_nothing_is_sent_before_the_session_is_open():
+def test_nothing_is_asked_before_the_session_is_open():
     wire = Wire()
-    wire.session.request(BEAT)
-    wire.session.open()
-    wire.session.request(BEAT)
-    assert [type(requests().decode(frame)) for frame in wire.said] == [Hello]
+    asked = wire.ask(Release(7))
+    wire.event_loop.spin()
+    assert isinstance(asked.exception(), PeerFailed) and len(wire.said) == 1
 
 
 def test_another_layout_is_refused_by_whoever_sees_it_first():
     wire = Wire(d=identity("d", b"M" * 32))
-    wire.session.open()
     wire.pump()
-    assert wire.session.state is SessionState.CLOSED and "layouts differ" in wire.session.failure
-    assert wire.producer.num_open == 0
-    wire = Wire()
-    wire.session.open()
-    welcome = wire.ask(wire.said[0])
-    wire.session.receive(replies().encode(msgspec.structs.replace(welcome, layout=b"M" * 32)))
-    assert wire.session.state is SessionState.CLOSED and "layouts differ" in wire.session.failure
+    assert "layouts differ" in str(wire.session.failure) and wire.producer.num_connections == 0
+    wire, other = Wire(), Wire()
+    wire.answer(msgspec.structs.replace(other.said_by_p(), layout=b"M" * 32, answers=wire.hello.nonce))
+    assert "layouts differ" in str(wire.session.failure) and not wire.session.failure.is_silent
 
 
 def test_checkpoints_in_two_forms_are_refused_by_name():
     """Whoever sees it first: the sentence is about the peer of whoever reads it."""
     smaller = Identity(Peer("d", replace(GEOMETRY, checkpoint_dtype="int8"), RANKS), b"M" * 32)
     wire = Wire(d=smaller)
-    wire.session.open()
     wire.pump()
-    assert "checkpoint_dtype: float32 at the peer, int8 here" in wire.session.failure
-    wire = Wire()
-    wire.session.open()
-    welcome = wire.ask(wire.said[0])
-    other = msgspec.structs.replace(welcome, layout=b"M" * 32, geometry=smaller.me.geometry)
-    wire.session.receive(replies().encode(other))
-    assert "checkpoint_dtype: int8 at the peer, float32 here" in wire.session.failure
+    assert "checkpoint_dtype: float32 at the peer, int8 here" in str(wire.session.failure)
+    wire, welcome = Wire(), Wire().said_by_p()
+    geometry = smaller.me.geometry
+    wire.answer(msgspec.structs.replace(welcome, layout=b"M" * 32, geometry=geometry, answers=wire.hello.nonce))
+    assert "checkpoint_dtype: int8 at the peer, float32 here" in str(wire.session.failure)
 
 
-@pytest.mark.parametrize("version", [4, 99])
-def test_another_version_is_refused_with_a_sentence_and_its_claims_are_not_served(version):
+@pytest.mark.parametrize("version", [4, 5, 99])
+def test_another_version_is_refused_with_a_sentence_and_nothing_is_served(version):
     wire = Wire()
-    wire.session.open()
-    hello = msgspec.structs.replace(requests().decode(wire.said[0]), version=version)
-    answer = wire.ask(requests().encode(hello))
+    (near,) = wire.d.streams
+    near.far._under_way.clear()
+    near.far.arrive(greetings().encode(msgspec.structs.replace(wire.hello, version=version)))
+    near.far.arrive(questions().encode(Question(1, Release(7))))
+    answer = wire.said_by_p()
     assert isinstance(answer, Denied) and f"version {version} here, {VERSION} there" in answer.text
-    assert wire.producer.num_open == 0
-    assert isinstance(wire.ask(requests().encode(BEAT)), Denied) and wire.served == []
+    assert wire.producer.num_connections == 0 and len(wire.p.sent) == 1
+    assert f"version {version} here" in str(wire.session.failure) and not wire.p.streams
 
 
 def test_a_producer_of_another_version_closes_the_session_with_its_own_sentence():
     wire = Wire()
-    wire.session.open()
-    wire.session.receive(replies().encode(Denied(requests().decode(wire.said[0]).nonce, "protocol version 5 here")))
-    assert wire.session.state is SessionState.CLOSED and "protocol version 5 here" in wire.session.failure
+    wire.answer(Denied(wire.hello.nonce, "protocol version 5 here"))
+    assert "protocol version 5 here" in str(wire.session.failure) and len(wire.ended) == 1
 
 
-def test_silence_is_repeated_into_and_then_given_up():
+def test_silence_is_given_up():
     wire = Wire()
-    wire.session.open()
-    given_up = []
     for _ in range(20):
         wire.clock.advance(0.5)
-        given_up.append(wire.session.tick())
-    assert wire.session.state is SessionState.CLOSED and "no answer" in wire.session.failure
-    assert wire.said == [wire.said[0]] * 10 and given_up.count(True) == 1
-    assert not wire.session.lose("closed"), "it was given up before"
-
-
-def test_a_repeated_hello_is_answered_again_and_its_second_answer_changes_nothing():
-    wire = Wire()
-    wire.session.open()
-    wire.clock.advance(0.5)
-    wire.session.tick()
-    assert len(wire.said) == 2 and wire.pump() == []
-    assert wire.session.state is SessionState.OPEN and wire.session.dropped == 0 and wire.producer.num_open == 1
+        wire.event_loop.spin()
+    (failure,) = wire.ended
+    assert "no answer" in str(failure) and failure.is_silent and len(wire.said) == 1
+    wire.session.close("it was given up before")
+    assert wire.ended == [failure]
 
 
 def test_an_answer_to_another_hello_does_not_open_a_session():
     wire = Wire()
-    wire.session.open()
-    welcome = wire.ask(wire.said[0])
-    wire.session.receive(replies().encode(msgspec.structs.replace(welcome, answers=b"x" * 16)))
-    wire.session.receive(replies().encode(Denied(b"x" * 16, "no")))
-    assert wire.session.state is SessionState.GREETING
+    other = Wire()
+    wire.answer(msgspec.structs.replace(other.said_by_p(), answers=b"x" * 16))
+    assert wire.session.peer is None and wire.session.failure is None
+    (near,) = wire.d.streams
+    near.arrive(greeting_answers().encode(Denied(b"x" * 16, "no")))
+    wire.pump()
+    assert wire.session.peer is None and wire.session.failure is None
 
 
 @pytest.mark.parametrize(("seconds", "silent"), [(0.0, False), (0.9, False), (1.0, True), (4.9, True)])
 def test_what_is_lost_at_once_was_refused_and_what_takes_long_was_silent(seconds, silent):
     wire = Wire()
-    wire.session.open()
     wire.clock.advance(seconds)
-    assert wire.session.lose("why") is silent
-    assert (wire.session.state, wire.session.failure) == (SessionState.CLOSED, "why")
+    (near,) = wire.d.streams
+    near.arrive(ConnectionLost("why"))
+    wire.d.look()
+    wire.event_loop.spin()
+    (failure,) = wire.ended
+    assert (str(failure), failure.is_silent) == ("why", silent)
     wire.clock.advance(HANDSHAKE_SECONDS)
-    assert not wire.session.lose("again")
-    assert wire.session.failure == "why"
+    wire.event_loop.spin()
+    assert wire.ended == [failure]
 
 
-def test_a_loss_of_an_open_session_is_no_silence():
+def test_a_loss_of_an_open_session_is_no_silence_and_fails_whoever_waits():
     wire = Wire().opened()
     wire.clock.advance(HANDSHAKE_SECONDS)
-    assert not wire.session.lose("closed")
-    assert wire.session.state is SessionState.CLOSED
+    asked = [wire.ask(Heartbeat(7)) for _ in range(3)]
+    wire.event_loop.spin()
+    wire.network.cut(wire.d, wire.p)
+    wire.d.look()
+    wire.event_loop.spin()
+    assert [str(each.exception()) for each in asked] == ["cut"] * 3
+    (failure,) = wire.ended
+    assert not failure.is_silent and wire.session.closed.done()
+    late = wire.ask(Heartbeat(7))
+    wire.event_loop.spin()
+    assert str(late.exception()) == "cut"
 
 
-def test_a_connection_that_has_ended_is_forgotten():
+def test_a_question_without_an_answer_has_a_deadline_and_its_late_answer_is_ignored():
     wire = Wire().opened()
-    wire.producer.forget(b"d")
-    wire.producer.forget(b"never there")
-    wire.session.request(BEAT)
-    (denied,) = wire.pump()
-    assert isinstance(denied, Denied) and denied.answers == BEAT.claim and wire.served == []
+    asked = wire.ask(Release(7), seconds=3.0)
+    wire.event_loop.spin()
+    wire.clock.advance(2.9)
+    wire.event_loop.spin()
+    assert not asked.done()
+    wire.clock.advance(0.1)
+    wire.event_loop.spin()
+    assert isinstance(asked.exception(), TimeoutError) and wire.session.failure is None
+    wire.pump()
+    assert wire.session.dropped == 1
+    again = wire.ask(Release(7))
+    wire.pump()
+    assert again.result() == Done()
 
 
-def test_sessions_are_bounded_in_number_and_the_longest_unused_goes():
-    producer = ConsumerSessions(identity("p"))
-    first = Wire()
-    first.producer = producer
-    first.opened()
-    for number in range(1023):
-        wire = Wire()
-        wire.session.open()
-        producer.receive(b"%d" % number, wire.said[0], wire.serve)
-    first.session.request(BEAT)
-    assert first.pump() == [Alive(BEAT.claim)]
-    for number in range(1023, 1100):
-        wire = Wire()
-        wire.session.open()
-        producer.receive(b"%d" % number, wire.said[0], wire.serve)
-    first.session.request(BEAT)
-    assert first.pump() == [Alive(BEAT.claim)] and producer.num_open == 1024
+def test_answers_go_to_whoever_has_asked_in_any_order():
+    wire = Wire().opened()
+    asked = [wire.ask(Confirm(number)) for number in (1, 2)]
+    wire.event_loop.spin()
+    (near,) = wire.d.streams
+    near.far._under_way.clear()
+    for number, record in ((2, Refused(RefusalReason.USED)), (9, Done()), (1, Done()), (1, Done())):
+        near.arrive(answers().encode(Answer(number, record)))
+    wire.pump()
+    assert [each.result() for each in asked] == [Done(), Refused(RefusalReason.USED)] and wire.session.dropped == 2
 
 
-def test_every_state_is_in_the_table():
-    assert set(TRANSITIONS) == set(SessionState)
+def test_what_nobody_waits_for_is_sent_all_the_same():
+    wire = Wire().opened()
+    wire.session.tell(Release(7), 5.0)
+    wire.pump()
+    assert questions().decode(wire.said[-1]) == Question(1, Release(7)) and wire.session.dropped == 0
+    wire.session.close("over")
+    wire.session.tell(Release(7), 5.0)
+    wire.pump()
+    assert len(wire.said) == 2
+
+
+def test_a_claim_is_its_connections_alone():
+    """Whoever knows the number of a claim, but has another connection, can neither extend, confirm nor release it."""
+    world = World(descriptors_per_poll=1)
+    prompt = keys(160)
+    world.pull(world.pull_spec(world.offer(prompt, range(10, 20)), prompt, range(10)))
+    for _ in range(4):
+        world.step()
+    assert world.leases.num_active == 1
+    claims = [questions().decode(frame) for frame in world.channel.sent[1:]]
+    thief = ProducerSession(
+        ("127.0.0.1", 5600),
+        world.p.name,
+        identity("thief"),
+        world.channel.connect,
+        random.randbytes,
+        world.event_loop,
+        heard=lambda: None,
+        ended=lambda session, failure: None,
+    )
+    world.deliver()
+    number = claims[0].number
+    asked = [world.event_loop.create_task(thief.ask(each(number), 5.0)) for each in (Heartbeat, Confirm, Release)]
+    world.deliver()
+    assert [each.result() for each in asked] == [Refused(RefusalReason.UNKNOWN)] * 2 + [Done()]
+    assert world.leases.num_active == 1
+    assert [getattr(event, "failure", None) for event in world.run()] == [None, None]
+    assert np.array_equal(world.memory[:10], world.p.memory[10:20])
+
+
+def test_a_question_with_a_number_that_is_taken_is_refused():
+    world = World(descriptors_per_poll=1)
+    prompt = keys(160)
+    world.pull(world.pull_spec(world.offer(prompt, range(10, 20)), prompt, range(10)))
+    other = world.offer(prompt, range(30, 40), request_id="cmpl-2")
+    for _ in range(4):
+        world.step()
+    (near,) = world.channel.streams
+    claim = questions().decode(world.channel.sent[1])
+    again = msgspec.structs.replace(claim.record, request_id=other.request_id, nonce=other.nonce)
+    near.far.arrive(questions().encode(Question(claim.number, again)))
+    world.deliver()
+    assert answers().decode(world.p.channel.sent[-1]) == Answer(claim.number, Refused(RefusalReason.USED))
+    assert len(world.leases._active) == 2 and world.consumer.dropped == 1
+
+
+def test_a_consumer_that_asks_without_end_and_takes_no_answers_is_not_read_any_more():
+    """Claims of content wait each by itself, so many at a time."""
+    wire = Wire().opened()
+    (near,) = wire.d.streams
+    near.room, before = 1, len(asyncio.all_tasks(wire.event_loop))
+    claim = Claim("", bytes(32), 0, False)
+    for number in range(1, 1001):
+        near.far.arrive(questions().encode(Question(number, claim)))
+    for _ in range(3):
+        wire.p.look()
+        wire.event_loop.spin()
+    assert len(asyncio.all_tasks(wire.event_loop)) - before <= 64 and near.far.num_waiting > 900
+    wire.clock.advance(ROOM_SECONDS + 2.0)
+    wire.event_loop.spin()
+    assert wire.producer.num_connections == wire.producer.lookups.num_open == 0
 
 
 def test_a_welcome_says_what_every_rank_says():
-    wire = Wire()
-    wire.session.open()
-    welcome = wire.ask(wire.said[0])
+    welcome = Wire().said_by_p()
     assert isinstance(welcome, Welcome) and tuple(welcome.ranks) == RANKS and welcome.engine_id == "p"

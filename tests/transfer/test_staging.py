@@ -14,6 +14,7 @@ from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import STAGING_BYTES, PairedPages, StagingArea, staging_pages_for
 from doubles.memory_link import Fault
+from transfer.parts import parts
 from transfer.ranked_world import CANARY, World, leased_spec_of, offer_of
 from transfer.test_geometry import geometry, model
 from transfer.world import keys
@@ -80,7 +81,7 @@ def test_a_model_without_attention_needs_none():
 def order(remote, num_tokens=400, *, ranks=None, start=0, local_pages=25):
     ranks = tuple(b"r%d" % rank for rank in range(remote.tp_size)) if ranks is None else ranks
     count = -(-num_tokens // remote.block_size)
-    lists = np.arange(count, dtype=np.int32), np.arange(local_pages, dtype=np.int32)
+    lists = parts(range(count), start, remote.block_size), parts(range(local_pages), start)
     return ReadOrder(ONE, Peer("p", remote, ranks), start, num_tokens, *lists, None, None)
 
 
@@ -145,7 +146,7 @@ def test_pieces_cover_every_token_once_and_fit_a_bay(rows):
             assert len(piece.remote_pages) == num_pages and num_pages * block <= area.buffer_pages * 16
 
 
-# -- through the connector ---------------------------------------------------------------------------------------------
+# -- through the port --------------------------------------------------------------------------------------------------
 
 
 def handed_over(world, num_tokens, number, *, pages):
@@ -153,8 +154,8 @@ def handed_over(world, num_tokens, number, *, pages):
     content, prompt = world.content(num_tokens, seed=number), keys(num_tokens, number)
     p, d = world.p, world.d
     held = np.arange(p.pages_of(num_tokens)) + number * p.pages_of(num_tokens)
-    reference = p.connector.offer(offer_of(p, content, prompt, held, {}, request_id=f"cmpl-{number}"))
-    return d.connector.pull(leased_spec_of(reference, p, prompt, pages)), content
+    reference = p.door.offer(offer_of(p, content, prompt, held, {}, request_id=f"cmpl-{number}"))
+    return d.door.pull(leased_spec_of(reference, p, prompt, pages)), content
 
 
 def test_many_reads_share_one_bay_and_all_end_well():
@@ -208,7 +209,7 @@ def test_late_writes_into_staging_never_reach_a_page_of_the_lease():
     while not world.d.ranks[0].link.num_open:
         world.run(1)
     world.fabric.inject("p-0", Fault.FROZEN)
-    world.d.connector.abort(pull)
+    world.d.door.abort(pull)
     rank = world.d.ranks[0]
     events = world.run(20)["d"]
     assert [type(event) for event in events] == [PullEnded] and rank.staging.num_free == 0
@@ -265,7 +266,7 @@ def test_polling_a_read_after_its_cancel_lays_nothing_out():
     world.p.store(world.content(64), 64, [3], {})
     rank = world.d.ranks[0]
     read = order(world.p.geometry, 64, ranks=(b"p-0",), local_pages=4)
-    read = msgspec.structs.replace(read, remote_pages=np.array([3], np.int32))
+    read = msgspec.structs.replace(read, remote=parts([3], block=64))
     rank.worker.start(read)
     assert rank.worker.poll(ONE) is ReadState.READING
     world.fabric.late_writes = True

@@ -1,5 +1,5 @@
-"""Random lives of leases and transfers against a model that knows only what was offered: whatever is lost, repeated,
-delayed, aborted, frozen, restarted or forged, never a wrong byte is accepted, no page that may still be written to is
+"""Random lives of leases and transfers against a model that knows only what was offered: whatever is cut, full, late,
+repeated, aborted, frozen, restarted or forged, never a wrong byte is accepted, no page that may still be written to is
 used again, nothing leaks, and every transfer ends.
 """
 
@@ -70,6 +70,7 @@ class Transfers(RuleBasedStateMachine):
         self.latest: list[Offered] = []
         self.pulls: dict[int, Pulled] = {}
         self.recorded: list[bytes] = []
+        self.num_recorded = 0
 
     # -- the producer ------------------------------------------------------------------------------------------------
 
@@ -174,7 +175,8 @@ class Transfers(RuleBasedStateMachine):
             name=name,
             release_only=lie == "release",
         )
-        pull = self.world.consumer.pull(spec)
+        pull = self.world.pull(spec)
+        self.world.event_loop.spin()
         self.pulls[pull] = Pulled(offered, lie in (None, "release"), first, local, wants_state and lie is None)
         if lie == "release":
             self.pulls[pull].first_page = num_pages
@@ -183,13 +185,15 @@ class Transfers(RuleBasedStateMachine):
     @rule(which=st.integers(0, 5))
     def abort(self, which):
         pulls = list(self.pulls)
-        self.world.consumer.abort(pulls[which % len(pulls)])
+        self.world.port.abort(pulls[which % len(pulls)])
 
     @rule(times=st.integers(1, 3))
     def tick(self, times):
         for _ in range(times):
-            for event in self.world.consumer.tick():
+            for event in self.world.tick():
                 self.happened(event)
+            self.recorded += self.world.channel.sent[self.num_recorded :]
+            self.num_recorded, self.recorded = len(self.world.channel.sent), self.recorded[-20:]
 
     def happened(self, event):
         pulled = self.pulls[event.pull]
@@ -223,34 +227,32 @@ class Transfers(RuleBasedStateMachine):
     @rule(times=st.integers(1, 4))
     def everything_arrives(self, times):
         for _ in range(times):
-            self.recorded = [*self.recorded[-20:], *self.world.to_producer]
             self.world.deliver()
             self.tick(1)
 
-    @rule(how=st.sampled_from(["arrive", "lose", "repeat", "last"]), to_producer=st.booleans())
-    def one_frame(self, how, to_producer):
-        world = self.world
-        queue, arrive = (
-            (world.to_producer, world.at_producer) if to_producer else (world.to_consumer, world.at_consumer)
-        )
-        if not queue:
-            return
-        frame = queue.pop() if how == "last" else queue.popleft()
-        for _ in range({"lose": 0, "repeat": 2}.get(how, 1)):
-            arrive(frame)
+    @rule(to_producer=st.booleans())
+    def one_way(self, to_producer):
+        """The other end stands still."""
+        (self.world.p if to_producer else self.world).channel.look()
+        self.world.event_loop.spin()
+
+    @rule()
+    def cut(self):
+        note_event("a connection is cut")
+        self.world.cut()
+
+    @rule(room=st.sampled_from([1, 2, 64]), to_producer=st.booleans())
+    def make_full(self, room, to_producer):
+        """A connection takes so few frames from now on."""
+        for stream in (self.world.p if to_producer else self.world).channel.streams:
+            stream.room = room
 
     @precondition(lambda self: self.recorded)
-    @rule(which=st.integers(0, 20), by_a_stranger=st.booleans())
-    def an_old_frame_again(self, which, by_a_stranger):
-        frame = self.recorded[which % len(self.recorded)]
-        if by_a_stranger:
-            # a connection that has not said Hello
-            if b"hello" not in frame:
-                before = self.world.leases.num_active, self.world.p.producer.sessions.num_open
-                self.world.p.producer.receive(b"stranger", frame)
-                assert (self.world.leases.num_active, self.world.p.producer.sessions.num_open) == before
-        else:
-            self.world.to_producer.append(frame)
+    @rule(which=st.integers(0, 20))
+    def an_old_frame_again(self, which):
+        """Only the peer itself could do that: whatever P makes of it is the peer's loss."""
+        for stream in self.world.p.channel.streams:
+            stream.arrive(self.recorded[which % len(self.recorded)])
 
     @rule(seconds=st.sampled_from([0.1, 0.5, 2.0, 5.0, 19.0, 31.0]))
     def time_passes(self, seconds):
@@ -263,7 +265,7 @@ class Transfers(RuleBasedStateMachine):
         """Left alone, rules are chosen evenly, and hardly a transfer gets as far as reading."""
         rng = random.Random(seed)
         ordinary = (self.ordinary_transfer, self.move_on, self.move_on, self.move_on)
-        trouble = (self.abort_any, self.lose_or_repeat, self.lapse, self.trouble_at_the_producer, self.pull_again)
+        trouble = (self.abort_any, self.trouble_between, self.lapse, self.trouble_at_the_producer, self.pull_again)
         for _ in range(25):
             rng.choice(trouble if rng.random() < 0.1 * troubles else ordinary)(rng)
             self.nothing_is_written_outside_a_transfer()
@@ -278,7 +280,6 @@ class Transfers(RuleBasedStateMachine):
             self.pull(rng.choice([0, 0, 0, 1, 2]), rng.choice([0, 0, 1, 3, 8]), rng.random() < 0.8, lie)
 
     def move_on(self, rng):
-        self.recorded = [*self.recorded[-20:], *self.world.to_producer]
         self.world.deliver()
         self.tick(rng.randint(1, 2))
         self.collect_leases()
@@ -288,11 +289,16 @@ class Transfers(RuleBasedStateMachine):
         if self.pulls:
             self.abort(rng.randrange(6))
 
-    def lose_or_repeat(self, rng):
+    def trouble_between(self, rng):
         for _ in range(3):
-            self.one_frame(rng.choice(["arrive", "lose", "repeat", "last"]), rng.random() < 0.5)
-        if self.recorded:
-            self.an_old_frame_again(rng.randrange(20), rng.random() < 0.5)
+            self.one_way(rng.random() < 0.5)
+        match rng.randrange(4):
+            case 0:
+                self.cut()
+            case 1:
+                self.make_full(rng.choice([1, 2, 64]), rng.random() < 0.5)
+            case 2 if self.recorded:
+                self.an_old_frame_again(rng.randrange(20))
 
     def lapse(self, rng):
         self.world.clock.advance(rng.choice([5.0, 19.0, 21.0, 31.0]))
@@ -327,7 +333,6 @@ class Transfers(RuleBasedStateMachine):
             return
         for _ in range(int(LONGEST_LIFE)):
             self.tick(1)
-            self.world.to_producer.clear()
             self.world.clock.advance(1.0)
         assert all(pulled.ended for pulled in self.pulls.values()), "a transfer without an end"
         for number in range(1, self.world.num_producers + 1):

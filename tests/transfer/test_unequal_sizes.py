@@ -18,11 +18,11 @@ def hand_over(world, num_tokens, start, *, seed=0):
     p, d, content, prompt = world.p, world.d, world.content(num_tokens, seed), keys(num_tokens, seed)
     taken = world.some_pages(p, p.pages_of(num_tokens) + p.pages_per_file)
     pages, file = taken[p.pages_per_file :], taken[: p.pages_per_file]
-    reference = p.connector.offer(offer_of(p, content, prompt, pages, {num_tokens: file}))
+    reference = p.door.offer(offer_of(p, content, prompt, pages, {num_tokens: file}))
     lacking = d.pages_of(num_tokens) - start // d.geometry.block_size if start < num_tokens else 0
     own = world.some_pages(d, lacking + d.pages_per_file)
     local, own_file = own[d.pages_per_file :], own[: d.pages_per_file]
-    pull = d.connector.pull(leased_spec_of(reference, p, prompt, local, start=start, checkpoint=own_file))
+    pull = d.door.pull(leased_spec_of(reference, p, prompt, local, start=start, checkpoint=own_file))
     events = world.run(400, until=2)
     assert events["d"] == [PullEnded(pull, None, num_tokens, num_tokens), PagesFree(pull)]
     assert events["p"] + p.turn() == [LeaseEnded(reference, "confirmed")]
@@ -38,7 +38,7 @@ def hand_over(world, num_tokens, start, *, seed=0):
             assert written.max(initial=0) <= 1
         rank.memory[:] = CANARY
         rank.link.moved.clear()
-    assert d.worker.num_reads == 0 and p.connector.is_idle and d.connector.is_idle
+    assert d.worker.num_reads == 0 and p.door.is_idle and d.door.is_idle
 
 
 def once(rank, own):
@@ -97,10 +97,8 @@ def test_equal_sizes_move_whole_pages_so_that_prepared_lists_serve(p, d):
     world = World(p, d)
     content, prompt = world.content(400), keys(400)
     count, k = world.p.pages_of(400), world.p.pages_per_file
-    reference = world.p.connector.offer(
-        offer_of(world.p, content, prompt, range(count), {400: range(count, count + k)})
-    )
-    world.d.connector.pull(leased_spec_of(reference, world.p, prompt, range(count), checkpoint=range(count, count + k)))
+    reference = world.p.door.offer(offer_of(world.p, content, prompt, range(count), {400: range(count, count + k)}))
+    world.d.door.pull(leased_spec_of(reference, world.p, prompt, range(count), checkpoint=range(count, count + k)))
     world.run(20)
     for rank in world.d.ranks:
         assert len(rank.link.moved) == count + k

@@ -9,72 +9,89 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn.transfer.contract import PagesFree, PullEnded
 from cairn.transfer.wire import (
     MAX_FRAME_BYTES,
     MAX_MARK_BYTES,
     VERSION,
-    Alive,
+    Answer,
     Claim,
     Confirm,
     Confirmed,
+    Decline,
     Denied,
+    Done,
     Granted,
     Heartbeat,
     Hello,
+    Question,
     RefusalReason,
     Refused,
     Release,
-    Released,
     Welcome,
+    answers,
+    greeting_answers,
+    greetings,
     pack_pages,
-    refusal,
-    replies,
-    requests,
+    questions,
     unpack_pages,
 )
 from transfer.world import GEOMETRY, World
 
 N16, N32 = bytes(range(16)), bytes(range(32))
-CLAIM = Claim(N16, "", b"", 48, True, N32, 400, "cmpl-1", N32[:16])
-REQUESTS = (
+CLAIM = Claim("", b"", 48, True, N32, 400, "cmpl-1", N32[:16])
+RECORDS = (
     CLAIM,
-    Claim(N16, "", N32 * 3, 128, False, N32, 200),
-    Heartbeat(N16, "cmpl-1", N16),
-    Confirm(N16, "cmpl-1", N16, 7),
-    Release(N16, "cmpl-1", N16),
-    Release(N16, None, None),
+    Claim("", N32 * 3, 128, False, N32, 200),
+    Heartbeat(7),
+    Confirm(7),
+    Release(7),
+    Decline("cmpl-1", N16),
 )
 REPLIES = (
-    Granted(N16, "cmpl-1", N16, 7, 400, pack_pages(np.arange(5)), 384, pack_pages(np.arange(2))),
-    Granted(N16, "cmpl-1", N16, 7, 400, b"", None, b""),
-    Refused(N16, "claim", RefusalReason.NOT_CACHED),
-    Refused(N16, "claim", RefusalReason.USED),
-    Alive(N16),
-    Confirmed(N16, 7),
-    Released(N16),
+    Granted(400, pack_pages(np.arange(5)), 384, pack_pages(np.arange(2))),
+    Granted(400, b"", None, b""),
+    Refused(RefusalReason.NOT_CACHED),
+    Refused(RefusalReason.USED),
+    Confirmed(),
+    Done(),
 )
+QUESTIONS = tuple(Question(3, record) for record in RECORDS)
+ANSWERS = tuple(Answer(3, record) for record in REPLIES)
 HELLO = Hello(VERSION, "engine", N16, N32, GEOMETRY)
 WELCOME = Welcome(N16, "engine", N32, GEOMETRY, [b"rank 0", b"rank 1"])
+KINDS = (greetings, greeting_answers, questions, answers)
 
 
-@pytest.mark.parametrize("record", REQUESTS)
-def test_requests_come_back_as_they_were(record):
-    frames = requests()
+@pytest.mark.parametrize("record", QUESTIONS)
+def test_questions_come_back_as_they_were(record):
+    frames = questions()
     assert frames.decode(frames.encode(record)) == record and frames.dropped == 0
-    assert refusal(record, RefusalReason.USED).request == type(record).__struct_config__.tag
 
 
-@pytest.mark.parametrize("record", REPLIES)
-def test_replies_come_back_as_they_were(record):
-    frames = replies()
+@pytest.mark.parametrize("record", ANSWERS)
+def test_answers_come_back_as_they_were(record):
+    frames = answers()
     assert frames.decode(frames.encode(record)) == record and frames.dropped == 0
+
+
+@pytest.mark.parametrize("number", [0, -1, 1 << 62, "1", None])
+def test_a_number_out_of_its_bounds_drops_the_record(number):
+    frames = questions()
+    raw = [number, msgspec.to_builtins(CLAIM, builtin_types=(bytes,))]
+    assert frames.decode(msgspec.msgpack.encode(raw)) is None and frames.dropped == 1
+
+
+def numbered(raw):
+    """A record, with a number before it."""
+    return msgspec.msgpack.encode([3, raw])
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"claim": N16[:15]},
-        {"claim": "x" * 16},
+        {"nonce": N16[:15]},
+        {"nonce": "x" * 16},
         {"nonce": b""},
         {"end": N32 + b"x"},
         {"request_id": ""},
@@ -91,18 +108,15 @@ def test_replies_come_back_as_they_were(record):
     ],
 )
 def test_a_field_out_of_its_bounds_drops_the_record(changed):
-    frames = requests()
+    frames = questions()
     raw = msgspec.to_builtins(CLAIM, builtin_types=(bytes,)) | changed
-    assert (
-        frames.decode(msgspec.msgpack.encode(raw) if 2**70 not in changed.values() else b"\xcf" + b"\xff" * 8) is None
-    )
+    assert frames.decode(numbered(raw) if 2**70 not in changed.values() else b"\x92\x03\xcf" + b"\xff" * 8) is None
     assert frames.dropped == 1
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"claim": N16[:15]},
         {"adapter": "x" * 1025},
         {"adapter": None},
         {"marks": None},
@@ -117,19 +131,16 @@ def test_a_field_out_of_its_bounds_drops_the_record(changed):
     ],
 )
 def test_a_field_of_a_content_claim_out_of_its_bounds_drops_it(changed):
-    frames = requests()
-    raw = msgspec.to_builtins(REQUESTS[1], builtin_types=(bytes,)) | changed
-    assert frames.decode(msgspec.msgpack.encode(raw)) is None and frames.dropped == 1
+    frames = questions()
+    raw = msgspec.to_builtins(RECORDS[1], builtin_types=(bytes,)) | changed
+    assert frames.decode(numbered(raw)) is None and frames.dropped == 1
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"request_id": ""},
-        {"request_id": None},
-        {"nonce": N32},
-        {"generation": 0},
         {"position": -1},
+        {"position": None},
         {"pages": "x"},
         {"checkpoint_position": -1},
         {"checkpoint": None},
@@ -137,32 +148,32 @@ def test_a_field_of_a_content_claim_out_of_its_bounds_drops_it(changed):
     ],
 )
 def test_a_field_of_a_grant_out_of_its_bounds_drops_it(changed):
-    frames = replies()
+    frames = answers()
     raw = msgspec.to_builtins(REPLIES[0], builtin_types=(bytes,))
-    assert frames.decode(msgspec.msgpack.encode(raw)) == REPLIES[0]
-    assert frames.decode(msgspec.msgpack.encode(raw | changed)) is None and frames.dropped == 1
+    assert frames.decode(numbered(raw)) == ANSWERS[0]
+    assert frames.decode(numbered(raw | changed)) is None and frames.dropped == 1
 
 
 def test_a_missing_field_drops_the_record_and_an_unknown_one_does_not():
-    frames = requests()
+    frames = questions()
     raw = msgspec.to_builtins(CLAIM, builtin_types=(bytes,))
-    assert frames.decode(msgspec.msgpack.encode(raw | {"future": 1})) == CLAIM
+    assert frames.decode(numbered(raw | {"future": 1})) == QUESTIONS[0]
     del raw["start"]
-    assert frames.decode(msgspec.msgpack.encode(raw)) is None
+    assert frames.decode(numbered(raw)) is None
 
 
 TOO_LONG = Welcome(N16, "engine", N32, GEOMETRY, [bytes(1 << 20)] * 4)
 
 
 def test_an_oversized_frame_is_not_even_parsed():
-    frames = replies()
+    frames = greeting_answers()
     huge = msgspec.msgpack.encode(msgspec.to_builtins(TOO_LONG, builtin_types=(bytes,)))
     assert len(huge) > MAX_FRAME_BYTES and frames.decode(huge) is None and frames.dropped == 1
 
 
 def test_our_own_oversized_record_is_our_own_bug():
     with pytest.raises(AssertionError, match="at most"):
-        replies().encode(TOO_LONG)
+        greeting_answers().encode(TOO_LONG)
 
 
 class Bomb:
@@ -188,24 +199,40 @@ HOSTILE = (
 
 @pytest.mark.parametrize("frame", HOSTILE)
 def test_hostile_frames_are_counted_and_nothing_else(frame):
-    for frames in (requests(), replies()):
+    for kind in KINDS:
+        frames = kind()
         assert frames.decode(frame) is None and frames.dropped == 1
+
+
+@pytest.mark.parametrize("frame", HOSTILE)
+def test_hostile_frames_from_a_peer_are_counted_and_change_nothing(frame):
+    """Before the handshake and after it, to the producer and to the consumer."""
     world = World()
-    assert world.p.producer.receive(b"stranger", frame) is None and world.p.producer.sessions.dropped == 1
-    world.consumer.receive(("127.0.0.1", 5600), frame)
-    assert world.consumer.dropped == 1
+    prompt = np.arange(40)
+    world.pull(world.pull_spec(world.offer(prompt, (1, 2, 3)), prompt, (4, 5, 6)))
+    world.tick()
+    (near,) = world.channel.streams
+    for count in (1, 2):
+        near.far.arrive(frame)
+        world.deliver()
+        near.arrive(frame)
+        world.deliver()
+        assert (world.p.producer.dropped, world.consumer.dropped) == (count, count)
+    world.pull(world.pull_spec(world.offer(prompt, (7, 8, 9)), prompt, (10, 11, 12)))
+    assert [event.failure for event in world.run() if isinstance(event, PullEnded)] == [None, None]
 
 
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=300))
 def test_random_bytes_are_no_records(frame):
-    for frames in (requests(), replies()):
+    for kind in KINDS:
+        frames = kind()
         assert frames.decode(frame) is None and frames.dropped == 1
 
 
-@pytest.mark.parametrize("record", [*REQUESTS, *REPLIES])
+@pytest.mark.parametrize("record", [*QUESTIONS, *ANSWERS])
 def test_every_truncation_is_dropped(record):
-    frames = requests() if record in REQUESTS else replies()
+    frames = questions() if record in QUESTIONS else answers()
     whole = frames.encode(record)
     assert {frames.decode(whole[:end]) for end in range(len(whole))} == {None}
     assert frames.decode(whole + b"\x00") is None
@@ -213,28 +240,28 @@ def test_every_truncation_is_dropped(record):
 
 
 def test_flipped_bits_end_nobody():
-    """Every frame of a whole transfer, each byte of it changed. On a connection without a session it changes nothing;
-    from the peer itself, which TLS rules out, it ends no more than the transfer."""
+    """Every frame of a whole transfer, each byte of it changed, comes before the true one. TLS rules that out; without
+    it, it ends no more than the transfer."""
     rng = random.Random(4)
-    for from_the_peer in (False, True):
-        world = World()
-        prompt = np.arange(40)
-        ref = world.offer(prompt, (1, 2, 3))
-        world.consumer.pull(world.pull_spec(ref, prompt, (4, 5, 6)))
-        events = []
-        for _ in range(40):
-            events += world.consumer.tick()
-            world.clock.advance(0.5 if from_the_peer else 0.0)
-            for frame in [*world.to_producer]:
-                for at in range(len(frame)):
-                    sender = b"decode" if from_the_peer else rng.randbytes(8)
-                    world.p.producer.receive(sender, changed_at(frame, at, rng))
-            for frame in [*world.to_consumer] if from_the_peer else ():
-                for at in range(len(frame)):
-                    world.at_consumer(changed_at(frame, at, rng))
-            world.deliver()
-        failure, _ = [getattr(event, "failure", None) for event in events]
-        assert world.consumer.num_open == 0 and (from_the_peer or failure is None)
+    world = World()
+    prompt = np.arange(40)
+    world.pull(world.pull_spec(world.offer(prompt, (1, 2, 3)), prompt, (4, 5, 6)))
+    events, num_changed = [], 0
+    for _ in range(40):
+        events += world.tick()
+        world.clock.advance(0.5)
+        for stream in [*world.channel.streams, *world.p.channel.streams]:
+            under_way = [frame for _, frame in stream._under_way]
+            stream._under_way.clear()
+            for frame in under_way:
+                for at in range(len(frame) if isinstance(frame, bytes) else 0):
+                    stream.arrive(changed_at(frame, at, rng))
+                    num_changed += 1
+                stream.arrive(frame)
+        world.channel.look()
+        world.p.channel.look()
+    assert num_changed > 300 and [type(event) for event in events] == [PullEnded, PagesFree]
+    assert world.consumer.num_open == 0
 
 
 def changed_at(frame, at, rng):
@@ -254,7 +281,19 @@ def test_broken_page_lists_are_none(packed):
 
 
 def test_the_records_of_a_handshake_are_read():
-    assert replies().decode(replies().encode(Denied(N16, "why"))) == Denied(N16, "why")
-    assert replies().decode(replies().encode(WELCOME)) == WELCOME
-    assert requests().decode(requests().encode(HELLO)) == HELLO
-    assert requests().decode(replies().encode(WELCOME)) is None and replies().decode(requests().encode(HELLO)) is None
+    welcomes = greeting_answers()
+    assert welcomes.decode(welcomes.encode(Denied(N16, "why"))) == Denied(N16, "why")
+    assert welcomes.decode(welcomes.encode(WELCOME)) == WELCOME
+    assert greetings().decode(greetings().encode(HELLO)) == HELLO
+    assert greetings().decode(welcomes.encode(WELCOME)) is None and welcomes.decode(greetings().encode(HELLO)) is None
+
+
+def test_a_greeting_is_what_older_versions_say_and_read():
+    """So that servers of different versions can tell each other why they have nothing to say."""
+    geometry = msgspec.to_builtins(GEOMETRY)
+    fields = {"engine_id": "engine", "nonce": N16, "layout": N32, "geometry": geometry}
+    assert greetings().decode(msgspec.msgpack.encode({"type": "hello", "version": 5} | fields)).version == 5
+    assert msgspec.msgpack.decode(greetings().encode(HELLO)) == {"type": "hello", "version": VERSION} | fields
+    denied = {"type": "denied", "answers": N16, "text": "why"}
+    assert msgspec.msgpack.decode(greeting_answers().encode(Denied(N16, "why"))) == denied
+    assert greeting_answers().decode(msgspec.msgpack.encode(denied)) == Denied(N16, "why")

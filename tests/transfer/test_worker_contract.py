@@ -1,6 +1,5 @@
 """What everything that carries out reads must do: one rank or several, straight into pages or by way of staging."""
 
-import numpy as np
 import pytest
 
 from cairn.transfer.contract import Peer, PullId, ReadOrder, WorkerSide
@@ -8,6 +7,7 @@ from cairn.transfer.links.contract import LinkError, ReadState
 from cairn.transfer.memory import HostPool
 from doubles.device_pool import FakeDevicePool
 from doubles.memory_link import Fault
+from transfer.parts import parts
 from transfer.ranked_world import CANARY, World
 
 READING, DONE, FAILED, CANCELLED = ReadState.READING, ReadState.DONE, ReadState.FAILED, ReadState.CANCELLED
@@ -29,7 +29,7 @@ class Reader:
         descriptions = tuple(rank.link.describe() for rank in self.p.ranks) if ranks is None else ranks
         remote = range(self.p.pages_of(TOKENS)) if remote is None else remote
         self.pages = range(first_page, first_page + self.d.pages_of(TOKENS))
-        lists = np.array(remote, np.int32), np.array(self.pages, np.int32)
+        lists = parts(remote, block=self.p.geometry.block_size), parts(self.pages, block=self.d.geometry.block_size)
         return ReadOrder(PullId(pull), Peer("p", self.p.geometry, descriptions), 0, TOKENS, *lists, None, None)
 
     def drive(self, pull=1, polls=2000):

@@ -1,4 +1,4 @@
-"""Two engines on a memory link, a side channel that loses, repeats and reorders, and a clock that stands still.
+"""Two engines on a memory link, a side channel that delivers when it is told to, and a clock that stands still.
 
 The producer's page number p of epoch e is filled with bytes that no other (p, e) has, so a test can tell whose bytes
 arrived and when they were read.
@@ -6,11 +6,9 @@ arrived and when they were read.
 
 import dataclasses
 import random
-from collections import deque
 
 import numpy as np
 
-from cairn.transfer.connector import Connector
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PeerGeometry, PullSpec
 from cairn.transfer.leases import LeaseLimits
@@ -22,7 +20,11 @@ from cairn.transfer.planner import whole_pages
 from cairn.transfer.producer import Identity, Producer
 from cairn.transfer.worker import LinkWorker
 from cairn.types import ManualClock
+from doubles.memory_channel import MemoryNetwork
 from doubles.memory_link import MemoryFabric
+from transfer.parts import parts
+from transfer.turned_port import EventQueue, TurnedPort
+from turned_loop import TurnedLoop
 
 BLOCK = 16
 PAGE_BYTES = 64
@@ -41,13 +43,18 @@ def keys(num_tokens: int, seed: int = 0) -> np.ndarray:
 class ProducerSide:
     """One incarnation of the prefill server, and its pool."""
 
-    def __init__(self, fabric, clock, rng, name, *, layout=LAYOUT, max_pages=NUM_PAGES):
+    def __init__(self, world, name, *, layout=LAYOUT, max_pages=NUM_PAGES):
+        fabric, clock, rng = world.fabric, world.clock, world.rng
         self.name = name
+        self.channel = world.network.channel(HOST, PORT, world.event_loop)
+        self.events = EventQueue()
         self.memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
         self.link = fabric.link(name)
         self.link.register(Region.of(self.memory))
         identity = Identity(Peer(name, GEOMETRY, (self.link.describe(),)), layout)
-        self.producer = Producer(identity, LeaseLimits(max_pages=max_pages), clock, rng.randbytes)
+        limits = LeaseLimits(max_pages=max_pages)
+        self.producer = Producer(identity, limits, clock, rng.randbytes, self.events.put)
+        self.channel.listen(self.producer.serve)
 
     def fill(self, pages, rng) -> None:
         """New content: other bytes than these pages ever had."""
@@ -56,65 +63,92 @@ class ProducerSide:
 
 
 class World:
-    """`connector` is the decode side; its frames lie in `to_producer` and `to_consumer` until `deliver`."""
+    """`port` is the scheduler's door to D's pulls and P's leases; what is sent is under way until `deliver`."""
 
     def __init__(self, seed=0, *, policy=None, layout=LAYOUT, max_pages=NUM_PAGES, links=None, **fabric):
         self.rng = random.Random(seed)
         self.clock = ManualClock()
+        self.event_loop = TurnedLoop(self.clock)
+        self.network = MemoryNetwork()
         self.fabric = links or MemoryFabric(**fabric)
         self.max_pages = max_pages
         self.num_producers = 0
         self.policy = policy or PeerPolicy()
-        self.to_producer: deque[bytes] = deque()
-        self.to_consumer: deque[bytes] = deque()
-        self.sent = 0
+        self.channel = self.network.channel("decode", 0, self.event_loop)
+        self.addresses = set()
         self.memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
         self.link = self.fabric.link("decode")
         pool = HostPool(self.memory)
         self.link.register(pool.region)
         self.worker = LinkWorker(self.link, whole_pages(0, PAGE_BYTES), pool.fence, chunk_bytes=3 * PAGE_BYTES)
         identity = Identity(Peer("decode", GEOMETRY, (self.link.describe(),)), layout)
-        self.consumer = Consumer(identity, self.policy, self.worker, self.clock, self.rng.randbytes, self._send)
+        self.events = EventQueue()
+        self.consumer = Consumer(
+            identity,
+            self.policy,
+            self.worker,
+            self.clock,
+            self.rng.randbytes,
+            self._connect,
+            self.event_loop,
+            self.events.put,
+        )
         self.restart()
-        self.connector = Connector(self.p.producer, self.consumer)
+        self.port = TurnedPort(self.event_loop, self.p.producer, self.consumer, self.events)
 
     @property
     def leases(self):
         return self.p.producer.leases
 
+    @property
+    def sent(self) -> int:
+        """Frames that D has sent."""
+        return len(self.channel.sent)
+
     def restart(self) -> None:
         """The producer's process is another one from now on."""
+        if self.num_producers:
+            self.cut()
+            self.p.channel.close()
         self.num_producers += 1
-        self.p = ProducerSide(
-            self.fabric, self.clock, self.rng, f"prefill-{self.num_producers}", max_pages=self.max_pages
-        )
+        self.p = ProducerSide(self, f"prefill-{self.num_producers}", max_pages=self.max_pages)
 
-    def _send(self, address, frame) -> None:
-        assert address == (HOST, PORT)
-        self.sent += 1
-        self.to_producer.append(frame)
+    def cut(self) -> None:
+        """End the connections between the two; they hear of it when they look next."""
+        self.network.cut(self.channel, self.p.channel)
+
+    async def _connect(self, address):
+        self.addresses.add(address)
+        return await self.channel.connect(address)
+
+    def pull(self, spec):
+        return self.port.pull(spec)
+
+    def tick(self):
+        """What the transfer thread of D does once; the events since the last time."""
+        self.event_loop.spin()
+        self.consumer.look()
+        self.event_loop.spin()
+        return self.events.take()
 
     def deliver(self) -> None:
         """Everything that is under way, and what it gives rise to."""
-        while self.to_producer or self.to_consumer:
-            if self.to_producer:
-                self.at_producer(self.to_producer.popleft())
-            else:
-                self.at_consumer(self.to_consumer.popleft())
+        self.event_loop.spin()
+        while self.channel.look() | self.p.channel.look():
+            self.event_loop.spin()
 
-    def at_producer(self, frame) -> None:
-        answer = self.p.producer.receive(b"decode", frame)
-        if answer is not None:
-            self.to_consumer.append(answer)
-
-    def at_consumer(self, frame) -> None:
-        self.consumer.receive((HOST, PORT), frame)
+    def step(self):
+        """Tick, and let what is under way go one way."""
+        events = self.tick()
+        self.channel.look()
+        self.p.channel.look()
+        return events
 
     def run(self, rounds=50):
         """Tick and deliver; returns the events."""
         events = []
         for _ in range(rounds):
-            events += self.consumer.tick()
+            events += self.tick()
             self.deliver()
         return events
 
@@ -123,7 +157,7 @@ class World:
         server parses of the reference."""
         held = tuple(OfferedCheckpoint(position, np.array(file, np.int32)) for position, file in checkpoints)
         self.p.fill([*pages[num_shared:], *(page for _, file in checkpoints for page in file)], self.rng)
-        offer = Offer(request_id, name, prompt, np.array(pages, np.int32), held)
+        offer = Offer(request_id, name, prompt, parts(list(pages)), held)
         nonce = self.leases.offer(offer)
         return KvSource(self.p.name, HOST, PORT, request_id, nonce)
 
@@ -145,7 +179,7 @@ class World:
             name,
             prompt,
             start,
-            np.array(pages, np.int32),
+            parts(list(pages), start),
             None if checkpoint is None else np.array(checkpoint, np.int32),
             release_only,
         )

@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cairn.cache.group_pages import page_numbers
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.request import PromptOffer, Request
 from cairn.scheduler.state import SchedulerState
@@ -98,7 +97,7 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
         request_id=request.id,
         name=content_name(request),
         keys=request.spec.prompt,
-        pages=page_numbers(sequence.blocks.upto(length)),
+        pages=sequence.blocks.span(0, length),
         checkpoints=(OfferedCheckpoint(length, checkpoint.pages),),
     )
     reference = side.offer(made)

@@ -4,7 +4,6 @@ Nothing is pinned for it: `remember_sequence` notes which tokens were there, and
 cached when somebody who knows their digests asks.
 """
 
-from cairn.cache.group_pages import page_numbers
 from cairn.cache.sequence_blocks import Namespace
 from cairn.scheduler.kv_export import pages_to_lease
 from cairn.scheduler.request import Request
@@ -44,9 +43,8 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
     checkpoint = sequence.restore if sequence.hit <= position else None
     # without a state keys and values are worth nothing to anybody, unless the model has none
     of_use = position > request.start and (checkpoint is not None or cache.layout.resumes_anywhere)
-    pages = page_numbers(sequence.blocks.upto(position))
     checkpoints = () if checkpoint is None else (OfferedCheckpoint(sequence.hit, checkpoint),)
-    offer = Offer(purpose, name, keys[:position], pages, checkpoints)
+    offer = Offer(purpose, name, keys[:position], sequence.blocks.span(0, position), checkpoints)
     can_lease = state.num_leases < state.transfers.quota.max_leases
     if not of_use or not can_lease or not side.fits(LeaseDemand(offer.all_pages), pages_to_lease(state)):
         side.answer_lookup(request.lookup, None)

@@ -78,11 +78,10 @@ class PeerSource:
         )
 
     def start(self, request: FetchRequest, target: FetchTarget) -> FetchId:
-        source, start, pages = self._peer(request), len(request.keys), np.zeros(0, np.int32)
-        for part in target.pages:
-            # a layout that other servers read has no more than one group
-            start, pages = part.first_page * part.group.tokens_per_page, part.pages
-        spec = PullSpec(request.request_id, source, request.name, request.keys, start, pages, target.state_pages)
+        source, start = self._peer(request), len(request.keys)
+        if target.pages:
+            start = target.pages[0].first_page * target.pages[0].group.tokens_per_page
+        spec = PullSpec(request.request_id, source, request.name, request.keys, start, target.pages, target.state_pages)
         pull = self._side.pull(spec)
         self._pulls[pull] = _OpenPull(source, self._clock.now())
         return FetchId(pull)
@@ -107,8 +106,8 @@ class PeerSource:
         somebody else has claimed it."""
         if source.nonce is None or len(self._releases) >= MAX_RELEASES:
             return
-        purpose, keys, nothing = f"release of {source.request_id}", np.zeros(0, np.int64), np.zeros(0, np.int32)
-        spec = PullSpec(purpose, source, ContentName(), keys, 0, nothing, None, release_only=True)
+        purpose, keys = f"release of {source.request_id}", np.zeros(0, np.int64)
+        spec = PullSpec(purpose, source, ContentName(), keys, 0, (), None, release_only=True)
         self._releases.add(self._side.pull(spec))
 
     def receive(self, event: PullEnded | PagesFree) -> None:

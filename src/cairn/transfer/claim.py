@@ -5,14 +5,16 @@ deliver. Without a lease it names every 64th token, and the end of the other ser
 """
 
 import hmac
+from dataclasses import replace
 
+from cairn.cache.group_pages import GroupPages
 from cairn.step import GRID
 from cairn.transfer.contract import Offer, Peer, PullId, PullSpec, ReadOrder, num_range_pages
 from cairn.transfer.digest import DIGEST_BYTES, ContentDigest, content_digest
 from cairn.transfer.wire import MAX_MARK_BYTES, Claim, Granted, unpack_pages
 
 
-def make_claim(spec: PullSpec, claim: bytes, layout: bytes) -> Claim | None:
+def make_claim(spec: PullSpec, layout: bytes) -> Claim | None:
     """The claim for a pull; None when there is no prefix to name. `layout` is `digest.layout_hash`."""
     source, end = spec.source, _end(spec)
     marks = ContentDigest(layout, spec.name)
@@ -23,7 +25,7 @@ def make_claim(spec: PullSpec, claim: bytes, layout: bytes) -> Claim | None:
     digest = content_digest(layout, spec.name, spec.keys[:end]) if end or source.nonce is not None else None
     wants_state = spec.checkpoint is not None
     lease = (source.request_id, source.nonce)
-    return Claim(claim, spec.name.adapter, marks.marks, spec.start, wants_state, digest, end, *lease)
+    return Claim(spec.name.adapter, marks.marks, spec.start, wants_state, digest, end, *lease)
 
 
 def match_claim(claim: Claim, offer: Offer, layout: bytes) -> int | None:
@@ -40,8 +42,8 @@ def match_claim(claim: Claim, offer: Offer, layout: bytes) -> int | None:
     return position if hmac.compare_digest(digest, expected) else None
 
 
-def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted, block_size: int) -> ReadOrder | None:
-    """What to read by a grant, in own pages of `block_size` tokens; None when the grant does not follow from the claim
+def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted) -> ReadOrder | None:
+    """What to read by a grant; None when the grant does not follow from the claim
     or contradicts itself."""
     source, end, start = spec.source, granted.position, spec.start
     pages, state_pages = unpack_pages(granted.pages), unpack_pages(granted.checkpoint)
@@ -51,23 +53,23 @@ def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted, block_
     if granted.checkpoint_position is not None and not 0 < granted.checkpoint_position <= end:
         return None
     if source.nonce is not None:
-        # the lease that was claimed, and all of it
-        if (granted.request_id, granted.nonce, end) != (source.request_id, source.nonce, len(spec.keys)):
-            return None
-        if has_state != (spec.checkpoint is not None):
+        # all of the lease
+        if end != len(spec.keys) or has_state != (spec.checkpoint is not None):
             return None
     else:
         is_mark = end % GRID == 0 and end <= min(len(spec.keys), MAX_MARK_BYTES // DIGEST_BYTES * GRID)
         if end <= start or not (is_mark or end == _end(spec)) or (has_state and spec.checkpoint is None):
             return None
-        if not len(spec.pages):
+        if not spec.pages:
             # No page is needed here, or the model has no attention: what the peer grants beyond the state is ignored.
             start, pages = end, pages[:0]
     if len(pages) != num_range_pages(start, end, peer.geometry.block_size):
         return None
-    local_pages = spec.pages[: num_range_pages(start, end, block_size)]
+    local = tuple(part.upto(end) for part in spec.pages) if start < end else ()
+    remote_groups = (replace(part.group, tokens_per_page=peer.geometry.block_size) for part in local)
+    remote = tuple(GroupPages(group, start, pages) for group in remote_groups)
     states = (state_pages, spec.checkpoint) if has_state else (None, None)
-    return ReadOrder(pull, peer, start, end, pages, local_pages, *states)
+    return ReadOrder(pull, peer, start, end, remote, local, *states)
 
 
 def _end(spec: PullSpec) -> int:

@@ -1,24 +1,21 @@
 """The consumer's side of transfers: all pulls of one engine, and its sessions with producers."""
 
-import logging
+import asyncio
 from collections.abc import Callable
-from functools import partial
 
 from cairn.transfer.contract import Identity, KvSource, PagesFree, PullEnded, PullId, PullSpec, WorkerSide
 from cairn.transfer.peers import Address, PeerPolicy, UnresponsivePeers
 from cairn.transfer.pull import Pull, PullLimits, PullState, PullTools
-from cairn.transfer.session import ProducerSession, SessionState
-from cairn.transfer.wire import NONCE_BYTES, Denied
+from cairn.transfer.session import PeerFailed, ProducerSession
+from cairn.transfer.stream import Connect
 from cairn.types import Clock
 
 _MAX_SESSIONS = 256
 
-logger = logging.getLogger(__name__)
-
 
 class Consumer:
-    """All pulls of one engine. `send(address, frame)` sends a frame to a producer and may lose it. Call `tick` again
-    and again while `num_open` is not 0."""
+    """All pulls of one engine, in `event_loop`. `emit` is called with each outcome. Call `look` again and again while
+    `num_open` is not 0."""
 
     def __init__(
         self,
@@ -27,27 +24,27 @@ class Consumer:
         worker: WorkerSide,
         clock: Clock,
         random: Callable[[int], bytes],
-        send: Callable[[Address, bytes], None],
+        connect: Connect,
+        event_loop: asyncio.AbstractEventLoop,
+        emit: Callable[[PullEnded | PagesFree], None],
         limits: PullLimits | None = None,
     ) -> None:
         self._identity = identity
         self._policy = policy
-        self._clock = clock
         self._random = random
-        self._send = send
+        self._connect = connect
+        self._event_loop = event_loop
+        self._emit = emit
         limits = limits or PullLimits()
-        block_size = identity.me.geometry.block_size
-        self._tools = PullTools(self._session_with, worker, clock, identity.layout, block_size, limits)
+        self._tools = PullTools(self._session_with, worker, identity.layout, limits, event_loop, self._pull_ended)
         self._sessions: dict[Address, ProducerSession] = {}
         self._unresponsive = UnresponsivePeers(clock, limits.retry_silent)
         self._pulls: dict[PullId, Pull] = {}
-        self._by_claim: dict[bytes, Pull] = {}
-        self._next = 0
         self._dropped = 0
 
     @property
     def num_open(self) -> int:
-        """Pulls that need `tick`, those in quarantine included."""
+        """Pulls that need `look`, those in quarantine included."""
         return len(self._pulls)
 
     @property
@@ -65,99 +62,76 @@ class Consumer:
         """Frames that were ignored."""
         return self._dropped + sum(session.dropped for session in self._sessions.values())
 
-    def pull(self, spec: PullSpec, pull_id: PullId | None = None) -> PullId:
-        """Start a pull; nothing is sent before the next `tick`. `pull_id`: a number that no other pull ever had, None
-        for the next one."""
-        number = self._next + 1 if pull_id is None else pull_id
+    def pull(self, spec: PullSpec, number: PullId) -> None:
+        """Start a pull. `number`: one that no other pull ever had."""
         if number in self._pulls:
             raise AssertionError(f"pull {number} is open already")
-        self._next = max(self._next, number)
-        pull = Pull(PullId(number), spec, self._random(NONCE_BYTES), self._tools)
-        self._pulls[pull.id] = self._by_claim[pull.claim] = pull
-        return pull.id
+        pull = self._pulls[number] = Pull(number, spec, self._tools)
+        pull.add_done_callback(lambda: self._pages_free(number))
 
     def abort(self, pull: PullId) -> None:
         if pull in self._pulls:
             self._pulls[pull].abort()
 
-    def receive(self, address: Address, frame: bytes) -> None:
-        """A frame that came from a producer's address. Never raises on what a peer sent."""
-        session = self._sessions.get(address)
-        if session is None:
-            self._dropped += 1
-            return
-        self._unresponsive.remove(address)
-        reply = session.receive(frame)
-        if reply is None:
-            return
-        pull = self._by_claim.get(reply.answers if isinstance(reply, Denied) else reply.claim)
-        if pull is None or pull.session is not session:
-            return
-        if isinstance(reply, Denied):
-            session.close(f"refused by the peer: {reply.text}")
-        else:
-            pull.receive(reply)
-
-    def lose(self, address: Address, reason: str) -> None:
-        """The connection to this address has ended, or could not be made."""
-        session = self._sessions.get(address)
-        if session is not None and session.lose(reason):
-            self._unresponsive.add(address, session.engine_id)
-
-    def tick(self) -> list[PullEnded | PagesFree]:
-        """Drive everything once. Returns what has ended since the last call, in order."""
-        for address, session in self._sessions.items():
-            if session.tick():
-                self._unresponsive.add(address, session.engine_id)
-        events: list[PullEnded | PagesFree] = []
+    def look(self) -> None:
+        """Drive the link."""
         for pull in list(self._pulls.values()):
-            try:
-                pull.advance()
-            except Exception as error:
-                # One peer's doing must not end the thread that serves all of them.
-                logger.exception("transfer %d of %s", pull.id, pull.spec.request_id)
-                pull.abort(f"{type(error).__name__}: {error}")
-            if pull.is_over and not pull.is_reported:
-                pull.is_reported = True
-                if pull.is_silent and pull.session is not None:
-                    # The next transfer begins with a new handshake: the peer may have forgotten this session.
-                    pull.session.close("the peer did not answer")
-                    self._unresponsive.add(pull.spec.source.address, pull.spec.source.engine_id)
-                events.append(PullEnded(pull.id, pull.failure, pull.position, pull.checkpoint_position, pull.volume))
-            if pull.is_drained:
-                del self._pulls[pull.id], self._by_claim[pull.claim]
-                events.append(PagesFree(pull.id))
-        return events
+            pull.look()
 
-    def _session_with(self, source: KvSource) -> ProducerSession | str:
-        """The session with this server, or why there is none."""
+    def _pull_ended(self, pull: Pull) -> None:
+        source = pull.spec.source
+        if pull.is_silent and pull.session is not None:
+            # The next transfer begins with a new handshake: the peer may have forgotten this session.
+            pull.session.close("the peer did not answer")
+            self._unresponsive.add(source.address, source.engine_id)
+        self._emit(PullEnded(pull.id, pull.failure, pull.position, pull.checkpoint_position, pull.volume))
+
+    def _pages_free(self, number: PullId) -> None:
+        del self._pulls[number]
+        self._emit(PagesFree(number))
+
+    def _session_with(self, source: KvSource) -> ProducerSession:
+        """The session with this server. Raises PeerFailed where there is none."""
         refusal = self._policy.refusal(source.host)
         if refusal is not None:
-            return f"remote_host {refusal}"
-        address = source.address
-        session = self._sessions.get(address)
+            raise PeerFailed(f"remote_host {refusal}")
+        session = self._sessions.get(source.address)
         if session is not None and session.peer is not None and session.peer.engine_id != source.engine_id:
-            if all(pull.session is not session or pull.is_over for pull in self._pulls.values()):
+            if not self._is_used(session):
                 # The peer of this session has restarted, or never was the one that made the offer.
                 session.close("another engine is expected at this address")
-        if session is None or session.state is not SessionState.OPEN:
-            silent = self._unresponsive.refuse(address, source.engine_id)
+                session = None
+        if session is None or session.peer is None:
+            silent = self._unresponsive.refuse(source.address, source.engine_id)
             if silent is not None:
-                return silent
-        if session is None or session.state is SessionState.CLOSED:
-            self._remove_sessions()
-            if len(self._sessions) >= _MAX_SESSIONS:
-                return f"there are {_MAX_SESSIONS} sessions with other engines already"
-            send = partial(self._send, address)
-            session = ProducerSession(source.engine_id, self._identity, self._clock, self._random, send)
-            self._sessions[address] = session
+                raise PeerFailed(silent)
+        return session or self._new_session(source)
+
+    def _new_session(self, source: KvSource) -> ProducerSession:
+        if len(self._sessions) >= _MAX_SESSIONS:
+            idle = next((session for session in self._sessions.values() if not self._is_used(session)), None)
+            if idle is None:
+                raise PeerFailed(f"there are {_MAX_SESSIONS} sessions with other engines already")
+            idle.close("others needed its place")
+        address = source.address
+
+        def ended(session: ProducerSession, failure: PeerFailed) -> None:
+            self._dropped += session.dropped
+            del self._sessions[address]
+            if failure.is_silent:
+                self._unresponsive.add(address, session.engine_id)
+
+        session = self._sessions[address] = ProducerSession(
+            address,
+            source.engine_id,
+            self._identity,
+            self._connect,
+            self._random,
+            self._event_loop,
+            heard=lambda: self._unresponsive.remove(address),
+            ended=ended,
+        )
         return session
 
-    def _remove_sessions(self) -> None:
-        """Remove closed sessions, and idle ones only when there are many."""
-        used = {id(pull.session) for pull in self._pulls.values()}
-        for address, session in list(self._sessions.items()):
-            idle = id(session) not in used
-            if session.state is SessionState.CLOSED or (idle and len(self._sessions) >= _MAX_SESSIONS):
-                self._dropped += session.dropped
-                del self._sessions[address]
+    def _is_used(self, session: ProducerSession) -> bool:
+        return any(pull.session is session and not pull.is_over for pull in self._pulls.values())

@@ -13,6 +13,7 @@ from typing import Annotated, NewType, Protocol
 import msgspec
 import numpy as np
 
+from cairn.cache.group_pages import GroupPages, page_numbers
 from cairn.step import GRID
 from cairn.transfer.links.contract import ReadState
 from cairn.types import Keys, Pages
@@ -91,18 +92,18 @@ class OfferedCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a server leases to another: pages that cover `keys`, and checkpoints of their prefixes."""
+    """What a server leases to another: per attention group the pages of `keys`, and checkpoints of their prefixes."""
 
     request_id: str
     name: ContentName
     keys: Keys
-    pages: Pages
+    pages: tuple[GroupPages, ...]
     checkpoints: tuple[OfferedCheckpoint, ...]
 
     @property
     def all_pages(self) -> Pages:
         """Pages of the tokens and of the checkpoints, shape [n]."""
-        return np.concatenate([self.pages, *(checkpoint.pages for checkpoint in self.checkpoints)])
+        return np.concatenate([page_numbers(self.pages), *(checkpoint.pages for checkpoint in self.checkpoints)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +154,10 @@ class TransferRole:
 class PullSpec:
     """What to pull of `keys` from `source`, and where to.
 
-    `pages` cover the tokens [start, len(keys)), or are empty when no page is needed; `start` is a multiple of the own
-    block size, or len(keys). `checkpoint`: the pages for the state, None when none is needed. A lease delivers all of
-    it. Without a lease the source may deliver less: tokens up to its `end` or a multiple of 64 beyond `start`, and a
-    state only where it has one.
+    `pages`, per attention group, are those of the tokens [start, len(keys)), or none when no page is needed; `start` is
+    a multiple of the own block size, or len(keys). `checkpoint`: the pages for the state, None when none is needed. A
+    lease delivers all of it. Without a lease the source may deliver less: tokens up to its `end` or a multiple of 64
+    beyond `start`, and a state only where it has one.
     `release_only`: nothing is needed; the lease is given back unused. `request_id`: the own request's, for messages.
     """
 
@@ -165,7 +166,7 @@ class PullSpec:
     name: ContentName
     keys: Keys
     start: int
-    pages: Pages
+    pages: tuple[GroupPages, ...]
     checkpoint: Pages | None
     release_only: bool = False
 
@@ -235,22 +236,23 @@ NO_DEMAND = LeaseDemand()
 
 
 class SchedulerSide(Protocol):
-    """The connector as the scheduler sees it."""
+    """Transfers as the scheduler sees them."""
 
     def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
         """Whether one offer of `demand` fits under the cap of all leases, beside them and what is `promised`: pages
         that are going to be leased, too. A page counts once. While nothing is leased or promised, one offer may exceed
-        the cap: a long prompt must be served, too. `leases.LeasedPages` owns this rule."""
+        the cap: a long prompt must be served, too."""
 
     def offer(self, offer: Offer) -> str:
-        """Lease pages, which must stay as they are until `LeaseEnded`. Returns the `remote_request_id`."""
+        """Lease pages, which must stay as they are until `LeaseEnded`. Returns the `remote_request_id`. Call `fits`
+        first: what does not fit ends at once."""
 
     def withdraw(self, remote_request_id: str) -> None:
         """End a lease that nobody has claimed. Does nothing for others."""
 
     def answer_lookup(self, lookup: LookupId, offer: Offer | None) -> str | None:
         """Answer a `LookupRequest`; None: nothing is cached. `offer.keys` are the cached tokens up to a mark or the end
-        of the request; call `fits` first. The offer is leased to the server that asked, and ends in exactly one
+        of the request. The offer, which has to fit, is leased to the server that asked, and ends in exactly one
         `LeaseEnded`, at once when the answer comes too late. Returns its `remote_request_id`, as `offer` does."""
 
     def pull(self, spec: PullSpec) -> PullId:
@@ -264,16 +266,16 @@ class SchedulerSide(Protocol):
 
 
 class ReadOrder(msgspec.Struct, frozen=True, tag="read", eq=False):
-    """What a pull reads of a peer, the same for all ranks: tokens [start, end) from its `remote_pages` into the own
-    `local_pages`, which cover them in each side's block size, and its checkpoint into the own state pages, or None.
+    """What a pull reads of a peer, the same for all ranks: tokens [start, end) from its `remote` pages into the own
+    `local` ones, each in its side's block size, and its checkpoint into the own state pages, or None.
     Each rank reads its share."""
 
     pull: Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
     peer: Peer
     start: _Tokens
     end: _Tokens
-    remote_pages: Pages
-    local_pages: Pages
+    remote: tuple[GroupPages, ...]
+    local: tuple[GroupPages, ...]
     remote_checkpoint: Pages | None
     local_checkpoint: Pages | None
 

@@ -8,8 +8,14 @@
 A lease is named by a random nonce that only the client's reference carries. It is used once, by the transfer that
 claims it first; a lease made for a claim that came without one is CLAIMED from the start. Its pages stay as they are
 while it is OFFERED or CLAIMED. When its time is up it is EXPIRED for good, so CONFIRMED proves that whatever was read
-until then was the right bytes."""
+until then was the right bytes. Whoever has claimed it loses it with the connection that it was claimed by.
 
+`Leases` is the one owner: the scheduler's thread offers and withdraws, and asks what fits; the transfer thread answers
+claims. A page counts until the scheduler has heard that its last lease has ended, and so may unpin it."""
+
+import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -18,6 +24,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.cache.group_pages import page_numbers
 from cairn.transfer.claim import match_claim
 from cairn.transfer.contract import (
     NO_DEMAND,
@@ -25,26 +32,12 @@ from cairn.transfer.contract import (
     LeaseEnded,
     Offer,
     OfferedCheckpoint,
-    num_range_pages,
 )
 from cairn.transfer.params import remote_request_id
-from cairn.transfer.wire import (
-    NONCE_BYTES,
-    Alive,
-    Claim,
-    Confirm,
-    Confirmed,
-    Granted,
-    Heartbeat,
-    RefusalReason,
-    Refused,
-    Release,
-    Released,
-    Request,
-    pack_pages,
-    refusal,
-)
+from cairn.transfer.wire import NONCE_BYTES, Claim, Granted, RefusalReason, pack_pages
 from cairn.types import Clock, Pages
+
+logger = logging.getLogger(__name__)
 
 
 class LeaseState(Enum):
@@ -76,33 +69,29 @@ TRANSITIONS: Mapping[LeaseState, frozenset[LeaseState]] = MappingProxyType(
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseLimits:
     """Times in seconds. `max_pages`: how many distinct pages all leases may pin. `duration`: until an offer expires;
-    `extension`: what a claim or a heartbeat adds from now; `max_age`: no lease gets older. `remember`: how long the end
-    of a lease is remembered, and `max_remembered` of how many. `linger`: how long a peer's link may go on reading after
-    its lease has ended, or after its last heartbeat."""
+    `extension`: what a claim or a heartbeat adds from now; `max_age`: no lease gets older. `max_remembered`: of how
+    many leases that have ended it is remembered how. `linger`: how long a peer's link may go on reading after its lease
+    has ended, or after its last heartbeat."""
 
     max_pages: int
     duration: float = 30.0
     extension: float = 20.0
     max_age: float = 600.0
-    remember: float = 120.0
     max_remembered: int = 4096
     linger: float = 60.0
 
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """`offer` and, once claimed, `claim` with the answer `granted`; all but the claim's id are dropped at the end."""
+    """`pages` of `offer`, which is dropped at the end."""
 
     request_id: str
     nonce: bytes
     born: float
     until: float
     offer: Offer | None
+    pages: Pages
     state: LeaseState = LeaseState.OFFERED
-    claim_id: bytes | None = None
-    generation: int = 0
-    granted: tuple[Claim, Granted] | None = None
-    ended: float = 0.0
 
     def to(self, state: LeaseState) -> None:
         """Change the state; the only place that does."""
@@ -111,11 +100,18 @@ class Lease:
         self.state = state
 
 
-class LeasedPages:
-    """Number of leases by page, and the cap on pages. A page that several leases share counts once."""
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A lease that is somebody's now, and what its claim is answered with."""
 
-    def __init__(self, max_pages: int) -> None:
-        self._max_pages = max_pages
+    lease: Lease
+    granted: Granted
+
+
+class _PageCounts:
+    """Number of leases by page. A page that several leases share counts once."""
+
+    def __init__(self) -> None:
         self._counts: NDArray[np.int32] = np.zeros(0, np.int32)
         self._num_pages = 0
 
@@ -123,22 +119,14 @@ class LeasedPages:
         """Distinct pages that are leased."""
         return self._num_pages
 
-    def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
-        """See `contract.SchedulerSide.fits`."""
-        if not (self._num_pages or promised):
-            return True
-        total = promised + demand
-        return self._num_with(total.pages) + total.num_new <= self._max_pages
-
-    def _num_with(self, pages: Pages) -> int:
+    def num_with(self, pages: Pages) -> int:
         """How many distinct pages would be leased if `pages` (any shape [n], in any order) were leased as well."""
         distinct = np.unique(pages)
         known = distinct[distinct < len(self._counts)]
         return self._num_pages + len(distinct) - int(np.count_nonzero(self._counts[known]))
 
     def add(self, pages: Pages) -> None:
-        """A lease of `pages` begins."""
-        self._num_pages = self._num_with(pages)
+        self._num_pages = self.num_with(pages)
         distinct = np.unique(pages)
         if len(distinct) and distinct[-1] >= len(self._counts):
             more = int(distinct[-1]) + 1 - len(self._counts)
@@ -146,37 +134,31 @@ class LeasedPages:
         self._counts[distinct] += 1
 
     def remove(self, pages: Pages) -> None:
-        """A lease of `pages` has ended."""
         distinct = np.unique(pages)
         self._counts[distinct] -= 1
         self._num_pages -= int(np.count_nonzero(self._counts[distinct] == 0))
 
 
-class LeaseTable:
-    """All leases of one engine, and the answers to whoever claims one. What is pinned stays within a cap; an ended
-    lease is remembered for a while, to say how it ended. Every method looks at the clock first. `random(n)`: n
-    unpredictable bytes."""
+class Leases:
+    """All leases of one engine. What is pinned stays within a cap. Every method looks at the clock first, and any
+    thread may call it. `layout` is `digest.layout_hash`; `random(n)`: n unpredictable bytes."""
 
-    def __init__(
-        self, layout: bytes, tokens_per_page: int, limits: LeaseLimits, clock: Clock, random: Callable[[int], bytes]
-    ) -> None:
+    def __init__(self, layout: bytes, limits: LeaseLimits, clock: Clock, random: Callable[[int], bytes]) -> None:
         self._layout = layout
-        self._tokens_per_page = tokens_per_page
         self._limits = limits
         self._clock = clock
         self._random = random
+        self._lock = threading.RLock()
         self._active: dict[bytes, Lease] = {}
-        self._past: dict[bytes, Lease] = {}
-        self._ended: list[LeaseEnded] = []
-        self._generation = 0
-        self._pages = LeasedPages(limits.max_pages)
+        self._past: OrderedDict[bytes, Lease] = OrderedDict()
+        self._ended: list[Lease] = []
+        self._counts = _PageCounts()
         self._read_until = clock.now()
 
     @property
     def num_pages(self) -> int:
-        """Distinct pages under leases that have not ended."""
-        self.expire()
-        return len(self._pages)
+        """Distinct pages of leases whose end nobody has taken yet."""
+        return len(self._counts)
 
     @property
     def num_active(self) -> int:
@@ -190,9 +172,10 @@ class LeaseTable:
         return not (self._active or self._ended)
 
     @property
-    def next_end(self) -> float | None:
-        """When the next lease expires, or None if there is none."""
-        return min((lease.until for lease in self._active.values()), default=None)
+    def has_ended(self) -> bool:
+        """Whether `take_ended` has something to return."""
+        self.expire()
+        return bool(self._ended)
 
     @property
     def may_be_read(self) -> bool:
@@ -202,163 +185,154 @@ class LeaseTable:
 
     def fits(self, demand: LeaseDemand, promised: LeaseDemand = NO_DEMAND) -> bool:
         """See `contract.SchedulerSide.fits`."""
-        self.expire()
-        return self._pages.fits(demand, promised)
+        with self._lock:
+            if not (len(self._counts) or promised):
+                return True
+            total = promised + demand
+            return self._counts.num_with(total.pages) + total.num_new <= self._limits.max_pages
 
-    def new_nonce(self) -> bytes:
-        """A nonce for `offer`, for whoever must know it before."""
-        return self._random(NONCE_BYTES)
-
-    def offer(self, offer: Offer, nonce: bytes | None = None) -> bytes:
-        """Lease these pages from now on. `nonce`: 16 unpredictable bytes that were never used before; None makes them.
-        Returns the nonce. Call `fits` first."""
-        if not self.fits(LeaseDemand(offer.all_pages)):
-            raise AssertionError(f"{offer.request_id}: {len(offer.all_pages)} pages do not fit under the leases' cap")
-        nonce = self.new_nonce() if nonce is None else nonce
-        if len(nonce) != NONCE_BYTES or nonce in self._active or nonce in self._past:
-            raise AssertionError(f"{offer.request_id}: a nonce is {NONCE_BYTES} bytes that no other lease has")
-        now = self._clock.now()
-        self._active[nonce] = Lease(offer.request_id, nonce, now, now + self._limits.duration, offer)
-        self._pages.add(offer.all_pages)
-        return nonce
-
-    def grant(self, claim: Claim, offer: Offer, nonce: bytes | None = None) -> Granted:
-        """Lease an offer to a claim that came without a lease and matches all of it. Call `fits` first."""
-        return self._grant(self._active[self.offer(offer, nonce)], claim, offer, len(offer.keys))
-
-    def repeat_grant(self, claim: Claim, nonce: bytes) -> Granted | Refused:
-        """The answer that this claim was given; refused once the lease has ended."""
-        self.expire()
-        lease = self._active.get(nonce)
-        if lease is None or lease.granted is None:
-            return refusal(claim, RefusalReason.EXPIRED)
-        first, granted = lease.granted
-        return granted if claim == first else refusal(claim, RefusalReason.USED)
+    def offer(self, offer: Offer) -> bytes:
+        """Lease these pages from now on. Returns the nonce. An offer that does not fit under the cap ends at once:
+        whoever made it has miscounted, and all other leases go on."""
+        with self._lock:
+            nonce, now, pages = self._random(NONCE_BYTES), self._clock.now(), offer.all_pages
+            fits = self.fits(LeaseDemand(pages))
+            self._active[nonce] = Lease(offer.request_id, nonce, now, now + self._limits.duration, offer, pages)
+            self._counts.add(pages)
+            if not fits:
+                logger.error("%s: %d pages do not fit under the leases' cap", offer.request_id, len(pages))
+                self.withdraw(nonce)
+            return nonce
 
     def withdraw(self, nonce: bytes) -> None:
         """End a lease from the producer's side, if it has not ended."""
-        self.expire()
-        if (lease := self._active.get(nonce)) is not None:
-            self._end(lease, LeaseState.RELEASED)
+        with self._lock:
+            if (lease := self._active.get(nonce)) is not None:
+                self.release(lease)
 
-    def withdraw_offer(self, request_id: str, nonce: bytes) -> None:
-        """End the lease of this request that nobody has claimed: a claimed one is its claimant's to end."""
-        self.expire()
-        lease = self._active.get(nonce)
-        if lease is not None and lease.request_id == request_id and lease.state is LeaseState.OFFERED:
+    def decline(self, request_id: str, nonce: bytes) -> RefusalReason | None:
+        """End the lease of this request that nobody has claimed: a claimed one is its claimant's to end. Returns why
+        not."""
+        with self._lock:
+            lease = self._find(request_id, nonce)
+            if isinstance(lease, RefusalReason):
+                return lease
             self._end(lease, LeaseState.RELEASED)
+            return None
 
     def expire(self) -> None:
-        """End the leases whose time is up, and forget those that ended long ago."""
-        now = self._clock.now()
-        for lease in [lease for lease in self._active.values() if lease.until <= now]:
-            self._end(lease, LeaseState.EXPIRED)
-        while self._past:
-            oldest = next(iter(self._past.values()))
-            if len(self._past) <= self._limits.max_remembered and now - oldest.ended < self._limits.remember:
-                break
-            del self._past[oldest.nonce]
+        """End the leases whose time is up."""
+        with self._lock:
+            now = self._clock.now()
+            for lease in [lease for lease in self._active.values() if lease.until <= now]:
+                self._end(lease, LeaseState.EXPIRED)
 
     def take_ended(self) -> list[LeaseEnded]:
-        """Leases that have ended since the last call, each once."""
-        self.expire()
-        ended, self._ended = self._ended, []
-        return ended
+        """Leases that have ended since the last call, each once: their pages need not be kept any longer."""
+        with self._lock:
+            self.expire()
+            ended, self._ended = self._ended, []
+            for lease in ended:
+                self._counts.remove(lease.pages)
+        return [LeaseEnded(remote_request_id(lease.request_id, lease.nonce), lease.state.value) for lease in ended]
 
-    def claim(self, claim: Claim) -> Granted | Refused:
+    def claim(self, claim: Claim) -> Claimed | RefusalReason:
         """Answer a claim under a lease: all or nothing of the prefix that it names."""
-        lease = self._find(claim)
-        if isinstance(lease, Refused):
+        request_id, nonce = claim.request_id or "", claim.nonce or b""
+        with self._lock:
+            lease = self._find(request_id, nonce)
+        if isinstance(lease, RefusalReason):
             return lease
-        if lease.granted is not None:
-            # Only the very same claim is a repetition; its digest was right the first time.
-            return self.repeat_grant(claim, lease.nonce)
         offer = lease.offer
         if offer is None or not claim.start <= claim.position or not 0 < claim.position <= len(offer.keys):
-            return refusal(claim, RefusalReason.OUT_OF_RANGE)
+            return RefusalReason.OUT_OF_RANGE
         if claim.checkpoint and _deepest(offer, claim.position) is None:
-            return refusal(claim, RefusalReason.OUT_OF_RANGE)
+            return RefusalReason.OUT_OF_RANGE
+        # long prompts take a while: without the lock, which the scheduler waits for
         if (position := match_claim(claim, offer, self._layout)) is None:
-            return refusal(claim, RefusalReason.OTHER_CONTENT)
-        return self._grant(lease, claim, offer, position)
+            return RefusalReason.OTHER_CONTENT
+        with self._lock:
+            lease = self._find(request_id, nonce)
+            return lease if isinstance(lease, RefusalReason) else self._grant(lease, claim, offer, position)
 
-    def _grant(self, lease: Lease, claim: Claim, offer: Offer, position: int) -> Granted:
-        """Make the lease the claim's own."""
-        self._generation += 1
-        lease.to(LeaseState.CLAIMED)
-        self._extend(lease)
-        first = claim.start // self._tokens_per_page
-        count = num_range_pages(claim.start, position, self._tokens_per_page)
-        checkpoint = _deepest(offer, position) if claim.checkpoint else None
-        granted = Granted(
-            claim.claim,
-            lease.request_id,
-            lease.nonce,
-            self._generation,
-            position,
-            pack_pages(offer.pages[first : first + count]),
-            checkpoint.position if checkpoint else None,
-            pack_pages(checkpoint.pages) if checkpoint else b"",
-        )
-        lease.claim_id, lease.generation, lease.granted = claim.claim, self._generation, (claim, granted)
-        return granted
+    def grant(self, claim: Claim, nonce: bytes) -> Claimed | None:
+        """Give all of an offer to a claim that came without a lease and matches all of it; None if it has ended."""
+        with self._lock:
+            self.expire()
+            lease = self._active.get(nonce)
+            if lease is None or lease.offer is None:
+                return None
+            return self._grant(lease, claim, lease.offer, len(lease.offer.keys))
 
-    def heartbeat(self, beat: Heartbeat) -> Alive | Refused:
-        lease = self._find(beat)
-        if isinstance(lease, Refused):
-            self._read_until = self._clock.now() + self._limits.linger
-            return lease
-        self._extend(lease)
-        return Alive(beat.claim)
+    def heartbeat(self, lease: Lease | None) -> RefusalReason | None:
+        """Extend a claimed lease. None, and one that has ended: whoever reads has given up, and needs this side until
+        its reads have ended."""
+        with self._lock:
+            self.expire()
+            if lease is None or lease.state is not LeaseState.CLAIMED:
+                self._read_until = self._clock.now() + self._limits.linger
+                return _why_ended(lease)
+            self._extend(lease)
+            return None
 
-    def confirm(self, confirm: Confirm) -> Confirmed | Refused:
-        lease = self._find(confirm, repeatable=LeaseState.CONFIRMED)
-        if isinstance(lease, Refused):
-            return lease
-        if lease.generation != confirm.generation:
-            return refusal(confirm, RefusalReason.FORGED)
-        if lease.state is LeaseState.CLAIMED:
+    def confirm(self, lease: Lease | None) -> RefusalReason | None:
+        """End a claimed lease well, unless it has ended before: then the pages may have had other contents."""
+        with self._lock:
+            self.expire()
+            if lease is None or lease.state is not LeaseState.CLAIMED:
+                return _why_ended(lease)
             self._end(lease, LeaseState.CONFIRMED)
-        return Confirmed(confirm.claim, confirm.generation)
+            return None
 
-    def release(self, release: Release) -> Released | Refused:
-        lease = self._find(release, repeatable=LeaseState.RELEASED)
-        if isinstance(lease, Refused):
-            return lease
-        if lease.state is not LeaseState.RELEASED:
-            self._end(lease, LeaseState.RELEASED)
-        return Released(release.claim)
+    def release(self, lease: Lease) -> None:
+        """End a lease, if it has not ended."""
+        with self._lock:
+            self.expire()
+            if lease.state in (LeaseState.OFFERED, LeaseState.CLAIMED):
+                self._end(lease, LeaseState.RELEASED)
 
-    def _find(self, request: Request, repeatable: LeaseState | None = None) -> Lease | Refused:
-        """The lease that a request names, if its sender may use it. `repeatable`: an end after which it still may."""
+    def _find(self, request_id: str, nonce: bytes) -> Lease | RefusalReason:
+        """The lease of this name, if it can be claimed."""
         self.expire()
-        nonce = request.nonce or b""
         lease = self._active.get(nonce) or self._past.get(nonce)
         if lease is None:
-            return refusal(request, RefusalReason.UNKNOWN)
-        if lease.request_id != request.request_id:
-            return refusal(request, RefusalReason.FORGED)
-        if lease.state is LeaseState.EXPIRED:
-            return refusal(request, RefusalReason.EXPIRED)
-        is_owner = lease.claim_id in (None, request.claim)
-        if not is_owner or (nonce in self._past and lease.state is not repeatable):
-            return refusal(request, RefusalReason.USED)
-        return lease
+            return RefusalReason.UNKNOWN
+        if lease.request_id != request_id:
+            return RefusalReason.FORGED
+        return lease if lease.state is LeaseState.OFFERED else _why_ended(lease)
+
+    def _grant(self, lease: Lease, claim: Claim, offer: Offer, position: int) -> Claimed:
+        """Make the lease the claim's own."""
+        lease.to(LeaseState.CLAIMED)
+        self._extend(lease)
+        parts = offer.pages if claim.start < position else ()
+        pages = page_numbers(part.drop_before(claim.start).upto(position) for part in parts)
+        checkpoint = _deepest(offer, position) if claim.checkpoint else None
+        if checkpoint is None:
+            return Claimed(lease, Granted(position, pack_pages(pages), None, b""))
+        return Claimed(lease, Granted(position, pack_pages(pages), checkpoint.position, pack_pages(checkpoint.pages)))
 
     def _extend(self, lease: Lease) -> None:
         until = self._clock.now() + self._limits.extension
         lease.until = max(lease.until, min(until, lease.born + self._limits.max_age))
 
     def _end(self, lease: Lease, state: LeaseState) -> None:
+        if lease.state is LeaseState.CLAIMED:
+            self._read_until = self._clock.now() + self._limits.linger
         lease.to(state)
+        lease.offer = None
         del self._active[lease.nonce]
-        assert lease.offer is not None
-        self._pages.remove(lease.offer.all_pages)
-        lease.offer, lease.granted, lease.ended = None, None, self._clock.now()
-        if lease.claim_id is not None:
-            self._read_until = lease.ended + self._limits.linger
+        self._ended.append(lease)
         self._past[lease.nonce] = lease
-        self._ended.append(LeaseEnded(remote_request_id(lease.request_id, lease.nonce), state.value))
+        if len(self._past) > self._limits.max_remembered:
+            self._past.popitem(last=False)
+
+
+def _why_ended(lease: Lease | None) -> RefusalReason:
+    """Why a lease cannot be used: None for one that nobody knows."""
+    if lease is None:
+        return RefusalReason.UNKNOWN
+    return RefusalReason.EXPIRED if lease.state is LeaseState.EXPIRED else RefusalReason.USED
 
 
 def _deepest(offer: Offer, position: int) -> OfferedCheckpoint | None:

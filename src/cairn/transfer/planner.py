@@ -18,6 +18,7 @@ from typing import Protocol, TypeAlias
 
 import numpy as np
 
+from cairn.cache.group_pages import page_numbers
 from cairn.errors import ConfigError
 from cairn.transfer.contract import PeerGeometry, PullId, ReadOrder
 from cairn.transfer.geometry import (
@@ -144,14 +145,15 @@ class StagingArea:
         blocks = self.buffer_pages * pairing.local.page_bytes // pairing.slot_bytes
         if not blocks:
             raise LinkError(f"a block of {remote} tokens at the peer does not fit {self.buffer_pages} staging pages")
-        check_page_list(pairing, "remote_pages", order.remote_pages, pairing.remote, order.start, order.end)
-        check_page_list(pairing, "local_pages", order.local_pages, pairing.local, order.start, order.end)
+        remote_pages, local_pages = page_numbers(order.remote), page_numbers(order.local)
+        check_page_list(pairing, "remote_pages", remote_pages, pairing.remote, order.start, order.end)
+        check_page_list(pairing, "local_pages", local_pages, pairing.local, order.start, order.end)
         first, first_local = order.start // remote, order.start // local
         pieces = []
         for block in range(first, -(-order.end // remote) if order.start < order.end else first, blocks):
             start, end = max(order.start, block * remote), min(order.end, (block + blocks) * remote)
-            from_pages = order.remote_pages[block - first : -(-end // remote) - first]
-            to_pages = order.local_pages[start // local - first_local : -(-end // local) - first_local]
+            from_pages = remote_pages[block - first : -(-end // remote) - first]
+            to_pages = local_pages[start // local - first_local : -(-end // local) - first_local]
             pieces.append(StagedPiece(self, pairing, order.pull, start, end, from_pages, to_pages))
         return pieces
 
@@ -197,7 +199,7 @@ def whole_pages(rank: int, page_bytes: int) -> Planner:
     """The planner of equal sizes: page for page, one descriptor each, from the peer's rank of the same number."""
 
     def plan(order: ReadOrder) -> Sequence[Piece]:
-        pairs = [(order.remote_pages, order.local_pages), *_state_pages(order)]
+        pairs = [(page_numbers(order.remote), page_numbers(order.local)), *_state_pages(order)]
         for remote, local in pairs:
             if len(remote) != len(local):
                 raise LinkError(f"the peer gives {len(remote)} pages where {len(local)} were expected")
@@ -243,7 +245,8 @@ class PairedPages:
     def _pieces(self, pairing: Pairing, order: ReadOrder) -> Sequence[Piece]:
         reads = [read for state_pages in _state_pages(order) for read in state_reads(pairing, *state_pages).items()]
         if not pairing.staged:
-            pages = page_reads(pairing, order.start, order.end, order.remote_pages, order.local_pages)
+            remote, local = page_numbers(order.remote), page_numbers(order.local)
+            pages = page_reads(pairing, order.start, order.end, remote, local)
             return [DirectPiece([*pages.items(), *reads])]
         if self._staging is None:
             raise LinkError(

@@ -1,69 +1,77 @@
-"""The producer's side of transfers: frames in, frames out; leases, and lookups for claims without one.
+"""The producer's side of transfers: it answers what consumers ask, each by a connection of its own.
 
-    claim with a lease      --> LeaseTable: Granted or Refused
+    claim with a lease      --> Leases: Granted or Refused
     claim without a lease   --> LookupRequest --> an offer: leased to the sender, Granted
                                              +--> nothing, or no answer in time: Refused(NOT_CACHED)
 
-The cache belongs to the scheduler, which answers when it can. Meanwhile the consumer repeats its claim: that is one
-lookup, and an answer that was lost is sent again.
+The cache belongs to the scheduler, which answers when it can; everything else is answered at once and in order. What a
+connection has claimed is its own: nobody else can speak of it, and it is released when the connection is lost.
 """
 
-from collections import OrderedDict
+import asyncio
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from cairn.transfer.claim import match_claim
-from cairn.transfer.contract import Identity, LeaseDemand, LookupId, LookupRequest, Offer
+from cairn.transfer.contract import Identity, LookupId, LookupRequest, Offer
 from cairn.transfer.digest import DIGEST_BYTES
-from cairn.transfer.leases import LeaseLimits, LeaseTable
-from cairn.transfer.session import ConsumerSessions
+from cairn.transfer.leases import Claimed, Lease, LeaseLimits, Leases
+from cairn.transfer.session import explain_layouts
+from cairn.transfer.stream import ConnectionLost, Stream
 from cairn.transfer.wire import (
+    VERSION,
+    Answer,
     Claim,
     Confirm,
-    Granted,
+    Confirmed,
+    Decline,
+    Denied,
+    Done,
     Heartbeat,
     RefusalReason,
     Refused,
     Release,
-    Released,
     Reply,
     Request,
-    refusal,
+    Welcome,
+    answers,
+    greeting_answers,
+    greetings,
+    questions,
 )
 from cairn.types import Clock
+
+ROOM_SECONDS = 5.0
+"""How long a consumer may take no answers before its connection is closed."""
+
+_MAX_WAITING = 64
+"""Claims without a lease that one consumer may have open; with more it waits for its answers."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LookupLimits:
     """`max_open`: lookups that wait for an answer at a time; more are refused. `seconds`: how long one waits, well
-    below the time after which a consumer gives up. `max_remembered`: answers that can be repeated."""
+    below the time after which a consumer gives up."""
 
     max_open: int = 64
     seconds: float = 2.0
-    max_remembered: int = 1024
-
-
-@dataclass(frozen=True, slots=True)
-class _Lookup:
-    sender: bytes
-    claim: Claim
-    until: float
 
 
 class ContentLookups:
-    """Claims without a lease: those that wait for the cache to be looked up, and the latest answers. `layout` is
-    `digest.layout_hash`."""
+    """Claims without a lease that wait for the cache to be looked up. `layout` is `digest.layout_hash`; `emit` tells
+    the scheduler."""
 
-    def __init__(self, leases: LeaseTable, layout: bytes, clock: Clock, limits: LookupLimits) -> None:
+    def __init__(
+        self, leases: Leases, layout: bytes, limits: LookupLimits, emit: Callable[[LookupRequest], None]
+    ) -> None:
         self._leases = leases
         self._layout = layout
-        self._clock = clock
         self._limits = limits
-        self._open: dict[LookupId, _Lookup] = {}
-        self._by_claim: dict[bytes, LookupId] = {}
-        self._answered: OrderedDict[bytes, bytes | None] = OrderedDict()
-        self._requests: list[LookupRequest] = []
-        self._replies: list[tuple[bytes, Reply]] = []
+        self._emit = emit
+        self._open: dict[LookupId, tuple[Claim, asyncio.Future[Claimed | None]]] = {}
         self._last_id = 0
 
     @property
@@ -71,102 +79,56 @@ class ContentLookups:
         """Lookups without an answer."""
         return len(self._open)
 
-    @property
-    def next_end(self) -> float | None:
-        """When the next lookup is refused for want of an answer, or None if there is none."""
-        return min((lookup.until for lookup in self._open.values()), default=None)
-
-    def claim(self, sender: bytes, claim: Claim) -> Granted | Refused | None:
-        """The answer, or None while there is none: then `take_replies` returns it later."""
-        self.expire()
-        if claim.claim in self._answered:
-            nonce = self._answered[claim.claim]
-            return self._leases.repeat_grant(claim, nonce) if nonce else refusal(claim, RefusalReason.NOT_CACHED)
-        if (open_id := self._by_claim.get(claim.claim)) is not None:
-            first = self._open[open_id]
-            return None if (first.sender, first.claim) == (sender, claim) else refusal(claim, RefusalReason.USED)
+    async def claim(self, claim: Claim) -> Claimed | RefusalReason:
+        """Waits for the scheduler."""
         if not claim.marks or len(claim.marks) % DIGEST_BYTES:
-            return refusal(claim, RefusalReason.OUT_OF_RANGE)
+            return RefusalReason.OUT_OF_RANGE
         if len(self._open) >= self._limits.max_open:
-            return refusal(claim, RefusalReason.NOT_CACHED)
+            return RefusalReason.NOT_CACHED
         self._last_id += 1
         lookup = LookupId(self._last_id)
-        self._open[lookup] = _Lookup(sender, claim, self._clock.now() + self._limits.seconds)
-        self._by_claim[claim.claim] = lookup
-        self._requests.append(LookupRequest(lookup, claim.adapter, claim.marks, claim.start, claim.end))
-        return None
-
-    def release(self, release: Release) -> Released:
-        """The sender does not need the answer any more; it may or may not have been given it."""
-        if (lookup := self._by_claim.get(release.claim)) is not None:
-            self._close(lookup, None)
-        elif nonce := self._answered.get(release.claim):
-            self._leases.withdraw(nonce)
-        else:
-            # The claim may arrive after its release.
-            self._remember(release.claim, None)
-        return Released(release.claim)
+        answer: asyncio.Future[Claimed | None] = asyncio.get_running_loop().create_future()
+        self._open[lookup] = (claim, answer)
+        self._emit(LookupRequest(lookup, claim.adapter, claim.marks, claim.start, claim.end))
+        try:
+            async with asyncio.timeout(self._limits.seconds):
+                return await answer or RefusalReason.NOT_CACHED
+        except TimeoutError:
+            return RefusalReason.NOT_CACHED
+        except asyncio.CancelledError:
+            # the sender has gone, or wants it no more, after the answer
+            if answer.done() and not answer.cancelled() and (claimed := answer.result()) is not None:
+                self._leases.release(claimed.lease)
+            raise
+        finally:
+            del self._open[lookup]
 
     def refuse(self, lookup: LookupId) -> None:
         """Nothing is cached of what was claimed. Does nothing for unknown and ended lookups."""
-        if (open_lookup := self._open.get(lookup)) is not None:
-            self._close(lookup, None)
-            self._replies.append((open_lookup.sender, refusal(open_lookup.claim, RefusalReason.NOT_CACHED)))
+        if lookup in self._open and not (answer := self._open[lookup][1]).done():
+            answer.set_result(None)
 
-    def grant(self, lookup: LookupId, offer: Offer, nonce: bytes) -> bool:
-        """Lease the offer to the sender of the claim. False, and nothing is leased, when the lookup has ended, when the
-        claim contradicts itself, when the offer has nothing beyond `start`, or when it does not fit under the leases'
-        cap. Raises AssertionError for an offer of other content than was claimed."""
-        self.expire()
-        open_lookup = self._open.get(lookup)
-        if open_lookup is None:
-            return False
-        fits = len(offer.keys) > open_lookup.claim.start and self._leases.fits(LeaseDemand(offer.all_pages))
-        if fits and match_claim(open_lookup.claim, offer, self._layout) != len(offer.keys):
-            if open_lookup.claim.end is None:
+    def grant(self, lookup: LookupId, offer: Offer, nonce: bytes) -> None:
+        """Give the lease `nonce` of the offer to the sender of the claim. It ends, and nothing is given, when the
+        lookup has ended, when the claim contradicts itself, or when the offer has nothing beyond `start`. Raises
+        AssertionError for an offer of other content than was claimed."""
+        claim, answer = self._open.get(lookup, (None, None))
+        claimed = None
+        if claim is not None and answer is not None and not answer.done() and len(offer.keys) > claim.start:
+            if match_claim(claim, offer, self._layout) == len(offer.keys):
+                claimed = self._leases.grant(claim, nonce)
+                answer.set_result(claimed)
+            elif claim.end is None:
                 raise AssertionError(f"{offer.request_id}: {len(offer.keys)} tokens are at no mark of the claim")
             # Found by an end that the marks do not lead to: the claim contradicts itself, which is the peer's fault.
-            fits = False
-        if not fits:
+        if claimed is None:
+            self._leases.withdraw(nonce)
             self.refuse(lookup)
-            return False
-        granted = self._leases.grant(open_lookup.claim, offer, nonce)
-        self._close(lookup, nonce)
-        self._replies.append((open_lookup.sender, granted))
-        return True
-
-    def expire(self) -> None:
-        """Refuse the lookups that have waited for too long."""
-        now = self._clock.now()
-        for lookup in [lookup for lookup, open_lookup in self._open.items() if open_lookup.until <= now]:
-            self.refuse(lookup)
-
-    def take_requests(self) -> list[LookupRequest]:
-        """Lookups since the last call that still wait for an answer."""
-        self.expire()
-        requests, self._requests = [each for each in self._requests if each.lookup in self._open], []
-        return requests
-
-    def take_replies(self) -> list[tuple[bytes, Reply]]:
-        """Answers since the last call, each with the connection it goes to."""
-        self.expire()
-        replies, self._replies = self._replies, []
-        return replies
-
-    def _close(self, lookup: LookupId, nonce: bytes | None) -> None:
-        claim = self._open.pop(lookup).claim.claim
-        del self._by_claim[claim]
-        self._remember(claim, nonce)
-
-    def _remember(self, claim: bytes, nonce: bytes | None) -> None:
-        self._answered[claim] = nonce
-        if len(self._answered) > self._limits.max_remembered:
-            self._answered.popitem(last=False)
 
 
 class Producer:
-    """Answers the side channel of one engine. Through `leases` and `lookups` the engine leases its own pages and
-    answers lookups. Send the frames of `take_frames` whenever something was received, answered or timed out."""
+    """Serves the consumers of one engine's pages. Through `leases` and `lookups` the engine leases them and answers
+    lookups. `dropped` counts frames that were no record."""
 
     def __init__(
         self,
@@ -174,31 +136,139 @@ class Producer:
         limits: LeaseLimits,
         clock: Clock,
         random: Callable[[int], bytes],
+        emit: Callable[[LookupRequest], None],
         lookup_limits: LookupLimits | None = None,
     ) -> None:
-        self.leases = LeaseTable(identity.layout, identity.me.geometry.block_size, limits, clock, random)
-        self.lookups = ContentLookups(self.leases, identity.layout, clock, lookup_limits or LookupLimits())
-        self.sessions = ConsumerSessions(identity)
+        self.leases = Leases(identity.layout, limits, clock, random)
+        self.lookups = ContentLookups(self.leases, identity.layout, lookup_limits or LookupLimits(), emit)
+        self.num_connections = 0
+        self.dropped = 0
+        self._identity = identity
+        self._greetings, self._greeting_answers = greetings(), greeting_answers()
 
-    def receive(self, sender: bytes, frame: bytes) -> bytes | None:
-        """The answer to a frame that came by connection `sender`, or None. Never raises on what a peer sent."""
-        return self.sessions.receive(sender, frame, self._serve)
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no lease and no lookup that may end by itself, and none of which nobody has heard."""
+        return self.leases.is_idle and not self.lookups.num_open
 
-    def take_frames(self) -> list[tuple[bytes, bytes]]:
-        """Answers that took their time, as (sender, frame), each once."""
-        return [(sender, self.sessions.encode(reply)) for sender, reply in self.lookups.take_replies()]
+    async def serve(self, stream: Stream) -> None:
+        """Answer one consumer until its connection is lost. Never raises on what a peer does."""
+        reason = "the connection is closed"
+        try:
+            if await self._greet(stream):
+                self.num_connections += 1
+                try:
+                    await _Consumer(stream, self.leases, self.lookups, self._drop).serve()
+                finally:
+                    self.num_connections -= 1
+        except ConnectionLost:
+            pass
+        except TimeoutError:
+            reason = f"no answer was taken for {ROOM_SECONDS:g} s"
+        except Exception:
+            # One peer's doing must not end the thread that serves all of them.
+            logger.exception("a consumer's connection")
+        finally:
+            stream.close(reason)
 
-    def _serve(self, sender: bytes, request: Request) -> Reply | None:
+    async def _greet(self, stream: Stream) -> bool:
+        """Whether the consumer is welcome. Raises ConnectionLost, TimeoutError."""
+        while (hello := self._greetings.decode(await stream.receive())) is None:
+            self.dropped += 1
+        identity, refusal = self._identity, None
+        if hello.version != VERSION:
+            refusal = f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
+        elif hello.layout != identity.layout:
+            # It is read at the other end.
+            refusal = explain_layouts(identity.me.geometry, hello.geometry)
+        me, answer = identity.me, None if refusal is None else Denied(hello.nonce, refusal)
+        welcome = Welcome(hello.nonce, me.engine_id, identity.layout, me.geometry, list(me.ranks))
+        async with asyncio.timeout(ROOM_SECONDS):
+            await stream.send(self._greeting_answers.encode(answer or welcome))
+        return refusal is None
+
+    def _drop(self) -> None:
+        self.dropped += 1
+
+
+class _Consumer:
+    """One consumer, as it is served. `_claims`: its leases, and `_lookups`: what it waits for, by their questions'
+    numbers."""
+
+    def __init__(self, stream: Stream, leases: Leases, lookups: ContentLookups, drop: Callable[[], None]) -> None:
+        self._stream = stream
+        self._leases = leases
+        self._content = lookups
+        self._drop = drop
+        self._questions, self._answers = questions(), answers()
+        self._claims: dict[int, Lease] = {}
+        self._lookups: dict[int, asyncio.Task[None]] = {}
+
+    async def serve(self) -> None:
+        """Raises ConnectionLost and, when no answer is taken, TimeoutError."""
+        try:
+            while True:
+                question = self._questions.decode(await self._stream.receive())
+                if question is None:
+                    self._drop()
+                    continue
+                number, record = question.number, question.record
+                if number in self._claims or number in self._lookups:
+                    await self._reply(number, Refused(RefusalReason.USED))
+                elif isinstance(record, Claim) and record.nonce is None and len(self._lookups) < _MAX_WAITING:
+                    self._look_up(number, record)
+                else:
+                    await self._reply(number, self._answer(number, record))
+        finally:
+            for task in self._lookups.values():
+                task.cancel()
+            for lease in self._claims.values():
+                self._leases.release(lease)
+
+    async def _reply(self, number: int, reply: Reply) -> None:
+        async with asyncio.timeout(ROOM_SECONDS):
+            await self._stream.send(self._answers.encode(Answer(number, reply)))
+
+    def _answer(self, number: int, request: Request) -> Reply:
+        refusal: RefusalReason | None
         match request:
             case Claim(nonce=None):
-                return self.lookups.claim(sender, request)
+                # as many wait already
+                return Refused(RefusalReason.NOT_CACHED)
             case Claim():
-                return self.leases.claim(request)
-            case Heartbeat():
-                return self.leases.heartbeat(request)
-            case Confirm():
-                return self.leases.confirm(request)
-            case Release(nonce=None):
-                return self.lookups.release(request)
-            case Release():
-                return self.leases.release(request)
+                return self._claimed(number, self._leases.claim(request))
+            case Heartbeat(claim=claim):
+                refusal = self._leases.heartbeat(self._claims.get(claim))
+            case Confirm(claim=claim):
+                refusal = self._leases.confirm(self._claims.pop(claim, None))
+                return Confirmed() if refusal is None else Refused(refusal)
+            case Release(claim=claim):
+                if (task := self._lookups.pop(claim, None)) is not None:
+                    task.cancel()
+                if (lease := self._claims.pop(claim, None)) is not None:
+                    self._leases.release(lease)
+                return Done()
+            case Decline():
+                refusal = self._leases.decline(request.request_id, request.nonce)
+        return Done() if refusal is None else Refused(refusal)
+
+    def _claimed(self, number: int, claimed: Claimed | RefusalReason) -> Reply:
+        if isinstance(claimed, RefusalReason):
+            return Refused(claimed)
+        self._claims[number] = claimed.lease
+        return claimed.granted
+
+    def _look_up(self, number: int, claim: Claim) -> None:
+        async def answer() -> None:
+            try:
+                claimed = await self._content.claim(claim)
+                await self._reply(number, self._claimed(number, claimed))
+            except TimeoutError:
+                self._stream.close(f"no answer was taken for {ROOM_SECONDS:g} s")
+            except ConnectionLost:
+                # `serve` hears of it, too
+                pass
+            finally:
+                self._lookups.pop(number, None)
+
+        self._lookups[number] = asyncio.get_running_loop().create_task(answer())

@@ -7,34 +7,26 @@
     READING     -> ABANDONED         a late write may still come: the pages stay in quarantine
     ABANDONED   -> FAILED            the link says that none will
 
-No method waits. `advance` looks at clock, connection and link, repeats what was not answered, and goes on or gives up.
 The outcome is known in DONE, FAILED and ABANDONED. Every state but ABANDONED has a deadline, and nobody waits for
 ABANDONED. What was read may be used in DONE alone: the producer has then confirmed that its lease never lapsed before
-the last byte had arrived.
+the last byte had arrived. A lost connection ends it in every state, and gives the lease back.
 """
 
+import asyncio
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from types import MappingProxyType
+from typing import Any
 
 from cairn.transfer.claim import make_claim, plan_read
-from cairn.transfer.contract import KvSource, PullId, PullSpec, Volume, WorkerSide
+from cairn.transfer.contract import KvSource, PullId, PullSpec, ReadOrder, Volume, WorkerSide
 from cairn.transfer.links.contract import LinkError, ReadState
-from cairn.transfer.session import ProducerSession, SessionState
-from cairn.transfer.wire import (
-    Claim,
-    Confirm,
-    Confirmed,
-    Granted,
-    Heartbeat,
-    Refused,
-    Release,
-    Reply,
-    Request,
-    RequestTag,
-)
-from cairn.types import Clock
+from cairn.transfer.session import PeerFailed, ProducerSession
+from cairn.transfer.wire import Claim, Confirm, Decline, Granted, Heartbeat, Refused, Release, Reply, Request
+
+logger = logging.getLogger(__name__)
 
 
 class PullState(Enum):
@@ -74,53 +66,50 @@ TRANSITIONS: Mapping[PullState, frozenset[PullState]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PullLimits:
-    """Times in seconds: `answer` and `read` are deadlines, `repeat` and `heartbeat` intervals; a peer that did not
-    answer is not tried again for `retry_silent`."""
+    """Times in seconds: `answer` and `read` are deadlines, `heartbeat` an interval; a peer that did not answer is not
+    tried again for `retry_silent`."""
 
     answer: float = 5.0
     read: float = 30.0
-    repeat: float = 0.5
     heartbeat: float = 5.0
     retry_silent: float = 10.0
 
 
-_REQUESTS: Mapping[PullState, RequestTag] = MappingProxyType(
-    {PullState.CLAIMING: "claim", PullState.READING: "heartbeat", PullState.CONFIRMING: "confirm"}
-)
-"""The request that a refusal has to answer, by state."""
+class _NoAnswer(PeerFailed):
+    """A question was not answered in time."""
 
 
 @dataclass(frozen=True, slots=True)
 class PullTools:
-    """What all transfers of an engine share. `session_with` returns the session with a server, or why there is none.
-    `layout` and `block_size` are the own ones."""
+    """What all transfers of an engine share. `session_with` returns the session with a server, and raises PeerFailed
+    where there is none. `ended` is called when an outcome is known. `layout` is the own one."""
 
-    session_with: Callable[[KvSource], ProducerSession | str]
+    session_with: Callable[[KvSource], ProducerSession]
     worker: WorkerSide
-    clock: Clock
     layout: bytes
-    block_size: int
     limits: PullLimits
+    event_loop: asyncio.AbstractEventLoop
+    ended: Callable[["Pull"], None]
 
 
 class Pull:
-    """One transfer. `claim`: 16 random bytes that name it to the producer. Call `advance` again and again. `is_silent`:
-    it failed because the peer did not answer; `is_reported`: for the owner, who reports the outcome once."""
+    """One transfer, from `run` to the moment when no write can come any more. Call `look` again and again meanwhile:
+    a link makes no progress by itself. `is_silent`: it failed because the peer did not answer."""
 
-    def __init__(self, pull: PullId, spec: PullSpec, claim: bytes, tools: PullTools) -> None:
+    def __init__(self, pull: PullId, spec: PullSpec, tools: PullTools) -> None:
         self.id = pull
         self.spec = spec
-        self.claim = claim
         self.state = PullState.RESOLVING
         self.failure: str | None = None
         self.is_silent = False
-        self.is_reported = False
         self.volume: Volume | None = None
         self.session: ProducerSession | None = None
         self._tools = tools
-        self._until = self._repeat_at = tools.clock.now()
-        self._unanswered: Claim | Confirm | None = None
+        self._claim: int | None = None
         self._grant: Granted | None = None
+        self._read: asyncio.Future[ReadState] = tools.event_loop.create_future()
+        self._aborted = False
+        self._task = tools.event_loop.create_task(self._run())
 
     @property
     def position(self) -> int:
@@ -139,175 +128,153 @@ class Pull:
         """Whether the outcome is known."""
         return self.state in (PullState.DONE, PullState.FAILED, PullState.ABANDONED)
 
-    @property
-    def is_drained(self) -> bool:
-        """Whether the outcome is known, and no write can come any more."""
-        return self.state in (PullState.DONE, PullState.FAILED)
+    def add_done_callback(self, done: Callable[[], None]) -> None:
+        """Called once no write can come any more; never if the thread ends before."""
+        self._task.add_done_callback(lambda task: None if task.cancelled() else done())
 
-    def advance(self) -> None:
-        """Look at clock, connection and link, and go on. Call it again and again until `is_drained`."""
-        match self.state:
-            case PullState.RESOLVING:
-                self._resolve()
-            case PullState.HANDSHAKING:
-                self._handshake()
-            case PullState.CLAIMING | PullState.CONFIRMING:
-                self._wait_for_answer()
-            case PullState.READING:
-                self._read()
-            case PullState.ABANDONED:
-                self._drain()
-
-    def abort(self, reason: str = "aborted") -> None:
+    def abort(self) -> None:
         """Give the transfer up."""
-        if not self.is_over:
-            self._give_up(reason)
+        if not self.is_over and not self._aborted:
+            self._aborted = True
+            # one that has not begun looks at `_aborted` first
+            if self.state is not PullState.RESOLVING:
+                self._task.cancel()
 
-    def receive(self, reply: Reply) -> None:
-        """Handle a record of the producer that names this claim. One that does not fit the state is late and
-        ignored."""
-        match self.state, reply:
-            case PullState.CLAIMING, Granted():
-                self._granted(reply)
-            case PullState.CONFIRMING, Confirmed() if self._grant and reply.generation == self._grant.generation:
-                self._to(PullState.DONE)
-            case state, Refused(request=tag, reason=reason) if tag == _REQUESTS.get(state):
-                # Nothing to give back: the lease is not ours, or no longer.
-                self._give_up(f"refused by the peer: {reason.value}", release=False)
+    def look(self) -> None:
+        """Drive the link."""
+        if self.state in (PullState.READING, PullState.ABANDONED) and not self._read.done():
+            try:
+                state = self._tools.worker.poll(self.id)
+            except Exception:
+                logger.exception("the read of transfer %d of %s", self.id, self.spec.request_id)
+                state = ReadState.FAILED
+            if state is not ReadState.READING:
+                self._read.set_result(state)
 
-    def _resolve(self) -> None:
-        session = self._tools.session_with(self.spec.source)
-        if isinstance(session, str):
-            self._give_up(session)
-            return
-        self.session = session
-        session.open()
-        self._until = self._tools.clock.now() + self._tools.limits.answer
+    async def _run(self) -> None:
+        try:
+            await self._transfer()
+        except asyncio.CancelledError:
+            if not self._aborted:
+                raise
+            await self._fail("aborted")
+        except PeerFailed as failure:
+            self.is_silent = isinstance(failure, _NoAnswer)
+            await self._fail(str(failure))
+        except Exception as error:
+            # One peer's doing must not end the thread that serves all of them.
+            logger.exception("transfer %d of %s", self.id, self.spec.request_id)
+            await self._fail(f"{type(error).__name__}: {error}")
+
+    async def _transfer(self) -> None:
+        """Returns when it is DONE."""
+        if self._aborted:
+            raise PeerFailed("aborted")
+        spec, tools = self.spec, self._tools
+        self.session = tools.session_with(spec.source)
         self._to(PullState.HANDSHAKING)
-        self._handshake()
-
-    def _handshake(self) -> None:
-        if self.session is None or self.session.state is not SessionState.OPEN:
-            self._check_peer()
-            return
-        peer = self.session.peer
-        if peer is None or peer.engine_id != self.spec.source.engine_id:
-            self._give_up("the peer is another engine than the one that made the offer: it has restarted")
-        elif self.spec.release_only:
-            self._release()
+        peer = await self.session.opened()
+        if peer.engine_id != spec.source.engine_id:
+            raise PeerFailed("the peer is another engine than the one that made the offer: it has restarted")
+        if spec.release_only:
+            await self._ask(Decline(spec.source.request_id or "", spec.source.nonce or b""))
             self._to(PullState.DONE)
-        elif (record := make_claim(self.spec, self.claim, self._tools.layout)) is None:
-            self._give_up("there is too little to ask for")
-        else:
-            self._to(PullState.CLAIMING)
-            self._ask(record)
-
-    def _granted(self, granted: Granted) -> None:
-        peer = self.session.peer if self.session is not None else None
-        order = plan_read(self.spec, self.id, peer, granted, self._tools.block_size) if peer is not None else None
-        if order is None:
-            self._give_up("the peer's grant is not what was claimed")
             return
+        record = make_claim(spec, tools.layout)
+        if record is None:
+            raise PeerFailed("there is too little to ask for")
+        self._to(PullState.CLAIMING)
+        self._claim = self.session.new_number()
+        granted = await self._ask(record, self._claim)
+        order = plan_read(spec, self.id, peer, granted) if isinstance(granted, Granted) else None
+        if order is None or not isinstance(granted, Granted):
+            raise PeerFailed("the peer's grant is not what was claimed")
         self._grant = granted
-        if not len(order.remote_pages) and order.remote_checkpoint is None:
-            self._confirm(granted)
-            return
+        if order.remote or order.remote_checkpoint is not None:
+            await self._read_pages(order, self._claim)
+        self._to(PullState.CONFIRMING)
+        await self._ask(Confirm(self._claim))
+        self._to(PullState.DONE)
+
+    async def _read_pages(self, order: ReadOrder, claim: int) -> None:
+        """Returns when all bytes have arrived. Raises PeerFailed."""
+        assert self.session is not None
         try:
             self._tools.worker.start(order)
         except LinkError as error:
-            self._give_up(f"the pages cannot be read: {error}")
-            return
-        now = self._tools.clock.now()
-        self._until, self._repeat_at = now + self._tools.limits.read, now + self._tools.limits.heartbeat
+            raise PeerFailed(f"the pages cannot be read: {error}") from error
         self._to(PullState.READING)
-        self._read()
+        self.look()
+        if not self._read.done():
+            await self._wait_for_read(self.session, claim)
+        if self._read.result() is not ReadState.DONE:
+            raise PeerFailed("the link failed while reading")
+        self.volume = self._tools.worker.take_volume(self.id)
 
-    def _read(self) -> None:
-        assert self._grant is not None
-        state = self._tools.worker.poll(self.id)
-        now = self._tools.clock.now()
-        if state is ReadState.DONE:
-            self.volume = self._tools.worker.take_volume(self.id)
-            self._confirm(self._grant)
-        elif state is not ReadState.READING:
-            self._release()
-            self._fail("the link failed while reading")
-        elif now >= self._until:
-            self._give_up(f"the read took longer than {self._tools.limits.read:g} s")
-        elif self.session is None or self.session.state is not SessionState.OPEN:
-            self._check_peer()
-        else:
-            self._heartbeat(self._grant, now)
+    async def _wait_for_read(self, session: ProducerSession, claim: int) -> None:
+        beats = self._tools.event_loop.create_task(self._beat(claim))
+        try:
+            limit = self._tools.limits.read
+            ends: set[asyncio.Future[Any]] = {self._read, beats, session.closed}
+            await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if not self._read.done():
+                refusal = beats.result() if beats.done() else PeerFailed(f"the read took longer than {limit:g} s")
+                raise session.failure or refusal
+        finally:
+            beats.cancel()
 
-    def _drain(self) -> None:
-        """Some links end a read only with the peer's help, so the heartbeats go on."""
-        assert self._grant is not None
-        if self._tools.worker.poll(self.id) is not ReadState.READING:
-            self._to(PullState.FAILED)
-        else:
-            self._heartbeat(self._grant, self._tools.clock.now())
+    async def _beat(self, claim: int) -> PeerFailed:
+        """Extends the lease now and then. Returns when the peer says that it has ended, or is gone."""
+        while True:
+            await asyncio.sleep(self._tools.limits.heartbeat)
+            try:
+                await self._ask(Heartbeat(claim))
+            except _NoAnswer:
+                pass
+            except PeerFailed as failure:
+                return failure
 
-    def _heartbeat(self, grant: Granted, now: float) -> None:
-        if now >= self._repeat_at:
-            self._repeat_at = now + self._tools.limits.heartbeat
-            self._send(Heartbeat(self.claim, grant.request_id, grant.nonce))
+    async def _ask(self, request: Request, number: int | None = None) -> Reply:
+        """Raises PeerFailed where the answer is a refusal, or none comes in time."""
+        assert self.session is not None
+        seconds = self._tools.limits.answer
+        try:
+            reply = await self.session.ask(request, seconds, number)
+        except TimeoutError:
+            reason = f"no answer within {seconds:g} s while {self.state.value}"
+            raise _NoAnswer(reason) from None
+        if isinstance(reply, Refused):
+            if isinstance(request, Claim | Confirm):
+                # nothing to give back: the lease is not ours, or no longer
+                self._claim = None
+            raise PeerFailed(f"refused by the peer: {reply.reason.value}")
+        return reply
 
-    def _confirm(self, grant: Granted) -> None:
-        self._to(PullState.CONFIRMING)
-        self._ask(Confirm(self.claim, grant.request_id, grant.nonce, grant.generation))
-
-    def _wait_for_answer(self) -> None:
-        now = self._tools.clock.now()
-        if self._check_peer() and now >= self._repeat_at and self._unanswered is not None:
-            self._repeat_at = now + self._tools.limits.repeat
-            self._send(self._unanswered)
-
-    def _check_peer(self) -> bool:
-        """Whether the session is open and the deadline has not passed; gives up otherwise."""
-        if self.session is None or self.session.state is SessionState.CLOSED:
-            self._give_up(
-                self.session.failure or "the connection is closed" if self.session else "there is no connection"
-            )
-        elif self._tools.clock.now() >= self._until:
-            self.is_silent = True
-            self._give_up(f"no answer within {self._tools.limits.answer:g} s while {self.state.value}")
-        else:
-            return True
-        return False
-
-    def _ask(self, record: Claim | Confirm) -> None:
-        now = self._tools.clock.now()
-        self._unanswered = record
-        self._until, self._repeat_at = now + self._tools.limits.answer, now + self._tools.limits.repeat
-        self._send(record)
-
-    def _send(self, record: Request) -> None:
-        if self.session is not None:
-            self.session.request(record)
-
-    def _release(self) -> None:
-        """Sent once; if it is lost, the lease expires."""
-        lease = self.spec.source if self._grant is None else self._grant
-        self._send(Release(self.claim, lease.request_id, lease.nonce))
-
-    def _give_up(self, failure: str, *, release: bool = True) -> None:
-        """Fail, or go into quarantine while something may still be written."""
-        if release and self.state in (PullState.CLAIMING, PullState.READING, PullState.CONFIRMING):
-            self._release()
+    async def _fail(self, failure: str) -> None:
+        """Give the lease back; returns when no write can come any more."""
+        self.failure = failure
+        claim, self._claim = self._claim, None
+        if claim is not None and self.session is not None:
+            self.session.tell(Release(claim), self._tools.limits.answer)
         if self.state is PullState.READING:
             self._tools.worker.cancel(self.id)
-            if self._tools.worker.poll(self.id) is ReadState.READING:
-                self.failure = failure
+            self.look()
+            if not self._read.done():
                 self._to(PullState.ABANDONED)
-                return
-        self._fail(failure)
-
-    def _fail(self, failure: str) -> None:
-        self.failure = failure
+                await self._drain(claim)
         self._to(PullState.FAILED)
+
+    async def _drain(self, claim: int | None) -> None:
+        """Some links end a read only with the peer's help, so it is told now and then."""
+        while not self._read.done():
+            await asyncio.wait({self._read}, timeout=self._tools.limits.heartbeat)
+            if claim is not None and self.session is not None and not self._read.done():
+                self.session.tell(Heartbeat(claim), self._tools.limits.answer)
 
     def _to(self, state: PullState) -> None:
         """Change the state; the only place that does."""
         if state not in TRANSITIONS[self.state]:
             raise AssertionError(f"{self.spec.request_id}: {self.state.value} -> {state.value} is not a transition")
-        self.state = state
+        was_over, self.state = self.is_over, state
+        if self.is_over and not was_over:
+            self._tools.ended(self)

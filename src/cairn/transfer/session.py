@@ -1,50 +1,49 @@
-"""Both ends of a session on the side channel: one connection to a producer, and all those of a producer's consumers.
+"""The consumer's end of a connection to a producer: it shakes hands, then asks, and hands out the answers.
 
-    NEW --open--> GREETING --Welcome--> OPEN
-                     +---- Denied, lost, time is up ----> CLOSED
-
-The other end of a connection has proved that it holds the secret before any frame arrives here.
+The other end has proved that it holds the secret before any frame is sent. What is asked has a deadline of its asker's;
+when the connection is lost, all that waits fails at once, and the producer releases what was claimed by it.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Mapping
-from enum import Enum
-from types import MappingProxyType
-from typing import TypeAlias
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
 
 from cairn.errors import ConfigError
 from cairn.transfer.contract import Identity, Peer, PeerGeometry
 from cairn.transfer.geometry import check_checkpoint_dtypes
+from cairn.transfer.peers import Address
+from cairn.transfer.stream import Connect, ConnectionLost, Stream
 from cairn.transfer.wire import (
     NONCE_BYTES,
     VERSION,
     Denied,
-    FromProducer,
     Hello,
+    Question,
     Reply,
     Request,
-    ToProducer,
-    Welcome,
-    replies,
-    requests,
+    answers,
+    greeting_answers,
+    greetings,
+    questions,
 )
-from cairn.types import Clock
 
 HANDSHAKE_SECONDS = 5.0
 """How long connecting and the answer to Hello may take."""
 
-REPEAT_SECONDS = 0.5
-"""How long an answer may take before a record is repeated."""
-
-Serve: TypeAlias = Callable[[bytes, Request], Reply | None]
-"""Answers a record that came by this connection; None when the answer comes later, by `ConsumerSessions.encode`."""
-
 _SILENT_SECONDS = 1.0
-_MAX_OPEN = 1024
 _OTHER_LAYOUT = "the layouts differ: both sides must serve the same model with the same dtype and quantization"
 
 
-def _explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
+class PeerFailed(Exception):
+    """Why nothing can be had of a peer. `is_silent`: it has not answered in the time it had."""
+
+    def __init__(self, reason: str, *, is_silent: bool = False) -> None:
+        super().__init__(reason)
+        self.is_silent = is_silent
+
+
+def explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
     """Why two hashes of layouts differ, as far as the geometries tell."""
     try:
         check_checkpoint_dtypes(remote, local)
@@ -60,182 +59,140 @@ def _explain_layouts(remote: PeerGeometry, local: PeerGeometry) -> str:
     return _OTHER_LAYOUT
 
 
-class SessionState(Enum):
-    """Where a session is."""
-
-    NEW = "new"
-    GREETING = "greeting"
-    """Hello is out."""
-    OPEN = "open"
-    """The producer serves the same layout; `peer` is known."""
-    CLOSED = "closed"
-    """Over, and `failure` says why. A new session may try again."""
-
-
-TRANSITIONS: Mapping[SessionState, frozenset[SessionState]] = MappingProxyType(
-    {
-        SessionState.NEW: frozenset({SessionState.GREETING, SessionState.CLOSED}),
-        SessionState.GREETING: frozenset({SessionState.OPEN, SessionState.CLOSED}),
-        SessionState.OPEN: frozenset({SessionState.CLOSED}),
-        SessionState.CLOSED: frozenset(),
-    }
-)
-
-
 class ProducerSession:
-    """`engine_id`: the engine that is expected at the other end. `send` puts a frame on its way and may lose it."""
+    """`engine_id`: the engine that is expected at `address`. `heard` is called for each frame that comes, `ended` once.
+    Begins to connect at once."""
 
     def __init__(
         self,
+        address: Address,
         engine_id: str,
         identity: Identity,
-        clock: Clock,
+        connect: Connect,
         random: Callable[[int], bytes],
-        send: Callable[[bytes], None],
+        event_loop: asyncio.AbstractEventLoop,
+        heard: Callable[[], None],
+        ended: Callable[["ProducerSession", PeerFailed], None],
     ) -> None:
+        self.address = address
         self.engine_id = engine_id
-        self._clock = clock
-        self._send = send
-        self._requests = requests()
-        self._replies = replies()
-        self._layout = identity.layout
+        self.peer: Peer | None = None
+        self.failure: PeerFailed | None = None
+        self.closed: asyncio.Future[None] = event_loop.create_future()
+        self._identity = identity
+        self._connect = connect
+        self._heard = heard
+        self._ended = ended
+        self._event_loop = event_loop
         me = identity.me
         self._hello = Hello(VERSION, me.engine_id, random(NONCE_BYTES), identity.layout, me.geometry)
-        self._repeat_at = self._until = clock.now()
+        self._greetings, self._greeting_answers = greetings(), greeting_answers()
+        self._questions, self._answers = questions(), answers()
+        self._stream: Stream | None = None
+        self._open: asyncio.Future[Peer] = event_loop.create_future()
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._told: set[asyncio.Task[None]] = set()
+        self._last_number = 0
         self._num_ignored = 0
-        self.state = SessionState.NEW
-        self.peer: Peer | None = None
-        self.failure: str | None = None
+        self._task = event_loop.create_task(self._run())
 
     @property
     def dropped(self) -> int:
         """Frames that were ignored."""
-        return self._replies.dropped + self._num_ignored
+        return self._greeting_answers.dropped + self._answers.dropped + self._num_ignored
 
-    def open(self) -> None:
-        """Send Hello; later calls do nothing."""
-        if self.state is SessionState.NEW:
-            self._to(SessionState.GREETING)
-            self._until = self._clock.now() + HANDSHAKE_SECONDS
-            self._greet()
+    async def opened(self) -> Peer:
+        """Waits for the handshake, which has a deadline. Raises PeerFailed."""
+        return await asyncio.shield(self._open)
 
-    def tick(self) -> bool:
-        """Repeat what was not answered, or give up; returns whether it has just been given up."""
-        now = self._clock.now()
-        if self.state is not SessionState.GREETING:
-            return False
-        if now >= self._until:
-            self.close(f"no answer to the handshake within {HANDSHAKE_SECONDS:g} s")
-            return True
-        if now >= self._repeat_at:
-            self._greet()
-        return False
+    def new_number(self) -> int:
+        """For `ask`, where the number must be known before the answer."""
+        self._last_number += 1
+        return self._last_number
 
-    def close(self, failure: str) -> None:
-        """End the session; later calls do nothing."""
-        if self.state is not SessionState.CLOSED:
-            self.failure = failure
-            self._to(SessionState.CLOSED)
+    async def ask(self, request: Request, seconds: float, number: int | None = None) -> Reply:
+        """The answer, for which there are so many seconds, those until there is room for the question included. Raises
+        PeerFailed when the session has ended or ends, TimeoutError."""
+        number = self.new_number() if number is None else number
+        if self.failure is not None or self.peer is None or self._stream is None:
+            raise self.failure or PeerFailed("the session is not open")
+        answer: asyncio.Future[Reply] = self._event_loop.create_future()
+        self._waiting[number] = answer
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stream.send(self._questions.encode(Question(number, request)))
+                return await answer
+        except ConnectionLost as lost:
+            raise self.failure or PeerFailed(str(lost)) from lost
+        finally:
+            del self._waiting[number]
+            answer.cancel()
 
-    def lose(self, reason: str) -> bool:
-        """The connection has ended, or could not be made; returns whether the peer had been silent until then. A
-        refusal comes at once; what took longer was silence. Later calls, and those of a closed session, do nothing."""
-        waited = self._clock.now() - (self._until - HANDSHAKE_SECONDS)
-        is_silent = self.state is SessionState.GREETING and waited >= _SILENT_SECONDS
-        self.close(reason)
-        return is_silent
+    def tell(self, request: Request, seconds: float) -> None:
+        """Ask something whose answer nobody waits for. If it does not get through, its lease runs out."""
 
-    def request(self, record: ToProducer) -> None:
-        """Send a record. Lost while the session is not open."""
-        if self.state is SessionState.OPEN:
-            self._send(self._requests.encode(record))
+        async def ask() -> None:
+            with contextlib.suppress(PeerFailed, TimeoutError):
+                await self.ask(request, seconds)
 
-    def receive(self, frame: bytes) -> Reply | Denied | None:
-        """Take a frame; returns the record in it, if it answers a claim."""
-        record = self._replies.decode(frame)
-        is_answer = isinstance(record, Welcome | Denied) and record.answers == self._hello.nonce
-        if self.state is SessionState.GREETING and is_answer:
-            if isinstance(record, Welcome):
-                self._welcome(record)
-            elif isinstance(record, Denied):
-                self.close(f"refused by the peer: {record.text}")
-        elif record is not None and not isinstance(record, Welcome):  # Hello is repeated, so its answer may be, too
-            if self.state is SessionState.OPEN:
-                return record
-            self._num_ignored += 1
-        return None
+        if self.failure is None:
+            task = self._event_loop.create_task(ask())
+            self._told.add(task)
+            task.add_done_callback(self._told.discard)
 
-    def _welcome(self, welcome: Welcome) -> None:
-        if welcome.layout != self._layout:
-            self.close(_explain_layouts(welcome.geometry, self._hello.geometry))
+    def close(self, failure: str | PeerFailed) -> None:
+        """End the session, and all that waits for it; later calls do nothing."""
+        if self.failure is not None:
             return
-        self.peer = Peer(welcome.engine_id, welcome.geometry, tuple(welcome.ranks))
-        self._to(SessionState.OPEN)
+        self.failure = failure if isinstance(failure, PeerFailed) else PeerFailed(failure)
+        self.closed.set_result(None)
+        everybody: list[asyncio.Future[Any]] = [self._open, *self._waiting.values()]
+        for waiting in everybody:
+            if not waiting.done():
+                waiting.set_exception(self.failure)
+                # nobody may be left who asks
+                waiting.exception()
+        if self._stream is not None:
+            self._stream.close(str(self.failure))
+        self._task.cancel()
+        self._ended(self, self.failure)
 
-    def _greet(self) -> None:
-        self._repeat_at = self._clock.now() + REPEAT_SECONDS
-        self._send(self._requests.encode(self._hello))
+    async def _run(self) -> None:
+        began = self._event_loop.time()
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                stream = await self._greet()
+            while True:
+                frame = await stream.receive()
+                self._heard()
+                answer = self._answers.decode(frame)
+                waiting = None if answer is None else self._waiting.get(answer.number)
+                if answer is None or waiting is None or waiting.done():
+                    self._num_ignored += answer is not None
+                else:
+                    waiting.set_result(answer.record)
+        except TimeoutError:
+            self.close(PeerFailed(f"no answer to the handshake within {HANDSHAKE_SECONDS:g} s", is_silent=True))
+        except ConnectionLost as lost:
+            # A refusal comes at once; what took longer was silence.
+            was_silent = self.peer is None and self._event_loop.time() - began >= _SILENT_SECONDS
+            self.close(PeerFailed(str(lost), is_silent=was_silent))
+        except PeerFailed as failure:
+            self.close(failure)
 
-    def _to(self, state: SessionState) -> None:
-        """Change the state; the only place that does."""
-        if state not in TRANSITIONS[self.state]:
-            raise AssertionError(f"{self.state.value} -> {state.value} is not a transition")
-        self.state = state
-
-
-class ConsumerSessions:
-    """The sessions of a producer, by connection (`sender`), at most 1,024. `dropped` counts frames that were no
-    record."""
-
-    def __init__(self, identity: Identity) -> None:
-        self._identity = identity
-        self._requests = requests()
-        self._replies = replies()
-        self._greeted: OrderedDict[bytes, None] = OrderedDict()
-
-    @property
-    def dropped(self) -> int:
-        return self._requests.dropped
-
-    @property
-    def num_open(self) -> int:
-        """Connections that have been welcomed."""
-        return len(self._greeted)
-
-    def receive(self, sender: bytes, frame: bytes, serve: Serve) -> bytes | None:
-        """The answer to a frame, or None when there is none (yet). `serve` is asked on welcomed connections alone."""
-        match self._requests.decode(frame):
-            case None:
-                return None
-            case Hello() as hello:
-                answer: FromProducer | None = self._greet(sender, hello)
-            case request if sender in self._greeted:
-                self._greeted.move_to_end(sender)
-                answer = serve(sender, request)
-            case request:
-                answer = Denied(request.claim, "no such session: it is too old, or from before a restart")
-        return None if answer is None else self.encode(answer)
-
-    def encode(self, reply: FromProducer) -> bytes:
-        """A record as a frame."""
-        return self._replies.encode(reply)
-
-    def forget(self, sender: bytes) -> None:
-        """The connection has ended."""
-        self._greeted.pop(sender, None)
-
-    def _greet(self, sender: bytes, hello: Hello) -> Welcome | Denied:
-        identity = self._identity
-        if hello.version != VERSION:
-            return Denied(
-                hello.nonce, f"protocol version {hello.version} here, {VERSION} there: run the same cairn on both"
-            )
-        if hello.layout != identity.layout:
-            # It is read at the other end.
-            return Denied(hello.nonce, _explain_layouts(identity.me.geometry, hello.geometry))
-        self._greeted[sender] = None
-        if len(self._greeted) > _MAX_OPEN:
-            self._greeted.popitem(last=False)
-        return Welcome(
-            hello.nonce, identity.me.engine_id, identity.layout, identity.me.geometry, list(identity.me.ranks)
-        )
+    async def _greet(self) -> Stream:
+        """The stream to a producer that serves the same layout. Raises ConnectionLost, PeerFailed."""
+        self._stream = stream = await self._connect(self.address)
+        await stream.send(self._greetings.encode(self._hello))
+        while True:
+            answer = self._greeting_answers.decode(await stream.receive())
+            self._heard()
+            if answer is not None and answer.answers == self._hello.nonce:
+                break
+        if isinstance(answer, Denied):
+            raise PeerFailed(f"refused by the peer: {answer.text}")
+        if answer.layout != self._identity.layout:
+            raise PeerFailed(explain_layouts(answer.geometry, self._hello.geometry))
+        self.peer = Peer(answer.engine_id, answer.geometry, tuple(answer.ranks))
+        self._open.set_result(self.peer)
+        return stream

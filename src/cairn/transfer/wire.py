@@ -1,19 +1,19 @@
 """The side channel: msgpack records between a consumer (D: reads pages) and a producer (P: holds them).
 
-    consumer -> producer   Hello, Claim, Heartbeat, Confirm, Release
-    producer -> consumer   Welcome, Denied, Granted, Refused, Alive, Confirmed, Released
+    Hello                                          -> Welcome, or Denied
+    Question: Claim                                -> Answer: Granted, or Refused
+              Confirm                              ->         Confirmed, or Refused
+              Heartbeat, Release, Decline          ->         Done, or Refused
 
-Both ends have proved that they hold the same secret before the first record (`credentials`).
-A Claim without a lease is answered once the producer's cache has been looked up, everything else at once.
-
-Records may be lost, repeated, delayed and reordered: a consumer repeats what was not answered, and a producer answers a
-repetition as it answered the first time.
+Both ends have proved that they hold the same secret before the first record (`credentials`). Hello is the first on a
+connection, and its answer the first that comes back; what follows is numbered. A claim is known by the number of its
+question, on its connection alone: all that is said of it later comes by the same one.
 """
 
 from collections.abc import Callable, Mapping
 from enum import Enum
 from types import MappingProxyType
-from typing import Annotated, Any, Generic, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, Generic, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from cairn.transfer.contract import PeerGeometry
 from cairn.types import Keys, Pages
 
-VERSION = 5
+VERSION = 6
 """Both sides must speak the same one. History: 1, the first; 2, claims without a lease are granted; 3, TLS below them;
-4, one record for all claims; 5, every claim names prefixes by marks and an end."""
+4, one record for all claims; 5, every claim names prefixes by marks and an end; 6, questions and answers
+with numbers. Every version reads the Hello, the Welcome and the Denied of all others."""
 
 NONCE_BYTES = 16
-"""Random bytes that name a handshake, a claim or a lease."""
+"""Random bytes that name a handshake or a lease."""
 
 MAX_FRAME_BYTES = 4 << 20
 """No frame is larger. Room for the pages of eight million tokens."""
@@ -43,9 +44,8 @@ Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Number = Annotated[int, msgspec.Meta(ge=0, le=_MAX_TOKENS)]
-Generation = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
+QuestionNumber = Annotated[int, msgspec.Meta(ge=1, lt=1 << 62)]
 PageBytes = Annotated[bytes, msgspec.Meta(max_length=_MAX_PAGE_BYTES)]
-RequestTag = Literal["claim", "heartbeat", "confirm", "release"]
 Description = Annotated[bytes, msgspec.Meta(max_length=1 << 20)]
 
 Message = TypeVar("Message")
@@ -95,7 +95,7 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Denied(msgspec.Struct, frozen=True, tag="denied"):
-    """Answers Hello with its nonce, and a record on a connection without a session with its claim."""
+    """Answers Hello with its nonce."""
 
     answers: Nonce
     text: Text
@@ -103,14 +103,13 @@ class Denied(msgspec.Struct, frozen=True, tag="denied"):
 
 class Claim(msgspec.Struct, frozen=True, tag="claim"):
     """I want the pages of this content from token `start` on, as far as you have it, and its deepest checkpoint if
-    `checkpoint`. `claim`: 16 random bytes that name the transfer, equal in all repetitions.
+    `checkpoint`.
 
     The content is named by digests of its prefixes (`digest`): `marks` of the first 64, 128, ... tokens, 32 bytes each;
     `end` of the first `position` tokens, None and 0 if there is no such prefix. `request_id` and `nonce` are those of
     the lease, which delivers all of `position`; None if there is no lease.
     """
 
-    claim: Nonce
     adapter: Text
     marks: Annotated[bytes, msgspec.Meta(max_length=MAX_MARK_BYTES)]
     start: Number
@@ -122,49 +121,40 @@ class Claim(msgspec.Struct, frozen=True, tag="claim"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="heartbeat"):
-    """I still read: extend the lease."""
+    """I still read: extend the lease of this claim."""
 
-    claim: Nonce
-    request_id: Name
-    nonce: Nonce
+    claim: QuestionNumber
 
 
 class Confirm(msgspec.Struct, frozen=True, tag="confirm"):
-    """All is read: confirm that the lease of this generation never lapsed, and end it."""
+    """All is read: confirm that the lease of this claim never lapsed, and end it."""
 
-    claim: Nonce
-    request_id: Name
-    nonce: Nonce
-    generation: Generation
+    claim: QuestionNumber
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
-    """I need nothing of the lease, or nothing more. `request_id` and `nonce` are None for a claim without a lease that
-    has not been granted."""
+    """I need nothing more of this claim, whether it has been granted or not."""
 
-    claim: Nonce
-    request_id: Name | None
-    nonce: Nonce | None
+    claim: QuestionNumber
 
 
-Request: TypeAlias = Claim | Heartbeat | Confirm | Release
-"""Records about a claim; each names it."""
+class Decline(msgspec.Struct, frozen=True, tag="decline"):
+    """I shall not claim this lease."""
 
-ToProducer: TypeAlias = Hello | Request
+    request_id: Name
+    nonce: Nonce
+
+
+Request: TypeAlias = Claim | Heartbeat | Confirm | Release | Decline
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """Answers Claim: the pages, pinned until the lease ends, as int32 numbers, little endian. `request_id` and `nonce`
-    name the lease.
+    """Answers Claim: the pages, pinned until the lease ends, as int32 numbers, little endian.
 
     `position`: tokens that may be used, at the claim's end or at one of its marks. `checkpoint_position` and
     `checkpoint` (page numbers) if one was claimed and there is one.
     """
 
-    claim: Nonce
-    request_id: Name
-    nonce: Nonce
-    generation: Generation
     position: Number
     pages: PageBytes
     checkpoint_position: Number | None
@@ -172,49 +162,34 @@ class Granted(msgspec.Struct, frozen=True, tag="granted"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """Answers any request; `request` is its tag. A refused Confirm means that the lease has ended."""
+    """Answers any question. A refused Confirm means that the lease has ended."""
 
-    claim: Nonce
-    request: RequestTag
     reason: RefusalReason
 
 
-class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Answers Heartbeat."""
-
-    claim: Nonce
-
-
 class Confirmed(msgspec.Struct, frozen=True, tag="confirmed"):
-    """Answers Confirm: the lease of this generation never lapsed while you read."""
-
-    claim: Nonce
-    generation: Generation
+    """Answers Confirm: the lease never lapsed while you read."""
 
 
-class Released(msgspec.Struct, frozen=True, tag="released"):
-    """Answers Release."""
-
-    claim: Nonce
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Answers whatever has nothing more to tell."""
 
 
-Reply: TypeAlias = Granted | Refused | Alive | Confirmed | Released
-"""Answers to a `Request`; each names the claim."""
-
-FromProducer: TypeAlias = Welcome | Denied | Reply
-
-_TAGS: Mapping[type, RequestTag] = MappingProxyType(
-    {
-        Claim: "claim",
-        Heartbeat: "heartbeat",
-        Confirm: "confirm",
-        Release: "release",
-    }
-)
+Reply: TypeAlias = Granted | Refused | Confirmed | Done
 
 
-def refusal(request: Request, reason: RefusalReason) -> Refused:
-    return Refused(request.claim, _TAGS[type(request)], reason)
+class Question(msgspec.Struct, frozen=True, array_like=True):
+    """`number`: never used before on this connection."""
+
+    number: QuestionNumber
+    record: Request
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    """`number`: that of the question."""
+
+    number: QuestionNumber
+    record: Reply
 
 
 class RecordFrames(Generic[Message]):
@@ -247,12 +222,20 @@ class RecordFrames(Generic[Message]):
         return None
 
 
-def requests() -> RecordFrames[ToProducer]:
-    return RecordFrames(msgspec.msgpack.Decoder(ToProducer))
+def greetings() -> RecordFrames[Hello]:
+    return RecordFrames(msgspec.msgpack.Decoder(Hello))
 
 
-def replies() -> RecordFrames[FromProducer]:
-    return RecordFrames(msgspec.msgpack.Decoder(FromProducer))
+def greeting_answers() -> RecordFrames[Welcome | Denied]:
+    return RecordFrames(msgspec.msgpack.Decoder(Welcome | Denied))
+
+
+def questions() -> RecordFrames[Question]:
+    return RecordFrames(msgspec.msgpack.Decoder(Question))
+
+
+def answers() -> RecordFrames[Answer]:
+    return RecordFrames(msgspec.msgpack.Decoder(Answer))
 
 
 def encode_array(value: object) -> bytes:

@@ -17,10 +17,11 @@ from pathlib import Path
 
 import msgspec
 
+from cairn.cache.group_pages import page_numbers
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import KvTransferConfig, TransferReport
-from cairn.engine.transfers.loop import TransferLoop, TransferPort
-from cairn.engine.transfers.side_channel import TlsSideChannel
+from cairn.engine.transfers.loop import ClockedLoop, EventQueue, TransferLoop, TransferPort
+from cairn.engine.transfers.side_channel import SideChannel, create_listener
 from cairn.errors import ConfigError, EngineDead, InvalidRequest
 from cairn.scheduler.request import PromptOffer, Request
 from cairn.scheduler.transfers import LeaseQuota, RecentSequences, Transfers
@@ -72,8 +73,7 @@ class KvTransfer:
         return Transfers(self.port, self.sequences, self.quota)
 
     def start(self, notify: Callable[[], None]) -> None:
-        self.loop.notify = notify
-        self.loop.start()
+        self.loop.start(notify)
 
     def close(self) -> None:
         self.loop.stop()
@@ -104,7 +104,7 @@ class KvTransfer:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [offer.pages.tolist(), *files],
+            "remote_block_ids": [page_numbers(offer.pages).tolist(), *files],
             "remote_engine_id": self.engine_id,
             "remote_request_id": offered.reference,
             "remote_host": self.host,
@@ -215,13 +215,15 @@ def build_transfer(
     described = _described(worker, clock)
     engine_id = str(uuid.uuid4())
     identity = Identity(Peer(engine_id, geometry_of(memory.layout, memory.tp_size), described), layout_hash)
-    channel = TlsSideChannel(config.host, config.port, derive_credentials(secret), clock)
-    max_pages = int(memory.num_pages * config.lease_share)
-    limits = LeaseLimits(max_pages=max_pages, duration=config.lease_seconds)
-    producer = Producer(identity, limits, clock, os.urandom)
-    consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.send)
-    port = TransferPort(max_pages, os.urandom, channel.wake)
-    loop = TransferLoop(port, channel, producer, consumer, link, worker, memory.pool.enter_thread)
+    listener = create_listener(config.host, config.port)
+    event_loop, events = ClockedLoop(clock), EventQueue()
+    channel = SideChannel(listener, derive_credentials(secret), clock, event_loop)
+    limits = LeaseLimits(max_pages=int(memory.num_pages * config.lease_share), duration=config.lease_seconds)
+    producer = Producer(identity, limits, clock, os.urandom, events.put)
+    consumer = Consumer(identity, policy, worker, clock, os.urandom, channel.connect, event_loop, events.put)
+    port = TransferPort(event_loop, producer, consumer, events)
+    enter_thread = memory.pool.enter_thread
+    loop = TransferLoop(event_loop, port, events, channel, producer, consumer, link, worker, enter_thread)
     sequences = SequenceIndex(layout_hash)
     quota = LeaseQuota(
         max_leases=config.max_leases,

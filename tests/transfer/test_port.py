@@ -1,4 +1,4 @@
-"""Both halves of an engine behind the scheduler's door, and the worker's planner."""
+"""Both roles of an engine behind the scheduler's port, and the worker's planner."""
 
 import dataclasses
 
@@ -25,84 +25,85 @@ from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import whole_pages
 from cairn.transfer.worker import LinkWorker
 from doubles.memory_link import Fault
+from transfer.parts import parts
 from transfer.scheduler_side_contract import SchedulerSideContract
 from transfer.world import GEOMETRY, PAGE_BYTES, World, keys, parsed
 
 PROMPT = keys(160)
 OFFER = Offer(
-    "cmpl-1", ContentName(), PROMPT, np.arange(10, 20, dtype=np.int32), (OfferedCheckpoint(160, np.array([40, 41])),)
+    "cmpl-1", ContentName(), PROMPT, parts(range(10, 20)), (OfferedCheckpoint(160, np.array([40, 41], np.int32)),)
 )
 
 
 def drive(world):
     events = []
     for _ in range(20):
-        events += world.connector.events()
+        events += world.port.events()
         world.deliver()
     return events
 
 
 def test_a_reference_through_a_proxy_and_back():
     world = World()
-    connector: SchedulerSide = world.connector
-    assert world.connector.is_idle and connector.events() == []
-    reference = connector.offer(OFFER)
-    assert not world.connector.is_idle
+    port: SchedulerSide = world.port
+    assert world.port.is_idle and port.events() == []
+    reference = port.offer(OFFER)
+    assert not world.port.is_idle
     ref = parsed(reference, world.p.name)
-    pull = connector.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    pull = port.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     assert drive(world) == [
         PullEnded(pull, None, 160, 160),
         PagesFree(pull),
         LeaseEnded(reference, "confirmed"),
     ]
-    assert world.connector.is_idle
+    assert world.port.is_idle
 
 
-class TestConnector(SchedulerSideContract):
+class TestTransferPort(SchedulerSideContract):
     def side(self, max_pages):
-        return World(max_pages=max_pages).connector
+        return World(max_pages=max_pages).port
 
 
 def test_an_offer_beyond_the_cap_ends_at_once_and_alone():
     """It was counted wrong by whoever made it; the leases that others are promised go on."""
     world = World(max_pages=20)
-    first = world.connector.offer(OFFER)
-    other = dataclasses.replace(OFFER, request_id="cmpl-2", pages=OFFER.pages + 20)
-    second = world.connector.offer(other)
-    assert world.connector.events() == [LeaseEnded(second, "released")]
+    first = world.port.offer(OFFER)
+    other = dataclasses.replace(OFFER, request_id="cmpl-2", pages=parts(range(30, 40)))
+    second = world.port.offer(other)
+    assert world.port.events() == [LeaseEnded(second, "released")]
     assert world.p.producer.leases.num_pages == 12
-    pull = world.connector.pull(world.pull_spec(parsed(second, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
+    pull = world.port.pull(world.pull_spec(parsed(second, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
     assert [event.failure is None for event in drive(world) if isinstance(event, PullEnded)] == [False]
-    pull = world.connector.pull(world.pull_spec(parsed(first, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
+    pull = world.port.pull(world.pull_spec(parsed(first, world.p.name), PROMPT, range(10), checkpoint=(30, 31)))
     assert PullEnded(pull, None, 160, 160) in drive(world)
-    assert world.connector.is_idle and world.p.producer.leases.num_pages == 0
+    assert world.port.is_idle and world.p.producer.leases.num_pages == 0
 
 
 def test_an_offer_nobody_wants_ends_by_itself():
     world = World()
-    reference = world.connector.offer(OFFER)
+    reference = world.port.offer(OFFER)
     world.clock.advance(29.9)
-    assert world.connector.events() == []
+    assert world.port.events() == []
     world.clock.advance(0.1)
-    assert world.connector.events() == [LeaseEnded(reference, "expired")] and world.connector.is_idle
+    assert world.port.events() == [LeaseEnded(reference, "expired")] and world.port.is_idle
 
 
 def test_an_aborted_pull_ends_once_and_unknown_ones_are_left_alone():
     world = World()
-    ref = parsed(world.connector.offer(OFFER), world.p.name)
-    pull = world.connector.pull(world.pull_spec(ref, PROMPT, range(10)))
-    world.connector.abort(pull)
-    world.connector.abort(PullId(99))
-    assert world.connector.events() == [PullEnded(pull, "aborted", 160, None), PagesFree(pull)]
-    world.connector.abort(pull)
-    assert world.connector.events() == []
+    ref = parsed(world.port.offer(OFFER), world.p.name)
+    pull = world.port.pull(world.pull_spec(ref, PROMPT, range(10)))
+    world.port.abort(pull)
+    world.port.abort(PullId(99))
+    assert world.port.events() == [PullEnded(pull, "aborted", 160, None), PagesFree(pull)]
+    world.port.abort(pull)
+    assert world.port.events() == []
 
 
 def test_many_pulls_share_one_connection():
     world = World()
     refs = [world.offer(keys(16, seed), [seed], request_id=f"cmpl-{seed}") for seed in range(8)]
     for seed, ref in enumerate(refs):
-        world.consumer.pull(world.pull_spec(ref, keys(16, seed), [seed]))
+        world.pull(world.pull_spec(ref, keys(16, seed), [seed]))
     events = world.run()
     assert [event.failure for event in events if isinstance(event, PullEnded)] == [None] * 8
     assert np.array_equal(world.memory[:8], world.p.memory[:8]) and world.sent == 1 + 2 * 8
@@ -110,7 +111,7 @@ def test_many_pulls_share_one_connection():
 
 def order(world, remote, local, *, geometry=GEOMETRY, ranks=None, pull=1):
     ranks = (world.p.link.describe(),) if ranks is None else ranks
-    pages = (np.array(remote, np.int32), np.array(local, np.int32))
+    pages = (parts(list(remote)), parts(list(local)))
     return ReadOrder(PullId(pull), Peer("p", geometry, ranks), 0, 160, *pages, None, None)
 
 
@@ -212,14 +213,14 @@ def test_connections_to_peers_are_bounded_and_silent_ones_forgotten():
     world.consumer._send = lambda address, frame: None
     ref = world.offer(PROMPT, range(10, 20))
     for port in range(1, 301):
-        world.consumer.pull(world.pull_spec(dataclasses.replace(ref, port=port), PROMPT, range(10)))
+        world.pull(world.pull_spec(dataclasses.replace(ref, port=port), PROMPT, range(10)))
     refused = [event.failure for event in world.run(2) if isinstance(event, PullEnded)]
     assert len(refused) == 44 and {"256 sessions" in failure for failure in refused} == {True}
     world.clock.advance(5.0)
     assert len(world.run(2)) == 2 * 256 and world.consumer.num_open == 0
-    pull = world.consumer.pull(world.pull_spec(dataclasses.replace(ref, port=999), PROMPT, range(10)))
+    pull = world.pull(world.pull_spec(dataclasses.replace(ref, port=999), PROMPT, range(10)))
     assert world.run(2) == [] and world.consumer.num_open == 1
-    world.consumer.abort(pull)
+    world.port.abort(pull)
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -242,12 +243,12 @@ def test_a_peer_whose_read_has_failed_is_forgotten_even_if_nobody_waits_any_more
 def test_a_peer_that_has_read_is_served_a_while_longer():
     """A read that was given up over TCP ends only with the help of the one that is read from."""
     world = World()
-    unread = world.connector.offer(OFFER)
-    world.connector.withdraw(unread)
-    assert [event.state for event in world.connector.events()] == ["released"] and not world.connector.is_serving
-    ref = parsed(world.connector.offer(OFFER), world.p.name)
-    world.connector.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
+    unread = world.port.offer(OFFER)
+    world.port.withdraw(unread)
+    assert [event.state for event in world.port.events()] == ["released"] and not world.port.is_serving
+    ref = parsed(world.port.offer(OFFER), world.p.name)
+    world.port.pull(world.pull_spec(ref, PROMPT, range(10), checkpoint=(30, 31)))
     drive(world)
-    assert world.connector.is_idle and world.connector.is_serving
+    assert world.port.is_idle and world.port.is_serving
     world.clock.advance(LeaseLimits(max_pages=1).linger)
-    assert not world.connector.is_serving
+    assert not world.port.is_serving

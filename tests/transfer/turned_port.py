@@ -1,0 +1,28 @@
+"""The scheduler's door to transfers, without a thread behind it."""
+
+from cairn.engine.transfers.loop import EventQueue, TransferPort
+
+
+class TurnedPort(TransferPort):
+    """Looks at everything whenever its events are asked for."""
+
+    def __init__(self, event_loop, producer, consumer, events):
+        super().__init__(event_loop, producer, consumer, events)
+        self.event_loop, self.producer, self.consumer = event_loop, producer, consumer
+
+    @property
+    def is_idle(self):
+        return self.producer.is_idle and not self.consumer.num_open
+
+    @property
+    def is_serving(self):
+        return self.producer.leases.may_be_read
+
+    def events(self):
+        self.event_loop.spin()
+        self.consumer.look()
+        self.event_loop.spin()
+        return super().events()
+
+
+__all__ = ["EventQueue", "TurnedPort"]
