@@ -34,6 +34,9 @@ CACHE_DOOR = (
     "cairn.cache.reasons",
 )
 
+# How content is named.
+CONTENT = ("cairn.transfer.contract", "cairn.transfer.digest")
+
 # What a config.json says of a model, without torch.
 MODEL_NUMBERS = (
     "cairn.kernels.state_encoding",
@@ -71,8 +74,10 @@ ARROWS = MappingProxyType(
         ),
         "scheduler": (*CACHE_DOOR, "cairn.transfer.contract"),
         "runner": ("cairn.models", "cairn.layers", "cairn.kernels", "cairn.cache.layout", "cairn.transfer.contract"),
+        "tiers": ("cairn.cache", "cairn.scheduler.page_source", "cairn.scheduler.transfers", *CONTENT),
         "engine": tuple(
-            f"cairn.{room}" for room in ("cache", "transfer", "kernels", "layers", "models", "scheduler", "runner")
+            f"cairn.{room}"
+            for room in ("cache", "transfer", "kernels", "layers", "models", "scheduler", "runner", "tiers")
         ),
         "check": ("cairn.engine", "cairn.models", "cairn.cache.layout"),
         "http": (),
