@@ -60,6 +60,9 @@ def start_fetches(state: SchedulerState) -> bool:
         if len(transfers.fetching) + len(transfers.ready) >= state.config.max_num_seqs:
             request.transfer.num_bypassed = 0
             break
+        if not all(source.is_ready(_fetch_request(request)) for source in request.transfer.sources):
+            # soon it is, and those behind it after it
+            break
         if not _start(state, request):
             if request.transfer.num_bypassed < MAX_BYPASSED and not _nothing_else_can_free_pages(state, request):
                 break
