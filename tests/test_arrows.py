@@ -137,6 +137,7 @@ TORCH_MODULES = (
     "cairn.engine.kernel_check",
     "cairn.engine.memory_plan",
     "cairn.engine.ranks.transfer",
+    "cairn.engine.tier_memory",
     "cairn.engine.transfers.device_pool",
     "cairn.engine.worker",
 )

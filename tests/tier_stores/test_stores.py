@@ -1,10 +1,12 @@
 """What every store of a tier must do, in memory and on a disk."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tier_entries import chunk, content, disk_store, host_store, keys_of, later, path_entries, read_back, state
 
-from cairn.tiers.store import EntryRead, TierStore
+from cairn.tiers.store import EntryRead, NewEntry, TierStore
 
 
 class StoreContract:
@@ -49,6 +51,15 @@ class StoreContract:
         assert roomy.tails(entries[1].facts.key) == [63, 5, 0]
         assert roomy.tails(entries[0].facts.key) == [7]
         assert roomy.tails(b"other") == []
+
+    def test_states_as_far_from_one_mark_are_told_apart(self, roomy):
+        fork = chunk("a", 1)
+        left, right = (state("a", 1, 7), state("b", 1, 7))
+        right = NewEntry(replace(right.facts, parent=fork.facts.key), right.pages)
+        assert roomy.write([fork, left, right], later()) == 3
+        assert roomy.tails(fork.facts.key) == [7]
+        roomy._index.remove(left.facts.key, alone=True)
+        assert roomy.tails(fork.facts.key) == [7]
 
     def test_a_state_before_the_first_chunk_needs_none(self, roomy):
         entry = state("a", 0, 20)

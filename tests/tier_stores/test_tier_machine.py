@@ -5,6 +5,7 @@ import errno
 import os
 import shutil
 import tempfile
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -52,8 +53,8 @@ def check_store(store) -> None:
     index = store._index
     for key, entry in index.entries.items():
         assert entry.facts.key == key and entry.readers >= 0
-    states = {(e.facts.parent, e.facts.tail) for e in index if e.facts.tail is not None}
-    assert states == {(mark, tail) for mark, tails in index._tails.items() for tail in tails}
+    states = Counter((e.facts.parent, e.facts.tail) for e in index if e.facts.tail is not None)
+    assert states == {(mark, tail): count for mark, tails in index._tails.items() for tail, count in tails.items()}
     assert store.counters.num_entries == len(index)
     if isinstance(store, HostStore):
         used = [entry.place for entry in index]

@@ -292,6 +292,8 @@ def engine_config(settings: "ServeSettings") -> "EngineConfig":
         "kv_events": _kv_events(settings),
         "kv_transfer": _kv_transfer(settings),
         "request_log": _request_log(settings),
+        # the core's process may have another working directory
+        "disk_cache": None if settings.disk_cache is None else settings.disk_cache.absolute(),
         "speculative": speculative_config(settings.speculative_config),
     }
     return EngineConfig(**{name: getattr(settings, name) for name in EngineOptions.model_fields} | more)
@@ -312,7 +314,6 @@ def _request_log(settings: "ServeSettings") -> "RequestLogConfig | None":
 
     if settings.request_log is None:
         return None
-    # the core's process may have another working directory
     return RequestLogConfig(path=str(settings.request_log.absolute()), max_bytes=int(settings.request_log_bytes))
 
 

@@ -211,10 +211,12 @@ def _finish(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> Request 
     num_queried = length - sequence.hit
     copies = fetch.copies if ended.position <= sequence.matched else []
     state.cache.receive(sequence, ended.position, length, position)
-    state.counters.external_queries += num_queried
-    state.counters.external_hits += sequence.received
-    request.transfer.fetched = (request.transfer.fetched or Volume()) + (ended.volume or Volume())
-    request.transfer.fetch_seconds += state.clock.now() - fetch.began
+    request.transfer.from_tier = fetch.plan.is_local
+    if not fetch.plan.is_local:
+        state.counters.external_queries += num_queried
+        state.counters.external_hits += sequence.received
+        request.transfer.fetched = (request.transfer.fetched or Volume()) + (ended.volume or Volume())
+        request.transfer.fetch_seconds += state.clock.now() - fetch.began
     if state.cache.enabled and _best_plan(state, request, sequence) is not None:
         # for the rest; what has come is found by a lookup
         state.requeue(request)

@@ -32,13 +32,15 @@ class FetchRequest:
 class FetchPlan:
     """What a source would bring: the first `position` tokens of the prompt, at most, could be used after `num_bytes`
     bytes have been moved, which takes about `seconds`. `promised`: the source has told whoever sent the request that it
-    has them, so that not to bring them is a failure. `origin`: where they are, for messages."""
+    has them, so that not to bring them is a failure. `origin`: where they are, for messages. `is_local`: this server
+    has computed them, or another one of this machine that shares its memory or disk."""
 
     position: int
     num_bytes: int
     seconds: float
     promised: bool = False
     origin: str = ""
+    is_local: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -54,7 +54,8 @@ class TierIndex:
         self._needs_states = shape.needs_states
         self._has_chunks = shape.has_chunks
         self._dependants: Counter[bytes] = Counter()
-        self._tails: dict[bytes, set[int]] = {}
+        # paths part within a chunk, too: several states may be as far from one mark
+        self._tails: dict[bytes, Counter[int]] = {}
         self._heap: list[tuple[float, int, bytes]] = []
         self._version = 0
         self._last_rank = 0.0
@@ -83,7 +84,7 @@ class TierIndex:
         entry = self.entries[facts.key] = StoredEntry(facts, place)
         self._dependants[facts.parent] += 1
         if facts.tail is not None:
-            self._tails.setdefault(facts.parent, set()).add(facts.tail)
+            self._tails.setdefault(facts.parent, Counter())[facts.tail] += 1
         self._rank(entry)
         return entry
 
@@ -129,7 +130,9 @@ class TierIndex:
             facts = entry.facts
             if facts.tail is not None:
                 tails = self._tails[facts.parent]
-                tails.discard(facts.tail)
+                tails[facts.tail] -= 1
+                if not tails[facts.tail]:
+                    del tails[facts.tail]
                 if not tails:
                     del self._tails[facts.parent]
             self._drop_dependant(facts.parent, rank=False)

@@ -226,7 +226,7 @@ class TierSource:
             # it may have been an accident that it was slow: one day it is tried again
             self._rates[tier] *= _FORGIVENESS
             return None
-        plan = FetchPlan(position, num_bytes, seconds, origin=f"the {tier} cache")
+        plan = FetchPlan(position, num_bytes, seconds, origin=f"the {tier} cache", is_local=True)
         reads_pages = position > sequence.matched
         return _Choice(position, position - sequence.hit, reads_pages, chunks, chosen, tier, compute_seconds, plan)
 
