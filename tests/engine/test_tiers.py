@@ -107,7 +107,7 @@ def test_a_state_comes_back_in_the_form_in_which_it_is_stored(checkpoint_dtype, 
 
 
 def test_the_host_tier_has_what_the_pool_has_dropped(tiny_model, engine):
-    one = engine(tiny_model, host_cache_bytes=16 << 20, kv_cache_memory_bytes=2 << 20)
+    one = engine(tiny_model, host_cache_bytes=16 << 20, kv_cache_memory_bytes=4 << 20)
     expected = answer(one.ask(TEXT))
     for start in range(6):
         one.ask(OTHER[start * 10 :])

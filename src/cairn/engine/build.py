@@ -152,7 +152,7 @@ def _size_up(
             weights=weights,
             images=images,
             staging=staging * config.tensor_parallel_size,
-            host_cache=int(config.host_cache_bytes),
+            host_cache=int(config.host_cache_bytes or 0),
         )
     spec = opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
     plan = plan_memory(plan, config, layout, spec, _max_model_len(config, opened))

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.tiers.memory import HostMemory, TierMemory
+from cairn.tiers.memory import HostTierMemory, TierMemory
 from cairn.tiers.store import PageBytes
 from cairn.types import Pages
 
@@ -23,7 +23,7 @@ PIECE_BYTES = 8 << 20
 
 def open_tier_memory(pool: Tensor, *, on_host: bool) -> TierMemory:
     """The pool of one rank, uint8 [rows, page_bytes]. `on_host`: whether that is where the rank computes."""
-    return HostMemory(pool.numpy()) if on_host else DeviceMemory(pool)
+    return HostTierMemory(pool.numpy()) if on_host else DeviceTierMemory(pool)
 
 
 def allocate_pinned(num_bytes: int, page_bytes: int) -> PageBytes:
@@ -31,7 +31,7 @@ def allocate_pinned(num_bytes: int, page_bytes: int) -> PageBytes:
     return torch.empty(num_bytes // page_bytes, page_bytes, dtype=torch.uint8, pin_memory=True).numpy()
 
 
-class DeviceMemory:
+class DeviceTierMemory:
     """A `TierMemory` of any device."""
 
     def __init__(self, pool: Tensor) -> None:

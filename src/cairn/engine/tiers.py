@@ -67,10 +67,9 @@ def check_tiers(config: EngineConfig, layout: CacheLayout) -> None:
     if config.tensor_parallel_size > 1:
         raise ConfigError(f"{flag}: not with --tensor-parallel-size above 1 yet: leave one of them out")
     least = least_bytes(layout)
-    if 0 < config.host_cache_bytes < least:
-        raise ConfigError(
-            f"--host-cache-bytes {int(config.host_cache_bytes)}: one entry takes {least}: set more, or 0 for none"
-        )
+    host_bytes = int(config.host_cache_bytes or 0)
+    if 0 < host_bytes < least:
+        raise ConfigError(f"--host-cache-bytes {host_bytes}: one entry takes {least}: set more, or 0 for none")
     least_disk = _SEGMENTS * (least + ALIGNMENT)
     if config.disk_cache_bytes is not None and config.disk_cache_bytes < least_disk:
         raise ConfigError(

@@ -121,6 +121,7 @@ class HostStore:
                 entry.readers += 1
                 self._end_read(entry)
                 self.counters.drops["replaced"] += 1
+            self.counters.num_entries = len(self._index)
         return True
 
     def _end_read(self, entry: StoredEntry) -> None:

@@ -23,7 +23,7 @@ class TierMemory(Protocol):
         ...
 
 
-class HostMemory:
+class HostTierMemory:
     """A `TierMemory` of a pool on the host, uint8 [num_pages, page_bytes], contiguous."""
 
     def __init__(self, pool: PageBytes) -> None:

@@ -185,10 +185,8 @@ class CacheOptions(_Options):
 class TierOptions(_Options):
     """What is kept where the pool has no room for it, and where a restart finds it."""
 
-    host_cache_bytes: BytesOrZero = Field(
-        ByteSize(0),
-        description="memory of this machine for what the cache's pool has no room for: 8GiB; 0 for none",
-        validate_default=False,
+    host_cache_bytes: BytesOrZero | None = Field(
+        None, description="memory of this machine for what the cache's pool has no room for: 8GiB; none unless given"
     )
     disk_cache: Path | None = Field(
         None, description="folder for what is cached to be found again after a restart; a new one, or one of cairn's"
