@@ -9,7 +9,7 @@ from tier_entries import IDENTITY
 
 from cairn.errors import ConfigError
 from cairn.tiers.files import Files
-from cairn.tiers.folder import open_folder
+from cairn.tiers.folder import check_folder, open_folder
 
 FACTS = {"model_type": "qwen3_5", "dtype": "float32"}
 
@@ -81,6 +81,23 @@ def test_what_is_no_folder_is_refused(tmp_path):
         open_at(tmp_path / "file")
     with pytest.raises(ConfigError, match="without --disk-cache-read-only makes it"):
         open_at(tmp_path / "none", read_only=True)
+
+
+def test_the_same_is_said_before_anything_is_loaded(tmp_path, monkeypatch):
+    (tmp_path / "strange").mkdir()
+    (tmp_path / "strange" / "letters.txt").write_text("dear")
+    (tmp_path / "file").write_text("")
+    for name, fix in (("strange", "not empty: name an empty"), ("file", "it is no folder")):
+        with pytest.raises(ConfigError, match=fix):
+            check_folder(str(tmp_path / name), read_only=False)
+    with pytest.raises(ConfigError, match="without --disk-cache-read-only makes it"):
+        check_folder(str(tmp_path / "none"), read_only=True)
+    check_folder(str(tmp_path / "a" / "b" / "c"), read_only=False)
+    assert not (tmp_path / "a").exists()
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    for name in ("none", "."):
+        with pytest.raises(ConfigError, match=r"not empty|Permission denied: name a folder"):
+            check_folder(str(tmp_path / name), read_only=False)
 
 
 @pytest.mark.parametrize(

@@ -238,6 +238,10 @@ def check_outlets(config: "EngineConfig") -> None:
         from cairn.engine.event_publisher import check_endpoints
 
         check_endpoints(config.kv_events)
+    if config.disk_cache is not None:
+        from cairn.engine.tiers import check_disk_cache
+
+        check_disk_cache(config)
     if config.kv_transfer is not None:
         from cairn.engine.transfers.side_channel import create_listener
 

@@ -172,7 +172,10 @@ def divide_memory(plan: MemoryPlan, config: EngineConfig, layout: CacheLayout) -
         left = plan.left - states
         if plan.on_gpu and config.max_num_seqs is None:
             left = min(left, int((1 - _STATES_SHARE) * plan.left))
-        message = f"{_size(plan.usable)} available, {_size(plan.fixed)} of weights, {_size(states)} of running states"
+        taken = f"{_size(plan.fixed - plan.host_cache)} of weights, {_size(states)} of running states"
+        if plan.host_cache:
+            taken += f", {_size(plan.host_cache)} of --host-cache-bytes"
+        message = f"{_size(plan.usable)} available, {taken}"
     pool = _pool_bytes(config, layout, left, message, defaults, num_ranks)
     num_slots = config.max_num_seqs
     if num_slots is None:

@@ -22,7 +22,7 @@ from cairn.tiers.demotion import Demoter
 from cairn.tiers.digests import KEY_BYTES, EntryNames, stride_of
 from cairn.tiers.disk import DiskFolder, DiskStore
 from cairn.tiers.files import Files
-from cairn.tiers.folder import open_folder
+from cairn.tiers.folder import check_folder, open_folder
 from cairn.tiers.host import HostStore
 from cairn.tiers.index import PathShape
 from cairn.tiers.lanes import TierLanes, thread_lanes
@@ -76,6 +76,12 @@ def check_tiers(config: EngineConfig, layout: CacheLayout) -> None:
             f"--disk-cache-bytes {int(config.disk_cache_bytes)}: the least is {least_disk}, {_SEGMENTS} entries: set "
             "more, or leave --disk-cache out"
         )
+
+
+def check_disk_cache(config: EngineConfig) -> None:
+    """Raises ConfigError for a folder that cannot be used, before anything is loaded. Changes nothing there."""
+    if config.disk_cache is not None:
+        check_folder(str(config.disk_cache), read_only=config.disk_cache_read_only)
 
 
 def least_bytes(layout: CacheLayout) -> int:

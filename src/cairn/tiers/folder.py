@@ -78,6 +78,25 @@ def open_folder(
     return OpenFolder(home, secret, lock)
 
 
+def check_folder(path: str, *, read_only: bool) -> None:
+    """What can be said before a model is loaded: raises ConfigError as `open_folder` would. Changes nothing."""
+    try:
+        _check_marker(path, Files())
+    except FileNotFoundError as error:
+        if read_only:
+            raise _refused(path, error) from error
+        above = os.path.dirname(path)
+        while not os.path.exists(above):
+            above = os.path.dirname(above)
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise _refused(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES))) from error
+    except OSError as error:
+        raise _refused(path, error) from error
+    else:
+        if not read_only and not os.access(path, os.W_OK | os.X_OK):
+            raise _refused(path, PermissionError(errno.EACCES, os.strerror(errno.EACCES)))
+
+
 def _claim(path: str, files: Files) -> None:
     """See to it that the folder is there and that it is one of ours."""
     try:
@@ -92,7 +111,8 @@ def _claim(path: str, files: Files) -> None:
 
 
 def _check_marker(path: str, files: Files) -> None:
-    if _MARKER not in files.names(path):
+    names = files.names(path)
+    if names and _MARKER not in names:
         raise _strange(path)
 
 
