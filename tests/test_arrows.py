@@ -85,7 +85,7 @@ ARROWS = MappingProxyType(
         "routing": ("cairn.cache.events",),
         "proxy": ("cairn.http", "cairn.routing"),
         "replay": (
-            *("cairn.cache", "cairn.scheduler", "cairn.transfer.contract", "cairn.bench.plots"),
+            *("cairn.cache", "cairn.scheduler", "cairn.tiers", "cairn.transfer.contract", "cairn.bench.plots"),
             *("cairn.engine.request_log.header", "cairn.engine.request_log.lines"),
             *MODEL_NUMBERS,
         ),

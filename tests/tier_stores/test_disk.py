@@ -89,7 +89,7 @@ class TestDamage:
         disk_store(tmp_path).write(entries, later())
         (file,) = segments(tmp_path)
         whole = file.read_bytes()
-        header = 64 + 2 * 86 + 10 * 4 + 4
+        header = 64 + 2 * 90 + 10 * 4 + 4
         draw = random.Random(7)
         places = [*range(header), *(draw.randrange(4096, len(whole)) for _ in range(40))]
         for place in places:

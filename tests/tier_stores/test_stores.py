@@ -104,7 +104,7 @@ class StoreContract:
         used = path_entries("used", 4)
         store.write(used, later())
         for number in range(12):
-            store.touch(keys_of(used))
+            store.touch(used[-1].facts.key)
             store.write(path_entries(number, 4), later())
         assert all(store.contains(keys_of(used)))
 
@@ -112,7 +112,7 @@ class StoreContract:
         store = self.store(4)
         used = path_entries("used", 4)
         store.write(used, later())
-        store.touch(keys_of(used))
+        store.touch(used[-1].facts.key)
         for number in range(40):
             store.write(path_entries(number, 4), later())
         assert not any(store.contains(keys_of(used)))
@@ -122,7 +122,7 @@ class StoreContract:
         shared = [chunk("a", 1), chunk("a", 2), state("a", 2), state("a", 1)]
         store.write(shared, later())
         for number in range(6):
-            store.touch([shared[3].facts.key])
+            store.touch(shared[3].facts.key)
             store.write(path_entries(number, 4), later())
         assert store.contains(keys_of(shared)) == [True, False, False, True]
 

@@ -1,6 +1,6 @@
 """Tiers below the cache of a replay: the server's own stores and rules, with pages that take one byte each."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -74,10 +74,15 @@ class _CountedStore(HostStore):
 
 
 class ReplayedTiers:
-    """Tiers of so many bytes by their names, the fastest first. What is written and fetched takes no time."""
+    """Tiers of so many bytes by their names, the fastest first, if there are any. What is written and fetched takes no
+    time."""
 
-    def __init__(self, sizes: dict[str, int], cache: PrefixCache, transfers: Transfers, clock: Clock) -> None:
+    def __init__(self, sizes: Mapping[str, int], cache: PrefixCache, transfers: Transfers, clock: Clock) -> None:
         self.stores = tuple(_CountedStore(name, size, cache.layout) for name, size in sizes.items() if size)
+        self._demoter: Demoter | None = None
+        self._transfers = transfers
+        if not self.stores:
+            return
         context = TierContext(
             cache.layout,
             self.stores,
@@ -89,13 +94,13 @@ class ReplayedTiers:
             cache.policy.exact,
         )
         self._demoter = Demoter(cache, context)
-        self._source = TierSource(context)
         cache.observe(self._demoter)
-        transfers.sources = (*transfers.sources, self._source)
+        transfers.sources = (*transfers.sources, TierSource(context))
         transfers.sink = self._demoter
-        self._transfers = transfers
 
     @property
     def is_busy(self) -> bool:
         """Whether anything is to be written, or has been fetched and not been taken in."""
+        if self._demoter is None:
+            return False
         return not self._demoter.is_idle or bool(self._transfers.fetching or self._transfers.quarantine)

@@ -39,6 +39,9 @@ KEPT_BELOW = frozenset(
 )
 """Checkpoints of other kinds are written once they have been hit."""
 
+WEIGHT = 1000.0
+"""Requests in which the uses of an entry are expected."""
+
 MAX_WAITING = 4096
 SLICE_BYTES = 16 << 20
 POOL_SHARE = 8
@@ -53,12 +56,13 @@ WRITE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
-    """A state on a path, and the node that it hangs at."""
+    """A state on a path, and the node that it hangs at. `weight`: see `EntryFacts`."""
 
     node: Node
     kind: int
     origin: int
     position: int
+    weight: float
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,7 +230,8 @@ class Demoter(TreeObserver):
             return None
         if self._context.exact and checkpoint.origin is Origin.DECODE:
             return None
-        return _Wanted(node, checkpoint.kind.number, ORIGINS[checkpoint.origin], node.end)
+        weight = WEIGHT * self._cache.policy.eviction.chance(node)
+        return _Wanted(node, checkpoint.kind.number, ORIGINS[checkpoint.origin], node.end, weight)
 
     def _name(self, path: _Path) -> list[_Part]:
         """What the stores lack of a path, chunks before what is filed under them. For the names' thread."""
@@ -243,7 +248,7 @@ class Demoter(TreeObserver):
             lacks = number > whole or _lacking(stores, [facts.key])[0]
             if not lacks:
                 for store in stores:
-                    store.touch([facts.key])
+                    store.touch(facts.key, state.weight)
             if lacks and self._pays(stores, state, above):
                 for at in range(num_chunks, number):
                     if lacking[at]:
@@ -264,6 +269,7 @@ class Demoter(TreeObserver):
             tail,
             state.origin,
             state.kind,
+            state.weight,
         )
 
     def _chunk(self, names: PathNames, number: int, node: Node) -> _Part:

@@ -123,10 +123,9 @@ class DiskStore:
             entry = self._index.get(key)
             return None if entry is None else entry.facts
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, key: bytes, weight: float | None = None) -> None:
         with self._lock:
-            for key in keys:
-                self._index.use(key)
+            self._index.use(key, weight)
 
     def refresh(self) -> None:
         if not self.writable and time.monotonic() >= self._refresh_at:

@@ -68,10 +68,9 @@ class HostStore:
             self.counters.read_seconds += time.perf_counter() - began
         return True
 
-    def touch(self, keys: Sequence[bytes]) -> None:
+    def touch(self, key: bytes, weight: float | None = None) -> None:
         with self._lock:
-            for key in keys:
-                self._index.use(key)
+            self._index.use(key, weight)
 
     def write(self, batch: Sequence[NewEntry], deadline: float) -> int:
         began, num_here = time.perf_counter(), 0

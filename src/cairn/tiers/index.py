@@ -3,9 +3,10 @@
 Entries form trees: a chunk under the chunk before it, a state under the chunk that ends at the mark below. What is
 dropped is always a leaf, so that what remains can be used; with a state go the chunks that only it made useful.
 
-The order is that of GreedyDual-Size-Frequency (Cherkasova 1998): the rank of a leaf is its uses times the tokens that
-it saves per byte that goes with it, added to the rank of what was dropped last when it was written or used. So what
-was worth much and is not used any more goes after a while, too.
+The order is that of GreedyDual-Size-Frequency (Cherkasova 1998): the rank of a leaf is its weight, the uses that the
+pool's policy expects and those that it has had here, times the tokens that it saves per byte that goes with it, added
+to the rank of what was dropped last when it was written or used. So what was worth much and is not used any more goes
+after a while, too.
 """
 
 import heapq
@@ -29,16 +30,16 @@ class PathShape:
 
 
 class StoredEntry:
-    """An entry that is there. `place`: where its store has it. `readers`: reads that are under way. `uses`: 1, and one
-    more for each time that it was of use; `rank`: of its newest place in the order."""
+    """An entry that is there. `place`: where its store has it. `readers`: reads that are under way. `weight`: as it was
+    written, and one more for each time that it was of use; `rank`: of its newest place in the order."""
 
-    __slots__ = ("facts", "place", "rank", "readers", "uses", "version")
+    __slots__ = ("facts", "place", "rank", "readers", "version", "weight")
 
     def __init__(self, facts: EntryFacts, place: object) -> None:
         self.facts = facts
         self.place = place
         self.readers = 0
-        self.uses = 1
+        self.weight = facts.weight
         self.rank = 0.0
         self.version = 0
 
@@ -88,11 +89,11 @@ class TierIndex:
         self._rank(entry)
         return entry
 
-    def use(self, key: bytes) -> None:
-        """An entry has been of use."""
+    def use(self, key: bytes, weight: float | None = None) -> None:
+        """An entry has been of use, and counts with `weight` from now on, or with one more."""
         entry = self.entries.get(key)
         if entry is not None:
-            entry.uses += 1
+            entry.weight = entry.weight + 1 if weight is None else weight
             self._rank(entry)
 
     def hold(self, key: bytes) -> None:
@@ -173,7 +174,7 @@ class TierIndex:
     def _last_rank_of(self, entry: StoredEntry) -> float:
         """Its rank as things are now."""
         num_tokens, num_pages = self._saved(entry)
-        return entry.rank + entry.uses * num_tokens / max(1, num_pages)
+        return entry.rank + entry.weight * num_tokens / max(1, num_pages)
 
     def _saved(self, entry: StoredEntry) -> tuple[int, int]:
         """Tokens that need not be computed thanks to a leaf, over the next shallower state, and the pages that go with

@@ -325,7 +325,7 @@ class TierSource:
         self._rates[choice.tier] += (rate - self._rates[choice.tier]) / 4
         if state is not None:
             context.worth.earn(state.kind, choice.compute_seconds - seconds)
-            context.stores[state.store].touch([state.key])
+            context.stores[state.store].touch(state.key)
         for store in context.stores:
             if store.name == choice.tier:
                 store.counters.hits += 1

@@ -26,7 +26,7 @@ MAX_HEADER = 1 << 26
 
 _MAGIC = b"cairnseg"
 _HEAD = struct.Struct("<8sIIIIQ32s")
-_ENTRY = struct.Struct("<B32sB32sQIiBBxx")
+_ENTRY = struct.Struct("<B32sB32sQIifBBxx")
 _CHECKSUM = struct.Struct("<I")
 _NO_TAIL = -1
 
@@ -63,7 +63,7 @@ def encode_header(identity: bytes, page_bytes: int, entries: Sequence[NewEntry])
         checksums = tuple(page_checksum(key, number, page) for number, page in enumerate(new.pages))
         table += _ENTRY.pack(
             *(len(key), key, len(parent), parent),
-            *(facts.position, facts.num_pages, tail, facts.origin, facts.kind),
+            *(facts.position, facts.num_pages, tail, facts.weight, facts.origin, facts.kind),
         )
         table += struct.pack(f"<{len(checksums)}I", *checksums)
         stored.append(SegmentEntry(facts, offset, checksums))
@@ -99,7 +99,9 @@ def decode_entries(header: bytes) -> list[SegmentEntry]:
     _, _, _, num_entries, page_bytes, _, _ = _HEAD.unpack_from(body)
     at, offset, entries = HEAD_BYTES, _aligned(len(header)), []
     for _ in range(num_entries):
-        key_length, key, parent_length, parent, position, num_pages, tail, origin, kind = _ENTRY.unpack_from(body, at)
+        key_length, key, parent_length, parent, position, num_pages, tail, weight, origin, kind = _ENTRY.unpack_from(
+            body, at
+        )
         at += _ENTRY.size
         checksums = struct.unpack_from(f"<{num_pages}I", body, at)
         at += num_pages * _CHECKSUM.size
@@ -111,6 +113,7 @@ def decode_entries(header: bytes) -> list[SegmentEntry]:
             None if tail == _NO_TAIL else tail,
             origin,
             kind,
+            weight,
         )
         entries.append(SegmentEntry(facts, offset, checksums))
         offset += num_pages * page_bytes

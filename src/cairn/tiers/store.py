@@ -31,7 +31,8 @@ class EntryFacts:
     """What a store remembers of an entry. `key`: its name; `parent`: what it is filed under, the chunk which ends where
     it begins; `START` of a path's first chunk. `position`: tokens of the path up to its end. `tail`: of a state, the
     tokens after the mark that it is filed under; None: a chunk. `origin`, `kind`: of a state, the numbers of its
-    `Origin` and `Kind`."""
+    `Origin` and `Kind`. `weight`: how often it is expected to be of use in the next 1,000 requests, or some such
+    number: what matters is how those of two entries compare."""
 
     key: bytes
     parent: bytes
@@ -40,6 +41,7 @@ class EntryFacts:
     tail: int | None = None
     origin: int = 0
     kind: int = 0
+    weight: float = field(default=1.0, compare=False)
 
     @property
     def is_first(self) -> bool:
@@ -128,8 +130,8 @@ class TierStore(Protocol):
         (of `time.monotonic`) has passed; then rows may hold anything, and what is damaged has been dropped."""
         ...
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """These entries have been of use."""
+    def touch(self, key: bytes, weight: float | None = None) -> None:
+        """An entry has been of use, here or, with its new `weight`, above."""
         ...
 
     def write(self, batch: Sequence[NewEntry], deadline: float) -> int:
