@@ -247,7 +247,8 @@ class TestKilled:
                 written = [int(line) for line in process.stdout.read().splitlines(True) if line.endswith("\n")]
             store = disk_store(folder, 300_000)
             check_never_wrong(store, [e for n in written[-20:] for e in path_entries(n, 1 + n % 5)])
-            if written:
+            # killed between the writing anew of a segment and its removal it may have had to make room first
+            if written and not store.counters.drops["replaced"]:
                 assert usable(store, path_entries(written[-1], 1 + written[-1] % 5)), "what is written stays"
                 found += 1
             assert store.counters.drops["damaged"] == 0

@@ -64,13 +64,13 @@ def check_store(store) -> None:
     live = {}
     for entry in index:
         segment = entry.place.segment
-        assert store._segments[segment.name] is segment and entry.facts.key in segment.keys
+        assert store._table.segments[segment.name] is segment and entry.facts.key in segment.keys
         live[segment.name] = live.get(segment.name, 0) + max(1, entry.facts.num_pages) * 64
-    for segment in store._segments.values():
+    for segment in store._table.segments.values():
         assert segment.live == live.get(segment.name, 0) and segment.live <= segment.size
         assert all(index.get(key) is not None for key in segment.keys)
     files = {file.name: file.stat().st_size for file in Path(store._folder.path).glob("*.seg")}
-    assert files == {segment.name: segment.size for segment in store._segments.values()}
+    assert files == {segment.name: segment.size for segment in store._table.segments.values()}
     assert store.counters.num_bytes == sum(files.values()) <= store._folder.max_bytes
 
 

@@ -11,12 +11,13 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from cairn.tiers.files import Files
-from cairn.tiers.index import PathShape, StoredEntry, TierIndex
+from cairn.tiers.index import PathShape, TierIndex
+from cairn.tiers.segment_table import EntryPlace, Segment, SegmentTable, place_of
 from cairn.tiers.segments import (
     HEAD_BYTES,
     DamagedSegment,
@@ -48,23 +49,6 @@ REFRESH_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
-@dataclass(slots=True, eq=False)
-class _Segment:
-    """`size`: of the file; `live`: bytes of pages that are of use. `keys`: the entries that are."""
-
-    name: str
-    size: int
-    live: int = 0
-    keys: set[bytes] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Place:
-    segment: _Segment
-    offset: int
-    checksums: tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class DiskFolder:
     """Where segments are, and whose: `identity`, 32 bytes, says what their pages mean. `max_bytes`: of all segments
@@ -88,7 +72,7 @@ class DiskStore:
         self._folder = folder
         self._files = files
         self._index = TierIndex(shape)
-        self._segments: dict[str, _Segment] = {}
+        self._table = SegmentTable(self._index, self.counters, folder.page_bytes)
         self._lock = threading.Lock()
         self._number = 0
         self._paused_until = 0.0
@@ -187,18 +171,18 @@ class DiskStore:
             return False
         return False
 
-    def _place(self, key: bytes) -> _Place | None:
+    def _place(self, key: bytes) -> EntryPlace | None:
         with self._lock:
             entry = self._index.get(key)
-            return None if entry is None else _place_of(entry)
+            return None if entry is None else place_of(entry)
 
-    def _drop(self, key: bytes, place: _Place, reason: str) -> None:
+    def _drop(self, key: bytes, place: EntryPlace, reason: str) -> None:
         """Drop an entry that is not what it was, unless it is another one by now. What was filed under it stays: it may
         come back."""
         with self._lock:
             entry = self._index.get(key)
             if entry is not None and entry.place is place:
-                self._forget(self._index.remove(key, alone=True), reason)
+                self._table.forget(self._index.remove(key, alone=True), reason)
 
     # -- writing -------------------------------------------------------------------------------------------------
 
@@ -215,8 +199,8 @@ class DiskStore:
                 # what follows needs what came before
                 break
             num_here += len(segment)
-        if len(self._segments) > MAX_SEGMENTS:
-            self._rewrite(self._smallest())
+        if len(self._table.segments) > MAX_SEGMENTS:
+            self._rewrite(self._table.smallest(self._max_segment))
         with self._lock:
             self.counters.write_seconds += time.perf_counter() - began
         return num_here
@@ -267,7 +251,7 @@ class DiskStore:
             self._number += 1
             stored = self._write_file(name, entries)
             with self._lock:
-                self._enter(name, size, stored)
+                self._table.enter(name, size, stored)
                 self.counters.written_bytes += size
         except OSError as error:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
@@ -310,42 +294,26 @@ class DiskStore:
         """Have so many bytes less than the capacity in segments; False if that cannot be."""
         while self.counters.num_bytes + num_bytes > self.capacity:
             with self._lock:
-                dead = next((each for each in self._segments.values() if not each.live), None)
-                total, live = self.counters.num_bytes, sum(each.live for each in self._segments.values())
+                dead = next((each for each in self._table.segments.values() if not each.live), None)
+                total, live = self.counters.num_bytes, self._table.num_live_bytes
             if dead is not None:
                 if not self._remove(dead):
                     return False
                 continue
-            if total - live > WASTE * total and self._rewrite(self._emptiest()):
+            if total - live > WASTE * total and self._rewrite(self._table.emptiest(self._max_segment)):
                 continue
             with self._lock:
                 gone = self._index.pop_least()
-                self._forget(gone, "replaced")
-            if not gone and not self._rewrite(self._emptiest()):
+                self._table.forget(gone, "replaced")
+            if not gone and not self._rewrite(self._table.emptiest(self._max_segment)):
                 return False
         return True
 
-    def _emptiest(self) -> list[_Segment]:
-        """Segments with the largest part of no use, whose other parts fit into one."""
-        return self._fitting(sorted(self._segments.values(), key=lambda each: each.live / each.size))
-
-    def _smallest(self) -> list[_Segment]:
-        return self._fitting(sorted(self._segments.values(), key=lambda each: each.size))
-
-    def _fitting(self, ordered: Sequence[_Segment]) -> list[_Segment]:
-        chosen, num_bytes = list[_Segment](), 0
-        for segment in ordered:
-            num_bytes += segment.live
-            if chosen and num_bytes > self._max_segment:
-                break
-            chosen.append(segment)
-        return chosen
-
-    def _rewrite(self, segments: Sequence[_Segment]) -> bool:
+    def _rewrite(self, segments: Sequence[Segment]) -> bool:
         """Write what is of use in some segments into one, and remove them. False if that gains nothing or fails."""
         with self._lock:
             places = [
-                (entry.facts, _place_of(entry))
+                (entry.facts, place_of(entry))
                 for segment in segments
                 for key in segment.keys
                 if (entry := self._index.get(key)) is not None
@@ -375,7 +343,7 @@ class DiskStore:
                 self._files.close(descriptor)
         return entries
 
-    def _remove(self, segment: _Segment) -> bool:
+    def _remove(self, segment: Segment) -> bool:
         """Remove a segment's file, and what is still in it."""
         try:
             self._files.remove(self._path(segment.name))
@@ -385,7 +353,7 @@ class DiskStore:
             logger.warning("--disk-cache: %s cannot be removed: %s", self._path(segment.name), error.strerror)
             return False
         with self._lock:
-            self._forget_segment(segment)
+            self._table.forget_segment(segment)
         return True
 
     # -- the index -----------------------------------------------------------------------------------------------
@@ -394,14 +362,14 @@ class DiskStore:
         """See which segments there are."""
         names = sorted(self._files.names(self._folder.path))
         for name in names:
-            if name.endswith(SEGMENT) and name not in self._segments:
+            if name.endswith(SEGMENT) and name not in self._table.segments:
                 self._load(name)
             elif name.endswith(UNFINISHED) and self.writable:
                 with suppress(OSError):
                     self._files.remove(self._path(name))
         with self._lock:
-            for name in set(self._segments).difference(names):
-                self._forget_segment(self._segments[name])
+            for name in set(self._table.segments).difference(names):
+                self._table.forget_segment(self._table.segments[name])
 
     def _load(self, name: str) -> None:
         path = self._path(name)
@@ -424,48 +392,7 @@ class DiskStore:
         with self._lock:
             if (stem := name.removesuffix(SEGMENT)).isdecimal():
                 self._number = max(self._number, int(stem) + 1)
-            self._enter(name, size, entries)
-
-    def _enter(self, name: str, size: int, entries: Sequence[SegmentEntry]) -> None:
-        """A segment is there. What others have of its entries is of no use any more."""
-        segment = self._segments[name] = _Segment(name, size)
-        self.counters.num_bytes += size
-        for each in entries:
-            facts, place = each.facts, _Place(segment, each.offset, each.checksums)
-            known = self._index.get(facts.key)
-            if known is None:
-                self._index.add(facts, place)
-            else:
-                self._leave_segment(known)
-                known.place = place
-            segment.live += max(1, facts.num_pages) * self._folder.page_bytes
-            segment.keys.add(facts.key)
-        self.counters.num_entries = len(self._index)
-
-    def _leave_segment(self, entry: StoredEntry) -> None:
-        segment = _place_of(entry).segment
-        if entry.facts.key in segment.keys:
-            segment.keys.discard(entry.facts.key)
-            segment.live -= max(1, entry.facts.num_pages) * self._folder.page_bytes
-
-    def _forget(self, gone: Sequence[StoredEntry], reason: str) -> None:
-        for entry in gone:
-            self._leave_segment(entry)
-            self.counters.drops[reason] += 1
-        self.counters.num_entries = len(self._index)
-
-    def _forget_segment(self, segment: _Segment) -> None:
-        for key in list(segment.keys):
-            entry = self._index.get(key)
-            if entry is not None and _place_of(entry).segment is segment:
-                self._forget(self._index.remove(key), "gone")
-        del self._segments[segment.name]
-        self.counters.num_bytes -= segment.size
+            self._table.enter(name, size, entries)
 
     def _path(self, name: str) -> str:
         return f"{self._folder.path}/{name}"
-
-
-def _place_of(entry: StoredEntry) -> _Place:
-    assert isinstance(entry.place, _Place)
-    return entry.place
