@@ -299,8 +299,9 @@ class Demoter(TreeObserver):
         page_bytes = self._context.layout.page_bytes
         most = min(SLICE_BYTES // page_bytes, self._cache.pool.num_pages // POOL_SHARE)
         parts, lists, num_pages = list[_Part](), list[Pages](), 0
+        runs: dict[Node, GroupPages | None] = {}
         while job.parts and (not parts or num_pages + job.parts[0].facts.num_pages <= most):
-            pages = self._pages(job.parts[0])
+            pages = self._pages(job.parts[0], runs)
             if pages is None:
                 # what comes after it cannot be used without it
                 self.dropped["gone"] += 1
@@ -317,8 +318,9 @@ class Demoter(TreeObserver):
         pin = self._cache.pin("copied to a tier", np.unique(named))
         job.copy = parts, pin, self._context.lanes.copies.submit(partial(self._context.memory.copy_out, named))
 
-    def _pages(self, part: _Part) -> Pages | None:
-        """The pages of an entry as the tree has them now; None if it has not."""
+    def _pages(self, part: _Part, runs: dict[Node, GroupPages | None]) -> Pages | None:
+        """The pages of an entry as the tree has them now; None if it has not. `runs`: those of the paths to nodes, from
+        the first entry of a slice on: a path is followed once a slice."""
         node, state = part.node, list[Pages]()
         if part.facts.tail is not None:
             if node.checkpoint is None:
@@ -326,14 +328,10 @@ class Demoter(TreeObserver):
             state.append(node.checkpoint.pages)
         if part.start == part.end or not self._context.layout.groups:
             return np.concatenate(state)
-        runs, step = list[GroupPages](), node
-        while step.parent is not None and step.end > part.start:
-            if step.pages is None:
-                return None
-            if step.start < part.end:
-                runs.append(step.pages[0])
-            step = step.parent
-        return np.concatenate([*state, join(runs[::-1]).upto(part.end).drop_before(part.start).pages])
+        if node not in runs:
+            runs[node] = _pages_from(node, part.start)
+        run = runs[node]
+        return None if run is None else np.concatenate([*state, run.upto(part.end).drop_before(part.start).pages])
 
     def _write(self, parts: Sequence[_Part], pages: PageBytes, kind: int) -> None:
         batch, at = list[NewEntry](), 0
@@ -351,6 +349,17 @@ class Demoter(TreeObserver):
         seconds = perf_counter() - began
         self._context.worth.spend(kind, seconds)
         return seconds
+
+
+def _pages_from(node: Node, start: int) -> GroupPages | None:
+    """The pages of the path to `node`, from the one on that holds token `start`; None if some of them are gone."""
+    runs, step = list[GroupPages](), node
+    while step.parent is not None and step.end > start:
+        if step.pages is None:
+            return None
+        runs.append(step.pages[0])
+        step = step.parent
+    return join(runs[::-1]).drop_before(start)
 
 
 def _lacking(stores: Sequence[TierStore], keys: Sequence[bytes]) -> list[bool]:
