@@ -35,6 +35,9 @@ CACHE_DOOR = (
     "cairn.cache.reasons",
 )
 
+# How content is named.
+CONTENT = ("cairn.transfer.contract", "cairn.transfer.digest")
+
 # What a config.json says of a model, without torch.
 MODEL_NUMBERS = (
     "cairn.kernels.state_encoding",
@@ -72,8 +75,10 @@ ARROWS = MappingProxyType(
         ),
         "scheduler": (*CACHE_DOOR, "cairn.transfer.contract"),
         "runner": ("cairn.models", "cairn.layers", "cairn.kernels", "cairn.cache.layout", "cairn.transfer.contract"),
+        "tiers": ("cairn.cache", "cairn.scheduler.page_source", "cairn.scheduler.transfers", *CONTENT),
         "engine": tuple(
-            f"cairn.{room}" for room in ("cache", "transfer", "kernels", "layers", "models", "scheduler", "runner")
+            f"cairn.{room}"
+            for room in ("cache", "transfer", "kernels", "layers", "models", "scheduler", "runner", "tiers")
         ),
         "check": ("cairn.engine", "cairn.models", "cairn.cache.layout"),
         "http": (),
@@ -81,7 +86,7 @@ ARROWS = MappingProxyType(
         "routing": ("cairn.cache.events",),
         "proxy": ("cairn.http", "cairn.routing"),
         "replay": (
-            *("cairn.cache", "cairn.scheduler", "cairn.transfer.contract", "cairn.bench.plots"),
+            *("cairn.cache", "cairn.scheduler", "cairn.tiers", "cairn.transfer.contract", "cairn.bench.plots"),
             *("cairn.engine.request_log.header", "cairn.engine.request_log.lines"),
             *MODEL_NUMBERS,
         ),
@@ -134,6 +139,7 @@ TORCH_MODULES = (
     "cairn.engine.kernel_check",
     "cairn.engine.memory_plan",
     "cairn.engine.ranks.transfer",
+    "cairn.engine.tier_memory",
     "cairn.engine.transfers.device_pool",
     "cairn.engine.worker",
 )

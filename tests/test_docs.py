@@ -115,7 +115,13 @@ def with_a_key(kind):
     return (
         {"x": 1}
         if get_origin(kind) is dict
-        else kind(**{name: {"x": 1} for name, hint in kind.__annotations__.items() if "dict" in str(hint)})
+        else kind(
+            **{
+                name: {"x": {"y": 1}} if "dict[str, dict" in str(hint) else {"x": 1}
+                for name, hint in kind.__annotations__.items()
+                if "dict" in str(hint)
+            }
+        )
     )
 
 
@@ -130,6 +136,7 @@ def test_every_metric_is_described():
         reads_images=True,
         logs_requests=True,
         num_speculative_tokens=1,
+        tiers=("host",),
         cache=replace(info.cache, shares_in_flight=True),
     )
     text = Metrics(info, "m").exposition(stats).decode()

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from cairn.bench.command import add_bench_flags
-from cairn.engine.contract import EngineConfig, EngineStats, PrefixCacheStats
+from cairn.engine.contract import EngineConfig, EngineStats, PrefixCacheStats, TierStats
 from cairn.proxy.options import ProxyOptions
 from cairn.proxy.service import ProxyService
 from cairn.server.metrics import Metrics
@@ -21,18 +21,20 @@ FLAGS = """
 --attention-backend
 --block-size --chat-template --check-plans --checkpoint-dtype --config --cpu-threads --cudagraph-capture-sizes
 --default-chat-template-kwargs
---device --disable-fastapi-docs --disable-log-stats --download-dir --dtype --enable-auto-tool-choice --enable-docs
+--device --disk-cache --disk-cache-bytes --disk-cache-read-only
+--disable-fastapi-docs --disable-log-stats --download-dir --dtype --enable-auto-tool-choice --enable-docs
 --enable-force-include-usage --enable-per-request-metrics --enable-prefix-caching --enable-prompt-tokens-details
 --enable-request-id-headers
 --enable-tokenizer-info-endpoint --enforce-eager --eviction --exact
---forwarded-allow-ips --generation-config --help --host --image-fetch-timeout --in-flight-sharing
+--forwarded-allow-ips --generation-config --help --host --host-cache-bytes --image-fetch-timeout --in-flight-sharing
 --gdn-prefill-backend --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist
 --kv-secret-file --kv-transfer-config
 --language-model-only --lenient-schemas --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes
 --max-cudagraph-capture-size --max-image-bytes
 --max-image-pixels --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-stored-responses
 --max-waiting --mm-encoder-cache-bytes --model --no-allow-credentials --no-check-plans --no-disable-fastapi-docs
---no-disable-log-stats --no-enable-auto-tool-choice --no-enable-docs --no-enable-force-include-usage
+--no-disable-log-stats --no-disk-cache-read-only
+--no-enable-auto-tool-choice --no-enable-docs --no-enable-force-include-usage
 --no-enable-per-request-metrics --no-enable-prefix-caching --no-enable-prompt-tokens-details
 --no-enable-request-id-headers
 --no-enable-tokenizer-info-endpoint --no-enforce-eager --no-exact --no-in-flight-sharing
@@ -110,6 +112,12 @@ LOG_METRICS = """
 cairn:request_log_dropped_total
 """
 
+TIER_METRICS = """
+cairn:tier_bytes cairn:tier_drops_total cairn:tier_entries cairn:tier_hit_tokens_total cairn:tier_hits_total
+cairn:tier_read_bytes_total cairn:tier_read_seconds_total cairn:tier_skipped_paths_total cairn:tier_write_seconds_total
+cairn:tier_written_bytes_total
+"""
+
 PROXY_METRICS = """
 cairn_proxy:decode_only_total cairn_proxy:expected_cached_tokens_total cairn_proxy:first_byte_seconds cairn_proxy:hints
 cairn_proxy:hints_sent_total cairn_proxy:prefixes cairn_proxy:routed_tokens_total
@@ -164,7 +172,8 @@ EXPORTED = {
     "MAX_LOGPROBS MAX_LOGPROB_ENTRIES MAX_PATTERN_SIZE MAX_RETAIN_SECONDS MAX_SHOWN Pixels PoolStats "
     "PrefixCacheStats RANGES RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES SYSTEM_ROLES "
     "SpecDecodeStats SpeculativeConfig StepStats StopConditions Structure TemplateValue TextStream TextTokenizer "
-    "ThinkingBudget Timings TokenLogprobs TokenStats TransferReport TransferStats check_token_ids",
+    "ThinkingBudget TierOptions TierStats Timings TokenLogprobs TokenStats TransferReport TransferStats "
+    "check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
     "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
@@ -245,6 +254,14 @@ def test_metrics():
     info = build_echo_core(EngineConfig(model="echo")).info
     metrics = Metrics(replace(info, num_speculative_tokens=1), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *SPEC_DECODE_METRICS.split()}
+    tiers = TierStats(
+        **{name: {"host": 1} for name in ("num_bytes", "num_entries", "hits", "hit_tokens", "read_bytes")},
+        **{name: {"host": 1} for name in ("written_bytes", "read_seconds", "write_seconds")},
+        drops={"host": {"replaced": 1}},
+        skipped={"gone": 0},
+    )
+    metrics = Metrics(replace(info, tiers=("host",)), "m")
+    assert names_of(metrics.exposition(replace(stats, tiers=tiers))) == {*METRICS.split(), *TIER_METRICS.split()}
     metrics = Metrics(replace(info, cache=replace(info.cache, shares_in_flight=True)), "m")
     assert names_of(metrics.exposition(stats)) == {*METRICS.split(), *SHARING_METRICS.split()}
 

@@ -68,13 +68,14 @@ def write(runner: SimulatedRunner, tokens: Sequence[int], target: FetchTarget, b
 
 class ScriptedSource:
     """A `PageSource`. `add` says what it has; `script` how the next fetches go, well where it is empty; `seconds` what
-    it says that a fetch takes. `fetches`: those that may still write. Like a peer it has states at multiples of 64 and
-    at the ends of what was added."""
+    it says that a fetch takes; `looks_left`: how often it is asked before it is ready. `fetches`: those that may still
+    write. Like a peer it has states at multiples of 64 and at the ends of what was added."""
 
     def __init__(
         self, runner: SimulatedRunner, layout: CacheLayout, seconds: float = 0.0, promised: bool = False
     ) -> None:
         self.script: deque[Behaviour] = deque()
+        self.looks_left = 0
         self.seconds = seconds
         self.promised = promised
         self.fetches: dict[FetchId, OpenFetch] = {}
@@ -89,6 +90,15 @@ class ScriptedSource:
         self._known.append((name, np.array(tokens, np.int64)))
 
     # -- the protocol ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        return self.looks_left > 0
+
+    def is_ready(self, request: FetchRequest) -> bool:
+        if self.looks_left:
+            self.looks_left -= 1
+        return not self.looks_left
 
     def may_have(self, request: FetchRequest) -> bool:
         return self._reach(request) > 0

@@ -215,6 +215,9 @@ class WideCore:
     def close(self):
         pass
 
+    def write_back(self):
+        pass
+
     def poll_ready(self):
         return ()
 

@@ -29,6 +29,10 @@ class PageSourceContract:
         """Let everything happen that can; the events."""
         raise NotImplementedError
 
+    def look_further(self) -> None:
+        """Let the source find out what it has, and nothing else."""
+        raise AssertionError("it is always ready")
+
     def check(self, target: FetchTarget) -> None:
         """The target has the prompt's tokens and the state at its end."""
         tags, states = prefill_tags(PROMPT)
@@ -56,9 +60,24 @@ class PageSourceContract:
         assert state_pages is not None
         return FetchTarget(sequence.blocks.span(sequence.matched, length), state_pages)
 
+    def start(self, source, request: FetchRequest, target: FetchTarget):
+        """As the scheduler does: nothing is begun that has not been planned."""
+        self.get_ready(source, request)
+        sequence = self.look_up(request.keys)
+        assert source.plan(request, sequence) is not None
+        self.cache.discard(sequence)
+        return source.start(request, target)
+
+    def get_ready(self, source, request: FetchRequest) -> None:
+        """Until it may be asked for a plan."""
+        assert source.may_have(request)
+        while not source.is_ready(request):
+            assert source.is_busy
+            self.look_further()
+
     def test_a_plan_says_how_far_it_leads_and_what_it_costs(self):
         source, sequence = self.source(), self.look_up()
-        assert source.may_have(self.request())
+        self.get_ready(source, self.request())
         plan = source.plan(self.request(), sequence)
         assert isinstance(plan, FetchPlan) and plan.position == len(PROMPT) and plan.origin
         layout = self.cache.layout
@@ -70,7 +89,7 @@ class PageSourceContract:
     def test_what_is_fetched_lies_in_the_target_and_ends_once(self):
         source, sequence = self.source(), self.look_up()
         target = self.target(sequence)
-        fetch = source.start(self.request(), target)
+        fetch = self.start(source, self.request(), target)
         ended, free = self.go_on(source)
         assert isinstance(ended, FetchEnded) and (ended.fetch, ended.failure) == (fetch, None)
         assert (ended.position, ended.checkpoint_position) == (len(PROMPT), len(PROMPT))
@@ -82,7 +101,7 @@ class PageSourceContract:
     def test_an_aborted_fetch_frees_its_target_once_and_writes_nothing_after_that(self):
         source, sequence = self.source(), self.look_up()
         target = self.target(sequence)
-        fetch = source.start(self.request(), target)
+        fetch = self.start(source, self.request(), target)
         source.abort(fetch)
         source.abort(fetch)
         events = self.go_on(source)
@@ -103,7 +122,7 @@ class PageSourceContract:
         source = self.source()
         targets = [self.target(self.look_up()) for _ in range(2)]
         # a lease is for one: the second may fail, and must say so
-        fetches = [source.start(self.request(name=f"r{i}"), target) for i, target in enumerate(targets)]
+        fetches = [self.start(source, self.request(name=f"r{i}"), target) for i, target in enumerate(targets)]
         assert len(set(fetches)) == 2
         events = self.go_on(source)
         for fetch in fetches:
@@ -121,7 +140,7 @@ class PageSourceContract:
 
     def test_a_fetch_may_be_aborted_at_any_moment_and_again(self):
         source = self.source()
-        fetch = source.start(self.request(), self.target(self.look_up()))
+        fetch = self.start(source, self.request(), self.target(self.look_up()))
         events = source.events()
         source.abort(fetch)
         events += self.go_on(source)

@@ -37,6 +37,7 @@ def test_the_second_time_says_what_was_cached(server):
         "reason": "never_seen",
         "lost_tokens": {"never_seen": 10},
         "received_tokens": 0,
+        "tier_tokens": 0,
         "prefill_cached_tokens": None,
         "held_breakpoints": 0,
     }

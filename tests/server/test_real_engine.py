@@ -114,6 +114,7 @@ def test_a_second_identical_prompt_is_all_cached_and_runs_no_forward_pass(served
         "reason": "none",
         "lost_tokens": {},
         "received_tokens": 0,
+        "tier_tokens": 0,
         "prefill_cached_tokens": None,
         "held_breakpoints": 0,
     }

@@ -104,6 +104,7 @@ def test_what_was_handed_over_goes_to_the_engine_as_it_came(pair, path, body):
         "matched_tokens": prompt_tokens,
         "cached_tokens": 0,
         "received_tokens": prompt_tokens,
+        "tier_tokens": 0,
         "computed_tokens": 0,
         "prefill_cached_tokens": 0,
         "held_breakpoints": 0,

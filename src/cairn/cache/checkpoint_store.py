@@ -345,6 +345,8 @@ class CheckpointStore:
             self.earned[checkpoint.kind] += self.facts(checkpoint).saved_tokens
             self.eviction.use(checkpoint)
             self._touch(checkpoint)
+            for observer in self.tree.observers:
+                observer.checkpoint_used(checkpoint)
 
     def _touch(self, checkpoint: Checkpoint) -> None:
         self._tick += 1

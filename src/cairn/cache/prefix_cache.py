@@ -101,6 +101,11 @@ class PrefixCache:
         self.counters = CacheCounters()
         self.journal = Journal(clock)
 
+    def observe(self, observer: TreeObserver) -> None:
+        """Tell one more observer of what enters and leaves the tree, which has to be empty yet."""
+        assert not self.tree.roots, "it would miss what is there"
+        self.tree.observers = (*self.tree.observers, observer)
+
     @property
     def enabled(self) -> bool:
         return self.policy.placement is not None

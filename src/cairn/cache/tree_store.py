@@ -13,7 +13,7 @@ from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.sequence_blocks import Namespace
-from cairn.cache.tree import Node, split
+from cairn.cache.tree import Checkpoint, Node, split
 
 
 class TreeObserver:
@@ -37,6 +37,9 @@ class TreeObserver:
 
     def node_forgotten(self, node: Node) -> None:
         """The node, a ghost, is gone from the tree."""
+
+    def checkpoint_used(self, checkpoint: Checkpoint) -> None:
+        """A request resumes from a checkpoint, which counts as one of its hits by now."""
 
 
 class TreeStore:

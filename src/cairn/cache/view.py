@@ -165,9 +165,28 @@ class VisitView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TierView:
+    """A tier below the pool: `bytes` that it takes now, of `capacity`; `entries`: chunks of keys and values, and
+    states. `hits`: requests that were fetched from there, and the tokens that they had not to compute. Speeds in bytes
+    a second, None before anything was moved. `drops`: entries that are gone or never came, by why."""
+
+    name: str
+    bytes: int
+    capacity: int
+    entries: int
+    hits: int
+    hit_tokens: int
+    read_bytes: int
+    written_bytes: int
+    read_speed: float | None
+    write_speed: float | None
+    drops: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheView:
     """All of it. Newest first: `visits`; oldest first: `history`; costliest first: `lost`; `unlisted_tokens`: no prefix
-    that is not listed has cost more."""
+    that is not listed has cost more. `tiers`: the fastest first."""
 
     enabled: bool
     pool: PoolView
@@ -178,3 +197,4 @@ class CacheView:
     lost: list[LostView]
     unlisted_tokens: int
     visits: list[VisitView]
+    tiers: list[TierView] = field(default_factory=list)

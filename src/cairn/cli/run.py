@@ -240,6 +240,10 @@ def check_outlets(config: "EngineConfig") -> None:
         from cairn.engine.event_publisher import check_endpoints
 
         check_endpoints(config.kv_events)
+    if config.disk_cache is not None:
+        from cairn.engine.tiers import check_disk_cache
+
+        check_disk_cache(config)
     if config.kv_transfer is not None:
         from cairn.engine.transfers.side_channel import create_listener
 
@@ -294,6 +298,8 @@ def engine_config(settings: "ServeSettings") -> "EngineConfig":
         "kv_events": _kv_events(settings),
         "kv_transfer": _kv_transfer(settings),
         "request_log": _request_log(settings),
+        # the core's process may have another working directory
+        "disk_cache": None if settings.disk_cache is None else settings.disk_cache.absolute(),
         "speculative": speculative_config(settings.speculative_config),
     }
     return EngineConfig(**{name: getattr(settings, name) for name in EngineOptions.model_fields} | more)
@@ -314,7 +320,6 @@ def _request_log(settings: "ServeSettings") -> "RequestLogConfig | None":
 
     if settings.request_log is None:
         return None
-    # the core's process may have another working directory
     return RequestLogConfig(path=str(settings.request_log.absolute()), max_bytes=int(settings.request_log_bytes))
 
 

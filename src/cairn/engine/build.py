@@ -1,5 +1,6 @@
 """From an EngineConfig to a running core: model, pool, scheduler, runner, tokenizer. Imports torch."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
+from cairn.cpu_isa import max_cpu_isa
 from cairn.engine.contract import CacheInfo, EngineConfig, EngineInfo
 from cairn.engine.core import Core
 from cairn.engine.decode_capture import records_decodes
@@ -39,6 +41,8 @@ from cairn.engine.ranks.transfer import RankSockets, rank_service
 from cairn.engine.ranks.wire import RankConfig, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
 from cairn.engine.text.tokenizer import ModelTokenizer
+from cairn.engine.tier_memory import allocate_pinned, open_tier_memory
+from cairn.engine.tiers import EngineTiers, allocate_arena, build_tiers, check_tiers, uses_tiers
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
@@ -57,6 +61,7 @@ from cairn.scheduler.mtp_drafter import MTPDrafter
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.speculation import Drafter
 from cairn.scheduler.state import SchedulerConfig
+from cairn.scheduler.transfers import Transfers
 from cairn.transfer.digest import layout_hash
 from cairn.transfer.geometry import ModelUnits, geometry_of
 from cairn.transfer.planner import staging_pages_for
@@ -90,6 +95,7 @@ def build_core(
     opened = open_head(config, opened)
     layout = layout_of(config, opened)
     placement = placement_of(config)
+    check_tiers(config, layout)
     device = choose_device(config, opened)
     drafter = make_drafter(config, device, clock, has_head=opened.config.serves_mtp)
     if make_graphs is None and device.is_gpu:
@@ -111,10 +117,14 @@ def build_core(
     policy = CachePolicy(placement, eviction_for(config.eviction), config.exact)
     cache = PrefixCache(layout, sizes.num_pages, policy, events, clock)
     request_log = open_log(config, info, layout, opened.config.forward_sizes(), clock)
-    transfers = None if transfer is None else transfer.transfers
+    transfers = Transfers() if transfer is None else transfer.transfers
+    scheduler = Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log, drafter)
+    tiers = _build_tiers(config, opened, ranks, cache, transfers, device, clock, image_keys)
+    if tiers is not None:
+        info = replace(info, tiers=tiers.names)
     return Core(
         info,
-        Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log, drafter),
+        scheduler,
         _checked(config, ranks, sizes.num_pages, vocab_size) if config.check_plans else ranks.runner,
         tokenizer,
         eos_token_ids,
@@ -125,6 +135,7 @@ def build_core(
         encoder_counters=ranks.local_runner.encoder_counters,
         request_log=request_log,
         grammars=GrammarCompiler(partial(grammar_tokenizer, tokenizer, vocab_size, eos_token_ids), vocab_size, clock),
+        tiers=tiers,
     )
 
 
@@ -144,6 +155,7 @@ def _size_up(
             weights=weights,
             images=images,
             staging=staging * config.tensor_parallel_size,
+            host_cache=int(config.host_cache_bytes or 0),
         )
     spec = opened.config.cache_spec(0, config.tensor_parallel_size).memory_spec(opened.dtype, torch.device("cpu"))
     plan = plan_memory(plan, config, layout, spec, _max_model_len(config, opened))
@@ -260,6 +272,29 @@ def _build_transfer(
     if ranks.sockets is not None:
         transfer.resources.callback(ranks.sockets.close)
     return transfer
+
+
+def _build_tiers(
+    config: EngineConfig,
+    opened: OpenModel,
+    ranks: _Ranks,
+    cache: PrefixCache,
+    transfers: Transfers,
+    device: Device,
+    clock: Clock,
+    image_keys: ImageKeys | None,
+) -> EngineTiers | None:
+    """None where nothing is kept below the pool."""
+    if not uses_tiers(config):
+        return None
+    facts = opened.transfer_facts() | _cache_facts(config, cache.layout)
+    if config.exact:
+        # the same bits come of the same instructions alone
+        isa = max_cpu_isa(os.environ) or "all"
+        facts |= {"computed_by": f"{device.place} {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {isa}"}
+    memory = open_tier_memory(ranks.local_runner.pool, on_host=device.backend is None)
+    make_arena = allocate_pinned if device.is_gpu else allocate_arena
+    return build_tiers(config, facts, memory, cache, transfers, clock, image_keys, make_arena)
 
 
 def _cache_facts(config: EngineConfig, layout: CacheLayout) -> dict[str, str | int]:

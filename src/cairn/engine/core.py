@@ -27,6 +27,7 @@ from cairn.engine.request_log.log import RequestLog
 from cairn.engine.specs import SpecBuilder, as_prefill, check_request, transfer_params
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.thinking import ThinkingConstraint
+from cairn.engine.tiers import EngineTiers
 from cairn.engine.transfers.kv_transfer import KvTransfer, find_lease, find_release_key, parse_role
 from cairn.errors import AuditError, InvalidRequest, RequestError
 from cairn.runner.contract import EncoderCounters, StepRunner
@@ -43,7 +44,7 @@ class Core:
     `eos_token_ids` end every answer that does not ignore them. `seed` makes the seeds of requests that name none.
     `transfer`: the way to other servers. `events`: told when a step has been applied, and at the end. `image_keys`:
     None for a model that reads no images; `encoder_counters`: what its vision model has done. `request_log`: closed at
-    the end. `grammars`: None where no answer can be constrained.
+    the end. `grammars`: None where no answer can be constrained. `tiers`: what is below the pool.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Core:
         encoder_counters: EncoderCounters | None = None,
         request_log: RequestLog | None = None,
         grammars: GrammarCompiler | None = None,
+        tiers: EngineTiers | None = None,
     ) -> None:
         self._info = info
         self._scheduler = scheduler
@@ -76,6 +78,7 @@ class Core:
         self._request_log = request_log
         self._grammars = grammars
         self._pending = None if grammars is None else PendingGrammars(grammars)
+        self._tiers = tiers
 
     @property
     def info(self) -> EngineInfo:
@@ -196,10 +199,12 @@ class Core:
         return outputs
 
     def poll(self) -> list[GenerateOutput]:
-        """Called often: look what other servers have sent. The outputs of the requests that this has ended."""
-        if self._transfer is None:
+        """Called often: look what other servers have sent, and what has come from tiers. The outputs of the requests
+        that this has ended."""
+        if self._transfer is not None:
+            self._transfer.check()
+        elif self._tiers is None:
             return []
-        self._transfer.check()
         return self._outputs.process_outputs(self._scheduler.poll())
 
     def start(self, wake: Callable[[], None]) -> None:
@@ -209,6 +214,13 @@ class Core:
             self._transfer.start(wake)
         if self._grammars is not None:
             self._grammars.start(wake)
+        if self._tiers is not None:
+            self._tiers.start(wake)
+
+    def write_back(self) -> None:
+        """Before the end: what the pool has and tiers have not yet is written, as far as that is soon done."""
+        if self._tiers is not None:
+            self._tiers.write_back()
 
     def close(self) -> None:
         """The end: what other threads do for this core ends, too."""
@@ -216,6 +228,8 @@ class Core:
             self._transfer.close()
         if self._grammars is not None:
             self._grammars.close()
+        if self._tiers is not None:
+            self._tiers.close()
         if self._events is not None:
             self._events.close()
         if self._request_log is not None:
@@ -231,7 +245,7 @@ class Core:
         audit(cache)
         if not state.requests and (cache.pinned.sequences or cache.pinned.steps):
             raise AuditError(f"{len(cache.pinned.sequences)} sequences are open with no request running")
-        outside = len(transfers.offers) + len(transfers.quarantine)
+        outside = len(transfers.offers) + len(transfers.quarantine) + transfers.num_sink_pins
         if not state.requests and len(cache.pinned.pins) != outside:
             raise AuditError(f"{len(cache.pinned.pins)} pins with {outside} transfers open and no request running")
         self._audits += 1
@@ -239,7 +253,9 @@ class Core:
     def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
         """Look at the prefix cache, a slice at each turn between steps: None until the last item. At most `max_paths`
         paths of its tree are shown one by one, 1 to `MAX_SHOWN`."""
-        return build_view(self._scheduler.state.cache, max_paths)
+        tiers = self._tiers
+        for view in build_view(self._scheduler.state.cache, max_paths):
+            yield view if view is None or tiers is None else replace(view, tiers=tiers.views())
 
     def reset_cache(self) -> int:
         """Drop all that is cached, unless a request or another server holds pages: then nothing changes. How many
@@ -263,4 +279,5 @@ class Core:
             audits=self._audits,
             request_log_dropped=0 if self._request_log is None else self._request_log.dropped,
             num_speculative_tokens=self._info.num_speculative_tokens,
+            tiers=self._tiers,
         )

@@ -58,6 +58,7 @@ def run_core(core: Core, link: CoreLink, clock: Clock | None = None) -> None:
     core.start(link.wake)
     try:
         _turn(core, link, clock or SystemClock())
+        core.write_back()
     finally:
         core.close()
 

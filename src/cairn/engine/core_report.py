@@ -13,10 +13,12 @@ from cairn.engine.contract import (
     PrefixCacheStats,
     SpecDecodeStats,
     StepStats,
+    TierStats,
     Timings,
     TokenStats,
     TransferStats,
 )
+from cairn.engine.tiers import EngineTiers
 from cairn.engine.transfers.kv_transfer import KvTransfer
 from cairn.runner.contract import EncoderCounters
 from cairn.scheduler.request import Request
@@ -57,13 +59,15 @@ def engine_stats(
     audits: int,
     request_log_dropped: int,
     num_speculative_tokens: int = 0,
+    tiers: EngineTiers | None = None,
 ) -> EngineStats:
     """Counters since the start, and gauges of this moment. `images`: None for a model that reads none.
     `num_speculative_tokens`: positions of drafts that are told one by one."""
     cache, counters, transfers = state.cache, state.counters, state.transfers
     held, hits, received = cache.pinned.num_pages(), cache.counters.hits, cache.counters.received
-    sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits}
-    sources |= {} if transfer is None else {"external_kv_transfer": received}
+    below = counters.tier_hits
+    sources = {"local_compute": counters.prompt_tokens - hits - received, "local_cache_hit": hits + below}
+    sources |= {} if transfer is None else {"external_kv_transfer": received - below}
     cache.checkpoints.end_expired_retentions()
     return EngineStats(
         num_running=len(state.running),
@@ -128,6 +132,7 @@ def engine_stats(
         if images is None
         else ImageStats(num_encoded=images.encodes, num_hits=images.hits, num_bytes=images.cached_bytes),
         spec_decode=_spec_decode_stats(counters.spec_decode, num_speculative_tokens),
+        tiers=TierStats() if tiers is None else tiers.stats(),
         request_log_dropped=request_log_dropped,
     )
 
@@ -146,6 +151,7 @@ def cache_report(request: Request) -> CacheReport | None:
     first = request.stats.first_sequence
     if first is None:
         return None
+    below = first.received if request.transfer.from_tier else 0
     prefill_cached_tokens = request.spec.role.prefill_cached_tokens
     # it came by the client: more tokens than the prompt has are nothing that a server would report
     believed = prefill_cached_tokens is not None and prefill_cached_tokens <= request.num_prompt_tokens
@@ -154,10 +160,11 @@ def cache_report(request: Request) -> CacheReport | None:
     return CacheReport(
         prompt_tokens=request.num_prompt_tokens,
         matched_tokens=first.matched,
-        cached_tokens=first.hit - first.received,
+        cached_tokens=first.hit - first.received + below,
         computed_tokens=request.stats.num_prompt_computed,
         reason=first.reason.value,
-        received_tokens=first.received,
+        received_tokens=first.received - below,
+        tier_tokens=below,
         held_breakpoints=len(first.retained_breakpoints),
         lost_tokens={reason.value: tokens for reason, tokens in first.lost.items()},
         prefill_cached_tokens=prefill_cached_tokens if believed and not request.transfer.remote_failed else None,

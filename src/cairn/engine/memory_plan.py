@@ -56,7 +56,7 @@ class MemoryPlan:
     `usable`: what there is to be divided, None where nothing tells. Of it take `weights` their share, with the vision
     tower's; `process`: what CUDA itself and other processes take; `step`: the most that a step takes beside all that is
     kept; `logits`, with what is made of them to draw tokens; `images`: encoded ones that are kept; `graphs`: CUDA
-    graphs; `staging`: the pages after the pool, for what comes from other servers.
+    graphs; `staging`: the pages after the pool, for what comes from other servers; `host_cache`: the tier below it.
 
     `slot`: what a running request takes on a rank besides pages; `num_slots`: requests computed at once, and one slot
     more is there for rows that are nobody's; `pool`: of each rank.
@@ -71,6 +71,7 @@ class MemoryPlan:
     images: int = 0
     graphs: int = 0
     staging: int = 0
+    host_cache: int = 0
     slot: int = 0
     num_slots: int = 0
     pool: int = 0
@@ -79,7 +80,7 @@ class MemoryPlan:
     def fixed(self) -> int:
         """All but pool and slots."""
         named = self.weights + self.process + self.step + self.logits + self.images
-        return named + self.graphs + self.staging
+        return named + self.graphs + self.staging + self.host_cache
 
     @property
     def left(self) -> int:
@@ -171,7 +172,10 @@ def divide_memory(plan: MemoryPlan, config: EngineConfig, layout: CacheLayout) -
         left = plan.left - states
         if plan.on_gpu and config.max_num_seqs is None:
             left = min(left, int((1 - _STATES_SHARE) * plan.left))
-        message = f"{_size(plan.usable)} available, {_size(plan.fixed)} of weights, {_size(states)} of running states"
+        taken = f"{_size(plan.fixed - plan.host_cache)} of weights, {_size(states)} of running states"
+        if plan.host_cache:
+            taken += f", {_size(plan.host_cache)} of --host-cache-bytes"
+        message = f"{_size(plan.usable)} available, {taken}"
     pool = _pool_bytes(config, layout, left, message, defaults, num_ranks)
     num_slots = config.max_num_seqs
     if num_slots is None:

@@ -86,7 +86,8 @@ def run_replay(arguments: argparse.Namespace) -> int:
             for name in arguments.policy or [next(iter(policies))]:
                 task = progress.add_task(f"{name} {decimal(budget)}", total=len(trace.requests))
                 policy = _make_policy(policies[name], layout.block_size, trace.name)
-                replay = Replay(layout, budget, policy, max_tokens, _ThreadClock(), log)
+                tiers = {"host": arguments.host or 0, "disk": arguments.disk or 0}
+                replay = Replay(layout, budget, policy, max_tokens, _ThreadClock(), log, tiers=tiers)
                 outcome = replay.run(trace, lambda done: progress.update(progress.task_ids[-1], completed=done))
                 progress.remove_task(task)
                 rows.append(report.row(name, budget, outcome.hits, outcome, arguments.per_request))
@@ -181,6 +182,13 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         "own log says",
     )
     budget.add_argument("--sweep", type=_shares, metavar="SHARES", help="several shares: 2%%,5%%,10%%,20%%")
+    for tier, flag in (("host", "--host-cache-bytes"), ("disk", "--disk-cache-bytes")):
+        parser.add_argument(
+            f"--{tier}",
+            type=size_flag,
+            metavar="BYTES",
+            help=f"a tier below it, as {flag} of `cairn serve`; default: none",
+        )
     parser.add_argument(
         "--policy",
         type=_policies,

@@ -22,9 +22,10 @@ class ReplayOutcome:
     """Counts of a replay, in tokens, requests, checkpoints, bytes and seconds.
 
     `forward_passes`: prefill chunks. `lost`: every prompt token that was not hit, under one reason; those that no
-    earlier request had are `never_seen`. `refused`: requests that the budget cannot hold. `hits`: cached tokens, by
-    request. `taken`, `used`, `evicted`: checkpoints by kind. `peak_bytes`: the most memory of pages in use. `seconds`:
-    inside scheduler, cache and policies. `tree`: memory of the trees at the end, see `tree_memory`.
+    earlier request had are `never_seen`. `tier_tokens`: those hit that came from tiers below the cache. `refused`:
+    requests that the budget cannot hold. `hits`: cached tokens, by request. `taken`, `used`, `evicted`: checkpoints by
+    kind. `peak_bytes`: the most memory of pages in use. `seconds`: inside scheduler, cache and policies. `tree`: memory
+    of the trees at the end, see `tree_memory`.
     """
 
     prompt_tokens: int = 0
@@ -32,6 +33,7 @@ class ReplayOutcome:
     prefill_tokens: int = 0
     forward_passes: int = 0
     refused: int = 0
+    tier_tokens: int = 0
     peak_bytes: int = 0
     seconds: float = 0.0
     hits: list[int] = field(default_factory=list)

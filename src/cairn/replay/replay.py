@@ -27,6 +27,7 @@ from cairn.errors import InvalidRequest
 from cairn.replay.bounds import Paths
 from cairn.replay.other_servers import OtherServers
 from cairn.replay.outcome import ReplayOutcome, tree_memory
+from cairn.replay.tiers import ReplayedTiers
 from cairn.replay.trace import ReplayedServer, Trace, TraceRequest, key_tokens
 from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder
@@ -70,7 +71,8 @@ class Replay:
     """Replays one trace, once. `cache`: what it goes through; `outcome`: what has come of it.
 
     `max_tokens`: of a step, at least 64. `clock` measures what scheduler, cache and policies take. `log`: the server
-    whose log the trace is. `observer` is told of what enters and leaves the tree. Raises ValueError if the budget is
+    whose log the trace is. `observer` is told of what enters and leaves the tree. `tiers`: the bytes of those below the
+    cache, by name, the fastest first. Raises ValueError if the budget is
     less than a page, or `max_tokens` too small.
     """
 
@@ -83,6 +85,7 @@ class Replay:
         clock: Clock,
         log: ReplayedServer | None = None,
         observer: TreeObserver | None = None,
+        tiers: Mapping[str, int] | None = None,
     ) -> None:
         if max_tokens < GRID:
             raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {max_tokens}")
@@ -103,6 +106,7 @@ class Replay:
         self._others = OtherServers()
         transfers = Transfers(None if log is None else self._others)
         self._scheduler = Scheduler(self._config, self.cache, self._time, transfers, self)
+        self._tiers = ReplayedTiers(tiers or {}, self.cache, transfers, self._time)
         self._paths = Paths()
         self._unit = 1
         self._clock = clock
@@ -183,9 +187,9 @@ class Replay:
         self._poll()
 
     def _poll(self) -> None:
-        """Other servers give and take all at once."""
+        """Other servers and tiers give and take all at once."""
         self._scheduler.poll()
-        while self._others.pending:
+        while self._others.pending or self._tiers.is_busy:
             self._scheduler.poll()
 
     def _leave(self, index: int) -> None:
@@ -270,7 +274,9 @@ class Replay:
         sequence = request.stats.first_sequence
         assert sequence is not None
         if not request.stats.is_parallel_sample and replayed.index < len(self.outcome.hits):
-            self._count_prompt(replayed.index, replayed.trace_request, sequence.hit, sequence.received, sequence.lost)
+            received = 0 if request.transfer.from_tier else sequence.received
+            self.outcome.tier_tokens += sequence.received - received
+            self._count_prompt(replayed.index, replayed.trace_request, sequence.hit, received, sequence.lost)
             path, length = request.num_prompt_tokens, replayed.trace_request.num_prompt_tokens
             self.outcome.forward_passes += self._num_chunks(sequence.hit, length) - self._num_chunks(sequence.hit, path)
 

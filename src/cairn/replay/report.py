@@ -74,6 +74,7 @@ class Report:
                 "checkpoints_evicted": dict(sorted(outcome.evicted.items())),
                 "lost_tokens": dict(sorted(outcome.lost.items())),
                 "refused_requests": outcome.refused,
+                "tier_tokens": outcome.tier_tokens,
                 "peak_bytes": outcome.peak_bytes,
                 "microseconds_per_request": outcome.microseconds_per_request,
                 **outcome.tree,

@@ -204,6 +204,7 @@ def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request
         counted = request.resumed or (group is not None and group.counted)
         state.cache.begin_request(sequence, resumed=counted)
         state.counters.prompt_tokens += 0 if counted else request.num_prompt_tokens
+        state.counters.tier_hits += sequence.received if request.transfer.from_tier and not counted else 0
     if group is not None and not group.counted:
         group.counted, request.stats.is_parallel_sample = True, False
     if request.resumed:

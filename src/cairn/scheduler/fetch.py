@@ -60,6 +60,9 @@ def start_fetches(state: SchedulerState) -> bool:
         if len(transfers.fetching) + len(transfers.ready) >= state.config.max_num_seqs:
             request.transfer.num_bypassed = 0
             break
+        if not all(source.is_ready(_fetch_request(request)) for source in request.transfer.sources):
+            # soon it is, and those behind it after it
+            break
         if not _start(state, request):
             if request.transfer.num_bypassed < MAX_BYPASSED and not _nothing_else_can_free_pages(state, request):
                 break
@@ -208,10 +211,12 @@ def _finish(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> Request 
     num_queried = length - sequence.hit
     copies = fetch.copies if ended.position <= sequence.matched else []
     state.cache.receive(sequence, ended.position, length, position)
-    state.counters.external_queries += num_queried
-    state.counters.external_hits += sequence.received
-    request.transfer.fetched = (request.transfer.fetched or Volume()) + (ended.volume or Volume())
-    request.transfer.fetch_seconds += state.clock.now() - fetch.began
+    request.transfer.from_tier = fetch.plan.is_local
+    if not fetch.plan.is_local:
+        state.counters.external_queries += num_queried
+        state.counters.external_hits += sequence.received
+        request.transfer.fetched = (request.transfer.fetched or Volume()) + (ended.volume or Volume())
+        request.transfer.fetch_seconds += state.clock.now() - fetch.began
     if state.cache.enabled and _best_plan(state, request, sequence) is not None:
         # for the rest; what has come is found by a lookup
         state.requeue(request)

@@ -32,13 +32,15 @@ class FetchRequest:
 class FetchPlan:
     """What a source would bring: the first `position` tokens of the prompt, at most, could be used after `num_bytes`
     bytes have been moved, which takes about `seconds`. `promised`: the source has told whoever sent the request that it
-    has them, so that not to bring them is a failure. `origin`: where they are, for messages."""
+    has them, so that not to bring them is a failure. `origin`: where they are, for messages. `is_local`: this server
+    has computed them, or another one of this machine that shares its memory or disk."""
 
     position: int
     num_bytes: int
     seconds: float
     promised: bool = False
     origin: str = ""
+    is_local: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,8 +78,17 @@ FetchEvent = FetchEnded | TargetFree
 class PageSource(Protocol):
     """No method waits. Called by the scheduler's thread alone."""
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request for which it is not ready is going to be ready by itself."""
+        ...
+
     def may_have(self, request: FetchRequest) -> bool:
         """Whether it is worth asking for a plan, in O(1): called when the request is submitted."""
+        ...
+
+    def is_ready(self, request: FetchRequest) -> bool:
+        """Whether it knows by now what it would bring: not before that it is asked for a plan. In O(1)."""
         ...
 
     def plan(self, request: FetchRequest, sequence: SequenceBlocks) -> FetchPlan | None:
@@ -98,4 +109,17 @@ class PageSource(Protocol):
 
     def events(self) -> list[FetchEvent]:
         """Events since the last call, in order."""
+        ...
+
+
+class PageSink(Protocol):
+    """Whoever copies cached pages to somewhere else. No method waits; called by the scheduler's thread alone."""
+
+    @property
+    def num_pins(self) -> int:
+        """Pins of pages that are being copied, which end by themselves."""
+        ...
+
+    def poll(self) -> bool:
+        """Between steps: unpin what has been copied, and go on. Whether anything was unpinned."""
         ...

@@ -59,8 +59,15 @@ class PeerSource:
         """Releases that are under way."""
         return len(self._releases)
 
+    @property
+    def is_busy(self) -> bool:
+        return False
+
     def may_have(self, request: FetchRequest) -> bool:
         return request.peer is not None
+
+    def is_ready(self, request: FetchRequest) -> bool:
+        return True
 
     def plan(self, request: FetchRequest, sequence: SequenceBlocks) -> FetchPlan | None:
         source, length, layout = self._peer(request), len(request.keys), self._layout

@@ -175,7 +175,8 @@ class RequestTransfer:
 
     Import: `sources`, who may still be asked for its pages, `num_fetches` how many have been; `num_bypassed`: requests
     that came in before this one while it found no pages for its fetch; `fetched`: how much sources have brought,
-    `fetch_seconds` how long that took; `remote_failed`: one had promised more and did not deliver.
+    `fetch_seconds` how long that took; `from_tier`: it was this server's own; `remote_failed`: one had promised more
+    and did not deliver.
     Export: `no_lease_room_since`: seconds, when the leases were found to leave no room for its prompt;
     `pinned_checkpoint`: the state at the prompt's end; `offered`: what became of it.
     """
@@ -185,6 +186,7 @@ class RequestTransfer:
     num_bypassed: int = 0
     fetched: Volume | None = None
     fetch_seconds: float = 0.0
+    from_tier: bool = False
     remote_failed: bool = False
     no_lease_room_since: float | None = None
     pinned_checkpoint: PagePin | None = None

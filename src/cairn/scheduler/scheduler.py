@@ -202,11 +202,12 @@ class Scheduler:
 
     def poll(self) -> list[Progress]:
         """Take in what sources of pages have brought, and what other servers have taken, and ask for more. Returns the
-        requests that this has ended. To be called between steps while `state.transfers` has a source."""
+        requests that this has ended. To be called between steps while `state.transfers` has a source or a sink."""
         state = self.state
-        if not state.transfers.sources:
+        if not state.transfers.sources and state.transfers.sink is None:
             return []
         changed = self._take_side_events()
+        changed |= state.transfers.sink is not None and state.transfers.sink.poll()
         heard, ended = take_fetch_events(state)
         ended += (refused := reject_overdue(state))
         changed |= heard | cancel_overdue_fetches(state) | bool(refused)

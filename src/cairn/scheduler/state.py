@@ -52,7 +52,8 @@ class SchedulerConfig:
 class Counters:
     """Since the start. `bypasses`: how often a request went before another one that had come earlier, so as not to
     lose its hit. `recomputed_tokens`: tokens computed again because of a preemption. `external_queries` and
-    `external_hits`: prompt tokens asked of other servers and received from them. `refused_kv_exports`: by why: the
+    `external_hits`: prompt tokens asked of other servers and received from them; `tier_hits`: those of started requests
+    that came from this server's own tiers. `refused_kv_exports`: by why: the
     bound of all leases (`total`), that of one client (`client`), or no lease room in time (`timeout`)."""
 
     prompt_tokens: int = 0
@@ -64,6 +65,7 @@ class Counters:
     steps: int = 0
     external_queries: int = 0
     external_hits: int = 0
+    tier_hits: int = 0
     failed_pulls: int = 0
     expired_offers: int = 0
     refused_kv_exports: Counter[str] = field(default_factory=lambda: Counter(total=0, client=0, timeout=0))

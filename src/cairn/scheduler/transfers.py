@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from cairn.cache.sequence_blocks import PagePin
-from cairn.scheduler.page_source import FetchId, FetchPlan, FetchTarget, PageSource
+from cairn.scheduler.page_source import FetchId, FetchPlan, FetchTarget, PageSink, PageSource
 from cairn.scheduler.peer_source import PeerSource
 from cairn.scheduler.request import Request, RequestStats
 from cairn.step import GRID, PageCopy
@@ -92,7 +92,8 @@ class Transfers:
     `sources`: who may bring pages of waiting requests; `peers`: the one that other servers are. `fetching`: what they
     bring now. `ready`: in order of arrival, with the page copies their first step needs. `quarantine`: targets of
     fetches that were given up, until no byte can reach them any more. `offers`: by reference, what is held for other
-    servers, and `quota` how much may be. `prefill_speed`: what a fetch has to be faster than.
+    servers, and `quota` how much may be. `prefill_speed`: what a fetch has to be faster than. `sink`: copies what is
+    cached to somewhere else.
     """
 
     side: SchedulerSide | None = None
@@ -105,8 +106,16 @@ class Transfers:
     quarantine: dict[FetchKey, PagePin] = field(default_factory=dict)
     offers: dict[str, OpenLease] = field(default_factory=dict)
     prefill_speed: PrefillSpeed = field(default_factory=PrefillSpeed)
+    sink: PageSink | None = None
 
     @property
     def is_open(self) -> bool:
-        """Whether something may still end by itself, and pages come free with it."""
-        return bool(self.fetching or self.ready or self.quarantine or self.offers)
+        """Whether something may still end by itself, and pages come free with it, or requests go on."""
+        if self.fetching or self.ready or self.quarantine or self.offers:
+            return True
+        return self.num_sink_pins > 0 or any(source.is_busy for source in self.sources)
+
+    @property
+    def num_sink_pins(self) -> int:
+        """Pins of pages that are being copied to somewhere else."""
+        return 0 if self.sink is None else self.sink.num_pins

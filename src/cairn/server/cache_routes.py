@@ -54,7 +54,18 @@ class CacheViews:
         about |= {"bytes_per_token": cache.bytes_per_token, "checkpoint_dtype": cache.checkpoint_dtype}
         return {"object": "cairn.cache", "server": about, "spec_decode": drafts} | {
             name: getattr(view, name)
-            for name in ("enabled", "pool", "policy", "tree", "paths", "history", "lost", "unlisted_tokens", "visits")
+            for name in (
+                "enabled",
+                "pool",
+                "policy",
+                "tree",
+                "paths",
+                "history",
+                "lost",
+                "unlisted_tokens",
+                "visits",
+                "tiers",
+            )
         }
 
 

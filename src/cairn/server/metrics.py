@@ -7,6 +7,7 @@ to this object, so two servers in one process do not mix.
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,6 +21,7 @@ from cairn.engine.contract import (
     GenerateRequest,
     TransferReport,
 )
+from cairn.server.tier_metrics import TIER_COUNTERS, TIER_GAUGES
 
 _LABELS = ("model_name", "engine")
 _FINISHED_REASONS = ("stop", "length", "abort", "error", "repetition")
@@ -186,6 +188,8 @@ _GROUPS: tuple[tuple[type[CounterMetricFamily | GaugeMetricFamily], str | None, 
     (GaugeMetricFamily, None, _GAUGES),
     (GaugeMetricFamily, "side_channel", _TRANSFER_GAUGES),
     (GaugeMetricFamily, "reads_images", _IMAGE_GAUGES),
+    (CounterMetricFamily, "tiers", TIER_COUNTERS),
+    (GaugeMetricFamily, "tiers", TIER_GAUGES),
 )
 
 
@@ -202,9 +206,7 @@ class _EngineCollector(Collector):
         for family, needs, rows in _GROUPS:
             for name, field, text, *label in rows if needs is None or attrgetter(needs)(info) else ():
                 value = attrgetter(field)(stats)
-                samples: dict[tuple[str, ...], float]
-                samples = {(key,): value[key] for key in sorted(value)} if label else {(): value}
-                yield self._family(family, name, text, label, samples)
+                yield self._family(family, name, text, label, _samples(value, len(label)))
         text = "Share of the pages that running requests hold, 0 to 1."
         yield self._family(GaugeMetricFamily, "vllm:kv_cache_usage_perc", text, (), {(): stats.pool.usage})
         facts = {
@@ -238,6 +240,14 @@ class _EngineCollector(Collector):
         for values, number in samples.items():
             metric.add_metric((*self._labels, *values), number)
         return metric
+
+
+def _samples(value: Any, num_labels: int) -> dict[tuple[str, ...], float]:
+    """A number, or as many levels of mappings to numbers, by the values of its labels."""
+    if not num_labels:
+        return {(): value}
+    below = ((key, _samples(value[key], num_labels - 1)) for key in sorted(value))
+    return {(key, *rest): number for key, samples in below for rest, number in samples.items()}
 
 
 def _capacity(info: EngineInfo) -> dict[str, str]:

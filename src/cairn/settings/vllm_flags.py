@@ -124,7 +124,9 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
     _switches("--use-replayssm --swa-bounded-replay", "off", "states come from checkpoints alone"),
     VllmFlags("--replayssm-buffer-len", None, "states come from checkpoints alone"),
     _switches("--kv-sharing-fast-prefill", "off", "no layer shares another one's keys and values"),
-    VllmFlags("--kv-offloading-size --kv-offloading-backend", "", "the cache is in one memory"),
+    VllmFlags(
+        "--kv-offloading-size --kv-offloading-backend", "", "below the pool are `--host-cache-bytes` and `--disk-cache`"
+    ),
     VllmFlags("--cpu-offload-gb --offload-group-size", "0", "weights are not offloaded"),
     VllmFlags("--offload-backend --offload-num-in-group --offload-prefetch-step", "", "weights are not offloaded"),
     _lists("--cpu-offload-params --offload-params", "", "weights are not offloaded"),

@@ -16,6 +16,7 @@ from cairn.engine.contract.config import (
     KvTransferConfig,
     LeaseOptions,
     RequestLogConfig,
+    TierOptions,
 )
 from cairn.engine.contract.info import (
     STEP_SIZES,
@@ -27,6 +28,7 @@ from cairn.engine.contract.info import (
     PrefixCacheStats,
     SpecDecodeStats,
     StepStats,
+    TierStats,
     TokenStats,
     TransferStats,
 )
@@ -114,6 +116,8 @@ __all__ = [
     "TextStream",
     "TextTokenizer",
     "ThinkingBudget",
+    "TierOptions",
+    "TierStats",
     "Timings",
     "TokenLogprobs",
     "TokenStats",

@@ -1,5 +1,6 @@
 """The engine's settings, declared once: `cairn serve` takes flags, variables and YAML keys from the fields here."""
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field
@@ -181,7 +182,24 @@ class CacheOptions(_Options):
     )
 
 
-class EngineOptions(CacheOptions, SchedulingOptions, DeviceOptions, WeightOptions):
+class TierOptions(_Options):
+    """What is kept where the pool has no room for it, and where a restart finds it."""
+
+    host_cache_bytes: BytesOrZero | None = Field(
+        None, description="memory of this machine for what the cache's pool has no room for: 8GiB; none unless given"
+    )
+    disk_cache: Path | None = Field(
+        None, description="folder for what is cached to be found again after a restart; a new one, or one of cairn's"
+    )
+    disk_cache_bytes: Bytes | None = Field(
+        None, description="most bytes in it; unless given half of what its disk has left, at most 64GiB"
+    )
+    disk_cache_read_only: bool = Field(
+        False, description="leave the folder to another server to write: any number may read what that one writes"
+    )
+
+
+class EngineOptions(TierOptions, CacheOptions, SchedulingOptions, DeviceOptions, WeightOptions):
     """The settings of `cairn serve` that the engine is built with; `--help` has those of the last parent first. Sizes
     in bytes and tokens."""
 

@@ -43,8 +43,8 @@ class EngineInfo(ServedModelInfo, frozen=True, kw_only=True):
 
     `max_waiting`: requests that may wait besides the `max_num_seqs` that are computed at once. `cpu_threads`: of each
     rank's computation. `side_channel`: where other servers ask for pages, as `host:port`; None when they cannot.
-    `logs_requests`: there is a request log. `num_speculative_tokens`: most drafts of one verification, 0 where nothing
-    is drafted.
+    `logs_requests`: there is a request log. `tiers`: the names of those below the pool, the fastest first.
+    `num_speculative_tokens`: most drafts of one verification, 0 where nothing is drafted.
     """
 
     max_model_len: int
@@ -56,6 +56,7 @@ class EngineInfo(ServedModelInfo, frozen=True, kw_only=True):
     tensor_parallel_size: int = 1
     side_channel: str | None = None
     logs_requests: bool = False
+    tiers: tuple[str, ...] = ()
     num_speculative_tokens: int = 0
 
 
@@ -179,6 +180,24 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True):
     accepted_per_pos: dict[str, int] = {}
 
 
+class TierStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The tiers below the pool, by their names. `num_bytes`, `num_entries`: what they take, and have, now. `hits`:
+    requests that were fetched from there, and `hit_tokens` what they had not to compute. `read_bytes`, `written_bytes`:
+    moved since the start, and how long that took. `drops`: entries that are gone or never came, by why. `skipped`:
+    paths of the pool that were not copied to any tier, by why."""
+
+    num_bytes: dict[str, int] = {}
+    num_entries: dict[str, int] = {}
+    hits: dict[str, int] = {}
+    hit_tokens: dict[str, int] = {}
+    read_bytes: dict[str, int] = {}
+    written_bytes: dict[str, int] = {}
+    read_seconds: dict[str, float] = {}
+    write_seconds: dict[str, float] = {}
+    drops: dict[str, dict[str, int]] = {}
+    skipped: dict[str, int] = {}
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start (monotone) and gauges of this moment. `waiting_by_reason`: the waiting by what for: for
     slots, pages and their turn (`capacity`), or for another request or server (`deferred`). `pending_prefill_tokens`:
@@ -199,4 +218,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     transfers: TransferStats = TransferStats()
     images: ImageStats = ImageStats()
     spec_decode: SpecDecodeStats = SpecDecodeStats()
+    tiers: TierStats = TierStats()
     request_log_dropped: int = 0

@@ -67,6 +67,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     `computed_tokens`: prompt tokens that went through the model, recomputation after preemption included;
     `reason`: why `cached_tokens` is not more, a name of `cairn.cache.reasons.Reason`. `received_tokens`: tokens on top
     of `cached_tokens` that came from another server; `prefill_cached_tokens`: what that server said it had cached.
+    `tier_tokens`: those of `cached_tokens` that came from this server's host memory or disk.
     `held_breakpoints`: how many of the client's breakpoints have a checkpoint that is held for it. `lost_tokens`:
     prompt tokens that came from nowhere, by why: with `cached_tokens` and `received_tokens` they are the prompt.
     """
@@ -77,6 +78,7 @@ class CacheReport(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens: int
     reason: str
     received_tokens: int = 0
+    tier_tokens: int = 0
     prefill_cached_tokens: int | None = None
     held_breakpoints: int = 0
     lost_tokens: dict[str, int] = {}

@@ -1,0 +1,268 @@
+"""The tiers of one engine: from the configuration to stores, threads, a source and a sink. Imports no torch."""
+
+import logging
+import mmap
+import os
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cairn import __version__
+from cairn.cache.events import KeyNames
+from cairn.cache.layout import CacheLayout
+from cairn.cache.prefix_cache import PrefixCache
+from cairn.cache.view import TierView
+from cairn.engine.contract import EngineConfig, TierStats
+from cairn.errors import ConfigError
+from cairn.scheduler.transfers import Transfers
+from cairn.tiers.context import TierContext
+from cairn.tiers.demotion import Demoter
+from cairn.tiers.digests import KEY_BYTES, EntryNames, stride_of
+from cairn.tiers.disk import DiskFolder, DiskStore
+from cairn.tiers.files import Files
+from cairn.tiers.folder import check_folder, open_folder
+from cairn.tiers.host import HostStore
+from cairn.tiers.index import PathShape
+from cairn.tiers.lanes import TierLanes, thread_lanes
+from cairn.tiers.memory import TierMemory
+from cairn.tiers.promotion import TierSource
+from cairn.tiers.segments import ALIGNMENT, FORMAT
+from cairn.tiers.store import PageBytes, TierStore
+from cairn.transfer.digest import layout_hash
+from cairn.types import Clock
+
+WRITE_BACK_SECONDS = 3.0
+"""Most that the end of a server waits for what is not written yet."""
+
+MOST_DISK_BYTES = 64 << 30
+"""Unless more is asked for."""
+
+_SEGMENTS = 8
+"""Of the largest entry, and what else a folder takes: less would be written anew all the time."""
+
+logger = logging.getLogger(__name__)
+
+
+def uses_tiers(config: EngineConfig) -> bool:
+    """Whether anything is kept below the pool."""
+    return bool(config.host_cache_bytes) or config.disk_cache is not None
+
+
+def check_tiers(config: EngineConfig, layout: CacheLayout) -> None:
+    """Raises ConfigError that names the flag and the fix where tiers were asked for that cannot be."""
+    if config.disk_cache is None:
+        for flag, given in (
+            ("--disk-cache-bytes", config.disk_cache_bytes is not None),
+            ("--disk-cache-read-only", config.disk_cache_read_only),
+        ):
+            if given:
+                raise ConfigError(f"{flag}: there is no folder: name one with --disk-cache")
+    if not uses_tiers(config):
+        return
+    flag = "--host-cache-bytes" if config.host_cache_bytes else "--disk-cache"
+    if not config.enable_prefix_caching or config.mamba_cache_mode == "none":
+        raise ConfigError(f"{flag}: nothing is cached: leave it out, or switch the prefix cache on")
+    if config.tensor_parallel_size > 1:
+        raise ConfigError(f"{flag}: not with --tensor-parallel-size above 1 yet: leave one of them out")
+    least = least_bytes(layout)
+    host_bytes = int(config.host_cache_bytes or 0)
+    if 0 < host_bytes < least:
+        raise ConfigError(f"--host-cache-bytes {host_bytes}: one entry takes {least}: set more, or 0 for none")
+    least_disk = _SEGMENTS * (least + ALIGNMENT)
+    if config.disk_cache_bytes is not None and config.disk_cache_bytes < least_disk:
+        raise ConfigError(
+            f"--disk-cache-bytes {int(config.disk_cache_bytes)}: the least is {least_disk}, {_SEGMENTS} entries: set "
+            "more, or leave --disk-cache out"
+        )
+
+
+def check_disk_cache(config: EngineConfig) -> None:
+    """Raises ConfigError for a folder that cannot be used, before anything is loaded. Changes nothing there."""
+    if config.disk_cache is not None:
+        check_folder(str(config.disk_cache), read_only=config.disk_cache_read_only)
+
+
+def least_bytes(layout: CacheLayout) -> int:
+    """Of the largest entry: a state with the pages that are filed with it, or a chunk."""
+    chunk = sum(stride_of(layout) // group.tokens_per_page for group in layout.groups)
+    return (layout.pages_per_checkpoint + chunk) * layout.page_bytes
+
+
+def allocate_arena(num_bytes: int, page_bytes: int) -> PageBytes:
+    """Memory of a host tier, uint8 [num_pages, page_bytes]; it is taken as it is first written to. Raises
+    ConfigError."""
+    num_pages = num_bytes // page_bytes
+    try:
+        memory = mmap.mmap(-1, num_pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"--host-cache-bytes {num_bytes} does not fit into memory: lower it") from error
+    return np.frombuffer(memory, np.uint8).reshape(num_pages, page_bytes)
+
+
+@dataclass(slots=True)
+class _Wake:
+    """What the threads of tiers call, once the core's thread can be woken."""
+
+    call: Callable[[], None] = field(default=lambda: None)
+
+    def __call__(self) -> None:
+        self.call()
+
+
+class EngineTiers:
+    """The tiers of one engine. `transfers`: of its scheduler, which gets a source and a sink more."""
+
+    def __init__(
+        self,
+        stores: tuple[TierStore, ...],
+        names: EntryNames,
+        memory: TierMemory,
+        cache: PrefixCache,
+        transfers: Transfers,
+        clock: Clock,
+        contents: KeyNames | None = None,
+        lanes: TierLanes | None = None,
+        at_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`contents`: the images behind key tokens below 0. `lanes`: threads, unless given. `at_end`: called last."""
+        self._wake = _Wake()
+        self._stores = stores
+        self._at_end = at_end
+        self._closed = False
+        self.lanes = lanes or thread_lanes(self._wake)
+        exact = cache.policy.exact
+        context = TierContext(cache.layout, stores, names, memory, self.lanes, clock, transfers.prefill_speed, exact)
+        self.demoter = Demoter(cache, context, contents)
+        self.source = TierSource(context)
+        cache.observe(self.demoter)
+        transfers.sources = (*transfers.sources, self.source)
+        transfers.sink = self.demoter
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fastest first."""
+        return tuple(store.name for store in self._stores)
+
+    def start(self, wake: Callable[[], None]) -> None:
+        """`wake` has the core's thread look at what is done."""
+        self._wake.call = wake
+
+    def write_back(self) -> None:
+        """Go on writing until nothing is left, for a short while."""
+        until = time.monotonic() + WRITE_BACK_SECONDS
+        while not self.demoter.is_idle and time.monotonic() < until:
+            self.demoter.poll()
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """The end of threads, stores and the folder's lock, once."""
+        if self._closed:
+            return
+        self._closed = True
+        self.lanes.close()
+        for store in self._stores:
+            store.close()
+        self._at_end()
+
+    def stats(self) -> TierStats:
+        """Counters since the start, and gauges of this moment."""
+        counters = {store.name: store.counters for store in self._stores}
+        return TierStats(
+            num_bytes={name: each.num_bytes for name, each in counters.items()},
+            num_entries={name: each.num_entries for name, each in counters.items()},
+            hits={name: each.hits for name, each in counters.items()},
+            hit_tokens={name: each.hit_tokens for name, each in counters.items()},
+            read_bytes={name: each.read_bytes for name, each in counters.items()},
+            written_bytes={name: each.written_bytes for name, each in counters.items()},
+            read_seconds={name: each.read_seconds for name, each in counters.items()},
+            write_seconds={name: each.write_seconds for name, each in counters.items()},
+            drops={name: dict(each.drops) for name, each in counters.items()},
+            skipped=dict(self.demoter.dropped),
+        )
+
+    def views(self) -> list[TierView]:
+        """The tiers as `GET /cache` shows them."""
+        views = []
+        for store in self._stores:
+            counters = store.counters
+            views.append(
+                TierView(
+                    name=store.name,
+                    bytes=counters.num_bytes,
+                    capacity=store.capacity,
+                    entries=counters.num_entries,
+                    hits=counters.hits,
+                    hit_tokens=counters.hit_tokens,
+                    read_bytes=counters.read_bytes,
+                    written_bytes=counters.written_bytes,
+                    read_speed=_speed(counters.read_bytes, counters.read_seconds),
+                    write_speed=_speed(counters.written_bytes, counters.write_seconds),
+                    drops=dict(counters.drops),
+                )
+            )
+        return views
+
+
+def build_tiers(
+    config: EngineConfig,
+    facts: Mapping[str, str | int],
+    memory: TierMemory,
+    cache: PrefixCache,
+    transfers: Transfers,
+    clock: Clock,
+    contents: KeyNames | None,
+    make_arena: Callable[[int, int], PageBytes] = allocate_arena,
+) -> EngineTiers | None:
+    """None where nothing is kept below. `facts`: what decides which bytes a page of the model has. `make_arena`: memory
+    of the host tier, which a GPU reaches best where it is pinned. Raises ConfigError that names the flag."""
+    if not uses_tiers(config):
+        return None
+    layout, stores = cache.layout, list[TierStore]()
+    facts = {**facts, "block_size": layout.block_size, "format": FORMAT, "version": __version__}
+    identity = layout_hash(facts)
+    shape = PathShape(needs_states=not layout.resumes_anywhere, has_chunks=bool(layout.groups))
+    secret, lock, files = b"", None, Files()
+    if config.host_cache_bytes:
+        stores.append(HostStore(make_arena(int(config.host_cache_bytes), layout.page_bytes), shape))
+    if config.disk_cache is not None:
+        path, least = str(config.disk_cache), _SEGMENTS * (least_bytes(layout) + ALIGNMENT)
+        folder = open_folder(path, identity, facts, least, read_only=config.disk_cache_read_only, files=files)
+        secret, lock = folder.secret, folder.lock
+        max_bytes = _disk_bytes(config, folder.path, least, files)
+        disk = DiskFolder(folder.path, identity, layout.page_bytes, max_bytes, not config.disk_cache_read_only)
+        try:
+            store = DiskStore(disk, shape, files)
+        except OSError as error:
+            raise ConfigError(f"--disk-cache {path}: cannot be read: {error.strerror}: name another folder") from error
+        counters = store.counters
+        num_left_out = counters.drops["damaged"] + counters.drops["io_error"]
+        logger.info(
+            "--disk-cache %s: %d entries in %d bytes, of %d at most; %d damaged or unreadable segments were left out",
+            *(folder.path, counters.num_entries, counters.num_bytes, max_bytes, num_left_out),
+        )
+        stores.append(store)
+    if not secret:
+        secret = os.urandom(KEY_BYTES)
+
+    def release_lock() -> None:
+        if lock is not None:
+            files.close(lock)
+
+    names = EntryNames.of(layout, identity, secret)
+    return EngineTiers(tuple(stores), names, memory, cache, transfers, clock, contents, at_end=release_lock)
+
+
+def _disk_bytes(config: EngineConfig, folder: str, least: int, files: Files) -> int:
+    """The most that a folder may have."""
+    if config.disk_cache_bytes is not None:
+        return int(config.disk_cache_bytes)
+    try:
+        return max(least, min(MOST_DISK_BYTES, files.free_bytes(folder) // 2))
+    except OSError:
+        return MOST_DISK_BYTES
+
+
+def _speed(num_bytes: int, seconds: float) -> float | None:
+    return round(num_bytes / seconds) if num_bytes and seconds else None

@@ -1,0 +1,119 @@
+"""The names of entries: digests of the tokens that they stand for.
+
+chunk   the digest of the path up to its end (`cairn.transfer.digest`), as other servers name it
+state   the digest of the mark below it and of the tokens after that mark
+
+Salted namespaces are named with a key besides, which only those have who may read the store: their names say nothing to
+anybody who guesses prompts.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from math import lcm
+
+import numpy as np
+
+from cairn.cache.events import KeyNames
+from cairn.cache.layout import CacheLayout
+from cairn.step import GRID
+from cairn.tiers.store import START
+from cairn.transfer.contract import ContentName, NamedImage
+from cairn.transfer.digest import DIGEST_BYTES, ContentDigest
+from cairn.types import Keys
+
+KEY_BYTES = DIGEST_BYTES
+_STATE = b"cairn/state/1"
+
+
+@dataclass(frozen=True, slots=True)
+class EntryNames:
+    """How entries of one model are named. `identity`: 32 bytes that say what bytes mean; `secret`: the key of salted
+    namespaces. `stride`: tokens of a chunk, whole pages and a multiple of 64."""
+
+    identity: bytes
+    secret: bytes
+    stride: int
+
+    @classmethod
+    def of(cls, layout: CacheLayout, identity: bytes, secret: bytes) -> "EntryNames":
+        """The names of a layout's entries."""
+        return cls(identity, secret, stride_of(layout))
+
+    def path(self, name: ContentName, keys: Keys) -> "PathNames":
+        """The names of all chunks of `keys`, shape [n], and of the states on the way. Takes some 30 microseconds for a
+        thousand tokens."""
+        layout = self.identity if name.salt is None else sha256(self.identity + self.secret).digest()
+        digest = ContentDigest(layout, name)
+        num_chunks = len(keys) // self.stride
+        digest.append(keys[: num_chunks * self.stride])
+        marks, size = digest.marks, self.stride // GRID * DIGEST_BYTES
+        chunks = [marks[at + size - DIGEST_BYTES : at + size] for at in range(0, len(marks), size)]
+        return PathNames(layout, name, keys, self.stride, chunks)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PathNames:
+    """`chunks`: the names of the path's whole chunks, in order. `keys`: its tokens, shape [n]."""
+
+    layout: bytes
+    name: ContentName
+    keys: Keys
+    stride: int
+    chunks: Sequence[bytes]
+
+    def before(self, number: int) -> bytes:
+        """What a chunk with so many chunks before it is filed under."""
+        return START if number == 0 else self.chunks[number - 1]
+
+    def mark(self, number: int) -> bytes:
+        """What states after so many chunks are filed under: before the first one every namespace has a mark of its
+        own."""
+        return self.state_of(0, 0) if number == 0 else self.chunks[number - 1]
+
+    def state(self, position: int) -> bytes:
+        """The name of the state after `position` tokens."""
+        number = position // self.stride
+        return self.state_of(number, position - number * self.stride)
+
+    def state_of(self, number: int, tail: int) -> bytes:
+        """The name of the state that lies `tail` tokens after so many chunks; fewer than `stride`."""
+        start = number * self.stride
+        shifted = tuple(
+            NamedImage(image.start - start, image.length, image.digest)
+            for image in self.name.images
+            if image.start < start + tail and image.start + image.length > start
+        )
+        above = _STATE + (self.layout if number == 0 else self.chunks[number - 1])
+        digest = ContentDigest(sha256(above).digest(), replace(self.name, images=shifted))
+        return digest.of(self.keys[start : start + tail])
+
+
+def stride_of(layout: CacheLayout) -> int:
+    """Tokens of a chunk: whole pages that end where 64 tokens do."""
+    return lcm(GRID, *(group.tokens_per_page for group in layout.groups))
+
+
+def named_images(keys: Keys, names: KeyNames) -> tuple[NamedImage, ...] | None:
+    """The images behind the key tokens below 0; None if one of them has no name any more."""
+    images: list[NamedImage] = []
+    at = 0
+    while (left := np.flatnonzero(keys[at:] < 0)).size:
+        first = at + int(left[0])
+        name = names.name(int(keys[first]))
+        if name is None:
+            return None
+        # the numbers of one image go down by one, and may go on with those of the next one
+        run = keys[first:]
+        ends = np.flatnonzero(run != run[0] - np.arange(len(run)))
+        low, high = 1, int(ends[0]) if ends.size else len(run)
+        while low < high:
+            middle = (low + high + 1) // 2
+            last = names.name(int(run[middle - 1]))
+            if last is not None and last.digest == name.digest and last.place == name.place + middle - 1:
+                low = middle
+            else:
+                high = middle - 1
+        images.append(NamedImage(first - name.place, name.place + low, name.digest))
+        at = first + low
+    return tuple(images)

@@ -1,0 +1,135 @@
+"""The tier in this machine's memory: an arena of pages, and the index of what is in them."""
+
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from cairn.cache.pages import PagePool
+from cairn.tiers.index import PathShape, StoredEntry, TierIndex
+from cairn.tiers.store import EntryFacts, EntryRead, NewEntry, PageBytes, TierCounters
+from cairn.types import Pages
+
+
+class HostStore:
+    """A `TierStore` in `arena`, uint8 [num_pages, page_bytes], contiguous."""
+
+    name = "host"
+    writable = True
+
+    def __init__(self, arena: PageBytes, shape: PathShape) -> None:
+        self.counters = TierCounters(num_bytes=arena.nbytes)
+        self._arena = arena
+        self._pool = PagePool(len(arena))
+        self._index = TierIndex(shape)
+        self._lock = threading.Lock()
+
+    @property
+    def capacity(self) -> int:
+        return self._arena.nbytes
+
+    def refresh(self) -> None:
+        """Nobody else writes to it."""
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        entries = self._index.entries
+        with self._lock:
+            return [key in entries for key in keys]
+
+    def tails(self, mark: bytes) -> list[int]:
+        with self._lock:
+            return self._index.tails(mark)
+
+    def facts(self, key: bytes) -> EntryFacts | None:
+        with self._lock:
+            entry = self._index.get(key)
+            return None if entry is None else entry.facts
+
+    def read(self, reads: Sequence[EntryRead], deadline: float) -> bool:
+        began, num_bytes = time.perf_counter(), 0
+        for each in reads:
+            if time.monotonic() > deadline:
+                return False
+            with self._lock:
+                entry = self._index.get(each.key)
+                if entry is None:
+                    return False
+                # its pages stay, though it may be dropped meanwhile
+                entry.readers += 1
+            pages = _place(entry)[each.first : each.first + len(each.rows)]
+            for page, row in zip(pages.tolist(), each.rows, strict=True):
+                np.copyto(row, self._arena[page])
+                num_bytes += row.nbytes
+            with self._lock:
+                self._end_read(entry)
+        with self._lock:
+            self.counters.read_bytes += num_bytes
+            self.counters.read_seconds += time.perf_counter() - began
+        return True
+
+    def touch(self, key: bytes, weight: float | None = None) -> None:
+        with self._lock:
+            self._index.use(key, weight)
+
+    def write(self, batch: Sequence[NewEntry], deadline: float) -> int:
+        began, num_here = time.perf_counter(), 0
+        for new in batch:
+            reason = "too_late" if time.monotonic() > deadline else self._write(new)
+            if reason is None:
+                num_here += 1
+            else:
+                with self._lock:
+                    self.counters.drops[reason] += 1
+        with self._lock:
+            self.counters.write_seconds += time.perf_counter() - began
+        return num_here
+
+    def close(self) -> None:
+        """The arena goes with it."""
+
+    def _write(self, new: NewEntry) -> str | None:
+        """Keep one entry. Why it could not be kept; None if it is here."""
+        facts = new.facts
+        with self._lock:
+            if self._index.get(facts.key) is not None:
+                return None
+            if not self._index.may_add(facts):
+                return "no_parent"
+            self._index.hold(facts.parent)
+            fits = self._make_room(len(new.pages))
+            pages = self._pool.allocate(len(new.pages)) if fits else None
+        if pages is not None:
+            # nobody knows of these pages yet
+            for page, row in zip(pages.tolist(), new.pages, strict=True):
+                np.copyto(self._arena[page], row)
+        with self._lock:
+            if pages is not None:
+                self._index.add(facts, pages)
+                self.counters.written_bytes += new.pages.nbytes
+                self.counters.num_entries = len(self._index)
+            self._index.release(facts.parent)
+        return None if pages is not None else "no_room"
+
+    def _make_room(self, num_pages: int) -> bool:
+        while self._pool.num_free < num_pages:
+            gone = self._index.pop_least()
+            if not gone:
+                return False
+            for entry in gone:
+                entry.readers += 1
+                self._end_read(entry)
+                self.counters.drops["replaced"] += 1
+            self.counters.num_entries = len(self._index)
+        return True
+
+    def _end_read(self, entry: StoredEntry) -> None:
+        """The last reader of an entry that is gone gives its pages back."""
+        entry.readers -= 1
+        if entry.readers == 0 and self._index.get(entry.facts.key) is not entry:
+            self._pool.release(_place(entry))
+
+
+def _place(entry: StoredEntry) -> Pages:
+    assert isinstance(entry.place, np.ndarray)
+    return entry.place

@@ -1,0 +1,104 @@
+"""The threads in which tiers work: names are made, and bytes moved, beside the thread that plans steps."""
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+Result = TypeVar("Result")
+
+LOW_PRIORITY = 10
+"""Niceness of what nobody waits for."""
+
+logger = logging.getLogger(__name__)
+
+
+class Lane(Protocol):
+    """Carries tasks out, in the order in which they come."""
+
+    def submit(self, task: Callable[[], Result]) -> "Future[Result]":
+        """Have a task carried out some time later. Never waits. Whoever submits bounds how many there are."""
+        ...
+
+    def close(self) -> None:
+        """Begin no further task."""
+        ...
+
+
+class ThreadLane:
+    """A `Lane` of `num_threads` threads, which ends with the process whatever they are doing: a disk may never answer.
+    `wake` is called after each task. `nice`: the niceness of its threads."""
+
+    def __init__(self, name: str, wake: Callable[[], None], num_threads: int = 1, nice: int = 0) -> None:
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._wake = wake
+        self._nice = nice
+        self._threads = [
+            threading.Thread(target=self._run, name=f"{name}-{number}", daemon=True) for number in range(num_threads)
+        ]
+        self._closed = False
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: Callable[[], Result]) -> "Future[Result]":
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            if self._closed:
+                future.cancel()
+                return
+            try:
+                future.set_result(task())
+            except BaseException as error:
+                logger.exception("a task of %s has failed", threading.current_thread().name)
+                future.set_exception(error)
+            self._wake()
+
+        self._tasks.put(run)
+        return future
+
+    def close(self) -> None:
+        self._closed = True
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            # what it writes is whole or not there, also if it never ends
+            thread.join(1.0)
+
+    def _run(self) -> None:
+        if self._nice:
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+        while (task := self._tasks.get()) is not None:
+            task()
+
+
+@dataclass(frozen=True, slots=True)
+class TierLanes:
+    """`names`: digests and look-ups; `copies`: out of the pool; `reads`: what requests wait for; `writes`: what nobody
+    waits for. A disk that stands still keeps the last two."""
+
+    names: Lane
+    copies: Lane
+    reads: Lane
+    writes: Lane
+
+    def close(self) -> None:
+        """See `Lane.close`."""
+        for lane in (self.names, self.copies, self.reads, self.writes):
+            lane.close()
+
+
+def thread_lanes(wake: Callable[[], None]) -> TierLanes:
+    """The lanes of a server. `wake`: has the thread that plans steps look at what is done."""
+    return TierLanes(
+        ThreadLane("tier-names", wake),
+        ThreadLane("tier-copies", wake, nice=LOW_PRIORITY),
+        ThreadLane("tier-reads", wake, num_threads=2),
+        ThreadLane("tier-writes", wake, nice=LOW_PRIORITY),
+    )

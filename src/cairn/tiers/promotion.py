@@ -1,0 +1,370 @@
+"""Pages from below: a hit in a tier is fetched while its request waits its turn.
+
+submitted   its prompt's chunks and states are named and looked for, beside the steps
+plan        the deepest state whose keys and values are here or below, if fetching takes less than computing
+start       read into the request's pages, beside the steps
+events      all of it has come and is what was written, or nothing has
+"""
+
+import time
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import accumulate
+from types import MappingProxyType
+
+import numpy as np
+
+from cairn.cache.checkpoint import Origin
+from cairn.cache.sequence_blocks import SequenceBlocks
+from cairn.scheduler.page_source import (
+    FetchEnded,
+    FetchEvent,
+    FetchId,
+    FetchPlan,
+    FetchRequest,
+    FetchTarget,
+    TargetFree,
+)
+from cairn.step import GRID
+from cairn.tiers.context import ORIGINS, TierContext
+from cairn.tiers.digests import PathNames
+from cairn.tiers.store import EntryRead, PageBytes, TierStore
+from cairn.transfer.contract import Volume
+from cairn.types import Pages, RequestId
+
+MAX_LOOKUPS = 1024
+"""Requests whose prompts are looked for at a time; others are computed without."""
+
+MAX_STATES = 64
+"""States that are considered for one prompt: the deepest ones."""
+
+LATENCY_SECONDS = 0.002
+"""What a fetch takes besides its bytes."""
+
+LEAST_PATIENCE = 0.5
+"""Seconds that every fetch has; otherwise as many as computing would take."""
+
+PIECE_BYTES = 32 << 20
+"""Read between two looks at whether anybody still waits."""
+
+_FIRST_RATES: Mapping[str, float] = MappingProxyType({"host": 0.5e-9, "disk": 2e-9})
+"""Seconds a byte, before anything was fetched."""
+
+_FORGIVENESS = 0.99
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlace:
+    """A state that could be resumed from: the number of its store, its kind and origin."""
+
+    position: int
+    key: bytes
+    store: int
+    kind: int
+    origin: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PathReach:
+    """What tiers have of a prompt. `chunk_stores`: for each chunk the number of the store that has it, -1: none.
+    `num_missing`: how many of the first k chunks none has. `states`: descending."""
+
+    names: PathNames
+    chunk_stores: list[int]
+    num_missing: list[int]
+    states: list[StatePlace]
+
+    def has_chunks(self, first: int, end: int) -> bool:
+        """Whether there are the chunks [first, end)."""
+        return first >= end or self.num_missing[end] == self.num_missing[first]
+
+    def whole_until(self, first: int) -> int:
+        """Up to which chunk, exclusive, all are there from `first` on."""
+        return bisect_left(self.num_missing, self.num_missing[first] + 1, lo=first) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What is going to be fetched: `chunks` and, if it is not None, `state`, for the first `position` tokens, of which
+    `num_saved` would have to be computed otherwise. `tier`: the slowest that it comes from. `reads_pages`: not
+    all keys and values are here."""
+
+    position: int
+    num_saved: int
+    reads_pages: bool
+    chunks: range
+    state: StatePlace | None
+    tier: str
+    compute_seconds: float
+    plan: FetchPlan
+
+
+@dataclass(slots=True, eq=False)
+class _OpenFetch:
+    """`future`: whether all has come, and after how many seconds. `cancelled`: nobody waits for it; `ended`: that has
+    been said."""
+
+    choice: _Choice
+    future: "Future[float | None] | None" = None
+    deadline: float = 0.0
+    cancelled: bool = False
+    ended: bool = False
+
+
+@dataclass(slots=True)
+class _Known:
+    """A request that waits. `choice`: of the last plan."""
+
+    future: "Future[PathReach]"
+    choice: _Choice | None = None
+
+
+class TierSource:
+    """A `PageSource` of this server's own tiers."""
+
+    def __init__(self, context: TierContext) -> None:
+        self._context = context
+        self._known: dict[RequestId, _Known] = {}
+        self._fetches: dict[FetchId, _OpenFetch] = {}
+        self._events: list[FetchEvent] = []
+        self._number = 0
+        self._rates = {store.name: _FIRST_RATES.get(store.name, 1e-9) for store in context.stores}
+
+    # -- what there is -------------------------------------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        return any(not known.future.done() for known in self._known.values())
+
+    def may_have(self, request: FetchRequest) -> bool:
+        context = self._context
+        if len(request.keys) < GRID or len(self._known) >= MAX_LOOKUPS:
+            return False
+        if not any(store.counters.num_entries or not store.writable for store in context.stores):
+            return False
+        self._known[request.request_id] = _Known(context.lanes.names.submit(lambda: self._look(request)))
+        return True
+
+    def is_ready(self, request: FetchRequest) -> bool:
+        known = self._known.get(request.request_id)
+        return known is None or known.future.done()
+
+    def decline(self, request: FetchRequest) -> None:
+        self._known.pop(request.request_id, None)
+
+    def _look(self, request: FetchRequest) -> PathReach:
+        """What the stores have of a prompt. For the names' thread."""
+        context = self._context
+        names = context.names.path(request.name, request.keys)
+        for store in context.stores:
+            store.refresh()
+        chunk_stores = _first_with(context.stores, names.chunks)
+        if not context.pages_per_chunk:
+            chunk_stores = [0] * len(names.chunks)
+        missing = accumulate((place < 0 for place in chunk_stores), initial=0)
+        return PathReach(names, chunk_stores, list(missing), self._find_states(names))
+
+    def _find_states(self, names: PathNames) -> list[StatePlace]:
+        stores, length, states = self._context.stores, len(names.keys), list[StatePlace]()
+        for number in range(len(names.chunks), -1, -1):
+            mark, start = names.mark(number), number * names.stride
+            tails = {tail for store in stores for tail in store.tails(mark)}
+            for tail in sorted(tails, reverse=True):
+                position = start + tail
+                if not 0 < position <= length or not self._may_resume(position, length):
+                    continue
+                key = names.state_of(number, tail)
+                for place, store in enumerate(stores):
+                    facts = store.facts(key)
+                    if facts is not None and not (self._context.exact and facts.origin == ORIGINS[Origin.DECODE]):
+                        states.append(StatePlace(position, key, place, facts.kind, facts.origin))
+                        break
+            if len(states) >= MAX_STATES:
+                break
+        return states
+
+    def _may_resume(self, position: int, length: int) -> bool:
+        return not self._context.exact or position % GRID == 0 or position == length
+
+    # -- what is fetched -----------------------------------------------------------------------------------------
+
+    def plan(self, request: FetchRequest, sequence: SequenceBlocks) -> FetchPlan | None:
+        known = self._known.get(request.request_id)
+        if known is None or not known.future.done() or known.future.exception() is not None:
+            return None
+        known.choice = self._choose(known.future.result(), sequence)
+        return None if known.choice is None else known.choice.plan
+
+    def _choose(self, reach: PathReach, sequence: SequenceBlocks) -> _Choice | None:
+        layout, stride = self._context.layout, reach.names.stride
+        first = min(sequence.matched // stride, len(reach.chunk_stores))
+        best: tuple[int, StatePlace | None] = (sequence.hit, None)
+        for state in reach.states:
+            if state.position <= best[0]:
+                break
+            if reach.has_chunks(first, state.position // stride):
+                best = state.position, state
+                break
+        if layout.resumes_anywhere and layout.groups:
+            whole = reach.whole_until(first) * stride
+            # the last token of the prompt has to be computed, if there is no state at its end
+            if min(whole, len(reach.names.keys) - 1) > best[0]:
+                best = whole, None
+        position, chosen = best
+        if position <= sequence.hit:
+            return None
+        chunks = range(first, position // stride) if layout.groups else range(0)
+        num_pages = layout.pages_for(position) - layout.pages_for(min(position, sequence.matched))
+        num_bytes = (num_pages + layout.pages_per_checkpoint * (chosen is not None)) * layout.page_bytes
+        used = {reach.chunk_stores[number] for number in chunks} | (set() if chosen is None else {chosen.store})
+        tier = max((self._context.stores[place].name for place in used), key=lambda name: self._rates[name])
+        seconds = LATENCY_SECONDS + num_bytes * self._rates[tier]
+        compute_seconds = (position - sequence.hit) * self._context.speed.seconds_per_token
+        if seconds >= compute_seconds:
+            # it may have been an accident that it was slow: one day it is tried again
+            self._rates[tier] *= _FORGIVENESS
+            return None
+        plan = FetchPlan(position, num_bytes, seconds, origin=f"the {tier} cache", is_local=True)
+        reads_pages = position > sequence.matched
+        return _Choice(position, position - sequence.hit, reads_pages, chunks, chosen, tier, compute_seconds, plan)
+
+    def start(self, request: FetchRequest, target: FetchTarget) -> FetchId:
+        known = self._known.pop(request.request_id)
+        assert known.choice is not None, "start without a plan"
+        self._number += 1
+        fetch, choice = FetchId(self._number), known.choice
+        opened = self._fetches[fetch] = _OpenFetch(choice)
+        opened.deadline = self._context.clock.now() + max(LEAST_PATIENCE, choice.compute_seconds)
+        order = self._order(known.future.result(), choice, target)
+        opened.future = self._context.lanes.reads.submit(lambda: self._read(opened, order))
+        return fetch
+
+    def _order(self, reach: PathReach, choice: _Choice, target: FetchTarget) -> "list[_Read]":
+        """What to read, and into which pages, in the order of the path."""
+        context, order = self._context, list[_Read]()
+        first_page, pages = 0, np.zeros(0, np.int32)
+        for part in target.pages:
+            first_page, pages = part.first_page, part.pages
+        size = context.pages_per_chunk
+        for number in choice.chunks:
+            skipped = max(0, first_page - number * size)
+            at = number * size + skipped - first_page
+            key = reach.names.chunks[number]
+            order.append(_Read(reach.chunk_stores[number], key, skipped, pages[at : at + size - skipped]))
+        state = choice.state
+        if state is None:
+            return order
+        order.append(_Read(state.store, state.key, 0, target.state_pages))
+        if context.layout.groups and choice.reads_pages:
+            begin = state.position // context.names.stride * size
+            end = context.layout.pages_for(state.position)
+            skipped = max(0, first_page - begin)
+            if begin + skipped < end:
+                tail = pages[begin + skipped - first_page : end - first_page]
+                order.append(_Read(state.store, state.key, len(target.state_pages) + skipped, tail))
+        return order
+
+    def _read(self, opened: _OpenFetch, order: "Sequence[_Read]") -> float | None:
+        """The seconds that it took; None if not all of it has come. For the readers' threads."""
+        began = time.perf_counter()
+        deadline = time.monotonic() + max(LEAST_PATIENCE, opened.choice.compute_seconds)
+        for piece in _pieces(order, PIECE_BYTES // self._context.layout.page_bytes):
+            if opened.cancelled:
+                return None
+            pages = np.concatenate([each.pages for each in piece])
+
+            def fill(rows: Sequence[PageBytes], piece: "Sequence[_Read]" = piece) -> bool:
+                return self._fill(piece, rows, deadline)
+
+            if not self._context.memory.copy_in(pages, fill):
+                return None
+        return time.perf_counter() - began
+
+    def _fill(self, piece: "Sequence[_Read]", rows: Sequence[PageBytes], deadline: float) -> bool:
+        by_store: dict[int, list[EntryRead]] = {}
+        at = 0
+        for each in piece:
+            read_rows = rows[at : at + len(each.pages)]
+            at += len(each.pages)
+            by_store.setdefault(each.store, []).append(EntryRead(each.key, each.first, read_rows))
+        return all(self._context.stores[place].read(reads, deadline) for place, reads in by_store.items())
+
+    # -- what becomes of it --------------------------------------------------------------------------------------
+
+    def abort(self, fetch: FetchId) -> None:
+        opened = self._fetches.get(fetch)
+        if opened is not None:
+            opened.cancelled = True
+
+    def events(self) -> list[FetchEvent]:
+        now = self._context.clock.now()
+        for fetch, opened in list(self._fetches.items()):
+            assert opened.future is not None
+            if opened.future.done():
+                del self._fetches[fetch]
+                if not opened.ended:
+                    self._events.append(self._end(fetch, opened))
+                self._events.append(TargetFree(fetch))
+            elif not opened.ended and now >= opened.deadline:
+                opened.ended = opened.cancelled = True
+                self._slow_down(opened.choice)
+                self._events.append(FetchEnded(fetch, "it takes longer than computing"))
+        events, self._events = self._events, []
+        return events
+
+    def _end(self, fetch: FetchId, opened: _OpenFetch) -> FetchEnded:
+        future, choice, context = opened.future, opened.choice, self._context
+        assert future is not None
+        seconds = None if future.cancelled() or future.exception() is not None else future.result()
+        if opened.cancelled or seconds is None:
+            return FetchEnded(fetch, "aborted" if opened.cancelled else "an entry was gone or damaged")
+        state, num_bytes = choice.state, choice.plan.num_bytes
+        rate = max(0.0, seconds - LATENCY_SECONDS) / num_bytes
+        self._rates[choice.tier] += (rate - self._rates[choice.tier]) / 4
+        if state is not None:
+            context.worth.earn(state.kind, choice.compute_seconds - seconds)
+            context.stores[state.store].touch(state.key)
+        for store in context.stores:
+            if store.name == choice.tier:
+                store.counters.hits += 1
+                store.counters.hit_tokens += choice.num_saved
+        position = None if state is None else choice.position
+        return FetchEnded(fetch, None, choice.position, position, Volume(num_bytes, 1))
+
+    def _slow_down(self, choice: _Choice) -> None:
+        rate = choice.compute_seconds / choice.plan.num_bytes
+        self._rates[choice.tier] = max(self._rates[choice.tier], rate)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """Pages of an entry from its page `first` on, of store number `store`, and where they go."""
+
+    store: int
+    key: bytes
+    first: int
+    pages: Pages
+
+
+def _pieces(order: Sequence[_Read], most: int) -> list[list[_Read]]:
+    """In order, of so many pages each; a larger read is one of its own."""
+    pieces, num_pages = list[list[_Read]](), most
+    for each in order:
+        if num_pages + len(each.pages) > most or not pieces:
+            pieces.append([])
+            num_pages = 0
+        pieces[-1].append(each)
+        num_pages += len(each.pages)
+    return pieces
+
+
+def _first_with(stores: Sequence[TierStore], keys: Sequence[bytes]) -> list[int]:
+    """For each key the number of the first store that has it, -1: none."""
+    places = [-1] * len(keys)
+    for number in reversed(range(len(stores))):
+        for at, here in enumerate(stores[number].contains(keys)):
+            if here:
+                places[at] = number
+    return places

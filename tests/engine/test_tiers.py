@@ -1,0 +1,172 @@
+"""Real models over tiers: what comes back from memory or from a disk, also after a restart, is what was computed."""
+
+import time
+
+import numpy as np
+import pytest
+import torch
+from turned_engine import Engine, answer
+
+from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.engine.contract import EngineConfig
+from cairn.engine.tiers import check_tiers, least_bytes
+from cairn.errors import ConfigError
+from cairn.scheduler.transfers import PrefillSpeed
+from tiers import first
+
+TEXT = tuple(np.random.default_rng(7).integers(20, 4000, 400).tolist())
+FAMILIES = ("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3")
+OTHER = tuple(np.random.default_rng(8).integers(20, 4000, 400).tolist())
+
+
+class TieredEngine(Engine):
+    """Turned until everything is written that is going to be."""
+
+    def run(self) -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            for output in self.core.poll():
+                self.outputs[output.request_id].append(output)
+            if self.core.has_work:
+                self.step()
+            elif not self.state.requests and self.tiers.demoter.is_idle:
+                return self.core.idle()
+            else:
+                time.sleep(0.0005)
+        raise AssertionError("no end in sight")
+
+    @property
+    def tiers(self):
+        return self.core._tiers
+
+    def end(self) -> None:
+        """As at the end of a server."""
+        self.core.write_back()
+        self.core.close()
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    """Makes engines, for which computing takes a second a token, and ends those that are left."""
+    engines = []
+    monkeypatch.setattr(PrefillSpeed, "learn", lambda self, stats: None)
+
+    def make(folder, **config):
+        config = {"exact": False} | config
+        engines.append(TieredEngine(folder, **config))
+        engines[-1].state.transfers.prefill_speed.seconds_per_token = 1.0
+        return engines[-1]
+
+    yield make
+    for each in engines:
+        each.core.close()
+
+
+def cached(outputs) -> tuple[int, int]:
+    """Cached tokens, and those of them that came from below."""
+    report = outputs[-1].cache
+    return report.cached_tokens, report.tier_tokens
+
+
+@pytest.mark.parametrize("family", first(1, FAMILIES))
+def test_exact_logits_are_those_without_a_cache(family, made_model, tmp_path, engine):
+    folder = made_model(family)
+    turns = [TEXT[:300], TEXT[:300] + OTHER[:50], TEXT[:128] + OTHER[:70], TEXT]
+    alone = []
+    for prompt in turns:
+        plain = Engine(folder, enable_prefix_caching=False)
+        alone.append((answer(plain.ask(prompt)), dict(plain.logits)))
+    first_one = engine(folder, exact=True, disk_cache=tmp_path, host_cache_bytes=4 << 20)
+    for prompt, (expected, _) in zip(turns, alone, strict=True):
+        assert answer(first_one.ask(prompt)) == expected
+    first_one.end()
+    second = engine(folder, exact=True, disk_cache=tmp_path)
+    hits = []
+    for prompt, (expected, logits) in zip(turns, alone, strict=True):
+        second.core.reset_cache()
+        second.logits.clear()
+        outputs = second.ask(prompt)
+        assert answer(outputs) == expected
+        for place, values in second.logits.items():
+            assert torch.equal(values, logits[place]), place
+        assert cached(outputs)[0] == cached(outputs)[1]
+        hits.append(cached(outputs)[1])
+    assert hits[0] == 300 and hits[3] == 400, hits
+
+
+@pytest.mark.parametrize("checkpoint_dtype", ["float32", "float16", "int8"])
+def test_a_state_comes_back_in_the_form_in_which_it_is_stored(checkpoint_dtype, tiny_model, tmp_path, engine):
+    config = {"disk_cache": tmp_path, "checkpoint_dtype": checkpoint_dtype}
+    first_one = engine(tiny_model, **config)
+    first_one.ask(TEXT)
+    hit = answer(first_one.ask(TEXT))
+    first_one.end()
+    second = engine(tiny_model, **config)
+    outputs = second.ask(TEXT)
+    assert answer(outputs) == hit and cached(outputs) == (400, 400)
+
+
+def test_the_host_tier_has_what_the_pool_has_dropped(tiny_model, engine):
+    one = engine(tiny_model, host_cache_bytes=16 << 20, kv_cache_memory_bytes=4 << 20)
+    expected = answer(one.ask(TEXT))
+    for start in range(6):
+        one.ask(OTHER[start * 10 :])
+    one.core.reset_cache()
+    outputs = one.ask(TEXT)
+    assert answer(outputs) == expected and cached(outputs) == (400, 400)
+    stats = one.core.stats()
+    assert stats.tiers.hits["host"] == 1 and stats.tiers.hit_tokens["host"] == 400
+    assert stats.tokens.prompt_by_source["local_cache_hit"] >= 400
+    assert sum(stats.tokens.prompt_by_source.values()) == stats.tokens.prompt
+    (view,) = [view for view in one.core.cache_view(10) if view is not None]
+    assert [(tier.name, tier.hits) for tier in view.tiers] == [("host", 1)]
+    assert one.core.info.tiers == ("host",)
+
+
+def test_without_tiers_nothing_of_them_is_there(tiny_model):
+    plain = Engine(tiny_model)
+    assert plain.core.info.tiers == () and plain.core.stats().tiers.num_bytes == {}
+    assert [view.tiers for view in plain.core.cache_view(10) if view is not None] == [[]]
+
+
+def test_another_block_size_or_numerics_is_another_folder(tiny_model, tmp_path, engine, caplog):
+    engine(tiny_model, disk_cache=tmp_path).ask(TEXT)
+    for number, config in enumerate(({"block_size": 32}, {"exact": True}, {"checkpoint_dtype": "float16"})):
+        caplog.clear()
+        other = engine(tiny_model, disk_cache=tmp_path, **config)
+        assert cached(other.ask(TEXT)) == (0, 0)
+        assert caplog.text.count("is ignored") == 1 + number
+
+
+def test_a_reader_hits_what_a_writer_wrote(tiny_model, tmp_path, engine):
+    writer = engine(tiny_model, disk_cache=tmp_path)
+    expected = answer(writer.ask(TEXT))
+    reader = engine(tiny_model, disk_cache=tmp_path, disk_cache_read_only=True)
+    outputs = reader.ask(TEXT)
+    assert answer(outputs) == expected and cached(outputs) == (400, 400)
+    with pytest.raises(ConfigError, match=r"another server writes there.*--disk-cache-read-only"):
+        engine(tiny_model, disk_cache=tmp_path)
+
+
+LAYOUT = CacheLayout(16, 1000, 1, (AttentionGroup("full", 16),), 100, 5000, 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"host_cache_bytes": 9999}, r"--host-cache-bytes 9999: one entry takes 10000: set more, or 0"),
+        ({"disk_cache": "x", "disk_cache_bytes": 1 << 16}, r"--disk-cache-bytes 65536: the least is 112768"),
+        ({"disk_cache_bytes": 1 << 30}, r"--disk-cache-bytes: there is no folder: name one with --disk-cache"),
+        ({"disk_cache_read_only": True}, r"--disk-cache-read-only: there is no folder"),
+        ({"host_cache_bytes": 1 << 20, "enable_prefix_caching": False}, r"--host-cache-bytes: nothing is cached"),
+        ({"disk_cache": "x", "mamba_cache_mode": "none"}, r"--disk-cache: nothing is cached"),
+        ({"disk_cache": "x", "tensor_parallel_size": 2}, r"--disk-cache: not with --tensor-parallel-size above 1 yet"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_fix(config, message):
+    with pytest.raises(ConfigError, match=message):
+        check_tiers(EngineConfig(model="m", **config), LAYOUT)
+
+
+def test_the_largest_entry_is_a_state_with_its_tail():
+    assert least_bytes(LAYOUT) == (6 + 4) * 1000
