@@ -123,6 +123,20 @@ def test_the_host_tier_has_what_the_pool_has_dropped(tiny_model, engine):
     assert one.core.info.tiers == ("host",)
 
 
+def test_a_reset_does_not_wait_for_copies(tiny_model, engine):
+    one = engine(tiny_model, host_cache_bytes=16 << 20)
+    one.submit("r", TEXT)
+    while one.core.has_work:
+        one.step()
+    until = time.monotonic() + 60
+    while not one.state.cache.pinned.pins and time.monotonic() < until:
+        one.core.poll()
+    assert one.tiers.demoter.num_pins == 1
+    assert one.core.reset_cache() == 0
+    one.run()
+    assert one.state.cache.pool.num_free == one.state.cache.pool.num_pages
+
+
 def test_without_tiers_nothing_of_them_is_there(tiny_model):
     plain = Engine(tiny_model)
     assert plain.core.info.tiers == () and plain.core.stats().tiers.num_bytes == {}

@@ -261,6 +261,8 @@ class Core:
         """Drop all that is cached, unless a request or another server holds pages: then nothing changes. How many
         pages are held."""
         cache = self._scheduler.state.cache
+        if self._tiers is not None:
+            self._tiers.end_copies()
         held = cache.pinned.num_pages()
         if not held:
             cache.clear()

@@ -156,6 +156,14 @@ class EngineTiers:
             self.demoter.poll()
             time.sleep(0.001)
 
+    def end_copies(self) -> None:
+        """Have nothing of the pool pinned: what has not been copied is not going to be. Waits for one copy at most."""
+        self.demoter.give_up_all()
+        until = time.monotonic() + WRITE_BACK_SECONDS
+        while self.demoter.num_pins and time.monotonic() < until:
+            self.demoter.poll()
+            time.sleep(0.0005)
+
     def close(self) -> None:
         """The end of threads, stores and the folder's lock, once."""
         if self._closed:

@@ -144,6 +144,14 @@ class Demoter(TreeObserver):
             self._waiting.popitem(last=False)
             self.dropped["queue_full"] += 1
 
+    def give_up_all(self) -> None:
+        """Begin no further copy of what is in the pool now."""
+        self._waiting.clear()
+        if self._job is not None and self._job.copy is None:
+            self._job = None
+        elif self._job is not None:
+            self._job.parts = []
+
     # -- between steps -------------------------------------------------------------------------------------------
 
     @property
