@@ -90,7 +90,7 @@ def test_what_is_known_of_the_file_is_bounded_and_the_oldest_goes_first():
     for number in range(20):
         made.line(entry(number, range(1000 * number, 1000 * number + 3 * UNIT)))
         assert len(made._written) <= 10
-    newest = json.loads(made.line(entry(99, range(19_000, 19_000 + 3 * UNIT))))
+    newest = json.loads(made.line(entry(99, range(19_400, 19_400 + 3 * UNIT))))
     assert newest["prefix"][1] == 3 * UNIT and newest["token_hashes"] == ""
     assert "prefix" not in json.loads(made.line(entry(100, range(3 * UNIT))))
 
@@ -116,7 +116,7 @@ def test_images_are_told_apart_like_tokens():
 def test_files_are_private_and_bounded_and_each_can_be_replayed(tmp_path):
     path = tmp_path / "log"
     path.write_text("an older one\n")
-    server = LoggedServer(path, max_bytes=9_000)
+    server = LoggedServer(path, max_bytes=9_400)
     for index in range(60):
         server.submit(f"r{index}", range(index % 7, 40 + index % 5 * 16), max_tokens=3)
         if index % 2:
@@ -124,7 +124,7 @@ def test_files_are_private_and_bounded_and_each_can_be_replayed(tmp_path):
     server.close()
     assert sorted(os.listdir(tmp_path)) == ["log", "log.1"] and server.log.dropped == 0
     for each in (path, tmp_path / "log.1"):
-        assert stat.S_IMODE(each.stat().st_mode) == 0o600 and each.stat().st_size <= 9_000
+        assert stat.S_IMODE(each.stat().st_mode) == 0o600 and each.stat().st_size <= 9_400
         trace = read_trace(each)
         assert len(trace.requests) > 3
         replayed(trace)

@@ -18,6 +18,7 @@ from cairn.kernels.cpu.metadata import (
     SPLIT_TOKENS,
     TILE_COLUMNS,
     TILE_ROWS,
+    VERIFY_TILE_ROWS,
     WRITE_COLUMNS,
     Table,
     build_metadata,
@@ -80,7 +81,7 @@ def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
     )
     metadata = build_metadata(batch.host(), Staging())
     seen: dict[int, list[tuple[int, int]]] = {}
-    for first, rows, slot, position, key, end, partial in rows_of(metadata.tiles, TILE_COLUMNS):
+    for first, rows, slot, position, key, end, partial, _ in rows_of(metadata.tiles, TILE_COLUMNS):
         sequence = batch.sequences[slot]
         assert first - batch.rows_of(slot).start == position - sequence.start
         assert end == position + rows or partial >= 0
@@ -108,18 +109,29 @@ def tables_of(host: HostBatch) -> tuple[list[list[int]], list[list[int]], list[l
     for index, (slot, start, write_from) in enumerate(zip(slots, starts, host.kv_write_from.tolist(), strict=True)):
         first, num_rows = firsts[index], firsts[index + 1] - firsts[index]
         writes += [[first + row, slot, start + row] for row in range(num_rows) if start + row >= write_from]
-        is_verify = host.num_decodes <= index < host.first_prefill
-        for row in reversed(range(0, num_rows, 1 if is_verify else TILE_ROWS)):
-            rows, end = min(1 if is_verify else TILE_ROWS, num_rows - row), start + row + 1
-            if (num_rows == 1 or is_verify) and end > SPLIT_TOKENS:
-                parts = range(0, end, SPLIT_TOKENS)
-                merges.append([first + row, num_partials, len(parts)])
-                for key in parts:
-                    most = min(key + SPLIT_TOKENS, end)
-                    tiles.append([first + row, 1, slot, start + row, key, most, num_partials])
-                    num_partials += 1
+        if num_rows == 1 or host.num_decodes <= index < host.first_prefill:
+            # rows whose keys are cut into as many parts share their tiles
+            cuts = [-(-(start + row + 1) // SPLIT_TOKENS) for row in range(num_rows)]
+            in_parts = True
+        else:
+            cuts, in_parts = [1] * num_rows, False
+        end_row = num_rows
+        while end_row:
+            if in_parts:
+                row = max(end_row - VERIFY_TILE_ROWS, cuts.index(cuts[end_row - 1]))
             else:
-                tiles.append([first + row, rows, slot, start + row, 0, start + row + rows, -1])
+                row = (end_row - 1) // TILE_ROWS * TILE_ROWS
+            rows, num_parts, end = end_row - row, cuts[end_row - 1], start + end_row
+            if num_parts == 1:
+                tiles.append([first + row, rows, slot, start + row, 0, end, -1, 1])
+            else:
+                merges += [[first + row + each, num_partials + each * num_parts, num_parts] for each in range(rows)]
+                for part in range(num_parts):
+                    key = part * SPLIT_TOKENS
+                    most, partial = min(key + SPLIT_TOKENS, end), num_partials + part
+                    tiles.append([first + row, rows, slot, start + row, key, most, partial, num_parts])
+                num_partials += rows * num_parts
+            end_row = row
     return writes, tiles, merges
 
 
@@ -152,9 +164,9 @@ def test_tables_have_every_row_in_its_order(
         rows_of(found.tiles, TILE_COLUMNS),
         rows_of(found.merges, MERGE_COLUMNS),
     ) == (writes, tiles, merges)
-    assert found.num_partials == sum(partial >= 0 for *_, partial in tiles)
+    assert found.num_partials == sum(num_parts for _, _, num_parts in merges)
     assert found.max_rows == max((rows for _, rows, *_ in tiles), default=0)
-    assert found.num_pairs == sum(rows * (end - key) for _, rows, _, _, key, end, _ in tiles)
+    assert found.num_pairs == sum(rows * (end - key) for _, rows, _, _, key, end, *_ in tiles)
 
 
 # -- products --------------------------------------------------------------------------------------------------------
