@@ -199,7 +199,7 @@ class Lives:
                 happened(event)
 
     def deliver(self):
-        if self.rng.random() < 0.3 * self.trouble:
+        if self.rng.random() < 0.2 * self.trouble:
             match self.rng.randrange(5):
                 case 0:
                     self.world.network.cut(self.p.channel, self.d.channel)
