@@ -130,6 +130,8 @@ def check_addresses(twin):
     graphs = twin.runner._graphs
     blocks = [*graphs._recorder._memory._blocks, *graphs._fold_recorder._memory._blocks]
     places = [(block.ctypes.data, block.nbytes) for block in blocks]
+    # A server that began in this process has frozen what there was, which is not among the objects then.
+    gc.unfreeze()
     # Tensors of other tests' doubles have no memory of their own.
     kinds = torch.Tensor, torch.nn.Parameter
     storages = [each.untyped_storage() for each in gc.get_objects() if type(each) in kinds]
