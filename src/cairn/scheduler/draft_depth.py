@@ -87,12 +87,15 @@ class DraftDepth:
         self._max_decodes = max_decodes
         self._shared = _Acceptance()
         self._histories: dict[Request, _DraftHistory] = {}
-        self._speeds: dict[int, tuple[int, NDArray[np.float64]]] = {}
+        self._speeds: dict[tuple[int, int], tuple[int, NDArray[np.float64]]] = {}
+        self._num_drafting, self._num_proposed, self._is_recorded = 1, 0, False
 
     def may_draft(self, request: Request, num_decodes: int) -> bool:
         """Whether the load, the request's balance, and what came of its last lookups allow a draft at all."""
         if not 1 <= num_decodes <= self._max_decodes:
             return False
+        if self._is_recorded:  # a step has ended
+            self._num_proposed, self._is_recorded = 0, False
         history = self._histories.get(request)
         if history is None:
             self._histories[request] = history = _DraftHistory(request.num_tokens)
@@ -102,7 +105,7 @@ class DraftDepth:
         num_new, history.num_tokens = request.num_tokens - history.num_tokens, request.num_tokens
         earned = _SHARE * num_new * self._cost.decode(num_decodes) / num_decodes
         history.balance = min(_MOST, history.balance + earned)
-        return history.balance >= self._cost.extra(1, num_decodes)
+        return history.balance >= self._extra(1, num_decodes)
 
     def miss(self, request: Request) -> None:
         """Learn that a lookup has led to no draft, or to one that did not pay."""
@@ -116,7 +119,7 @@ class DraftDepth:
         """How many tokens to draft, at most `most`, after a match of `matched` tokens. `may_draft` has said yes."""
         history = self._histories[request]
         history.kind = kind = _length_class(matched)
-        most = min(most, self._cost.most_drafts(history.balance, num_decodes))
+        most = min(most, self._cost.most_drafts(history.balance + self._borne_by_others(num_decodes), num_decodes))
         guess = self._shared.rate(kind, _FIRST_GUESSES[kind], _GUESS_WEIGHT)
         acceptance = history.acceptance.rate(kind, guess, _SHARED_WEIGHT)
         speeds = self._speeds_at(num_decodes)[round(acceptance * _LEVELS), : most + 1]
@@ -124,16 +127,18 @@ class DraftDepth:
         if speeds[num_drafts] < _MARGIN * speeds[0]:
             num_drafts = 0
         if num_drafts == 0 and history.balance >= _PROBE_FROM:
-            return min(most, _PROBE_TOKENS)
+            num_drafts = min(most, _PROBE_TOKENS)
+        self._num_proposed += num_drafts > 0
         return num_drafts
 
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """Learn what became of the request's last draft."""
+        self._num_drafting, self._is_recorded = max(1, self._num_proposed), True
         history = self._histories.get(request)
         if history is None or num_draft_tokens == 0:
             return
         saved = num_accepted * self._cost.decode(history.num_decodes) / history.num_decodes
-        spent = self._cost.extra(num_draft_tokens, history.num_decodes)
+        spent = self._extra(num_draft_tokens, history.num_decodes)
         history.balance = min(_MOST, history.balance + saved - spent)
         history.acceptance.add(history.kind, num_draft_tokens, num_accepted, _DECAY)
         if saved > spent:
@@ -146,14 +151,27 @@ class DraftDepth:
         """Forget a request."""
         self._histories.pop(request, None)
 
+    def _sharing(self, num_decodes: int) -> int:
+        """How many sequences of a step draft: as many as in the last step in which any did."""
+        return min(self._num_drafting, num_decodes)
+
+    def _borne_by_others(self, num_decodes: int) -> float:
+        """What a step with drafts takes however few they are, but for one sequence's share of it."""
+        return self._cost.extra(0, num_decodes) * (1 - 1 / self._sharing(num_decodes))
+
+    def _extra(self, num_drafts: int, num_decodes: int) -> float:
+        """One sequence's share of what a step with drafts takes."""
+        return self._cost.extra(num_drafts, num_decodes) - self._borne_by_others(num_decodes)
+
     def _speeds_at(self, num_decodes: int) -> NDArray[np.float64]:
         """Expected tokens per time of a step in which one of `num_decodes` sequences drafts, by acceptance in steps of
         1 / _LEVELS and by the number of drafts, shape [_LEVELS + 1, MAX_DRAFT_TOKENS + 1]."""
-        version, speeds = self._speeds.get(num_decodes, (-1, None))
+        key = num_decodes, self._sharing(num_decodes)
+        version, speeds = self._speeds.get(key, (-1, None))
         if speeds is None or version != self._cost.version:
-            extra = [0.0, *(self._cost.extra(number, num_decodes) for number in range(1, MAX_DRAFT_TOKENS + 1))]
+            extra = [0.0, *(self._extra(number, num_decodes) for number in range(1, MAX_DRAFT_TOKENS + 1))]
             speeds = (num_decodes + _ACCEPTED) / (self._cost.decode(num_decodes) + np.array(extra))
-            self._speeds[num_decodes] = self._cost.version, speeds
+            self._speeds[key] = self._cost.version, speeds
         return speeds
 
 
