@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cairn.cache.sequence_blocks import Namespace
 from cairn.errors import ConfigError
 from cairn.scheduler.draft_cost import MeasuredCost, VerifyCost
-from cairn.scheduler.draft_depth import DraftDepth
+from cairn.scheduler.draft_depth import DraftDepth, _DraftHistory
 from cairn.scheduler.lookup_drafter import LookupDrafter, RecentAnswers, longest_match
 from cairn.scheduler.request import Request, RequestStats, Spec
 from cairn.scheduler.speculation import MAX_DRAFT_TOKENS, SpecDecodeCounters, SpeculativeConfig
@@ -375,6 +375,29 @@ def test_the_fold_of_a_step_with_drafts_is_part_of_what_they_take(num_decodes):
                 cost.record_step(num_decodes, 0, 0.02 * (plain + fold), True)
         for drafts in (2, 10):
             assert abs(cost.extra(drafts, num_decodes) - (overhead + fold + row * drafts)) < 0.02, (alone, drafts)
+
+
+def test_sequences_that_draft_in_one_step_share_what_it_takes():
+    """What a step with drafts takes however few they are is too much for one of eight sequences, not for all."""
+    cost = VerifyCost(overhead=1.0, row=0.02)
+    depth, requests = DraftDepth(cost, 8), [make_request(list(range(50))) for _ in range(8)]
+    depth._histories.update({request: _DraftHistory(request.num_tokens, balance=2.0) for request in requests})
+
+    def drafts(count):
+        """Of the last one, after a step in which so many drafted."""
+        for request in requests:
+            assert depth.may_draft(request, 8)
+        depth._num_proposed = count
+        for request in requests[:count]:
+            depth.record(request, 8, 4)
+        assert depth.may_draft(requests[-1], 8)
+        return depth.choose(requests[-1], 32, 11, 8)
+
+    balance = depth._histories[requests[0]].balance
+    assert drafts(1) <= 2 and drafts(8) > 8 and drafts(1) <= 2
+    saved, shared, alone = 4 * cost.decode(8) / 8, 1 / 8 + 8 * 0.02, 1 + 8 * 0.02
+    assert abs(depth._histories[requests[0]].balance - (balance + 3 * saved - shared - 2 * alone)) < 0.01
+    assert abs(depth._histories[requests[-1]].balance - (balance + saved - shared)) < 0.01
 
 
 def test_the_first_steps_show_that_nothing_given_holds():

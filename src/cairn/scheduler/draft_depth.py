@@ -94,12 +94,15 @@ class DraftDepth:
         self._max_decodes = max_decodes
         self._shared = _Acceptance()
         self._histories: dict[Request, _DraftHistory] = {}
-        self._speeds: dict[tuple[int, bool], tuple[int, NDArray[np.float64]]] = {}
+        self._speeds: dict[tuple[int, int, bool], tuple[int, NDArray[np.float64]]] = {}
+        self._num_drafting, self._num_proposed, self._is_recorded = 1, 0, False
 
     def may_draft(self, request: Request, num_decodes: int) -> bool:
         """Whether the load and the request's balance allow a draft at all."""
         if not 1 <= num_decodes <= self._max_decodes:
             return False
+        if self._is_recorded:  # a step has ended
+            self._num_proposed, self._is_recorded = 0, False
         history = self._histories.get(request)
         if history is None:
             self._histories[request] = history = _DraftHistory(request.num_tokens)
@@ -107,7 +110,7 @@ class DraftDepth:
         num_new, history.num_tokens = request.num_tokens - history.num_tokens, request.num_tokens
         earned = _SHARE * num_new * self._cost.decode(num_decodes) / num_decodes
         history.balance = min(_MOST, history.balance + earned)
-        return history.balance >= min(cost.extra(1, num_decodes) for cost in (self._cost, self._head_cost))
+        return history.balance >= min(self._extra(cost, 1, num_decodes) for cost in (self._cost, self._head_cost))
 
     def may_look(self, request: Request) -> bool:
         """Whether what came of the request's last lookups allows another one. `may_draft` has said yes."""
@@ -126,7 +129,9 @@ class DraftDepth:
         yes."""
         history = self._histories[request]
         history.kind = kind = _HEAD_KIND if matched == BY_HEAD else _length_class(matched)
-        most = max(0, min(most, self._cost_of(kind).most_drafts(history.balance, num_decodes)))
+        cost = self._cost_of(kind)
+        budget = history.balance + self._borne_by_others(cost, num_decodes)
+        most = max(0, min(most, cost.most_drafts(budget, num_decodes)))
         guess = self._shared.rate(kind, _FIRST_GUESSES[kind], _GUESS_WEIGHT)
         acceptance = history.acceptance.rate(kind, guess, _SHARED_WEIGHT)
         speeds = self._speeds_at(num_decodes, kind == _HEAD_KIND)[round(acceptance * _LEVELS), : most + 1]
@@ -134,17 +139,19 @@ class DraftDepth:
         if speeds[num_drafts] < _MARGIN * speeds[0]:
             num_drafts = 0
         if num_drafts == 0 and history.balance >= (_PROBE_HEAD_FROM if kind == _HEAD_KIND else _PROBE_FROM):
-            return min(most, _PROBE_TOKENS)
+            num_drafts = min(most, _PROBE_TOKENS)
+        self._num_proposed += num_drafts > 0
         return num_drafts
 
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """Learn what became of the request's last draft."""
+        self._num_drafting, self._is_recorded = max(1, self._num_proposed), True
         history = self._histories.get(request)
         if history is None or num_draft_tokens == 0:
             return
         cost = self._cost_of(history.kind)
         saved = num_accepted * cost.decode(history.num_decodes) / history.num_decodes
-        spent = cost.extra(num_draft_tokens, history.num_decodes)
+        spent = self._extra(cost, num_draft_tokens, history.num_decodes)
         history.balance = min(_MOST, history.balance + saved - spent)
         history.acceptance.add(history.kind, num_draft_tokens, num_accepted, _DECAY)
         if saved > spent:
@@ -160,15 +167,28 @@ class DraftDepth:
     def _cost_of(self, kind: int) -> DraftCost:
         return self._head_cost if kind == _HEAD_KIND else self._cost
 
+    def _sharing(self, num_decodes: int) -> int:
+        """How many sequences of a step draft: as many as in the last step in which any did."""
+        return min(self._num_drafting, num_decodes)
+
+    def _borne_by_others(self, cost: DraftCost, num_decodes: int) -> float:
+        """What a step with drafts takes however few they are, but for one sequence's share of it."""
+        return cost.extra(0, num_decodes) * (1 - 1 / self._sharing(num_decodes))
+
+    def _extra(self, cost: DraftCost, num_drafts: int, num_decodes: int) -> float:
+        """One sequence's share of what a step with drafts takes."""
+        return cost.extra(num_drafts, num_decodes) - self._borne_by_others(cost, num_decodes)
+
     def _speeds_at(self, num_decodes: int, by_head: bool) -> NDArray[np.float64]:
         """Expected tokens per time of a step in which one of `num_decodes` sequences drafts, by acceptance in steps of
         1 / _LEVELS and by the number of drafts, shape [_LEVELS + 1, MAX_DRAFT_TOKENS + 1]."""
         cost = self._head_cost if by_head else self._cost
-        version, speeds = self._speeds.get((num_decodes, by_head), (-1, None))
+        key = num_decodes, self._sharing(num_decodes), by_head
+        version, speeds = self._speeds.get(key, (-1, None))
         if speeds is None or version != cost.version:
-            extra = [0.0, *(cost.extra(number, num_decodes) for number in range(1, MAX_DRAFT_TOKENS + 1))]
+            extra = [0.0, *(self._extra(cost, number, num_decodes) for number in range(1, MAX_DRAFT_TOKENS + 1))]
             speeds = (num_decodes + _ACCEPTED) / (cost.decode(num_decodes) + np.array(extra))
-            self._speeds[num_decodes, by_head] = cost.version, speeds
+            self._speeds[key] = cost.version, speeds
         return speeds
 
 
