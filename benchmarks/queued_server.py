@@ -9,17 +9,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.sequence_blocks import Namespace
+from cairn.replay.replay import result_of
 from cairn.replay.trace import Trace, TraceRequest, key_tokens
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
-from cairn.step import StepResult
 from cairn.types import ManualClock, RequestId, SamplingParams
 
 __all__ = ["Outcome", "QueuedServer", "Session", "StepTimes", "sessions_of"]
@@ -159,23 +157,13 @@ class QueuedServer:
         builder = self._out.popleft()
         num_prompt_tokens = sum(part.end - part.start for part in builder.scheduled if not part.is_decode)
         self._clock.advance(self._times.seconds(num_prompt_tokens, builder.num_decodes))
-        for progress in self.scheduler.apply(self._result(builder)):
+        for progress in self.scheduler.apply(result_of(builder, lambda request: self._answers[request.id])):
             if progress.finish is not None:
                 self._finish(progress.request)
 
     def _next_tokens(self, request: Request, num_tokens: int) -> list[int]:
         start = len(request.output)
         return self._answers[request.id][start : start + num_tokens]
-
-    def _result(self, builder: PlanBuilder) -> StepResult:
-        samples, requests = builder.samples, [part.request for part in builder.scheduled] + list(builder.plain.requests)
-        by_slot = {request.slot: request for request in requests}
-        tokens = [
-            self._answers[by_slot[slot].id][position - by_slot[slot].num_prompt_tokens]
-            for slot, position in zip(samples.slots.tolist(), samples.positions.tolist(), strict=True)
-        ]
-        advanced = np.ones(builder.num_decodes, np.bool_)
-        return StepResult(builder.step, samples.slots, np.array(tokens, np.int64), advanced=advanced)
 
     def _finish(self, request: Request) -> None:
         """The answer is complete: the session may ask again."""

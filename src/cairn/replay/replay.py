@@ -227,7 +227,7 @@ class Replay:
             in_use = (pool.num_pages - pool.num_free) * self.cache.layout.page_bytes
             self.outcome.peak_bytes = max(self.outcome.peak_bytes, in_use)
         builder = self._out.popleft()
-        for progress in self._scheduler.apply(self._result(builder)):
+        for progress in self._scheduler.apply(result_of(builder, lambda request: self._requests[request.id].answer)):
             if progress.finish is not None:
                 # who came after it waits for it, as long as it may take
                 timeline = self._requests[progress.request.id].trace_request.timeline
@@ -235,16 +235,6 @@ class Replay:
         for replayed, request in self._admitted:
             if replayed.leaves:
                 self._scheduler.abort(request.id)
-
-    def _result(self, builder: PlanBuilder) -> StepResult:
-        samples, requests = builder.samples, [part.request for part in builder.scheduled] + list(builder.plain.requests)
-        by_slot = {request.slot: request for request in requests}
-        tokens = []
-        for slot, position in zip(samples.slots.tolist(), samples.positions.tolist(), strict=True):
-            request = by_slot[slot]
-            tokens.append(self._requests[request.id].answer[position - request.num_prompt_tokens])
-        advanced = np.ones(builder.num_decodes, np.bool_)
-        return StepResult(builder.step, samples.slots, np.array(tokens, np.int64), advanced=advanced)
 
     def _next_tokens(self, request: Request, num_tokens: int) -> list[int]:
         start = len(request.output)
@@ -319,6 +309,18 @@ class Replay:
         outcome.lost[Reason.REWRITTEN] += rewritten
         outcome.lost[Reason.NEVER_SEEN] += length - num_seen - rewritten
         outcome.lost += Counter()  # drops reasons without tokens
+
+
+def result_of(builder: PlanBuilder, answer_of: Callable[[Request], Sequence[int]]) -> StepResult:
+    """What a runner gives that knows every answer."""
+    samples, requests = builder.samples, [part.request for part in builder.scheduled] + list(builder.plain.requests)
+    by_slot = {request.slot: request for request in requests}
+    tokens = []
+    for slot, position in zip(samples.slots.tolist(), samples.positions.tolist(), strict=True):
+        request = by_slot[slot]
+        tokens.append(answer_of(request)[position - request.num_prompt_tokens])
+    advanced = np.ones(builder.num_decodes, np.bool_)
+    return StepResult(builder.step, samples.slots, np.array(tokens, np.int64), advanced=advanced)
 
 
 def _spec(index: int, trace_request: TraceRequest, prompt: Keys, max_tokens: int) -> Spec:
