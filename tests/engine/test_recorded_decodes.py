@@ -212,7 +212,7 @@ def test_repeated_passes_of_decodes_beside_verify_rows_leave_the_bits_of_those_t
         drafter = Varying(answers, 5, lambda proposal: [99, 0, 2, 99, 1, 0, 99][proposal % 7], 300)
         twin.core._scheduler.state.drafting.drafter = drafter
     num_steps = 0
-    for step in range(150):
+    for step in range(200):
         for place, (name, prompt) in enumerate(prompts.items()):
             if step in (5 * place, 70 + 2 * place):
                 for twin in (recorded, eager):
