@@ -1,8 +1,9 @@
-"""What --checkpoint-dtype costs: logits after a restore, beside those of one bfloat16 forward pass.
+"""What --checkpoint-dtype and --mamba-ssm-cache-dtype cost: logits after a restore, or of states that run in fewer
+bits, beside those of one bfloat16 forward pass.
 
     python -m benchmarks.state_dtypes [--model DIR] [--families NAMES ...] [--seeds 3] [--restores 200] [--turns 50]
                                       [--continuation 8] [--random-restores 24] [--copies 30] [--json FILE]
-                                      [--plot FILE]
+                                      [--plot FILE] [--texts 16] [--prompt 320] [--answer 288]
 
 The model of --model (demo/model, which is trained) answers Python's own sources; of each family a tiny model of random
 weights, in bfloat16, answers random tokens, once for each seed. All of it is computed in float32, with checkpoints in
@@ -14,6 +15,9 @@ float32, float16 and int8; `bfloat16` is the same in bfloat16, with float32 chec
   turns     one conversation, each turn of --continuation tokens, restored from the checkpoint of the turn before and
             stored again at its end.
   bytes     of a checkpoint.
+  running   --texts texts of a --prompt and an --answer, which is computed token by token, with states that run in
+            float32, float16 and bfloat16; `model in bfloat16` is a bfloat16 model with float32 states: see
+            `benchmarks.running_states`. A fourth as many of each random model.
   copies    milliseconds of saving and of restoring a state of 8 MiB in float32 (4 layers of Nemotron-3-Nano) on one
             thread of the CPU: the median, each form measured in turn.
 """
@@ -33,6 +37,7 @@ import torch
 from benchmarks.core_requests import greedy_request
 from benchmarks.quantization import errors
 from benchmarks.reporting import add_output_flags, as_json, check_positive, circumstances, make_console, save_figure
+from benchmarks.running_states import cut_texts, measure_running, running_table
 from demo.corpus import LEAST_CHARACTERS, Corpus
 from numpy.typing import NDArray
 from rich.table import Table
@@ -153,10 +158,9 @@ def measure_model(model: Path, tokens: Ids, arguments: argparse.Namespace, resto
     }
 
 
-def trained_tokens(model: Path, restores: int) -> Ids:
-    """Python's sources, one behind the other."""
-    tokenizer, corpus = ModelTokenizer(model, None), Corpus()
-    wanted, number = restores * (LONGEST // 2), 0
+def trained_tokens(model: Path, wanted: int) -> Ids:
+    """Python's sources, one behind the other, at least so many tokens."""
+    tokenizer, corpus, number = ModelTokenizer(model, None), Corpus(), 0
     ids: list[int] = []
     while len(ids) < wanted:
         ids += tokenizer.encode(corpus.passage(number, LEAST_CHARACTERS))
@@ -190,9 +194,13 @@ def copy_milliseconds(copies: int) -> dict[str, dict[str, float]]:
     return {name: {way: statistics.median(of) for way, of in own.items()} for name, own in taken.items()}
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    tokens = trained_tokens(arguments.model, arguments.restores)
+def measure(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What restores come to, and what running states do."""
+    length, few = (arguments.prompt, arguments.answer), -(-arguments.texts // 4)
+    wanted = max(arguments.restores * (LONGEST // 2), arguments.texts * sum(length))
+    tokens = trained_tokens(arguments.model, wanted)
     found: dict[str, Any] = {"trained": measure_model(arguments.model, tokens, arguments, arguments.restores)}
+    running = {"trained": measure_running(arguments.model, cut_texts(tokens, arguments.texts, *length))}
     for family in arguments.families:
         own = []
         for seed in range(arguments.seed, arguments.seed + arguments.seeds):
@@ -201,8 +209,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 make_model(family, folder, seed=seed, dtype="bfloat16")
                 drawn = rng.integers(FIRST_TOKEN, LAST_TOKEN, arguments.random_restores * LONGEST // 2)
                 own.append(measure_model(folder, drawn, arguments, arguments.random_restores))
+                if seed == arguments.seed:
+                    drawn = rng.integers(FIRST_TOKEN, LAST_TOKEN, few * sum(length))
+                    running[family] = measure_running(folder, cut_texts(drawn, few, *length))
         found[family] = own
-    return found
+    return found, running
 
 
 def worst(found: dict[str, Any], case: str, variant: str, figure: str) -> float:
@@ -278,9 +289,26 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=50)
     parser.add_argument("--copies", type=int, default=30, help="copies of each form that are timed")
     parser.add_argument("--continuation", type=int, default=8, help="tokens computed behind what was restored")
+    parser.add_argument(
+        "--texts", type=int, default=16, help="of the trained model, with states that run in fewer bits"
+    )
+    parser.add_argument("--prompt", type=int, default=320, help="tokens of each that are computed at once")
+    parser.add_argument("--answer", type=int, default=288, help="tokens of each that are computed one by one")
     add_output_flags(parser)
     arguments = parser.parse_args(words)
-    check_positive(parser, arguments, "seeds", "restores", "random_restores", "turns", "continuation", "copies")
+    check_positive(
+        parser,
+        arguments,
+        "seeds",
+        "restores",
+        "random_restores",
+        "turns",
+        "continuation",
+        "copies",
+        "texts",
+        "prompt",
+        "answer",
+    )
     return arguments
 
 
@@ -290,15 +318,15 @@ def main() -> None:
     copies = copy_milliseconds(arguments.copies)
     make_console().print(copies_table(copies))
     try:
-        found = measure(arguments)
+        found, running = measure(arguments)
     except (CairnError, RuntimeError) as error:
         raise SystemExit(f"state_dtypes: {error}") from error
-    for table in tables(found):
+    for table in [*tables(found), running_table(running)]:
         make_console().print(table)
     if arguments.json:
-        names = ("restores", "random_restores", "seeds", "turns", "continuation", "seed")
+        names = ("restores", "random_restores", "seeds", "turns", "continuation", "seed", "texts", "prompt", "answer")
         flags = {name: getattr(arguments, name) for name in names}
-        results = {"ratios": ratios(found), "copies": copies, "models": found}
+        results = {"ratios": ratios(found), "copies": copies, "models": found, "running": running}
         arguments.json.write_text(as_json({**circumstances(), **flags, **results}))
     if arguments.plot:
         draw(found, arguments.plot)

@@ -29,8 +29,8 @@ FLAGS = """
 --forwarded-allow-ips --generation-config --help --host --host-cache-bytes --image-fetch-timeout --in-flight-sharing
 --gdn-prefill-backend --gpu-memory-utilization --kv-cache-memory-bytes --kv-events-config --kv-peer-allowlist
 --kv-secret-file --kv-transfer-config
---language-model-only --lenient-schemas --limit-mm-per-prompt --log-level --mamba-cache-mode --max-body-bytes
---max-cudagraph-capture-size --max-image-bytes
+--language-model-only --lenient-schemas --limit-mm-per-prompt --log-level --mamba-cache-mode
+--mamba-ssm-cache-dtype --max-body-bytes --max-cudagraph-capture-size --max-image-bytes
 --max-image-pixels --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --max-stored-responses
 --max-waiting --mm-encoder-cache-bytes --model --no-allow-credentials --no-check-plans --no-disable-fastapi-docs
 --no-disable-log-stats --no-disk-cache-read-only

@@ -50,7 +50,7 @@ def test_a_command_line_of_vllms():
     settings = load(
         "m --served_model_name a,b c --max_model_len 8k --max-num-batched-tokens 4K -tp 1 --dtype half "
         "--limit-mm-per-prompt.image 2 --kv-cache-memory-bytes 2G --enable-chunked-prefill --kv_cache_dtype auto "
-        "--mamba-ssm-cache-dtype float32 -pp 1 --data-parallel-size=1 -O3 --no-enable-log-requests "
+        "--mamba-ssm-cache-dtype float16 -pp 1 --data-parallel-size=1 -O3 --no-enable-log-requests "
         "--disable-log-requests --async-scheduling --trust-remote-code --gpu-memory-utilization .9 "
         """--structured-outputs-config.backend guidance --cudagraph-capture-sizes 1 2 4 -cc '{"mode": 3}' """
         "--log-level INFO"
@@ -59,9 +59,10 @@ def test_a_command_line_of_vllms():
     assert (settings.model, settings.model_names, settings.model_name) == ("m", ("a,b", "c"), "a,b")
     assert (config.max_model_len, config.max_num_batched_tokens, config.dtype) == (8000, 4096, "bfloat16")
     assert (config.kv_cache_memory_bytes, config.tensor_parallel_size, settings.log_level) == (2 << 30, 1, "info")
+    assert config.mamba_ssm_cache_dtype == "float16"
     assert settings.limit_mm_per_prompt == '{"image": 2}' and config.cudagraph_capture_sizes == [1, 2, 4]
     assert " ".join(settings.without_effect) == (
-        "--enable-chunked-prefill --kv-cache-dtype --mamba-ssm-cache-dtype -pp --data-parallel-size -O "
+        "--enable-chunked-prefill --kv-cache-dtype -pp --data-parallel-size -O "
         "--no-enable-log-requests --disable-log-requests --async-scheduling --trust-remote-code "
         "-cc --structured-outputs-config"
     )
@@ -120,7 +121,14 @@ def test_the_log_says_once_what_has_no_effect(caplog):
         ("--lora-modules a=b c=d", "--lora-modules is not supported: there are no LoRA"),
         ("--speculative-config.method eagle", "--speculative-config: method: must be auto, mtp, ngram, suffix or none"),
         ("--spec-method ngram", "--spec-method is not supported: `--speculative-config` says it"),
-        ("--mamba-ssm-cache-dtype float16", "--mamba-ssm-cache-dtype: must be auto or float32, not 'float16'"),
+        (
+            "--mamba-ssm-cache-dtype fp8",
+            "--mamba-ssm-cache-dtype: should be 'auto', 'float32', 'bfloat16'",
+        ),
+        (
+            "--mamba-ssm-cache-dtype float16 --exact",
+            "--mamba-ssm-cache-dtype float16: not with --exact, whose states are float32: leave one of them out",
+        ),
         ("--load-format dummy", "--load-format: must be auto or safetensors, not 'dummy'"),
         ("--allowed-local-media-path /", "--allowed-local-media-path is not supported: images are never"),
         (

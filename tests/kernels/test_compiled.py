@@ -19,8 +19,8 @@ from torch import Tensor
 
 from cairn.kernels import cpu
 from cairn.kernels.cpu import compile_cache, compiled, threads
-from cairn.kernels.cpu.compiled import BF16, F32, FLOAT, I64, INT, Kernel, Variant, kernel, record
-from cairn.kernels.cpu.scalars import exp, load, narrow, store, widen
+from cairn.kernels.cpu.compiled import BF16, F16, F32, FLOAT, I64, INT, Kernel, Variant, kernel, record
+from cairn.kernels.cpu.scalars import exp, load, narrow, rounded, store, widen
 from cairn.kernels.cpu.warm_up import MODULES, warm_up
 from cairn.machine import Machine
 from kernels.comparison import FEW, NUM_EXAMPLES, same_bits
@@ -43,6 +43,14 @@ def _round(begin: int, end: int, x: Any, out: Any) -> None:
 def _widen(begin: int, end: int, x: Any, out: Any) -> None:
     for i in range(begin, end):
         out[i] = widen(x[i]) if i % 2 else load(x, i)
+
+
+@kernel({torch.float16: (F32, F16, F32)})
+def _round_halves(begin: int, end: int, x: Any, halves: Any, wide: Any) -> None:
+    """`wide` is x rounded, by way of memory or not."""
+    for i in range(begin, end):
+        store(halves, i, x[i])
+        wide[i] = load(halves, i) if i % 2 else rounded(halves, x[i])
 
 
 @kernel({torch.float32: (F32, F32)})
@@ -111,7 +119,7 @@ def team(monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
     torch.set_num_threads(1)
 
 
-def rounded(x: Tensor) -> Tensor:
+def to_bfloat16(x: Tensor) -> Tensor:
     out = torch.empty(x.shape, dtype=torch.bfloat16)
     _round[torch.bfloat16](x.numel(), LITTLE, x.data_ptr(), out.data_ptr())
     return out
@@ -125,7 +133,7 @@ def test_rounding_is_to_the_nearest_and_of_two_to_the_even() -> None:
     high = torch.arange(2**16, dtype=torch.int64) << 16
     low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
     x = (high[:, None] + low).flatten().to(torch.uint32).view(torch.float32)
-    found, wanted = rounded(x), x.to(torch.bfloat16)
+    found, wanted = to_bfloat16(x), x.to(torch.bfloat16)
     assert torch.equal(found.isnan(), x.isnan())
     assert same_bits(found[~x.isnan()], wanted[~x.isnan()])
 
@@ -135,6 +143,24 @@ def test_a_bfloat16_is_widened_to_the_same_number() -> None:
     out = torch.empty(x.shape)
     _widen[torch.bfloat16](x.numel(), LITTLE, x.data_ptr(), out.data_ptr())
     assert same_bits(out, x.float())
+
+
+def test_float16_is_rounded_to_the_nearest_and_widened_to_the_same_number() -> None:
+    # Every float16, and for each what lies just below, at and just above the half between it and its neighbour; what is
+    # too small for one, and what is too large.
+    halves = torch.arange(2**16).to(torch.uint16).view(torch.float16)
+    steps = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x1FFF])
+    near = (halves.float().view(torch.int32).long()[:, None] + steps).to(torch.uint32).view(torch.float32)
+    few = 2.0 ** torch.arange(-60, 128) * torch.tensor([1.0, 1.5, -1.25])[:, None]
+    x = torch.cat([halves.float(), near.flatten(), few.flatten(), torch.tensor([65519.99, 65520.0, -65520.0])])
+    found, wide = torch.empty(x.shape, dtype=torch.float16), torch.empty(x.shape)
+    _round_halves[torch.float16](x.numel(), LITTLE, x.data_ptr(), found.data_ptr(), wide.data_ptr())
+    wanted = x.half()
+    assert torch.equal(found.isnan(), x.isnan())
+    numbers = ~x.isnan()
+    assert same_bits(found[numbers], wanted[numbers])
+    assert same_bits(wide[numbers], wanted.float()[numbers])
+    assert wide[~numbers].isnan().all()
 
 
 def test_the_exponential_is_right_to_two_units_in_the_last_place() -> None:

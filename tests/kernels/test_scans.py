@@ -13,6 +13,7 @@ from torch import Tensor
 from cairn.kernels import cpu, reference
 from cairn.kernels.batch import CHUNK
 from cairn.kernels.contract import Kernels
+from cairn.kernels.cpu.compiled import StateKey
 from kernels.backends import INTERPRETED, ON_GPU, every_backend, name_of
 from kernels.comparison import check_against_reference, close, same_bits
 from kernels.fixed_calls import MIXED, conv_call, fresh_sequence, gdn_call, small_call, ssd_call
@@ -176,7 +177,8 @@ def test_a_mixed_batch_asks_for_no_other_variant_of_decode(monkeypatch: pytest.M
     """A start compiles what its model's dtype wants: another variant would be compiled while requests wait."""
     module = sys.modules[f"cairn.kernels.cpu.{name}"]
     variants = getattr(module, f"_{name}_decode")
-    monkeypatch.setattr(module, f"_{name}_decode", {BF16: variants[BF16]})
+    key = StateKey(BF16, F32)
+    monkeypatch.setattr(module, f"_{name}_decode", {key: variants[key]})
     LARGE[name].copied().run(cpu)
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from cairn.errors import ConfigError
-from cairn.models.checkpoint_dtypes import FLOAT16_ERRORS, MOST_ERROR, choose_checkpoint_dtype
+from cairn.models.checkpoint_dtypes import FLOAT16_ERRORS, MOST_ERROR, choose_encoding
 from cairn.models.families import FAMILIES
 from cairn.models.registry import open_model
 
@@ -12,19 +12,19 @@ def test_auto_goes_by_what_was_measured():
     assert FLOAT16_ERRORS.keys() <= FAMILIES.keys()
     for model_type in FAMILIES:
         small = model_type in FLOAT16_ERRORS and FLOAT16_ERRORS[model_type] < MOST_ERROR
-        assert choose_checkpoint_dtype("auto", model_type, "bfloat16") == ("float16" if small else "float32")
-        assert choose_checkpoint_dtype("auto", model_type, "float32") == "float32"
-        assert choose_checkpoint_dtype("auto", model_type, "bfloat16", exact=True) == "float32"
+        assert choose_encoding("auto", model_type, "bfloat16").name == ("float16" if small else "float32")
+        assert choose_encoding("auto", model_type, "float32").name == "float32"
+        assert choose_encoding("auto", model_type, "bfloat16", exact=True).name == "float32"
         for asked in ("float32", "float16", "int8"):
-            assert choose_checkpoint_dtype(asked, model_type, "float32") == asked
-    assert any(choose_checkpoint_dtype("auto", each, "bfloat16") == "float16" for each in FAMILIES)
+            assert choose_encoding(asked, model_type, "float32").name == asked
+    assert any(choose_encoding("auto", each, "bfloat16").name == "float16" for each in FAMILIES)
 
 
 def test_what_is_none_is_refused():
     with pytest.raises(ConfigError, match="--checkpoint-dtype must be one of auto, float32, float16, int8, not 'fp8'"):
-        choose_checkpoint_dtype("fp8", "nemotron_h", "bfloat16")
+        choose_encoding("fp8", "nemotron_h", "bfloat16")
     with pytest.raises(ConfigError, match="--checkpoint-dtype int8: not with --exact"):
-        choose_checkpoint_dtype("int8", "nemotron_h", "float32", exact=True)
+        choose_encoding("int8", "nemotron_h", "float32", exact=True)
 
 
 def test_a_checkpoint_folder_comes_to_a_layout(made_model):

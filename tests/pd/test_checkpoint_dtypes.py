@@ -1,4 +1,5 @@
-"""Servers whose checkpoints have states in smaller forms: the same form pairs, others say so and go on without."""
+"""Servers whose states run in smaller dtypes, or are in smaller forms in checkpoints: the same pairs, others say so and
+go on without."""
 
 import logging
 
@@ -15,18 +16,26 @@ PAIRS = [("qwen3_5", "float16", "float16"), ("qwen3_5", "float16", "float32"), (
 PAIRS += [("nemotron_h", "float32", "int8"), ("lfm2", "float16", "int8")]
 
 
-@pytest.mark.parametrize(("family", "prefill", "decode"), first(2, PAIRS))
-def test_only_checkpoints_of_one_form_are_exchanged(made_model, caplog, family, prefill, decode):
+FORM, RUNNING = "checkpoint_dtype", "mamba_ssm_cache_dtype"
+CASES = [(family, FORM, *dtypes) for family, *dtypes in PAIRS[:2]]
+CASES += [("nemotron_h", RUNNING, "float16", "float16"), ("qwen3_5", RUNNING, "float16", "float32")]
+CASES += [("nemotron_h", RUNNING, "bfloat16", "float16"), ("lfm2", RUNNING, "float16", "float32")]
+CASES += [(family, FORM, *dtypes) for family, *dtypes in PAIRS[2:]]
+
+
+@pytest.mark.parametrize(("family", "flag", "prefill", "decode"), first(4, CASES))
+def test_only_states_of_one_form_are_exchanged(made_model, caplog, family, flag, prefill, decode):
     folder, fabric = made_model(family), MemoryFabric()
-    p = RealServer(folder, fabric, "p", {"lease_seconds": 3.0}, exact=False, checkpoint_dtype=prefill)
-    d = RealServer(folder, fabric, "d", exact=False, checkpoint_dtype=decode)
+    p = RealServer(folder, fabric, "p", {"lease_seconds": 3.0}, exact=False, **{flag: prefill})
+    d = RealServer(folder, fabric, "d", exact=False, **{flag: decode})
     paired = prefill == decode or family == "lfm2"
     with caplog.at_level(logging.WARNING):
         tokens, last, _ = hand_over(p, d, TEXT[:LENGTH])
     assert (last.cache.received_tokens, last.cache.computed_tokens) == ((LENGTH, 0) if paired else (0, LENGTH))
-    assert (f"checkpoint_dtype: {prefill} at the peer, {decode} here" in caplog.text) != paired
+    told = "state_dtype" if flag == RUNNING else flag
+    assert (f"{told}: {prefill} at the peer, {decode} here; start both with the same --" in caplog.text) != paired
     # What came from the other server is what is restored there.
-    one = p if paired else RealServer(folder, None, "alone", exact=False, enable_prefix_caching=False)
+    one = p if paired else RealServer(folder, None, "alone", exact=False, enable_prefix_caching=False, **{flag: decode})
     number = one.submit(TEXT[:LENGTH], 4)
     assert tokens == finish(one, number)[0]
     for found, wanted in zip(d.logits[d.count], one.logits[number], strict=True):

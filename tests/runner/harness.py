@@ -150,7 +150,7 @@ class Driver:
     checked: CheckedRunner = field(init=False)
 
     def __post_init__(self) -> None:
-        encoding = ENCODINGS[self.checkpoint_dtype]
+        encoding = None if self.checkpoint_dtype == "float32" else ENCODINGS[self.checkpoint_dtype]
         self.layout = self.config.layout(self.block_size, self.model.spec.dtype.itemsize, encoding=encoding)
         self.runner = Runner(
             self.model,

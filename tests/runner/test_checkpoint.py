@@ -8,7 +8,7 @@ from cairn.kernels.reference.checkpoint_files import encode_head
 from cairn.kernels.state_encoding import ENCODINGS
 from cairn.runner.checkpoint import CheckpointPages
 from cairn.runner.launched_step import independent_copies
-from cairn.runner.memory import LiveStates
+from cairn.runner.memory import LiveStates, torch_dtype
 from cairn.step import PageCopy
 from runner.harness import tiny
 
@@ -21,7 +21,17 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("pattern", "changes", "dtype", "block_size"), CASES)
+OWN_BYTES = [
+    pytest.param("M*M", {"mamba_ssm_cache_dtype": "float16"}, torch.bfloat16, 16, id="states-in-float16"),
+    pytest.param(
+        "M*", {"mamba_ssm_cache_dtype": "bfloat16", "mamba_head_dim": 7, "ssm_state_size": 5}, torch.float32, 3,
+        id="odd-states-in-bfloat16",
+    ),
+]  # fmt: skip
+"""What runs in fewer bits is stored as it is."""
+
+
+@pytest.mark.parametrize(("pattern", "changes", "dtype", "block_size"), [*CASES, *OWN_BYTES])
 def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype, block_size: int) -> None:
     driver = tiny(pattern, exact=False, dtype=dtype, block_size=block_size, num_pages=400, **changes)
     spec, layout, config = driver.model.spec, driver.layout, driver.config
@@ -33,7 +43,8 @@ def test_bytes_follow_the_layout(pattern: str, changes: dict, dtype: torch.dtype
     pages = np.random.default_rng(0).permutation(400)[: layout.pages_per_checkpoint].astype(np.int32)
     hidden = torch.randn(spec.hidden_size).to(dtype)
     conv = torch.randn(recurrent.num_layers, recurrent.columns, recurrent.channels).to(dtype)
-    state = torch.randn(recurrent.num_layers, *recurrent.state)
+    state = torch.randn(recurrent.num_layers, *recurrent.state).to(torch_dtype(recurrent.state_dtype))
+    assert layout.checkpoint_dtype == layout.state_dtype == changes.get("mamba_ssm_cache_dtype", "float32")
     # Among other files, which are written in one go and of which nothing may come into this one.
     spare = np.setdiff1d(np.arange(400), pages)[: 2 * layout.pages_per_checkpoint].reshape(2, -1)
     three = torch.from_numpy(np.stack([spare[0], pages, spare[1]]).astype(np.int64))

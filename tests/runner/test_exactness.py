@@ -32,6 +32,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "no-attention": ("M-M", {"use_bias": True, "num_pages": 512}),
     "no-recurrence": ("*E*", {}),
+    # of numbers that a product reads as float32
+    "states-in-float16": ("M*-M", {"mamba_ssm_cache_dtype": "float16"}),
     "many-query-heads": ("M*M*", {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 10}),
 }
 

@@ -35,6 +35,7 @@ ODD = {"linear_key_head_dim": 10, "linear_value_head_dim": 14, "linear_num_key_h
 DRIVERS: dict[str, Callable[[], Driver]] = {
     "qwen3_5": partial(qwen, "qwen3_5", layer_types=["linear_attention", "full_attention"] * 2, num_hidden_layers=4),
     "qwen3_5_moe": partial(qwen, "qwen3_5_moe"),
+    "qwen3_5-states-in-bfloat16": partial(qwen, "qwen3_5", mamba_ssm_dtype="bfloat16"),
     "qwen3_5_moe-odd": partial(qwen, "qwen3_5_moe_text", **ODD),
     "qwen3_next": partial(qwen, "qwen3_next", mlp_only_layers=[0]),
     "qwen3_5-only-delta": partial(qwen, "qwen3_5_text", layer_types=["linear_attention"] * 2, num_hidden_layers=2),

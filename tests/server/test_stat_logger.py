@@ -105,6 +105,9 @@ def test_the_start_lines_say_what_the_pool_holds():
     text = "\n".join(format_startup_lines(msgspec.structs.replace(info, cache=cache)))
     assert "8192 pages of 128 bytes (1 MiB in all)" in text
     assert "8 bytes per token; the pool alone would hold 131072 tokens" in text
+    small = msgspec.structs.replace(cache, state_dtype="float16")
+    lines = format_startup_lines(msgspec.structs.replace(info, cache=small))
+    assert any("(3 pages, states in float16, running ones in float16)" in line for line in lines)
     assert (
         "300 bytes per state checkpoint (3 pages, states in float16); the pool alone would hold 2730 checkpoints"
         in text

@@ -38,7 +38,9 @@ class CacheLayout:
 
     `page_units` and `state_units` count the units of a page and of a checkpoint; the bytes of a page divide evenly
     among its units. `state_bytes`: 0 for a model without recurrent state.
-    `checkpoint_dtype`: how checkpoints have the recurrent state, a name of `kernels.state_encoding.ENCODINGS`.
+    `state_dtype`: what the recurrent state is in while it runs, a name of `kernels.state_encoding.STATE_DTYPES`.
+    `checkpoint_dtype`: how checkpoints have it: the same name for its own bytes, or for a float32 state one of
+    `ENCODINGS`.
     """
 
     block_size: Positive
@@ -49,6 +51,7 @@ class CacheLayout:
     state_bytes: Size
     state_units: Count
     checkpoint_dtype: str = "float32"
+    state_dtype: str = "float32"
     pages_per_checkpoint: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:

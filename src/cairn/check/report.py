@@ -30,6 +30,7 @@ from cairn.models.decoder_builder import load_kernels
 from cairn.models.decoder_config import AskedQuantization
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
 from cairn.models.registry import OpenModel, open_model
+from cairn.models.state_dtypes import AskedStateDtype
 from cairn.models.weights.loader import Accounting, DType, account
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
@@ -67,6 +68,7 @@ class CheckSettings:
     quantization: AskedQuantization | None = None
     block_size: int = 16
     checkpoint_dtype: str = "auto"
+    mamba_ssm_cache_dtype: AskedStateDtype = "auto"
     kv_cache_memory_bytes: int = 1 << 30
     max_model_len: int | None = None
     max_num_seqs: int | None = None
@@ -152,7 +154,8 @@ def check(
     misshapen or of another dtype are listed in the report.
     """
     settings = settings or CheckSettings()
-    model = open_model(folder, settings.dtype, settings.quantization, keeps_fp8=settings.gpu_memory_bytes is not None)
+    keeps_fp8, state_dtype = settings.gpu_memory_bytes is not None, settings.mamba_ssm_cache_dtype
+    model = open_model(folder, settings.dtype, settings.quantization, keeps_fp8, state_dtype)
     settings = replace(settings, quantization=model.served_quantization)
     if headers is None:
         headers = read_headers(folder)
@@ -273,7 +276,8 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         ("checkpoint", f"{layout.checkpoint_bytes:,} bytes = {layout.pages_per_checkpoint:,} pages{form}{worth}"),
         (
             "running states",
-            f"{_size(report.state_bytes)} for {_count(report.plan.num_slots, 'sequence')}, with their block tables",
+            f"{_size(report.state_bytes)} for {_count(report.plan.num_slots, 'sequence')}, with their block tables"
+            + ("" if layout.state_dtype == "float32" else f", in {layout.state_dtype}"),
         ),
         (
             "longest sequence",

@@ -163,6 +163,12 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     )
     check.add_argument("--block-size", type=_count, default=16, help="tokens per page; default: %(default)s")
     check.add_argument(
+        "--mamba-ssm-cache-dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="what recurrent states of running requests are in; default: %(default)s",
+    )
+    check.add_argument(
         "--checkpoint-dtype",
         choices=("auto", "float32", "float16", "int8"),
         default="auto",

@@ -66,6 +66,7 @@ def prepare_server(
     from cairn.engine.cpu_threads import choose_cpu_threads
     from cairn.engine.process import ProcessTransport
     from cairn.models.checkpoint_dtypes import check_checkpoint_dtype
+    from cairn.models.state_dtypes import check_state_dtype
     from cairn.server.generation_config import check_default_sampling, load_default_sampling
     from cairn.server.openai.prompts import parse_template_kwargs
     from cairn.server.options import ServerLimits
@@ -77,6 +78,7 @@ def prepare_server(
     asked, images = engine_config(settings), image_options(settings)
     secret = None if settings.kv_secret_file is None else read_secret_file(settings.kv_secret_file)
     check_checkpoint_dtype(asked.checkpoint_dtype, asked.exact)
+    check_state_dtype(asked.mamba_ssm_cache_dtype, asked.exact)
     max_cpu_isa(os.environ)
     source, overrides = settings.generation_config, settings.override_generation_config
     check_default_sampling(source, overrides)

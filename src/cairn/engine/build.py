@@ -194,6 +194,7 @@ def _engine_info(
             checkpoint_bytes=layout.checkpoint_bytes,
             pages_per_checkpoint=layout.pages_per_checkpoint,
             checkpoint_dtype=layout.checkpoint_dtype,
+            state_dtype=layout.state_dtype,
             min_cacheable_tokens=placement.min_cacheable if placement is not None else 0,
             mamba_cache_mode=config.mamba_cache_mode,
             enable_prefix_caching=placement is not None,
@@ -303,6 +304,8 @@ def _cache_facts(config: EngineConfig, layout: CacheLayout) -> dict[str, str | i
     facts: dict[str, str | int] = {"exact": config.exact}
     if layout.checkpoint_dtype != "float32":
         facts["checkpoint_dtype"] = layout.checkpoint_dtype
+    if layout.state_dtype != "float32":
+        facts["state_dtype"] = layout.state_dtype
     return facts
 
 

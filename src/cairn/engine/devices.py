@@ -27,6 +27,7 @@ from cairn.machine import Machine
 from cairn.models.decoder_builder import Backend
 from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization
 from cairn.models.registry import OpenModel
+from cairn.models.state_dtypes import AskedStateDtype
 from cairn.models.weights.loader import DType
 from cairn.runner.runner import Observe, Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
@@ -51,7 +52,7 @@ class Device:
         return self.place.type == "cuda"
 
 
-OpenFolder = Callable[[Path, DType, AskedQuantization | None, bool], OpenModel]
+OpenFolder = Callable[[Path, DType, AskedQuantization | None, bool, AskedStateDtype, bool], OpenModel]
 """As `open_model`."""
 
 
@@ -66,7 +67,8 @@ def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Mach
 
     def opened_on(device: str) -> tuple[EngineConfig, OpenModel]:
         on_device = config.model_copy(update={"device": device})
-        return on_device, open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(on_device))
+        numbers = config.dtype, config.quantization, keeps_fp8(on_device), config.mamba_ssm_cache_dtype
+        return on_device, open_folder(Path(config.model), *numbers, config.exact)
 
     if config.device != "auto":
         return opened_on(config.device)
@@ -219,6 +221,12 @@ def _kernels(config: EngineConfig, opened: OpenModel, rank: int, place: torch.de
     if wants_fla:
         if spec.recurrent is None or "gated delta net" not in opened.config.layer_counts():
             raise ConfigError("--gdn-prefill-backend fla: the model has no gated delta rule: leave it out")
+        state_dtype = spec.recurrent.state_dtype
+        if state_dtype != "float32":
+            raise ConfigError(
+                f"--gdn-prefill-backend fla: rounds no states within a prompt, and they are {state_dtype} here: ask "
+                "for --mamba-ssm-cache-dtype float32, or leave it out"
+            )
         value_heads, key_dim, value_dim = spec.recurrent.state
         key_heads = spec.recurrent.parts[0].channels // key_dim
         delta_rule = load_fla(DeltaRuleShape(key_heads, value_heads, key_dim, value_dim, opened.dtype), place)

@@ -131,10 +131,15 @@ class Kernels(Protocol):
         same."""
         ...
 
-    def warm_up(self, dtype: torch.dtype | None = None, operations: Set[str] | None = None) -> int:
+    def warm_up(
+        self,
+        dtype: torch.dtype | None = None,
+        operations: Set[str] | None = None,
+        state_dtype: torch.dtype = torch.float32,
+    ) -> int:
         """Compiles every kernel that a model of this dtype, or of any, may use in these operations, or in all, with the
         weights that have been packed, and returns their number. Without it the first batches are slower.
-        `operations`: names of functions of this contract."""
+        `operations`: names of functions of this contract. `state_dtype`: of recurrent states."""
         ...
 
     def build_metadata(self, host: HostBatch, staging: Staging) -> object:
@@ -276,6 +281,11 @@ class Kernels(Protocol):
     # after the other, bit for bit, and return the y of the verify once more. No other function is called with a fold.
     # Tokens of a verify have the bits of decodes in `attention` and in products, too, as far as those of decodes do not
     # depend on the rows beside them.
+    #
+    # States of `ssd` and `gdn` are float32, bfloat16 or float16. They are computed in float32 and rounded to their
+    # dtype, to the nearest, ties to even: in the one-token form after each token, in the chunked one at each chunk's
+    # end, a multiple of CHUNK of the sequence's own positions, and where a pass ends or a snapshot is taken. So a pass
+    # that is cut at a multiple of CHUNK leaves the bits of one that is not. y is of the state before it is rounded.
 
     def conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, states: Tensor, batch: Batch, silu: bool = True
@@ -308,7 +318,7 @@ class Kernels(Protocol):
             state = exp(step a) state + step x b^T,    y = state c + d x        per head
 
         x [T, H, P], b and c [T, G, S] as `conv` gives them; dt [T, H] in model dtype; a (negative), d and dt_bias
-        float32 [H]. states float32 [slots + 1, H, P, S] in place but for verifies; snapshots float32 [N, H, P, S].
+        float32 [H]. states [slots + 1, H, P, S] in place but for verifies; snapshots [N, H, P, S] in the states' dtype.
         """
         ...
 
@@ -332,8 +342,8 @@ class Kernels(Protocol):
             state = exp(g) state,    state = state + k (w (v - k state))^T,    y = S^-0.5 q state        per head
 
         q and k [T, Hk, S] and v [T, H, P] as `conv` gives them: a q/k head serves H / Hk consecutive value heads; beta
-        and dt [T, H] in model dtype; a (negative) and dt_bias float32 [H]. states float32 [slots + 1, H, S, P] in
-        place but for verifies; snapshots float32 [N, H, S, P].
+        and dt [T, H] in model dtype; a (negative) and dt_bias float32 [H]. states [slots + 1, H, S, P] in place but for
+        verifies; snapshots [N, H, S, P] in the states' dtype.
         """
         ...
 

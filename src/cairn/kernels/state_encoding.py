@@ -1,4 +1,6 @@
-"""How a recurrent state, float32 while it runs, is stored in a checkpoint file. Without torch.
+"""How a recurrent state is stored in a checkpoint file. Without torch.
+
+One that is float32 while it runs, in any of these forms:
 
 float32   the state's own bytes
 float16   one scale a head, a power of two: the head's largest number becomes one of 2^14 to 2^15, so that numbers down
@@ -9,6 +11,8 @@ int8      one scale a row, which is the last dimension of a head's state: the ro
 Scales are float32. Numbers are rounded to the nearest, ties to even. What has been read back is stored again as the
 same bytes: a chain of copies does not drift. A head or row without a number of at least 2^-126 is stored as zeros with
 scale 1; one with NaN or infinity reads back as NaN. `kernels.state_codec` has the arithmetic.
+
+One that is float16 or bfloat16 while it runs is stored as its own bytes, without scales.
 """
 
 import math
@@ -24,11 +28,13 @@ __all__ = [
     "ENCODINGS",
     "FLOAT32",
     "SCALE_BYTES",
+    "STATE_DTYPES",
     "EncodedStates",
     "HeadSpan",
     "StateEncoding",
     "UnitBytes",
     "head_table",
+    "plain_encoding",
 ]
 
 SCALE_BYTES = 4
@@ -147,6 +153,15 @@ FLOAT16 = StateEncoding("float16", 2, "head")
 INT8 = StateEncoding("int8", 1, "row")
 
 ENCODINGS: Mapping[str, StateEncoding] = MappingProxyType({each.name: each for each in (FLOAT32, FLOAT16, INT8)})
+"""Of states that are float32 while they run."""
+
+STATE_DTYPES: Mapping[str, int] = MappingProxyType({"float32": 4, "bfloat16": 2, "float16": 2})
+"""What a state may be in while it runs, and the bytes of a number."""
+
+
+def plain_encoding(state_dtype: str) -> StateEncoding:
+    """A state's own bytes, of one in this dtype."""
+    return StateEncoding(state_dtype, STATE_DTYPES[state_dtype])
 
 
 def _round_up(number: int, multiple: int) -> int:

@@ -4,8 +4,9 @@ A model declares a `MemorySpec`; the runner allocates pages and slots by it and 
 Only the model knows which kind of layer an entry belongs to.
 """
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from cairn.kernels.state_encoding import StateEncoding, UnitBytes
@@ -37,8 +38,8 @@ class ConvPart:
 @dataclass(frozen=True, slots=True)
 class RecurrentSpec:
     """Layers with a running state: per layer the convolution's last inputs [columns, channels], time-major in the
-    model's dtype, and a float32 state of shape `state`, whose first dimension counts heads; another dimension is 0
-    where the convolution's inputs are all there is.
+    model's dtype, and a state of shape `state` in `state_dtype`, a name of `STATE_DTYPES`, whose first dimension counts
+    heads; another dimension is 0 where the convolution's inputs are all there is.
 
     `units`: into how many parts tensor parallelism may divide the states at most; it divides the heads and every
     unshared part.
@@ -49,6 +50,7 @@ class RecurrentSpec:
     parts: tuple[ConvPart, ...]
     state: tuple[int, ...]
     units: int
+    state_dtype: str = "float32"
 
     @property
     def channels(self) -> int:
@@ -57,6 +59,10 @@ class RecurrentSpec:
     @property
     def shared_channels(self) -> int:
         return sum(part.channels for part in self.parts if part.shared)
+
+    def with_states_in(self, state_dtype: str) -> "RecurrentSpec":
+        """The same with states in another dtype; itself where there are none."""
+        return replace(self, state_dtype=state_dtype) if math.prod(self.state) else self
 
     def unit_bytes(self, number_bytes: int, encoding: StateEncoding) -> UnitBytes:
         """A unit in a checkpoint file, where a convolution's input takes `number_bytes`. Raises ValueError where

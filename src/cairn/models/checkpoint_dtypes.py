@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from cairn.errors import ConfigError
-from cairn.kernels.state_encoding import ENCODINGS
+from cairn.kernels.state_encoding import ENCODINGS, StateEncoding, plain_encoding
 
 CheckpointDtype = Literal["auto", "float32", "float16", "int8"]
 
@@ -41,10 +41,21 @@ def check_checkpoint_dtype(asked: str, exact: bool) -> None:
         )
 
 
-def choose_checkpoint_dtype(asked: str, model_type: str, dtype: str, exact: bool = False) -> str:
-    """A name of `ENCODINGS`. `dtype`: what the model is served in. Raises ConfigError as `check_checkpoint_dtype`."""
+def choose_encoding(
+    asked: str, model_type: str, dtype: str, exact: bool = False, state_dtype: str = "float32"
+) -> StateEncoding:
+    """`dtype`: what the model is served in; `state_dtype`: what its states are in while they run, of which smaller ones
+    than float32 are stored as they are. Raises ConfigError as `check_checkpoint_dtype`, and for another form than that.
+    """
     check_checkpoint_dtype(asked, exact)
+    if state_dtype != "float32":
+        if asked not in ("auto", state_dtype):
+            raise ConfigError(
+                f"--checkpoint-dtype {asked}: recurrent states are {state_dtype} here, and are stored as they are: "
+                "leave it out, or ask for --mamba-ssm-cache-dtype float32"
+            )
+        return plain_encoding(state_dtype)
     if asked != "auto":
-        return asked
+        return ENCODINGS[asked]
     is_small = FLOAT16_ERRORS.get(model_type, 1.0) < MOST_ERROR
-    return "float16" if dtype == "bfloat16" and is_small and not exact else "float32"
+    return ENCODINGS["float16" if dtype == "bfloat16" and is_small and not exact else "float32"]

@@ -9,9 +9,9 @@ from typing import Any, Literal
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
-from cairn.kernels.state_encoding import FLOAT32, StateEncoding
+from cairn.kernels.state_encoding import STATE_DTYPES, StateEncoding
 from cairn.models.attention import AttentionSizes
-from cairn.models.config_schema import boolean, custom, integer, number, token_ids, transfer_facts
+from cairn.models.config_schema import Fields, boolean, custom, integer, number, token_ids, transfer_facts
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec
 from cairn.models.feed_forward import FeedForwardSizes
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes
@@ -53,6 +53,12 @@ def head_dim_by_hidden_size(config: Any) -> int:
     return int(config.hidden_size // config.num_attention_heads)
 
 
+def _state_dtype(fields: Fields, name: str, config: Any) -> str:
+    fields.only(name, "auto", *STATE_DTYPES)
+    named = str(fields.get(name))
+    return named if named in STATE_DTYPES else "float32"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ABC):
     """A family's fields of config.json, checked. A family declares a field again where it differs.
@@ -60,7 +66,8 @@ class DecoderConfig(ABC):
     `has_attention`: whether any layer has it; otherwise its sizes are not read, and are 0. `eps`: of all norms.
     `attention_bias`: of all four projections; `rope_scaling`: of rotary positions, where the family has them.
     `num_mtp_layers`: heads that predict further tokens, as config.json has it. `serves_mtp`: whether the first of these
-    is a part of the model, which config.json does not say.
+    is a part of the model, which config.json does not say. `state_dtype`: what recurrent states are in while they run,
+    a name of `STATE_DTYPES`; of a model that has been opened, what was asked for.
     """
 
     has_attention: bool = custom(lambda fields, name, config: True, fact=False)
@@ -86,6 +93,9 @@ class DecoderConfig(ABC):
         0, 1 << 8, default=0, names=("mtp_num_hidden_layers", "num_nextn_predict_layers"), fact=False
     )
     serves_mtp: bool = custom(lambda fields, name, config: False, default=False, fact=False)
+    state_dtype: str = custom(
+        _state_dtype, default="float32", names=("mamba_ssm_cache_dtype", "mamba_ssm_dtype"), fact=False
+    )
 
     @property
     def max_model_len(self) -> int:
@@ -132,7 +142,7 @@ class DecoderConfig(ABC):
         return self.served().cache_spec(rank, size)
 
     def layout(
-        self, block_size: int, dtype_bytes: int, tp_size: int = 1, encoding: StateEncoding = FLOAT32
+        self, block_size: int, dtype_bytes: int, tp_size: int = 1, encoding: StateEncoding | None = None
     ) -> CacheLayout:
         """Pages and checkpoints of one of `tp_size` ranks, the same on every rank: see `CacheSpec.layout`. Raises
         ConfigError as `cache_spec` does."""

@@ -28,6 +28,9 @@ class DecoderSizes(Protocol):
     @property
     def eps(self) -> float: ...
 
+    @property
+    def state_dtype(self) -> str: ...
+
 
 NamedMixer = tuple[str, MixerSpec]
 """A layer: the name of its norm, and its mixer."""
@@ -134,6 +137,8 @@ class DecoderSpec:
             sizes.check_size(size)
             attention = attention or sizes.attention_spec(count, rank, size)
             recurrent = recurrent or sizes.recurrent_spec(count, rank, size)
+        if recurrent is not None:
+            recurrent = recurrent.with_states_in(self.config.state_dtype)
         return CacheSpec(self.config.hidden_size, recurrent, attention)
 
     def forward_sizes(self) -> ForwardSizes:

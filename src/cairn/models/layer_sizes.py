@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from msgspec import Meta
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.kernels.state_encoding import FLOAT32, StateEncoding
+from cairn.kernels.state_encoding import FLOAT32, StateEncoding, plain_encoding
 from cairn.layers.memory import AttentionSpec, MemorySpec, RecurrentSpec
 
 if TYPE_CHECKING:
@@ -94,9 +94,9 @@ class CacheSpec:
     def memory_spec(self, dtype: "torch.dtype", device: "torch.device") -> MemorySpec:
         return MemorySpec(dtype, device, self.hidden_size, self.recurrent, self.attention)
 
-    def layout(self, block_size: int, dtype_bytes: int, encoding: StateEncoding = FLOAT32) -> CacheLayout:
+    def layout(self, block_size: int, dtype_bytes: int, encoding: StateEncoding | None = None) -> CacheLayout:
         """Bytes of pages and checkpoints; a number of keys, values, convolution and hidden state takes `dtype_bytes`,
-        and checkpoints have the recurrent state as `encoding` says.
+        and checkpoints have the recurrent state as `encoding` says; None: as it is while it runs.
 
         page        [kv head][attention layer][k|v][block_size][head_dim]
         checkpoint  header: final hidden state, and of each recurrent layer the convolution's shared channels
@@ -108,12 +108,14 @@ class CacheSpec:
             numbers = self.attention.num_kv_heads * self.attention.num_layers * 2 * self.attention.head_dim
             page_bytes, groups = numbers * dtype_bytes * block_size, (AttentionGroup("full", block_size),)
         shared_bytes = state_bytes = 0
+        checkpoint_dtype = state_dtype = FLOAT32.name
         if self.recurrent is not None:
-            spec, unit = self.recurrent, self.recurrent.unit_bytes(dtype_bytes, encoding)
+            spec, encoding = self.recurrent, encoding or plain_encoding(self.recurrent.state_dtype)
+            unit = spec.unit_bytes(dtype_bytes, encoding)
             shared_bytes = spec.num_layers * spec.columns * spec.shared_channels * dtype_bytes
             state_bytes = spec.units * unit.total
             # Without numbers there is nothing to be encoded, whatever was asked for.
-            encoding = encoding if unit.values else FLOAT32
+            checkpoint_dtype, state_dtype = encoding.name if unit.values else FLOAT32.name, spec.state_dtype
         return CacheLayout(
             block_size=block_size,
             page_bytes=page_bytes,
@@ -122,5 +124,6 @@ class CacheSpec:
             header_bytes=self.hidden_size * dtype_bytes + shared_bytes,
             state_bytes=state_bytes,
             state_units=self.num_state_units,
-            checkpoint_dtype=encoding.name if self.recurrent is not None else FLOAT32.name,
+            checkpoint_dtype=checkpoint_dtype,
+            state_dtype=state_dtype,
         )

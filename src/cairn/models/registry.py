@@ -10,16 +10,16 @@ import torch
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
-from cairn.kernels.state_encoding import ENCODINGS
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
-from cairn.models.checkpoint_dtypes import choose_checkpoint_dtype
+from cairn.models.checkpoint_dtypes import choose_encoding
 from cairn.models.contract import Family
 from cairn.models.decoder_builder import Backend, Execution, build_decoder
 from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization, DecoderConfig, ServedQuantization
 from cairn.models.decoder_spec import OUTPUT
 from cairn.models.families import family_of
 from cairn.models.rank_weights import read_weight
+from cairn.models.state_dtypes import AskedStateDtype, choose_state_dtype
 from cairn.models.weight_bytes import PackedDtype, count_weight_bytes
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.identity import weights_identity
@@ -66,9 +66,10 @@ class OpenModel:
     ) -> CacheLayout:
         """Pages and checkpoints of one of `tp_size` ranks; the same on every rank. Raises ConfigError naming
         --tensor-parallel-size and the field that does not divide, or --checkpoint-dtype."""
-        dtype = str(self.dtype).removeprefix("torch.")
-        resolved = choose_checkpoint_dtype(checkpoint_dtype, self.family.model_type, dtype, exact)
-        return self.config.layout(block_size, self.dtype.itemsize, tp_size, ENCODINGS[resolved])
+        dtype, recurrent = str(self.dtype).removeprefix("torch."), self.config.cache_spec(0, tp_size).recurrent
+        state_dtype = "float32" if recurrent is None else recurrent.state_dtype
+        encoding = choose_encoding(checkpoint_dtype, self.family.model_type, dtype, exact, state_dtype)
+        return self.config.layout(block_size, self.dtype.itemsize, tp_size, encoding)
 
     def with_head(self) -> "OpenModel":
         """The same with the checkpoint's head that drafts as a part of the model."""
@@ -162,14 +163,21 @@ class OpenModel:
 
 
 def open_model(
-    folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None, keeps_fp8: bool = False
+    folder: Path,
+    dtype: DType = "auto",
+    quantization: AskedQuantization | None = None,
+    keeps_fp8: bool = False,
+    state_dtype: AskedStateDtype = "auto",
+    exact: bool = False,
 ) -> OpenModel:
     """Read config.json and the end-of-sequence ids of generation_config.json. `keeps_fp8`: whether the weights of an
-    FP8 checkpoint stay as they are stored, as on a GPU. Raises ModelError, and ConfigError for a quantization that the
-    checkpoint does not have."""
+    FP8 checkpoint stay as they are stored, as on a GPU. `state_dtype`: of recurrent states while they run, see
+    `choose_state_dtype`. Raises ModelError, and ConfigError for a quantization that the checkpoint does not have, or as
+    `choose_state_dtype`."""
     raw = read_config(folder)
     family = family_of(raw)
     config = family.parse(raw)
+    config = replace(config, state_dtype=choose_state_dtype(state_dtype, config.state_dtype, exact))
     stored_as = read_quantization(folder, raw)
     served = _served_quantization(quantization, stored_as, keeps_fp8)
     generation_eos = read_generation_eos(folder, config.vocab_size)

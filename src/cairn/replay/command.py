@@ -164,7 +164,11 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         "own log says",
     )
     states = parser.add_mutually_exclusive_group()
-    states.add_argument("--state-dtype", help="of the recurrent state: float32, bfloat16; default: the model's")
+    states.add_argument(
+        "--state-dtype",
+        help="of recurrent states while they run, as --mamba-ssm-cache-dtype of `cairn serve`: float32, bfloat16, "
+        "float16; default: the model's",
+    )
     states.add_argument(
         "--checkpoint-dtype",
         help="form in which checkpoints have the recurrent state, as that of `cairn serve`: float32, float16, int8; "

@@ -4,12 +4,13 @@ Of the published ones `published` has what decides sizes: each is a config.json 
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError, ModelError
-from cairn.kernels.state_encoding import ENCODINGS, StateEncoding
+from cairn.kernels.state_encoding import ENCODINGS, STATE_DTYPES
 from cairn.models.decoder_config import DTYPE_BYTES, DecoderConfig, served_dtype
 from cairn.models.families import family_of
 from cairn.models.layer_sizes import ForwardSizes
@@ -20,11 +21,6 @@ __all__ = ["LAYOUT_NAMES", "layout_for", "sizes_for"]
 LAYOUT_NAMES = ("nemotron-3-nano", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "granite-4-h-small")
 HALF_BY_DEFAULT = "granite-4-h-small"
 """Its recurrent state is bfloat16 unless told otherwise: its config.json asks for no float32."""
-
-STATE_DTYPES = MappingProxyType(
-    {name: StateEncoding(name, size) for name, size in (("float32", 4), ("bfloat16", 2), ("float16", 2))}
-)
-"""Of states that are in this dtype while they run, too, and so have no scales."""
 
 UNNEEDED = MappingProxyType({"vocab_size": 1 << 24, "max_position_embeddings": 1 << 20})
 """Fields that decide no size here: a config.json written for a replay may leave them out."""
@@ -41,22 +37,26 @@ def sizes_for(name: str) -> ForwardSizes:
 def layout_for(
     name: str, block_size: int = 16, state_dtype: str | None = None, checkpoint_dtype: str | None = None
 ) -> CacheLayout:
-    """The layout of a published model or of a config.json. `state_dtype` None: float32, for granite-4-h-small bfloat16.
-    `checkpoint_dtype`: as the server's; None for checkpoints that are as the state is.
+    """The layout of a published model or of a config.json. `state_dtype`: what states are in while they run; None: what
+    config.json names, for granite-4-h-small bfloat16. `checkpoint_dtype`: as the server's, of states that are float32
+    while they run; None for checkpoints that are as the state is.
 
     Raises ConfigError naming --layout, --state-dtype, --checkpoint-dtype or --block-size, and the fix.
     """
     if not 1 <= block_size <= 4096:
         raise ConfigError(f"--block-size must be from 1 to 4096, not {block_size}")
-    flag, known, dtype = "--checkpoint-dtype", ENCODINGS, checkpoint_dtype
-    if dtype is None:
-        flag, known, dtype = "--state-dtype", STATE_DTYPES, state_dtype
-    if dtype is None:
-        dtype = "bfloat16" if name == HALF_BY_DEFAULT else "float32"
-    if dtype not in known:
-        raise ConfigError(f"{flag} must be one of {', '.join(known)}, not {dtype!r:.60}")
+    for flag, known, dtype in (
+        ("--checkpoint-dtype", ENCODINGS, checkpoint_dtype),
+        ("--state-dtype", STATE_DTYPES, state_dtype),
+    ):
+        if dtype is not None and dtype not in known:
+            raise ConfigError(f"{flag} must be one of {', '.join(known)}, not {dtype!r:.60}")
     config, dtype_bytes = _parse_config(name)
-    return config.layout(block_size, dtype_bytes, encoding=known[dtype])
+    encoding = None if checkpoint_dtype is None else ENCODINGS[checkpoint_dtype]
+    running = state_dtype or ("bfloat16" if name == HALF_BY_DEFAULT else config.state_dtype)
+    if encoding is not None:
+        running = "float32"
+    return replace(config, state_dtype=running).layout(block_size, dtype_bytes, encoding=encoding)
 
 
 def _parse_config(name: str) -> tuple[DecoderConfig, int]:

@@ -19,7 +19,15 @@ from torch import Tensor
 from cairn.cache.layout import CacheLayout
 from cairn.kernels.checkpoint_files import StateSpan
 from cairn.kernels.contract import Kernels, StateSpans
-from cairn.kernels.state_encoding import ENCODINGS, FLOAT32, EncodedStates, HeadSpan, StateEncoding
+from cairn.kernels.state_encoding import (
+    ENCODINGS,
+    FLOAT32,
+    STATE_DTYPES,
+    EncodedStates,
+    HeadSpan,
+    StateEncoding,
+    plain_encoding,
+)
 from cairn.layers.memory import MemorySpec, RecurrentSpec
 from cairn.runner.memory import LiveStates
 
@@ -34,7 +42,7 @@ class CheckpointPages:
     def __init__(self, pool: Tensor, spec: MemorySpec, layout: CacheLayout, live: LiveStates, kernels: Kernels) -> None:
         self._pool, self._kernels = pool, kernels
         self._live = live.tensors
-        hidden, encoding = spec.hidden_size * spec.dtype.itemsize, ENCODINGS[layout.checkpoint_dtype]
+        hidden, encoding = spec.hidden_size * spec.dtype.itemsize, encoding_of(layout)
         sizes = None if spec.recurrent is None else LayerBytes(spec.recurrent, spec.dtype, encoding)
         header, state = hidden, 0
         if sizes is not None:
@@ -45,6 +53,8 @@ class CheckpointPages:
                 f"layout has header_bytes {layout.header_bytes} and state_bytes {layout.state_bytes}, "
                 f"the model's checkpoints take {header} and {state}"
             )
+        if sizes is not None and layout.state_dtype != sizes.spec.state_dtype:
+            raise ValueError(f"layout has states in {layout.state_dtype}, the model in {sizes.spec.state_dtype}")
         self._hidden = kernels.pack_state_spans([StateSpan(0, 0, 0, hidden)], [hidden], pool)
         self._layers = list[StateSpans]()
         if sizes is not None:
@@ -71,6 +81,13 @@ class CheckpointPages:
         """conv [n, columns, channels], state [n, heads, ...] of recurrent layer `layer`."""
         states = [part for part in (conv, state) if part.shape[1:].numel()]
         self._kernels.store_states(self._pool, state_pages, states, None, self._layers[layer])
+
+
+def encoding_of(layout: CacheLayout) -> StateEncoding:
+    """How checkpoints have the recurrent state."""
+    if layout.state_dtype == layout.checkpoint_dtype:
+        return plain_encoding(layout.state_dtype)
+    return ENCODINGS[layout.checkpoint_dtype]
 
 
 def live_spans(
@@ -110,7 +127,7 @@ class LayerBytes:
         column = dtype.itemsize * spec.columns
         self.shared = column * spec.shared_channels
         self._unit_heads = spec.state[0] // spec.units
-        self._unit_state_bytes = torch.float32.itemsize * math.prod(spec.state) // spec.units
+        self._unit_state_bytes = STATE_DTYPES[spec.state_dtype] * math.prod(spec.state) // spec.units
         self.entry_bytes = [size for size in (column * spec.channels, self._unit_state_bytes * spec.units) if size]
 
     def spans(self, layer: int, header: int) -> Iterator[StateSpan]:

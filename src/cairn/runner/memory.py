@@ -144,6 +144,12 @@ def _aligned(shape: tuple[int, ...], lead: int, dtype: torch.dtype, device: torc
     return padded[..., :entry].view(shape)
 
 
+def torch_dtype(state_dtype: str) -> torch.dtype:
+    """Of a name of `STATE_DTYPES`."""
+    dtype: torch.dtype = getattr(torch, state_dtype)
+    return dtype
+
+
 class LiveStates:
     """The running state of every slot, and one more for rows that belong to nobody. `recurrent` has a view a layer,
     [slots + 1, ...]. `tensors`: hidden states, convolution inputs and states of all layers, [slots + 1, ...] each, less
@@ -157,6 +163,7 @@ class LiveStates:
             layers = spec.recurrent.num_layers
             conv_shape = (num_slots + 1, layers, spec.recurrent.columns, spec.recurrent.channels)
             conv = _aligned(conv_shape, 2, spec.dtype, spec.device)
-            state = _aligned((num_slots + 1, layers, *spec.recurrent.state), 2, torch.float32, spec.device)
+            state_shape = (num_slots + 1, layers, *spec.recurrent.state)
+            state = _aligned(state_shape, 2, torch_dtype(spec.recurrent.state_dtype), spec.device)
             self.recurrent = tuple(RecurrentLayer(conv[:, layer], state[:, layer]) for layer in range(layers))
             self.tensors += tuple(part for part in (conv, state) if part.numel())

@@ -30,7 +30,14 @@ from cairn.runner.head_drafting import HeadDrafter
 from cairn.runner.input_batch import InputBatch
 from cairn.runner.launched_step import LaunchedStep, StepInputs
 from cairn.runner.logprobs import SampledLogprobs
-from cairn.runner.memory import LiveStates, PoolPopulation, allocate_pool, explain_step_memory, paged_layers
+from cairn.runner.memory import (
+    LiveStates,
+    PoolPopulation,
+    allocate_pool,
+    explain_step_memory,
+    paged_layers,
+    torch_dtype,
+)
 from cairn.runner.row_independence import check_row_independence
 from cairn.runner.verification import DraftVerifier, FoldBatch, KeptInputs, Observe
 from cairn.runner.vision import MultimodalInputs, VisionEncoder, multimodal_inputs
@@ -167,7 +174,9 @@ class Runner(StepRunner):
         if self.pool.device.type == "cpu":
             self._population = PoolPopulation(self.pool)
             self._population.reach(-1)
-        self._model.kernels.warm_up(self._model.spec.dtype, operations_of(self._model) | EVERY_STEP)
+        spec = self._model.spec
+        state_dtype = torch.float32 if spec.recurrent is None else torch_dtype(spec.recurrent.state_dtype)
+        self._model.kernels.warm_up(spec.dtype, operations_of(self._model) | EVERY_STEP, state_dtype)
         if self._extra_pages:
             self._copy_no_tokens()
         if self._model.exact:

@@ -22,9 +22,10 @@ def format_startup_lines(info: EngineInfo) -> list[str]:
         lines.append("cache: this model has no attention layers: tokens cost nothing")
     if cache.checkpoint_bytes:
         count = cache.num_pages // cache.pages_per_checkpoint
+        running = "" if cache.state_dtype == "float32" else f", running ones in {cache.state_dtype}"
         lines.append(
             f"cache: {_size(cache.checkpoint_bytes)} per state checkpoint ({cache.pages_per_checkpoint} pages, states "
-            f"in {cache.checkpoint_dtype}); "
+            f"in {cache.checkpoint_dtype}{running}); "
             f"the pool alone would hold {count} checkpoints"
         )
     else:

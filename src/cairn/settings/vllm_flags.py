@@ -104,13 +104,8 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
     VllmFlags("--kv-cache-dtype", "auto", "keys and values have `--dtype`"),
     _lists("--kv-cache-dtype-skip-layers", "", "keys and values have `--dtype`"),
     VllmFlags("--mamba-cache-dtype", "auto", "the last inputs of convolutions have `--dtype`"),
-    VllmFlags(
-        "--mamba-ssm-cache-dtype",
-        "auto float32",
-        "running states are float32; of checkpoints it is `--checkpoint-dtype`",
-    ),
-    VllmFlags("--mamba-cache-philox-rounds", None, "recurrent states are float32 and never rounded"),
-    _switches("--enable-mamba-cache-stochastic-rounding", "off", "recurrent states are float32 and never rounded"),
+    VllmFlags("--mamba-cache-philox-rounds", None, "recurrent states are rounded to the nearest number"),
+    _switches("--enable-mamba-cache-stochastic-rounding", "off", "recurrent states are rounded to the nearest number"),
     _switches("--disable-hybrid-kv-cache-manager", "off", "the cache is always a hybrid one"),
     VllmFlags("--prefix-caching-hash-algo --mm-hasher-algorithm", None, "there is one hash for pages, one for images"),
     VllmFlags(

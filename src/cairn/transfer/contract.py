@@ -58,6 +58,7 @@ class PeerGeometry:
     state_units: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     checkpoint_dtype: Annotated[str, msgspec.Meta(max_length=64)] = "float32"
+    state_dtype: Annotated[str, msgspec.Meta(max_length=64)] = "float32"
 
 
 def num_range_pages(start: int, end: int, block_size: int) -> int:

@@ -97,6 +97,7 @@ def geometry_of(layout: CacheLayout, tp_size: int) -> PeerGeometry:
         state_units=layout.state_units,
         tp_size=tp_size,
         checkpoint_dtype=layout.checkpoint_dtype,
+        state_dtype=layout.state_dtype,
     )
 
 
@@ -126,7 +127,12 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
 
 
 def check_checkpoint_dtypes(remote: PeerGeometry, local: PeerGeometry) -> None:
-    """Raises ConfigError for two servers whose checkpoints have states in two forms."""
+    """Raises ConfigError for two servers whose states run in two dtypes, or are in two forms in checkpoints."""
+    if remote.state_dtype != local.state_dtype:
+        raise ConfigError(
+            f"state_dtype: {remote.state_dtype} at the peer, {local.state_dtype} here; start both with the same "
+            "--mamba-ssm-cache-dtype"
+        )
     if remote.checkpoint_dtype != local.checkpoint_dtype:
         raise ConfigError(
             f"checkpoint_dtype: {remote.checkpoint_dtype} at the peer, {local.checkpoint_dtype} here; start both with "

@@ -171,10 +171,16 @@ class CacheOptions(_Options):
     mamba_cache_mode: Literal["none", "align", "all", "granular", "junction", "auto"] = Field(
         "auto", description="where state checkpoints are kept"
     )
+    mamba_ssm_cache_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="what the recurrent states of running requests are in; auto is what the checkpoint's config.json "
+        "names, else float32",
+    )
     checkpoint_dtype: Literal["auto", "float32", "float16", "int8"] = Field(
         "auto",
         description="form in which checkpoints have the recurrent state: float16 is half of float32, int8 a quarter; "
-        "auto is float16 for bfloat16 models of families whose answers it changes less than bfloat16 does",
+        "auto is float16 for bfloat16 models of families whose answers it changes less than bfloat16 does; "
+        "running states that are no float32 are kept as they are",
     )
     eviction: Literal["lru", "value"] = Field("value", description="what is dropped when the pool is full")
     mm_encoder_cache_bytes: BytesOrZero = Field(

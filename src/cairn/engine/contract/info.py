@@ -10,7 +10,7 @@ class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The cache's configuration. `num_pages` of `page_bytes` each are the whole pool; bytes are those of one rank.
 
     `min_cacheable_tokens`: a shorter prompt cannot be hit. `shares_in_flight`: requests may wait for others' prefill.
-    `checkpoint_dtype`: the form of the recurrent state in checkpoints.
+    `state_dtype`: what the recurrent state is in while it runs; `checkpoint_dtype`: its form in checkpoints.
     """
 
     block_size: int
@@ -24,6 +24,7 @@ class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool
     shares_in_flight: bool = False
     checkpoint_dtype: str = "float32"
+    state_dtype: str = "float32"
 
 
 class ServedModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,7 +88,8 @@ class LoadedRank:
 
         engine = config.engine
         self._config = config
-        opened = open_model(Path(engine.model), engine.dtype, engine.quantization, keeps_fp8(engine))
+        numbers = engine.dtype, engine.quantization, keeps_fp8(engine), engine.mamba_ssm_cache_dtype
+        opened = open_model(Path(engine.model), *numbers, engine.exact)
         self.device = device or choose_device(engine, opened, config.rank)
         if self.device.is_gpu:
             # Ranks are of this machine: nobody else needs to reach the port at which NCCL's find each other.

@@ -19,7 +19,7 @@ from torch import Tensor
 from cairn.kernels import checkpoint_files
 from cairn.kernels.checkpoint_files import StateSpan
 from cairn.kernels.cpu.compiled import F32, I64, INT, Variant, exact_jit, intrinsic, jit, kernel, record
-from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load
+from cairn.kernels.cpu.scalars import advance, bits_of, float_of, load, narrow_half, widen_half
 from cairn.kernels.state_codec import (
     HALF_ROUNDING,
     HALF_TOP,
@@ -38,7 +38,7 @@ _NUMBERS_PER_NS = 2
 _ROUNDING = np.float32(1.5 * 2**23)
 """Added to a small float32, it leaves the nearest whole number in the lowest bits, the even one of two."""
 
-_ONE, _MOST_INT8 = np.float32(1), np.float32(MOST_INT8)
+_ONE, _MOST_INT8, _MOST_HALF = np.float32(1), np.float32(MOST_INT8), np.float32(MOST_HALF)
 
 
 class _Copies(NamedTuple):
@@ -197,52 +197,6 @@ def _find_most(x: Any, count: int) -> Any:
 # -- float16 -----------------------------------------------------------------------------------------------------------
 
 
-@intrinsic
-def _narrow_half(typingctx: Any, x: Any) -> Any:
-    """uint16 with the bits of the float16 nearest to a float32, the even one of two; beyond MOST_HALF that."""
-    i32 = ir.IntType(32)
-
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        def constant(number: int) -> Any:
-            return ir.Constant(i32, number)
-
-        bits = builder.bitcast(args[0], i32)
-        magnitude = builder.and_(bits, constant(0x7FFFFFFF))
-        limit = constant(int(np.float32(MOST_HALF).view(np.uint32)))
-        magnitude = builder.select(builder.icmp_unsigned("<", magnitude, limit), magnitude, limit)
-        # The exponent counts from -14 in the place of -126, and 13 bits are cut off, of which a tie goes to the even.
-        even = builder.and_(builder.lshr(magnitude, constant(13)), constant(1))
-        moved = builder.add(builder.add(magnitude, constant(0xFFF - (112 << 23) & 0xFFFFFFFF)), even)
-        normal = builder.lshr(moved, constant(13))
-        # The last bit of one half is worth 2^-24, as that of a float16 below 2^-14 is.
-        half = ir.Constant(ir.FloatType(), 0.5)
-        added = builder.bitcast(builder.fadd(builder.bitcast(magnitude, ir.FloatType()), half), i32)
-        small = builder.sub(added, constant(0x3F000000))
-        chosen = builder.select(builder.icmp_unsigned("<", magnitude, constant(113 << 23)), small, normal)
-        sign = builder.and_(builder.lshr(bits, constant(16)), constant(0x8000))
-        return builder.trunc(builder.or_(chosen, sign), ir.IntType(16))
-
-    return types.uint16(types.float32), code
-
-
-@intrinsic
-def _widen_half(typingctx: Any, bits: Any) -> Any:
-    """float32 of a finite float16 that is given as uint16."""
-    i32 = ir.IntType(32)
-
-    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        wide = builder.zext(args[0], i32)
-        magnitude = builder.and_(wide, ir.Constant(i32, 0x7FFF))
-        normal = builder.add(builder.shl(magnitude, ir.Constant(i32, 13)), ir.Constant(i32, 112 << 23))
-        small = builder.fmul(builder.sitofp(magnitude, ir.FloatType()), ir.Constant(ir.FloatType(), 2.0**-24))
-        is_small = builder.icmp_unsigned("<", magnitude, ir.Constant(i32, 0x400))
-        chosen = builder.select(is_small, builder.bitcast(small, i32), normal)
-        sign = builder.shl(builder.and_(wide, ir.Constant(i32, 0x8000)), ir.Constant(i32, 16))
-        return builder.bitcast(builder.or_(chosen, sign), ir.FloatType())
-
-    return types.float32(types.uint16), code
-
-
 @exact_jit
 def _half_scale(most: Any) -> Any:
     """See `state_codec`."""
@@ -254,13 +208,15 @@ def _half_scale(most: Any) -> Any:
 @exact_jit
 def _halve_all(x: Any, count: int, inverse: Any, out: Any) -> None:
     for j in range(count):
-        out[j] = _narrow_half(x[j] * inverse)
+        scaled = x[j] * inverse
+        scaled = scaled if scaled > -_MOST_HALF else -_MOST_HALF
+        out[j] = narrow_half(scaled if scaled < _MOST_HALF else _MOST_HALF)
 
 
 @exact_jit
 def _double_all(values: Any, count: int, scale: Any, out: Any) -> None:
     for j in range(count):
-        out[j] = _widen_half(values[j]) * scale
+        out[j] = widen_half(values[j]) * scale
 
 
 @kernel({None: (_COPIES,)})

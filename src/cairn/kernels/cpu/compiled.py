@@ -6,9 +6,9 @@
     _scale[x.dtype](rows, cost, x.data_ptr(), out.data_ptr(), width, factor)
 
 A kernel does items [begin, end) of some count, each a result of its own: how the range is cut must not show.
-Operands come as addresses; `scalars.load(x, i)` is float32 for float32 and bfloat16 alike, and `scalars.store(x, i,
-value)` rounds to nearest even. An argument whose type is a `record` is a named tuple in the kernel's body, for which
-a call has the fields one after the other.
+Operands come as addresses; `scalars.load(x, i)` is float32 for float32, bfloat16 and float16 alike, and
+`scalars.store(x, i, value)` rounds to nearest even. An argument whose type is a `record` is a named tuple in the
+kernel's body, for which a call has the fields one after the other.
 
 Not `parallel=True`, which brings a second team of threads that fights with torch's for the cores, and not
 `fastmath=True`, which promises that there is no NaN and no infinity: recycled pages and masks have both.
@@ -17,7 +17,7 @@ Not `parallel=True`, which brings a second team of threads that fights with torc
 import ctypes
 import struct
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import llvmlite.binding
 import numba
@@ -40,6 +40,7 @@ INT = types.int64
 FLOAT = types.float32
 F32 = types.CPointer(types.float32)
 BF16 = types.CPointer(types.uint16)
+F16 = types.CPointer(types.int16)
 I8 = types.CPointer(types.int8)
 U8 = types.CPointer(types.uint8)
 I16 = types.CPointer(types.int16)
@@ -48,6 +49,17 @@ I64 = types.CPointer(types.int64)
 
 ELEMENTS: Mapping[torch.dtype, types.Type] = {torch.float32: F32, torch.bfloat16: BF16}
 """What a tensor of a model's dtype is to compiled code."""
+
+STATE_ELEMENTS: Mapping[torch.dtype, types.Type] = {**ELEMENTS, torch.float16: F16}
+"""What a tensor of recurrent states is."""
+
+
+class StateKey(NamedTuple):
+    """The key of a variant for models of a dtype, None for all, whose recurrent states are in a dtype."""
+
+    model: torch.dtype | None
+    state: torch.dtype
+
 
 FAST = frozenset(("reassoc", "contract", "arcp", "nsz"))
 """Sums in any order, a * b + c rounded once, 1 / x for a quotient, either sign of zero."""
@@ -163,12 +175,17 @@ class Kernel(dict[Hashable, Variant]):
         variant = self[key] = Variant(self._function, self.argument_types[key])
         return variant
 
-    def keys_for(self, dtype: torch.dtype | None = None) -> Sequence[Hashable]:
-        """Of the variants for a dtype, or of all. A key is for the dtype that it is or begins with; a kernel with a
-        single variant is for every dtype."""
-        firsts = {key: key[0] if isinstance(key, tuple) else key for key in self.argument_types}
-        single = len(firsts) == 1
-        return [key for key, first in firsts.items() if dtype is None or single or first == dtype]
+    def keys_for(self, dtype: torch.dtype | None = None, state_dtype: torch.dtype | None = None) -> Sequence[Hashable]:
+        """Of the variants for a dtype and for a dtype of recurrent states, or for any. A key is for the dtype that it
+        is or begins with; a kernel with a single variant is for every dtype."""
+        is_any = dtype is None or len(self.argument_types) == 1
+
+        def fits(key: Hashable) -> bool:
+            if isinstance(key, StateKey):
+                return state_dtype in (None, key.state) and (is_any or key.model in (None, dtype))
+            return is_any or (key[0] if isinstance(key, tuple) else key) == dtype
+
+        return [key for key in self.argument_types if fits(key)]
 
     def compile_if_free(self, key: Hashable) -> bool:
         """Whether the variant is ready now: not if another process is compiling it."""

@@ -5,14 +5,25 @@ the solution of one triangular system, everything else are products. A thread go
 key head and its value heads, so that all it works on stays in its core's own cache.
 """
 
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
-from cairn.kernels.cpu.compiled import BF16, F32, FLOAT, INT, jit, kernel, record, row_args
+from cairn.kernels.cpu.compiled import (
+    ELEMENTS,
+    F32,
+    FLOAT,
+    INT,
+    STATE_ELEMENTS,
+    StateKey,
+    jit,
+    kernel,
+    record,
+    row_args,
+)
 from cairn.kernels.cpu.recurrence import (
     begin_steps,
     check_states,
@@ -22,6 +33,7 @@ from cairn.kernels.cpu.recurrence import (
     first_snapshot,
     has_verifies,
     room_for_state,
+    round_block,
     scratch_state,
     sequence_arguments,
     sequences_type,
@@ -30,7 +42,7 @@ from cairn.kernels.cpu.recurrence import (
     transpose,
     with_contiguous_rows,
 )
-from cairn.kernels.cpu.scalars import ONE, ZERO, advance, exp, load, sigmoid
+from cairn.kernels.cpu.scalars import ONE, ZERO, advance, exp, load, sigmoid, store
 from cairn.kernels.cpu.vectors import LANES, TILE_LANES, TILE_ROWS, add_product, aligned, round_up
 
 NORM_EPS = np.float32(1e-6)
@@ -72,8 +84,9 @@ def gdn(
     host = batch.host
     _, heads, dim = v.shape
     _, key_heads, size = q.shape
-    check_states(states, (heads, size, dim), torch.float32)
-    y, snapshots = empty(*v.shape), empty(host.num_snapshots, heads, size, dim)
+    check_states(states, (heads, size, dim))
+    y = empty(*v.shape)
+    snapshots = empty(host.num_snapshots, heads, size, dim, dtype=states.dtype)
     num_prefills = host.num_seqs - host.first_prefill
     q, k, v = with_contiguous_rows(q), with_contiguous_rows(k), with_contiguous_rows(v)
     beta, dt = with_contiguous_rows(beta), with_contiguous_rows(dt)
@@ -91,7 +104,8 @@ def gdn(
             y.data_ptr(),
         )
         cost = host.num_decode_tokens * heads * size * dim // 4
-        _gdn_decode[dt.dtype](host.first_prefill * heads, cost, *operands, *parameters, *sequences)
+        decode = _gdn_decode[StateKey(dt.dtype, states.dtype)]
+        decode(host.first_prefill * heads, cost, *operands, *parameters, *sequences)
     if num_prefills:
         wide_beta, wide_dt = beta.float(), dt.float()
         operands = (
@@ -103,16 +117,26 @@ def gdn(
             y.data_ptr(),
         )
         cost = (host.num_tokens - host.num_decode_tokens) * heads * size * dim // 16
-        _gdn_prefill[torch.float32](num_prefills * key_heads, cost, *operands, *parameters, *sequences)
+        _gdn_prefill[StateKey(None, states.dtype)](num_prefills * key_heads, cost, *operands, *parameters, *sequences)
     return y, snapshots
 
 
-def _types(gate: Any) -> tuple[Any, ...]:
+def _types(gate: Any, state: Any) -> tuple[Any, ...]:
     return (
         record(_Operands, F32, INT, F32, INT, F32, INT, gate, INT, gate, INT, F32),
         record(_Parameters, F32, F32, INT, INT, INT, INT, FLOAT),
-        sequences_type(F32),
+        sequences_type(state),
     )
+
+
+_DECODE_TYPES: Mapping[Hashable, tuple[Any, ...]] = {
+    StateKey(model, state): _types(ELEMENTS[model], STATE_ELEMENTS[state])
+    for model in ELEMENTS
+    for state in STATE_ELEMENTS
+}
+_PREFILL_TYPES: Mapping[Hashable, tuple[Any, ...]] = {
+    StateKey(None, state): _types(F32, element) for state, element in STATE_ELEMENTS.items()
+}
 
 
 @jit
@@ -136,7 +160,7 @@ def _beta(o: Any, p: Any, row: int, head: int) -> Any:
     return p.beta_scale * sigmoid(load(o.beta, row * o.beta_row + head))
 
 
-@kernel({torch.float32: _types(F32), torch.bfloat16: _types(BF16)})
+@kernel(_DECODE_TYPES)
 def _gdn_decode(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
     """Items are pairs (sequence, value head)."""
     heads, size, dim = p.key_heads * p.per_key, p.size, p.dim
@@ -164,7 +188,7 @@ def _gdn_decode(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
             query_key = ZERO
             if fresh:
                 for i in range(size * dim):
-                    state[i] = ZERO
+                    store(state, i, ZERO)
                 for i in range(size):
                     query_key += query[i] * key[i]
                 fresh = False
@@ -174,7 +198,7 @@ def _gdn_decode(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
                     from_key, from_query = key[i], query[i]
                     query_key += from_query * from_key
                     for j in range(dim):
-                        number = state[i * dim + j]
+                        number = load(state, i * dim + j)
                         written[j] += from_key * number
                         read[j] += from_query * number
             for j in range(dim):
@@ -183,7 +207,7 @@ def _gdn_decode(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
             for i in range(size):
                 from_key = key[i]
                 for j in range(dim):
-                    state[i * dim + j] = decay * state[i * dim + j] + from_key * written[j]
+                    store(state, i * dim + j, decay * load(state, i * dim + j) + from_key * written[j])
             store_snapshots(s, sequence, row + 1 - first_row, head * size * dim, state, size * dim)
     if has_verifies(s):
         buffer[0] = ZERO  # pointers keep nothing alive
@@ -215,7 +239,7 @@ class _Scratch(NamedTuple):
     betas: Any
 
 
-@kernel({torch.float32: _types(F32)})
+@kernel(_PREFILL_TYPES)
 def _gdn_prefill(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
     """Items are pairs (prefill sequence, key head)."""
     heads, per_key, size, dim = p.key_heads * p.per_key, p.per_key, p.size, p.dim
@@ -269,6 +293,7 @@ def _gdn_prefill(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
                         target = advance(s.snapshots, (kept * heads + head) * size * dim)
                         copy_block(snapshot, columns, size, dim, target, dim, size, dim)
                 _advance_state(m, state, length, size, columns, keys_row)
+                round_block(state, columns, size, dim, s.states)
                 for kept in range(next_snapshot, snapshots_end):
                     if first_row + s.snapshot_offsets[kept] - row == length:
                         target = advance(s.snapshots, (kept * heads + head) * size * dim)

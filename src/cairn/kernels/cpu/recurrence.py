@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.compiled import I32, INT, intrinsic, jit, record
+from cairn.kernels.cpu.compiled import I32, INT, STATE_ELEMENTS, intrinsic, jit, record
 from cairn.kernels.cpu.recording import recording
-from cairn.kernels.cpu.scalars import ZERO, advance
+from cairn.kernels.cpu.scalars import ZERO, advance, load, rounded, store
 from cairn.kernels.cpu.vectors import LANES, aligned
 
 
-def empty(*shape: int) -> Tensor:
-    """A float32 tensor. numpy asks for huge pages: each small page of a large tensor costs its first use a fault, which
-    takes longer than what is computed on it. In a pass that is recorded it is the record's."""
+def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A tensor, float32 or of a state's dtype. numpy asks for huge pages: each small page of a large tensor costs its
+    first use a fault, which takes longer than what is computed on it. In a pass that is recorded it is the record's."""
     if recording() is not None:
-        return torch.empty(shape)
-    return torch.from_numpy(np.empty(shape, np.float32))
+        return torch.empty(shape, dtype=dtype)
+    numbers = np.empty(shape, np.float32 if dtype == torch.float32 else np.uint16)
+    return torch.from_numpy(numbers).view(dtype)
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:
@@ -34,12 +35,14 @@ def with_contiguous_rows(x: Tensor) -> Tensor:
     return x
 
 
-def check_states(states: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Raises ValueError unless each slot's state is one piece of memory of this shape and dtype."""
-    if states.shape[1:] != shape or states.dtype != dtype or with_contiguous_rows(states) is not states:
+def check_states(states: Tensor, shape: tuple[int, ...], *dtypes: torch.dtype) -> None:
+    """Raises ValueError unless each slot's state is one piece of memory of this shape and of any of these dtypes, or
+    where none is given, of any that recurrent states may have."""
+    dtypes = dtypes or tuple(STATE_ELEMENTS)
+    if states.shape[1:] != shape or states.dtype not in dtypes or with_contiguous_rows(states) is not states:
         raise ValueError(
             f"states are {states.dtype} {list(states.shape)} with strides {list(states.stride())}, "
-            f"wanted are {dtype} [slots, {', '.join(map(str, shape))}], each slot's contiguous"
+            f"wanted are {' or '.join(map(str, dtypes))} [slots, {', '.join(map(str, shape))}], each slot's contiguous"
         )
 
 
@@ -170,15 +173,24 @@ def softplus(x: float) -> float:
 def copy_block(
     source: Any, source_row: int, rows: int, columns: int, target: Any, target_row: int, all_rows: int, all_columns: int
 ) -> None:
-    """target [all_rows, all_columns] = source [rows, columns], and zeros to the right of it and below it."""
+    """target [all_rows, all_columns] = source [rows, columns], and zeros to the right of it and below it; rounded where
+    the target has fewer bits."""
     for i in range(rows):
         for j in range(columns):
-            target[i * target_row + j] = source[i * source_row + j]
+            store(target, i * target_row + j, load(source, i * source_row + j))
         for j in range(columns, all_columns):
-            target[i * target_row + j] = ZERO
+            store(target, i * target_row + j, ZERO)
     for i in range(rows, all_rows):
         for j in range(all_columns):
-            target[i * target_row + j] = ZERO
+            store(target, i * target_row + j, ZERO)
+
+
+@jit
+def round_block(block: Any, row: int, rows: int, columns: int, states: Any) -> None:
+    """Each of the block's float32 numbers [rows, columns] becomes what it would be if it were one of `states`."""
+    for i in range(rows):
+        for j in range(columns):
+            block[i * row + j] = rounded(states, block[i * row + j])
 
 
 @jit

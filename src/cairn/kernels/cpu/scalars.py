@@ -1,4 +1,4 @@
-"""Numbers inside compiled loops: memory of either dtype, and functions that LLVM makes vector code of.
+"""Numbers inside compiled loops: memory of any dtype, and functions that LLVM makes vector code of.
 
 `np.exp` and its kind are calls into the C library here, one number at a time; what is below is plain arithmetic.
 """
@@ -9,7 +9,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from cairn.kernels.cpu.compiled import BF16, F32, exact_jit, intrinsic, jit
+from cairn.kernels.cpu.compiled import BF16, F16, F32, exact_jit, intrinsic, jit
 
 ZERO: Any = np.float32(0)
 ONE: Any = np.float32(1)
@@ -57,26 +57,58 @@ def narrow(typingctx: Any, x: Any) -> Any:
 
 
 @intrinsic
+def widen_half(typingctx: Any, bits: Any) -> Any:
+    """float32 of a float16 that is given as uint16."""
+    return types.float32(types.uint16), lambda context, builder, _, args: _widen_half(builder, args[0])
+
+
+@intrinsic
+def narrow_half(typingctx: Any, x: Any) -> Any:
+    """uint16 of the float16 nearest to a float32, the even one of two; from 65520 on infinity; a NaN stays a NaN."""
+    return types.uint16(types.float32), lambda context, builder, _, args: _narrow_half(builder, args[0])
+
+
+@intrinsic
 def load(typingctx: Any, pointer: Any, index: Any) -> Any:
-    """float32: number `index` at a pointer to float32 or bfloat16."""
+    """float32: number `index` at a pointer to float32, bfloat16 or float16."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        value = builder.load(builder.gep(args[0], [args[1]]))
-        return value if pointer == F32 else _widen(builder, value)
+        return _widened(pointer, builder, builder.load(builder.gep(args[0], [args[1]])))
 
-    return (types.float32(pointer, types.int64), code) if pointer in (F32, BF16) else None
+    return (types.float32(pointer, types.int64), code) if pointer in (F32, BF16, F16) else None
 
 
 @intrinsic
 def store(typingctx: Any, pointer: Any, index: Any, value: Any) -> Any:
-    """A float32 becomes number `index` at a pointer to float32 or bfloat16."""
+    """A float32 becomes number `index` at a pointer to float32, bfloat16 or float16."""
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        value = args[2] if pointer == F32 else _narrow(builder, args[2])
-        builder.store(value, builder.gep(args[0], [args[1]]))
+        builder.store(_narrowed(pointer, builder, args[2]), builder.gep(args[0], [args[1]]))
         return context.get_dummy_value()
 
-    return (types.void(pointer, types.int64, types.float32), code) if pointer in (F32, BF16) else None
+    return (types.void(pointer, types.int64, types.float32), code) if pointer in (F32, BF16, F16) else None
+
+
+@intrinsic
+def rounded(typingctx: Any, pointer: Any, value: Any) -> Any:
+    """A float32 as it would be read back from a pointer."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return _widened(pointer, builder, _narrowed(pointer, builder, args[1]))
+
+    return (types.float32(pointer, types.float32), code) if pointer in (F32, BF16, F16) else None
+
+
+def _widened(pointer: Any, builder: Any, value: Any) -> Any:
+    if pointer == F32:
+        return value
+    return _widen(builder, value) if pointer == BF16 else _widen_half(builder, value)
+
+
+def _narrowed(pointer: Any, builder: Any, value: Any) -> Any:
+    if pointer == F32:
+        return value
+    return _narrow(builder, value) if pointer == BF16 else _narrow_half(builder, value)
 
 
 def _widen(builder: Any, value: Any) -> Any:
@@ -97,6 +129,46 @@ def _narrow(builder: Any, value: Any) -> Any:
     # The bit that makes it a quiet one: what is cut off might have been all that told it from infinity.
     chosen = builder.select(is_nan, builder.or_(high, constant(0x40)), rounded)
     return builder.trunc(chosen, ir.IntType(16))
+
+
+def _widen_half(builder: Any, value: Any) -> Any:
+    def constant(number: int) -> Any:
+        return ir.Constant(_I32, number)
+
+    wide = builder.zext(value, _I32)
+    magnitude = builder.and_(wide, constant(0x7FFF))
+    # The exponent counts from -14 in the place of -126, and from 16 in the place of 128 where there is no number.
+    is_finite = builder.icmp_unsigned("<", magnitude, constant(0x7C00))
+    exponent = builder.select(is_finite, constant(112 << 23), constant(224 << 23))
+    normal = builder.add(builder.shl(magnitude, constant(13)), exponent)
+    small = builder.fmul(builder.sitofp(magnitude, ir.FloatType()), ir.Constant(ir.FloatType(), 2.0**-24))
+    is_small = builder.icmp_unsigned("<", magnitude, constant(0x400))
+    chosen = builder.select(is_small, builder.bitcast(small, _I32), normal)
+    sign = builder.shl(builder.and_(wide, constant(0x8000)), constant(16))
+    return builder.bitcast(builder.or_(chosen, sign), ir.FloatType())
+
+
+def _narrow_half(builder: Any, value: Any) -> Any:
+    def constant(number: int) -> Any:
+        return ir.Constant(_I32, number)
+
+    bits = builder.bitcast(value, _I32)
+    magnitude = builder.and_(bits, constant(0x7FFFFFFF))
+    # The exponent counts from -14 in the place of -126, and 13 bits are cut off, of which a tie goes to the even.
+    even = builder.and_(builder.lshr(magnitude, constant(13)), constant(1))
+    moved = builder.add(builder.add(magnitude, constant(0xFFF - (112 << 23) & 0xFFFFFFFF)), even)
+    normal = builder.lshr(moved, constant(13))
+    # The last bit of one half is worth 2^-24, as that of a float16 below 2^-14 is.
+    half = ir.Constant(ir.FloatType(), 0.5)
+    added = builder.bitcast(builder.fadd(builder.bitcast(magnitude, ir.FloatType()), half), _I32)
+    small = builder.sub(added, constant(0x3F000000))
+    chosen = builder.select(builder.icmp_unsigned("<", magnitude, constant(113 << 23)), small, normal)
+    # From 65520 on, halfway from the largest number to the next power of two.
+    chosen = builder.select(builder.icmp_unsigned("<", magnitude, constant(0x477FF000)), chosen, constant(0x7C00))
+    is_nan = builder.icmp_unsigned(">", magnitude, constant(0x7F800000))
+    chosen = builder.select(is_nan, constant(0x7E00), chosen)
+    sign = builder.and_(builder.lshr(bits, constant(16)), constant(0x8000))
+    return builder.trunc(builder.or_(chosen, sign), ir.IntType(16))
 
 
 @exact_jit

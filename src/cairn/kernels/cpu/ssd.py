@@ -5,6 +5,7 @@ mask, between chunks the state. A thread goes through a whole sequence with some
 product of b and c, so that all it works on stays in its core's own cache.
 """
 
+from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,18 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
-from cairn.kernels.cpu.compiled import BF16, F32, FLOAT, INT, jit, kernel, record, row_args
+from cairn.kernels.cpu.compiled import (
+    ELEMENTS,
+    F32,
+    FLOAT,
+    INT,
+    STATE_ELEMENTS,
+    StateKey,
+    jit,
+    kernel,
+    record,
+    row_args,
+)
 from cairn.kernels.cpu.recurrence import (
     begin_steps,
     check_states,
@@ -22,6 +34,7 @@ from cairn.kernels.cpu.recurrence import (
     first_snapshot,
     has_verifies,
     room_for_state,
+    round_block,
     scratch_state,
     sequence_arguments,
     sequences_type,
@@ -30,7 +43,7 @@ from cairn.kernels.cpu.recurrence import (
     transpose,
     with_contiguous_rows,
 )
-from cairn.kernels.cpu.scalars import ONE, ZERO, advance, exp, load
+from cairn.kernels.cpu.scalars import ONE, ZERO, advance, exp, load, store
 from cairn.kernels.cpu.vectors import LANES, TILE_LANES, TILE_ROWS, add_product, aligned, round_up
 
 MAX_HEADS_AT_ONCE = 8
@@ -73,8 +86,9 @@ def ssd(
     host = batch.host
     _, heads, dim = x.shape
     _, groups, size = b.shape
-    check_states(states, (heads, dim, size), torch.float32)
-    y, snapshots = empty(*x.shape), empty(host.num_snapshots, heads, dim, size)
+    check_states(states, (heads, dim, size))
+    y = empty(*x.shape)
+    snapshots = empty(host.num_snapshots, heads, dim, size, dtype=states.dtype)
     num_prefills = host.num_seqs - host.first_prefill
     x, dt = with_contiguous_rows(x), with_contiguous_rows(dt)
     b, c = with_contiguous_rows(b), with_contiguous_rows(c)
@@ -91,7 +105,8 @@ def ssd(
             y.data_ptr(),
         )
         cost = host.num_decode_tokens * heads * size * dim // 4
-        _ssd_decode[dt.dtype](host.first_prefill * heads, cost, *operands, *parameters, *sequences)
+        decode = _ssd_decode[StateKey(dt.dtype, states.dtype)]
+        decode(host.first_prefill * heads, cost, *operands, *parameters, *sequences)
     if num_prefills:
         wide_dt = dt.float()
         operands = (
@@ -104,7 +119,7 @@ def ssd(
         at_once = _heads_at_once(heads // groups, groups * num_prefills)
         num_tokens = host.num_tokens - host.num_decode_tokens
         items, cost = num_prefills * heads // at_once, num_tokens * heads * size * dim // 16
-        _ssd_prefill[torch.float32](items, cost, *operands, *parameters, *sequences, at_once)
+        _ssd_prefill[StateKey(None, states.dtype)](items, cost, *operands, *parameters, *sequences, at_once)
     return y, snapshots
 
 
@@ -115,12 +130,22 @@ def _heads_at_once(per_group: int, num_groups: int) -> int:
     return next((count for count in divisors if num_groups * per_group // count >= min_items), 1)
 
 
-def _types(gate: Any) -> tuple[Any, ...]:
+def _types(gate: Any, state: Any) -> tuple[Any, ...]:
     return (
         record(_Operands, F32, INT, gate, INT, F32, INT, F32, INT, F32),
         record(_Parameters, F32, F32, F32, FLOAT, FLOAT, INT, INT, INT, INT),
-        sequences_type(F32),
+        sequences_type(state),
     )
+
+
+_DECODE_TYPES: Mapping[Hashable, tuple[Any, ...]] = {
+    StateKey(model, state): _types(ELEMENTS[model], STATE_ELEMENTS[state])
+    for model in ELEMENTS
+    for state in STATE_ELEMENTS
+}
+_PREFILL_TYPES: Mapping[Hashable, tuple[Any, ...]] = {
+    StateKey(None, state): _types(F32, element) for state, element in STATE_ELEMENTS.items()
+}
 
 
 @jit
@@ -128,7 +153,7 @@ def _time_step(o: Any, p: Any, row: int, head: int) -> Any:
     return min(max(softplus(load(o.dt, row * o.dt_row + head) + p.dt_bias[head]), p.dt_min), p.dt_max)
 
 
-@kernel({torch.float32: _types(F32), torch.bfloat16: _types(BF16)})
+@kernel(_DECODE_TYPES)
 def _ssd_decode(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
     """Items are pairs (sequence, head)."""
     dim, size = p.dim, p.size
@@ -152,8 +177,8 @@ def _ssd_decode(begin: int, end: int, o: Any, p: Any, s: Any) -> None:
                 value = x[i]
                 written, read = step * value, ZERO
                 for j in range(size):
-                    number = decay * state[i * size + j] + written * b[j]
-                    state[i * size + j] = number
+                    number = decay * load(state, i * size + j) + written * b[j]
+                    store(state, i * size + j, number)
                     read += number * c[j]
                 y[i] = read + d * value
             store_snapshots(s, sequence, row + 1 - first_row, head * dim * size, state, dim * size)
@@ -186,7 +211,7 @@ class _Scratch(NamedTuple):
     steps: Any
 
 
-@kernel({torch.float32: (*_types(F32), INT)})
+@kernel({key: (*types, INT) for key, types in _PREFILL_TYPES.items()})
 def _ssd_prefill(begin: int, end: int, o: Any, p: Any, s: Any, at_once: int) -> None:
     """Items are pairs (prefill sequence, `at_once` heads of one group)."""
     dim, size = p.dim, p.size
@@ -237,6 +262,7 @@ def _ssd_prefill(begin: int, end: int, o: Any, p: Any, s: Any, at_once: int) -> 
                         target = advance(s.snapshots, (kept * p.heads + head) * dim * size)
                         copy_block(snapshot, columns, dim, size, target, size, dim, size)
                 _advance_state(m, state, length, dim, columns, x_columns)
+                round_block(state, columns, dim, size, s.states)
                 for kept in range(next_snapshot, snapshots_end):
                     if first_row + s.snapshot_offsets[kept] - row == length:
                         target = advance(s.snapshots, (kept * p.heads + head) * dim * size)

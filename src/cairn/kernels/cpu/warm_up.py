@@ -68,13 +68,17 @@ class Task:
         return cls(name, int(place))
 
 
-def warm_up(dtype: torch.dtype | None = None, operations: Set[str] | None = None) -> int:
+def warm_up(
+    dtype: torch.dtype | None = None,
+    operations: Set[str] | None = None,
+    state_dtype: torch.dtype = torch.float32,
+) -> int:
     """See `Kernels.warm_up`: the number of variants. What no earlier process compiled is compiled by several processes,
     as many as there are cores, and kept for the next one. Says in the log how long it took. From now on a step has as
     many of torch's threads as it is worth."""
     begin = perf_counter()
     step_work().begin_serving()
-    tasks = tasks_for(dtype, operations)
+    tasks = tasks_for(dtype, operations, state_dtype)
     with compile_workers(tasks):
         compile_tasks(tasks)
     variants = [task.kernel[task.key] for task in tasks]
@@ -89,15 +93,17 @@ def warm_up(dtype: torch.dtype | None = None, operations: Set[str] | None = None
     return len(variants)
 
 
-def tasks_for(dtype: torch.dtype | None, operations: Set[str] | None) -> Sequence[Task]:
-    """The variants that operations of the contract use in models of a dtype; None: of any. Those that take longest to
-    compile come first."""
+def tasks_for(
+    dtype: torch.dtype | None, operations: Set[str] | None, state_dtype: torch.dtype = torch.float32
+) -> Sequence[Task]:
+    """The variants that operations of the contract use in models of a dtype, None: of any, with recurrent states of a
+    dtype. Those that take longest to compile come first."""
     names = KERNELS.keys() if operations is None else _names_of(operations) - _unused_names()
     tasks = [
         Task(name, place)
         for name in names
         for place, key in enumerate(KERNELS[name].argument_types)
-        if key in KERNELS[name].keys_for(dtype)
+        if key in KERNELS[name].keys_for(dtype, state_dtype)
     ]
     return sorted(tasks, key=lambda task: (-task.kernel.size, str(task)))
 

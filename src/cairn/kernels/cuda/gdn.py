@@ -143,7 +143,7 @@ def _states_kernel(
     mask = (size < S)[:, None] & (dim < P)[None, :]
     inside = head * (S * P) + size[:, None] * P + dim[None, :]
     live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + inside
-    state = tl.load(live, mask=mask & (start > 0), other=0.0)
+    state = tl.load(live, mask=mask & (start > 0), other=0.0).to(tl.float32)
 
     snapshot, end_of_snapshots = tl.load(seq_snapshots + sequence), tl.load(seq_snapshots + sequence + 1)
     target = snapshots + snapshot.to(tl.int64) * (H * S * P) + inside
@@ -172,11 +172,12 @@ def _states_kernel(
             new -= product(reads, state, tl.zeros((64, BP), tl.float32), PRECISION)
             tl.store(places, new.to(u.dtype.element_ty), mask=valid[:, None] & (dim < P)[None, :])
             state = product(tl.trans(keys), new * left[:, None], state * tl.exp(final), PRECISION)
+            state = state.to(live.dtype.element_ty).to(tl.float32)
         if index < end_of_snapshots:
             # Of a snapshot inside a chunk this is where `_snapshots_kernel` goes on from.
-            tl.store(target, state, mask=mask)
+            tl.store(target, state.to(live.dtype.element_ty), mask=mask)
             target += H * S * P
-    tl.store(live, state, mask=mask)
+    tl.store(live, state.to(live.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -211,8 +212,9 @@ def _snapshots_kernel(
         keys = tl.load(keys_at, mask=valid[:, None] & (size < S)[None, :], other=0.0)
         mask = (size < S)[:, None] & (dim < P)[None, :]
         target = snapshots + snapshot.to(tl.int64) * (H * S * P) + head * (S * P) + size[:, None] * P + dim[None, :]
-        state = tl.load(target, mask=mask, other=0.0) * tl.exp(final)
-        tl.store(target, product(tl.trans(keys), new * left[:, None], state, PRECISION), mask=mask)
+        state = tl.load(target, mask=mask, other=0.0).to(tl.float32) * tl.exp(final)
+        state = product(tl.trans(keys), new * left[:, None], state, PRECISION)
+        tl.store(target, state.to(target.dtype.element_ty), mask=mask)
 
 
 @kernel

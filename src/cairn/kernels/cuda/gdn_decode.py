@@ -54,16 +54,16 @@ def _decode_kernel(
     mask = (size < S)[:, None] & (dim < P)[None, :]
     inside = head * (S * P) + size[:, None] * P + dim[None, :]
     live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + inside
-    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0)
+    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0).to(tl.float32)
 
     state = _take_token(
         state, row, head, dim, size, q, k, v, beta, dt, a, dt_bias, y, beta_scale,
         q_stride, k_stride, v_stride, beta_stride, dt_stride, H, PER_KEY, S, P,
     )  # fmt: skip
-    tl.store(live, state, mask=mask)
+    tl.store(live, state.to(live.dtype.element_ty), mask=mask)
     index = tl.load(seq_snapshots + sequence)
     if index < tl.load(seq_snapshots + sequence + 1):
-        tl.store(snapshots + index.to(tl.int64) * (H * S * P) + inside, state, mask=mask)
+        tl.store(snapshots + index.to(tl.int64) * (H * S * P) + inside, state.to(live.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -82,7 +82,7 @@ def _tokens_kernel(
     mask = (size < S)[:, None] & (dim < P)[None, :]
     inside = head * (S * P) + size[:, None] * P + dim[None, :]
     live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + inside
-    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0)
+    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0).to(tl.float32)
 
     first, last = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
     snapshot, end_of_snapshots = tl.load(seq_snapshots + sequence), tl.load(seq_snapshots + sequence + 1)
@@ -95,12 +95,13 @@ def _tokens_kernel(
                 state, first.to(tl.int64) + offset, head, dim, size, q, k, v, beta, dt, a, dt_bias, y, beta_scale,
                 q_stride, k_stride, v_stride, beta_stride, dt_stride, H, PER_KEY, S, P,
             )  # fmt: skip
+            state = state.to(live.dtype.element_ty).to(tl.float32)
         begin = end
         if index < end_of_snapshots:
-            tl.store(target, state, mask=mask)
+            tl.store(target, state.to(live.dtype.element_ty), mask=mask)
             target += H * S * P
     if sequence < num_in_place:
-        tl.store(live, state, mask=mask)
+        tl.store(live, state.to(live.dtype.element_ty), mask=mask)
 
 
 def take_tokens(

@@ -113,7 +113,7 @@ def _states_kernel(
     state_offsets = head * (P * S) + dim[:, None] * S + size[None, :]
     chunk_state_offsets = head * (S * P) + size[:, None] * P + dim[None, :]
     live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + state_offsets
-    state = tl.trans(tl.load(live, mask=tl.trans(mask) & (start > 0), other=0.0))
+    state = tl.trans(tl.load(live, mask=tl.trans(mask) & (start > 0), other=0.0).to(tl.float32))
 
     snapshot, end_of_snapshots = tl.load(seq_snapshots + sequence), tl.load(seq_snapshots + sequence + 1)
     target = snapshots + snapshot.to(tl.int64) * (H * P * S) + state_offsets
@@ -128,11 +128,12 @@ def _states_kernel(
                 state, x, b, steps, totals, base, c, first, last, head, dim, 64, num_rows, x_stride, b_stride,
                 PER_GROUP, P, S, BS, PRECISION,
             )  # fmt: skip
+            state = state.to(live.dtype.element_ty).to(tl.float32)
         if index < end_of_snapshots:
             # Of a snapshot inside a chunk this is where `_snapshots_kernel` goes on from.
-            tl.store(target, tl.trans(state), mask=tl.trans(mask))
+            tl.store(target, tl.trans(state).to(live.dtype.element_ty), mask=tl.trans(mask))
             target += H * P * S
-    tl.store(live, tl.trans(state), mask=tl.trans(mask))
+    tl.store(live, tl.trans(state).to(live.dtype.element_ty), mask=tl.trans(mask))
 
 
 @kernel
@@ -157,10 +158,11 @@ def _snapshots_kernel(
         target = snapshots + snapshot.to(tl.int64) * (H * P * S) + at
         last = tl.load(cu_seqlens + sequence + 1)
         state = _chunk_update(
-            tl.load(target, mask=mask, other=0.0), x, b, steps, totals, first - start % 64, position // 64, first, last,
-            head, dim, position % 64, num_rows, x_stride, b_stride, PER_GROUP, P, S, BS, PRECISION,
+            tl.load(target, mask=mask, other=0.0).to(tl.float32), x, b, steps, totals, first - start % 64,
+            position // 64, first, last, head, dim, position % 64, num_rows, x_stride, b_stride,
+            PER_GROUP, P, S, BS, PRECISION,
         )  # fmt: skip
-        tl.store(target, state, mask=mask)
+        tl.store(target, state.to(target.dtype.element_ty), mask=mask)
 
 
 @kernel

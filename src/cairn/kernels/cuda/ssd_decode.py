@@ -48,16 +48,16 @@ def _decode_kernel(
     mask = (dim < P)[:, None] & (size < S)[None, :]
     inside = head * (P * S) + dim[:, None] * S + size[None, :]
     live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + inside
-    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0)
+    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0).to(tl.float32)
 
     state = _take_token(
         state, row, head, dim, size, x, dt, b, c, a, d, dt_bias, y, x_stride, dt_stride, b_stride, c_stride,
         limit_low, limit_high, H, PER_GROUP, P, S,
     )  # fmt: skip
-    tl.store(live, state, mask=mask)
+    tl.store(live, state.to(live.dtype.element_ty), mask=mask)
     index = tl.load(seq_snapshots + sequence)
     if index < tl.load(seq_snapshots + sequence + 1):
-        tl.store(snapshots + index.to(tl.int64) * (H * P * S) + inside, state, mask=mask)
+        tl.store(snapshots + index.to(tl.int64) * (H * P * S) + inside, state.to(live.dtype.element_ty), mask=mask)
 
 
 @kernel
@@ -77,7 +77,7 @@ def _tokens_kernel(
     mask = (dim < P)[:, None] & (size < S)[None, :]
     inside = head * (P * S) + dim[:, None] * S + size[None, :]
     live = states + tl.load(slots + sequence).to(tl.int64) * slot_stride + inside
-    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0)
+    state = tl.load(live, mask=mask & (tl.load(seq_starts + sequence) > 0), other=0.0).to(tl.float32)
 
     first, last = tl.load(cu_seqlens + sequence), tl.load(cu_seqlens + sequence + 1)
     snapshot, end_of_snapshots = tl.load(seq_snapshots + sequence), tl.load(seq_snapshots + sequence + 1)
@@ -90,12 +90,13 @@ def _tokens_kernel(
                 state, first.to(tl.int64) + offset, head, dim, size, x, dt, b, c, a, d, dt_bias, y,
                 x_stride, dt_stride, b_stride, c_stride, limit_low, limit_high, H, PER_GROUP, P, S,
             )  # fmt: skip
+            state = state.to(live.dtype.element_ty).to(tl.float32)
         begin = end
         if index < end_of_snapshots:
-            tl.store(target, state, mask=mask)
+            tl.store(target, state.to(live.dtype.element_ty), mask=mask)
             target += H * P * S
     if sequence < num_in_place:
-        tl.store(live, state, mask=mask)
+        tl.store(live, state.to(live.dtype.element_ty), mask=mask)
 
 
 def take_tokens(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.exact.elementwise import sigmoid, softplus, widen
-from cairn.kernels.exact.metadata import Decode, Prefill, aligned_state, decodes_by_state, metadata_of
+from cairn.kernels.exact.metadata import Decode, Prefill, aligned_state, decodes_by_state, metadata_of, round_state
 
 NORM_EPS = 1e-6
 
@@ -48,10 +48,11 @@ def _prefill(
     snapshots: Tensor,
 ) -> None:  # fmt: skip
     q, k, v, beta, log_decay = (prefill.lay_out(part) for part in (q, k, v, beta, log_decay))
-    state = prefill.state_before(states)
+    state = widen(prefill.state_before(states))
     for index, points in enumerate(prefill.snapshots_by_chunk()):
         chunk = slice(index * CHUNK, (index + 1) * CHUNK)
         _run_chunk(q[chunk], k[chunk], v[chunk], beta[chunk], log_decay[chunk], state, points, snapshots)
+        round_state(state, states.dtype)
     y[prefill.rows] = v[prefill.on_grid]
     states[prefill.slot] = state
 
@@ -120,4 +121,5 @@ def _decode(
                 written = (v[row] - torch.bmm(key, state)[:, 0]).mul_(beta[row])
                 state.addcmul_(key.transpose(1, 2), written[:, None])
                 y[row] = torch.bmm(query, state)[:, 0]
+                round_state(state, states.dtype)
                 decode.store_snapshots(row, state, snapshots)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch, HostBatch
+from cairn.kernels.exact.elementwise import widen
 from cairn.kernels.staging import Staging
 
 TILE: Final = 64
@@ -169,16 +170,23 @@ _ALIGNMENT: Final = 64
 
 @contextmanager
 def aligned_state(states: Tensor, decode: Decode) -> Iterator[Tensor]:
-    """The live state of a sequence's slot, to be changed in place: zeros where the sequence is fresh. A copy stands in
-    for it where it is to stay as it is, and where the slot begins at an address that another slot's does not: BLAS may
-    round otherwise there."""
+    """The live state of a sequence's slot, to be changed in place, in float32 or wider: zeros where the sequence is
+    fresh. A copy stands in for it where it is to stay as it is, where it is narrower, and where the slot begins at an
+    address that another slot's does not: BLAS may round otherwise there."""
     live = states[decode.slot]
-    state = live if decode.in_place and live.data_ptr() % _ALIGNMENT == 0 else live.clone()
+    is_live = decode.in_place and live.data_ptr() % _ALIGNMENT == 0
+    state = widen(live, copy=not is_live)
     if decode.is_fresh:
         state.zero_()
     yield state
     if decode.in_place and state is not live:
         live.copy_(state)
+
+
+def round_state(state: Tensor, dtype: torch.dtype) -> None:
+    """Each number becomes what it would be if it had been kept in a dtype."""
+    if state.dtype != dtype:
+        state.copy_(state.to(dtype))
 
 
 def metadata_of(batch: Batch) -> ExactMetadata:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.exact.elementwise import softplus, widen
-from cairn.kernels.exact.metadata import Decode, Prefill, aligned_state, decodes_by_state, metadata_of
+from cairn.kernels.exact.metadata import Decode, Prefill, aligned_state, decodes_by_state, metadata_of, round_state
 
 
 def ssd(
@@ -39,10 +39,11 @@ def _prefill(
     y: Tensor, snapshots: Tensor,
 ) -> None:  # fmt: skip
     x, steps, b, c = (prefill.lay_out(part) for part in (x, steps, b, c))
-    state = prefill.state_before(states)
+    state = widen(prefill.state_before(states))
     for index, points in enumerate(prefill.snapshots_by_chunk()):
         chunk = slice(index * CHUNK, (index + 1) * CHUNK)
         _run_chunk(x[chunk], steps[chunk], b[chunk], c[chunk], a, d, state, points, snapshots)
+        round_state(state, states.dtype)
     y[prefill.rows] = x[prefill.on_grid]
     states[prefill.slot] = state
 
@@ -111,4 +112,5 @@ def _decode(
                 vectors = c[row].clone()
                 read = torch.cat([torch.mv(by_group[group], vectors[group]) for group in range(groups)])
                 y[row].add_(read.view(x.shape[1:]))
+                round_state(state, states.dtype)
                 decode.store_snapshots(row, state, snapshots)

@@ -65,7 +65,11 @@ def packed_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
-def warm_up(dtype: torch.dtype | None = None, operations: Set[str] | None = None) -> int:
+def warm_up(
+    dtype: torch.dtype | None = None,
+    operations: Set[str] | None = None,
+    state_dtype: torch.dtype = torch.float32,
+) -> int:
     """See `Kernels.warm_up`. Nothing is compiled."""
     return 0
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cairn.kernels.batch import Batch, HostBatch
+from cairn.kernels.batch import CHUNK, Batch, HostBatch
 from cairn.kernels.reference import elementwise
 from cairn.kernels.reference.elementwise import sigmoid, softplus, widen
 
@@ -15,7 +15,8 @@ from cairn.kernels.reference.elementwise import sigmoid, softplus, widen
 class SequencePass:
     """One sequence's tokens of this pass: rows [first_row, first_row + end - start) of the batch, which stand at
     positions [start, end). Snapshots of its state are taken after each of the first `snapshot_offsets` of them.
-    `in_place`: whether its live state is written, which it is unless it is to be verified."""
+    `in_place`: whether its live state is written, which it is unless it is to be verified. `in_chunks`: whether it is a
+    prefill, whose states are rounded where a chunk ends, or else one whose states are after each token."""
 
     slot: int
     first_row: int
@@ -24,6 +25,7 @@ class SequencePass:
     kv_write_from: int
     snapshot_offsets: tuple[int, ...]
     in_place: bool
+    in_chunks: bool
 
     @property
     def rows(self) -> range:
@@ -34,6 +36,12 @@ class SequencePass:
         """The sequence's state before this pass, a copy."""
         state = states[self.slot]
         return torch.zeros_like(state) if self.start == 0 else state.clone()
+
+    def round_state(self, state: Tensor, offset: int, states: Tensor) -> Tensor:
+        """The state after the first `offset` tokens of the pass, rounded to the states' dtype where it is to be."""
+        if self.in_chunks and (self.start + offset) % CHUNK:
+            return state
+        return widen(state.to(states.dtype))
 
     def write_state(self, states: Tensor, state: Tensor) -> None:
         """The sequence's state after this pass, where it is to be written."""
@@ -54,12 +62,13 @@ def sequences_of(host: HostBatch, state_slots: Tensor | None = None) -> Iterator
             kv_write_from=int(host.kv_write_from[i]),
             snapshot_offsets=tuple(int(offset) for offset in host.snapshot_offsets[host.snapshot_seqs == i]),
             in_place=i < host.num_in_place or i >= host.first_prefill,
+            in_chunks=i >= host.first_prefill,
         )
 
 
 def stack_snapshots(snapshots: list[Tensor], states: Tensor) -> Tensor:
     """States of one slot each -> [N, ...] in the states' dtype, N = 0 included."""
-    return torch.stack(snapshots) if snapshots else states.new_empty(0, *states.shape[1:])
+    return torch.stack(snapshots).to(states.dtype) if snapshots else states.new_empty(0, *states.shape[1:])
 
 
 def conv(
@@ -92,13 +101,14 @@ def ssd(
     snapshots = []
     per_group = x.shape[1] // b.shape[1]
     for sequence in sequences_of(batch.host, batch.state_slots):
-        state = sequence.state_before(states)
+        state = widen(sequence.state_before(states))
         for offset, row in enumerate(sequence.rows, start=1):
             step = softplus(widen(dt[row]) + dt_bias).clamp(*dt_limit)
             b_head, c_head = (part[row].repeat_interleave(per_group, dim=0) for part in (b, c))  # [H, S]
             added = step[:, None, None] * x[row][:, :, None] * b_head[:, None, :]
             state = torch.exp(step * a)[:, None, None] * state + added
             y[row] = (state * c_head[:, None, :]).sum(-1) + d[:, None] * x[row]
+            state = sequence.round_state(state, offset, states)
             if offset in sequence.snapshot_offsets:
                 snapshots.append(state)
         sequence.write_state(states, state)
@@ -118,7 +128,7 @@ def gdn(
     snapshots = []
     per_key = v.shape[1] // q.shape[1]
     for sequence in sequences_of(batch.host, batch.state_slots):
-        state = sequence.state_before(states)
+        state = widen(sequence.state_before(states))
         for offset, row in enumerate(sequence.rows, start=1):
             query, key = (_unit(part[row]).repeat_interleave(per_key, dim=0) for part in (q, k))  # [H, S]
             decay = torch.exp(a * softplus(widen(dt[row]) + dt_bias))
@@ -127,6 +137,7 @@ def gdn(
             written = beta_scale * sigmoid(widen(beta[row]))[:, None] * (v[row] - read)
             state = state + key[:, :, None] * written[:, None, :]
             y[row] = (state * query[:, :, None]).sum(1) * q.shape[-1] ** -0.5
+            state = sequence.round_state(state, offset, states)
             if offset in sequence.snapshot_offsets:
                 snapshots.append(state)
         sequence.write_state(states, state)

@@ -125,7 +125,6 @@ class Qwen35Config(DecoderConfig):
     hidden_act: str = only("silu")
     attention_bias: bool = only(False)
     attn_output_gate: bool = only(True)
-    mamba_ssm_dtype: str = only("float32")
     use_sliding_window: bool = only(False)
 
     @property
