@@ -125,6 +125,11 @@ def conv(module: Any) -> Iterator[Configuration]:
 
 
 STATES = {"states": "*fp32", "snapshots": "*fp32", "limit_low": "fp32", "limit_high": "fp32", "beta_scale": "fp32"}
+SMALL_STATES = tuple(
+    {**STATES, "states": states, "snapshots": states} for states in ("*fp16", "*bf16")
+)
+"""Those that run in fewer bits, of bfloat16 models."""
+
 SSD_MODELS = ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64))
 """Heads, heads of a group, head dim and state size."""
 
@@ -145,6 +150,8 @@ def ssd(module: Any) -> Iterator[Configuration]:
             ):
                 constants, options = split(tile)
                 yield kernel, signature(kernel, model, **STATES), {**sizes, **constants}, options
+                for states in SMALL_STATES if precision == "bf16" and "snapshots" in kernel.arg_names else ():
+                    yield kernel, signature(kernel, model, **states), {**sizes, **constants}, options
 
 
 def ssd_decode(module: Any) -> Iterator[Configuration]:
@@ -154,6 +161,8 @@ def ssd_decode(module: Any) -> Iterator[Configuration]:
                 constants, options = split(module.decode_tile(dim, size))
                 shape = {"H": heads, "PER_GROUP": per_group, "P": dim, "S": size}
                 yield kernel, signature(kernel, model, **STATES), {**shape, **constants}, options
+                for states in SMALL_STATES if model == "*bf16" else ():
+                    yield kernel, signature(kernel, model, **states), {**shape, **constants}, options
 
 
 def gdn_decode(module: Any) -> Iterator[Configuration]:
@@ -163,6 +172,8 @@ def gdn_decode(module: Any) -> Iterator[Configuration]:
                 constants, options = split(module.decode_tile(size, dim))
                 shape = {"H": heads, "PER_KEY": per_key, "S": size, "P": dim}
                 yield kernel, signature(kernel, model, **STATES), {**shape, **constants}, options
+                for states in SMALL_STATES if model == "*bf16" else ():
+                    yield kernel, signature(kernel, model, **states), {**shape, **constants}, options
 
 
 def gdn(module: Any) -> Iterator[Configuration]:
@@ -178,6 +189,8 @@ def gdn(module: Any) -> Iterator[Configuration]:
             ):
                 constants, options = split(tile)
                 yield kernel, signature(kernel, model, **STATES), {**shape, **constants}, options
+                for states in SMALL_STATES if precision == "bf16" and "snapshots" in kernel.arg_names else ():
+                    yield kernel, signature(kernel, model, **states), {**shape, **constants}, options
 
 
 def elementwise(module: Any) -> Iterator[Configuration]:

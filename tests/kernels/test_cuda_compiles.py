@@ -189,7 +189,7 @@ def test_verifies_have_the_arithmetic_of_decodes(capability: int, name: str, tmp
     would change their bits; on these GPUs they make the same."""
     found = {
         kernel: {
-            (each.constants, each.model): arithmetic_of(each, capability, tmp_path)
+            (each.constants, each.model, dict(each.signature)["states"]): arithmetic_of(each, capability, tmp_path)
             for each in variants(name, GPUS[capability])
             if each.kernel.fn.__name__ == kernel
         }
