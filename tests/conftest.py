@@ -15,6 +15,7 @@ import torch
 
 from cairn.models.random_weights.make_model import make_model
 from cairn.models.random_weights.make_tokenizer import make_tokenizer
+from models.covered import IMAGES
 
 # `make test-clients` and `make test-ray` run these, in environments of their own
 collect_ignore = ["clients", "ray_serve"]
@@ -106,4 +107,4 @@ def tiny_model(made_model: Callable[[str], Path]) -> Path:
 @pytest.fixture(scope="session")
 def tiny_vl_model(made_model: Callable[[str], Path]) -> Path:
     """A tiny Qwen3.5 checkpoint folder with a vision tower."""
-    return made_model("qwen3_5_vl")
+    return made_model(IMAGES.families[0])

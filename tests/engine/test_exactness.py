@@ -36,6 +36,7 @@ from cairn.scheduler.state import SchedulerConfig
 from cairn.types import Boundary, ManualClock, RequestId, SamplingParams
 from doubles.counted_device import counted_device, counted_kernels
 from doubles.engine_requests import generate_request
+from models.covered import WHOLE_EXACTNESS
 from tiers import first_of, more
 
 TEXT = tuple(np.random.default_rng(7).integers(20, 4000, 500).tolist())
@@ -160,18 +161,7 @@ class Engine:
 
 
 # The other families have a few cases in `test_exactness_families`, and all of these in the long run.
-FAMILIES = ("nemotron_h", "qwen3_5")
-LONG_FAMILIES = (
-    "qwen3_5_moe",
-    "granitemoehybrid",
-    "falcon_h1",
-    "lfm2",
-    "qwen3",
-    "granite",
-    "qwen3_moe",
-    "lfm2_moe",
-    "olmo_hybrid",
-)
+FAMILIES, LONG_FAMILIES = WHOLE_EXACTNESS.families[:2], WHOLE_EXACTNESS.families[2:]
 
 
 @pytest.fixture(

@@ -15,11 +15,9 @@ from cairn.scheduler.preempt import preempt
 from doubles.drafters import KnowingDrafter, KnowingHead
 from engine.test_exactness import OTHER, PIECES, TEXT, TOLERANCE, Engine, Loaded, assert_same, load
 from engine.test_ranks_exactness import LoadedRanks
+from models.covered import DRAFTS
 from tiers import first, first_of, more
 
-FAMILIES = ("nemotron_h+mtp", "qwen3_5+mtp", "lfm2", "nemotron_h", "qwen3_5", "falcon_h1", "granitemoehybrid")
-MORE_FAMILIES = ("qwen3_5_moe+mtp", "qwen3_5_moe", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid")
-"""`+mtp`: drafts are left to the checkpoint's head."""
 PATTERNS = {
     "all": lambda proposal: 99,
     "none": lambda proposal: 0,
@@ -28,7 +26,7 @@ PATTERNS = {
 }
 
 
-@pytest.fixture(scope="module", params=first(3, FAMILIES + MORE_FAMILIES))
+@pytest.fixture(scope="module", params=first(3, DRAFTS.families))
 def loaded(request, made_model) -> Loaded:
     return load(request.param, made_model)
 

@@ -12,9 +12,8 @@ from cairn.models.registry import open_model
 from cairn.scheduler.preempt import preempt
 from engine.test_exactness import OTHER, TEXT, TOLERANCE, Engine, Loaded, assert_same, load
 from engine.test_ranks_exactness import LoadedRanks
+from models.covered import EXACTNESS
 from tiers import first, more
-
-FAMILIES = ("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid")
 
 
 def long(*values):
@@ -25,8 +24,8 @@ NAMES = [
     "falcon_h1",
     "nemotron_h@device",
     "granitemoehybrid",
-    *FAMILIES[2:],
-    *(f"{name}@device" for name in (*FAMILIES, "qwen3_5_moe")),
+    *EXACTNESS.families[2:],
+    *(f"{name}@device" for name in (*EXACTNESS.families, "qwen3_5_moe")),
 ]
 
 
@@ -110,7 +109,7 @@ def test_every_shared_prefix_is_hit_within_63_tokens(loaded):
     assert hit == 319
 
 
-@pytest.fixture(scope="module", params=[("lfm2", 4), *(long((name, 2)) for name in FAMILIES)])
+@pytest.fixture(scope="module", params=[("lfm2", 4), *(long((name, 2)) for name in EXACTNESS.families)])
 def several(request, made_model) -> Iterator[LoadedRanks]:
     family, size = request.param
     loaded = LoadedRanks(open_model(made_model(family)), size)

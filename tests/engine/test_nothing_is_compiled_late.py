@@ -8,7 +8,8 @@ from cairn.engine.contract import SpeculativeConfig
 from cairn.kernels.cpu.compiled import Kernel
 from cairn.kernels.cpu.warm_up import KERNELS
 from doubles.engine_requests import generate_request
-from engine.test_recorded_decodes import FAMILIES, FORMS, config_of
+from engine.test_recorded_decodes import FORMS, config_of
+from models.covered import RECORDED
 from tiers import first_of
 
 
@@ -17,7 +18,7 @@ from tiers import first_of
     ("family", "form"),
     first_of(
         [("qwen3_5+mtp", "bfloat16"), ("nemotron_h", "float32"), ("qwen3_5_moe", "int8")],
-        (*FAMILIES, "qwen3_5+mtp", "nemotron_h+mtp", "qwen3_5_moe+mtp"),
+        (*RECORDED.families, "qwen3_5+mtp", "nemotron_h+mtp", "qwen3_5_moe+mtp"),
         FORMS,
     ),
 )

@@ -15,21 +15,9 @@ from cairn.scheduler.speculation import SpeculativeConfig
 from cairn.step import DRAFTED
 from doubles.drafters import KnowingDrafter
 from doubles.engine_requests import generate_request
+from models.covered import RECORDED
 from tiers import first_of, more
 
-FAMILIES = (
-    "nemotron_h",
-    "qwen3_5",
-    "qwen3_5_moe",
-    "granitemoehybrid",
-    "lfm2",
-    "falcon_h1",
-    "qwen3",
-    "granite",
-    "qwen3_moe",
-    "lfm2_moe",
-    "olmo_hybrid",
-)
 FORMS = ("float32", "bfloat16", "int8", "int4")
 SEQS = 4
 NONE = SpeculativeConfig(method="none")
@@ -113,7 +101,7 @@ def run_both(recorded, eager, steps=160):
     ("family", "form"),
     first_of(
         [("qwen3_5", "bfloat16"), ("nemotron_h", "float32"), ("qwen3_5_moe", "int8"), ("falcon_h1", "int4")],
-        FAMILIES,
+        RECORDED.families,
         FORMS,
     ),
 )
@@ -154,7 +142,7 @@ def check_addresses(twin):
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    first_of([("qwen3_5", "bfloat16"), ("nemotron_h", "int8"), ("lfm2", "float32")], FAMILIES, FORMS),
+    first_of([("qwen3_5", "bfloat16"), ("nemotron_h", "int8"), ("lfm2", "float32")], RECORDED.families, FORMS),
 )
 def test_repeated_verify_passes_and_folds_leave_the_bits_of_those_that_are_computed(family, form, made_model):
     """Chains of one to eight drafts, none, some or all of them right, over ends of pages and parts of attention; other
@@ -193,7 +181,7 @@ def test_repeated_verify_passes_and_folds_leave_the_bits_of_those_that_are_compu
 
 @pytest.mark.parametrize(
     ("family", "form"),
-    first_of([("qwen3_5", "bfloat16"), ("nemotron_h", "float32")], FAMILIES, FORMS),
+    first_of([("qwen3_5", "bfloat16"), ("nemotron_h", "float32")], RECORDED.families, FORMS),
 )
 def test_repeated_passes_of_decodes_beside_verify_rows_leave_the_bits_of_those_that_are_computed(
     family, form, made_model

@@ -17,6 +17,7 @@ from cairn.errors import ConfigError
 from cairn.models.registry import open_model
 from cairn.scheduler.preempt import preempt
 from cairn.scheduler.speculation import SpeculativeConfig
+from models.covered import STATES
 from tiers import first, more
 
 TEXT = np.random.default_rng(5).integers(20, 4000, 200).tolist()
@@ -31,7 +32,7 @@ def engine_of(folder, dtype, **config) -> Engine:
     return Engine(folder, **{"exact": False, "mamba_ssm_cache_dtype": dtype, "speculative": NO_DRAFTS} | config)
 
 
-@pytest.fixture(params=first(2, ["qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1"]))
+@pytest.fixture(params=first(2, STATES.families))
 def folder(request, made_model):
     return made_model(request.param)
 

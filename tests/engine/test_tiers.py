@@ -12,10 +12,10 @@ from cairn.engine.contract import EngineConfig
 from cairn.engine.tiers import check_tiers, least_bytes
 from cairn.errors import ConfigError
 from cairn.scheduler.transfers import PrefillSpeed
+from models.covered import TIERS
 from tiers import first
 
 TEXT = tuple(np.random.default_rng(7).integers(20, 4000, 400).tolist())
-FAMILIES = ("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3")
 OTHER = tuple(np.random.default_rng(8).integers(20, 4000, 400).tolist())
 
 
@@ -68,7 +68,7 @@ def cached(outputs) -> tuple[int, int]:
     return report.cached_tokens, report.tier_tokens
 
 
-@pytest.mark.parametrize("family", first(1, FAMILIES))
+@pytest.mark.parametrize("family", first(1, TIERS.families))
 def test_exact_logits_are_those_without_a_cache(family, made_model, tmp_path, engine):
     folder = made_model(family)
     turns = [TEXT[:300], TEXT[:300] + OTHER[:50], TEXT[:128] + OTHER[:70], TEXT]

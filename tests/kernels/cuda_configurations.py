@@ -125,9 +125,7 @@ def conv(module: Any) -> Iterator[Configuration]:
 
 
 STATES = {"states": "*fp32", "snapshots": "*fp32", "limit_low": "fp32", "limit_high": "fp32", "beta_scale": "fp32"}
-SMALL_STATES = tuple(
-    {**STATES, "states": states, "snapshots": states} for states in ("*fp16", "*bf16")
-)
+SMALL_STATES = tuple({**STATES, "states": states, "snapshots": states} for states in ("*fp16", "*bf16"))
 """Those that run in fewer bits, of bfloat16 models."""
 
 SSD_MODELS = ((64, 8, 64, 128), (48, 48, 64, 128), (24, 24, 64, 256), (128, 16, 64, 64))

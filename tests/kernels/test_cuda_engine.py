@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.backends import BACKENDS, INTERPRETED
 from kernels.comparison import same_bits
+from models.covered import IMAGES_ON_GPU, ON_GPU
 
 CUDA = next((backend for backend in BACKENDS if backend.__name__ == "cairn.kernels.cuda"), ModuleType("none"))
 
@@ -33,7 +34,7 @@ SAMPLED_AGAIN = ({"temperature": 0.9, "top_k": 20, "seed": 3}, {"temperature": 1
 """By which requests are drawn again as they were before they were preempted."""
 
 
-@pytest.fixture(scope="module", params=["lfm2", "qwen3_5", "nemotron_h"])
+@pytest.fixture(scope="module", params=ON_GPU.families)
 def folder(request, tmp_path_factory) -> Path:
     """Short convolutions, the gated delta rule, and Mamba2 with experts; each with attention."""
     pytest.importorskip("tokenizers", reason="the engine needs what `make gpu-wheels` collects")
@@ -185,7 +186,7 @@ def test_cuda_takes_what_it_is_given_where_it_is_interpreted(folder):
     engine.core.close()
 
 
-@pytest.mark.parametrize("folder", ["qwen3_5_vl"], indirect=True)
+@pytest.mark.parametrize("folder", IMAGES_ON_GPU.families, indirect=True)
 def test_cuda_gives_the_tokens_of_the_cpu_for_an_image(folder):
     from cairn.engine.contract import Pixels
     from cairn.engine.text.tokenizer import ModelTokenizer

@@ -19,6 +19,7 @@ from kernels.backends import BACKENDS, DEVICES, INTERPRETED
 from kernels.comparison import check_against_reference, close, same_bits
 from kernels.fixed_calls import fp8_experts_call, fp8_linear_call, fp8_weight
 from kernels.random_batches import RandomBatch, SequenceRows
+from models.covered import FP8_ON_GPU
 
 CUDA = next((backend for backend in BACKENDS if backend.__name__ == "cairn.kernels.cuda"), ModuleType("none"))
 
@@ -229,7 +230,7 @@ LAYERS = {"qwen3_5_moe": (2, 3), "nemotron_h": (1, 2, 3, 5)}
 """One of each kind: a step of all takes many seconds where kernels are interpreted."""
 
 
-@pytest.fixture(scope="module", params=WRITERS)
+@pytest.fixture(scope="module", params=FP8_ON_GPU.families)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A scale a block, and a scale a tensor; both with experts."""
     pytest.importorskip("tokenizers", reason="the engine needs what `make gpu-wheels` collects")

@@ -102,6 +102,35 @@ def test_published_shapes(tmp_path: Path) -> None:
     assert replace(smaller.plan, weights=report.weight_bytes) == report.plan, "running states are what they were"
 
 
+def test_running_states_in_float16(tmp_path: Path) -> None:
+    """As config.json may name them, by which more sequences run on the same GPU."""
+    write_checkpoint(tmp_path, {**NANO, "mamba_ssm_cache_dtype": "float16"}, published_headers(), num_shards=2)
+    reports = {
+        dtype: check(tmp_path, CheckSettings(mamba_ssm_cache_dtype=dtype, gpu_memory_bytes=80 << 30))
+        for dtype in ("auto", "float16", "float32")
+    }
+    assert replace(reports["auto"], settings=reports["float16"].settings) == reports["float16"]
+    half, whole = reports["auto"], reports["float32"]
+    # 23 layers of 64 heads of 64 times 128 numbers
+    assert whole.plan.slot - half.plan.slot == 2 * 23 * 64 * 64 * 128
+    assert half.layout.state_dtype == half.layout.checkpoint_dtype == "float16"
+    assert half.plan.num_slots > 1.5 * whole.plan.num_slots
+    assert ", in float16" in shown(half) and ", in float16" not in shown(whole)
+
+
+def test_what_this_machine_has(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, NANO, published_headers(), num_shards=2)
+    report = check(tmp_path)
+    assert "this machine" not in shown(report)
+    taken = report.plan.weights + report.plan.states + report.plan.pool
+    enough, short = (
+        " ".join(rendered(tmp_path, CheckSettings(available_memory=each)).replace("\u2502", "").split())
+        for each in (taken, taken - (3 << 30))
+    )
+    assert "too little" not in enough and "weights, running states and pool take" in enough
+    assert "3.00 GiB too little: lower --kv-cache-memory-bytes or --max-num-seqs" in short
+
+
 def test_weights_of_a_cpu_without_bfloat16_products(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cairn.kernels.cpu.packed_dtype", lambda dtype: torch.float32)
     write_checkpoint(tmp_path, NANO, published_headers(), num_shards=2)

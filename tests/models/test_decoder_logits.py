@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cairn.step import Restore, Snapshot
+from models.covered import LOGITS
 from models.decoder_families import (
     Tiny,
     dense_granite,
@@ -131,6 +132,12 @@ def truth(request: pytest.FixtureRequest) -> TinyTruth:
 def test_whole_in_chunks_and_token_by_token(truth: TinyTruth, exact: bool) -> None:
     driver = truth.tiny.driver(exact)
     whole_in_chunks_and_token_by_token(driver, truth, (1, 2, 63, 64, 65, 128, 149, LENGTH), stepped_from=120)
+
+
+def test_every_family_is_here() -> None:
+    """But those with files of their own."""
+    made = {make()["model_type"] for make in MODELS.values()}
+    assert made | {"nemotron_h", "qwen3_5", "qwen3_5_moe"} == LOGITS.plain_families
 
 
 def test_batches_of_mixed_lengths(truth: TinyTruth) -> None:

@@ -28,6 +28,7 @@ from cairn.models.weights.tensor_headers import read_headers
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT, Loaded
 from engine.test_ranks_exactness import LoadedRanks
+from models.covered import FP8
 from models.decoder_families import Tiny, qwen3, tiny, write
 from models.fp8_checkpoints import (
     by_blocks,
@@ -55,6 +56,10 @@ def pair(request, made_model, tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp(family)
     write_fp8(made_model(family), folder / "fp8", folder / "float32")
     return folder / "fp8", folder / "float32"
+
+
+def test_every_family_is_here() -> None:
+    assert {family for family, _ in WRITERS.values()} == FP8.plain_families
 
 
 def test_every_tensor_is_accounted_for(pair: tuple[Path, Path]) -> None:

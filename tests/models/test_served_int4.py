@@ -16,6 +16,7 @@ from cairn.transfer.digest import layout_hash
 from engine.test_exactness import OTHER, TEXT
 from kernels.test_int4 import NEEDS_INT4
 from kernels.test_int8 import bytes_of
+from models.covered import INT4
 from models.test_served_int8 import Served, distance, parts_of, text
 from tiers import first
 
@@ -24,7 +25,7 @@ MOST = {"qwen3_5": 0.7}
 than that. `cairn check --generate` holds a trained model to its perplexity."""
 
 
-@pytest.fixture(scope="module", params=first(1, ("qwen3_5", "nemotron_h", "qwen3_5_moe")))
+@pytest.fixture(scope="module", params=first(1, INT4.families))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -25,6 +25,7 @@ from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import OTHER, TEXT, Engine
 from kernels.int8_products import NEEDS_INT8
 from kernels.test_int8 import bytes_of
+from models.covered import INT8
 from models.decoder_families import TinyDriver, granite, prompt, tiny
 from models.fp8_checkpoints import write_qwen_fp8
 from tiers import first
@@ -36,20 +37,6 @@ DENSE, MIXED = (
 )
 """MIXED: of experts. A router that has two nearly equal ones takes the other, here as with bfloat16 instead of float32
 (granitemoehybrid: 0.22)."""
-ORDER = (
-    "qwen3_5",
-    "nemotron_h",
-    "falcon_h1",
-    "granitemoehybrid",
-    "lfm2",
-    "qwen3",
-    "qwen3_5_moe",
-    "granite",
-    "qwen3_moe",
-    "lfm2_moe",
-    "olmo_hybrid",
-)
-
 MOST = {**dict.fromkeys(DENSE, 0.15), **dict.fromkeys(MIXED, 0.45)}
 """Of `distance`; something unrelated is 1.4 away. The same tiny models in bfloat16 are 0.02 to 0.04 away, or 0.22."""
 
@@ -97,7 +84,7 @@ def parts_of(model: Any, *kinds: type) -> list[Any]:
     return [*found.values()]
 
 
-@pytest.fixture(scope="module", params=first(2, ORDER))
+@pytest.fixture(scope="module", params=first(2, INT8.families))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -207,7 +194,7 @@ def test_exact_is_refused_before_a_tensor_is_read(tiny_model: Path) -> None:
 
 
 def test_every_family_is_here() -> None:
-    assert {*DENSE, *MIXED} == {*ORDER} == {*MADE_FAMILIES} - {"qwen3_5_vl"}
+    assert {*DENSE, *MIXED} == {*INT8.families} == {*MADE_FAMILIES} - {"qwen3_5_vl"}
 
 
 @pytest.mark.parametrize("quantization", [None, pytest.param("int8", marks=NEEDS_INT8)])

@@ -7,24 +7,13 @@ import pytest
 from real_servers import REMOTE_DECODE, RealServer, finish, hand_over, settle
 
 from doubles.memory_link import MemoryFabric
+from models.covered import HAND_OVERS
 from tiers import first, more
 
-FAMILIES = (
-    "qwen3_5",
-    "qwen3_5_moe",
-    "granitemoehybrid",
-    "falcon_h1",
-    "lfm2",
-    "qwen3",
-    "granite",
-    "qwen3_moe",
-    "lfm2_moe",
-    "olmo_hybrid",
-)
 TEXT = np.random.default_rng(7).integers(20, 4000, 500).tolist()
 
 
-@pytest.fixture(scope="module", params=first(1, FAMILIES))
+@pytest.fixture(scope="module", params=first(1, HAND_OVERS.families))
 def servers(request, made_model):
     folder, fabric = made_model(request.param), MemoryFabric()
     made = [RealServer(folder, fabric, name) for name in ("p", "d")]

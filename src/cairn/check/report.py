@@ -61,7 +61,8 @@ class CheckSettings:
     """What the model would be served with. `min_cacheable_tokens` and `min_shared_tokens` are the placement policy's:
     the shortest prompt, and the shortest beginning shared by two prompts, that can be hit. `gpu_memory_bytes`: of the
     GPU that is to serve it, or of the GPU of each of `tensor_parallel_size` ranks, of which `gpu_memory_utilization`
-    may be used; then the pool is what is left of that. `max_num_seqs`: None for 64, and on a GPU for what the server
+    may be used; then the pool is what is left of that. `available_memory`: of this machine, where that is to serve it
+    and tells. `max_num_seqs`: None for 64, and on a GPU for what the server
     would take. `mm_encoder_cache_bytes`: of encoded images, where the model reads any."""
 
     dtype: DType = "auto"
@@ -78,6 +79,7 @@ class CheckSettings:
     gpu_memory_utilization: float = 0.9
     mm_encoder_cache_bytes: int = 256 << 20
     tensor_parallel_size: int = 1
+    available_memory: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,6 +287,7 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
             f"{_size(report.pages_for_longest * layout.page_bytes)}",
         ),
         *_gpu_rows(report),
+        *_machine_rows(report),
         ("pool", f"{pool}: {fits}"),
         (
             "smallest hit",
@@ -319,6 +322,23 @@ def _gpu_rows(report: CheckReport) -> list[tuple[str, str]]:
     if left <= 0:
         return [("GPU", f"{usable}: {_size(-left)} too little for {taken}")]
     return [("GPU", f"{usable}: {_size(left)} left beside {taken}, for the pool and for what a step's layers take")]
+
+
+def _machine_rows(report: CheckReport) -> list[tuple[str, str]]:
+    settings, plan = report.settings, report.plan
+    if plan.on_gpu or settings.available_memory is None:
+        return []
+    taken = settings.tensor_parallel_size * (plan.weights + plan.states + plan.pool) + plan.images
+    text = (
+        f"{_size(settings.available_memory)} available; weights, running states and pool take {_size(taken)}, and a "
+        "step's layers what a server measures"
+    )
+    if taken > settings.available_memory:
+        text += (
+            f": {_size(taken - settings.available_memory)} too little: lower --kv-cache-memory-bytes or "
+            "--max-num-seqs, or ask for --quantization int8 or int4"
+        )
+    return [("this machine", text)]
 
 
 def _tensor_row(report: CheckReport) -> str:

@@ -275,6 +275,7 @@ def _check(parsed: argparse.Namespace, core: str, load_tokenizer: "LoadTokenizer
     from rich.console import Console
 
     from cairn.check.report import CheckSettings, check, render
+    from cairn.machine import Machine
     from cairn.models.weights.hub import find_checkpoint, find_headers
 
     if parsed.output is not None and not parsed.generate:
@@ -285,6 +286,8 @@ def _check(parsed: argparse.Namespace, core: str, load_tokenizer: "LoadTokenizer
     folder, headers = (find_checkpoint(source), None) if parsed.generate else find_headers(source)
     names = {field.name for field in fields(CheckSettings)}
     settings = {name: value for name, value in vars(parsed).items() if name in names}
+    if parsed.gpu_memory_bytes is None:
+        settings["available_memory"] = Machine().available_memory()
     report = check(folder, CheckSettings(**settings), headers)
     Console().print(render(report))
     if not report.ok or not parsed.generate:

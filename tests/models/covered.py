@@ -1,0 +1,136 @@
+"""Which families the tests cover, in which formats and on which devices: tests take their parameters from here, and
+`python tools/models_table.py` writes docs/models.md by it. Without torch.
+
+To cover a family is to add its name: the tests of that list then run with it, and the table says so.
+"""
+
+from dataclasses import dataclass
+
+__all__ = ["FORMATS", "WAYS", "Coverage"]
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """A column of the table. `device`: where it is tested; `tests`: the files, under tests/, whose parameters these
+    are; `families`: names of `cairn make-model`, those first that `make test` runs; `+mtp`: with the checkpoint's head.
+    """
+
+    title: str
+    device: str
+    tests: tuple[str, ...]
+    families: tuple[str, ...]
+
+    @property
+    def plain_families(self) -> frozenset[str]:
+        """Whatever drafts."""
+        return frozenset(name.removesuffix("+mtp") for name in self.families)
+
+
+LOGITS = Coverage(
+    "float32, bfloat16",
+    "CPU",
+    ("models/test_decoder_logits.py", "models/test_nemotron_h_logits.py", "models/test_qwen3_5_logits.py"),
+    (
+        *("nemotron_h", "qwen3_5", "qwen3_5_moe"),
+        *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
+    ),
+)
+
+INT8 = Coverage(
+    "int8",
+    "CPU",
+    ("models/test_served_int8.py",),
+    (
+        *("qwen3_5", "nemotron_h", "falcon_h1", "granitemoehybrid", "lfm2", "qwen3"),
+        *("qwen3_5_moe", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
+    ),
+)
+
+INT4 = Coverage("int4", "CPU", ("models/test_served_int4.py",), ("qwen3_5", "nemotron_h", "qwen3_5_moe"))
+
+FP8 = Coverage("FP8", "CPU", ("models/test_fp8.py",), ("qwen3_5", "qwen3_5_moe", "nemotron_h"))
+
+STATES = Coverage(
+    "states in float16, bfloat16",
+    "CPU",
+    ("engine/test_state_dtypes.py",),
+    ("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "olmo_hybrid"),
+)
+
+IMAGES = Coverage("images", "CPU", ("engine/test_images_served.py",), ("qwen3_5_vl",))
+
+ON_GPU = Coverage("answers in float32", "GPU", ("kernels/test_cuda_engine.py",), ("lfm2", "qwen3_5", "nemotron_h"))
+
+LOGITS_ON_GPU = Coverage(
+    "logits in float32 and bfloat16",
+    "GPU",
+    ("kernels/test_cuda_engine_load.py",),
+    ("lfm2", "qwen3_5", "qwen3_5_moe", "falcon_h1"),
+)
+"""All but the first on a GPU alone."""
+
+FP8_ON_GPU = Coverage("FP8", "GPU", ("kernels/test_cuda_fp8.py",), ("qwen3_5_moe", "nemotron_h"))
+
+IMAGES_ON_GPU = Coverage("images", "GPU", ("kernels/test_cuda_engine.py",), ("qwen3_5_vl",))
+
+FORMATS = (LOGITS, INT8, INT4, FP8, STATES, IMAGES, ON_GPU, LOGITS_ON_GPU, FP8_ON_GPU, IMAGES_ON_GPU)
+"""In what form a model's numbers are, by device."""
+
+WHOLE_EXACTNESS = Coverage(
+    "every bit with `--exact`, all cases",
+    "CPU",
+    ("engine/test_exactness.py",),
+    (
+        *("nemotron_h", "qwen3_5"),
+        *("qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe"),
+        "olmo_hybrid",
+    ),
+)
+"""The first two in `make test`, all others in `make test-long`."""
+
+EXACTNESS = Coverage(
+    "hits, preemption and ranks with `--exact`",
+    "CPU",
+    ("engine/test_exactness_families.py",),
+    ("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
+)
+
+DRAFTS = Coverage(
+    "drafts with `--exact`",
+    "CPU",
+    ("engine/test_exactness_drafts.py",),
+    (
+        *("nemotron_h+mtp", "qwen3_5+mtp", "lfm2", "nemotron_h", "qwen3_5", "falcon_h1", "granitemoehybrid"),
+        *("qwen3_5_moe+mtp", "qwen3_5_moe", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
+    ),
+)
+
+RECORDED = Coverage(
+    "recorded steps: float32, bfloat16, int8, int4",
+    "CPU",
+    ("engine/test_recorded_decodes.py", "engine/test_nothing_is_compiled_late.py"),
+    (
+        *("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "falcon_h1", "qwen3"),
+        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
+    ),
+)
+
+HAND_OVERS = Coverage(
+    "prefill and decode servers",
+    "CPU",
+    ("pd/test_families.py",),
+    (
+        *("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"),
+        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "nemotron_h"),
+    ),
+)
+
+TIERS = Coverage(
+    "tiers below the pool",
+    "CPU",
+    ("engine/test_tiers.py",),
+    ("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"),
+)
+
+WAYS = (WHOLE_EXACTNESS, EXACTNESS, DRAFTS, RECORDED, HAND_OVERS, TIERS)
+"""What is held to the answers of an engine without it."""
