@@ -56,7 +56,7 @@ def test_logits_are_near_those_of_float32_states(folder):
         info = engine.core.info.cache
         assert info.state_dtype == info.checkpoint_dtype == dtype
         sizes[dtype] = info.checkpoint_bytes
-        recurrent = open_model(folder, state_dtype=dtype).config.cache_spec().recurrent
+        recurrent = open_model(folder).with_states_in(dtype).config.cache_spec().recurrent
         slots[dtype] = recurrent.state_dtype
     # What is smaller costs something: nobody has kept float32.
     assert errors["float32"] < errors["float16"] < errors["bfloat16"]
@@ -134,7 +134,9 @@ def test_what_cannot_be_is_refused_before_anything_is_loaded(tiny_model):
 def test_without_a_recurrent_state_it_means_nothing(made_model, family):
     folder = made_model(family)
     found = {
-        layout_of(EngineConfig(model=str(folder), mamba_ssm_cache_dtype=dtype), open_model(folder, state_dtype=dtype))
+        layout_of(
+            EngineConfig(model=str(folder), mamba_ssm_cache_dtype=dtype), open_model(folder).with_states_in(dtype)
+        )
         for dtype in ("auto", "float32", "bfloat16", "float16")
     }
     assert len(found) == 1

@@ -71,7 +71,7 @@ def test_layouts_slots_and_reports_agree(made_model, family):
     folder = made_model(family)
     whole = None
     for dtype in STATE_DTYPES:
-        opened = open_model(folder, state_dtype=dtype)
+        opened = open_model(folder).with_states_in(dtype)
         layout = opened.layout(16, checkpoint_dtype="auto")
         report = check(folder, CheckSettings(mamba_ssm_cache_dtype=dtype))
         assert report.layout == layout == layout_for(str(folder), state_dtype=dtype)

@@ -156,8 +156,8 @@ def check(
     misshapen or of another dtype are listed in the report.
     """
     settings = settings or CheckSettings()
-    keeps_fp8, state_dtype = settings.gpu_memory_bytes is not None, settings.mamba_ssm_cache_dtype
-    model = open_model(folder, settings.dtype, settings.quantization, keeps_fp8, state_dtype)
+    model = open_model(folder, settings.dtype, settings.quantization, keeps_fp8=settings.gpu_memory_bytes is not None)
+    model = model.with_states_in(settings.mamba_ssm_cache_dtype)
     settings = replace(settings, quantization=model.served_quantization)
     if headers is None:
         headers = read_headers(folder)

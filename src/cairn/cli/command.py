@@ -15,6 +15,7 @@ from cairn import __version__
 from cairn.cli.run import find_served_model, load_model_tokenizer, run_generation_check, run_proxy, run_server
 from cairn.cli.words import rewrite_words
 from cairn.errors import CairnError, ConfigError
+from cairn.machine import Machine
 from cairn.paths import check_encoding, check_output_file, check_working_folder
 from cairn.setting_types import SERVED_DTYPES, parse_count, size_flag
 
@@ -275,7 +276,6 @@ def _check(parsed: argparse.Namespace, core: str, load_tokenizer: "LoadTokenizer
     from rich.console import Console
 
     from cairn.check.report import CheckSettings, check, render
-    from cairn.machine import Machine
     from cairn.models.weights.hub import find_checkpoint, find_headers
 
     if parsed.output is not None and not parsed.generate:

@@ -27,7 +27,6 @@ from cairn.machine import Machine
 from cairn.models.decoder_builder import Backend
 from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization
 from cairn.models.registry import OpenModel
-from cairn.models.state_dtypes import AskedStateDtype
 from cairn.models.weights.loader import DType
 from cairn.runner.runner import Observe, Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
@@ -52,7 +51,7 @@ class Device:
         return self.place.type == "cuda"
 
 
-OpenFolder = Callable[[Path, DType, AskedQuantization | None, bool, AskedStateDtype, bool], OpenModel]
+OpenFolder = Callable[[Path, DType, AskedQuantization | None, bool], OpenModel]
 """As `open_model`."""
 
 
@@ -67,8 +66,8 @@ def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Mach
 
     def opened_on(device: str) -> tuple[EngineConfig, OpenModel]:
         on_device = config.model_copy(update={"device": device})
-        numbers = config.dtype, config.quantization, keeps_fp8(on_device), config.mamba_ssm_cache_dtype
-        return on_device, open_folder(Path(config.model), *numbers, config.exact)
+        opened = open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(on_device))
+        return on_device, opened.with_states_in(config.mamba_ssm_cache_dtype, config.exact)
 
     if config.device != "auto":
         return opened_on(config.device)

@@ -71,6 +71,12 @@ class OpenModel:
         encoding = choose_encoding(checkpoint_dtype, self.family.model_type, dtype, exact, state_dtype)
         return self.config.layout(block_size, self.dtype.itemsize, tp_size, encoding)
 
+    def with_states_in(self, asked: AskedStateDtype, exact: bool = False) -> "OpenModel":
+        """The same with recurrent states that run in what is asked for, `auto` for what config.json names. Raises
+        ConfigError as `choose_state_dtype`."""
+        state_dtype = choose_state_dtype(asked, self.config.state_dtype, exact)
+        return replace(self, config=replace(self.config, state_dtype=state_dtype))
+
     def with_head(self) -> "OpenModel":
         """The same with the checkpoint's head that drafts as a part of the model."""
         return replace(self, config=replace(self.config, serves_mtp=True))
@@ -163,21 +169,14 @@ class OpenModel:
 
 
 def open_model(
-    folder: Path,
-    dtype: DType = "auto",
-    quantization: AskedQuantization | None = None,
-    keeps_fp8: bool = False,
-    state_dtype: AskedStateDtype = "auto",
-    exact: bool = False,
+    folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None, keeps_fp8: bool = False
 ) -> OpenModel:
     """Read config.json and the end-of-sequence ids of generation_config.json. `keeps_fp8`: whether the weights of an
-    FP8 checkpoint stay as they are stored, as on a GPU. `state_dtype`: of recurrent states while they run, see
-    `choose_state_dtype`. Raises ModelError, and ConfigError for a quantization that the checkpoint does not have, or as
-    `choose_state_dtype`."""
+    FP8 checkpoint stay as they are stored, as on a GPU. Raises ModelError, and ConfigError for a quantization that the
+    checkpoint does not have."""
     raw = read_config(folder)
     family = family_of(raw)
     config = family.parse(raw)
-    config = replace(config, state_dtype=choose_state_dtype(state_dtype, config.state_dtype, exact))
     stored_as = read_quantization(folder, raw)
     served = _served_quantization(quantization, stored_as, keeps_fp8)
     generation_eos = read_generation_eos(folder, config.vocab_size)

@@ -88,8 +88,8 @@ class LoadedRank:
 
         engine = config.engine
         self._config = config
-        numbers = engine.dtype, engine.quantization, keeps_fp8(engine), engine.mamba_ssm_cache_dtype
-        opened = open_model(Path(engine.model), *numbers, engine.exact)
+        opened = open_model(Path(engine.model), engine.dtype, engine.quantization, keeps_fp8(engine))
+        opened = opened.with_states_in(engine.mamba_ssm_cache_dtype, engine.exact)
         self.device = device or choose_device(engine, opened, config.rank)
         if self.device.is_gpu:
             # Ranks are of this machine: nobody else needs to reach the port at which NCCL's find each other.
