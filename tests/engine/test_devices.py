@@ -190,7 +190,7 @@ def test_auto_is_the_cpu_where_a_gpu_cannot_be_used_and_says_why(tiny_model, tmp
     caplog.set_level("INFO")
     opener = Opener(**fields)
     config, opened = open_for_device(EngineConfig(model=str(tiny_model), **settings), opener, machine(tmp_path))
-    assert config.device == "cpu" and opener.kept == [True, False] and not opened.stays_in_fp8
+    assert config.device == "cpu" and opener.kept == [True, False] and not opened.stays_as_stored
     assert [one.levelname for one in caplog.records] == ["WARNING"]
     assert re.search(reason, caplog.messages[0])
 

@@ -23,7 +23,7 @@ from cairn.models.sharding import TensorShard
 from cairn.models.weight_bytes import ByteCounter
 from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, ProductSpec, StoredTensor, matrix
 from cairn.models.weights.loader import WeightReader, account, read_config
-from cairn.models.weights.quantization import Quantization, describe_fp8
+from cairn.models.weights.quantization import Quantization, describe_stored
 from cairn.models.weights.tensor_headers import read_headers
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT, Loaded
@@ -180,7 +180,7 @@ def test_cuts_inside_blocks(
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_stays_in_fp8_stands_for_the_same_numbers(
+def test_what_stays_as_stored_stands_for_the_same_numbers(
     tmp_path: Path,
     quantization: Quantization,
     shape: tuple[int, ...],
@@ -200,22 +200,22 @@ def test_what_stays_in_fp8_stands_for_the_same_numbers(
         TensorShard(1, ((128, 256), (0, 128), (256, 300))),
     ]
     with WeightReader(tmp_path, dtype, (), quantization) as reader:
-        described = describe_fp8(reader.headers, quantization, dtype)
+        described = describe_stored(reader.headers, quantization, dtype)
         for shard in kept:
-            found, told = (load("a.weight", (300, 300), shard) for load in (reader.load_fp8, described))
+            found, told = (load("a.weight", (300, 300), shard) for load in (reader.load_stored, described))
             assert found is not None and told is not None and found.dtype == dtype
             assert torch.equal(found.dequantize(), reader.load("a.weight", (300, 300), shard)), shard
             assert (told.shape, told.scales.shape, told.nbytes) == (found.shape, found.scales.shape, found.nbytes)
         assert not caplog.text
         for cut in (((0, 64),), ((100, 300),), ((256, 300), (0, 128))):
-            for load in (reader.load_fp8, described):
+            for load in (reader.load_stored, described):
                 caplog.clear()
                 assert (load("a.weight", (300, 300), TensorShard(1, cut)) is None) is is_blocked
                 assert ("a.weight is cut inside blocks" in caplog.text) is is_blocked
         for name in ("b.weight", "c.weight"):
-            assert reader.load_fp8(name, (300, 300)) is None and described(name, (300, 300)) is None
+            assert reader.load_stored(name, (300, 300)) is None and described(name, (300, 300)) is None
         with pytest.raises(ModelError, match=r"a.weight has shape \[300, 300\]"):
-            reader.load_fp8("a.weight", (300, 299))
+            reader.load_stored("a.weight", (300, 299))
 
 
 def test_a_model_of_weights_that_stay_in_fp8_is_the_same(pair: tuple[Path, Path], caplog: Any) -> None:
@@ -264,10 +264,10 @@ def test_what_is_not_all_in_fp8(gated_heads: int, caplog: pytest.LogCaptureFixtu
     def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
         return plain if shape == (2, 4) else torch.zeros(shape, dtype=torch.bfloat16)
 
-    def load_fp8(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
+    def load_stored(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
         return first if name.startswith("a") else None
 
-    weights = RankWeights(load, reference, torch.device("cpu"), None, load_fp8)
+    weights = RankWeights(load, reference, torch.device("cpu"), None, load_stored)
     parts = (matrix("a", (8, 4)), matrix("b", (2, 4)))
     product = ProductSpec(parts, gated_heads=gated_heads)
     linear = weights.product(product)
@@ -276,14 +276,14 @@ def test_what_is_not_all_in_fp8(gated_heads: int, caplog: pytest.LogCaptureFixtu
     order = [0, 1, 4, 5, 8, 9, 2, 3, 6, 7] if gated_heads else list(range(10))
     assert torch.equal(linear.weight, whole[order]) and linear.shape == (10, 4)
     assert ("dequantized" in caplog.text) is bool(gated_heads)
-    counter = ByteCounter(FAMILIES["qwen3"], torch.bfloat16, "fp8", load_fp8, None)
+    counter = ByteCounter(FAMILIES["qwen3"], torch.bfloat16, "fp8", load_stored, None)
     assert counter.count(product) == plain.nbytes + (2 * 32 if gated_heads else first.nbytes)
     ups = ((matrix("a", (8, 4)),), (matrix("b", (8, 4)),))
     experts = ExpertMatrices(ups, (matrix("a", (8, 4)), matrix("a", (8, 4))))
     stack, _ = weights.experts(experts)
     assert counter.count(experts) == 2 * 2 * 32 + 2 * first.nbytes
     assert torch.equal(stack[0], first.dequantize()) and stack.shape == (2, 8, 4)
-    assert caplog.text.count("weights in FP8 are dequantized") == 1 + bool(gated_heads)
+    assert caplog.text.count("quantized weights are dequantized") == 1 + bool(gated_heads)
 
 
 @pytest.mark.parametrize("runs", [(), ((1, 3), (5, 7))])

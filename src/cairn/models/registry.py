@@ -24,7 +24,7 @@ from cairn.models.weight_bytes import PackedDtype, count_weight_bytes
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, read_generation_eos, serving_dtype
-from cairn.models.weights.quantization import Quantization, describe_fp8, read_quantization
+from cairn.models.weights.quantization import Quantization, describe_stored, read_quantization
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
 __all__ = ["OpenModel", "open_model"]
@@ -57,7 +57,7 @@ class OpenModel:
         return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.generation_eos_token_ids, *tokenizer_ids)))
 
     @property
-    def stays_in_fp8(self) -> bool:
+    def stays_as_stored(self) -> bool:
         """Whether matrices are served as they are stored."""
         return self.quantization is not None and self.served_quantization == self.quantization.method
 
@@ -109,8 +109,8 @@ class OpenModel:
     ) -> int:
         """Bytes of all weights as they are served on the first of `num_ranks` ranks, in the form in which these tensors
         are stored; see `count_weight_bytes`."""
-        load_fp8 = describe_fp8(stored, self.quantization, self.dtype) if self.stays_in_fp8 else None
-        served_as = self.dtype, self.served_quantization, load_fp8
+        load_stored = describe_stored(stored, self.quantization, self.dtype) if self.stays_as_stored else None
+        served_as = self.dtype, self.served_quantization, load_stored
         return count_weight_bytes(self.family, self.config, stored, *served_as, num_ranks, packed_dtype)
 
     def transfer_facts(self) -> dict[str, str | int]:
@@ -149,13 +149,15 @@ class OpenModel:
                     "what is stored is served",
                     OUTPUT,
                 )
-            load_fp8 = reader.load_fp8 if self.stays_in_fp8 else None
-            execution = Execution(exact, self.dtype, communicator, backend, place, self.served_quantization, load_fp8)
+            load_stored = reader.load_stored if self.stays_as_stored else None
+            execution = Execution(
+                exact, self.dtype, communicator, backend, place, self.served_quantization, load_stored
+            )
             spec = self.family.spec(self.config, reader.headers)
 
             def read_all() -> None:
                 for tensor in spec.tensors(communicator.rank, communicator.size).values():
-                    read_weight(tensor, reader.load, load_fp8)
+                    read_weight(tensor, reader.load, load_stored)
 
             with load_weights(reader, expected, read_all, stream or stream_to(place), communicator):
                 return build_decoder(spec, reader.load, execution)

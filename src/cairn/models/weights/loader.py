@@ -110,7 +110,7 @@ def find_problem(
 
 
 class WeightReader:
-    """Hands out tensors by name in the serving dtype. `load` is a `TensorLoader`, `load_fp8` an `Fp8Loader`.
+    """Hands out tensors by name in the serving dtype. `load` is a `TensorLoader`, `load_stored` an `StoredLoader`.
 
     Tensors whose last name part is in `float32` keep full precision. Every tensor is a copy in memory of its own: the
     files may change or vanish afterwards, and alignment (so the rounding of vector kernels) is the allocator's. FP8
@@ -168,7 +168,7 @@ class WeightReader:
         dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
         return self._read(name, shape, shard, dtype, partial(self._numbers, dtype))
 
-    def load_fp8(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
+    def load_stored(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
         """A matrix as it is stored in FP8, or a shard of it; None where it is not, or is cut inside a block.
 
         Raises ModelError as `load` does.

@@ -23,7 +23,7 @@ from torch import Tensor
 from cairn.errors import ModelError
 from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from cairn.models.config_schema import Fields
-from cairn.models.contract import Fp8Loader
+from cairn.models.contract import StoredLoader
 from cairn.models.sharding import Slice, TensorShard
 from cairn.models.weights.tensor_headers import TensorHeader, read_json
 
@@ -210,10 +210,10 @@ def find_scale_columns(
     return tuple((begin // size, -(-end // size)) for begin, end in cuts)
 
 
-def describe_fp8(
+def describe_stored(
     headers: Mapping[str, TensorHeader], quantization: Quantization | None, dtype: torch.dtype
-) -> Fp8Loader:
-    """As `WeightReader.load_fp8`, of tensors without memory, on the meta device."""
+) -> StoredLoader:
+    """As `WeightReader.load_stored`, of tensors without memory, on the meta device."""
 
     def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
         scale = find_scale(headers, name, quantization) if name in headers else None
