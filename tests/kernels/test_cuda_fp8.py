@@ -289,7 +289,7 @@ def test_weights_take_a_byte_a_number(folder: Path) -> None:
 
     sizes = {}
     for keeps in (False, True):
-        opened = open_model(folder, "bfloat16", keeps_fp8=keeps)
+        opened = open_model(folder, "bfloat16", keeps="fp8" if keeps else None)
         sizes[keeps] = opened.weight_bytes(read_headers(folder))
     model = opened.build(exact=False, backend="cuda")
     kept = parts_of(model, Fp8Weight)

@@ -23,7 +23,7 @@ from cairn.models.sharding import TensorShard
 from cairn.models.weight_bytes import ByteCounter
 from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, ProductSpec, StoredTensor, matrix
 from cairn.models.weights.loader import WeightReader, account, read_config
-from cairn.models.weights.quantization import Quantization, describe_stored
+from cairn.models.weights.quantization import Quantization, describe_fp8
 from cairn.models.weights.tensor_headers import read_headers
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT, Loaded
@@ -200,36 +200,38 @@ def test_what_stays_as_stored_stands_for_the_same_numbers(
         TensorShard(1, ((128, 256), (0, 128), (256, 300))),
     ]
     with WeightReader(tmp_path, dtype, (), quantization) as reader:
-        described = describe_stored(reader.headers, quantization, dtype)
+        described = describe_fp8(reader.headers, quantization, dtype)
         for shard in kept:
-            found, told = (load("a.weight", (300, 300), shard) for load in (reader.load_stored, described))
+            found, told = (load("a.weight", (300, 300), shard) for load in (reader.load_fp8, described))
             assert found is not None and told is not None and found.dtype == dtype
             assert torch.equal(found.dequantize(), reader.load("a.weight", (300, 300), shard)), shard
             assert (told.shape, told.scales.shape, told.nbytes) == (found.shape, found.scales.shape, found.nbytes)
         assert not caplog.text
         for cut in (((0, 64),), ((100, 300),), ((256, 300), (0, 128))):
-            for load in (reader.load_stored, described):
+            for load in (reader.load_fp8, described):
                 caplog.clear()
                 assert (load("a.weight", (300, 300), TensorShard(1, cut)) is None) is is_blocked
                 assert ("a.weight is cut inside blocks" in caplog.text) is is_blocked
         for name in ("b.weight", "c.weight"):
-            assert reader.load_stored(name, (300, 300)) is None and described(name, (300, 300)) is None
+            assert reader.load_fp8(name, (300, 300)) is None and described(name, (300, 300)) is None
         with pytest.raises(ModelError, match=r"a.weight has shape \[300, 300\]"):
-            reader.load_stored("a.weight", (300, 299))
+            reader.load_fp8("a.weight", (300, 299))
 
 
 def test_a_model_of_weights_that_stay_in_fp8_is_the_same(pair: tuple[Path, Path], caplog: Any) -> None:
     """Joined, reordered and stacked as they are stored: the reference dequantizes them after that."""
     models = []
     for keeps in (False, True):
-        opened = open_model(pair[0], "bfloat16", keeps_fp8=keeps)
+        opened = open_model(pair[0], "bfloat16", keeps="fp8" if keeps else None)
         assert opened.served_quantization == (opened.quantization.method if keeps and opened.quantization else None)
         models.append(opened.build(exact=False, backend="reference"))
     found, wanted = (parts_of(model, torch.Tensor) for model in models)
     assert len(found) == len(wanted) > 30
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     assert "dequantized" not in caplog.text
-    facts = [open_model(pair[0], "bfloat16", keeps_fp8=keeps).transfer_facts() for keeps in (False, True)]
+    facts = [
+        open_model(pair[0], "bfloat16", keeps="fp8" if keeps else None).transfer_facts() for keeps in (False, True)
+    ]
     assert facts[0] == facts[1]
 
 
@@ -251,7 +253,7 @@ def test_other_blocks_are_dequantized_and_that_is_logged(
     raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 64]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert open_model(tmp_path).served_quantization is None and not caplog.text
-    assert open_model(tmp_path, keeps_fp8=True).served_quantization is None
+    assert open_model(tmp_path, keeps="fp8").served_quantization is None
     assert "weights are dequantized: there are no products with factors for blocks of (128, 64)" in caplog.text
 
 
@@ -300,7 +302,7 @@ def test_stacked_experts_are_cut_in_their_stack(tmp_path: Path, runs: tuple[tupl
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"quant_method": "awq"}, "quantization_config.quant_method 'awq' is not read; known: fp8, modelopt"),
+        ({"quant_method": "quip"}, "quantization_config.quant_method 'quip' is not read; known: auto-round, awq"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be absent or two numbers"),
         (
             {"quant_method": "fp8", "weight_block_size": []},
@@ -310,8 +312,8 @@ def test_stacked_experts_are_cut_in_their_stack(tmp_path: Path, runs: tuple[tupl
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"weight_block_size must be an integer in 1"),
         ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt is 'e5m2'"),
         (
-            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-            "quantization_config.quant_algo 'NVFP4' is not read; known: FP8",
+            {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+            "quantization_config.quant_algo 'NVFP4_AWQ' is not read; known: FP8, NVFP4",
         ),
         ("fp8", "quantization_config must be an object, not str"),
     ],
@@ -325,8 +327,8 @@ def test_what_is_not_read_is_refused(made_model, tmp_path: Path, given: Any, mes
 
 def test_modelopts_own_file_is_held_to_the_same(made_model, tmp_path: Path) -> None:
     shutil.copy(made_model("qwen3_5") / "config.json", tmp_path)
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(ModelError, match=r"hf_quant_config.json: quantization.quant_algo 'NVFP4' is not read"):
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4_AWQ"}}))
+    with pytest.raises(ModelError, match=r"hf_quant_config.json: quantization.quant_algo 'NVFP4_AWQ' is not read"):
         open_model(tmp_path)
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     assert open_model(tmp_path).quantization == MODELOPT
