@@ -102,6 +102,16 @@ def find_matrix(
     return None if layout is None else resolve_matrix(headers, name, shape, layout)
 
 
+def name_form(
+    headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...], quantization: Quantization | None
+) -> str | None:
+    """In which quantized form a tensor is stored, in words; None where it is not, or is wrong."""
+    matrix = find_matrix(headers, name, shape, quantization)
+    if matrix is None:
+        return "FP8" if find_scale(headers, name, quantization) is not None else None
+    return None if isinstance(matrix, str) else matrix.form
+
+
 def find_scale(headers: Mapping[str, TensorHeader], name: str, quantization: Quantization | None) -> StoredScale | None:
     """The factors of a stored FP8 weight, or None where there are none."""
     header = headers.get(name)
