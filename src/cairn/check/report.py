@@ -27,9 +27,9 @@ from cairn.engine.memory_plan import (
 )
 from cairn.errors import ConfigError
 from cairn.models.decoder_builder import load_kernels
-from cairn.models.decoder_config import AskedQuantization
+from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
-from cairn.models.registry import OpenModel, open_model
+from cairn.models.registry import Kept, OpenModel, open_model
 from cairn.models.state_dtypes import AskedStateDtype
 from cairn.models.weights.loader import Accounting, DType, account
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
@@ -156,7 +156,8 @@ def check(
     misshapen or of another dtype are listed in the report.
     """
     settings = settings or CheckSettings()
-    model = open_model(folder, settings.dtype, settings.quantization, keeps_fp8=settings.gpu_memory_bytes is not None)
+    keeps: Kept = "codes" if settings.gpu_memory_bytes is None else "fp8"
+    model = open_model(folder, settings.dtype, settings.quantization, keeps)
     model = model.with_states_in(settings.mamba_ssm_cache_dtype)
     settings = replace(settings, quantization=model.served_quantization)
     if headers is None:
@@ -165,7 +166,7 @@ def check(
     may_draft = settings.gpu_memory_bytes is None and settings.tensor_parallel_size == 1 and model.has_small_head
     if may_draft and model.why_no_head(headers) is None:
         model = model.with_head()
-    expected = model.tensors(headers)
+    expected = model.tensors(model.stored_names(headers))
     packed_dtype = load_kernels("cpu").packed_dtype if settings.gpu_memory_bytes is None else None
     weight_bytes = model.weight_bytes(headers, settings.tensor_parallel_size, packed_dtype)
     vision = read_vision(folder)
@@ -270,6 +271,7 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         ("model", f"{report.model_type}, {sum(report.layers.values())} layers: {layers}"),
         ("tensors", _tensor_row(report)),
         ("parameters", f"{report.parameters:,} ({report.parameters / 1e9:.2f} B)"),
+        *_form_rows(report),
         *_rank_rows(report),
         *_head_rows(report),
         ("weights", f"{_size(report.weight_bytes)} in {_served_in(report)}"),
@@ -295,6 +297,20 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
             f"or {_count(settings.min_shared_tokens, 'token')} shared with another prompt",
         ),
     ]
+
+
+def _form_rows(report: CheckReport) -> list[tuple[str, str]]:
+    """What is quantized, and what becomes of it."""
+    forms = report.accounting.forms
+    if not forms:
+        return []
+    on_gpu = report.settings.gpu_memory_bytes is not None
+    kept = [form for form in forms if report.settings.quantization not in (None, *MADE_AT_LOAD)]
+    parts = [
+        f"{count:,} of {form} {'kept as stored' if form in kept and (form == 'FP8') is on_gpu else 'dequantized'}"
+        for form, count in forms.items()
+    ]
+    return [("quantized", "matrices: " + "; ".join(parts))]
 
 
 def _head_rows(report: CheckReport) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from cairn.errors import ModelError
-from cairn.models.weights.quantization import Quantization, used_tensors
+from cairn.models.weights.quantization import Quantization, logical_names, used_tensors
 from cairn.models.weights.tensor_headers import read_headers, read_offsets
 
 _IDENTITY = b"cairn/weights/1"
@@ -28,7 +28,8 @@ def weights_identity(folder: Path, names: Iterable[str], quantization: Quantizat
     offsets: dict[str, tuple[int, int]] = {}
     samples: dict[str, bytes] = {}
     expected = list(names)
-    if missing := [name for name in expected if name not in headers]:
+    stored = logical_names(headers, quantization)
+    if missing := [name for name in expected if name not in stored]:
         raise ModelError(f"{folder}: {missing[0]} is missing")
     used = sorted(used_tensors(headers, expected, quantization))
     for file in sorted({headers[name].file for name in used}):

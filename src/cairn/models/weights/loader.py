@@ -5,7 +5,8 @@ in it is ever executed: pickle formats are refused, `auto_map` is ignored.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ import torch
 
 from cairn.errors import ModelError
 from cairn.kernels.fp8 import Fp8Weight
+from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.config_schema import Fields
 from cairn.models.decoder_config import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
@@ -25,9 +27,12 @@ from cairn.models.weights.quantization import (
     FP8,
     Quantization,
     dequantize,
+    find_matrix,
     find_scale,
     find_scale_columns,
     find_scale_problem,
+    logical_names,
+    name_form,
     row_scales,
     used_tensors,
 )
@@ -50,10 +55,12 @@ READABLE = ("BF16", "F16", "F32")
 class Accounting:
     """A checkpoint's tensors against the ones that its config calls for. `problems`: a sentence for each that is wrong,
     and then for those that are missing and for those that are foreign, by turns.
-    `num_ignored`: tensors of parts that are not served, such as multi-token prediction heads."""
+    `num_ignored`: tensors of parts that are not served, such as multi-token prediction heads. `forms`: how many
+    matrices are stored in each quantized form, by its name."""
 
     problems: tuple[str, ...]
     num_ignored: int
+    forms: Mapping[str, int]
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -89,13 +96,18 @@ def account(
     foreign = [f"{headers[name].file}: {name} is not part of this architecture" for name in unknown]
     # By turns: what is missing may be there under another name, and of a long list only the beginning is shown.
     pairs = chain.from_iterable(zip_longest(problems[num_wrong:], foreign))
-    return Accounting((*problems[:num_wrong], *filter(None, pairs)), len(extra) - len(unknown))
+    forms = Counter(filter(None, (name_form(headers, *each, quantization) for each in expected.items())))
+    shown = (*problems[:num_wrong], *filter(None, pairs))
+    return Accounting(shown, len(extra) - len(unknown), dict(sorted(forms.items())))
 
 
 def find_problem(
     headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...], quantization: Quantization | None
 ) -> str | None:
     """Why the tensor `name` cannot be read with this shape, in a sentence, or None."""
+    matrix = find_matrix(headers, name, shape, quantization)
+    if matrix is not None:
+        return matrix if isinstance(matrix, str) else None
     header = headers.get(name)
     if header is None:
         return f"{name} {list(shape)} is missing"
@@ -110,7 +122,8 @@ def find_problem(
 
 
 class WeightReader:
-    """Hands out tensors by name in the serving dtype. `load` is a `TensorLoader`, `load_fp8` an `Fp8Loader`.
+    """Hands out tensors by name in the serving dtype. `load` is a `TensorLoader`, `load_fp8` and
+    `load_codes` are `StoredLoader`s.
 
     Tensors whose last name part is in `float32` keep full precision. Every tensor is a copy in memory of its own: the
     files may change or vanish afterwards, and alignment (so the rounding of vector kernels) is the allocator's. FP8
@@ -148,6 +161,11 @@ class WeightReader:
         finally:
             self._source = before
 
+    @property
+    def names(self) -> Set[str]:
+        """Of all tensors, and of matrices in codes as if they were not."""
+        return logical_names(self.headers, self._quantization)
+
     def stored_bytes(self, expected: Mapping[str, tuple[int, ...]]) -> int:
         """Of the tensors that these are read from."""
         headers = (self.headers[name] for name in used_tensors(self.headers, expected, self._quantization))
@@ -166,6 +184,9 @@ class WeightReader:
         Raises ModelError naming tensor and file.
         """
         dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
+        matrix = find_matrix(self.headers, name, shape, self._quantization)
+        if matrix is not None and not isinstance(matrix, str):
+            return self._read(name, shape, shard, dtype, lambda _, part: matrix.read_part(self._stored, part, dtype))
         return self._read(name, shape, shard, dtype, partial(self._numbers, dtype))
 
     def load_fp8(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
@@ -183,6 +204,22 @@ class WeightReader:
         factors = self._read(scale.name, self.headers[scale.name].shape, None, torch.float32, self._stored)
         return Fp8Weight(numbers, row_scales(factors, rows, columns, shape, scale.block), self._dtype)
 
+    def load_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> QuantizedWeight | None:
+        """A matrix, or a stack of experts', in codes as it is stored, or a shard of it; None where it is not, or is cut
+        inside a group.
+
+        Raises ModelError as `load` does.
+        """
+        matrix = find_matrix(self.headers, name, shape, self._quantization)
+        if matrix is None:
+            return None
+        with self._naming(name):
+            if isinstance(matrix, str):
+                raise ModelError(matrix)
+            weight = matrix.read_shard(self._stored, shard, self._dtype)
+        # A copy where parts are still the files' memory.
+        return None if weight is None else weight.changed(torch.Tensor.clone)
+
     def _read(
         self,
         name: str,
@@ -194,12 +231,20 @@ class WeightReader:
         """A copy of a tensor or of a shard of it, part by part as `read` gives it. Raises ModelError."""
         if problem := find_problem(self.headers, name, shape, self._quantization):
             raise ModelError(f"{self.folder}: {problem}")
-        try:
+        with self._naming(name):
             return self._read_parts(shape, shard, dtype, partial(read, name))
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """What goes wrong inside names the tensor, and its file if it has one of its own."""
+        header = self.headers.get(name)
+        place = self.folder if header is None else self.folder / header.file
+        try:
+            yield
         except torch.OutOfMemoryError:
             raise
-        except READ_ERRORS as error:
-            raise ModelError(f"{self.folder / self.headers[name].file}: {name} cannot be read: {error}") from error
+        except (ModelError, *READ_ERRORS) as error:
+            raise ModelError(f"{place}: {name} cannot be read: {error}") from error
 
     def _read_parts(
         self,
