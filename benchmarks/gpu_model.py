@@ -26,7 +26,7 @@ from cairn.models.decoder_config import AskedQuantization
 from cairn.models.random_weights.make_model import RECIPES, draw_tensor
 from cairn.models.random_weights.make_tokenizer import END_OF_MESSAGE, END_OF_TEXT, make_tokenizer
 from cairn.models.random_weights.recipe import CheckpointOptions
-from cairn.models.registry import OpenModel, open_model
+from cairn.models.registry import Kept, OpenModel, open_model
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import DType
 from cairn.models.weights.tensor_headers import TensorHeader
@@ -176,10 +176,10 @@ class RandomModel(OpenModel):
 
 @cache
 def open_random(
-    folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None, keeps_fp8: bool = False
+    folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None, keeps: Kept | None = None
 ) -> RandomModel:
     """As `open_model`."""
-    opened = open_model(folder, dtype, quantization, keeps_fp8)
+    opened = open_model(folder, dtype, quantization, keeps)
     return RandomModel(opened.folder, opened.family, opened.config, opened.dtype, None, opened.served_quantization)
 
 

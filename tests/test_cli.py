@@ -253,8 +253,11 @@ def test_a_port_that_is_taken():
         (["serve", "m", "--api-key"], "--api-key: expected at least one argument"),
         (["serve", "m", "--kv-peer-allowlist", ""], "--kv-peer-allowlist: must not be empty"),
         (["serve", "m", "--tensor-parallel-size", "0"], "--tensor-parallel-size: should be greater"),
-        (["serve", "m", "--quantization", "int2"], "should be 'int4', 'int8', 'fp8' or 'modelopt', not 'int2'"),
-        (["serve", "m", "-q", "awq"], "--quantization: should be 'int4', 'int8', 'fp8' or 'modelopt', not 'awq'"),
+        (
+            ["serve", "m", "--quantization", "int2"],
+            "should be 'int4', 'int8', 'fp8', 'modelopt', 'compressed-tensors', 'awq', ",
+        ),
+        (["serve", "m", "-q", "aqlm"], "'auto-round', 'mxfp4' or 'gguf', not 'aqlm'"),
         (["bake"], "invalid choice: 'bake'"),
         ([], "required: COMMAND"),
         (["make-model", "nemotron_h", "out", "--size", "huge"], "--size: invalid choice: 'huge'"),

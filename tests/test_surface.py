@@ -153,7 +153,7 @@ EXPORTED = {
     "cairn.scheduler.scheduler": "Progress Scheduler",
     "cairn.runner.contract": "EncoderCounters StepRunner",
     "cairn.runner.runner": "Observe Runner",
-    "cairn.models.contract": "Family Fp8Loader TensorLoader",
+    "cairn.models.contract": "Family StoredLoader TensorLoader",
     "cairn.models.families": "FAMILIES family_of",
     "cairn.models.registry": "OpenModel open_model",
     "cairn.replay.bounds": "footprint_bytes unlimited_hits",

@@ -157,7 +157,7 @@ class Call:
 
 def packed(kernels: Kernels, weight: Tensor | Fp8Weight, device: torch.device) -> Any:
     if isinstance(weight, Fp8Weight):
-        return kernels.pack_fp8([weight.changed(lambda part: part.to(device))])
+        return kernels.pack_stored([weight.changed(lambda part: part.to(device))])
     return kernels.pack(weight)
 
 

@@ -32,7 +32,16 @@ def test_a_backend_has_the_contracts_functions_with_their_parameters(kernels: Mo
 
 
 def test_every_function_has_a_random_call() -> None:
-    others = {"pack", "pack_fp8", "pack_int4", "pack_int8", "packed_dtype", "build_metadata", "step_graphs", "warm_up"}
+    others = {
+        "pack",
+        "pack_stored",
+        "pack_int4",
+        "pack_int8",
+        "packed_dtype",
+        "build_metadata",
+        "step_graphs",
+        "warm_up",
+    }
     others |= {"token_counts", "sampler", "sampling_bytes", "logprobs"}
     others |= {"pack_state_spans", "store_states", "load_states", "copy_pages", "copy_tokens"}
     assert set(OPERATIONS) | others == set(functions_of_the_contract())

@@ -21,7 +21,7 @@ if INTERPRETED or ON_GPU or find_spec("triton") is None:
 from cairn.engine import devices
 from cairn.engine.build import _model_units
 from cairn.engine.contract import EngineConfig
-from cairn.engine.devices import Device, LoadedModel, keeps_fp8, layout_of
+from cairn.engine.devices import Device, LoadedModel, kept_weights, layout_of
 from cairn.engine.transfers.device_pool import DevicePool, NoStream
 from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
@@ -88,7 +88,7 @@ class Server:
             max_model_len=MAX_MODEL_LEN,
             **{"dtype": "bfloat16"} | settings,
         )
-        self.opened = open_model(folder, config.dtype, keeps_fp8=keeps_fp8(config))
+        self.opened = open_model(folder, config.dtype, keeps=kept_weights(config))
         model = self.opened.build(exact=config.exact, backend="cuda_exact" if config.exact else "cuda")
         vision = BlackImages(model.spec.hidden_size)
         loaded = LoadedModel(config, self.opened, Device("cuda"), model, vision, LaunchedAnew)

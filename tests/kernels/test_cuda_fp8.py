@@ -88,7 +88,7 @@ def test_every_number_is_what_it_stands_for(form: str, rows: int) -> None:
     x = torch.zeros(rows, 16)
     x[:, 3] = 1.0
     for dtype in (F32, BF16):
-        found = CUDA.linear(on_device(x.to(dtype)), CUDA.pack_fp8([weight]), None, None)
+        found = CUDA.linear(on_device(x.to(dtype)), CUDA.pack_stored([weight]), None, None)
         wanted = numbers.view(torch.float8_e4m3fn).float()
         assert torch.equal(found.cpu().float(), wanted.expand(rows, -1)), form
 
@@ -100,7 +100,7 @@ def test_parts_lie_side_by_side() -> None:
     bias = on_device(torch.randn(73, generator=torch.manual_seed(2)).to(BF16))
     for rows in (0, 1, 20):
         x = on_device(torch.randn(rows, 72, generator=torch.manual_seed(3)).to(BF16))
-        found = CUDA.linear(x, CUDA.pack_fp8([first, plain, last]), bias, None)
+        found = CUDA.linear(x, CUDA.pack_stored([first, plain, last]), bias, None)
         parts = first.dequantize(), plain, last.dequantize()
         wanted = x.double() @ torch.cat([part.double() for part in parts]).t() + bias.double()
         assert found.shape == (rows, 73) and found.dtype == BF16
@@ -158,7 +158,7 @@ def test_which_products_are_of_two_in_fp8(
     monkeypatch.setattr(module("fp8"), "_multiply_into", lambda *_: None)
     weight = weight_of(asked["outputs"], asked["inputs"], blocked=asked["blocked"])
     x = torch.zeros(asked["rows"], asked["inputs"], dtype=asked["dtype"], device=DEVICES[CUDA])
-    CUDA.linear(x, CUDA.pack_fp8([weight]), None, None)
+    CUDA.linear(x, CUDA.pack_stored([weight]), None, None)
     assert bool(calls) is is_taken
 
 
@@ -196,7 +196,7 @@ def test_products_of_two_in_fp8(biased: bool, monkeypatch: pytest.MonkeyPatch) -
     sizes = torch.logspace(-6, 4, rows)[:, None]
     x = on_device((torch.randn(rows, 64, generator=torch.manual_seed(3)) * sizes).to(BF16))
     x[7] = 0
-    found = CUDA.linear(x, CUDA.pack_fp8([weight]), bias, None)
+    found = CUDA.linear(x, CUDA.pack_stored([weight]), bias, None)
     wide, added = weight.dequantize().double(), 0.0 if bias is None else bias.double()
     # As the device divides, which may be by 1/448: where the largest number is a multiple of 7 many quotients are
     # halfway between two FP8 numbers, and the last digit of a scale decides.
@@ -217,7 +217,7 @@ def test_products_of_two_in_fp8(biased: bool, monkeypatch: pytest.MonkeyPatch) -
     # Rows do not see each other.
     beside = x.clone()
     beside[::2] = 3e38
-    assert same_bits(CUDA.linear(beside, CUDA.pack_fp8([weight]), bias, None)[1::2].cpu(), found[1::2].cpu())
+    assert same_bits(CUDA.linear(beside, CUDA.pack_stored([weight]), bias, None)[1::2].cpu(), found[1::2].cpu())
 
 
 # -- the engine --------------------------------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_weights_take_a_byte_a_number(folder: Path) -> None:
 
     sizes = {}
     for keeps in (False, True):
-        opened = open_model(folder, "bfloat16", keeps_fp8=keeps)
+        opened = open_model(folder, "bfloat16", keeps="fp8" if keeps else None)
         sizes[keeps] = opened.weight_bytes(read_headers(folder))
     model = opened.build(exact=False, backend="cuda")
     kept = parts_of(model, Fp8Weight)

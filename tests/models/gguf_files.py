@@ -42,7 +42,7 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(.+)")
 def write_gguf(
     folder: Path,
     out: Path,
-    type_name: str = "F32",
+    type_name: str | Callable[[str], str] = "F32",
     change: Callable[[GGUFWriter], None] | None = None,
     rename: Callable[[str], str | None] = lambda name: name,
     tokenizer: Mapping[str, Any] | None = None,
@@ -58,7 +58,7 @@ def write_gguf(
     tensors = {name: each for file in sorted(folder.glob("*.safetensors")) for name, each in load_file(file).items()}
     for name, values in stored_tensors(config, tensors):
         if (written := rename(name)) is not None:
-            _add(writer, written, values, type_name)
+            _add(writer, written, values, type_name if isinstance(type_name, str) else type_name(written))
     if change is not None:
         change(writer)
     writer.write_header_to_file()

@@ -180,7 +180,7 @@ def test_cuts_inside_blocks(
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_stays_in_fp8_stands_for_the_same_numbers(
+def test_what_stays_as_stored_stands_for_the_same_numbers(
     tmp_path: Path,
     quantization: Quantization,
     shape: tuple[int, ...],
@@ -222,14 +222,16 @@ def test_a_model_of_weights_that_stay_in_fp8_is_the_same(pair: tuple[Path, Path]
     """Joined, reordered and stacked as they are stored: the reference dequantizes them after that."""
     models = []
     for keeps in (False, True):
-        opened = open_model(pair[0], "bfloat16", keeps_fp8=keeps)
+        opened = open_model(pair[0], "bfloat16", keeps="fp8" if keeps else None)
         assert opened.served_quantization == (opened.quantization.method if keeps and opened.quantization else None)
         models.append(opened.build(exact=False, backend="reference"))
     found, wanted = (parts_of(model, torch.Tensor) for model in models)
     assert len(found) == len(wanted) > 30
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     assert "dequantized" not in caplog.text
-    facts = [open_model(pair[0], "bfloat16", keeps_fp8=keeps).transfer_facts() for keeps in (False, True)]
+    facts = [
+        open_model(pair[0], "bfloat16", keeps="fp8" if keeps else None).transfer_facts() for keeps in (False, True)
+    ]
     assert facts[0] == facts[1]
 
 
@@ -251,7 +253,7 @@ def test_other_blocks_are_dequantized_and_that_is_logged(
     raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 64]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert open_model(tmp_path).served_quantization is None and not caplog.text
-    assert open_model(tmp_path, keeps_fp8=True).served_quantization is None
+    assert open_model(tmp_path, keeps="fp8").served_quantization is None
     assert "weights are dequantized: there are no products with factors for blocks of (128, 64)" in caplog.text
 
 
@@ -264,10 +266,10 @@ def test_what_is_not_all_in_fp8(gated_heads: int, caplog: pytest.LogCaptureFixtu
     def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
         return plain if shape == (2, 4) else torch.zeros(shape, dtype=torch.bfloat16)
 
-    def load_fp8(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
+    def load_stored(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
         return first if name.startswith("a") else None
 
-    weights = RankWeights(load, reference, torch.device("cpu"), None, load_fp8)
+    weights = RankWeights(load, reference, torch.device("cpu"), None, load_stored)
     parts = (matrix("a", (8, 4)), matrix("b", (2, 4)))
     product = ProductSpec(parts, gated_heads=gated_heads)
     linear = weights.product(product)
@@ -276,14 +278,14 @@ def test_what_is_not_all_in_fp8(gated_heads: int, caplog: pytest.LogCaptureFixtu
     order = [0, 1, 4, 5, 8, 9, 2, 3, 6, 7] if gated_heads else list(range(10))
     assert torch.equal(linear.weight, whole[order]) and linear.shape == (10, 4)
     assert ("dequantized" in caplog.text) is bool(gated_heads)
-    counter = ByteCounter(FAMILIES["qwen3"], torch.bfloat16, "fp8", load_fp8, None)
+    counter = ByteCounter(FAMILIES["qwen3"], torch.bfloat16, "fp8", load_stored, None)
     assert counter.count(product) == plain.nbytes + (2 * 32 if gated_heads else first.nbytes)
     ups = ((matrix("a", (8, 4)),), (matrix("b", (8, 4)),))
     experts = ExpertMatrices(ups, (matrix("a", (8, 4)), matrix("a", (8, 4))))
     stack, _ = weights.experts(experts)
     assert counter.count(experts) == 2 * 2 * 32 + 2 * first.nbytes
     assert torch.equal(stack[0], first.dequantize()) and stack.shape == (2, 8, 4)
-    assert caplog.text.count("weights in FP8 are dequantized") == 1 + bool(gated_heads)
+    assert caplog.text.count("quantized weights are dequantized") == 1 + bool(gated_heads)
 
 
 @pytest.mark.parametrize("runs", [(), ((1, 3), (5, 7))])
@@ -300,7 +302,7 @@ def test_stacked_experts_are_cut_in_their_stack(tmp_path: Path, runs: tuple[tupl
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"quant_method": "awq"}, "quantization_config.quant_method 'awq' is not read; known: fp8, modelopt"),
+        ({"quant_method": "quip"}, "quantization_config.quant_method 'quip' is not read; known: auto-round, awq"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size must be absent or two numbers"),
         (
             {"quant_method": "fp8", "weight_block_size": []},
@@ -310,8 +312,8 @@ def test_stacked_experts_are_cut_in_their_stack(tmp_path: Path, runs: tuple[tupl
         ({"quant_method": "fp8", "weight_block_size": [128, 0]}, r"weight_block_size must be an integer in 1"),
         ({"quant_method": "fp8", "fmt": "e5m2", "weight_block_size": [128, 128]}, "fmt is 'e5m2'"),
         (
-            {"quant_method": "modelopt", "quant_algo": "NVFP4"},
-            "quantization_config.quant_algo 'NVFP4' is not read; known: FP8",
+            {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"},
+            "quantization_config.quant_algo 'NVFP4_AWQ' is not read; known: FP8, NVFP4",
         ),
         ("fp8", "quantization_config must be an object, not str"),
     ],
@@ -325,8 +327,8 @@ def test_what_is_not_read_is_refused(made_model, tmp_path: Path, given: Any, mes
 
 def test_modelopts_own_file_is_held_to_the_same(made_model, tmp_path: Path) -> None:
     shutil.copy(made_model("qwen3_5") / "config.json", tmp_path)
-    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
-    with pytest.raises(ModelError, match=r"hf_quant_config.json: quantization.quant_algo 'NVFP4' is not read"):
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "NVFP4_AWQ"}}))
+    with pytest.raises(ModelError, match=r"hf_quant_config.json: quantization.quant_algo 'NVFP4_AWQ' is not read"):
         open_model(tmp_path)
     (tmp_path / "hf_quant_config.json").write_text(json.dumps({"quantization": {"quant_algo": "FP8"}}))
     assert open_model(tmp_path).quantization == MODELOPT

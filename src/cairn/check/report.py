@@ -29,7 +29,7 @@ from cairn.errors import ConfigError
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.decoder_config import AskedQuantization
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
-from cairn.models.registry import OpenModel, open_model
+from cairn.models.registry import Kept, OpenModel, open_model
 from cairn.models.weights.loader import Accounting, DType, account
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
@@ -152,7 +152,8 @@ def check(
     misshapen or of another dtype are listed in the report.
     """
     settings = settings or CheckSettings()
-    model = open_model(folder, settings.dtype, settings.quantization, keeps_fp8=settings.gpu_memory_bytes is not None)
+    keeps: Kept = "codes" if settings.gpu_memory_bytes is None else "fp8"
+    model = open_model(folder, settings.dtype, settings.quantization, keeps)
     settings = replace(settings, quantization=model.served_quantization)
     if headers is None:
         headers = read_headers(folder)
@@ -160,7 +161,7 @@ def check(
     may_draft = settings.gpu_memory_bytes is None and settings.tensor_parallel_size == 1 and model.has_small_head
     if may_draft and model.why_no_head(headers) is None:
         model = model.with_head()
-    expected = model.tensors(headers)
+    expected = model.tensors(model.stored_names(headers))
     packed_dtype = load_kernels("cpu").packed_dtype if settings.gpu_memory_bytes is None else None
     weight_bytes = model.weight_bytes(headers, settings.tensor_parallel_size, packed_dtype)
     vision = read_vision(folder)

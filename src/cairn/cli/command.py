@@ -160,7 +160,7 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     check.add_argument(
         "-q",
         "--quantization",
-        choices=("int4", "int8", "fp8", "modelopt"),
+        choices=("int4", "int8", "fp8", "modelopt", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4", "gguf"),
         help="of the weights of matrix products; default: the checkpoint's",
     )
     check.add_argument("--block-size", type=_count, default=16, help="tokens per page; default: %(default)s")

@@ -26,7 +26,7 @@ from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.decoder_builder import Backend
 from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization
-from cairn.models.registry import OpenModel
+from cairn.models.registry import Kept, OpenModel
 from cairn.models.weights.loader import DType
 from cairn.runner.runner import Observe, Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
@@ -51,7 +51,7 @@ class Device:
         return self.place.type == "cuda"
 
 
-OpenFolder = Callable[[Path, DType, AskedQuantization | None, bool], OpenModel]
+OpenFolder = Callable[[Path, DType, AskedQuantization | None, Kept | None], OpenModel]
 """As `open_model`."""
 
 
@@ -66,7 +66,7 @@ def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Mach
 
     def opened_on(device: str) -> tuple[EngineConfig, OpenModel]:
         on_device = config.model_copy(update={"device": device})
-        return on_device, open_folder(Path(config.model), config.dtype, config.quantization, keeps_fp8(on_device))
+        return on_device, open_folder(Path(config.model), config.dtype, config.quantization, kept_weights(on_device))
 
     if config.device != "auto":
         return opened_on(config.device)
@@ -226,9 +226,9 @@ def _kernels(config: EngineConfig, opened: OpenModel, rank: int, place: torch.de
     return with_libraries(attention, delta_rule)
 
 
-def keeps_fp8(config: EngineConfig) -> bool:
-    """Whether the weights of an FP8 checkpoint stay in FP8."""
-    return config.device == "cuda" and not config.exact
+def kept_weights(config: EngineConfig) -> Kept | None:
+    """Which weights of a quantized checkpoint stay as they are stored."""
+    return None if config.exact else "fp8" if config.device == "cuda" else "codes"
 
 
 def layout_of(config: EngineConfig, opened: OpenModel) -> CacheLayout:

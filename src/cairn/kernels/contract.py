@@ -21,12 +21,12 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.checkpoint_files import StateSpan
-from cairn.kernels.fp8 import WeightRows
 from cairn.kernels.int4 import Int4Weight
 from cairn.kernels.sampling.logprobs import LogprobTensors
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging
 from cairn.kernels.state_encoding import EncodedStates
+from cairn.kernels.weight_rows import WeightRows
 from cairn.types import SamplingParams
 
 Weight = Any
@@ -92,10 +92,11 @@ class Kernels(Protocol):
         may keep the tensor itself, whose memory is then not to be changed any more."""
         ...
 
-    def pack_fp8(self, rows: Sequence[WeightRows]) -> Weight:
+    def pack_stored(self, rows: Sequence[WeightRows]) -> Weight:
         """As `pack`, of a weight [out, in] whose rows are those of all of these one after the other, or of a stack of
         experts', which is one. For `linear` and the experts. A backend that computes with FP8 weights keeps the numbers
-        and scales of an `Fp8Weight`; others bring it to the model's dtype."""
+        and scales of an `Fp8Weight`, and one that computes with codes those of a `QuantizedWeight`; others bring it to
+        the model's dtype, which is what products with it give in any case."""
         ...
 
     def pack_int8(self, weight: Tensor) -> Weight:

@@ -1,6 +1,6 @@
 """Weights in FP8 with their scales, as quantized checkpoints hold them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,10 @@ class Fp8Weight:
         """Whether a row has several scales."""
         return self.scales.shape[-1] > 1
 
+    def to(self, device: torch.device) -> "Fp8Weight":
+        """On a device."""
+        return self.changed(lambda part: part.to(device))
+
     def changed(self, change: Callable[[Tensor], Tensor]) -> "Fp8Weight":
         """With its numbers and its scales put elsewhere, or their rows into another order."""
         return Fp8Weight(change(self.numbers), change(self.scales), self.dtype)
@@ -51,41 +55,5 @@ class Fp8Weight:
         return wide.mul_(scales).to(self.dtype)
 
 
-WeightRows = Tensor | Fp8Weight
+Fp8Rows = Tensor | Fp8Weight
 """Rows of a weight [out, in], in FP8 or in the model's dtype."""
-
-
-def join_rows(parts: Sequence[WeightRows]) -> tuple[WeightRows, ...]:
-    """The rows of several weights one after the other: neighbours of one kind become one part."""
-    runs: list[list[WeightRows]] = []
-    for part in parts:
-        if runs and _kind(runs[-1][0]) == _kind(part):
-            runs[-1].append(part)
-        else:
-            runs.append([part])
-    return tuple(_combine(torch.cat, run) for run in runs)
-
-
-def stack_experts(matrices: Sequence[WeightRows]) -> WeightRows | None:
-    """A matrix [out, in] of each expert as a stack [E, out, in]; None where they are not all of one kind."""
-    return _combine(torch.stack, matrices) if len({_kind(matrix) for matrix in matrices}) == 1 else None
-
-
-def dequantize_rows(parts: Sequence[WeightRows]) -> Tensor:
-    """The rows of all parts in the model's dtype."""
-    plain = [part.dequantize() if isinstance(part, Fp8Weight) else part for part in parts]
-    return plain[0] if len(plain) == 1 else torch.cat(plain)
-
-
-def _kind(part: WeightRows) -> object:
-    return (part.dtype, part.scales.shape[-1]) if isinstance(part, Fp8Weight) else "plain"
-
-
-def _combine(function: Callable[[list[Tensor]], Tensor], parts: Sequence[WeightRows]) -> WeightRows:
-    if len(parts) == 1 and function is torch.cat:
-        return parts[0]
-    quantized = [part for part in parts if isinstance(part, Fp8Weight)]
-    if not quantized:
-        return function([part for part in parts if isinstance(part, Tensor)])
-    numbers, scales = ([getattr(part, field) for part in quantized] for field in ("numbers", "scales"))
-    return Fp8Weight(function(numbers), function(scales), quantized[0].dtype)

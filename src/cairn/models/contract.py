@@ -12,9 +12,9 @@ from cairn.models.sharding import TensorShard
 if TYPE_CHECKING:
     import torch
 
-    from cairn.kernels.fp8 import Fp8Weight
+    from cairn.kernels.weight_rows import StoredRows
 
-__all__ = ["Family", "Fp8Loader", "TensorLoader"]
+__all__ = ["Family", "StoredLoader", "TensorLoader"]
 
 
 class TensorLoader(Protocol):
@@ -26,10 +26,10 @@ class TensorLoader(Protocol):
         ...
 
 
-class Fp8Loader(Protocol):
-    """Loads a matrix that stays in FP8."""
+class StoredLoader(Protocol):
+    """Loads a matrix that stays as it is stored."""
 
-    def __call__(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> "Fp8Weight | None":
+    def __call__(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> "StoredRows | None":
         """As a `TensorLoader`; None for a tensor that is to be loaded by that one instead."""
         ...
 

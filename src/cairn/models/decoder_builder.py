@@ -35,7 +35,7 @@ from cairn.layers.residual import Mixer
 from cairn.layers.rotary import Rotary, make_rotary
 from cairn.layers.short_conv import ShortConv
 from cairn.models.attention import AttentionLayer
-from cairn.models.contract import Fp8Loader, TensorLoader
+from cairn.models.contract import StoredLoader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, ParallelMixers, ScaledMixer
 from cairn.models.feed_forward import ExpertsLayer, SquaredReluLayer, SwiGLULayer
@@ -56,7 +56,8 @@ Backend = Literal["cpu", "cuda", "cuda_exact", "exact", "reference"]
 class Execution:
     """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels
     (None: the fast ones, or with `exact` those; a name, or functions that are there), which work on `device`.
-    `quantization`: what weights are kept in, instead of the dtype. `load_fp8`: gives those that stay in FP8."""
+    `quantization`: what weights are kept in, instead of the dtype. `load_stored`: gives those that
+    stay as they are stored."""
 
     exact: bool
     dtype: torch.dtype
@@ -64,7 +65,7 @@ class Execution:
     backend: Backend | Kernels | None = None
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
     quantization: ServedQuantization | None = None
-    load_fp8: Fp8Loader | None = None
+    load_stored: StoredLoader | None = None
 
 
 def build_decoder(spec: DecoderSpec, load: TensorLoader, execution: Execution) -> Model:
@@ -96,7 +97,9 @@ class _DecoderBuilder:
         self._rank, self._size = self._communicator.rank, self._communicator.size
         self._memory_spec = spec.cache_spec(self._rank, self._size).memory_spec(execution.dtype, execution.device)
         self._kernels = load_kernels(execution.backend or ("exact" if execution.exact else "cpu"))
-        self._weights = RankWeights(load, self._kernels, execution.device, execution.quantization, execution.load_fp8)
+        self._weights = RankWeights(
+            load, self._kernels, execution.device, execution.quantization, execution.load_stored
+        )
         self._attention_layers, self._recurrent_layers = count(), count()
 
     def build(self) -> Model:

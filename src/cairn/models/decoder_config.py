@@ -19,9 +19,15 @@ from cairn.models.rotary import RopeScaling
 
 ServedDType = Literal["float32", "bfloat16"]
 
-ServedQuantization = Literal["int4", "int8", "fp8", "modelopt"]
+StoredQuantization = Literal["fp8", "modelopt", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4", "gguf"]
+"""The method by which a checkpoint is quantized, by its name in config.json and in vLLM's flag."""
+
+ServedQuantization = Literal["int4", "int8"] | StoredQuantization
 """What the weights of matrix products are in, while all else is in the dtype: brought to four bits or to int8 when they
 are loaded, or as a checkpoint of that method has them."""
+
+ONLY_CODES: Set[StoredQuantization] = frozenset(("awq", "gptq", "auto-round", "mxfp4", "gguf"))
+"""Of those, which have no weights in FP8."""
 
 MADE_AT_LOAD: Set[ServedQuantization] = frozenset(("int4", "int8"))
 """Of those, which are made of any checkpoint."""

@@ -177,7 +177,8 @@ class ExpertsLayer(MixerSpec):
             up, down = self.stacks
             up_shape, down_shape = (count, 2 * expert.inner, expert.hidden), (count, expert.hidden, expert.inner)
             return ExpertStacks(
-                StoredTensor(up, up_shape, expert.gate_and_up(inner), 1), StoredTensor(down, down_shape, (inner,), 2)
+                StoredTensor(up, up_shape, expert.gate_and_up(inner), 1, is_matrix=True),
+                StoredTensor(down, down_shape, (inner,), 2, is_matrix=True),
             )
         shape, names = (expert.inner, expert.hidden), [f"{self.experts}.{number}" for number in range(count)]
         ups = (tuple(matrix(f"{name}.{part}", shape, inner) for part in self.parts) for name in names)

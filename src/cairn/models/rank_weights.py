@@ -9,20 +9,21 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels, Weight
-from cairn.kernels.fp8 import Fp8Weight, WeightRows, dequantize_rows, join_rows, stack_experts
 from cairn.kernels.int4 import quantize_int4
+from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows, stack_experts
 from cairn.layers.linear import Linear
-from cairn.models.contract import Fp8Loader, TensorLoader
+from cairn.models.contract import StoredLoader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
 from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, JoinedTensors, ProductSpec, StoredTensor, WeightSpec
 
 logger = logging.getLogger(__name__)
 
 
-def read_weight(weight: StoredTensor, load: TensorLoader, load_fp8: Fp8Loader | None) -> WeightRows:
-    """The rank's share, in FP8 where that stays."""
-    fp8_rows = load_fp8(weight.name, weight.shape, weight.shard) if load_fp8 is not None and weight.is_matrix else None
-    return load(weight.name, weight.shape, weight.shard) if fp8_rows is None else fp8_rows
+def read_weight(weight: StoredTensor, load: TensorLoader, load_stored: StoredLoader | None) -> WeightRows:
+    """The rank's share, as it is stored where that stays."""
+    place = weight.name, weight.shape, weight.shard
+    rows = load_stored(*place) if load_stored is not None and weight.is_matrix else None
+    return load(*place) if rows is None else rows
 
 
 class RankWeights:
@@ -34,16 +35,16 @@ class RankWeights:
         kernels: Kernels,
         device: torch.device,
         quantization: ServedQuantization | None = None,
-        load_fp8: Fp8Loader | None = None,
+        load_stored: StoredLoader | None = None,
     ) -> None:
         """What `load` gives is on `device`, or on the host and copied there. `quantization`: of products' weights.
-        `load_fp8`: gives matrices that stay in FP8, if there may be any."""
+        `load_stored`: gives matrices that stay as they are stored, if there may be any."""
         self.linears: list[Linear] = []
         self._load = load
         self._kernels = kernels
         self._device = device
         self._quantization = quantization
-        self._load_fp8 = load_fp8
+        self._load_stored = load_stored
 
     @singledispatchmethod
     def make(self, weight: WeightSpec) -> Any:
@@ -76,14 +77,14 @@ class RankWeights:
                 return _gates_last(part, weight.gated_heads, outputs)
 
             whole = _joined(rows)
-            rows = (whole.changed(reorder) if isinstance(whole, Fp8Weight) else reorder(whole),)
+            rows = (reorder(whole) if isinstance(whole, Tensor) else whole.changed(reorder),)
             bias = None if bias is None else reorder(bias)
         return self.linear(rows, bias, weight.precision == "quantized")
 
     def linear(self, rows: Sequence[WeightRows], bias: Tensor | None = None, quantized: bool = True) -> Linear:
-        """A product of rows one after the other, which are in FP8 or not."""
+        """A product of rows one after the other, which are as they are stored or not."""
         shape = sum(part.shape[0] for part in rows), rows[0].shape[1]
-        packed = self._pack(rows[0], quantized) if len(rows) == 1 else self._kernels.pack_fp8(rows)
+        packed = self._pack(rows[0], quantized) if len(rows) == 1 else self._kernels.pack_stored(rows)
         linear = Linear(self._kernels, packed, bias, shape)
         self.linears.append(linear)
         return linear
@@ -91,7 +92,7 @@ class RankWeights:
     @make.register
     def stacks(self, weight: ExpertStacks) -> tuple[Weight, Weight]:
         """Both packed."""
-        return self._pack(self.tensor(weight.up)), self._pack(self.tensor(weight.down))
+        return self._pack(self._rows(weight.up)), self._pack(self._rows(weight.down))
 
     @make.register
     def experts(self, weight: ExpertMatrices) -> tuple[Weight, Weight]:
@@ -100,16 +101,12 @@ class RankWeights:
         return self._pack(_stacked(ups)), self._pack(_stacked([self._rows(part) for part in weight.downs]))
 
     def _rows(self, weight: StoredTensor) -> WeightRows:
-        rows = read_weight(weight, self._load, self._load_fp8)
-        return rows.changed(self._put) if isinstance(rows, Fp8Weight) else self._put(rows)
-
-    def _put(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self._device)
+        return read_weight(weight, self._load, self._load_stored).to(self._device)
 
     def _pack(self, weight: WeightRows, quantized: bool = True) -> Weight:
         """A weight [out, in], or a stack of experts' [E, out, in], for the kernels' products."""
-        if isinstance(weight, Fp8Weight):
-            return self._kernels.pack_fp8([weight])
+        if not isinstance(weight, Tensor):
+            return self._kernels.pack_stored([weight])
         if quantized and self._quantization == "int4":
             return self._kernels.pack_int4(quantize_int4(weight))
         if quantized and self._quantization == "int8":
@@ -118,7 +115,7 @@ class RankWeights:
 
 
 def _joined(rows: Sequence[WeightRows]) -> WeightRows:
-    """In one weight, which is in FP8 if all are."""
+    """In one weight, which is as it is stored if all are of one kind."""
     joined = join_rows(rows)
     return joined[0] if len(joined) == 1 else torch.cat(_dequantize(joined))
 
@@ -129,7 +126,7 @@ def _stacked(matrices: Sequence[WeightRows]) -> WeightRows:
 
 
 def _dequantize(parts: Sequence[WeightRows]) -> list[Tensor]:
-    logger.warning("weights in FP8 are dequantized: they are in one product with others that are not")
+    logger.warning("quantized weights are dequantized: they are in one product with others of another kind")
     return [dequantize_rows([part]) for part in parts]
 
 

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 
@@ -16,7 +17,7 @@ from cairn.layers.model import Model
 from cairn.models.checkpoint_dtypes import choose_checkpoint_dtype
 from cairn.models.contract import Family
 from cairn.models.decoder_builder import Backend, Execution, build_decoder
-from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization, DecoderConfig, ServedQuantization
+from cairn.models.decoder_config import MADE_AT_LOAD, ONLY_CODES, AskedQuantization, DecoderConfig, ServedQuantization
 from cairn.models.decoder_spec import OUTPUT
 from cairn.models.families import family_of
 from cairn.models.rank_weights import read_weight
@@ -24,12 +25,17 @@ from cairn.models.weight_bytes import PackedDtype, count_weight_bytes
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, read_generation_eos, serving_dtype
-from cairn.models.weights.quantization import Quantization, describe_fp8, read_quantization
+from cairn.models.weights.quantization import Quantization, describe_codes, describe_fp8, logical_names
+from cairn.models.weights.quantization_config import read_quantization
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
 __all__ = ["OpenModel", "open_model"]
 
 logger = logging.getLogger(__name__)
+
+Kept = Literal["fp8", "codes"]
+"""Which weights of a quantized checkpoint are served as they are stored: those in FP8, as on GPUs, or those in codes,
+as on the CPU."""
 
 MOST_HEAD_SHARE = 0.02
 """Of a token's products. A model of a few million weights, which decodes in a millisecond, would lose more by it than a
@@ -39,7 +45,8 @@ text is worth that cannot be predicted."""
 @dataclass(frozen=True, slots=True)
 class OpenModel:
     """A checkpoint folder whose config has been read and accepted; no tensor has been looked at yet. `quantization`:
-    how its weights are stored, if not in a plain dtype; `served_quantization`: what those of products are served in.
+    how its weights are stored, if not in a plain dtype; `served_quantization`: what those of products are served in;
+    `keeps`: which of them stay as they are stored, if any do.
     `generation_eos_token_ids`: the end-of-sequence ids of generation_config.json."""
 
     folder: Path
@@ -49,6 +56,7 @@ class OpenModel:
     quantization: Quantization | None = None
     served_quantization: ServedQuantization | None = None
     generation_eos_token_ids: tuple[int, ...] = ()
+    keeps: Kept | None = None
 
     def eos_token_ids(self, tokenizer_id: int | None) -> tuple[int, ...]:
         """All ids that end an answer: those of config.json and of generation_config.json, which may name the end of a
@@ -57,7 +65,7 @@ class OpenModel:
         return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.generation_eos_token_ids, *tokenizer_ids)))
 
     @property
-    def stays_in_fp8(self) -> bool:
+    def stays_as_stored(self) -> bool:
         """Whether matrices are served as they are stored."""
         return self.quantization is not None and self.served_quantization == self.quantization.method
 
@@ -79,9 +87,10 @@ class OpenModel:
         """Whether there may be a head that drafts, whose part of each step is small enough not to be asked for."""
         return 0.0 < self.with_head().config.served().head_share <= MOST_HEAD_SHARE
 
-    def why_no_head(self, stored: Collection[str]) -> str | None:
-        """Why the head that drafts cannot be served, in words that follow a colon; None where it can. `stored`: the
-        checkpoint's tensors."""
+    def why_no_head(self, headers: Mapping[str, TensorHeader]) -> str | None:
+        """Why the head that drafts cannot be served, in words that follow a colon; None where it can. `headers`:
+        of the checkpoint's tensors."""
+        stored = self.stored_names(headers)
         name, number = self.family.model_type, self.config.num_mtp_layers
         if number > 1:
             return f"config.json has {number} of them, and one is what is implemented"
@@ -100,6 +109,10 @@ class OpenModel:
         """The folder's tensors. Raises ModelError as `read_headers`."""
         return read_headers(self.folder)
 
+    def stored_names(self, stored: Mapping[str, TensorHeader]) -> set[str]:
+        """The names of these tensors, and of matrices in codes as if they were not."""
+        return logical_names(stored, self.quantization)
+
     def tensors(self, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Every tensor that the config calls for, with its shape, in the form in which these are stored."""
         return self.family.tensors(self.config, stored)
@@ -109,16 +122,19 @@ class OpenModel:
     ) -> int:
         """Bytes of all weights as they are served on the first of `num_ranks` ranks, in the form in which these tensors
         are stored; see `count_weight_bytes`."""
-        load_fp8 = describe_fp8(stored, self.quantization, self.dtype) if self.stays_in_fp8 else None
-        served_as = self.dtype, self.served_quantization, load_fp8
-        return count_weight_bytes(self.family, self.config, stored, *served_as, num_ranks, packed_dtype)
+        describe = describe_fp8 if self.keeps == "fp8" else describe_codes
+        load_stored = describe(stored, self.quantization, self.dtype) if self.stays_as_stored else None
+        served_as = self.dtype, self.served_quantization, load_stored
+        names = self.stored_names(stored)
+        return count_weight_bytes(self.family, self.config, names, *served_as, num_ranks, packed_dtype)
 
     def transfer_facts(self) -> dict[str, str | int]:
         """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, quantization
         if there is one, every field of config.json that decides what keys, values and states are, and `weights`, the
         identity of the stored weights (see `weights_identity`). Block size and number of ranks are not in it. Raises
         ModelError."""
-        identity = weights_identity(self.folder, self.tensors(read_headers(self.folder)), self.quantization)
+        names = self.stored_names(read_headers(self.folder))
+        identity = weights_identity(self.folder, self.tensors(names), self.quantization)
         facts = {"model_type": self.family.model_type, "dtype": str(self.dtype).removeprefix("torch.")}
         # Those that stay in FP8 are the same numbers as dequantized ones.
         if self.served_quantization in MADE_AT_LOAD:
@@ -141,43 +157,47 @@ class OpenModel:
         """
         place = device or torch.device("cpu")
         with WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization) as reader:
-            expected = self.tensors(reader.headers)
+            expected = self.tensors(reader.names)
             reader.verify(expected, self.family.ignored_tensors)
-            if self.config.tie_word_embeddings and OUTPUT in reader.headers and communicator.rank == 0:
+            if self.config.tie_word_embeddings and OUTPUT in reader.names and communicator.rank == 0:
                 logger.warning(
                     "config.json ties the output to the embedding (tie_word_embeddings), but %s is stored as well: "
                     "what is stored is served",
                     OUTPUT,
                 )
-            load_fp8 = reader.load_fp8 if self.stays_in_fp8 else None
-            execution = Execution(exact, self.dtype, communicator, backend, place, self.served_quantization, load_fp8)
-            spec = self.family.spec(self.config, reader.headers)
+            load_stored = (
+                (reader.load_fp8 if self.keeps == "fp8" else reader.load_codes) if self.stays_as_stored else None
+            )
+            execution = Execution(
+                exact, self.dtype, communicator, backend, place, self.served_quantization, load_stored
+            )
+            spec = self.family.spec(self.config, reader.names)
 
             def read_all() -> None:
                 for tensor in spec.tensors(communicator.rank, communicator.size).values():
-                    read_weight(tensor, reader.load, load_fp8)
+                    read_weight(tensor, reader.load, load_stored)
 
             with load_weights(reader, expected, read_all, stream or stream_to(place), communicator):
                 return build_decoder(spec, reader.load, execution)
 
 
 def open_model(
-    folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None, keeps_fp8: bool = False
+    folder: Path, dtype: DType = "auto", quantization: AskedQuantization | None = None, keeps: Kept | None = None
 ) -> OpenModel:
-    """Read config.json and the end-of-sequence ids of generation_config.json. `keeps_fp8`: whether the weights of an
-    FP8 checkpoint stay as they are stored, as on a GPU. Raises ModelError, and ConfigError for a quantization that the
+    """Read config.json and the end-of-sequence ids of generation_config.json. `keeps`: which weights of a quantized
+    checkpoint stay as they are stored. Raises ModelError, and ConfigError for a quantization that the
     checkpoint does not have."""
     raw = read_config(folder)
     family = family_of(raw)
     config = family.parse(raw)
     stored_as = read_quantization(folder, raw)
-    served = _served_quantization(quantization, stored_as, keeps_fp8)
+    served = _served_quantization(quantization, stored_as, keeps)
     generation_eos = read_generation_eos(folder, config.vocab_size)
-    return OpenModel(folder, family, config, serving_dtype(raw, dtype), stored_as, served, generation_eos)
+    return OpenModel(folder, family, config, serving_dtype(raw, dtype), stored_as, served, generation_eos, keeps)
 
 
 def _served_quantization(
-    asked: AskedQuantization | None, stored_as: Quantization | None, keeps_fp8: bool
+    asked: AskedQuantization | None, stored_as: Quantization | None, keeps: Kept | None
 ) -> ServedQuantization | None:
     if asked in MADE_AT_LOAD:
         return asked
@@ -185,7 +205,13 @@ def _served_quantization(
         stored = "not quantized" if stored_as is None else f"in {stored_as.method}"
         text = f"--quantization {asked}: the checkpoint is {stored}, and is served as it is without this flag"
         raise ConfigError(f"{text}; int8 or int4 can be made of it while it is loaded")
-    if not keeps_fp8 or stored_as is None:
+    if keeps is None or stored_as is None:
+        return None
+    if keeps == "codes":
+        return stored_as.method if stored_as.has_codes else None
+    if stored_as.has_codes:
+        logger.warning("weights in codes are dequantized: there are no products with them on GPUs yet")
+    if stored_as.method in ONLY_CODES:
         return None
     if not stored_as.can_stay:
         logger.warning("weights are dequantized: there are no products with factors for blocks of %s", stored_as.block)

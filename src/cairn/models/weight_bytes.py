@@ -6,9 +6,9 @@ from functools import singledispatchmethod
 
 import torch
 
-from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.int4 import int4_bytes
-from cairn.models.contract import Family, Fp8Loader
+from cairn.kernels.weight_rows import StoredRows, kind_of
+from cairn.models.contract import Family, StoredLoader
 from cairn.models.decoder_config import DecoderConfig, ServedQuantization
 from cairn.models.weight_specs import (
     ExpertMatrices,
@@ -30,16 +30,16 @@ def count_weight_bytes(
     stored: Collection[str],
     dtype: torch.dtype,
     quantization: ServedQuantization | None = None,
-    load_fp8: Fp8Loader | None = None,
+    load_stored: StoredLoader | None = None,
     num_ranks: int = 1,
     packed_dtype: PackedDtype | None = None,
 ) -> int:
     """Bytes of all weights as they are served on rank 0 of `num_ranks`, which has no fewer than any other, without the
-    padding of packed ones: a tied embedding is there twice, as rows and as a packed output. `load_fp8`: gives matrices
-    that stay in FP8, on the meta device. `packed_dtype`: of the backend, None where it keeps weights as they are.
-    Raises ConfigError where the model cannot be sharded among so many."""
+    padding of packed ones: a tied embedding is there twice, as rows and as a packed output. `load_stored`: gives
+    matrices that stay as they are stored, on the meta device. `packed_dtype`: of the backend, None where it keeps
+    weights as they are. Raises ConfigError where the model cannot be sharded among so many."""
     config.cache_spec(0, num_ranks)
-    counter = ByteCounter(family, dtype, quantization, load_fp8, packed_dtype)
+    counter = ByteCounter(family, dtype, quantization, load_stored, packed_dtype)
     return sum(counter.count(weight) for weight in family.spec(config, stored).weights(0, num_ranks))
 
 
@@ -51,13 +51,13 @@ class ByteCounter:
         family: Family,
         dtype: torch.dtype,
         quantization: ServedQuantization | None,
-        load_fp8: Fp8Loader | None,
+        load_stored: StoredLoader | None,
         packed_dtype: PackedDtype | None,
     ) -> None:
         self._family = family
         self._dtype = dtype
         self._quantization = quantization
-        self._load_fp8 = load_fp8
+        self._load_stored = load_stored
         self._packed_dtype = packed_dtype
 
     @singledispatchmethod
@@ -75,38 +75,38 @@ class ByteCounter:
     @count.register
     def product(self, weight: ProductSpec) -> int:
         biases = sum(map(self.tensor, weight.biases))
-        fp8 = self._fp8(weight.parts)
+        stored = self._stored(weight.parts)
         # As they are, side by side, unless their rows are to be mixed.
-        if any(fp8) and (_is_one_kind(fp8) or not weight.gated_heads):
-            return biases + sum(self._as_stored(*pair) for pair in zip(weight.parts, fp8, strict=True))
+        if any(stored) and (_is_one_kind(stored) or not weight.gated_heads):
+            return biases + sum(self._as_stored(*pair) for pair in zip(weight.parts, stored, strict=True))
         return biases + sum(self._packed(part, weight.precision) for part in weight.parts)
 
     @count.register
     def stacks(self, weight: ExpertStacks) -> int:
-        return self._packed(weight.up) + self._packed(weight.down)
+        return self._stacked(((weight.up,),)) + self._stacked(((weight.down,),))
 
     @count.register
     def experts(self, weight: ExpertMatrices) -> int:
         return sum(map(self._stacked, (weight.ups, [(down,) for down in weight.downs])))
 
     def _stacked(self, matrices: Sequence[Sequence[StoredTensor]]) -> int:
-        """A stack of matrices, each of these parts: in FP8 if all are."""
+        """A stack of matrices, each of these parts: as they are stored if all are of one kind."""
         parts = [part for each in matrices for part in each]
-        fp8 = self._fp8(parts)
-        if all(fp8) and _is_one_kind(fp8):
-            return sum(self._as_stored(*pair) for pair in zip(parts, fp8, strict=True))
+        stored = self._stored(parts)
+        if all(stored) and _is_one_kind(stored):
+            return sum(self._as_stored(*pair) for pair in zip(parts, stored, strict=True))
         return sum(map(self._packed, parts))
 
-    def _fp8(self, parts: Sequence[StoredTensor]) -> list[Fp8Weight | None]:
-        if self._load_fp8 is None:
+    def _stored(self, parts: Sequence[StoredTensor]) -> list[StoredRows | None]:
+        if self._load_stored is None:
             return [None] * len(parts)
-        return [self._load_fp8(part.name, part.shape, part.shard) if part.is_matrix else None for part in parts]
+        return [self._load_stored(part.name, part.shape, part.shard) if part.is_matrix else None for part in parts]
 
-    def _as_stored(self, weight: StoredTensor, fp8: Fp8Weight | None) -> int:
-        return self.tensor(weight) if fp8 is None else fp8.nbytes
+    def _as_stored(self, weight: StoredTensor, stored: StoredRows | None) -> int:
+        return self.tensor(weight) if stored is None else stored.nbytes
 
     def _packed(self, weight: StoredTensor, precision: Precision = "quantized") -> int:
-        """A weight [..., out, in], not in FP8."""
+        """A weight [..., out, in], not as it is stored."""
         shape, stored = weight.rank_shape, self.tensor(weight)
         numbers = math.prod(shape)
         if precision == "quantized" and self._quantization == "int4":
@@ -123,6 +123,5 @@ class ByteCounter:
         return torch.float32 if self._family.keeps_float32(weight.name) else self._dtype
 
 
-def _is_one_kind(parts: Sequence[Fp8Weight | None]) -> bool:
-    """Whether all have the same blocks of scales."""
-    return len({None if part is None else part.scales.shape[-1] for part in parts}) == 1
+def _is_one_kind(parts: Sequence[StoredRows | None]) -> bool:
+    return len({None if part is None else kind_of(part) for part in parts}) == 1

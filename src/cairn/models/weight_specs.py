@@ -22,7 +22,8 @@ choose among experts or scale all that one of them gives."""
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of the checkpoint. `shape`: of the whole; a rank has the `slices` of dimension `dim`, or all of it where
-    there are none. `is_matrix`: a weight [out, in] of a product, which may stay in FP8."""
+    there are none. `is_matrix`: a weight [out, in] of a product, or a stack of
+    experts' ones, which may stay as it is stored."""
 
     name: str
     shape: tuple[int, ...]

@@ -78,10 +78,13 @@ class WeightOptions(_Options):
     """What of the checkpoint is loaded, and in which form."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of the weights and of the cache")
-    quantization: Literal["int4", "int8", "fp8", "modelopt"] | None = Field(
+    quantization: (
+        Literal["int4", "int8", "fp8", "modelopt", "compressed-tensors", "awq", "gptq", "auto-round", "mxfp4", "gguf"]
+        | None
+    ) = Field(
         None,
         description="weights of matrix products in int8, or in int4 by groups of inputs, activations in int8: faster, "
-        "less memory, less precise; fp8 and modelopt say what the checkpoint is stored in, and change nothing",
+        "less memory, less precise; the others say what the checkpoint is stored in, and change nothing",
     )
     tokenizer: str | None = Field(
         None, description="folder or hub name of another tokenizer than the checkpoint's", min_length=1

@@ -12,7 +12,7 @@ from cairn.kernels.cpu.int4 import pack_int4
 from cairn.kernels.cpu.int8 import pack_int8
 from cairn.kernels.cpu.metadata import build_metadata
 from cairn.kernels.cpu.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
-from cairn.kernels.cpu.products import embed, linear, lm_head, pack, pack_fp8, packed_dtype
+from cairn.kernels.cpu.products import embed, linear, lm_head, pack, pack_stored, packed_dtype
 from cairn.kernels.cpu.routers import sigmoid_router, softmax_router
 from cairn.kernels.cpu.ssd import ssd
 from cairn.kernels.cpu.warm_up import warm_up
@@ -38,10 +38,10 @@ __all__ = [
     "load_states",
     "logprobs",
     "pack",
-    "pack_fp8",
     "pack_int4",
     "pack_int8",
     "pack_state_spans",
+    "pack_stored",
     "packed_dtype",
     "rms_norm",
     "rms_norm_then_gate",

@@ -25,7 +25,7 @@ from cairn.kernels.cpu.panels import (
 )
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.cpu.tiles import GROUP, VECTOR_GROUP
-from cairn.kernels.fp8 import WeightRows, dequantize_rows
+from cairn.kernels.weight_rows import WeightRows, dequantize_rows
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,8 @@ def pack(weight: Tensor) -> PackedWeight:
     return PackedWeight(weight.shape, weight.dtype, matrices, layout)
 
 
-def pack_fp8(rows: Sequence[WeightRows]) -> PackedWeight:
-    """See `Kernels.pack_fp8`."""
+def pack_stored(rows: Sequence[WeightRows]) -> PackedWeight:
+    """See `Kernels.pack_stored`."""
     return pack(dequantize_rows(rows))
 
 

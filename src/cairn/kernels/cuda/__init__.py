@@ -6,7 +6,7 @@ from cairn.kernels.cuda.checkpoint_files import copy_pages, copy_tokens, load_st
 from cairn.kernels.cuda.conv import conv
 from cairn.kernels.cuda.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
 from cairn.kernels.cuda.experts import experts, gated_experts
-from cairn.kernels.cuda.fp8 import pack_fp8
+from cairn.kernels.cuda.fp8 import pack_stored
 from cairn.kernels.cuda.gdn import gdn
 from cairn.kernels.cuda.logprobs import logprobs
 from cairn.kernels.cuda.metadata import build_metadata
@@ -36,10 +36,10 @@ __all__ = [
     "load_states",
     "logprobs",
     "pack",
-    "pack_fp8",
     "pack_int4",
     "pack_int8",
     "pack_state_spans",
+    "pack_stored",
     "packed_dtype",
     "rms_norm",
     "rms_norm_then_gate",

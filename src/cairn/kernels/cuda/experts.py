@@ -30,7 +30,7 @@ from cairn.kernels.cuda.fp8 import (
     scales_of,
 )
 from cairn.kernels.cuda.metadata import CudaMetadata
-from cairn.kernels.fp8 import BLOCK, Fp8Weight, WeightRows
+from cairn.kernels.fp8 import BLOCK, Fp8Rows, Fp8Weight
 
 _FEW_TOKENS = 4
 """Up to so many each pair reads its expert's weights, even if another one has just done so."""
@@ -241,15 +241,13 @@ def _down_gemv_kernel(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
-def experts(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: WeightRows, down: WeightRows, batch: Batch
-) -> Tensor:
+def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Fp8Rows, down: Fp8Rows, batch: Batch) -> Tensor:
     """See `Kernels.experts`."""
     return _experts(x, topk_ids, topk_weights, up, down, batch, gated=False)
 
 
 def gated_experts(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: WeightRows, down: WeightRows, batch: Batch
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Fp8Rows, down: Fp8Rows, batch: Batch
 ) -> Tensor:
     """See `Kernels.gated_experts`."""
     return _experts(x, topk_ids, topk_weights, gate_up, down, batch, gated=True)
@@ -259,8 +257,8 @@ def _experts(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    up: WeightRows,
-    down: WeightRows,
+    up: Fp8Rows,
+    down: Fp8Rows,
     batch: Batch,
     *,
     gated: bool,
@@ -283,7 +281,7 @@ def _experts(
 
 
 def _run_few_tokens(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: WeightRows, down: WeightRows, out: Tensor, *, gated: bool
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Fp8Rows, down: Fp8Rows, out: Tensor, *, gated: bool
 ) -> None:
     """A product of a matrix and a vector for each pair."""
     (tokens, width), top_k, inner_width = x.shape, topk_ids.shape[1], down.shape[2]
@@ -312,8 +310,8 @@ def _run_many_tokens(
     x: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    up: WeightRows,
-    down: WeightRows,
+    up: Fp8Rows,
+    down: Fp8Rows,
     out: Tensor,
     rows: int,
     *,
@@ -359,7 +357,7 @@ def _run_many_tokens(
     )
 
 
-def _operands(weight: WeightRows, no_scales: Tensor) -> tuple[tuple[Tensor, Tensor], int, int]:
+def _operands(weight: Fp8Rows, no_scales: Tensor) -> tuple[tuple[Tensor, Tensor], int, int]:
     """What kernels get of a stack of weights: numbers and scales, `no_scales` where there are none; and how far experts
     and rows are from each other."""
     numbers = numbers_of(weight)

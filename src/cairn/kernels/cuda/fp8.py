@@ -6,7 +6,9 @@ and a vector. Hundreds of rows are bound by the products: where a row of the wei
 cores take `torch._scaled_mm`, for which each row of x is brought to FP8 with a scale of its own.
 """
 
+import logging
 from collections.abc import Sequence
+from functools import cache
 from typing import Literal
 
 import torch
@@ -16,10 +18,14 @@ import triton.language as tl
 from torch import Tensor
 
 from cairn.kernels.cuda.device import kernel, limits, power_of_2, takes_tensor_cores
-from cairn.kernels.fp8 import BLOCK, Fp8Weight, WeightRows
+from cairn.kernels.fp8 import BLOCK, Fp8Rows, Fp8Weight
+from cairn.kernels.quantized import QuantizedWeight
+from cairn.kernels.weight_rows import WeightRows
 
 Form = Literal["none", "native", "bytes"]
 """How kernels see weights: in x's dtype; in FP8; as bytes, on GPUs without FP8, whose compiler does not know it."""
+
+logger = logging.getLogger(__name__)
 
 _FEW_ROWS = 2
 """Up to so many a row is a product of a matrix and a vector, and the second one finds the matrix in the cache."""
@@ -36,14 +42,14 @@ _BLOCK = tl.constexpr(BLOCK)
 # -- what experts share ----------------------------------------------------------------------------------------------
 
 
-def form_of(weight: WeightRows) -> dict[str, object]:
+def form_of(weight: Fp8Rows) -> dict[str, object]:
     """The constants of a kernel by which it reads a weight."""
     if isinstance(weight, Tensor):
         return {"FP8": "none", "BLOCKED": False}
     return {"FP8": "native" if limits().has_fp8 else "bytes", "BLOCKED": weight.is_blocked}
 
 
-def numbers_of(weight: WeightRows) -> Tensor:
+def numbers_of(weight: Fp8Rows) -> Tensor:
     """What a kernel gets of a weight, beside its scales."""
     return weight if isinstance(weight, Tensor) else weight.numbers
 
@@ -169,14 +175,23 @@ def _few_rows_kernel(
     tl.store(out + row * out_stride + column, total.to(out.dtype.element_ty), mask=is_column)
 
 
-def pack_fp8(rows: Sequence[WeightRows]) -> tuple[WeightRows, ...] | WeightRows:
-    """See `Kernels.pack_fp8`."""
-    packed = tuple(part.changed(Tensor.contiguous) if isinstance(part, Fp8Weight) else part for part in rows)
+def pack_stored(rows: Sequence[WeightRows]) -> tuple[Fp8Rows, ...] | Fp8Rows:
+    """See `Kernels.pack_stored`."""
+    if any(isinstance(part, QuantizedWeight) for part in rows):
+        warn_dequantized()
+    plain = [part.dequantize() if isinstance(part, QuantizedWeight) else part for part in rows]
+    packed = tuple(part.changed(Tensor.contiguous) if isinstance(part, Fp8Weight) else part for part in plain)
     return packed[0] if len(packed) == 1 else packed
 
 
-def multiply(x: Tensor, weight: tuple[WeightRows, ...] | WeightRows, bias: Tensor | None) -> Tensor:
-    """x [T, in] times the transpose of a weight from `pack_fp8`, [T, out] in x's dtype."""
+@cache
+def warn_dequantized() -> None:
+    """Once a process."""
+    logger.warning("quantized weights are dequantized: there are no products with them on GPUs yet, but in FP8")
+
+
+def multiply(x: Tensor, weight: tuple[Fp8Rows, ...] | Fp8Rows, bias: Tensor | None) -> Tensor:
+    """x [T, in] times the transpose of a weight from `pack_stored`, [T, out] in x's dtype."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
     if isinstance(weight, Fp8Weight):

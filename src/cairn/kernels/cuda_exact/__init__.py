@@ -54,7 +54,7 @@ from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.cuda_exact.operands import with_rows_laid_out
 from cairn.kernels.cuda_exact.products import find_dependent_height as find_dependent_height
 from cairn.kernels.cuda_exact.products import linear, lm_head
-from cairn.kernels.exact.products import pack_fp8
+from cairn.kernels.exact.products import pack_stored
 from cairn.kernels.staging import Staging
 
 add_rms_norm = with_rows_laid_out(cuda.add_rms_norm, "x")
@@ -98,10 +98,10 @@ __all__ = [
     "load_states",
     "logprobs",
     "pack",
-    "pack_fp8",
     "pack_int4",
     "pack_int8",
     "pack_state_spans",
+    "pack_stored",
     "packed_dtype",
     "rms_norm",
     "rms_norm_then_gate",

@@ -16,8 +16,8 @@ from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Weight
 from cairn.kernels.exact.elementwise import widen
 from cairn.kernels.exact.metadata import ROW_TILE, TILE
-from cairn.kernels.fp8 import WeightRows, dequantize_rows
 from cairn.kernels.int4 import Int4Weight
+from cairn.kernels.weight_rows import WeightRows, dequantize_rows
 
 
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -35,8 +35,8 @@ def pack(weight: Tensor) -> Weight:
     return weight
 
 
-def pack_fp8(rows: Sequence[WeightRows]) -> Weight:
-    """See `Kernels.pack_fp8`."""
+def pack_stored(rows: Sequence[WeightRows]) -> Weight:
+    """See `Kernels.pack_stored`."""
     return pack(dequantize_rows(rows))
 
 

@@ -8,16 +8,16 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.contract import Weight
-from cairn.kernels.fp8 import WeightRows, dequantize_rows
 from cairn.kernels.int4 import Int4Weight
 from cairn.kernels.reference.elementwise import widen
 from cairn.kernels.staging import Staging
+from cairn.kernels.weight_rows import WeightRows, dequantize_rows
 
 LARGEST = 127
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedWeight:
+class RowScaledInt8:
     """`numbers` int8 [out, in] or [E, out, in], `scales` float32 [out, 1] or [E, out, 1], `dtype` of the model."""
 
     numbers: Tensor
@@ -28,14 +28,14 @@ class QuantizedWeight:
     def shape(self) -> torch.Size:
         return self.numbers.shape
 
-    def __getitem__(self, expert: int) -> "QuantizedWeight":
-        return QuantizedWeight(self.numbers[expert], self.scales[expert], self.dtype)
+    def __getitem__(self, expert: int) -> "RowScaledInt8":
+        return RowScaledInt8(self.numbers[expert], self.scales[expert], self.dtype)
 
 
-def pack_int8(weight: Tensor) -> QuantizedWeight:
+def pack_int8(weight: Tensor) -> RowScaledInt8:
     """See `Kernels.pack_int8`."""
     numbers, scales = _quantized(weight.float())
-    return QuantizedWeight(numbers.to(torch.int8), scales, weight.dtype)
+    return RowScaledInt8(numbers.to(torch.int8), scales, weight.dtype)
 
 
 def pack_int4(weight: Int4Weight) -> Int4Weight:
@@ -48,7 +48,7 @@ def multiply(weight: Weight, row: Tensor) -> Tensor:
     if isinstance(weight, Int4Weight):
         numbers, scale = _quantized(row.view(-1, weight.group))
         return weight.dequantize(row.dtype) @ (numbers * scale).flatten()
-    if not isinstance(weight, QuantizedWeight):
+    if not isinstance(weight, RowScaledInt8):
         return widen(weight) @ row
     numbers, scale = _quantized(row)
     return (weight.numbers.double() @ numbers.double()).to(row.dtype) * weight.scales[:, 0] * scale
@@ -75,8 +75,8 @@ def pack(weight: Tensor) -> Weight:
     return weight
 
 
-def pack_fp8(rows: Sequence[WeightRows]) -> Weight:
-    """See `Kernels.pack_fp8`."""
+def pack_stored(rows: Sequence[WeightRows]) -> Weight:
+    """See `Kernels.pack_stored`."""
     return pack(dequantize_rows(rows))
 
 

@@ -8,7 +8,7 @@ from typing import BinaryIO
 from cairn.errors import ModelError
 from cairn.models.weights.gguf.checkpoint import open_gguf
 from cairn.models.weights.gguf.header import is_gguf
-from cairn.models.weights.quantization import Quantization, used_tensors
+from cairn.models.weights.quantization import Quantization, logical_names, used_tensors
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers, read_offsets
 
 _IDENTITY = b"cairn/weights/1"
@@ -28,7 +28,8 @@ def weights_identity(folder: Path, names: Iterable[str], quantization: Quantizat
     headers = read_headers(folder)
     digest = hashlib.sha256(_IDENTITY)
     expected = list(names)
-    if missing := [name for name in expected if name not in headers]:
+    stored = logical_names(headers, quantization)
+    if missing := [name for name in expected if name not in stored]:
         raise ModelError(f"{folder}: {missing[0]} is missing")
     used = sorted(used_tensors(headers, expected, quantization))
     samples = _sample_gguf(folder, used) if is_gguf(folder) else _sample_folder(folder, headers, used)

@@ -4,19 +4,20 @@ A folder holds config.json and either `model.safetensors` or shards listed by `m
 in it is ever executed: pickle formats are refused, `auto_map` is ignored.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
 from cairn.errors import ModelError
 from cairn.kernels.fp8 import Fp8Weight
+from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.config_schema import Fields
 from cairn.models.decoder_config import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
@@ -27,9 +28,11 @@ from cairn.models.weights.quantization import (
     FP8,
     Quantization,
     dequantize,
+    find_matrix,
     find_scale,
     find_scale_columns,
     find_scale_problem,
+    logical_names,
     row_scales,
     used_tensors,
 )
@@ -100,6 +103,9 @@ def find_problem(
     headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...], quantization: Quantization | None
 ) -> str | None:
     """Why the tensor `name` cannot be read with this shape, in a sentence, or None."""
+    matrix = find_matrix(headers, name, shape, quantization)
+    if matrix is not None:
+        return matrix if isinstance(matrix, str) else None
     header = headers.get(name)
     if header is None:
         return f"{name} {list(shape)} is missing"
@@ -117,7 +123,8 @@ def find_problem(
 
 
 class WeightReader:
-    """Hands out tensors by name in the serving dtype. `load` is a `TensorLoader`, `load_fp8` an `Fp8Loader`.
+    """Hands out tensors by name in the serving dtype. `load` is a `TensorLoader`, `load_fp8` and
+    `load_codes` are `StoredLoader`s.
 
     Tensors whose last name part is in `float32` keep full precision. Every tensor is a copy in memory of its own: the
     files may change or vanish afterwards, and alignment (so the rounding of vector kernels) is the allocator's. FP8
@@ -137,6 +144,7 @@ class WeightReader:
         self._dtype = dtype
         self._float32 = frozenset(float32)
         self._quantization = quantization
+        self._is_gguf = is_gguf(folder)
         self._files = map_files(folder, self.headers)
         self._source: TensorSource = self._files
 
@@ -154,6 +162,11 @@ class WeightReader:
             yield
         finally:
             self._source = before
+
+    @property
+    def names(self) -> Set[str]:
+        """Of all tensors, and of matrices in codes as if they were not."""
+        return logical_names(self.headers, self._quantization)
 
     def stored_bytes(self, expected: Mapping[str, tuple[int, ...]]) -> int:
         """Of the tensors that these are read from."""
@@ -173,6 +186,9 @@ class WeightReader:
         Raises ModelError naming tensor and file.
         """
         dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
+        matrix = find_matrix(self.headers, name, shape, self._quantization)
+        if matrix is not None and not isinstance(matrix, str):
+            return self._read(name, shape, shard, dtype, lambda _, part: matrix.read_part(self._stored, part, dtype))
         return self._read(name, shape, shard, dtype, partial(self._numbers, dtype))
 
     def load_fp8(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
@@ -190,6 +206,32 @@ class WeightReader:
         factors = self._read(scale.name, self.headers[scale.name].shape, None, torch.float32, self._stored)
         return Fp8Weight(numbers, row_scales(factors, rows, columns, shape, scale.block), self._dtype)
 
+    def load_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> QuantizedWeight | None:
+        """A matrix, or a stack of experts', in codes as it is stored, or a shard of it; None where it is not, or is cut
+        inside a group.
+
+        Raises ModelError as `load` does.
+        """
+        if self._is_gguf:
+            return self._gguf_codes(name, shape, shard)
+        matrix = find_matrix(self.headers, name, shape, self._quantization)
+        if matrix is None:
+            return None
+        with self._naming(name):
+            if isinstance(matrix, str):
+                raise ModelError(matrix)
+            weight = matrix.read_shard(self._stored, shard, self._dtype)
+        # A copy where parts are still the files' memory.
+        return None if weight is None else weight.changed(torch.Tensor.clone)
+
+    def _gguf_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> QuantizedWeight | None:
+        if problem := find_problem(self.headers, name, shape, self._quantization):
+            raise ModelError(f"{self.folder}: {problem}")
+        source: Any = self._source  # which is `GgufFiles`
+        with self._naming(name):
+            codes: QuantizedWeight | None = source.read_codes(name, shard, self._dtype)
+        return codes
+
     def _read(
         self,
         name: str,
@@ -201,12 +243,20 @@ class WeightReader:
         """A copy of a tensor or of a shard of it, part by part as `read` gives it. Raises ModelError."""
         if problem := find_problem(self.headers, name, shape, self._quantization):
             raise ModelError(f"{self.folder}: {problem}")
-        try:
+        with self._naming(name):
             return self._read_parts(shape, shard, dtype, partial(read, name))
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
+        """What goes wrong inside names the tensor, and its file if it has one of its own."""
+        header = self.headers.get(name)
+        place = self.folder if header is None else self.folder / header.file
+        try:
+            yield
         except torch.OutOfMemoryError:
             raise
-        except READ_ERRORS as error:
-            raise ModelError(f"{self.folder / self.headers[name].file}: {name} cannot be read: {error}") from error
+        except (ModelError, *READ_ERRORS) as error:
+            raise ModelError(f"{place}: {name} cannot be read: {error}") from error
 
     def _read_parts(
         self,

@@ -1,11 +1,12 @@
-"""Quantized checkpoints. Two methods are read, both with FP8 (e4m3) weights, which are dequantized or stay as they are:
+"""Weights of quantized checkpoints: in codes, see `packed_layouts`, or in FP8 (e4m3), dequantized or as stored.
 
-fp8         by `quantization_config` of config.json. With `weight_block_size`, as Qwen and DeepSeek publish it:
-            `weight_scale_inv`, one factor for each such block of numbers. Without: one factor for a tensor or for each
-            of its rows, as `weight_scale` (vLLM's method of that name) or `weight_scale_inv` (transformers'
-            FineGrainedFP8Config)
-modelopt    NVIDIA ModelOpt's FP8: `weight_scale`, one factor for a tensor (`hf_quant_config.json`, or
-            `quantization_config`)
+FP8 is stored in these ways:
+
+fp8         With `weight_block_size`, as Qwen and DeepSeek publish it: `weight_scale_inv`, one factor for each such
+            block of numbers. Without: one factor for a tensor or for each of its rows, as `weight_scale` (vLLM's
+            method of that name) or `weight_scale_inv` (transformers' FineGrainedFP8Config)
+modelopt    NVIDIA ModelOpt's: `weight_scale`, one factor for a tensor
+compressed-tensors    `weight_scale`, one factor for a tensor, for each of its rows or for each block
 
 Factors of activations, keys and values (`input_scale`, `activation_scale`, `k_scale`, ...) are not used: they are for
 those who also compute or cache in FP8 with fixed factors, and rounding less is no other model.
@@ -14,21 +15,27 @@ those who also compute or cache in FP8 with fixed factors, and rounding less is 
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from cairn.errors import ModelError
 from cairn.kernels.fp8 import BLOCK, Fp8Weight
-from cairn.models.config_schema import Fields
-from cairn.models.contract import Fp8Loader
+from cairn.kernels.quantized import QuantizedWeight
+from cairn.models.contract import StoredLoader
+from cairn.models.decoder_config import StoredQuantization
 from cairn.models.sharding import Slice, TensorShard
-from cairn.models.weights.tensor_headers import TensorHeader, read_json
-
-MODELOPT_FILE = "hf_quant_config.json"
-MAX_BLOCK = 1 << 16
+from cairn.models.weights.gguf.source import describe_blocks
+from cairn.models.weights.packed_matrices import (
+    Layouts,
+    PackedMatrix,
+    find_layout,
+    packed_tensors,
+    resolve_matrix,
+    stored_names,
+)
+from cairn.models.weights.tensor_headers import TensorHeader
+from cairn.models.weights.tensor_source import TORCH_DTYPES
 
 FP8: Final = "F8_E4M3"
 """safetensors' name of the one FP8 dtype that is read."""
@@ -40,23 +47,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """`method`: its name in config.json and in vLLM's flag. `block`: the rows and columns of every weight that have one
-    factor; None where each weight's factors tell by their shape."""
+    """`method`: its name in config.json and in vLLM's flag. `block`: the rows and columns of every weight in FP8 that
+    have one factor; None where each weight's factors tell by their shape. `layouts`: how matrices are stored in codes,
+    if any are."""
 
-    method: Literal["fp8", "modelopt"]
+    method: StoredQuantization
     block: tuple[int, int] | None = None
+    layouts: Layouts = ()
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether any matrices may be stored in codes."""
+        return bool(self.layouts) or self.method == "gguf"
 
     @property
     def can_stay(self) -> bool:
-        """Whether there are products with weights in this form."""
+        """Whether there are products with weights in FP8 in this form."""
         return self.block is None or self.block[1] == BLOCK
 
     @property
     def scale_names(self) -> tuple[str, ...]:
         """What factors may be called; what is before that in a tensor's name is the weight's."""
-        if self.block is not None:
-            return ("weight_scale_inv",)
-        return ("weight_scale",) if self.method == "modelopt" else ("weight_scale", "weight_scale_inv")
+        if self.method != "fp8":
+            return ("weight_scale",)
+        return ("weight_scale_inv",) if self.block is not None else ("weight_scale", "weight_scale_inv")
 
     def block_of(self, shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[int, int] | None:
         """The rows and columns of a weight of this shape that have one factor, where its factors have that one. None
@@ -66,7 +80,7 @@ class Quantization:
             return self.block if scale_shape == _grid(shape, self.block) else None
         if scale_shape in ((), (1,), (1, 1)):
             return rows, columns
-        if self.method == "fp8" and scale_shape in ((rows,), (rows, 1)):
+        if self.method != "modelopt" and scale_shape in ((rows,), (rows, 1)):
             return 1, columns
         # transformers' own size, where config.json is silent about it.
         return (BLOCK, BLOCK) if self.method == "fp8" and scale_shape == _grid(shape, (BLOCK, BLOCK)) else None
@@ -81,50 +95,29 @@ class StoredScale:
     block: tuple[int, int] | None
 
 
-def read_quantization(folder: Path, raw: Mapping[str, object]) -> Quantization | None:
-    """From config.json's fields and, where they say nothing, from hf_quant_config.json. None: not quantized.
-
-    Raises ModelError that names the field of a quantization that is not read.
-    """
-    fields = raw.get("quantization_config")
-    if fields is None:
-        path = folder / MODELOPT_FILE
-        return (
-            _modelopt(f"{MODELOPT_FILE}: quantization", read_json(path).get("quantization")) if path.exists() else None
-        )
-    if not isinstance(fields, Mapping):
-        raise ModelError(f"config.json: quantization_config must be an object, not {type(fields).__name__}")
-    method = fields.get("quant_method")
-    if method == "modelopt":
-        return _modelopt("config.json: quantization_config", fields)
-    if method != "fp8":
-        raise ModelError(f"config.json: quantization_config.quant_method {method!r} is not read; known: fp8, modelopt")
-    return _fp8(Fields(fields, path_of="quantization_config.{}".format))
+def logical_names(headers: Mapping[str, TensorHeader], quantization: Quantization | None) -> set[str]:
+    """The names of all tensors, and of matrices in codes as if they were not."""
+    return stored_names(headers, () if quantization is None else quantization.layouts)
 
 
-def _fp8(fields: Fields) -> Quantization:
-    fields.only("fmt", "e4m3")
-    fields.only("activation_scheme", "dynamic", "static")
-    if not fields.has("weight_block_size"):
-        return Quantization("fp8")
-    block = fields.integers("weight_block_size", 1, MAX_BLOCK)
-    if len(block) != 2:
-        path = fields.path_of("weight_block_size")
-        raise fields.error(f"{path} must be absent or two numbers, as [128, 128], not {list(block)}")
-    return Quantization("fp8", (block[0], block[1]))
-
-
-def _modelopt(where: str, fields: object) -> Quantization:
-    algorithm = fields.get("quant_algo") if isinstance(fields, Mapping) else None
-    if algorithm != "FP8":
-        raise ModelError(f"{where}.quant_algo {algorithm!r} is not read; known: FP8")
-    return Quantization("modelopt")
+def find_matrix(
+    headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...], quantization: Quantization | None
+) -> PackedMatrix | str | None:
+    """A matrix in codes, or what is wrong with its tensors; None for a tensor that is stored otherwise."""
+    layout = None if quantization is None else find_layout(headers, name, quantization.layouts)
+    return None if layout is None else resolve_matrix(headers, name, shape, layout)
 
 
 def find_scale(headers: Mapping[str, TensorHeader], name: str, quantization: Quantization | None) -> StoredScale | None:
     """The factors of a stored FP8 weight, or None where there are none."""
-    header = headers[name]
-    if quantization is None or header.dtype != FP8 or not name.endswith(_WEIGHT) or len(header.shape) != 2:
+    header = headers.get(name)
+    if (
+        quantization is None
+        or header is None
+        or header.dtype != FP8
+        or not name.endswith(_WEIGHT)
+        or len(header.shape) != 2
+    ):
         return None
     for scale in (f"{name.removesuffix(_WEIGHT)}.{each}" for each in quantization.scale_names):
         if scale in headers:
@@ -137,12 +130,16 @@ def used_tensors(
 ) -> set[str]:
     """The stored tensors that are `expected`, or factors of such ones."""
     used = set()
-    for name in headers.keys() & set(expected):
+    for name in logical_names(headers, quantization) & set(expected):
         used.add(name)
-        if quantization is None or not name.endswith(_WEIGHT):
+        if quantization is None:
             continue
-        base, scale = name.removesuffix(_WEIGHT), find_scale(headers, name, quantization)
-        if scale is not None:
+        if (layout := find_layout(headers, name, quantization.layouts)) is not None:
+            used.update(packed_tensors(headers, name, layout))
+        if not name.endswith(_WEIGHT):
+            continue
+        base = name.removesuffix(_WEIGHT)
+        if layout is None and (scale := find_scale(headers, name, quantization)) is not None:
             used |= {scale.name, f"{base}.input_scale", f"{base}.activation_scale"}
         # Those of keys and values are there whether the projection is quantized or not.
         if base.endswith((".k_proj", ".v_proj")):
@@ -164,7 +161,7 @@ def find_scale_problem(headers: Mapping[str, TensorHeader], name: str, quantizat
     if scale.block is not None and header.dtype in ("F32", "BF16", "F16"):
         return None
     wanted = "[]" if quantization.block is None else str(list(_grid(shape, quantization.block)))
-    if quantization.block is None and quantization.method == "fp8":
+    if quantization.block is None and quantization.method != "modelopt":
         wanted = f"[], [{shape[0]}] or [{shape[0]}, 1]"
     short = scale.name.rpartition(".")[2]
     return f"is {FP8} with {short} {header.dtype} {list(header.shape)} instead of F32 {wanted}"
@@ -212,7 +209,7 @@ def find_scale_columns(
 
 def describe_fp8(
     headers: Mapping[str, TensorHeader], quantization: Quantization | None, dtype: torch.dtype
-) -> Fp8Loader:
+) -> StoredLoader:
     """As `WeightReader.load_fp8`, of tensors without memory, on the meta device."""
 
     def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
@@ -224,6 +221,27 @@ def describe_fp8(
         numbers = torch.empty(shape if shard is None else shard.shape(shape), dtype=torch.uint8, device="meta")
         num_scales = sum(end - begin for begin, end in columns)
         return Fp8Weight(numbers, torch.empty(numbers.shape[0], num_scales, device="meta"), dtype)
+
+    return load
+
+
+def describe_codes(
+    headers: Mapping[str, TensorHeader], quantization: Quantization | None, dtype: torch.dtype
+) -> StoredLoader:
+    """As `WeightReader.load_codes`, of tensors without memory, on the meta device."""
+
+    def read_part(name: str, part: tuple[slice, ...]) -> Tensor:
+        shape = [each.stop - each.start for each in part]
+        return torch.empty(shape, dtype=TORCH_DTYPES[headers[name].dtype], device="meta")
+
+    def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> QuantizedWeight | None:
+        header = headers.get(name)
+        if header is not None and header.num_bytes is not None:
+            return describe_blocks(header.shape, header.dtype, header.num_bytes, shard, dtype)
+        matrix = find_matrix(headers, name, shape, quantization)
+        if matrix is None or isinstance(matrix, str):
+            return None
+        return matrix.read_shard(read_part, shard, dtype)
 
     return load
 

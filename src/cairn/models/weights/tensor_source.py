@@ -23,6 +23,10 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
         "BF16": torch.bfloat16,
         "F16": torch.float16,
         "F8_E4M3": torch.float8_e4m3fn,
+        "I64": torch.int64,
+        "I32": torch.int32,
+        "I8": torch.int8,
+        "U8": torch.uint8,
     }
 )
 """By safetensors' names: all that is read."""

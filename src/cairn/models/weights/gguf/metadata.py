@@ -12,6 +12,7 @@ EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 """Stored names."""
 
 _DTYPES = MappingProxyType({"F32": "float32", "F16": "float16"})
+_PLAIN = frozenset(("F32", "F16", "BF16"))
 _MOST = 1 << 30
 
 
@@ -67,6 +68,8 @@ class GgufMetadata:
             "eos_token_id": self._ends(),
             eps: self.number("attention.layer_norm_rms_epsilon"),
         }
+        if any(tensor.type_name not in _PLAIN for tensor in self.tensors.values()):
+            config["quantization_config"] = {"quant_method": "gguf"}
         if EMBEDDING in self.tensors:
             config["vocab_size"] = self.tensors[EMBEDDING].shape[0]
         if self.model.has("attention.key_length"):

@@ -1,9 +1,10 @@
-"""The numbers of published tensors out of a GGUF file, a few rows at a time: what is quantized is dequantized by the
-`gguf` package's own rules."""
+"""The numbers of published tensors out of a GGUF file, a few rows at a time: in codes, or dequantized to exactly what
+the `gguf` package makes of them."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -14,7 +15,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from cairn.kernels.quantized import QuantizedWeight
+from cairn.models.sharding import Slice, TensorShard
 from cairn.models.weights.gguf.checkpoint import open_gguf
+from cairn.models.weights.gguf.codes import CODED, pack_blocks
 from cairn.models.weights.gguf.header import GgufTensor
 from cairn.models.weights.gguf.views import GgufView
 
@@ -23,18 +27,19 @@ PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
 )
 """ggml's types of numbers that each stand for themselves."""
 
-QUANTIZED: Final = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
-"""ggml's types of blocks that are read."""
+_DEQUANTIZED: Final = ("Q2_K", "Q3_K")
+"""ggml's types of blocks that do not become codes."""
 
 _MOST_THREADS = 8
-_NUMBERS_AT_A_TIME = 1 << 19
-"""In each thread."""
+_NUMBERS_AT_A_TIME = 1 << 15
+"""In each thread. Torch hands no less than that to threads of its own, which would wait for each other."""
 
 
 def find_type_problem(type_name: str) -> str | None:
     """What is wrong with a tensor's type, in a sentence, or None. `type_name`: of a view."""
-    unknown = [each for each in type_name.split("+") if each not in PLAIN and each not in QUANTIZED]
-    return f"is {unknown[0]}; only {', '.join((*PLAIN, *QUANTIZED))} can be read" if unknown else None
+    known = (*PLAIN, *CODED, *_DEQUANTIZED)
+    unknown = [each for each in type_name.split("+") if each not in known]
+    return f"is {unknown[0]}; only {', '.join(known)} can be read" if unknown else None
 
 
 class GgufFiles:
@@ -77,41 +82,69 @@ class GgufFiles:
         self._threads.shutdown()
         self._open.clear()
 
+    def read_codes(self, name: str, shard: TensorShard | None, dtype: torch.dtype) -> QuantizedWeight | None:
+        """A matrix, or a stack of them, in codes, or a shard of it; None where it is stored in no codes, or in several
+        kinds, or is cut inside a block."""
+        view = self._checkpoint.views[name]
+        is_cut = shard is not None and shard.dim == len(view.shape) - 1
+        cut = _cut_blocks(view.shape, view.type_name, view.num_bytes, shard)
+        if cut is None or view.is_small or (is_cut and view.column_order is not None):
+            return None
+        ranges, columns = cut
+        num_rows = sum(end - begin for begin, end in ranges)
+        if self._advance is not None:
+            self._advance(view.num_bytes * num_rows // prod(view.shape[:-1]))
+        made = _empty(view.type_name, num_rows, columns.stop - columns.start, dtype)
+        places = made.row_tensors()
+
+        def fill(place: tuple[int, int, int]) -> None:
+            first, begin, end = place
+            blocks = torch.from_numpy(np.ascontiguousarray(self._raw(view, begin, end)[:, columns]))
+            for field, part in pack_blocks(view.type_name, blocks, dtype).row_tensors().items():
+                places[field][first : first + end - begin].copy_(part)
+
+        for _ in self._threads.map(fill, _steps(ranges, max(1, _NUMBERS_AT_A_TIME // view.shape[-1]))):
+            pass
+        if view.column_order is not None:
+            # Where each stored column is among the published ones.
+            made = replace(made, order=torch.from_numpy(np.argsort(view.column_order)))
+        return _stacked(made, view.shape)
+
     def _fill(self, target: Tensor, view: GgufView, begin: int, columns: slice) -> None:
         """These columns of the rows from `begin` on, as many as `target` has."""
         order = None if view.column_order is None else torch.from_numpy(view.column_order[columns])
+
+        def fill(place: tuple[int, int, int]) -> None:
+            first, *rows = place
+            values = self._rows(view, *rows)
+            target[first : first + len(values)].copy_(values[:, columns] if order is None else values[:, order])
+
         step = max(1, _NUMBERS_AT_A_TIME // view.shape[-1])
-
-        def fill(first: int) -> None:
-            part = target[first : first + step]
-            rows = self._rows(view, begin + first, begin + first + len(part))
-            part.copy_(rows[:, columns] if order is None else rows[:, order])
-
-        for _ in self._threads.map(fill, range(0, len(target), step)):
+        for _ in self._threads.map(fill, _steps([(begin, begin + len(target))], step)):
             pass
 
     def _rows(self, view: GgufView, begin: int = 0, end: int | None = None) -> Tensor:
         """Rows [begin, end) of a view, whole, in the order in which they are published, but for small ones."""
         if view.row_order is not None and not view.is_small:
             (piece,) = view.pieces
-            return self._decode(self._checkpoint.tensors[piece.tensor], piece.begin + view.row_order[begin:end])
-        parts = [
-            self._decode(self._checkpoint.tensors[name], slice(first, last))
-            for name, first, last in _overlaps(view, begin, end)
-        ]
+            tensor = self._checkpoint.tensors[piece.tensor]
+            return _decode(tensor.type_name, self._raw(view, begin, end))
+        parts = []
+        for name, first, last in _overlaps(view, begin, end):
+            tensor = self._checkpoint.tensors[name]
+            parts.append(_decode(tensor.type_name, np.array(self._raw_rows(tensor)[first:last])))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _decode(self, tensor: GgufTensor, rows: NDArray[np.int64] | slice) -> Tensor:
-        """Rows of a stored tensor, as they are stored, or in float32 if they are quantized."""
-        raw = np.array(self._raw_rows(tensor)[rows])
-        if tensor.type_name in PLAIN:
-            return torch.from_numpy(raw).view(PLAIN[tensor.type_name])
-        from gguf.constants import GGMLQuantizationType
-        from gguf.quants import dequantize
-
-        # Where a factor should be a file may have any bytes.
-        with np.errstate(all="ignore"):
-            return torch.from_numpy(dequantize(raw, GGMLQuantizationType[tensor.type_name]))
+    def _raw(self, view: GgufView, begin: int, end: int | None) -> NDArray[np.uint8]:
+        """The bytes of rows [begin, end) of a view of one type, in the order in which they are published."""
+        if view.row_order is not None:
+            (piece,) = view.pieces
+            return self._raw_rows(self._checkpoint.tensors[piece.tensor])[piece.begin + view.row_order[begin:end]]
+        parts = [
+            self._raw_rows(self._checkpoint.tensors[name])[first:last]
+            for name, first, last in _overlaps(view, begin, end)
+        ]
+        return np.concatenate(parts)
 
     def _raw_rows(self, tensor: GgufTensor) -> NDArray[np.uint8]:
         """All rows of a stored tensor, [rows, bytes]."""
@@ -132,6 +165,20 @@ def _overlaps(view: GgufView, begin: int, end: int | None) -> Iterator[tuple[str
         place += length
 
 
+def _decode(type_name: str, raw: NDArray[np.uint8]) -> Tensor:
+    """Rows of a stored tensor, [rows, bytes], as they are stored, or in float32 if they are quantized."""
+    if type_name in PLAIN:
+        return torch.from_numpy(raw).view(PLAIN[type_name])
+    if type_name in CODED:
+        return pack_blocks(type_name, torch.from_numpy(raw), torch.float32).dequantize()
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    # Where a factor should be a file may have any bytes.
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(dequantize(raw, GGMLQuantizationType[type_name]))
+
+
 def _restore(view: GgufView, stored: Tensor) -> Tensor:
     """A small tensor in its shape and order, with its own numbers; in float32 if they were changed."""
     values = stored.reshape(view.shape[0], -1)
@@ -142,3 +189,61 @@ def _restore(view: GgufView, stored: Tensor) -> Tensor:
     elif view.change == "decay":
         values = values.float().neg().log()
     return values.reshape(view.shape)
+
+
+# -- codes -----------------------------------------------------------------------------------------------------------
+
+
+def describe_blocks(
+    shape: Sequence[int], type_name: str, num_bytes: int, shard: TensorShard | None, dtype: torch.dtype
+) -> QuantizedWeight | None:
+    """As `GgufFiles.read_codes`, of a tensor of this type and of so many bytes, without memory, on the meta device."""
+    cut = _cut_blocks(shape, type_name, num_bytes, shard)
+    if cut is None:
+        return None
+    ranges, columns = cut
+    made = _empty(type_name, sum(end - begin for begin, end in ranges), columns.stop - columns.start, dtype, "meta")
+    return _stacked(made, shape)
+
+
+def _cut_blocks(
+    shape: Sequence[int], type_name: str, num_bytes: int, shard: TensorShard | None
+) -> tuple[list[Slice], slice] | None:
+    """The rows, counted over all matrices, and the bytes of each that a shard has; None for one without codes."""
+    if type_name not in CODED:
+        return None
+    *outer, height, width = shape
+    count, block_bytes = prod(outer), CODED[type_name][0]
+    block = width * block_bytes * count * height // num_bytes
+    rows, columns = [(0, height)], (0, width)
+    if shard is not None and shard.dim == len(shape) - 1:
+        if len(shard.slices) > 1 or any(end % block for end in shard.slices[0]):
+            return None
+        columns = shard.slices[0]
+    elif shard is not None:
+        rows = list(shard.slices)
+    ranges = [(number * height + begin, number * height + end) for number in range(count) for begin, end in rows]
+    first, last = (place // block * block_bytes for place in columns)
+    return [each for each in ranges if each[0] < each[1]], slice(first, last)
+
+
+def _empty(type_name: str, num_rows: int, row_bytes: int, dtype: torch.dtype, device: str = "cpu") -> QuantizedWeight:
+    """So many rows, of nothing yet."""
+    single = pack_blocks(type_name, torch.empty(1, row_bytes, dtype=torch.uint8, device="meta"), dtype)
+    return single.changed(lambda part: torch.empty(num_rows, part.shape[1], dtype=part.dtype, device=device))
+
+
+def _stacked(made: QuantizedWeight, shape: Sequence[int]) -> QuantizedWeight:
+    """The rows of all matrices as a stack of them, if they are one."""
+    if len(shape) == 2:
+        return made
+    return made.changed(lambda part: part.view(shape[0], -1, part.shape[-1]))
+
+
+def _steps(ranges: Sequence[Slice], step: int) -> Iterator[tuple[int, int, int]]:
+    """Where rows go, and [begin, end) of them, a few at a time."""
+    place = 0
+    for begin, end in ranges:
+        for first in range(begin, end, step):
+            yield place + first - begin, first, min(first + step, end)
+        place += end - begin

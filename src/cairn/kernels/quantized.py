@@ -1,0 +1,139 @@
+"""Weights as quantized checkpoints hold them: codes of four or eight bits, with a scale for each group of inputs."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+NumberFormat = Literal["integer", "e2m1"]
+"""What a code stands for: itself, less a zero point, or a number of FP4."""
+
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+"""The numbers of FP4 by their codes (OCP Microscaling Formats 1.0, section 5.3.3)."""
+
+_NUMBERS_AT_A_TIME = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A weight, or a stack of experts' ones, whose inputs have scales in groups of one size.
+
+    weight = number * scale + minimum, in float32, each operation rounded once, and then rounded to the model's dtype.
+
+    `codes`: uint8 [..., out, in], or [..., out, in / 2] where `bits` is 4, the first of two inputs in the lower bits.
+    `numbers`: what they stand for; of integers `zero` is subtracted, or `zeros`, uint8 [..., out, groups].
+    `scales`: [..., out, groups] in any dtype that float() widens: floats, FP8 (e4m3, e8m0), whole numbers of 8 bits.
+    `factors`: float32 [..., out, n], one for as many neighbouring groups each, that scales are multiplied with, or
+    divided by where `divides`. `minimums`, `minimum_factors`: as scales and factors, never divided; None: 0.
+    `order`: int64 [in], the input that each column of codes is multiplied with; None: its own.
+    `dtype`: of the model.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    dtype: torch.dtype
+    bits: Literal[4, 8] = 4
+    numbers: NumberFormat = "integer"
+    zero: int = 0
+    zeros: Tensor | None = None
+    factors: Tensor | None = None
+    divides: bool = False
+    minimums: Tensor | None = None
+    minimum_factors: Tensor | None = None
+    order: Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        *outer, width = self.codes.shape
+        return torch.Size((*outer, width * 8 // self.bits))
+
+    @property
+    def group(self) -> int:
+        """Inputs of a group."""
+        return self.shape[-1] // self.scales.shape[-1]
+
+    @property
+    def nbytes(self) -> int:
+        parts = [*self.row_tensors().values(), *(() if self.order is None else (self.order,))]
+        return sum(part.nbytes for part in parts)
+
+    @property
+    def kind(self) -> object:
+        """Equal for weights whose rows can be put one after the other, or which can be stacked."""
+        tensors = {name: (part.dtype, part.shape[-1]) for name, part in self.row_tensors().items()}
+        order = None if self.order is None else id(self.order)
+        return self.bits, self.numbers, self.zero, self.divides, self.dtype, order, *sorted(tensors.items(), key=str)
+
+    def row_tensors(self) -> dict[str, Tensor]:
+        """Those that have a row for each output, by their fields' names."""
+        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "order"}
+        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
+        """With its rows put into another order, cut or placed elsewhere."""
+        return self.with_rows({name: change(part) for name, part in self.row_tensors().items()})
+
+    def with_rows(self, tensors: Mapping[str, Any]) -> "QuantizedWeight":
+        """With other tensors as `row_tensors`."""
+        return replace(self, **tensors)
+
+    def to(self, device: torch.device) -> "QuantizedWeight":
+        """On a device."""
+        moved = self.changed(lambda part: part.to(device))
+        return moved if self.order is None else replace(moved, order=self.order.to(device))
+
+    def __getitem__(self, place: int | slice) -> "QuantizedWeight":
+        """An expert's, of a stack, or some rows."""
+        return self.changed(lambda part: part[place])
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The weight in the model's dtype or another one, rounded to it once."""
+        dtype = dtype or self.dtype
+        out = torch.empty(self.shape, dtype=dtype, device=self.codes.device)
+        if out.is_meta:
+            return out
+        rows, target = self.changed(lambda part: part.reshape(-1, part.shape[-1])), out.view(-1, self.shape[-1])
+        # A few rows at a time, so that there is never a copy of the whole in float32.
+        step = max(1, _NUMBERS_AT_A_TIME // max(1, self.shape[-1]))
+        for begin in range(0, len(target), step):
+            part = slice(begin, begin + step)
+            values = rows[part]._float_rows()
+            if self.order is None:
+                target[part] = values.to(dtype)
+            else:
+                target[part, self.order] = values.to(dtype)
+        return out
+
+    def float_scales(self) -> Tensor:
+        """float32 [..., out, groups]."""
+        return _scaled(self.scales, self.factors, self.divides)
+
+    def float_minimums(self) -> Tensor | None:
+        """float32 [..., out, groups]."""
+        return None if self.minimums is None else _scaled(self.minimums, self.minimum_factors, divides=False)
+
+    def _float_rows(self) -> Tensor:
+        """[rows, in] in float32, columns as they are stored."""
+        rows, width = self.shape
+        codes = self.codes
+        if self.bits == 4:
+            codes = torch.stack([codes & 15, codes >> 4], dim=-1)
+        codes = codes.reshape(rows, -1, self.group)
+        if self.numbers == "e2m1":
+            values = torch.tensor(E2M1, device=codes.device)[codes.int()]
+        else:
+            values = codes.float() - (self.zero if self.zeros is None else self.zeros.float()[..., None])
+        values.mul_(self.float_scales()[..., None])
+        if (minimums := self.float_minimums()) is not None:
+            values.add_(minimums[..., None])
+        return values.view(rows, width)
+
+
+def _scaled(scales: Tensor, factors: Tensor | None, divides: bool) -> Tensor:
+    wide = scales.float()
+    if factors is None:
+        return wide
+    spread = factors.repeat_interleave(scales.shape[-1] // factors.shape[-1], dim=-1)
+    return wide / spread if divides else wide * spread

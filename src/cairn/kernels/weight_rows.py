@@ -1,0 +1,57 @@
+"""Rows of weights as they are loaded, in the model's dtype or as a checkpoint stores them, joined and stacked."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from cairn.kernels.fp8 import Fp8Weight
+from cairn.kernels.quantized import QuantizedWeight
+
+StoredRows = Fp8Weight | QuantizedWeight
+"""Rows of a weight [out, in] as they are stored."""
+
+WeightRows = Tensor | StoredRows
+"""Rows of a weight [out, in], as they are stored or in the model's dtype."""
+
+
+def join_rows(parts: Sequence[WeightRows]) -> tuple[WeightRows, ...]:
+    """The rows of several weights one after the other: neighbours of one kind become one part."""
+    runs: list[list[WeightRows]] = []
+    for part in parts:
+        if runs and kind_of(runs[-1][0]) == kind_of(part):
+            runs[-1].append(part)
+        else:
+            runs.append([part])
+    return tuple(run[0] if len(run) == 1 else _combine(torch.cat, run) for run in runs)
+
+
+def stack_experts(matrices: Sequence[WeightRows]) -> WeightRows | None:
+    """A matrix [out, in] of each expert as a stack [E, out, in]; None where they are not all of one kind."""
+    return _combine(torch.stack, matrices) if len({kind_of(matrix) for matrix in matrices}) == 1 else None
+
+
+def dequantize_rows(parts: Sequence[WeightRows]) -> Tensor:
+    """The rows of all parts in the model's dtype."""
+    plain = [part if isinstance(part, Tensor) else part.dequantize() for part in parts]
+    return plain[0] if len(plain) == 1 else torch.cat(plain)
+
+
+def kind_of(part: WeightRows) -> object:
+    """Equal for weights of which one can be made."""
+    if isinstance(part, Fp8Weight):
+        return part.dtype, part.scales.shape[-1]
+    return part.kind if isinstance(part, QuantizedWeight) else "plain"
+
+
+def _combine(function: Callable[[list[Tensor]], Tensor], parts: Sequence[WeightRows]) -> WeightRows:
+    """Of parts of one kind."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return function([part for part in parts if isinstance(part, Tensor)])
+    if isinstance(first, Fp8Weight):
+        fp8 = [part for part in parts if isinstance(part, Fp8Weight)]
+        numbers, scales = ([getattr(part, field) for part in fp8] for field in ("numbers", "scales"))
+        return Fp8Weight(function(numbers), function(scales), first.dtype)
+    rows = [part.row_tensors() for part in parts if isinstance(part, QuantizedWeight)]
+    return first.with_rows({name: function([each[name] for each in rows]) for name in rows[0]})

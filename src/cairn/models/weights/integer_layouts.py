@@ -1,0 +1,231 @@
+"""Integers in codes: layouts of compressed-tensors, AutoAWQ, GPTQ and AutoRound."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from cairn.errors import ModelError
+from cairn.kernels.quantized import QuantizedWeight
+from cairn.models.weights.packed_layouts import FLOATS, Coding, PackedLayout, Read, Wanted, divided
+
+
+class _Words(PackedLayout):
+    """Of a whole matrix by words along its outputs or inputs."""
+
+    __slots__ = ()
+
+    def units(self, coding: Coding, roles: Sequence[str]) -> tuple[int, int]:
+        """See `PackedLayout`."""
+        # Inputs in an order of their own have their groups anywhere.
+        ordered = "g_idx" in roles or "weight_g_idx" in roles
+        group = coding.group if coding.groups > 1 else 1
+        return coding.in_word, coding.inputs if ordered else lcm(group, coding.in_word)
+
+
+class CompressedIntegers(_Words):
+    """Zero points lie in words of neighbouring outputs; without any, half of the codes are below zero."""
+
+    __slots__ = ()
+    key = "weight_packed"
+    key_dtypes = ("I32",)
+    unused = ("weight_shape",)
+
+    def wanted(self, coding: Coding) -> Mapping[str, Wanted]:
+        """See `PackedLayout`."""
+        outputs, groups = coding.outputs, coding.groups
+        return {
+            "weight_packed": Wanted(((outputs, coding.inputs // coding.in_word),), ("I32",)),
+            "weight_scale": _scales(coding),
+            "weight_zero_point": Wanted(((-(-outputs // coding.in_word), groups),), ("I32",), optional=True),
+            "weight_g_idx": Wanted(((coding.inputs,),), ("I32", "I64"), optional=True),
+        }
+
+    def read(
+        self, read: Read, coding: Coding, place: tuple[slice, ...], roles: Sequence[str], dtype: torch.dtype
+    ) -> QuantizedWeight:
+        """See `PackedLayout`."""
+        rows, columns = place
+        words = read("weight_packed", (rows, divided(columns, coding.in_word)))
+        zeros = order = None
+        if "weight_zero_point" in roles:
+            packed = read("weight_zero_point", (divided(rows, coding.in_word), divided(columns, coding.group)))
+            zeros = _unpack(packed.t(), coding.bits).t()[: words.shape[0]]
+        if "weight_g_idx" in roles:
+            order = _order(read("weight_g_idx", (columns,)), coding, "weight_g_idx")
+        return _with_order(
+            QuantizedWeight(
+                _bytes_of(words),
+                _read_scales(read, "weight_scale", coding, place),
+                dtype,
+                coding.bits,
+                zero=1 << (coding.bits - 1),
+                zeros=None if zeros is None else zeros.contiguous(),
+            ),
+            order,
+        )
+
+
+class CompressedBytes(PackedLayout):
+    """One number a byte."""
+
+    __slots__ = ()
+    key = "weight"
+    key_dtypes = ("I8",)
+    unused = ("input_scale", "input_zero_point")
+
+    def wanted(self, coding: Coding) -> Mapping[str, Wanted]:
+        """See `PackedLayout`."""
+        shapes = (coding.outputs, coding.groups), *(((1,), ()) if coding.groups == 1 else ())
+        return {
+            "weight": Wanted((coding.shape,), ("I8",)),
+            "weight_scale": _scales(coding),
+            "weight_zero_point": Wanted(shapes, ("I8",), optional=True),
+        }
+
+    def units(self, coding: Coding, roles: Sequence[str]) -> tuple[int, int]:
+        """See `PackedLayout`."""
+        return 1, coding.group if coding.groups > 1 else 1
+
+    def read(
+        self, read: Read, coding: Coding, place: tuple[slice, ...], roles: Sequence[str], dtype: torch.dtype
+    ) -> QuantizedWeight:
+        """See `PackedLayout`."""
+        codes, zeros = read("weight", place).view(torch.uint8) ^ 128, None
+        if "weight_zero_point" in roles:
+            zeros = _read_scales(read, "weight_zero_point", coding, place).view(torch.uint8) ^ 128
+        scales = _read_scales(read, "weight_scale", coding, place)
+        return QuantizedWeight(codes, scales, dtype, bits=8, zero=128, zeros=zeros)
+
+
+class AwqWords(_Words):
+    """A word has outputs 0 2 4 6 1 3 5 7, from its lowest bits on."""
+
+    __slots__ = ()
+    key = "qweight"
+    key_dtypes = ("I32",)
+
+    def wanted(self, coding: Coding) -> Mapping[str, Wanted]:
+        """See `PackedLayout`."""
+        words = coding.outputs // coding.in_word
+        return {
+            "qweight": Wanted(((coding.inputs, words),), ("I32",)),
+            "qzeros": Wanted(((coding.groups, words),), ("I32",)),
+            "scales": Wanted(((coding.groups, coding.outputs),), FLOATS),
+        }
+
+    def read(
+        self, read: Read, coding: Coding, place: tuple[slice, ...], roles: Sequence[str], dtype: torch.dtype
+    ) -> QuantizedWeight:
+        """See `PackedLayout`."""
+        (rows, columns), groups = place, divided(place[1], coding.group)
+        words = divided(rows, coding.in_word)
+        codes, zeros = (
+            _in_awq_order(_unpack(read(role, (inputs, words)), coding.bits)).t()
+            for role, inputs in (("qweight", columns), ("qzeros", groups))
+        )
+        scales = read("scales", (groups, rows)).t().contiguous()
+        return QuantizedWeight(_pack_pairs(codes), scales, dtype, zeros=zeros.contiguous())
+
+
+@dataclass(frozen=True, slots=True)
+class GptqWords(_Words):
+    """`zeros_less_one`: zero points are stored less 1, as in all but version 2."""
+
+    zeros_less_one: bool = True
+
+    key = "qweight"
+    key_dtypes = ("I32",)
+
+    def wanted(self, coding: Coding) -> Mapping[str, Wanted]:
+        """See `PackedLayout`."""
+        return {
+            "qweight": Wanted(((coding.inputs // coding.in_word, coding.outputs),), ("I32",)),
+            "qzeros": Wanted(((coding.groups, coding.outputs // coding.in_word),), ("I32",)),
+            "scales": Wanted(((coding.groups, coding.outputs),), FLOATS),
+            "g_idx": Wanted(((coding.inputs,),), ("I32",), optional=True),
+        }
+
+    def read(
+        self, read: Read, coding: Coding, place: tuple[slice, ...], roles: Sequence[str], dtype: torch.dtype
+    ) -> QuantizedWeight:
+        """See `PackedLayout`."""
+        (rows, columns), groups = place, divided(place[1], coding.group)
+        codes = read("qweight", (divided(columns, coding.in_word), rows)).t()
+        zeros = _unpack(read("qzeros", (groups, divided(rows, coding.in_word))), coding.bits).t()
+        if self.zeros_less_one:
+            zeros = (zeros + 1) & ((1 << coding.bits) - 1)
+        scales = read("scales", (groups, rows)).t().contiguous()
+        order = _order(read("g_idx", (columns,)), coding, "g_idx") if "g_idx" in roles else None
+        weight = QuantizedWeight(_bytes_of(codes), scales, dtype, coding.bits, zeros=zeros.contiguous())
+        return _with_order(weight, order)
+
+
+def _scales(coding: Coding) -> Wanted:
+    shapes = (coding.outputs, coding.groups), *(((1,), (), (coding.outputs,)) if coding.groups == 1 else ())
+    return Wanted(shapes, FLOATS)
+
+
+def _read_scales(read: Read, role: str, coding: Coding, place: tuple[slice, ...]) -> Tensor:
+    """[rows, groups], whichever of the shapes of `_scales` they have."""
+    rows, columns = place
+    if coding.groups > 1:
+        return read(role, (rows, divided(columns, coding.group))).contiguous()
+    scales = read(role, ()).reshape(-1, 1)
+    whole = scales.expand(coding.outputs, 1) if scales.shape[0] == 1 else scales
+    return whole[rows].contiguous()
+
+
+def _bytes_of(words: Tensor) -> Tensor:
+    """int32 [n, m] -> uint8 [n, 4 m]."""
+    # What has one column is contiguous whatever its stride.
+    is_plain = words.is_contiguous() and words.stride(-1) == 1
+    rows = words if is_plain else words.clone(memory_format=torch.contiguous_format)
+    return rows.view(torch.uint8)
+
+
+def _unpack(words: Tensor, bits: int) -> Tensor:
+    """int32 [n, m] -> uint8 [n, m * 32 / bits], from the lowest bits on."""
+    codes = _bytes_of(words)
+    return torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1) if bits == 4 else codes
+
+
+def _in_awq_order(codes: Tensor) -> Tensor:
+    """[n, outputs] as they lie in words -> in the order of outputs."""
+    words = codes.reshape(codes.shape[0], -1, 8)
+    return words[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
+
+
+def _pack_pairs(codes: Tensor) -> Tensor:
+    """uint8 [n, in] of four bits -> [n, in / 2]."""
+    pairs = codes.reshape(codes.shape[0], -1, 2)
+    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
+
+
+def _order(groups: Tensor, coding: Coding, role: str) -> Tensor | None:
+    """The order of inputs in which each group's lie together, given the group of each input; None for the stored order.
+    Raises ModelError where groups are not all of one size."""
+    if groups.is_meta or groups.numel() == 0 or bool((groups == -1).any()):
+        return None
+    order = groups.long().argsort(stable=True)
+    wanted = torch.arange(coding.inputs, device=groups.device) // coding.group
+    if not torch.equal(groups[order].long(), wanted):
+        raise ModelError(f"{role} does not have {coding.group} inputs in each of {coding.groups} groups")
+    return None if torch.equal(groups.long(), wanted) else order
+
+
+def _with_order(weight: QuantizedWeight, order: Tensor | None) -> QuantizedWeight:
+    """The columns of codes, which lie in the order of inputs, brought into another one."""
+    if order is None:
+        return weight
+    codes = weight.codes
+    if weight.bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)[:, order]
+        codes = _pack_pairs(codes)
+    else:
+        codes = codes[:, order].contiguous()
+    return QuantizedWeight(
+        codes, weight.scales, weight.dtype, weight.bits, zero=weight.zero, zeros=weight.zeros, order=order
+    )

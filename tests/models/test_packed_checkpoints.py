@@ -1,0 +1,233 @@
+"""Checkpoints in codes are served as the numbers they hold: bit for bit as a plain checkpoint of the same numbers."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cairn.check.report import check
+from cairn.errors import ModelError
+from cairn.models.registry import open_model
+from cairn.models.sharding import TensorShard
+from cairn.models.weights.loader import WeightReader
+from cairn.models.weights.tensor_headers import read_headers
+from doubles.thread_ranks import thread_ranks
+from models.packed_checkpoints import FORMATS, write_packed
+from models.test_served_int8 import parts_of
+from runner.harness import left_of
+
+Pair = tuple[str, Path, Path]
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def pair(request: pytest.FixtureRequest, made_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """A format, a checkpoint in it, and the same numbers in float32."""
+    folder = tmp_path_factory.mktemp("packed")
+    form = FORMATS[request.param]
+    write_packed(made_model("qwen3_5_moe" if form.stacks else "qwen3_5"), folder / "codes", folder / "same", form)
+    return request.param, folder / "codes", folder / "same"
+
+
+def test_every_tensor_is_accounted_for(pair: Pair) -> None:
+    _, codes, same = pair
+    report = check(codes)
+    assert report.ok, report.accounting.problems[:3]
+    assert report.parameters == check(same).parameters
+
+
+def test_every_number_is_the_published_rules(pair: Pair) -> None:
+    """Whole, and in shards that are cut anywhere."""
+    _, codes, same = pair
+    opened, plain = open_model(codes), open_model(same)
+    expected = plain.tensors(read_headers(same))
+    assert opened.quantization is not None
+    with (
+        WeightReader(codes, torch.float32, (), opened.quantization) as reader,
+        WeightReader(same, torch.float32) as wanted,
+    ):
+        for name, shape in expected.items():
+            whole = wanted.load(name, shape)
+            assert torch.equal(reader.load(name, shape), whole), name
+            if len(shape) > 1:
+                for dim in (len(shape) - 2, len(shape) - 1):
+                    end = shape[dim]
+                    for run in (((0, end // 2),), ((end // 2, end), (1, 4)), ((3, 3),)):
+                        shard = TensorShard(dim, tuple((min(a, end), min(b, end)) for a, b in run))
+                        assert torch.equal(reader.load(name, shape, shard), left_of(whole, shard)), (name, shard)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_of_kept_codes_is_the_same(pair: Pair, dtype: Any) -> None:
+    """Joined, reordered and stacked as they are stored: the reference dequantizes them after that."""
+    name, codes, same = pair
+    opened = open_model(codes, dtype, keeps="codes")
+    assert (opened.served_quantization is not None) is FORMATS[name].codes
+    models = [each.build(exact=False, backend="reference") for each in (opened, open_model(same, dtype))]
+    tensors, wanted = (parts_of(model, Tensor) for model in models)
+    assert len(tensors) == len(wanted) > 30
+    assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
+
+
+@pytest.mark.parametrize("keeps", [None, "codes"])
+def test_every_share_is_that_of_the_same_numbers(pair: Pair, keeps: Any) -> None:
+    _, codes, same = pair
+    ranks = [
+        [opened.build(exact=False, backend="reference", communicator=each) for each in thread_ranks(2)]
+        for opened in (open_model(codes, keeps=keeps), open_model(same))
+    ]
+    for built, wanted in zip(*ranks, strict=True):
+        pairs = zip(parts_of(built, Tensor), parts_of(wanted, Tensor), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_formats_are_other_weights(made_model: Any, pair: Pair, tmp_path: Path) -> None:
+    """Two servers exchange pages only if both have the same stored weights."""
+    _, codes, same = pair
+    facts = [open_model(folder).transfer_facts() for folder in (codes, same)]
+    assert {key for key in facts[0] if facts[0][key] != facts[1][key]} == {"weights"}
+    assert facts[0] == open_model(codes, keeps="codes").transfer_facts()
+    assert json.loads((codes / "config.json").read_text())["model_type"]
+
+
+# -- what is wrong -----------------------------------------------------------------------------------------------------
+
+
+def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], None], **config: Any) -> Path:
+    """A copy of a checkpoint with some tensors and fields of its quantization_config changed."""
+    shutil.copytree(source, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    raw["quantization_config"].update(config)
+    (folder / "config.json").write_text(json.dumps(raw))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def written(made_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a checkpoint in a format."""
+
+    @cache
+    def write(form: str) -> Path:
+        folder = tmp_path_factory.mktemp("written")
+        write_packed(made_model("qwen3_5"), folder / "codes", folder / "same", FORMATS[form])
+        return folder / "codes"
+
+    return write
+
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+@pytest.mark.parametrize(
+    ("form", "role", "to", "problem"),
+    [
+        ("AWQ", "scales", None, rf"{LAYER}.scales \[8, 512\] \(AWQ\) is missing"),
+        (
+            "AWQ",
+            "qzeros",
+            torch.ones(8, 63, dtype=torch.int32),
+            rf"{LAYER}.qzeros is I32 \[8, 63\], AWQ of .* \[8, 64\]",
+        ),
+        ("GPTQ", "scales", torch.ones(4, 512).half(), rf"{LAYER}.scales is F16 \[4, 512\], GPTQ of .* \[8, 512\]"),
+        ("GPTQ", "qzeros", torch.ones(8, 64), rf"{LAYER}.qzeros is F32 .* GPTQ of .* makes it I32"),
+        ("GPTQ", "qweight", torch.ones(16, 512, dtype=torch.int32), rf"{LAYER}.qweight is I32 \[16, 512\], GPTQ"),
+        ("W4A16", "weight_scale", None, rf"{LAYER}.weight_scale .* \(compressed-tensors pack-quantized\) is missing"),
+        ("compressed NVFP4", "weight_global_scale", None, rf"{LAYER}.weight_global_scale \[\] \(NVFP4\) is missing"),
+        ("compressed NVFP4", "weight_scale", torch.ones(512, 16), rf"{LAYER}.weight_scale is F32 .*, NVFP4 .*F8_E4M3"),
+        ("W8A8", "weight_scale", torch.ones(512, 3), rf"{LAYER}.weight_scale is F32 \[512, 3\], .*int-quantized"),
+    ],
+)
+def test_what_is_missing_or_misshapen_is_named(
+    written: Any, tmp_path: Path, form: str, role: str, to: Tensor | None, problem: str
+) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        del tensors[f"{LAYER}.{role}"]
+        if to is not None:
+            tensors[f"{LAYER}.{role}"] = to
+
+    folder = changed(written(form), tmp_path / "changed", change)
+    problems = check(folder).accounting.problems
+    assert re.search(problem, problems[0]) and len(problems) == 1
+    for keeps in (None, "codes"):
+        with pytest.raises(ModelError, match=problem):
+            open_model(folder, keeps=keeps).build(exact=False, backend="reference")
+
+
+def test_groups_that_do_not_divide_are_named(written: Any, tmp_path: Path) -> None:
+    folder = changed(written("AWQ"), tmp_path / "changed", lambda tensors: None, group_size=96)
+    wanted = r"in_proj_qkv.weight \(AWQ\): groups of 96 do not divide its 256 inputs"
+    assert any(re.search(wanted, each) for each in check(folder).accounting.problems)
+    with pytest.raises(ModelError, match=r"\(AWQ\): groups of 96 do not divide"):
+        open_model(folder, keeps="codes").build(exact=False, backend="reference")
+
+
+def test_an_order_of_inputs_that_makes_no_groups_is_named(written: Any, tmp_path: Path) -> None:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{LAYER}.g_idx"] = torch.zeros(256, dtype=torch.int32)
+
+    folder = changed(written("GPTQ desc_act"), tmp_path / "changed", change)
+    for keeps in (None, "codes"):
+        with pytest.raises(ModelError, match=rf"{LAYER}.weight cannot be read: g_idx does not have 32 inputs in each"):
+            open_model(folder, keeps=keeps).build(exact=False, backend="reference")
+
+
+def test_a_file_that_is_cut_off_is_named(written: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "cut"
+    shutil.copytree(written("AWQ"), folder)
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(ModelError, match=r"model.safetensors: damaged or cut short"):
+        check(folder)
+
+
+COMPRESSED = dict(FORMATS["W4A16"].config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "bitsandbytes"}, "'bitsandbytes' is not read: serve the checkpoint .*--quantization int4"),
+        ({"quant_method": "hqq"}, "quant_method 'hqq' is not read; known: auto-round, awq, compressed-tensors, fp8"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemv"}, "config.version is 'gemv'"),
+        ({"quant_method": "awq", "bits": 4}, "quantization_config.group_size is missing"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "quantization_config.bits is 3"),
+        ({"quant_method": "gptq", "group_size": 128}, "quantization_config.bits is missing"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'"),
+        ({"quant_method": "auto-round", "packing_format": "auto_round:exllamav2"}, "packing_format is 'auto_round:e"),
+        (
+            COMPRESSED
+            | {
+                "format": "marlin-24",
+            },
+            "config_groups.group_0.weights.format is 'marlin-24'",
+        ),
+        (COMPRESSED | {"config_groups": {}}, "config_groups must be an object"),
+        (COMPRESSED | {"config_groups": {"a": {"weights": {"num_bits": 2}}}}, "a.weights.num_bits is 2"),
+        (COMPRESSED | {"transform_config": {"config_groups": {"R1": {}}}}, "transform_config is not read"),
+        (COMPRESSED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not read"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a.b": {"quant_algo": "W4A8_AWQ"}},
+            },
+            "quantized_layers.a.b.quant_algo 'W4A8_AWQ' is not read; known: FP8, NVFP4",
+        ),
+        ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "quantized_layers must be an object"),
+    ],
+)
+def test_what_is_not_read_is_refused(made_model: Any, tmp_path: Path, config: Any, message: str) -> None:
+    raw = json.loads((made_model("qwen3_5") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+    with pytest.raises(ModelError, match=message):
+        open_model(tmp_path)
