@@ -5,109 +5,126 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from cairn.kernels.quantized import QuantizedWeight
 
-_SUPER = 256
-"""Numbers of a block of a K-quant."""
+Bytes = NDArray[Any]
+"""uint8, of which numpy's types say something wider as soon as bits are shifted."""
 
 
-def pack_blocks(type_name: str, blocks: Tensor, dtype: torch.dtype) -> QuantizedWeight:
-    """Whole rows of blocks, uint8 [rows, bytes], of one of `CODED`."""
+def pack_blocks(type_name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:
+    """Whole rows of blocks, [rows, bytes], of one of `CODED`."""
     block_bytes, unpack = CODED[type_name]
-    fields = unpack(blocks.view(len(blocks), -1, block_bytes))
+    fields = unpack(rows.reshape(len(rows), -1, block_bytes))
     zero, bits = fields.pop("zero", 0), fields.pop("bits", 4)
     # Group by group -> [rows, columns].
-    tensors = {name: part.reshape(len(blocks), -1) for name, part in fields.items()}
+    tensors: dict[str, Any] = {name: torch.from_numpy(part.reshape(len(rows), -1)) for name, part in fields.items()}
     return QuantizedWeight(dtype=dtype, bits=bits, zero=zero, **tensors)
 
 
-def _split(part: Tensor, *sizes: int) -> Tensor:
+def take_columns(weight: QuantizedWeight, runs: NDArray[np.int64], length: int) -> QuantizedWeight:
+    """Those of these runs of `length` columns, one after the other, of a matrix whose groups divide them."""
+    taken = torch.from_numpy(runs)
+
+    def take(part: torch.Tensor) -> torch.Tensor:
+        # What more columns have in common each run of them has by itself.
+        shared = max(1, weight.shape[1] // (length * part.shape[1]))
+        spread = part.repeat_interleave(shared, dim=1) if shared > 1 else part
+        return spread.view(len(part), weight.shape[1] // length, -1)[:, taken].flatten(1)
+
+    return weight.changed(take)
+
+
+def _split(part: Bytes, *sizes: int) -> Bytes:
     """[..., n] -> [..., *sizes]."""
-    return part.view(*part.shape[:-1], *sizes)
+    return part.reshape(*part.shape[:-1], *sizes)
 
 
-def _pairs(codes: Tensor) -> Tensor:
+def _pairs(codes: Bytes) -> Bytes:
     """Codes of four bits, two a byte, the first of both in the lower bits."""
     return codes[..., ::2] | codes[..., 1::2] << 4
 
 
-def _halves(nibbles: Tensor) -> Tensor:
+def _halves(nibbles: Bytes) -> Bytes:
     """[..., n] bytes -> [..., 2, n] codes: those in the lower bits come first, all of them."""
-    return torch.stack([nibbles & 15, nibbles >> 4], dim=-2)
+    return np.stack([nibbles & 15, nibbles >> 4], axis=-2)
 
 
-def _float16(blocks: Tensor, begin: int) -> Tensor:
+def _float16(blocks: Bytes, begin: int) -> NDArray[np.float16]:
     """[rows, blocks, 1]."""
-    return blocks[..., begin : begin + 2].contiguous().view(torch.float16)
+    return np.ascontiguousarray(blocks[..., begin : begin + 2]).view(np.float16)
 
 
-def _q8_0(blocks: Tensor) -> dict[str, Any]:
+def _q8_0(blocks: Bytes) -> dict[str, Any]:
     # From int8 to codes whose zero is 128.
     return {"codes": blocks[..., 2:] ^ 128, "scales": _float16(blocks, 0), "zero": 128, "bits": 8}
 
 
-def _q4_0(blocks: Tensor) -> dict[str, Any]:
-    return {"codes": _pairs(_halves(blocks[..., 2:]).flatten(-2)), "scales": _float16(blocks, 0), "zero": 8}
+def _q4_0(blocks: Bytes) -> dict[str, Any]:
+    return {"codes": _neighbours(blocks[..., 2:]), "scales": _float16(blocks, 0), "zero": 8}
 
 
-def _q4_1(blocks: Tensor) -> dict[str, Any]:
-    codes = _pairs(_halves(blocks[..., 4:]).flatten(-2))
-    return {"codes": codes, "scales": _float16(blocks, 0), "minimums": _float16(blocks, 2)}
+def _q4_1(blocks: Bytes) -> dict[str, Any]:
+    return {"codes": _neighbours(blocks[..., 4:]), "scales": _float16(blocks, 0), "minimums": _float16(blocks, 2)}
 
 
-def _fifth_bits(blocks: Tensor) -> Tensor:
-    """Of 32 numbers, in four bytes: [..., 32]."""
-    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)
-    return ((blocks[..., None] >> shifts) & 1).flatten(-2) << 4
+def _neighbours(nibbles: Bytes) -> Bytes:
+    """Bytes of which the lower bits are the first half of n codes -> two neighbours a byte, [..., n / 2]."""
+    low, high = nibbles & 15, nibbles >> 4
+    return np.concatenate([_pairs(low), _pairs(high)], axis=-1)
 
 
-def _q5_0(blocks: Tensor) -> dict[str, Any]:
-    codes = _halves(blocks[..., 6:]).flatten(-2) | _fifth_bits(blocks[..., 2:6])
+def _fifth_bits(blocks: Bytes) -> Bytes:
+    """Of 32 numbers, in four bytes: [..., 2, 16]."""
+    return _split(np.unpackbits(blocks, axis=-1, bitorder="little") << 4, 2, 16)
+
+
+def _q5_0(blocks: Bytes) -> dict[str, Any]:
+    codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
     return {"codes": codes, "scales": _float16(blocks, 0), "zero": 16, "bits": 8}
 
 
-def _q5_1(blocks: Tensor) -> dict[str, Any]:
-    codes = _halves(blocks[..., 8:]).flatten(-2) | _fifth_bits(blocks[..., 4:8])
+def _q5_1(blocks: Bytes) -> dict[str, Any]:
+    codes = _halves(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
     return {"codes": codes, "scales": _float16(blocks, 0), "minimums": _float16(blocks, 2), "bits": 8}
 
 
-def _two_levels(blocks: Tensor) -> dict[str, Any]:
+def _two_levels(blocks: Bytes) -> dict[str, Any]:
     """Scales and minimums of Q4_K and Q5_K: eight of each in six bits, and a factor for all of either."""
-    first, second, third = _split(blocks[..., 4:16], 3, 4).unbind(-2)
+    first, second, third = (blocks[..., begin : begin + 4] for begin in (4, 8, 12))
     return {
-        "scales": torch.cat([first & 63, (third & 15) | (first >> 6) << 4], dim=-1),
-        "minimums": torch.cat([second & 63, third >> 4 | (second >> 6) << 4], dim=-1),
-        "factors": _float16(blocks, 0).float(),
-        "minimum_factors": _float16(blocks, 2).float().neg(),
+        "scales": np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=-1),
+        "minimums": np.concatenate([second & 63, third >> 4 | (second >> 6) << 4], axis=-1),
+        "factors": _float16(blocks, 0).astype(np.float32),
+        "minimum_factors": -_float16(blocks, 2).astype(np.float32),
     }
 
 
-def _q4_k(blocks: Tensor) -> dict[str, Any]:
-    codes = _halves(_split(blocks[..., 16:], 4, 32)).flatten(-3)
-    return {"codes": _pairs(codes), **_two_levels(blocks)}
+def _q4_k(blocks: Bytes) -> dict[str, Any]:
+    return {"codes": _neighbours(_split(blocks[..., 16:], 4, 32)), **_two_levels(blocks)}
 
 
-def _q5_k(blocks: Tensor) -> dict[str, Any]:
-    nibbles = _halves(_split(blocks[..., 48:], 4, 32)).flatten(-3, -2)
-    shifts = torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
-    codes = nibbles | ((blocks[..., None, 16:48] >> shifts) & 1) << 4
-    return {"codes": codes, **_two_levels(blocks), "bits": 8}
+def _q5_k(blocks: Bytes) -> dict[str, Any]:
+    nibbles = _halves(_split(blocks[..., 48:], 4, 32))
+    # Of each number in a byte of the 32: the bit of its group.
+    fifth = np.stack([(blocks[..., 16:48] >> group & 1) << 4 for group in range(8)], axis=-2)
+    return {"codes": nibbles.reshape(fifth.shape) | fifth, **_two_levels(blocks), "bits": 8}
 
 
-def _q6_k(blocks: Tensor) -> dict[str, Any]:
-    # Of each half of a block: [2, 2, 32] nibbles of which the lower ones come first, and four times two upper bits.
-    low = _split(_halves(_split(blocks[..., :128], 2, 64)), 2, 32).flatten(-3, -2)
-    shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=blocks.device)[:, None]
-    high = (_split(blocks[..., 128:192], 2, 1, 32) >> shifts) & 3
-    scales = blocks[..., 192:208].contiguous().view(torch.int8)
-    factors = _float16(blocks, 208).float()
-    return {"codes": low | high << 4, "scales": scales, "factors": factors, "zero": 32, "bits": 8}
+def _q6_k(blocks: Bytes) -> dict[str, Any]:
+    # Of each half of a block: four times 32 codes, whose nibbles are in 64 bytes, the first two in their lower bits.
+    low = _halves(_split(blocks[..., :128], 2, 64))
+    upper = _split(blocks[..., 128:192], 2, 32)
+    high = np.stack([(upper >> 2 * part & 3) << 4 for part in range(4)], axis=-2)
+    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
+    factors = _float16(blocks, 208).astype(np.float32)
+    return {"codes": low.reshape(high.shape) | high, "scales": scales, "factors": factors, "zero": 32, "bits": 8}
 
 
-CODED: Mapping[str, tuple[int, Callable[[Tensor], dict[str, Any]]]] = MappingProxyType(
+CODED: Mapping[str, tuple[int, Callable[[Bytes], dict[str, Any]]]] = MappingProxyType(
     {
         "Q4_0": (18, _q4_0),
         "Q4_1": (20, _q4_1),

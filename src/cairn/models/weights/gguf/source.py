@@ -4,7 +4,6 @@ the `gguf` package makes of them."""
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from math import prod
 from pathlib import Path
 from types import MappingProxyType
@@ -18,9 +17,9 @@ from torch import Tensor
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.sharding import Slice, TensorShard
 from cairn.models.weights.gguf.checkpoint import open_gguf
-from cairn.models.weights.gguf.codes import CODED, pack_blocks
+from cairn.models.weights.gguf.codes import CODED, pack_blocks, take_columns
 from cairn.models.weights.gguf.header import GgufTensor
-from cairn.models.weights.gguf.views import GgufView
+from cairn.models.weights.gguf.views import GgufView, Order
 
 PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -31,8 +30,9 @@ _DEQUANTIZED: Final = ("Q2_K", "Q3_K")
 """ggml's types of blocks that do not become codes."""
 
 _MOST_THREADS = 8
+_CODES_AT_A_TIME = 1 << 19
 _NUMBERS_AT_A_TIME = 1 << 15
-"""In each thread. Torch hands no less than that to threads of its own, which would wait for each other."""
+"""In each thread. Of more numbers torch gives some to threads of its own, which would wait for each other."""
 
 
 def find_type_problem(type_name: str) -> str | None:
@@ -84,11 +84,12 @@ class GgufFiles:
 
     def read_codes(self, name: str, shard: TensorShard | None, dtype: torch.dtype) -> QuantizedWeight | None:
         """A matrix, or a stack of them, in codes, or a shard of it; None where it is stored in no codes, or in several
-        kinds, or is cut inside a block."""
+        kinds, or is cut inside a block, or its columns are in another order inside groups."""
         view = self._checkpoint.views[name]
-        is_cut = shard is not None and shard.dim == len(view.shape) - 1
+        if view.column_order is not None:
+            return self._read_ordered(view, shard, dtype)
         cut = _cut_blocks(view.shape, view.type_name, view.num_bytes, shard)
-        if cut is None or view.is_small or (is_cut and view.column_order is not None):
+        if cut is None or view.is_small:
             return None
         ranges, columns = cut
         num_rows = sum(end - begin for begin, end in ranges)
@@ -99,16 +100,28 @@ class GgufFiles:
 
         def fill(place: tuple[int, int, int]) -> None:
             first, begin, end = place
-            blocks = torch.from_numpy(np.ascontiguousarray(self._raw(view, begin, end)[:, columns]))
+            blocks = np.ascontiguousarray(self._raw(view, begin, end)[:, columns])
             for field, part in pack_blocks(view.type_name, blocks, dtype).row_tensors().items():
                 places[field][first : first + end - begin].copy_(part)
 
-        for _ in self._threads.map(fill, _steps(ranges, max(1, _NUMBERS_AT_A_TIME // view.shape[-1]))):
+        for _ in self._threads.map(fill, _steps(ranges, max(1, _CODES_AT_A_TIME // view.shape[-1]))):
             pass
-        if view.column_order is not None:
-            # Where each stored column is among the published ones.
-            made = replace(made, order=torch.from_numpy(np.argsort(view.column_order)))
         return _stacked(made, view.shape)
+
+    def _read_ordered(self, view: GgufView, shard: TensorShard | None, dtype: torch.dtype) -> QuantizedWeight | None:
+        """A matrix whose columns are stored in another order, run by run."""
+        if view.type_name not in CODED or view.column_order is None:
+            return None
+        height, width = view.shape
+        rows = list(shard.slices) if shard is not None and shard.dim == 0 else [(0, height)]
+        columns = shard.slices if shard is not None and shard.dim == 1 else ((0, width),)
+        blocks = np.concatenate([self._raw(view, begin, end) for begin, end in rows])
+        if self._advance is not None:
+            self._advance(blocks.nbytes)
+        whole = pack_blocks(view.type_name, blocks, dtype)
+        taken = np.concatenate([view.column_order[begin:end] for begin, end in columns])
+        unit = _run_of(taken)
+        return None if unit % whole.group else take_columns(whole, taken[::unit] // unit, unit)
 
     def _fill(self, target: Tensor, view: GgufView, begin: int, columns: slice) -> None:
         """These columns of the rows from `begin` on, as many as `target` has."""
@@ -170,7 +183,7 @@ def _decode(type_name: str, raw: NDArray[np.uint8]) -> Tensor:
     if type_name in PLAIN:
         return torch.from_numpy(raw).view(PLAIN[type_name])
     if type_name in CODED:
-        return pack_blocks(type_name, torch.from_numpy(raw), torch.float32).dequantize()
+        return pack_blocks(type_name, raw, torch.float32).dequantize()
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize
 
@@ -229,7 +242,7 @@ def _cut_blocks(
 
 def _empty(type_name: str, num_rows: int, row_bytes: int, dtype: torch.dtype, device: str = "cpu") -> QuantizedWeight:
     """So many rows, of nothing yet."""
-    single = pack_blocks(type_name, torch.empty(1, row_bytes, dtype=torch.uint8, device="meta"), dtype)
+    single = pack_blocks(type_name, np.zeros((1, row_bytes), np.uint8), dtype)
     return single.changed(lambda part: torch.empty(num_rows, part.shape[1], dtype=part.dtype, device=device))
 
 
@@ -238,6 +251,12 @@ def _stacked(made: QuantizedWeight, shape: Sequence[int]) -> QuantizedWeight:
     if len(shape) == 2:
         return made
     return made.changed(lambda part: part.view(shape[0], -1, part.shape[-1]))
+
+
+def _run_of(order: Order) -> int:
+    """The longest runs of neighbours, of one length and at multiples of it, of which an order is made."""
+    breaks = np.flatnonzero(np.diff(order) != 1) + 1
+    return int(np.gcd.reduce([len(order), *breaks, *order[breaks], order[0]]))
 
 
 def _steps(ranges: Sequence[Slice], step: int) -> Iterator[tuple[int, int, int]]:
