@@ -81,7 +81,7 @@ test-more: $(NIXL)
 	@$(RUN) -m pytest -m more -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
 # Of AVX512 without BF16 and VNNI as well, of AVX-VNNI, and of AVX512 without AMX, which have other products than either.
-PRODUCT_TESTS := $(patsubst %,tests/kernels/test_%.py,panels int8 int4 float32_weights against_reference)
+PRODUCT_TESTS := $(patsubst %,tests/kernels/test_%.py,panels int8 int4 codes float32_weights against_reference)
 
 test-avx2: $(NIXL)
 	@if grep -qwE 'avx512f|avx_vnni' /proc/cpuinfo; then \

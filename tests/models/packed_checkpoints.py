@@ -5,9 +5,9 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -192,13 +192,13 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 class Format:
     """`config`: quantization_config. `quantize`: of a layer's matrix by its number, counted over the model.
     `stacks`: experts of a layer as two tensors of blocks, and all else plain. `in_file`: whether the config is that of
-    hf_quant_config.json."""
+    hf_quant_config.json. `fp8`: which matrices are not in codes."""
 
     config: Mapping[str, Any]
     quantize: tuple[Quantize, ...] = ()
     stacks: bool = False
     in_file: bool = False
-    codes: bool = field(default=True)
+    fp8: Literal["none", "some", "all"] = "none"
 
 
 def in_config_groups(*configs: dict[str, Any]) -> dict[str, Any]:
@@ -224,10 +224,12 @@ FORMATS: Mapping[str, Format] = {
     ),
     "W8A16": Format(compressed("pack-quantized", num_bits=8, strategy="channel"), (compressed_words(8, group=None),)),
     "W8A8": Format(_INT8, (compressed_bytes,)),
-    "compressed FP8": Format(_FP8, (compressed_fp8,), codes=False),
+    "compressed FP8": Format(_FP8, (compressed_fp8,), fp8="all"),
     "compressed NVFP4": Format(_NVFP4, (COMPRESSED_NVFP4,)),
     "compressed MXFP4": Format(compressed("mxfp4-pack-quantized", type="float", **_GROUPS), (compressed_mxfp4,)),
-    "mixed": Format(in_config_groups(_NVFP4, _FP8, _INT8), (COMPRESSED_NVFP4, compressed_fp8, compressed_bytes)),
+    "mixed": Format(
+        in_config_groups(_NVFP4, _FP8, _INT8), (COMPRESSED_NVFP4, compressed_fp8, compressed_bytes), fp8="some"
+    ),
     "AWQ": Format(
         {"quant_method": "awq", "bits": 4, "group_size": GROUP, "zero_point": True, "version": "gemm"}, (awq,)
     ),
@@ -249,6 +251,7 @@ FORMATS: Mapping[str, Format] = {
         },
         (MODELOPT_NVFP4, modelopt_fp8),
         in_file=True,
+        fp8="some",
     ),
     "MXFP4": Format({"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]}, stacks=True),
 }

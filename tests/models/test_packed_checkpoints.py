@@ -13,16 +13,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cairn.check.report import check
+from cairn.check.report import CheckSettings, check
 from cairn.errors import ModelError
+from cairn.kernels.cpu.codes import PackedCodes
+from cairn.kernels.cpu.panels import has_panels
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.tensor_headers import read_headers
 from doubles.thread_ranks import thread_ranks
+from kernels.test_int8 import bytes_of
 from models.packed_checkpoints import FORMATS, write_packed
-from models.test_served_int8 import parts_of
+from models.test_served_int8 import Served, distance, parts_of
 from runner.harness import left_of
+from tiers import more
 
 Pair = tuple[str, Path, Path]
 
@@ -69,7 +73,7 @@ def test_a_model_of_kept_codes_is_the_same(pair: Pair, dtype: Any) -> None:
     """Joined, reordered and stacked as they are stored: the reference dequantizes them after that."""
     name, codes, same = pair
     opened = open_model(codes, dtype, keeps="codes")
-    assert (opened.served_quantization is not None) is FORMATS[name].codes
+    assert (opened.served_quantization is not None) is (FORMATS[name].fp8 != "all")
     models = [each.build(exact=False, backend="reference") for each in (opened, open_model(same, dtype))]
     tensors, wanted = (parts_of(model, Tensor) for model in models)
     assert len(tensors) == len(wanted) > 30
@@ -95,6 +99,34 @@ def test_formats_are_other_weights(made_model: Any, pair: Pair, tmp_path: Path) 
     assert {key for key in facts[0] if facts[0][key] != facts[1][key]} == {"weights"}
     assert facts[0] == open_model(codes, keeps="codes").transfer_facts()
     assert json.loads((codes / "config.json").read_text())["model_type"]
+
+
+# -- served on the CPU -------------------------------------------------------------------------------------------------
+
+SERVED = ("compressed NVFP4", "mixed", "GPTQ", "MXFP4")
+"""Those that are served, the others for `make test-more`: FP4, several kinds in one product, integers, stacks."""
+
+
+@pytest.mark.parametrize("name", [name if name in SERVED else more(name) for name in FORMATS])
+def test_logits_and_bytes_are_those_of_the_checkpoint(name: str, made_model: Any, tmp_path: Path) -> None:
+    """Bit for bit the answers of the same numbers in bfloat16, in the memory that the codes take."""
+    form = FORMATS[name]
+    write_packed(made_model("qwen3_5_moe" if form.stacks else "qwen3_5"), tmp_path / "codes", tmp_path / "same", form)
+    codes, same = Served(tmp_path / "codes", "bfloat16", keeps="codes"), Served(tmp_path / "same", "bfloat16")
+    if has_panels(torch.bfloat16) and name not in ("GPTQ desc_act", "W4A16 actorder"):
+        assert torch.equal(codes.logits(), same.logits())
+    else:  # sums in another order
+        assert distance(codes.logits(), same.logits()) < 0.02
+    model = codes.models[False]
+    loaded = bytes_of(*parts_of(model, Tensor))
+    assert check(tmp_path / "codes", CheckSettings(dtype="bfloat16")).weight_bytes == pytest.approx(loaded, rel=0.02)
+    kept = bytes_of(*parts_of(tuple(parts_of(model, PackedCodes)), Tensor))
+    stored, plain = (load_file(folder / "model.safetensors") for folder in (tmp_path / "codes", tmp_path / "same"))
+    in_codes = [each for key, each in stored.items() if key not in plain or each.dtype in (torch.int8, torch.uint8)]
+    in_file = sum(each.nbytes for each in in_codes)
+    # NVFP4's factor, once a matrix in the file, is there for each row: 2.8 % of rows as short as these.
+    most = 1.06 if "NVFP4" in name or name == "MIXED_PRECISION" else 1.03
+    assert 0.97 * in_file < kept < most * in_file if form.fp8 == "none" else kept < most * in_file
 
 
 # -- what is wrong -----------------------------------------------------------------------------------------------------

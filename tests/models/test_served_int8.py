@@ -19,7 +19,7 @@ from cairn.kernels.cpu.products import PackedWeight
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.models.decoder_config import ServedQuantization
 from cairn.models.random_weights.make_model import MADE_FAMILIES
-from cairn.models.registry import OpenModel, open_model
+from cairn.models.registry import Kept, OpenModel, open_model
 from cairn.transfer.digest import layout_hash
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import OTHER, TEXT, Engine
@@ -57,8 +57,10 @@ MOST = {**dict.fromkeys(DENSE, 0.15), **dict.fromkeys(MIXED, 0.45)}
 class Served:
     """A checkpoint in memory as a server has it, without `--exact`."""
 
-    def __init__(self, folder: Path, dtype: Any, quantization: ServedQuantization | None = None) -> None:
-        self.opened: OpenModel = open_model(folder, dtype, quantization)
+    def __init__(
+        self, folder: Path, dtype: Any, quantization: ServedQuantization | None = None, keeps: Kept | None = None
+    ) -> None:
+        self.opened: OpenModel = open_model(folder, dtype, quantization, keeps)
         self.models = {False: self.opened.build(exact=False)}
 
     def engine(self, mode: str | None = None, **options: Any) -> Engine:

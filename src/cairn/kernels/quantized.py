@@ -27,7 +27,7 @@ class QuantizedWeight:
     `scales`: [..., out, groups] in any dtype that float() widens: floats, FP8 (e4m3, e8m0), whole numbers of 8 bits.
     `factors`: float32 [..., out, n], one for as many neighbouring groups each, that scales are multiplied with, or
     divided by where `divides`. `minimums`, `minimum_factors`: as scales and factors, never divided; None: 0.
-    `order`: int64 [in], the input that each column of codes is multiplied with; None: its own.
+    `order`: int32 or int64 [in], the input that each column of codes is multiplied with; None: its own.
     `dtype`: of the model.
     """
 

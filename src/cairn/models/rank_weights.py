@@ -65,20 +65,13 @@ class RankWeights:
     @make.register
     def product(self, weight: ProductSpec) -> Linear:
         """Its rows packed, with their biases."""
-        rows = join_rows([self._rows(part) for part in weight.parts])
-        biases = [self.tensor(part) for part in weight.biases]
-        bias = torch.cat(biases) if biases else None
+        parts = [self._rows(part) for part in weight.parts]
+        biases: list[WeightRows] = [self.tensor(part) for part in weight.biases]
+        if weight.gated_heads:
+            parts, biases = (_gates_last(each, weight.gated_heads) for each in (parts, biases))
+        rows, bias = join_rows(parts), dequantize_rows(biases) if biases else None
         if weight.precision == "float32":
             rows = tuple(part.float() for part in rows if isinstance(part, Tensor))
-        if weight.gated_heads:
-            outputs = weight.parts[0].rank_shape[0]
-
-            def reorder(part: Tensor) -> Tensor:
-                return _gates_last(part, weight.gated_heads, outputs)
-
-            whole = _joined(rows)
-            rows = (reorder(whole) if isinstance(whole, Tensor) else whole.changed(reorder),)
-            bias = None if bias is None else reorder(bias)
         return self.linear(rows, bias, weight.precision == "quantized")
 
     def linear(self, rows: Sequence[WeightRows], bias: Tensor | None = None, quantized: bool = True) -> Linear:
@@ -130,8 +123,15 @@ def _dequantize(parts: Sequence[WeightRows]) -> list[Tensor]:
     return [dequantize_rows([part]) for part in parts]
 
 
-def _gates_last(rows: Tensor, heads: int, outputs: int) -> Tensor:
-    """The first `outputs` rows, each head's query and then its gate, with keys and values after them all -> queries |
-    keys | values | gates."""
-    queries, gates = rows[:outputs].reshape(heads, 2, -1, *rows.shape[1:]).unbind(1)
-    return torch.cat([queries.flatten(0, 1), rows[outputs:], gates.flatten(0, 1)])
+def _gates_last(parts: list[WeightRows], heads: int) -> list[WeightRows]:
+    """Each head's query and then its gate, and keys and values -> queries | keys | values | gates."""
+    if not parts:
+        return parts
+
+    def half_of(which: int) -> WeightRows:
+        def pick(part: Tensor) -> Tensor:
+            return part.reshape(heads, 2, -1, *part.shape[1:])[:, which].flatten(0, 1)
+
+        return pick(parts[0]) if isinstance(parts[0], Tensor) else parts[0].changed(pick)
+
+    return [half_of(0), *parts[1:], half_of(1)]

@@ -76,8 +76,7 @@ class ByteCounter:
     def product(self, weight: ProductSpec) -> int:
         biases = sum(map(self.tensor, weight.biases))
         stored = self._stored(weight.parts)
-        # As they are, side by side, unless their rows are to be mixed.
-        if any(stored) and (_is_one_kind(stored) or not weight.gated_heads):
+        if any(stored):  # as they are, side by side
             return biases + sum(self._as_stored(*pair) for pair in zip(weight.parts, stored, strict=True))
         return biases + sum(self._packed(part, weight.precision) for part in weight.parts)
 

@@ -221,19 +221,26 @@ def multiply_panels(
     """x bfloat16 [rows, in], or of those the ones that `order`, int64 [n], names, times the transposes of the matrices
     that bfloat16 `panels` were made of, one after the other from here on, plus the bias, into out [n, out], bfloat16
     or float32."""
-    rows, inputs, words = out.shape[0], x.shape[1], panels.shape[1]
-    grouped = x
-    if rows > 1 or inputs % 2 or order is not None or _WIDENS or HAS_AMX:
-        grouped = x.new_empty(rows + SPARE_ROWS, 2 * words, dtype=torch.float32 if _WIDENS else x.dtype)
-        group_rows = _widen_rows if _WIDENS else _group_rows
-        group_rows[x.dtype](
-            parts.groups.shape[0], grouped.numel(), parts.groups.data_ptr(), *optional_arg(order), *row_args(x),
-            grouped.data_ptr(), inputs,
-        )  # fmt: skip
+    words = panels.shape[1]
+    grouped = group_rows(x, parts, order, words, out.shape[0])
     items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
     operands = parts.segments.data_ptr(), panels.shape[0], grouped.data_ptr(), panels.data_ptr(), words, 1
     results = *optional_arg(bias), out.data_ptr(), out.shape[1]
     _multiply[x.dtype, out.dtype](items, cost, *operands, *results)
+
+
+def group_rows(x: Tensor, parts: RowPartition, order: Tensor | None, words: int, num_rows: int) -> Tensor:
+    """Rows of x, bfloat16, as products with panels take them, of so many words each."""
+    inputs = x.shape[1]
+    if num_rows == 1 and inputs % 2 == 0 and order is None and not _WIDENS and not HAS_AMX:
+        return x
+    grouped = x.new_empty(num_rows + SPARE_ROWS, 2 * words, dtype=torch.float32 if _WIDENS else x.dtype)
+    arrange = _widen_rows if _WIDENS else _group_rows
+    arrange[x.dtype](
+        parts.groups.shape[0], grouped.numel(), parts.groups.data_ptr(), *optional_arg(order), *row_args(x),
+        grouped.data_ptr(), inputs,
+    )  # fmt: skip
+    return grouped
 
 
 @jit
@@ -336,20 +343,26 @@ def multiply_items(begin: int, end: int, p: Any) -> None:
     for item in range(begin, end):
         segment, panel, column, columns = locate(p, item)
         add_segment(p, sums, segment, panel)
-        first, bias = np.int64(segment[1]), advance(p.bias, column)
-        for i in range(np.int64(segment[2])):
-            source, target = advance(sums, i * PANEL), advance(p.out, (first + i) * p.outputs + column)
-            if p.has_bias:
-                for j in range(columns):
-                    store(target, j, source[j] + load(bias, j))
-            elif columns == PANEL and _STORES_16:
-                for j in range(0, PANEL, LANES):
-                    store_16(advance(source, j), advance(target, j))
-            else:
-                for j in range(columns):
-                    store(target, j, source[j])
+        store_segment(p, sums, segment, column, columns)
     end_tiles(p.x, sums)
     buffer[0] = 0
+
+
+@jit
+def store_segment(p: Any, sums: Any, segment: Any, column: int, columns: int) -> None:
+    """A segment's sums, float32 [rows, 32], plus the bias, to where the product has so many columns."""
+    first, bias = np.int64(segment[1]), advance(p.bias, column)
+    for i in range(np.int64(segment[2])):
+        source, target = advance(sums, i * PANEL), advance(p.out, (first + i) * p.outputs + column)
+        if p.has_bias:
+            for j in range(columns):
+                store(target, j, source[j] + load(bias, j))
+        elif columns == PANEL and _STORES_16:
+            for j in range(0, PANEL, LANES):
+                store_16(advance(source, j), advance(target, j))
+        else:
+            for j in range(columns):
+                store(target, j, source[j])
 
 
 @intrinsic

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
+from cairn.kernels.cpu.codes import CodedRows, PackedCodes, group_of, multiply_codes, multiply_codes_panels, pack_codes
 from cairn.kernels.cpu.int4 import PackedInt4, multiply_int4, multiply_int4_panels
 from cairn.kernels.cpu.int8 import Int8Weight, multiply_int8, multiply_int8_panels
 from cairn.kernels.cpu.onednn import can_reorder, has_products, reorder, reordered_product
@@ -25,7 +26,9 @@ from cairn.kernels.cpu.panels import (
 )
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.cpu.tiles import GROUP, VECTOR_GROUP
-from cairn.kernels.weight_rows import WeightRows, dequantize_rows
+from cairn.kernels.fp8 import Fp8Weight
+from cairn.kernels.quantized import QuantizedWeight
+from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +49,17 @@ class PackedWeight:
     layout: Layout
 
 
-AnyWeight = PackedWeight | Int8Weight | PackedInt4
+@dataclass(frozen=True, slots=True)
+class PackedParts:
+    """A weight whose rows are those of several, one after the other. `shape`, `dtype`: of the whole."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    parts: tuple["AnyWeight", ...]
+    layout: Literal["parts"] = "parts"
+
+
+AnyWeight = PackedWeight | Int8Weight | PackedInt4 | PackedCodes | CodedRows | PackedParts
 
 
 def pack(weight: Tensor) -> PackedWeight:
@@ -63,9 +76,17 @@ def pack(weight: Tensor) -> PackedWeight:
     return PackedWeight(weight.shape, weight.dtype, matrices, layout)
 
 
-def pack_stored(rows: Sequence[WeightRows]) -> PackedWeight:
-    """See `Kernels.pack_stored`."""
-    return pack(dequantize_rows(rows))
+def pack_stored(rows: Sequence[WeightRows]) -> AnyWeight:
+    """See `Kernels.pack_stored`. What is in codes stays so; all else is in the model's dtype, FP8, too."""
+    plain = [part.dequantize() if isinstance(part, Fp8Weight) else part for part in rows]
+    joined = join_rows(plain)
+    packed = tuple(
+        pack_codes(part) if isinstance(part, QuantizedWeight) else pack(dequantize_rows([part])) for part in joined
+    )
+    if len(packed) == 1:
+        return packed[0]
+    shape = torch.Size((sum(part.shape[0] for part in packed), *packed[0].shape[1:]))
+    return PackedParts(shape, packed[0].dtype, packed)
 
 
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -91,6 +112,10 @@ def multiply(
         return multiply_int8(x, weight, bias, expert, dtype)
     if isinstance(weight, PackedInt4):
         return multiply_int4(x, weight, bias, expert, dtype)
+    if isinstance(weight, PackedCodes | CodedRows):
+        return multiply_codes(x, weight, bias, expert, dtype)
+    if isinstance(weight, PackedParts):
+        return _multiply_parts(x, weight, bias, dtype)
     matrix = weight.matrices[expert]
     if weight.layout == "plain":
         return F.linear(x, matrix, bias).to(dtype or x.dtype)
@@ -102,6 +127,15 @@ def multiply(
         return reordered_product(x, matrix, bias).to(dtype or x.dtype)
     out = x.new_empty(x.shape[0], weight.shape[-2], dtype=dtype)
     multiply_panels(x, matrix, bias, out, partition_rows(x.shape[0], matrix.shape[1]))
+    return out
+
+
+def _multiply_parts(x: Tensor, weight: PackedParts, bias: Tensor | None, dtype: torch.dtype | None) -> Tensor:
+    out = x.new_empty(x.shape[0], weight.shape[0], dtype=dtype or x.dtype)
+    end = 0
+    for part in weight.parts:
+        begin, end = end, end + part.shape[0]
+        out[:, begin:end] = multiply(x, part, None if bias is None else bias[begin:end], dtype=dtype)
     return out
 
 
@@ -132,6 +166,8 @@ def multiply_experts(x: Tensor, weight: AnyWeight, rows: ExpertRows) -> Tensor:
             multiply_int8_panels(x, weight, None, out, rows.parts(), rows.order)
         elif isinstance(weight, PackedInt4):
             multiply_int4_panels(x, weight, None, out, rows.parts(VECTOR_GROUP), rows.order)
+        elif isinstance(weight, PackedCodes):
+            multiply_codes_panels(x, weight, None, out, rows.parts(group_of(x.dtype)), rows.order)
         else:
             multiply_panels(x, weight.matrices[0], None, out, rows.parts(), rows.order)
         return out

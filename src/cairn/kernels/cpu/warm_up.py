@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 MODULES: tuple[ModuleType, ...] = tuple(
     import_module(f"cairn.kernels.cpu.{name}")
     for name in (
-        *("attention", "checkpoint_files", "conv", "elementwise", "experts", "gdn", "int4", "int8", "norms"),
+        *("attention", "checkpoint_files", "conv", "elementwise", "experts", "gdn", "int4", "int8", "norms", "codes"),
         *("metadata", "panels", "routers", "ssd", "graphs"),
     )
 )
@@ -137,11 +137,13 @@ def _unused_names() -> Set[str]:
     """Of the kernels for weights of which none has been packed."""
     layouts = step_work().packed_layouts
     unused: set[str] = set()
-    for quantized in ("int4", "int8"):
+    for quantized in ("codes", "int4", "int8"):
         if not any(layout.startswith(quantized) for layout in layouts):
             unused |= {name for name in KERNELS if f".{quantized}:" in name}
     if "panels" not in layouts:
-        unused |= {kernel.path for kernel in (panels._group_rows, panels._widen_rows, panels._multiply)}
+        unused |= {kernel.path for kernel in (panels._widen_rows, panels._multiply)}
+        if not any(layout.startswith("codes") for layout in layouts):
+            unused.add(panels._group_rows.path)
     return unused
 
 

@@ -209,7 +209,7 @@ def _order(groups: Tensor, coding: Coding, role: str) -> Tensor | None:
     Raises ModelError where groups are not all of one size."""
     if groups.is_meta or groups.numel() == 0 or bool((groups == -1).any()):
         return None
-    order = groups.long().argsort(stable=True)
+    order = groups.argsort(stable=True).int()
     wanted = torch.arange(coding.inputs, device=groups.device) // coding.group
     if not torch.equal(groups[order].long(), wanted):
         raise ModelError(f"{role} does not have {coding.group} inputs in each of {coding.groups} groups")

@@ -1,0 +1,188 @@
+"""Codes of quantized weights become words of a panel, as LLVM code: number * scale + minimum, each rounded once.
+
+A word of codes has eight inputs of an output in four bits, or four in eight; 32 outputs' words lie side by side. Out
+of each come as many inputs' numbers, float32, or in pairs of bfloat16, in their order, as `panels` multiplies them.
+"""
+
+from types import MappingProxyType
+from typing import Any
+
+from llvmlite import ir
+from numba.core import cgutils
+from numba.core import types as numba_types
+
+from cairn.kernels.cpu.compiled import BF16, F32, I32, U8, intrinsic
+from cairn.kernels.cpu.features import cpu_features
+from cairn.kernels.cpu.tiles import HAS_AVX512, PANEL
+from cairn.kernels.cpu.vectors import call_shared
+from cairn.kernels.quantized import E2M1
+
+INTEGER_4, E2M1_4, INTEGER_8 = range(3)
+"""What codes are: see `QuantizedWeight`."""
+
+_BITS = MappingProxyType({INTEGER_4: 4, E2M1_4: 4, INTEGER_8: 8})
+_LANES = 16 if HAS_AVX512 else 8
+_NARROWS = bool(cpu_features().get("avx512bf16"))
+_I16, _I32, _I64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_WORDS, _FLOATS, _HALVES = (ir.VectorType(kind, _LANES) for kind in (_I32, _FLOAT, _I16))
+
+
+@intrinsic
+def expand(
+    typingctx: Any,
+    codes: Any,
+    words: Any,
+    form: Any,
+    has_least: Any,
+    rounds: Any,
+    scales: Any,
+    zeros: Any,
+    least: Any,
+    out: Any,
+) -> Any:
+    """So many words of codes of a form become numbers at `out`, float32, or pairs of bfloat16 if it points to words.
+    `scales`, `zeros`, `least`: of the 32 outputs, for all of these inputs; least is not read unless `has_least`.
+    `rounds`: float32 numbers are rounded to bfloat16."""
+    in_pairs = out == I32
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        codes, words, form, has_least, rounds, *factors, out = args
+        done = builder.append_basic_block("expanded")
+        is_rounded = builder.select(_is_true(builder, rounds), _constant(6), _constant(0))
+        number = builder.add(builder.mul(form, _constant(2)), builder.select(_is_true(builder, has_least), *_ONE_ZERO))
+        chosen = builder.switch(number if in_pairs else builder.add(number, is_rounded), done)
+        for variant in range(6 if in_pairs else 12):
+            block = builder.append_basic_block(f"expand_{variant}")
+            chosen.add_case(_constant(variant), block)
+            with builder.goto_block(block):
+                is_last = variant % 2 == 1
+                writer = _Expansion(variant % 6 // 2, is_last, in_pairs, rounds=in_pairs or variant >= 6)
+                call_shared(builder, writer.name, [codes, words, *factors, out], writer.write)
+                builder.branch(done)
+        builder.position_at_end(done)
+        return context.get_dummy_value()
+
+    i64 = numba_types.int64
+    return numba_types.void(I32, i64, i64, i64, i64, F32, F32, F32, out), code
+
+
+@intrinsic
+def as_numbers(typingctx: Any, x: Any, buffer: Any) -> Any:
+    """A float32 buffer's pointer as one to what rows like x are multiplied with: words if they are."""
+    kind = I32 if x == I32 else F32
+    return kind(x, buffer), lambda context, builder, _, args: builder.bitcast(args[1], context.get_value_type(kind))
+
+
+@intrinsic
+def as_floats(typingctx: Any, pointer: Any) -> Any:
+    """A pointer to bytes as one to float32 numbers."""
+    return F32(U8), lambda context, builder, _, args: builder.bitcast(args[0], _FLOAT.as_pointer())
+
+
+@intrinsic
+def as_halves(typingctx: Any, pointer: Any) -> Any:
+    """A pointer to bytes as one to numbers of 16 bits."""
+    return BF16(U8), lambda context, builder, _, args: builder.bitcast(args[0], _I16.as_pointer())
+
+
+class _Expansion:
+    """A function that expands codes of one form."""
+
+    def __init__(self, form: int, has_least: bool, in_pairs: bool, rounds: bool) -> None:
+        self.form, self.has_least, self.in_pairs, self.rounds = form, has_least, in_pairs, rounds
+        self.name = f"cairn.expand.{form}.{has_least:d}{in_pairs:d}{rounds:d}"
+
+    def write(self, builder: Any, function: Any) -> None:
+        """The function's body."""
+        codes, words, scales, zeros, least, out = function.args
+        out = builder.bitcast(out, _I32.as_pointer())
+        count = 32 // _BITS[self.form]
+        lines = count // 2 if self.in_pairs else count
+        for column in range(0, PANEL, _LANES):
+            at = _constant(column)
+            factors = [builder.load(_at(builder, each, at, _FLOATS), align=4) for each in (scales, zeros)]
+            factors.append(builder.load(_at(builder, least, at, _FLOATS), align=4) if self.has_least else None)
+            with cgutils.for_range(builder, words, intp=_I64) as loop:
+                place = builder.add(builder.mul(loop.index, _constant(PANEL)), at)
+                word = builder.load(_at(builder, codes, place, _WORDS), align=4)
+                target = builder.add(builder.mul(loop.index, _constant(lines * PANEL)), at)
+                self._write_word(builder, word, factors, out, target)
+
+    def _write_word(self, builder: Any, word: Any, factors: list[Any], out: Any, target: Any) -> None:
+        count = 32 // _BITS[self.form]
+        numbers = [self._number(builder, word, place, factors) for place in range(count)]
+        if self.in_pairs:
+            bits = [_narrow_pair(builder, *numbers[place : place + 2]) for place in range(0, count, 2)]
+        else:
+            bits = [_rounded(builder, each) if self.rounds else builder.bitcast(each, _WORDS) for each in numbers]
+        for line, value in enumerate(bits):
+            place = builder.add(target, _constant(line * PANEL))
+            builder.store(value, _at(builder, out, place, _WORDS), align=4)
+
+    def _number(self, builder: Any, word: Any, place: int, factors: list[Any]) -> Any:
+        bits = _BITS[self.form]
+        scales, zeros, least = factors
+        code = builder.lshr(word, _everywhere(bits * place)) if place else word
+        if self.form == E2M1_4:
+            number = _e2m1(builder, code)
+        else:
+            if (place + 1) * bits < 32:
+                code = builder.and_(code, _everywhere((1 << bits) - 1))
+            number = builder.fsub(builder.sitofp(code, _FLOATS), zeros)
+        number = builder.fmul(number, scales)
+        return builder.fadd(number, least) if self.has_least else number
+
+
+def _e2m1(builder: Any, code: Any) -> Any:
+    """The numbers that the lowest four bits stand for: instructions look at no more of an index than they need."""
+    size = _LANES
+    table = ir.Constant(_FLOATS, [ir.Constant(_FLOAT, number) for number in E2M1[:size]])
+    if HAS_AVX512:
+        kind = ir.FunctionType(_FLOATS, [_FLOATS, _WORDS])
+        return builder.call(_declared(builder, kind, "llvm.x86.avx512.permvar.sf.512"), [table, code])
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _WORDS])
+    size_of = builder.call(_declared(builder, kind, "llvm.x86.avx2.permps"), [table, code])
+    sign = builder.shl(builder.and_(code, _everywhere(8)), _everywhere(28))
+    return builder.bitcast(builder.or_(builder.bitcast(size_of, _WORDS), sign), _FLOATS)
+
+
+def _narrow_pair(builder: Any, first: Any, second: Any) -> Any:
+    """Words of two bfloat16 numbers, the first one in the lower half."""
+    if _NARROWS:
+        kind = ir.FunctionType(_HALVES, [_FLOATS])
+        narrow = _declared(builder, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+        low, high = (builder.zext(builder.call(narrow, [each]), _WORDS) for each in (first, second))
+        return builder.or_(low, builder.shl(high, _everywhere(16)))
+    low, high = (_rounded(builder, each) for each in (first, second))
+    return builder.or_(builder.lshr(low, _everywhere(16)), high)
+
+
+def _rounded(builder: Any, numbers: Any) -> Any:
+    """Bits of float32 numbers rounded to bfloat16, a tie to the even one."""
+    bits = builder.bitcast(numbers, _WORDS)
+    odd = builder.and_(builder.lshr(bits, _everywhere(16)), _everywhere(1))
+    wide = builder.add(builder.add(bits, _everywhere(0x7FFF)), odd)
+    return builder.and_(wide, _everywhere(-65536))
+
+
+def _declared(builder: Any, kind: Any, name: str) -> Any:
+    return cgutils.get_or_insert_function(builder.module, kind, name)
+
+
+def _at(builder: Any, pointer: Any, index: Any, kind: Any) -> Any:
+    return builder.bitcast(builder.gep(pointer, [index]), kind.as_pointer())
+
+
+def _everywhere(value: int) -> Any:
+    return ir.Constant(_WORDS, [value] * _LANES)
+
+
+def _constant(value: int) -> Any:
+    return ir.Constant(_I64, value)
+
+
+def _is_true(builder: Any, number: Any) -> Any:
+    return builder.icmp_signed("!=", number, _constant(0))
+
+
+_ONE_ZERO = _constant(1), _constant(0)
