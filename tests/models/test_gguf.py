@@ -16,6 +16,7 @@ from cairn.check.report import check
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import WeightReader
+from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT
 from models.gguf_files import write_gguf
 from models.test_served_int8 import Served, distance
@@ -178,3 +179,17 @@ def test_a_quantized_file_answers_nearly_as_the_checkpoint(made_model, written) 
     wanted = Served(made_model("qwen3_5"), "auto").logits()
     far = [distance(Served(written("qwen3_5", name), "float32").logits(), wanted) for name in ("Q8_0", "Q6_K", "Q4_K")]
     assert far == sorted(far) and far[0] < 0.05 and far[2] < 0.4
+
+
+def test_every_ranks_share_is_that_of_the_same_numbers(written, tmp_path) -> None:
+    """Cuts fall inside blocks and inside heads that are stored in another order."""
+    file = written("qwen3_5", "Q8_0")
+    plain = dequantize_file(file, tmp_path / "plain.gguf")
+    ranks = [
+        [open_model(each, "float32").build(exact=True, communicator=rank) for rank in thread_ranks(2)]
+        for each in (file, plain)
+    ]
+    for quantized, wanted in zip(*ranks, strict=True):
+        assert len(quantized.linears) == len(wanted.linears) > 10
+        for ours, theirs in zip(quantized.linears, wanted.linears, strict=True):
+            assert torch.equal(ours.weight, theirs.weight)

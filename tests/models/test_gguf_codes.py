@@ -8,7 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
+from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.gguf.checkpoint import open_gguf
@@ -114,14 +116,24 @@ def test_codes_answer_as_the_numbers_they_stand_for(family: str, type_name: str,
 
 
 def test_bytes_of_weights_are_counted_as_they_are_served(written) -> None:
-    """Products in codes, the rest in the model's dtype."""
+    """All that is quantized is in codes, the embedding with it; the rest in the model's dtype."""
     model = open_model(written("qwen3_5", "Q8_0"), keeps="codes")
-    views = open_gguf(model.folder).views
-    wanted = matrices(model)
-    in_codes = sum(views[name].num_bytes for name in wanted if views[name].type_name == "Q8_0")
-    rest = sum(prod(view.shape) * 2 for name, view in views.items() if name not in wanted)
+    views = open_gguf(model.folder).views.values()
+    in_codes = sum(view.num_bytes for view in views if view.type_name == "Q8_0")
+    rest = sum(prod(view.shape) for view in views if view.type_name != "Q8_0")
     counted = model.weight_bytes(model.stored_tensors())
-    assert in_codes < counted < 1.05 * in_codes + 1.1 * rest
+    assert in_codes + 2 * rest <= counted < in_codes + 4 * rest
+
+
+def test_an_embedding_in_codes_gives_the_same_vectors(written) -> None:
+    """Tied to the output, too, of which products are made."""
+    for family in ("qwen3_5", "lfm2_moe"):
+        kept, plain = (
+            open_model(written(family, "Q8_0"), "float32", keeps=keeps).build(exact=False) for keeps in ("codes", None)
+        )
+        tokens = torch.tensor([5, 0, 4095, 77])
+        assert isinstance(kept.embedding.weight, QuantizedWeight) and isinstance(plain.embedding.weight, Tensor)
+        assert torch.equal(kept.embedding(tokens), plain.embedding(tokens))
 
 
 def test_several_types_in_one_matrix_are_dequantized(made_model, tmp_path) -> None:

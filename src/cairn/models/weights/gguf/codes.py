@@ -45,7 +45,8 @@ def _split(part: Bytes, *sizes: int) -> Bytes:
 
 def _pairs(codes: Bytes) -> Bytes:
     """Codes of four bits, two a byte, the first of both in the lower bits."""
-    return codes[..., ::2] | codes[..., 1::2] << 4
+    pairs: Bytes = codes[..., ::2] | codes[..., 1::2] << 4
+    return pairs
 
 
 def _halves(nibbles: Bytes) -> Bytes:
