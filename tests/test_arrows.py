@@ -127,6 +127,8 @@ LATE = MappingProxyType(
         "cairn.kernels.cuda_support": ("optional", "triton"),
         "cairn.layers.rotary": ("start", "transformers"),
         "cairn.models.qwen3_5_vision": ("start", "transformers"),
+        "cairn.models.weights.gguf.header": ("start", "gguf"),
+        "cairn.models.weights.gguf.source": ("start", "gguf"),
         "cairn.transfer.links.nixl": ("optional", "nixl"),
     }
 )

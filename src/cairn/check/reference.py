@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from cairn.errors import ModelError
+from cairn.models.weights.gguf.header import is_gguf
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,11 +26,12 @@ class TransformersReference:
         """Raises ModelError when transformers cannot load the checkpoint."""
         from transformers import AutoModelForCausalLM
 
+        place, options = (folder.parent, {"gguf_file": folder.name}) if is_gguf(folder) else (folder, {})
         try:
             model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False
+                place, dtype=getattr(torch, dtype), local_files_only=True, trust_remote_code=False, **options
             )
-        except (OSError, ValueError, KeyError, ImportError) as error:
+        except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             raise ModelError(f"{folder}: transformers cannot load it: {error}") from error
         self._model = model.eval()
         # Nemotron-H in transformers 5.23 ignores config.json's time_step_limit and bounds the time steps of prefill,

@@ -250,7 +250,9 @@ def _served_in(report: CheckReport) -> str:
     quantization, packed = report.settings.quantization, report.packed_dtype
     if quantization is None:
         return report.dtype if packed == report.dtype else f"{report.dtype}, those of products in {packed}"
-    return f"{quantization}, embedding and norms in {report.dtype}"
+    # Of the others only matrices of products are ever quantized.
+    rest = "norms" if quantization == "gguf" else "embedding and norms"
+    return f"{quantization}, {rest} in {report.dtype}"
 
 
 def _rows(report: CheckReport) -> list[tuple[str, str]]:

@@ -148,7 +148,9 @@ def _parser() -> tuple[argparse.ArgumentParser, ...]:
     check = commands.add_parser(
         "check", help="account for a checkpoint's tensors and say what serving it takes", allow_abbrev=False
     )
-    check.add_argument("model", metavar="MODEL", help="folder of the checkpoint, or its name on the Hugging Face Hub")
+    check.add_argument(
+        "model", metavar="MODEL", help="folder of the checkpoint, a GGUF file, or a name on the Hugging Face Hub"
+    )
     check.add_argument("--revision", help="branch, tag or commit of a MODEL on the hub; default: main")
     check.add_argument(
         "--download-dir", type=Path, metavar="FOLDER", help="cache of what the hub has; default: the Hugging Face cache"

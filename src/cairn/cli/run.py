@@ -278,9 +278,10 @@ def read_chat_template(given: str | None) -> str | None:
 def load_model_tokenizer(folder: str, tokenizer: str | None, chat_template: str | None) -> "TextTokenizer":
     """A checkpoint's own, or what stands in for it. Raises ModelError."""
     from cairn.engine.text.tokenizer import ModelTokenizer
+    from cairn.models.weights.gguf.header import is_gguf
 
     # The tokenizer is loaded before the model has been looked at, and would complain of a file too deep.
-    if not (Path(folder) / "config.json").is_file():
+    if not is_gguf(Path(folder)) and not (Path(folder) / "config.json").is_file():
         raise ModelError(f"{folder}: no checkpoint's folder: there is no config.json in it")
     return ModelTokenizer(Path(folder), None if tokenizer is None else Path(tokenizer), chat_template)
 

@@ -84,7 +84,7 @@ class QuantizedWeight:
         moved = self.changed(lambda part: part.to(device))
         return moved if self.order is None else replace(moved, order=self.order.to(device))
 
-    def __getitem__(self, place: int | slice) -> "QuantizedWeight":
+    def __getitem__(self, place: int | slice | Tensor) -> "QuantizedWeight":
         """An expert's, of a stack, or some rows."""
         return self.changed(lambda part: part[place])
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Kernels, Weight
+from cairn.kernels.quantized import QuantizedWeight
 from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, MemorySpec
@@ -46,24 +47,29 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class VocabParallelEmbedding:
-    """Token ids to vectors. `weight` [tokens, hidden]: the rows of this rank, from token `first` on.
+    """Token ids to vectors. `weight` [tokens, hidden]: the rows of this rank, from token `first` on, in codes if they
+    are stored so.
 
     A token's vector comes from one rank and zeros from all others, so their sum is exact.
     """
 
     kernels: Kernels
-    weight: Tensor
+    weight: Tensor | QuantizedWeight
     first: int
     communicator: Communicator
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """[rows] int64 -> [rows, hidden]."""
         if self.communicator.size == 1:
-            return self.kernels.embed(tokens, self.weight)
+            return self._take(tokens)
         local = tokens - self.first
         elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        vectors = self.kernels.embed(local.masked_fill(elsewhere, 0), self.weight)
+        vectors = self._take(local.masked_fill(elsewhere, 0))
         return self.communicator.all_reduce(vectors.masked_fill_(elsewhere[:, None], 0.0))
+
+    def _take(self, rows: Tensor) -> Tensor:
+        weight = self.weight
+        return self.kernels.embed(rows, weight) if isinstance(weight, Tensor) else weight[rows].dequantize()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
+from cairn.kernels.quantized import QuantizedWeight
 from cairn.layers.attention import Attention
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.feed_forward import (
@@ -147,12 +148,18 @@ class _DecoderBuilder:
             final_norm=self._norm(head.final_norm),
         )
 
-    def _vocabulary(self, name: str) -> Tensor:
+    def _vocabulary(self, name: str) -> Tensor | QuantizedWeight:
         """The rank's tokens, with zeros where it has fewer than the first one: [rows, hidden]."""
-        weight = self._weights.tensor(self._spec.vocabulary(name, self._rank, self._size))
+        weight = self._weights.vocabulary(self._spec.vocabulary(name, self._rank, self._size))
         _, rows = shard_vocabulary(self._spec.config.vocab_size, self._rank, self._size)
         missing = rows - weight.shape[0]
-        return F.pad(weight, (0, 0, 0, missing)) if missing else weight
+        if not missing:
+            return weight
+
+        def pad(part: Tensor) -> Tensor:
+            return F.pad(part, (0, 0, 0, missing))
+
+        return pad(weight) if isinstance(weight, Tensor) else weight.changed(pad)
 
     def _layer_norm(self, name: str) -> RMSNorm | PostNorm:
         norm = self._norm(name)

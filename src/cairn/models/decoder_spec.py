@@ -104,7 +104,7 @@ class DecoderSpec:
     def vocabulary(self, name: str, rank: int, size: int) -> StoredTensor:
         """The rank's rows of an embedding or an output."""
         tokens, _ = shard_vocabulary(self.config.vocab_size, rank, size)
-        return StoredTensor(name, (self.config.vocab_size, self.config.hidden_size), (tokens,))
+        return StoredTensor(name, (self.config.vocab_size, self.config.hidden_size), (tokens,), is_matrix=True)
 
     def norm(self, name: str) -> StoredTensor:
         """The weight of a norm over hidden states."""

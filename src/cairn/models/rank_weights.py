@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.contract import Kernels, Weight
+from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.int4 import quantize_int4
+from cairn.kernels.quantized import QuantizedWeight
 from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows, stack_experts
 from cairn.layers.linear import Linear
 from cairn.models.contract import StoredLoader, TensorLoader
@@ -92,6 +94,11 @@ class RankWeights:
         """Stacked, and both packed."""
         ups = [_joined([self._rows(part) for part in parts]) for parts in weight.ups]
         return self._pack(_stacked(ups)), self._pack(_stacked([self._rows(part) for part in weight.downs]))
+
+    def vocabulary(self, weight: StoredTensor) -> Tensor | QuantizedWeight:
+        """The rows of an embedding or an output, in codes if they are stored so."""
+        rows = self._rows(weight)
+        return rows.dequantize() if isinstance(rows, Fp8Weight) else rows
 
     def _rows(self, weight: StoredTensor) -> WeightRows:
         return read_weight(weight, self._load, self._load_stored).to(self._device)

@@ -215,8 +215,8 @@ def _served_quantization(
     if keeps is None or stored_as is None:
         return None
     if keeps == "codes":
-        return stored_as.method if stored_as.layouts else None
-    if stored_as.layouts:
+        return stored_as.method if stored_as.has_codes else None
+    if stored_as.has_codes:
         logger.warning("weights in codes are dequantized: there are no products with them on GPUs yet")
     if stored_as.method in ONLY_CODES:
         return None

@@ -7,6 +7,7 @@ from functools import singledispatchmethod
 import torch
 
 from cairn.kernels.int4 import int4_bytes
+from cairn.kernels.quantized import QuantizedWeight
 from cairn.kernels.weight_rows import StoredRows, kind_of
 from cairn.models.contract import Family, StoredLoader
 from cairn.models.decoder_config import DecoderConfig, ServedQuantization
@@ -65,7 +66,13 @@ class ByteCounter:
         raise TypeError(f"nothing is made of {weight!r:.200}")
 
     @count.register
+    def rows(self, weight: StoredTensor) -> int:
+        """Of an embedding, which may be in codes, or of what is no matrix."""
+        (stored,) = self._stored((weight,))
+        return stored.nbytes if isinstance(stored, QuantizedWeight) else self.tensor(weight)
+
     def tensor(self, weight: StoredTensor) -> int:
+        """As plain numbers."""
         return math.prod(weight.rank_shape) * self._dtype_of(weight).itemsize
 
     @count.register

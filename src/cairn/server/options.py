@@ -21,7 +21,7 @@ class ModelOptions(_Options):
 
     model: CliPositionalArg[str] = Field(
         "",
-        description="folder of the checkpoint: config.json, safetensors, tokenizer; or a name on the Hugging Face Hub",
+        description="folder of the checkpoint: config.json, safetensors, tokenizer; a GGUF file; or a name on the hub",
     )
     served_model_name: ServedNames = Field(
         None, description="the model's name in the API, or several: a b; answers have the first. MODEL unless given"

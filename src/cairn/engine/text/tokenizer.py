@@ -1,4 +1,5 @@
-"""Text to token ids and back: tokenizer.json through `tokenizers`, chat templates through `transformers`. No torch."""
+"""Text to token ids and back: tokenizer.json, or what a GGUF file has, through `tokenizers`, chat templates through
+`transformers`. No torch."""
 
 import json
 import logging
@@ -15,8 +16,10 @@ from cairn.engine.contract import Breakpoint, RenderedPrompt, TemplateValue
 from cairn.engine.text.chat import Chat, first_turn, pictures
 from cairn.engine.text.chat_template import ChatTemplate, list_boundaries, place_boundaries
 from cairn.engine.text.fitting import fit
+from cairn.engine.text.gguf_tokenizer import load_gguf_tokenizer
 from cairn.engine.text.images import ImagePrompts
 from cairn.errors import InvalidRequest, ModelError
+from cairn.models.weights.gguf.header import is_gguf
 
 __all__ = ["MARKS", "IncrementalText", "ModelTokenizer"]
 
@@ -51,7 +54,8 @@ _SPACE = "\u2581"
 
 
 class ModelTokenizer:
-    """The tokenizer of one checkpoint folder; implements `TextTokenizer`. Safe to use from several threads.
+    """The tokenizer of one checkpoint, a folder or a GGUF file; implements `TextTokenizer`. Safe to use from several
+    threads.
 
     Only files of the folder are read, no code of it is run.
     """
@@ -59,17 +63,10 @@ class ModelTokenizer:
     def __init__(self, model: Path, tokenizer: Path | None = None, chat_template: str | None = None) -> None:
         """`tokenizer`: folder of another tokenizer than the `model`'s; `chat_template`: stands in for its own.
 
-        Raises ModelError when tokenizer.json is missing or damaged."""
-        folder = tokenizer or model
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{path}: missing; slow tokenizers are not supported, save the fast form")
+        Raises ModelError when tokenizer.json, or a GGUF file's vocabulary, is missing or damaged."""
         # Its advice (another tokenizer class, a long text) is for people who train.
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        try:
-            self._chat = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except Exception as error:  # tokenizers raises bare Exception for a damaged tokenizer.json
-            raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+        self._chat = _load(tokenizer or model)
         if chat_template is not None:
             self._chat.chat_template = chat_template
         self._template = ChatTemplate(self._chat.apply_chat_template, self._chat.chat_template)
@@ -189,6 +186,21 @@ class ModelTokenizer:
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("the text has a lone surrogate, so it is no Unicode text", param) from error
         return token_ids
+
+
+def _load(folder: Path) -> PreTrainedTokenizerFast:
+    if is_gguf(folder):
+        return load_gguf_tokenizer(folder)
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ModelError(f"{path}: missing; slow tokenizers are not supported, save the fast form")
+    try:
+        loaded: PreTrainedTokenizerFast = PreTrainedTokenizerFast.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except Exception as error:  # tokenizers raises bare Exception for a damaged tokenizer.json
+        raise ModelError(f"{folder}: the tokenizer cannot be loaded: {error}") from error
+    return loaded
 
 
 def _token_text(value: object) -> str:

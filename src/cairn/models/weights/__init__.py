@@ -1,1 +1,1 @@
-"""From MODEL, a folder or a name on the Hugging Face Hub, to tensors in memory."""
+"""From MODEL, a folder, a GGUF file or a name on the Hugging Face Hub, to tensors in memory."""

@@ -22,10 +22,11 @@ from torch import Tensor
 
 from cairn.errors import EngineDead, ModelError
 from cairn.layers.communicator import SINGLE_RANK, Communicator
+from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.load_progress import load_progress
 from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.tensor_headers import TensorHeader, read_offsets
-from cairn.models.weights.tensor_source import TORCH_DTYPES, MappedFiles, PartRecorder, StoredPart, stored_part
+from cairn.models.weights.tensor_source import TORCH_DTYPES, PartRecorder, StoredPart, map_files, stored_part
 
 logger = logging.getLogger(__name__)
 
@@ -129,10 +130,11 @@ def load_weights(
     any order. `what`: what the log calls them. Raises ModelError naming a file that cannot be read.
     """
     total = reader.stored_bytes(expected) if communicator.size == 1 else None
-    if stream is None:
+    # What a GGUF file has is not copied byte by byte.
+    if stream is None or is_gguf(reader.folder):
         with (
             load_progress(what, total, "the host", communicator.rank == 0) as advance,
-            MappedFiles(reader.folder, reader.headers, advance) as files,
+            map_files(reader.folder, reader.headers, advance) as files,
             reader.read_from(files),
         ):
             yield

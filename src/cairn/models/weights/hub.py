@@ -1,4 +1,4 @@
-"""Find a checkpoint by MODEL: a folder, or a name on the Hugging Face Hub, which is downloaded.
+"""Find a checkpoint by MODEL: a folder, a GGUF file, or a name on the Hugging Face Hub, which is downloaded.
 
 A folder takes precedence over a repository of the same name. Of a repository only the files that cairn reads are
 downloaded, into the cache that other programs share; nothing of it is executed. huggingface_hub does the downloading:
@@ -52,6 +52,8 @@ from huggingface_hub.utils import logging as library_logging
 from cairn import __version__
 from cairn.errors import CairnError, ConfigError, DownloadError, ModelError
 from cairn.models.families import family_of
+from cairn.models.weights.gguf.checkpoint import open_gguf
+from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.tensor_headers import INDEX, SINGLE, TensorHeader, indexed_files, indexed_headers, read_json
 
 logger = logging.getLogger("cairn.hub")
@@ -85,8 +87,9 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from. `name`: a folder, or a name on the hub. `revision`: a branch, tag or commit of the
-    latter. `download_dir`: the cache, instead of huggingface_hub's default. `flag`: the name's name in errors."""
+    """Where a model comes from. `name`: a folder, a GGUF file, or a name on the hub. `revision`: a branch, tag or
+    commit of the latter. `download_dir`: the cache, instead of huggingface_hub's default. `flag`: the name's name in
+    errors."""
 
     name: str
     revision: str | None = None
@@ -102,7 +105,7 @@ def check_source(source: ModelSource) -> None:
     ConfigError."""
     folder = _local_folder(source)
     if folder is not None:
-        family_of(read_json(folder / _CONFIG))
+        family_of(open_gguf(folder).config if is_gguf(folder) else read_json(folder / _CONFIG))
 
 
 def find_checkpoint(source: ModelSource) -> Path:
@@ -154,14 +157,17 @@ def weight_files(folder: Path) -> list[str]:
 
 
 def _local_folder(source: ModelSource) -> Path | None:
-    """None for a name on the hub. Raises ConfigError for what is neither."""
+    """A folder, or a GGUF file; None for a name on the hub. Raises ConfigError for what is neither."""
     # os.path says no where pathlib raises: a name that is too long, or in a folder that cannot be entered
-    if os.path.isdir(source.name):
+    named_gguf = is_gguf(Path(source.name))
+    if os.path.isdir(source.name) or (named_gguf and os.path.isfile(source.name)):
         if source.revision is not None:
-            logger.warning("--revision has no effect: %s is a folder", source)
+            logger.warning("--revision has no effect: %s is on this machine", source)
         return Path(source.name)
     if os.path.exists(source.name):
-        raise ConfigError(f"{source} is a file: name the folder that it is in")
+        raise ConfigError(f"{source} is a file: name the folder that it is in, or a .gguf file")
+    if named_gguf:
+        raise ConfigError(f"{source}: there is no such file")
     try:
         validate_repo_id(source.name)
     except HFValidationError:

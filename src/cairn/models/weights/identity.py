@@ -1,13 +1,15 @@
 """A fingerprint of a checkpoint's weights that does not read them all: equal on two servers with the same weights."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 from cairn.errors import ModelError
+from cairn.models.weights.gguf.checkpoint import open_gguf
+from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.quantization import Quantization, logical_names, used_tensors
-from cairn.models.weights.tensor_headers import read_headers, read_offsets
+from cairn.models.weights.tensor_headers import TensorHeader, read_headers, read_offsets
 
 _IDENTITY = b"cairn/weights/1"
 _SAMPLE_BYTES = 64
@@ -25,25 +27,45 @@ def weights_identity(folder: Path, names: Iterable[str], quantization: Quantizat
     """
     headers = read_headers(folder)
     digest = hashlib.sha256(_IDENTITY)
-    offsets: dict[str, tuple[int, int]] = {}
-    samples: dict[str, bytes] = {}
     expected = list(names)
     stored = logical_names(headers, quantization)
     if missing := [name for name in expected if name not in stored]:
         raise ModelError(f"{folder}: {missing[0]} is missing")
     used = sorted(used_tensors(headers, expected, quantization))
-    for file in sorted({headers[name].file for name in used}):
-        try:
-            with (folder / file).open("rb") as opened:
-                offsets |= read_offsets(opened)
-                samples |= {name: _sample(opened, *offsets[name]) for name in used if headers[name].file == file}
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            raise ModelError(f"{folder / file}: cannot be read: {error}") from error
+    samples = _sample_gguf(folder, used) if is_gguf(folder) else _sample_folder(folder, headers, used)
     for name in used:
         header = headers[name]
         for part in (name.encode(), header.dtype.encode(), str(header.shape).encode(), samples[name]):
             digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
+
+
+def _sample_folder(folder: Path, headers: Mapping[str, TensorHeader], names: Sequence[str]) -> dict[str, bytes]:
+    samples: dict[str, bytes] = {}
+    for file in sorted({headers[name].file for name in names}):
+        try:
+            with (folder / file).open("rb") as opened:
+                offsets = read_offsets(opened)
+                samples |= {name: _sample(opened, *offsets[name]) for name in names if headers[name].file == file}
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise ModelError(f"{folder / file}: cannot be read: {error}") from error
+    return samples
+
+
+def _sample_gguf(path: Path, names: Sequence[str]) -> dict[str, bytes]:
+    """Of each of the stored tensors' parts that make up a published one."""
+    checkpoint, samples = open_gguf(path), dict.fromkeys(names, b"")
+    for file in sorted({tensor.file for tensor in checkpoint.tensors.values()}):
+        try:
+            with path.with_name(file).open("rb") as opened:
+                for name in names:
+                    for rows in checkpoint.views[name].pieces:
+                        tensor = checkpoint.tensors[rows.tensor]
+                        if tensor.file == file:
+                            samples[name] += _sample(opened, *tensor.place(rows.begin, rows.end))
+        except OSError as error:
+            raise ModelError(f"{path.with_name(file)}: cannot be read: {error}") from error
+    return samples
 
 
 def _sample(file: BinaryIO, begin: int, length: int) -> bytes:

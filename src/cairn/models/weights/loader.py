@@ -1,10 +1,9 @@
-"""config.json and the tensors of a checkpoint folder. Only safetensors, only inside the folder.
+"""config.json and the tensors of a checkpoint folder, or of a GGUF file. Only safetensors, only inside the folder.
 
 A folder holds config.json and either `model.safetensors` or shards listed by `model.safetensors.index.json`. Nothing
 in it is ever executed: pickle formats are refused, `auto_map` is ignored.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -13,7 +12,7 @@ from functools import partial
 from itertools import chain, zip_longest
 from pathlib import Path
 from types import MappingProxyType
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 
@@ -23,6 +22,9 @@ from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.config_schema import Fields
 from cairn.models.decoder_config import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
+from cairn.models.weights.gguf.checkpoint import open_gguf
+from cairn.models.weights.gguf.header import is_gguf
+from cairn.models.weights.gguf.source import find_type_problem
 from cairn.models.weights.quantization import (
     FP8,
     Quantization,
@@ -37,7 +39,7 @@ from cairn.models.weights.quantization import (
     used_tensors,
 )
 from cairn.models.weights.tensor_headers import READ_ERRORS, TensorHeader, read_headers, read_json
-from cairn.models.weights.tensor_source import TORCH_DTYPES, MappedFiles, TensorSource
+from cairn.models.weights.tensor_source import TensorSource, map_files, stored_bytes
 
 GENERATION_FILE = "generation_config.json"
 
@@ -64,7 +66,9 @@ class Accounting:
 
 
 def read_config(folder: Path) -> dict[str, object]:
-    """config.json as it is. Raises ModelError."""
+    """config.json as it is, or what a GGUF file's metadata say in its words. Raises ModelError."""
+    if is_gguf(folder):
+        return dict(open_gguf(folder).config)
     if not folder.is_dir():
         raise ModelError(f"{folder}: no such folder; give one that holds config.json")
     return read_json(folder / "config.json")
@@ -116,6 +120,9 @@ def find_problem(
     if header.dtype == FP8:
         problem = find_scale_problem(headers, name, quantization)
         return f"{header.file}: {name} {problem}" if problem else None
+    if header.num_bytes is not None:
+        problem = find_type_problem(header.dtype)
+        return f"{header.file}: {name} {problem}" if problem else None
     if header.dtype in READABLE:
         return None
     return f"{header.file}: {name} is {header.dtype}; only {', '.join(READABLE)} can be read"
@@ -143,7 +150,8 @@ class WeightReader:
         self._dtype = dtype
         self._float32 = frozenset(float32)
         self._quantization = quantization
-        self._files = MappedFiles(folder, self.headers)
+        self._is_gguf = is_gguf(folder)
+        self._files = map_files(folder, self.headers)
         self._source: TensorSource = self._files
 
     def __enter__(self) -> Self:
@@ -169,7 +177,7 @@ class WeightReader:
     def stored_bytes(self, expected: Mapping[str, tuple[int, ...]]) -> int:
         """Of the tensors that these are read from."""
         headers = (self.headers[name] for name in used_tensors(self.headers, expected, self._quantization))
-        return sum(math.prod(header.shape) * TORCH_DTYPES[header.dtype].itemsize for header in headers)
+        return sum(map(stored_bytes, headers))
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """Raises ModelError naming tensors that are missing, unknown, misshapen or of a dtype that cannot be read."""
@@ -210,6 +218,8 @@ class WeightReader:
 
         Raises ModelError as `load` does.
         """
+        if self._is_gguf:
+            return self._gguf_codes(name, shape, shard)
         matrix = find_matrix(self.headers, name, shape, self._quantization)
         if matrix is None:
             return None
@@ -219,6 +229,14 @@ class WeightReader:
             weight = matrix.read_shard(self._stored, shard, self._dtype)
         # A copy where parts are still the files' memory.
         return None if weight is None else weight.changed(torch.Tensor.clone)
+
+    def _gguf_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> QuantizedWeight | None:
+        if problem := find_problem(self.headers, name, shape, self._quantization):
+            raise ModelError(f"{self.folder}: {problem}")
+        source: Any = self._source  # which is `GgufFiles`
+        with self._naming(name):
+            codes: QuantizedWeight | None = source.read_codes(name, shard, self._dtype)
+        return codes
 
     def _read(
         self,

@@ -25,6 +25,7 @@ from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.contract import StoredLoader
 from cairn.models.decoder_config import StoredQuantization
 from cairn.models.sharding import Slice, TensorShard
+from cairn.models.weights.gguf.source import describe_blocks
 from cairn.models.weights.packed_matrices import (
     Layouts,
     PackedMatrix,
@@ -53,6 +54,11 @@ class Quantization:
     method: StoredQuantization
     block: tuple[int, int] | None = None
     layouts: Layouts = ()
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether any matrices may be stored in codes."""
+        return bool(self.layouts) or self.method == "gguf"
 
     @property
     def can_stay(self) -> bool:
@@ -239,6 +245,9 @@ def describe_codes(
         return torch.empty(shape, dtype=TORCH_DTYPES[headers[name].dtype], device="meta")
 
     def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> QuantizedWeight | None:
+        header = headers.get(name)
+        if header is not None and header.num_bytes is not None:
+            return describe_blocks(header.shape, header.dtype, header.num_bytes, shard, dtype)
         matrix = find_matrix(headers, name, shape, quantization)
         if matrix is None or isinstance(matrix, str):
             return None

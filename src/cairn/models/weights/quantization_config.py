@@ -208,5 +208,7 @@ _READERS: Mapping[str, Callable[[Fields], Quantization]] = MappingProxyType(
         "gptq": _gptq,
         "auto-round": _auto_round,
         "mxfp4": _mxfp4,
+        # What a GGUF file says in config.json's words: of each tensor its type tells.
+        "gguf": lambda fields: Quantization("gguf"),
     }
 )

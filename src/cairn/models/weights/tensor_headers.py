@@ -1,4 +1,4 @@
-"""Names, shapes and dtypes of the tensors in a checkpoint folder, without reading a tensor."""
+"""Names, shapes and dtypes of the tensors in a checkpoint folder or a GGUF file, without reading a tensor."""
 
 import json
 from collections.abc import Callable
@@ -9,6 +9,8 @@ from typing import Any, BinaryIO
 from safetensors import SafetensorError, safe_open
 
 from cairn.errors import ModelError
+from cairn.models.weights.gguf.checkpoint import open_gguf
+from cairn.models.weights.gguf.header import is_gguf
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,19 +25,25 @@ READ_ERRORS = (SafetensorError, OSError, RuntimeError)
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """One tensor by its file's header; `dtype` in safetensors' spelling."""
+    """One tensor by its file's header; `dtype` in safetensors' spelling, or ggml's, with `+` between several.
+    `num_bytes`: as it is stored, where that does not follow from the dtype."""
 
     shape: tuple[int, ...]
     dtype: str
     file: str
+    num_bytes: int | None = None
 
 
 def read_headers(folder: Path) -> dict[str, TensorHeader]:
-    """Name -> header of every tensor in the folder's safetensors files, without reading a tensor.
+    """Name -> header of every tensor in the folder's safetensors files, or in the GGUF file that `folder` is, by their
+    published names, without reading a tensor.
 
-    Raises ModelError: no safetensors, a shard missing, damaged or cut short, an index that names files elsewhere or
-    disagrees with its shards.
+    Raises ModelError: no safetensors or GGUF, a file missing, damaged or cut short, an index that names files elsewhere
+    or disagrees with its shards.
     """
+    if is_gguf(folder):
+        views = open_gguf(folder).views.items()
+        return {name: TensorHeader(view.shape, view.type_name, view.file, view.num_bytes) for name, view in views}
     # The single file goes first where a folder has both forms, as in transformers.
     if (folder / SINGLE).exists():
         return _read_file_headers(folder, SINGLE)

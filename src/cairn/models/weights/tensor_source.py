@@ -13,6 +13,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from cairn.models.sharding import Slice
+from cairn.models.weights.gguf.header import is_gguf
+from cairn.models.weights.gguf.source import GgufFiles
 from cairn.models.weights.tensor_headers import TensorHeader
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
@@ -80,6 +82,18 @@ class MappedFiles:
         if name not in self._open:
             self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
         return self._open[name]
+
+
+def map_files(
+    folder: Path, headers: Mapping[str, TensorHeader], advance: Callable[[int], None] | None = None
+) -> MappedFiles | GgufFiles:
+    """The files of a checkpoint folder, or the GGUF file that `folder` is, as `MappedFiles`."""
+    return GgufFiles(folder, advance) if is_gguf(folder) else MappedFiles(folder, headers, advance)
+
+
+def stored_bytes(header: TensorHeader) -> int:
+    """Of a tensor as it is stored."""
+    return prod(header.shape) * TORCH_DTYPES[header.dtype].itemsize if header.num_bytes is None else header.num_bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,140 @@
+"""ggml's blocks of quantized numbers (structs of its ggml-common.h) as codes with scales, of which products are
+made without dequantizing them. Each is the number that the `gguf` package makes of it, bit for bit."""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cairn.kernels.quantized import QuantizedWeight
+
+Bytes = NDArray[Any]
+"""uint8, of which numpy's types say something wider as soon as bits are shifted."""
+
+
+def pack_blocks(type_name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:
+    """Whole rows of blocks, [rows, bytes], of one of `CODED`."""
+    block_bytes, unpack = CODED[type_name]
+    fields = unpack(rows.reshape(len(rows), -1, block_bytes))
+    zero, bits = fields.pop("zero", 0), fields.pop("bits", 4)
+    # Group by group -> [rows, columns].
+    tensors: dict[str, Any] = {name: torch.from_numpy(part.reshape(len(rows), -1)) for name, part in fields.items()}
+    return QuantizedWeight(dtype=dtype, bits=bits, zero=zero, **tensors)
+
+
+def take_columns(weight: QuantizedWeight, runs: NDArray[np.int64], length: int) -> QuantizedWeight:
+    """Those of these runs of `length` columns, one after the other, of a matrix whose groups divide them."""
+    taken = torch.from_numpy(runs)
+
+    def take(part: torch.Tensor) -> torch.Tensor:
+        # What more columns have in common each run of them has by itself.
+        shared = max(1, weight.shape[1] // (length * part.shape[1]))
+        spread = part.repeat_interleave(shared, dim=1) if shared > 1 else part
+        return spread.view(len(part), weight.shape[1] // length, -1)[:, taken].flatten(1)
+
+    return weight.changed(take)
+
+
+def _split(part: Bytes, *sizes: int) -> Bytes:
+    """[..., n] -> [..., *sizes]."""
+    return part.reshape(*part.shape[:-1], *sizes)
+
+
+def _pairs(codes: Bytes) -> Bytes:
+    """Codes of four bits, two a byte, the first of both in the lower bits."""
+    pairs: Bytes = codes[..., ::2] | codes[..., 1::2] << 4
+    return pairs
+
+
+def _halves(nibbles: Bytes) -> Bytes:
+    """[..., n] bytes -> [..., 2, n] codes: those in the lower bits come first, all of them."""
+    return np.stack([nibbles & 15, nibbles >> 4], axis=-2)
+
+
+def _float16(blocks: Bytes, begin: int) -> NDArray[np.float16]:
+    """[rows, blocks, 1]."""
+    return np.ascontiguousarray(blocks[..., begin : begin + 2]).view(np.float16)
+
+
+def _q8_0(blocks: Bytes) -> dict[str, Any]:
+    # From int8 to codes whose zero is 128.
+    return {"codes": blocks[..., 2:] ^ 128, "scales": _float16(blocks, 0), "zero": 128, "bits": 8}
+
+
+def _q4_0(blocks: Bytes) -> dict[str, Any]:
+    return {"codes": _neighbours(blocks[..., 2:]), "scales": _float16(blocks, 0), "zero": 8}
+
+
+def _q4_1(blocks: Bytes) -> dict[str, Any]:
+    return {"codes": _neighbours(blocks[..., 4:]), "scales": _float16(blocks, 0), "minimums": _float16(blocks, 2)}
+
+
+def _neighbours(nibbles: Bytes) -> Bytes:
+    """Bytes of which the lower bits are the first half of n codes -> two neighbours a byte, [..., n / 2]."""
+    low, high = nibbles & 15, nibbles >> 4
+    return np.concatenate([_pairs(low), _pairs(high)], axis=-1)
+
+
+def _fifth_bits(blocks: Bytes) -> Bytes:
+    """Of 32 numbers, in four bytes: [..., 2, 16]."""
+    return _split(np.unpackbits(blocks, axis=-1, bitorder="little") << 4, 2, 16)
+
+
+def _q5_0(blocks: Bytes) -> dict[str, Any]:
+    codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
+    return {"codes": codes, "scales": _float16(blocks, 0), "zero": 16, "bits": 8}
+
+
+def _q5_1(blocks: Bytes) -> dict[str, Any]:
+    codes = _halves(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
+    return {"codes": codes, "scales": _float16(blocks, 0), "minimums": _float16(blocks, 2), "bits": 8}
+
+
+def _two_levels(blocks: Bytes) -> dict[str, Any]:
+    """Scales and minimums of Q4_K and Q5_K: eight of each in six bits, and a factor for all of either."""
+    first, second, third = (blocks[..., begin : begin + 4] for begin in (4, 8, 12))
+    return {
+        "scales": np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=-1),
+        "minimums": np.concatenate([second & 63, third >> 4 | (second >> 6) << 4], axis=-1),
+        "factors": _float16(blocks, 0).astype(np.float32),
+        "minimum_factors": -_float16(blocks, 2).astype(np.float32),
+    }
+
+
+def _q4_k(blocks: Bytes) -> dict[str, Any]:
+    return {"codes": _neighbours(_split(blocks[..., 16:], 4, 32)), **_two_levels(blocks)}
+
+
+def _q5_k(blocks: Bytes) -> dict[str, Any]:
+    nibbles = _halves(_split(blocks[..., 48:], 4, 32))
+    # Of each number in a byte of the 32: the bit of its group.
+    fifth = np.stack([(blocks[..., 16:48] >> group & 1) << 4 for group in range(8)], axis=-2)
+    return {"codes": nibbles.reshape(fifth.shape) | fifth, **_two_levels(blocks), "bits": 8}
+
+
+def _q6_k(blocks: Bytes) -> dict[str, Any]:
+    # Of each half of a block: four times 32 codes, whose nibbles are in 64 bytes, the first two in their lower bits.
+    low = _halves(_split(blocks[..., :128], 2, 64))
+    upper = _split(blocks[..., 128:192], 2, 32)
+    high = np.stack([(upper >> 2 * part & 3) << 4 for part in range(4)], axis=-2)
+    scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
+    factors = _float16(blocks, 208).astype(np.float32)
+    return {"codes": low.reshape(high.shape) | high, "scales": scales, "factors": factors, "zero": 32, "bits": 8}
+
+
+CODED: Mapping[str, tuple[int, Callable[[Bytes], dict[str, Any]]]] = MappingProxyType(
+    {
+        "Q4_0": (18, _q4_0),
+        "Q4_1": (20, _q4_1),
+        "Q5_0": (22, _q5_0),
+        "Q5_1": (24, _q5_1),
+        "Q8_0": (34, _q8_0),
+        "Q4_K": (144, _q4_k),
+        "Q5_K": (176, _q5_k),
+        "Q6_K": (210, _q6_k),
+    }
+)
+"""By ggml's name: bytes of a block, and what reads blocks [rows, blocks, bytes]."""
