@@ -2,7 +2,7 @@
 
 import pytest
 
-from cairn.cache.events import BlockStored, block_hash, next_digest, root_digest
+from cairn.cache.events import BlockRemoved, BlockStored, block_hash, next_digest, root_digest
 from cairn.cache.sequence_blocks import Namespace
 from cairn.routing.rule import ReplicaLoad, RoutedRequest, RoutingOptions, RoutingRule
 
@@ -37,6 +37,39 @@ def test_the_replica_that_has_most_of_the_prompt_is_first():
     assert sorted(rule.rank(request, idle(), 0.0)) == NAMES
     assert rule.rank(request, idle(), 0.0, limit=2) == [NAMES[3], NAMES[1]]
     assert rule.rank(request, {}, 0.0) == []
+
+
+def has_below(rule, replica, request, medium, num_blocks=None):
+    hashes = tuple(request.block_hashes[:num_blocks])
+    rule.index.apply(replica, BlockStored(hashes, None, (1,) * BLOCK * len(hashes), BLOCK, "", medium=medium))
+
+
+@pytest.mark.parametrize("medium", ["CPU", "DISK"])
+def test_what_lies_below_a_pool_counts_less_than_what_is_in_one(medium):
+    rule, request = RoutingRule(), prompt(("a", 200))
+    has_below(rule, NAMES[3], request, medium)
+    assert rule.rank(request, idle(), 0.0)[0] == NAMES[3]
+    has(rule, NAMES[1], request, 160)
+    assert rule.rank(request, idle(), 0.0)[:2] == [NAMES[1], NAMES[3]]
+    has_below(rule, NAMES[2], request, medium)
+    has(rule, NAMES[2], request, 100)
+    assert rule.rank(request, idle(), 0.0)[:3] == [NAMES[2], NAMES[1], NAMES[3]]
+    assert rule.record_routed(request, NAMES[3], 0.0) == 3200
+    rule.index.audit()
+
+
+def test_what_leaves_one_tier_may_lie_in_the_other():
+    rule, request = RoutingRule(), prompt(("a", 200))
+    for medium in ("CPU", "DISK"):
+        has_below(rule, NAMES[3], request, medium)
+    rule.index.apply(NAMES[3], BlockRemoved(tuple(request.block_hashes[::-1]), "CPU"))
+    assert rule.rank(request, idle(), 0.0)[0] == NAMES[3] and rule.index.replicas == (NAMES[3],)
+    rule.index.apply(NAMES[3], BlockRemoved(tuple(request.block_hashes[::-1]), "DISK"))
+    assert rule.record_routed(prompt(("a", 200)), NAMES[3], 0.0) == 0
+    has_below(rule, NAMES[4], request, "DISK")
+    rule.index.clear(NAMES[4])
+    assert rule.record_routed(request, NAMES[4], 0.0) == 0
+    rule.index.audit()
 
 
 def test_a_wait_that_costs_more_than_the_prefill_is_not_waited():

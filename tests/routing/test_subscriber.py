@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import time
 
@@ -13,7 +14,7 @@ from cairn.cache.events import AllBlocksCleared, BlockRemoved, BlockStored
 from cairn.engine.contract import KvEventsConfig
 from cairn.engine.event_publisher import EventPublisher
 from cairn.errors import ConfigError
-from cairn.routing.index import PrefixIndex
+from cairn.routing.index import PrefixIndex, places_below
 from cairn.routing.subscriber import KvEventSubscriber
 from cairn.types import ManualClock
 
@@ -145,6 +146,18 @@ def test_events_reach_the_index_in_order(wire):
     wire.publish(AllBlocksCleared())
     wire.until_matched(0)
     assert subscriber.error is None and subscriber.num_malformed == 0 and subscriber.sequence.num_resets == 1
+
+
+@pytest.mark.parametrize("wire", [{"encoding": "map"}, {"encoding": "array"}], indirect=True)
+def test_media_are_told_apart(wire):
+    wire.start()
+    wire.subscribe()
+    below = dataclasses.replace(stored(0, 9), medium="CPU")
+    wire.publish(stored(0, 3), below, BlockRemoved((8, 7), "CPU"))
+    wire.until_matched(3)
+    cpu, other = places_below("a")
+    wire.until(lambda: wire.index.matched_by(cpu, BLOCKS) == 7)
+    assert wire.index.matched_by(other, BLOCKS) == 0
 
 
 def test_what_was_published_before_is_replayed(wire):

@@ -23,12 +23,13 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from tier_world import IDENTITY, TierWorld
+from tier_world import IDENTITY, Router, TierWorld
 
 from cairn.cache.audit import audit
 from cairn.cache.group_pages import page_numbers
 from cairn.cache.sequence_blocks import Namespace
 from cairn.scheduler.request import Phase
+from cairn.tiers.announcements import MEDIA
 from cairn.tiers.disk import DiskFolder, DiskStore
 from cairn.tiers.host import HostStore
 from cairn.tiers.index import PathShape
@@ -105,6 +106,7 @@ class TierMachine(RuleBasedStateMachine):
     def start(self):
         self.world = TierWorld(immediate=False, files=self.files, **self.arguments)
         self.driver = self.world.driver
+        self.router = Router()
         self.expected = {}
         self.history = getattr(self, "history", [])
 
@@ -201,6 +203,11 @@ class TierMachine(RuleBasedStateMachine):
                 check_store(store)
 
     @invariant()
+    def a_router_hears_each_thing_once(self):
+        if hasattr(self, "driver"):
+            self.router.follow(self.world)
+
+    @invariant()
     def what_a_tier_may_write_to_is_nobodys(self):
         if not hasattr(self, "driver"):
             return
@@ -235,6 +242,12 @@ class TierMachine(RuleBasedStateMachine):
             assert driver.requests[name].phase is Phase.FINISHED
             assert driver.output(name) == reference(prompt, max_tokens, exact), name
         self.the_books_add_up()
+        self.world.demoter.poll()
+        self.router.follow(self.world)
+        for store in self.world.stores:
+            announced = self.world.demoter._events._announced[store.name]
+            assert all(store.contains(list(announced))), "announced, and not there"
+            assert self.router.has[MEDIA[store.name]] == {name for names in announced.values() for name in names}
         if self.arguments["folder"] is not None:
             folder = DiskFolder(self.folder, IDENTITY, 64, 1 << 22)
             again = DiskStore(folder, PathShape(), FaultyFiles())

@@ -6,7 +6,19 @@ from concurrent.futures import Future
 import numpy as np
 from driver import Driver
 
+from cairn.cache.events import (
+    AllBlocksCleared,
+    BlockEvents,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    block_hash,
+    next_digest,
+    root_digest,
+)
 from cairn.cache.layout import CacheLayout
+from cairn.cache.sequence_blocks import Namespace
+from cairn.tiers.announcements import TierEvents
 from cairn.tiers.context import TierContext
 from cairn.tiers.demotion import Demoter
 from cairn.tiers.digests import EntryNames
@@ -92,7 +104,8 @@ NUMBERS: dict = {}
 
 
 class TierWorld:
-    """A `Driver` with tiers. `host_pages`: of the host tier, 0 for none; `folder`: of the disk tier."""
+    """A `Driver` with tiers. `host_pages`: of the host tier, 0 for none; `folder`: of the disk tier. `events`: what KV
+    events say of the pool and the tiers, in order."""
 
     def __init__(self, host_pages=0, folder=None, disk_bytes=1 << 22, immediate=True, files=None, **driver) -> None:
         self.driver = Driver(**driver)
@@ -120,7 +133,13 @@ class TierWorld:
             state.transfers.prefill_speed,
             self.driver.config.exact,
         )
-        self.demoter = Demoter(cache, self.context)
+        self.events: list[Event] = []
+        blocks = BlockEvents(
+            layout.block_size, self.events.append, self.context.exact, resumes_anywhere=layout.resumes_anywhere
+        )
+        cache.observe(blocks)
+        announced = TierEvents(self.stores, layout.block_size, blocks, self.events.append)
+        self.demoter = Demoter(cache, self.context, events=announced)
         self.source = TierSource(self.context)
         cache.observe(self.demoter)
         state.transfers.sources = (self.source,)
@@ -157,3 +176,49 @@ class TierWorld:
     def first(self, name):
         """What a request's first lookup has found."""
         return self.driver.requests[name].stats.first_sequence
+
+
+def blocks_of(prompt, block_size: int) -> list[bytes]:
+    """The bytes of a prompt's whole blocks."""
+    raw, size = np.array(prompt, "<i8").tobytes(), 8 * block_size
+    return [raw[at : at + size] for at in range(0, len(raw) // size * size, size)]
+
+
+class Router:
+    """Follows events: `tokens`, those of each block by its hash; `has`: the blocks of each medium."""
+
+    def __init__(self) -> None:
+        self.num_heard = 0
+        self.tokens: dict[int, tuple[int | None, tuple[int, ...]]] = {}
+        self.has: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "DISK": set()}
+
+    def follow(self, world: TierWorld) -> "Router":
+        for event in world.events[self.num_heard :]:
+            match event:
+                case BlockStored():
+                    here = self.has[event.medium]
+                    assert here.isdisjoint(event.block_hashes), "announced twice"
+                    assert event.parent_block_hash is None or event.parent_block_hash in here
+                    parent = event.parent_block_hash
+                    for number, name in enumerate(event.block_hashes):
+                        tokens = event.token_ids[number * event.block_size : (number + 1) * event.block_size]
+                        assert self.tokens.setdefault(name, (parent, tokens)) == (parent, tokens)
+                        parent = name
+                    here.update(event.block_hashes)
+                case BlockRemoved():
+                    assert self.has[event.medium].issuperset(event.block_hashes), "removed, and never announced"
+                    self.has[event.medium].difference_update(event.block_hashes)
+                case AllBlocksCleared():
+                    assert not any(self.has.values()), "something is still there"
+        self.num_heard = len(world.events)
+        return self
+
+    def blocks(self, medium: str, prompt) -> int:
+        """How many leading blocks of a prompt are in a medium."""
+        digest, number = root_digest(Namespace()), 0
+        for raw in blocks_of(prompt, 16):
+            digest = next_digest(digest, raw)
+            if block_hash(digest) not in self.has[medium]:
+                return number
+            number += 1
+        return number

@@ -26,13 +26,16 @@ from cairn.cache.sequence_blocks import Namespace
 from cairn.cache.tree import WIDE, Node, last_keys
 from cairn.cache.tree_store import TreeObserver
 
+POOL_MEDIUM = "GPU"
+"""What routers call the memory that the engine computes in, whatever it is made of."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockStored:
     """Blocks that follow each other on one path, the first after `parent_block_hash` (None: at the path's start).
 
     `token_ids`: block_size for each of `block_hashes`. `extra_keys`: for each block the digests, in hex, of the images
-    in it, or None.
+    in it, or None. `medium`: where they are.
     """
 
     block_hashes: tuple[int, ...]
@@ -41,13 +44,15 @@ class BlockStored:
     block_size: int
     adapter: str
     extra_keys: tuple[tuple[str, ...] | None, ...] = ()
+    medium: str = POOL_MEDIUM
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """Blocks that can be hit no more, the deepest first."""
+    """Blocks that can be hit no more where they were, in `medium`; the deepest first."""
 
     block_hashes: tuple[int, ...]
+    medium: str = POOL_MEDIUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +190,8 @@ class BlockEvents(TreeObserver):
     Namespaces with a `cache_salt` are not announced at all: consumers match `token_ids` without the salt, and what a
     salt separates is nobody else's to read. Negative key tokens are numbers of this process alone: they are hashed
     under the names that `contents` gives, and a path is announced up to the first block that has one without a name.
+
+    `num_below`: blocks that others have announced for other media, as long as they say.
     """
 
     def __init__(
@@ -196,7 +203,7 @@ class BlockEvents(TreeObserver):
         contents: KeyNames | None = None,
     ) -> None:
         """Raises ValueError for a block without tokens."""
-        self.num_blocks = 0
+        self.num_blocks = self.num_below = 0
         self._names = BlockNames(block_size, contents)
         self._publish = publish
         self._exact = exact
@@ -232,6 +239,19 @@ class BlockEvents(TreeObserver):
             anchored = self._is_anchor(upper)
             self._live[upper] = _LiveNode(live.digests[:at], 1 + anchored, anchored)
             live.digests = live.digests[at:]
+
+    def path_digests(self, path: Sequence[Node]) -> bytes:
+        """The digests of the first blocks of a path, as they are announced; `path`: its nodes from the root's child
+        on."""
+        parts: list[bytes] = []
+        for node in path:
+            live = self._live.get(node)
+            if live is None:
+                break
+            parts.append(live.digests)
+            if len(live.digests) < self._blocks_in(node) * DIGEST_BYTES:
+                break
+        return b"".join(parts)
 
     # -- live nodes ----------------------------------------------------------------------------------------------
 
@@ -274,7 +294,7 @@ class BlockEvents(TreeObserver):
         if hashes:
             self.num_blocks -= len(hashes)
             self._publish(BlockRemoved(tuple(hashes)))
-            if self.num_blocks == 0:
+            if self.num_blocks == self.num_below == 0:
                 self._publish(AllBlocksCleared())
 
     def _announce(self, path: list[Node]) -> None:

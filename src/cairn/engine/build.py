@@ -42,7 +42,7 @@ from cairn.engine.ranks.wire import RankConfig, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.engine.tier_memory import allocate_pinned, open_tier_memory
-from cairn.engine.tiers import EngineTiers, allocate_arena, build_tiers, check_tiers, uses_tiers
+from cairn.engine.tiers import EngineTiers, PoolEvents, allocate_arena, build_tiers, check_tiers, uses_tiers
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
@@ -119,7 +119,8 @@ def build_core(
     request_log = open_log(config, info, layout, opened.config.forward_sizes(), clock)
     transfers = Transfers() if transfer is None else transfer.transfers
     scheduler = Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log, drafter)
-    tiers = _build_tiers(config, opened, ranks, cache, transfers, device, clock, image_keys)
+    pool_events = None if publisher is None or events is None else PoolEvents(events, publisher.publish)
+    tiers = _build_tiers(config, opened, ranks, cache, transfers, device, clock, image_keys, pool_events)
     if tiers is not None:
         info = replace(info, tiers=tiers.names)
     return Core(
@@ -284,6 +285,7 @@ def _build_tiers(
     device: Device,
     clock: Clock,
     image_keys: ImageKeys | None,
+    events: PoolEvents | None,
 ) -> EngineTiers | None:
     """None where nothing is kept below the pool."""
     if not uses_tiers(config):
@@ -295,7 +297,7 @@ def _build_tiers(
         facts |= {"computed_by": f"{device.place} {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {isa}"}
     memory = open_tier_memory(ranks.local_runner.pool, on_host=device.backend is None)
     make_arena = allocate_pinned if device.is_gpu else allocate_arena
-    return build_tiers(config, facts, memory, cache, transfers, clock, image_keys, make_arena)
+    return build_tiers(config, facts, memory, cache, transfers, clock, image_keys, events, make_arena)
 
 
 def _cache_facts(config: EngineConfig, layout: CacheLayout) -> dict[str, str | int]:

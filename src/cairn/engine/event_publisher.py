@@ -25,8 +25,6 @@ from cairn.errors import ConfigError
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
 POLL_MS = 100
 """How long a batch or a replay request may wait for the thread."""
-MEDIUM = "GPU"
-"""What routers call the memory that the engine computes in, whatever it is made of."""
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +40,12 @@ def encode_event(event: Event, encoding: str) -> dict[str, object] | list[object
                 "token_ids": list(event.token_ids),
                 "block_size": event.block_size,
                 "lora_id": None,
-                "medium": MEDIUM,
+                "medium": event.medium,
             }
             if event.extra_keys:
                 fields["extra_keys"] = [None if keys is None else list(keys) for keys in event.extra_keys]
         case BlockRemoved():
-            fields = {"type": "BlockRemoved", "block_hashes": list(event.block_hashes), "medium": MEDIUM}
+            fields = {"type": "BlockRemoved", "block_hashes": list(event.block_hashes), "medium": event.medium}
         case AllBlocksCleared():
             fields = {"type": "AllBlocksCleared"}
     return fields if encoding == "map" else list(fields.values())

@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cairn import __version__
-from cairn.cache.events import KeyNames
+from cairn.cache.events import BlockEvents, Event, KeyNames
 from cairn.cache.layout import CacheLayout
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.view import TierView
 from cairn.engine.contract import EngineConfig, TierStats
 from cairn.errors import ConfigError
 from cairn.scheduler.transfers import Transfers
+from cairn.tiers.announcements import TierEvents
 from cairn.tiers.context import TierContext
 from cairn.tiers.demotion import Demoter
 from cairn.tiers.digests import KEY_BYTES, EntryNames, stride_of
@@ -101,6 +102,14 @@ def allocate_arena(num_bytes: int, page_bytes: int) -> PageBytes:
     return np.frombuffer(memory, np.uint8).reshape(num_pages, page_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class PoolEvents:
+    """What announces the pool's blocks, and where it does."""
+
+    blocks: BlockEvents
+    publish: Callable[[Event], None]
+
+
 @dataclass(slots=True)
 class _Wake:
     """What the threads of tiers call, once the core's thread can be woken."""
@@ -123,10 +132,12 @@ class EngineTiers:
         transfers: Transfers,
         clock: Clock,
         contents: KeyNames | None = None,
+        events: PoolEvents | None = None,
         lanes: TierLanes | None = None,
         at_end: Callable[[], None] = lambda: None,
     ) -> None:
-        """`contents`: the images behind key tokens below 0. `lanes`: threads, unless given. `at_end`: called last."""
+        """`contents`: the images behind key tokens below 0. `events`: those of the pool. `lanes`: threads, unless
+        given. `at_end`: called last."""
         self._wake = _Wake()
         self._stores = stores
         self._at_end = at_end
@@ -134,7 +145,10 @@ class EngineTiers:
         self.lanes = lanes or thread_lanes(self._wake)
         exact = cache.policy.exact
         context = TierContext(cache.layout, stores, names, memory, self.lanes, clock, transfers.prefill_speed, exact)
-        self.demoter = Demoter(cache, context, contents)
+        announced = None
+        if events is not None:
+            announced = TierEvents(stores, cache.layout.block_size, events.blocks, events.publish)
+        self.demoter = Demoter(cache, context, contents, announced)
         self.source = TierSource(context)
         cache.observe(self.demoter)
         transfers.sources = (*transfers.sources, self.source)
@@ -221,6 +235,7 @@ def build_tiers(
     transfers: Transfers,
     clock: Clock,
     contents: KeyNames | None,
+    events: PoolEvents | None = None,
     make_arena: Callable[[int, int], PageBytes] = allocate_arena,
 ) -> EngineTiers | None:
     """None where nothing is kept below. `facts`: what decides which bytes a page of the model has. `make_arena`: memory
@@ -259,7 +274,7 @@ def build_tiers(
             files.close(lock)
 
     names = EntryNames.of(layout, identity, secret)
-    return EngineTiers(tuple(stores), names, memory, cache, transfers, clock, contents, at_end=release_lock)
+    return EngineTiers(tuple(stores), names, memory, cache, transfers, clock, contents, events, at_end=release_lock)
 
 
 def _disk_bytes(config: EngineConfig, folder: str, least: int, files: Files) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from cairn.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from cairn.cache.events import POOL_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from cairn.routing.index import PrefixIndex
 
 logger = logging.getLogger(__name__)
@@ -15,10 +15,15 @@ logger = logging.getLogger(__name__)
 class _StoredMap(msgspec.Struct, tag_field="type", tag="BlockStored"):
     block_hashes: list[int]
     parent_block_hash: int | None = None
+    token_ids: msgspec.Raw = msgspec.Raw()
+    block_size: msgspec.Raw = msgspec.Raw()
+    lora_id: msgspec.Raw = msgspec.Raw()
+    medium: str | None = None
 
 
 class _RemovedMap(msgspec.Struct, tag_field="type", tag="BlockRemoved"):
     block_hashes: list[int]
+    medium: str | None = None
 
 
 class _ClearedMap(msgspec.Struct, tag_field="type", tag="AllBlocksCleared"):
@@ -121,8 +126,9 @@ def _event(event: _StoredMap | _RemovedMap | _ClearedMap) -> Event:
     # the index asks for no tokens
     match event:
         case _StoredMap():
-            return BlockStored(tuple(event.block_hashes), event.parent_block_hash, (), 0, "")
+            hashes, medium = tuple(event.block_hashes), event.medium or POOL_MEDIUM
+            return BlockStored(hashes, event.parent_block_hash, (), 0, "", medium=medium)
         case _RemovedMap():
-            return BlockRemoved(tuple(event.block_hashes))
+            return BlockRemoved(tuple(event.block_hashes), event.medium or POOL_MEDIUM)
         case _:
             return AllBlocksCleared()

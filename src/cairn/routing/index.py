@@ -16,13 +16,17 @@ from sys import getsizeof
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.cache.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
+from cairn.cache.events import POOL_MEDIUM, AllBlocksCleared, BlockRemoved, BlockStored, Event
 from cairn.errors import AuditError
 
 _KEY_BYTES = 36
 """A block hash as a Python int of 64 bits."""
 _EVICTED_SHARE = 16
 """At the bound a sixteenth of the blocks goes at once, so that finding them costs little a block."""
+_BELOW = "\0"
+"""Between the name of a replica and that of one of its tiers."""
+_TIERS = ("CPU", "OTHER")
+"""Media beside the pool's that are told apart, so that what leaves one may stay in the other."""
 _SPARE_NUMBERS = 64
 """Numbers of replicas that are gone are given again after a sweep over all blocks, which pays for so many at once."""
 
@@ -69,11 +73,13 @@ class PrefixIndex:
         """A KV event of this replica."""
         match event:
             case BlockStored():
-                self._store(1 << self._number(replica), self._sampled(event.block_hashes))
+                self._number(replica)
+                self._store(1 << self._number(_place(replica, event.medium)), self._sampled(event.block_hashes))
             case BlockRemoved():
-                bit, block_hashes = 1 << self._number(replica), self._sampled(event.block_hashes)
+                self._number(replica)
+                bit = 1 << self._number(_place(replica, event.medium))
                 for masks in (self._stored, self._routed, self._routed_before):
-                    _remove_bit(masks, bit, block_hashes)
+                    _remove_bit(masks, bit, self._sampled(event.block_hashes))
             case AllBlocksCleared():
                 self.clear(replica)
 
@@ -106,10 +112,11 @@ class PrefixIndex:
 
     def remove(self, replica: str) -> None:
         """Forget this replica."""
-        number = self._numbers.pop(replica, None)
-        if number is None:
+        numbers = [self._numbers.pop(place) for place in (replica, *places_below(replica)) if place in self._numbers]
+        if not numbers:
             return
-        self._alive &= ~(1 << number)
+        for number in numbers:
+            self._alive &= ~(1 << number)
         self.num_changes += 1
         if self.num_numbers - len(self._free_numbers) > 2 * len(self._numbers) + _SPARE_NUMBERS:
             self._sweep()
@@ -118,7 +125,7 @@ class PrefixIndex:
 
     @property
     def replicas(self) -> tuple[str, ...]:
-        return tuple(self._numbers)
+        return tuple(place for place in self._numbers if _BELOW not in place)
 
     @property
     def num_blocks(self) -> int:
@@ -290,6 +297,19 @@ class PrefixIndex:
     def _tables(self) -> list[Callable[[int, int], int]]:
         """Finds the mask of a block, or the second argument: those of tables that are not empty."""
         return [table.get for table in (self._stored, self._routed, self._routed_before) if table]
+
+
+def places_below(replica: str) -> tuple[str, ...]:
+    """What the index calls the tiers of a replica; each is as a replica of its own."""
+    return tuple(replica + _BELOW + name for name in _TIERS)
+
+
+def _place(replica: str, medium: str) -> str:
+    """What the index calls a medium of a replica. All that it does not know are one."""
+    if medium.upper() == POOL_MEDIUM:
+        return replica
+    cpu, other = places_below(replica)
+    return cpu if medium.upper() == _TIERS[0] else other
 
 
 def _remove_bit(masks: dict[int, int], bit: int, block_hashes: Sequence[int]) -> None:

@@ -26,7 +26,7 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.routing.index import PrefixIndex, count_masks
+from cairn.routing.index import PrefixIndex, count_masks, places_below
 
 Floats = NDArray[np.float64]
 
@@ -42,6 +42,8 @@ _COMPARED = 64
 class RoutingOptions:
     """`running_tokens`: how much a running request slows a prefill, in tokens of prefill.
 
+    `below_cost`: what a token costs that lies in a replica's memory or disk below its pool, where one that is computed
+    costs 1.
     `duplicate_cost`: what a token costs, beyond itself, that is computed though another replica has it cached: others
     wait for it, and it takes their room; nothing where the replica has free pages.
     `session_cost`: what it costs to move a session, beyond the tokens that are computed again.
@@ -57,6 +59,7 @@ class RoutingOptions:
     """
 
     running_tokens: float = 64.0
+    below_cost: float = 0.25
     duplicate_cost: float = 8.0
     session_cost: float = 256.0
     crowd_slack: float = 16.0
@@ -161,7 +164,7 @@ class RoutingRule:
         self._num_ranked += 1
         self._update_rows(replicas)
         options, rows = self.options, self._rows
-        matched = rows.matched_tokens(request, self.index, options.near_tie_tokens / 2)
+        matched = rows.matched_tokens(request, self.index, options.near_tie_tokens / 2, options.below_cost)
         wait = rows.reported + rows.pending
         # what waits is of the next minute, and may be more than was expected when it was routed
         computed = rows.computed / self._scale(now) + wait
@@ -191,7 +194,9 @@ class RoutingRule:
     def record_routed(self, request: RoutedRequest, replica: str, now: float) -> int:
         """The request was sent to this replica; returns how many tokens of it are expected to be cached there."""
         state = self._replica(replica)
-        cached = request.tokens_in(self.index.matched_by(replica, request.block_hashes))
+        cached = request.tokens_in(
+            max(self.index.matched_by(place, request.block_hashes) for place in (replica, *places_below(replica)))
+        )
         lacking = request.num_tokens - cached
         self.index.add_routed(replica, request.block_hashes, now)
         state.settle_until(now - self.options.prefill_seconds)
@@ -275,7 +280,7 @@ class _Rows:
         self.loads: Sequence[ReplicaLoad | None] = [None] * len(names)
         self.reported, self.copy_cost, self.pending, self.computed, self.num_open = np.zeros((5, len(names)))
         self.seeds = np.zeros(len(names), np.uint64)
-        self._numbers = np.zeros(0, np.intp)
+        self._numbers = np.zeros((0, 3), np.intp)
         self._num_changes = -1
 
     def update(self, name: str, state: _Replica) -> None:
@@ -284,12 +289,17 @@ class _Rows:
             self.pending[row], self.computed[row] = state.pending_tokens, state.computed_tokens
             self.seeds[row] = state.seed
 
-    def matched_tokens(self, request: RoutedRequest, index: PrefixIndex, precision: float) -> Floats:
-        """Tokens that each replica has cached of the prompt, or fewer by less than `precision` or a part of the prompt
-        (`_PARTS_OF_PROMPT`), shape [rows]."""
+    def matched_tokens(self, request: RoutedRequest, index: PrefixIndex, precision: float, below_cost: float) -> Floats:
+        """Tokens that each replica need not compute of the prompt, or fewer by less than `precision` or a part of the
+        prompt (`_PARTS_OF_PROMPT`), shape [rows]. A token that it has below its pool alone counts less by
+        `below_cost`."""
         if self._num_changes != index.num_changes:
-            known = [index.number(name) for name in self.names]
-            self._numbers = np.array([index.num_numbers if number is None else number for number in known], np.intp)
+            known = [[index.number(place) for place in (name, *places_below(name))] for name in self.names]
+            nobody = index.num_numbers
+            numbers = [[nobody if number is None else number for number in places] for places in known]
+            # the columns without any tier are most fleets', and are left out
+            used = [column for column in range(3) if column == 0 or any(row[column] != nobody for row in numbers)]
+            self._numbers = np.array(numbers, np.intp).reshape(len(numbers), 3)[:, used]
             self._num_changes = index.num_changes
         block_size = request.block_ends
         resolution = max(1, len(request.block_hashes) // _PARTS_OF_PROMPT)
@@ -299,7 +309,10 @@ class _Rows:
         # who has more blocks has the fewer, too, so it is enough to know in how many masks a replica is
         num_matches = count_masks([mask for _, mask in matches], index.num_numbers + 1)
         num_tokens = np.array([0.0, *(request.tokens_in(num_blocks) for num_blocks, _ in matches)])
-        matched: Floats = num_tokens[num_matches[self._numbers]]
+        tokens = num_tokens[num_matches[self._numbers]]
+        matched: Floats = tokens[:, 0]
+        if tokens.shape[1] > 1:
+            matched = matched + (1 - below_cost) * (tokens.max(axis=1) - matched)
         return matched
 
 

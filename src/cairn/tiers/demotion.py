@@ -25,6 +25,7 @@ from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.sequence_blocks import Namespace, PagePin
 from cairn.cache.tree import Checkpoint, Node, to_int64
 from cairn.cache.tree_store import TreeObserver
+from cairn.tiers.announcements import ChunkBlocks, Present, TierEvents
 from cairn.tiers.context import ORIGINS, TierContext
 from cairn.tiers.digests import PathNames, named_images
 from cairn.tiers.store import EntryFacts, NewEntry, PageBytes, TierStore
@@ -68,12 +69,14 @@ class _Wanted:
 @dataclass(frozen=True, slots=True, eq=False)
 class _Path:
     """What the naming thread gets: `runs`, the key tokens of the nodes from the root on, each with their number.
-    `images`: None where they are still to be looked for among the keys, which only the core's thread may."""
+    `images`: None where they are still to be looked for among the keys, which only the core's thread may. `digests`: of
+    the blocks that are announced for it."""
 
     namespace: Namespace
     runs: Sequence[tuple[bytes, int]]
     images: tuple[NamedImage, ...]
     wanted: Sequence[_Wanted]
+    digests: bytes = b""
 
     def keys(self) -> Keys:
         """All key tokens, shape [n]."""
@@ -82,12 +85,22 @@ class _Path:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """An entry to be written: of `node` the state, or keys and values on the path to it, of tokens [start, end)."""
+    """An entry to be written: of `node` the state, or keys and values on the path to it, of tokens [start, end).
+    `blocks`: of a chunk those that are to be announced."""
 
     facts: EntryFacts
     node: Node
     start: int
     end: int
+    blocks: ChunkBlocks | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Named:
+    """What comes of naming a path: the entries that the stores lack, and the chunks that they have."""
+
+    parts: list[_Part]
+    present: Present
 
 
 @dataclass(slots=True, eq=False)
@@ -95,7 +108,7 @@ class _Job:
     """A path that is being written. `parts`: those that are left, once the names are known, `kind` whose account pays.
     `copy`: the slice that is being copied, with what holds its pages."""
 
-    naming: "Future[list[_Part]]"
+    naming: "Future[_Named]"
     kind: int
     parts: list[_Part] | None = None
     copy: "tuple[list[_Part], PagePin, Future[PageBytes]] | None" = None
@@ -107,14 +120,21 @@ class Demoter(TreeObserver):
     `dropped`: paths that were given up, by why.
     """
 
-    def __init__(self, cache: PrefixCache, context: TierContext, contents: KeyNames | None = None) -> None:
+    def __init__(
+        self,
+        cache: PrefixCache,
+        context: TierContext,
+        contents: KeyNames | None = None,
+        events: TierEvents | None = None,
+    ) -> None:
         self._cache = cache
         self._context = context
         self._contents = contents
+        self._events = events
         self._names: dict[Node, Namespace] = {}
         self._waiting: OrderedDict[Node, None] = OrderedDict()
         self._job: _Job | None = None
-        self._writes: list[Future[float]] = []
+        self._writes: list[Future[Present]] = []
         self.dropped = {"queue_full": 0, "gone": 0, "failed": 0}
 
     # -- what the tree says --------------------------------------------------------------------------------------
@@ -164,8 +184,13 @@ class Demoter(TreeObserver):
         return self._job is None and not self._waiting and not self._writes
 
     def poll(self) -> bool:
-        self._writes = [write for write in self._writes if not write.done()]
-        released = False
+        released, written = False, [write for write in self._writes if write.done()]
+        self._writes = [write for write in self._writes if write not in written]
+        if self._events is not None:
+            for write in written:
+                if not write.cancelled() and write.exception() is None:
+                    self._events.announce(write.result())
+            self._events.announce_drops()
         if self._job is not None:
             released = self._go_on(self._job)
         while self._job is None and self._waiting and len(self._writes) < MAX_WRITES:
@@ -186,7 +211,10 @@ class Demoter(TreeObserver):
             if job.naming.cancelled() or job.naming.exception() is not None:
                 self._give_up("failed")
                 return False
-            job.parts = job.naming.result()
+            named = job.naming.result()
+            job.parts = named.parts
+            if self._events is not None:
+                self._events.announce(named.present)
         if job.copy is not None:
             parts, pin, copied = job.copy
             if not copied.done():
@@ -218,7 +246,7 @@ class Demoter(TreeObserver):
         namespace = self._names.get(step)
         if namespace is None:
             return None
-        runs, wanted = list[tuple[bytes, int]](), list[_Wanted]()
+        runs, wanted, digests = list[tuple[bytes, int]](), list[_Wanted](), b""
         for each in reversed(nodes):
             if each.pages is None or (self._context.exact and each.decode_by is not None):
                 break
@@ -230,7 +258,9 @@ class Demoter(TreeObserver):
         if self._contents is not None and wanted:
             path = _Path(namespace, runs, (), wanted)
             images = named_images(path.keys(), self._contents)
-        return None if images is None else _Path(namespace, runs, images, wanted)
+        if self._events is not None and wanted:
+            digests = self._events.path_digests(nodes[::-1][: len(runs)])
+        return None if images is None else _Path(namespace, runs, images, wanted, digests)
 
     def _wanted(self, node: Node) -> _Wanted | None:
         checkpoint = node.checkpoint
@@ -241,12 +271,14 @@ class Demoter(TreeObserver):
         weight = WEIGHT * self._cache.policy.eviction.chance(node)
         return _Wanted(node, checkpoint.kind.number, ORIGINS[checkpoint.origin], node.end, weight)
 
-    def _name(self, path: _Path) -> list[_Part]:
+    def _name(self, path: _Path) -> _Named:
         """What the stores lack of a path, chunks before what is filed under them. For the names' thread."""
         context, keys = self._context, path.keys()
         name = ContentName(path.namespace.adapter, path.namespace.cache_salt, path.images)
         names = context.names.path(name, keys)
         stores = [store for store in context.stores if store.writable]
+        blocks = [] if self._events is None else self._events.blocks_of(names, path.digests)
+        present = () if self._events is None else self._events.present(blocks)
         parts, last, num_chunks = list[_Part](), path.wanted[-1], 0
         lacking = _lacking(stores, names.chunks) if context.pages_per_chunk else [False] * len(names.chunks)
         above, whole = 0, lacking.index(True) if True in lacking else len(lacking)
@@ -260,11 +292,11 @@ class Demoter(TreeObserver):
             if lacks and self._pays(stores, state, above):
                 for at in range(num_chunks, number):
                     if lacking[at]:
-                        parts.append(self._chunk(names, at, last.node))
+                        parts.append(self._chunk(names, at, last.node, blocks[at] if at < len(blocks) else None))
                 num_chunks = max(num_chunks, number)
                 parts.append(_Part(facts, state.node, number * names.stride, state.position))
             above = state.position
-        return parts
+        return _Named(parts, present)
 
     def _state_facts(self, names: PathNames, state: _Wanted, number: int, tail: int) -> EntryFacts:
         layout = self._context.layout
@@ -280,11 +312,11 @@ class Demoter(TreeObserver):
             state.weight,
         )
 
-    def _chunk(self, names: PathNames, number: int, node: Node) -> _Part:
+    def _chunk(self, names: PathNames, number: int, node: Node, blocks: ChunkBlocks | None) -> _Part:
         stride = names.stride
         end = (number + 1) * stride
         facts = EntryFacts(names.chunks[number], names.before(number), end, self._context.pages_per_chunk)
-        return _Part(facts, node, number * stride, end)
+        return _Part(facts, node, number * stride, end, blocks)
 
     def _pays(self, stores: Sequence[TierStore], state: _Wanted, above: int) -> bool:
         """Whether a state, `above` the next shallower one, is to be written with what belongs to it."""
@@ -346,17 +378,17 @@ class Demoter(TreeObserver):
         for part in parts:
             batch.append(NewEntry(part.facts, pages[at : at + part.facts.num_pages]))
             at += part.facts.num_pages
-        self._writes.append(self._context.lanes.writes.submit(partial(self._write_batch, batch, kind)))
+        blocks = [part.blocks for part in parts if part.blocks is not None]
+        self._writes.append(self._context.lanes.writes.submit(partial(self._write_batch, batch, kind, blocks)))
 
-    def _write_batch(self, batch: Sequence[NewEntry], kind: int) -> float:
-        """The seconds that it took. For the writers' thread."""
+    def _write_batch(self, batch: Sequence[NewEntry], kind: int, blocks: Sequence[ChunkBlocks]) -> Present:
+        """Which of the `blocks` are there then. For the writers' thread."""
         began, deadline = perf_counter(), monotonic() + WRITE_SECONDS
         for store in self._context.stores:
             if store.writable:
                 store.write(batch, deadline)
-        seconds = perf_counter() - began
-        self._context.worth.spend(kind, seconds)
-        return seconds
+        self._context.worth.spend(kind, perf_counter() - began)
+        return () if self._events is None else self._events.present(blocks)
 
 
 def _pages_from(node: Node, start: int) -> GroupPages | None:

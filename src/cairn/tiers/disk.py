@@ -9,6 +9,7 @@ import errno
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -92,6 +93,10 @@ class DiskStore:
     @property
     def writable(self) -> bool:
         return self._folder.writable
+
+    def follow_drops(self) -> deque[bytes]:
+        with self._lock:
+            return self._index.follow_drops()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         entries = self._index.entries

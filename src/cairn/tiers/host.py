@@ -2,6 +2,7 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -31,6 +32,10 @@ class HostStore:
 
     def refresh(self) -> None:
         """Nobody else writes to it."""
+
+    def follow_drops(self) -> deque[bytes]:
+        with self._lock:
+            return self._index.follow_drops()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         entries = self._index.entries

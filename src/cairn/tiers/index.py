@@ -10,7 +10,7 @@ after a while, too.
 """
 
 import heapq
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -52,6 +52,7 @@ class TierIndex:
 
     def __init__(self, shape: PathShape) -> None:
         self.entries: dict[bytes, StoredEntry] = {}
+        self._dropped: deque[bytes] | None = None
         self._needs_states = shape.needs_states
         self._has_chunks = shape.has_chunks
         self._dependants: Counter[bytes] = Counter()
@@ -70,6 +71,11 @@ class TierIndex:
     def get(self, key: bytes) -> StoredEntry | None:
         """The entry of this name, if it is there."""
         return self.entries.get(key)
+
+    def follow_drops(self) -> deque[bytes]:
+        """See `TierStore.follow_drops`."""
+        self._dropped = deque()
+        return self._dropped
 
     def may_add(self, facts: EntryFacts) -> bool:
         """Whether the chunk before an entry is there, if it needs one."""
@@ -145,6 +151,8 @@ class TierIndex:
                 entry = self.entries.pop(parent.facts.key)
             else:
                 self._rank(parent)
+        if self._dropped is not None:
+            self._dropped.extend(entry.facts.key for entry in gone)
         return gone
 
     # -- the order -----------------------------------------------------------------------------------------------

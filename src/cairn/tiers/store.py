@@ -11,7 +11,7 @@ the chunks before it. Stores know neither tokens nor models: they keep what they
 byte by byte or not at all, and never more than their size.
 """
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -111,6 +111,10 @@ class TierStore(Protocol):
 
     def refresh(self) -> None:
         """Called before look-ups that belong together: see what others have written."""
+        ...
+
+    def follow_drops(self) -> deque[bytes]:
+        """From now on the names of entries that are dropped are put at the end of this, for its caller to take."""
         ...
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
