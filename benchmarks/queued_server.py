@@ -141,6 +141,7 @@ class QueuedServer:
             sampling=SamplingParams(),
             max_tokens=min(len(answer), max(1, self.scheduler.max_tokens_for(len(prompt)))),
             namespace=Namespace(cache_salt=session.name.partition("/")[0]),
+            session=session.name,
             boundaries=request.boundaries,
         )
         self._answers[spec.request_id] = answer

@@ -41,7 +41,7 @@ FLAGS = """
 --no-language-model-only --no-return-tokens-as-token-ids --no-strict-tools --no-trust-request-chat-template
 --override-generation-config
 --port --quantization --reasoning-parser --request-log --request-log-bytes --request-timeout
---return-tokens-as-token-ids --revision --root-path --seed --served-model-name --shutdown-timeout
+--return-tokens-as-token-ids --revision --root-path --scheduling-policy --seed --served-model-name --shutdown-timeout
 --speculative-config --ssl-ca-certs
 --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile --start-timeout --stored-response-bytes --stream-interval
 --strict-tools --tensor-parallel-size --tokenizer --tokenizer-revision --tool-call-parser --trust-request-chat-template
@@ -147,7 +147,7 @@ EXPORTED = {
     "placement_for retain_positions",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",
-    "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState",
+    "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState SchedulingPolicy",
     "cairn.scheduler.request": "ARRIVALS_PER_PRIORITY Constraint Finish Phase PromptOffer PromptSpec Request "
     "RequestOutcome RequestStats RequestTransfer Spec TRANSITIONS",
     "cairn.scheduler.scheduler": "Progress Scheduler",

@@ -179,6 +179,10 @@ class PrefixCache:
         if self.enabled:
             self.checkpoints.await_uses(self._awaited.find(prompts))
 
+    def awaited_hits(self) -> Mapping[str, int]:
+        """What the requests that wait are going to hit, in tokens, by request; without those that hit nothing."""
+        return {name: node.end for name, node in self._awaited.nodes.items()}
+
     def endangered_hits(self, prompts: Sequence[tuple[str, int]]) -> Mapping[str, int]:
         """Which of these requests that wait, given in the order of their turns with their tokens, would lose what they
         are going to hit to those before them: how many tokens that is, by request. No checkpoint is evicted for this
