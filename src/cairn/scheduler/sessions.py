@@ -35,8 +35,8 @@ class SessionService:
     def __init__(self) -> None:
         self._services: OrderedDict[tuple[str, str], tuple[float, int]] = OrderedDict()
         self._total = 0
-        self.num_requests: dict[SessionClass, int] = dict.fromkeys(SESSION_CLASSES, 0)
-        self.wait_seconds: dict[SessionClass, float] = dict.fromkeys(SESSION_CLASSES, 0.0)
+        self.num_requests: dict[str, int] = dict.fromkeys(SESSION_CLASSES, 0)
+        self.wait_seconds: dict[str, float] = dict.fromkeys(SESSION_CLASSES, 0.0)
 
     def __len__(self) -> int:
         return len(self._services)

@@ -65,6 +65,7 @@ class CacheViews:
                 "unlisted_tokens",
                 "visits",
                 "tiers",
+                "queue",
             )
         }
 
