@@ -42,6 +42,7 @@ TOKENS_A_STEP = 8192
 RAMP_SECONDS = 200.0
 CASES = ("fcfs before", "fcfs", "session")
 KINDS = ("long", "short")
+SHARES = np.linspace(0, 1, 201)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +195,7 @@ def plot(rows: list[dict], path: Path) -> None:
         panels = figure.subplots(1, 2, sharey=True)
         for axes, kind in zip(panels, reversed(KINDS), strict=True):
             for row in rows:
-                ttft = row[f"{kind}_ttft_s"]
-                axes.plot(ttft, np.arange(1, len(ttft) + 1) / len(ttft), label=row["case"])
+                axes.plot(np.quantile(row[f"{kind}_ttft_s"], SHARES), SHARES, label=row["case"])
             axes.set(xscale="log", xlabel="time to the first token, s", title=f"{kind} sessions")
         panels[0].set_ylabel("share of requests")
         panels[0].legend(frameon=False)
