@@ -5,6 +5,7 @@ session asks one thing after the other: a request that the trace has before the 
 when it is.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,11 +41,12 @@ class StepTimes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """Requests that come one after the other."""
+    """Requests that come one after the other. `client`: who sends them."""
 
     name: str
     unit: int
     requests: Sequence[TraceRequest]
+    client: str = ""
 
 
 @dataclass(slots=True)
@@ -141,16 +143,20 @@ class QueuedServer:
             sampling=SamplingParams(),
             max_tokens=min(len(answer), max(1, self.scheduler.max_tokens_for(len(prompt)))),
             namespace=Namespace(cache_salt=session.name.partition("/")[0]),
+            session=session.name,
+            client=session.client,
             boundaries=request.boundaries,
         )
         self._answers[spec.request_id] = answer
         self._of_request[spec.request_id] = number, self._clock.now()
         self.scheduler.submit(spec)
 
-    def _step(self) -> None:
-        """One step, or several in which everybody decodes and nobody comes or goes."""
+    def _step(self, until: float = math.inf) -> None:
+        """One step, or several in which everybody decodes and nobody comes or goes, up to `until` on the clock."""
         seconds = self._times.seconds(0, len(self.scheduler.state.running))
-        if skipped := self.scheduler.skip_plain_steps(UNBOUNDED, self._next_tokens):
+        left = (until - self._clock.now()) / seconds
+        limit = max(1, math.ceil(left)) if math.isfinite(left) else UNBOUNDED
+        if skipped := self.scheduler.skip_plain_steps(limit, self._next_tokens):
             self._clock.advance(skipped * seconds)
             return
         self.scheduler.plan()

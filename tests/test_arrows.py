@@ -28,6 +28,7 @@ CACHE_DOOR = (
     "cairn.cache.prefix_cache",
     "cairn.cache.layout",
     "cairn.cache.awaited",
+    "cairn.cache.view",
     "cairn.cache.group_pages",
     "cairn.cache.sequence_blocks",
     "cairn.cache.placement",

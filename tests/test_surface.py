@@ -41,7 +41,7 @@ FLAGS = """
 --no-language-model-only --no-return-tokens-as-token-ids --no-strict-tools --no-trust-request-chat-template
 --override-generation-config
 --port --quantization --reasoning-parser --request-log --request-log-bytes --request-timeout
---return-tokens-as-token-ids --revision --root-path --seed --served-model-name --shutdown-timeout
+--return-tokens-as-token-ids --revision --root-path --scheduling-policy --seed --served-model-name --shutdown-timeout
 --speculative-config --ssl-ca-certs
 --ssl-cert-reqs --ssl-certfile --ssl-ciphers --ssl-keyfile --start-timeout --stored-response-bytes --stream-interval
 --strict-tools --tensor-parallel-size --tokenizer --tokenizer-revision --tool-call-parser --trust-request-chat-template
@@ -73,7 +73,8 @@ cairn:audits_total cairn:cached_pages cairn:checkpoints_evicted_total cairn:chec
 cairn:checkpoints_taken_total cairn:computed_prompt_tokens_total cairn:forward_passes_total cairn:free_pages
 cairn:held_checkpoints cairn:held_pages cairn:lost_tokens_total cairn:miss_requests_total cairn:open_leases
 cairn:pending_prefill_tokens cairn:recomputed_tokens_total cairn:request_bypasses_total
-cairn:second_sighting_hit_tokens_total cairn:second_sighting_tokens_total cairn:steps_total
+cairn:second_sighting_hit_tokens_total cairn:second_sighting_tokens_total cairn:session_requests_total
+cairn:session_wait_seconds_total cairn:steps_total
 vllm:admission_rejections_total vllm:cache_config_info vllm:e2e_request_latency_seconds vllm:generation_tokens_total
 vllm:inter_token_latency_seconds vllm:iteration_tokens_total vllm:kv_cache_usage_perc vllm:num_preemptions_total
 vllm:num_requests_running vllm:num_requests_waiting vllm:num_requests_waiting_by_reason vllm:prefix_cache_hits_total
@@ -147,7 +148,7 @@ EXPORTED = {
     "placement_for retain_positions",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",
-    "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState",
+    "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState SchedulingPolicy",
     "cairn.scheduler.request": "ARRIVALS_PER_PRIORITY Constraint Finish Phase PromptOffer PromptSpec Request "
     "RequestOutcome RequestStats RequestTransfer Spec TRANSITIONS",
     "cairn.scheduler.scheduler": "Progress Scheduler",
@@ -170,7 +171,7 @@ EXPORTED = {
     "EngineInfo EngineOptions EngineStats FREE_LOGPROBS FinishReason GenerateOutput GenerateRequest ImageInput "
     "ImageStats KvEventsConfig KvTransferConfig LeaseOptions MAX_ANSWERS MAX_BAD_WORDS MAX_BREAKPOINTS "
     "MAX_LOGPROBS MAX_LOGPROB_ENTRIES MAX_PATTERN_SIZE MAX_RETAIN_SECONDS MAX_SHOWN Pixels PoolStats "
-    "PrefixCacheStats RANGES RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES SYSTEM_ROLES "
+    "PrefixCacheStats QueueStats RANGES RenderedPrompt RepetitionDetection RequestLogConfig STEP_SIZES SYSTEM_ROLES "
     "SpecDecodeStats SpeculativeConfig StepStats StopConditions Structure TemplateValue TextStream TextTokenizer "
     "ThinkingBudget TierOptions TierStats Timings TokenLogprobs TokenStats TransferReport TransferStats "
     "check_token_ids",

@@ -71,7 +71,7 @@ def test_what_replicas_are_told_is_the_same_again(monkeypatch):
         ({"model": "m", "min_replicas": 0}, ["min_replicas has no effect without max_replicas"]),
         ({"model": "m", "port": 9000}, ["port has no effect here", "http_options"]),
         ({"model": "m", "ssl_certfile": "c.pem"}, ["ssl_certfile has no effect here"]),
-        ({"model": "m", "scheduling_policy": "random"}, ["--scheduling-policy", "fcfs or priority"]),
+        ({"model": "m", "scheduling_policy": "random"}, ["--scheduling-policy", "'fcfs', 'priority' or 'session'"]),
     ],
 )
 def test_a_wrong_argument_is_named(args, parts):

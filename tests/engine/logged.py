@@ -103,6 +103,7 @@ class LoggedServer:
             max_model_len=info.max_model_len,
             exact=config.exact,
             in_flight_sharing=config.in_flight_sharing,
+            policy=config.scheduling_policy,
             max_in_flight=max_in_flight,
         )
         self.scheduler = Scheduler(scheduling, self.cache, self.clock, observer=self.log)

@@ -7,6 +7,7 @@ from logged import LoggedServer, hits_by_name, layout, logged_hits, replayed
 
 from cairn.cache.reasons import Reason
 from cairn.replay.traces import read_trace
+from cairn.scheduler import sessions
 from tiers import more
 
 LONG = pytest.mark.long
@@ -79,6 +80,27 @@ def test_under_every_policy(mode, fields, tmp_path):
     serve(server, Load(2), "mixed", requests=80)
     assert server.cached_tokens > 0
     assert_agrees(server, tmp_path / "log")
+
+
+class _ManySessions(LoggedServer):
+    """Requests of a few sessions of two clients, of one session each, and of none."""
+
+    def submit(self, name, prompt, *rest, **fields):
+        number = len(self.sequences)
+        session = ("", f"session {number % 3}", f"only {number}")[number % 3]
+        super().submit(name, prompt, *rest, session=session, client="ab"[number % 2], **fields)
+
+
+@pytest.mark.parametrize(("seed", "num_pages"), [(0, POOL), *(more(seed, 120) for seed in range(1, 4))])
+def test_sessions_that_take_turns(seed, num_pages, tmp_path, monkeypatch):
+    monkeypatch.setattr(sessions, "FIRST_LEVEL", 128)
+    fields = {"scheduling_policy": "session", "max_num_seqs": 3}
+    server = _ManySessions(tmp_path / "log", num_pages=num_pages, **fields)
+    serve(server, Load(seed), "mixed", requests=120)
+    assert server.scheduler.state.counters.bypasses > 0
+    assert read_trace(tmp_path / "log").header.scheduling_policy == "session"
+    assert_agrees(server, tmp_path / "log")
+    assert not any(name in (tmp_path / "log").read_text() for name in ("session ", "only "))
 
 
 @pytest.mark.parametrize("block_size", [48, more(1)])

@@ -356,8 +356,8 @@ def test_a_buffer_sends_the_first_and_the_last_output_at_once():
 
 
 def test_unknown_extra_arguments_are_refused_by_name(server):
-    for known in (None, {}, {"session_id": "s", "prompt_cache_key": "k"}):
+    for known in (None, {}, {"session_id": "s" * 1000, "prompt_cache_key": "k"}):
         ask(server, TEXT, prompt="x", max_tokens=1, vllm_xargs=known)
-    for wrong in ({"my_processor": 1}, {"session_id": 5}, {"session_id": "x" * 257}):
+    for wrong in ({"my_processor": 1}, {"session_id": 5}):
         assert refused(server, TEXT, prompt="x", vllm_xargs=wrong) == f"vllm_xargs.{next(iter(wrong))}"
     assert refused(server, CHAT, messages=[USER], vllm_xargs=[1]) == "vllm_xargs"

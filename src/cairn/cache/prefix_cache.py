@@ -179,6 +179,15 @@ class PrefixCache:
         if self.enabled:
             self.checkpoints.await_uses(self._awaited.find(prompts))
 
+    def awaited_hits(self) -> Mapping[str, tuple[int, int]]:
+        """By request that waits: the tokens that it is going to hit as things are, and the bytes that dropping the
+        checkpoint there would free. Without those that hit nothing."""
+        return {
+            name: (node.end, self.checkpoints.facts(node.checkpoint).freed_bytes)
+            for name, node in self._awaited.nodes.items()
+            if node.checkpoint is not None
+        }
+
     def endangered_hits(self, prompts: Sequence[tuple[str, int]]) -> Mapping[str, int]:
         """Which of these requests that wait, given in the order of their turns with their tokens, would lose what they
         are going to hit to those before them: how many tokens that is, by request. No checkpoint is evicted for this

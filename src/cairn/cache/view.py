@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 MAX_SHOWN = 5000
 """Maximum number of paths in a view."""
 
+MAX_WAITING_SHOWN = 50
+"""Maximum number of waiting requests in a view."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolView:
@@ -184,9 +187,39 @@ class TierView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class WaitingView:
+    """A request that waits, for `age` seconds so far. `waits_for`: its turn (with slots and pages), another request
+    that computes what it shares (prefix), pages from elsewhere, or room among the leases (lease). `hit`: the prompt
+    tokens that it is going to hit as things are, and `kept_bytes` what dropping the checkpoint there would free;
+    `endangered`: those before it would push that out. `bypassed`: how many that came later have gone before it.
+    `session`: how much its session has been served: short, medium or long."""
+
+    age: float
+    prompt: int
+    hit: int
+    kept_bytes: int
+    endangered: bool
+    bypassed: int
+    priority: int
+    session: str
+    waits_for: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueueView:
+    """Who waits. `requests`: in the order of their turns as it is, the first `MAX_WAITING_SHOWN` of `waiting`.
+    `bypasses`: how often one has gone before another that had come earlier, since the start."""
+
+    policy: str = "fcfs"
+    waiting: int = 0
+    bypasses: int = 0
+    requests: list[WaitingView] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CacheView:
     """All of it. Newest first: `visits`; oldest first: `history`; costliest first: `lost`; `unlisted_tokens`: no prefix
-    that is not listed has cost more. `tiers`: the fastest first."""
+    that is not listed has cost more. `tiers`: the fastest first. `queue`: those for whom it is kept."""
 
     enabled: bool
     pool: PoolView
@@ -198,3 +231,4 @@ class CacheView:
     unlisted_tokens: int
     visits: list[VisitView]
     tiers: list[TierView] = field(default_factory=list)
+    queue: QueueView = field(default_factory=QueueView)

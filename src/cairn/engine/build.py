@@ -320,6 +320,7 @@ def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> Sched
         max_model_len=info.max_model_len,
         exact=config.exact,
         in_flight_sharing=config.in_flight_sharing,
+        policy=config.scheduling_policy,
         on_load_failure="recompute" if config.kv_transfer is None else config.kv_transfer.on_failure,
     )
 

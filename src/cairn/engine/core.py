@@ -31,6 +31,7 @@ from cairn.engine.tiers import EngineTiers
 from cairn.engine.transfers.kv_transfer import KvTransfer, find_lease, find_release_key, parse_role
 from cairn.errors import AuditError, InvalidRequest, RequestError
 from cairn.runner.contract import EncoderCounters, StepRunner
+from cairn.scheduler.queue_view import queue_view
 from cairn.scheduler.request import Spec
 from cairn.scheduler.scheduler import Scheduler
 from cairn.transfer.contract import TransferRole
@@ -253,9 +254,11 @@ class Core:
     def cache_view(self, max_paths: int) -> Iterator[CacheView | None]:
         """Look at the prefix cache, a slice at each turn between steps: None until the last item. At most `max_paths`
         paths of its tree are shown one by one, 1 to `MAX_SHOWN`."""
-        tiers = self._tiers
-        for view in build_view(self._scheduler.state.cache, max_paths):
-            yield view if view is None or tiers is None else replace(view, tiers=tiers.views())
+        state, tiers = self._scheduler.state, self._tiers
+        for view in build_view(state.cache, max_paths):
+            if view is not None:
+                view = replace(view, queue=queue_view(state), tiers=[] if tiers is None else tiers.views())
+            yield view
 
     def reset_cache(self) -> int:
         """Drop all that is cached, unless a request or another server holds pages: then nothing changes. How many

@@ -11,6 +11,7 @@ from cairn.engine.contract import (
     ImageStats,
     PoolStats,
     PrefixCacheStats,
+    QueueStats,
     SpecDecodeStats,
     StepStats,
     TierStats,
@@ -75,7 +76,11 @@ def engine_stats(
         waiting_by_reason={"capacity": state.num_waiting - state.num_deferred, "deferred": state.num_deferred},
         pending_prefill_tokens=_pending_prefill_tokens(state),
         num_preemptions=counters.preemptions,
-        num_bypasses=counters.bypasses,
+        queue=QueueStats(
+            num_bypasses=counters.bypasses,
+            requests_by_session={**state.waiting.sessions.num_requests},
+            wait_seconds_by_session={**state.waiting.sessions.wait_seconds},
+        ),
         pool=PoolStats(
             num_pages=cache.pool.num_pages,
             free_pages=cache.pool.num_free,

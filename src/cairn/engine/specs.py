@@ -212,6 +212,7 @@ class SpecBuilder:
             prediction=predicted_tokens(request),
             role=role,
             client=request.client,
+            session=request.session,
             min_tokens=until.min_tokens,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,

@@ -18,6 +18,7 @@ from cairn.errors import RequestError
 from cairn.http.application import http_application
 from cairn.http.clients import get_client_address
 from cairn.http.error_responses import ClientDisconnected, make_error
+from cairn.http.sessions import SESSION_HEADERS
 from cairn.http.web_server import (
     DrainingServer,
     create_server_socket,
@@ -43,7 +44,7 @@ _OPEN_PATHS = frozenset({"/health", "/healthcheck", "/metrics", "/ping", "/versi
 _GENERATE_PATHS = (*HANDOVER_PATHS, "/v1/messages/count_tokens")
 _GATED_PATHS = frozenset((*_GENERATE_PATHS, "/v1/models"))
 _STORED_PATH = "/v1/responses/{response_id}"
-_FORWARDED = (b"authorization", b"x-api-key", b"traceparent", b"tracestate")
+_FORWARDED = (b"authorization", b"x-api-key", b"traceparent", b"tracestate", *SESSION_HEADERS)
 
 logger = logging.getLogger(__name__)
 

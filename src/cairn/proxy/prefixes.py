@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
+from cairn.http.sessions import session_name
 from cairn.http.volatile_text import drop_volatile
 from cairn.proxy.options import HINT_SECONDS, MAX_HINTS
 from cairn.proxy.protocol import Body, text_field
 from cairn.proxy.server_pool import Headers
 from cairn.proxy.stream_inspector import AnswerSummary
 from cairn.routing.rule import RoutedRequest
-from cairn.routing.sessions import session_name
 from cairn.types import Clock, SystemClock
 
 _UNITS_PER_DIGEST = 64

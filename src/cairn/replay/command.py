@@ -87,7 +87,10 @@ def run_replay(arguments: argparse.Namespace) -> int:
                 task = progress.add_task(f"{name} {decimal(budget)}", total=len(trace.requests))
                 policy = _make_policy(policies[name], layout.block_size, trace.name)
                 tiers = {"host": arguments.host or 0, "disk": arguments.disk or 0}
-                replay = Replay(layout, budget, policy, max_tokens, _ThreadClock(), log, tiers=tiers)
+                scheduling = arguments.scheduling_policy
+                replay = Replay(
+                    layout, budget, policy, max_tokens, _ThreadClock(), log, tiers=tiers, scheduling=scheduling
+                )
                 outcome = replay.run(trace, lambda done: progress.update(progress.task_ids[-1], completed=done))
                 progress.remove_task(task)
                 rows.append(report.row(name, budget, outcome.hits, outcome, arguments.per_request))
@@ -205,6 +208,12 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
         "--max-num-batched-tokens",
         type=int,
         help="tokens of a prefill chunk; default: 8192, or what a server's own log says",
+    )
+    parser.add_argument(
+        "--scheduling-policy",
+        choices=("fcfs", "priority", "session"),
+        help="who of those that wait in a server's own log goes first, as that of `cairn serve`; default: what the log "
+        "says. Nobody waits in other traces",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers there as well")
     parser.add_argument("--per-request", action="store_true", help="write cached tokens by request into the JSON, too")

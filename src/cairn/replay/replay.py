@@ -33,7 +33,7 @@ from cairn.scheduler.advance import chunk_end
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request, Spec
 from cairn.scheduler.scheduler import Scheduler
-from cairn.scheduler.state import SchedulerConfig
+from cairn.scheduler.state import SchedulerConfig, SchedulingPolicy
 from cairn.scheduler.transfers import Transfers
 from cairn.step import GRID, StepResult
 from cairn.transfer.contract import KvSource, TransferRole
@@ -72,8 +72,8 @@ class Replay:
 
     `max_tokens`: of a step, at least 64. `clock` measures what scheduler, cache and policies take. `log`: the server
     whose log the trace is. `observer` is told of what enters and leaves the tree. `tiers`: the bytes of those below the
-    cache, by name, the fastest first. Raises ValueError if the budget is
-    less than a page, or `max_tokens` too small.
+    cache, by name, the fastest first. `scheduling`: whose turn it is; None: as in the log. Raises ValueError if the
+    budget is less than a page, or `max_tokens` too small.
     """
 
     def __init__(
@@ -86,6 +86,7 @@ class Replay:
         log: ReplayedServer | None = None,
         observer: TreeObserver | None = None,
         tiers: Mapping[str, int] | None = None,
+        scheduling: SchedulingPolicy | None = None,
     ) -> None:
         if max_tokens < GRID:
             raise ValueError(f"max_num_batched_tokens must be at least {GRID}, not {max_tokens}")
@@ -99,6 +100,7 @@ class Replay:
             max_in_flight=1 if log is None else log.max_in_flight,
             exact=policy.exact,
             in_flight_sharing=log is None or log.in_flight_sharing,
+            policy=scheduling or ("fcfs" if log is None else log.scheduling_policy),
         )
         self._time = ManualClock()
         self.cache = PrefixCache(layout, budget_bytes // layout.page_bytes, policy, observer, self._time)
@@ -336,7 +338,16 @@ def _spec(index: int, trace_request: TraceRequest, prompt: Keys, max_tokens: int
         role=TransferRole(source, timeline.kv_export),
         prompt_logprobs=0 if timeline.bypasses_cache else None,
         priority=timeline.priority,
+        session=_session_of(trace_request),
+        client=f"{timeline.client:x}" if timeline.client else "",
     )
+
+
+def _session_of(trace_request: TraceRequest) -> str:
+    """The name of its session, in a log or a trace; empty where that is not known."""
+    if trace_request.timeline.session:
+        return f"{trace_request.timeline.session:x}"
+    return "" if trace_request.session is None else f"session {trace_request.session}"
 
 
 def _events(requests: Sequence[TraceRequest]) -> Iterable[_Event]:

@@ -32,7 +32,7 @@ class Timeline:
     left. `arrived_step` and `finished_step`: steps planned before it arrived, and before it was finished. `in_flight`:
     steps that were out at once, at most, so far. `priority`: as the client gave it. `kv_export`: its pages were leased
     to another server. `bypasses_cache`: no lookup was made. `cached_tokens`: the server's own hit, to compare a replay
-    with; `received_tokens`: of another server.
+    with; `received_tokens`: of another server. `session`, `client`: hashes of their names, 0 for none.
     """
 
     finish: str
@@ -46,6 +46,8 @@ class Timeline:
     bypasses_cache: bool = False
     cached_tokens: Count = 0
     received_tokens: Count = 0
+    session: Number = 0
+    client: Number = 0
 
     def __post_init__(self) -> None:
         if self.finished_step < self.arrived_step:

@@ -214,6 +214,8 @@ def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request
     else:
         request.stats.first_sequence = sequence
         request.stats.scheduled_time = state.clock.now()
+        state.waiting.sessions.count(request)
+        state.waiting.sessions.add(request.spec, request.num_prompt_tokens - sequence.hit)
     request.outcome.prompt_logprobs.clear()
     state.cache.retain_breakpoints(sequence, request.spec.boundaries)
     request.num_computed = sequence.hit

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.scheduler.request import Request
+from cairn.scheduler.sessions import SessionService
 
 
 class RequestQueue:
@@ -79,7 +80,8 @@ class WaitingQueue:
     """At most `limit` requests that have not been admitted; preempted ones come back whatever the limit.
 
     Nobody in `plain` waits for those in the other two: `fetches` wait for room for what they lack and may get from
-    elsewhere, `kv_exports` until what is leased to them leaves room for a prompt more.
+    elsewhere, `kv_exports` until what is leased to them leaves room for a prompt more. `sessions`: how much has been
+    served to those of the requests that were admitted from here.
     """
 
     def __init__(self, limit: int) -> None:
@@ -88,6 +90,7 @@ class WaitingQueue:
         self.fetches = RequestQueue()
         self.kv_exports = RequestQueue()
         self.marks = QueueMarks()
+        self.sessions = SessionService()
 
     def __len__(self) -> int:
         return len(self.plain) + len(self.fetches) + len(self.kv_exports)

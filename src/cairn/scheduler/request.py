@@ -98,7 +98,7 @@ class PromptSpec:
 class Spec(PromptSpec):
     """What is asked for. `max_tokens` >= 1; `stop_token_ids` hold the end-of-sequence ids unless they are ignored.
     `client`: who asks, the API key's digest or the peer's address, empty when that is not known: leases are bounded per
-    client.
+    client. `session`: the name of the conversation that it belongs to, empty where it has none.
 
     `min_tokens`: no stop token comes before so many have. `logprobs`: give the log-probability of each token, and of so
     many of the most likely ones; `prompt_logprobs`: the same of the prompt, all of which is computed for it.
@@ -110,6 +110,7 @@ class Spec(PromptSpec):
     stop_token_ids: frozenset[int] = frozenset()
     role: TransferRole = TransferRole()  # noqa: RUF009 - frozen, so one for all is right
     client: str = ""
+    session: str = ""
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None

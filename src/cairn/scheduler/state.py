@@ -18,14 +18,17 @@ from cairn.scheduler.speculation import Drafter, SpecDecodeCounters
 from cairn.scheduler.transfers import Transfers
 from cairn.types import Clock, RequestId
 
-__all__ = ["Counters", "RequestObserver", "SchedulerConfig", "SchedulerState"]
+__all__ = ["Counters", "RequestObserver", "SchedulerConfig", "SchedulerState", "SchedulingPolicy"]
+
+SchedulingPolicy = Literal["fcfs", "priority", "session"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
     """Bounds, in requests and tokens. `max_in_flight`: steps that may be out at once. `exact`: see DESIGN 6.
     `on_load_failure`: whether a request whose pages do not arrive from another server is computed here, or fails.
-    `in_flight_sharing`: whether a request waits for one in prefill that computes its beginning."""
+    `in_flight_sharing`: whether a request waits for one in prefill that computes its beginning. `policy`: whose turn it
+    is, see `cairn.scheduler.turns`; `priority` is `fcfs`."""
 
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 2048
@@ -35,6 +38,7 @@ class SchedulerConfig:
     exact: bool = False
     on_load_failure: Literal["recompute", "fail"] = "recompute"
     in_flight_sharing: bool = True
+    policy: SchedulingPolicy = "fcfs"
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_waiting", "max_model_len", "max_in_flight"):
@@ -50,11 +54,11 @@ class SchedulerConfig:
 
 @dataclass(slots=True)
 class Counters:
-    """Since the start. `bypasses`: how often a request went before another one that had come earlier, so as not to
-    lose its hit. `recomputed_tokens`: tokens computed again because of a preemption. `external_queries` and
-    `external_hits`: prompt tokens asked of other servers and received from them; `tier_hits`: those of started requests
-    that came from this server's own tiers. `refused_kv_exports`: by why: the
-    bound of all leases (`total`), that of one client (`client`), or no lease room in time (`timeout`)."""
+    """Since the start. `bypasses`: how often a request went before another one that had come earlier.
+    `recomputed_tokens`: tokens computed again because of a preemption. `external_queries` and `external_hits`: prompt
+    tokens asked of other servers and received from them; `tier_hits`: those of started requests that came from this
+    server's own tiers. `refused_kv_exports`: by why: the bound of all leases (`total`), that of one client (`client`),
+    or no lease room in time (`timeout`)."""
 
     prompt_tokens: int = 0
     computed_prompt_tokens: int = 0
@@ -190,6 +194,7 @@ class SchedulerState:
             self.drafting.drafter.end(request)
         self._release(request)
         self.transfers.prefill_speed.learn(request.stats)
+        self.waiting.sessions.add(request.spec, len(request.output))
         request.set_phase(Phase.FINISHED)
         self.requests.pop(request.id, None)
         self.parallel_sampling.remove(request)

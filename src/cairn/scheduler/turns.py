@@ -4,8 +4,14 @@ Requests go in the order of their priority and arrival. In a full pool those bef
 it is going to hit; so among those that would lose their hit so, the one with the longest goes first (longest prefix
 first, as Zheng et al., "SGLang", NeurIPS 2024, section 3 has it, but only where something is lost otherwise, and
 bounded: nobody starves).
+
+With the policy `session` the session goes first that has been served least lately (see `cairn.scheduler.sessions`), of
+those that are about equal the one that would lose the longest hit otherwise, then the one that came first. A name that
+nobody knows yet brings no turn: with it a request may go before others of its own client alone. So a client that gives
+each request a session of its own takes nobody's turn.
 """
 
+from collections.abc import Mapping, Sequence
 from itertools import islice, takewhile
 
 from cairn.cache.awaited import MAX_AWAITED, WaitingPrompt
@@ -14,6 +20,9 @@ from cairn.scheduler.state import SchedulerState
 
 MAX_BYPASSED = 16
 """So many requests that came later may go before one, at most."""
+
+MAX_BYPASSED_BY_SESSION = 64
+"""The same with the policy `session`."""
 
 
 def await_hits(state: SchedulerState) -> None:
@@ -44,23 +53,46 @@ def await_hits(state: SchedulerState) -> None:
 
 
 def choose_turn(state: SchedulerState) -> None:
-    """Let one of those that would lose what they are going to hit go before the head of the plain queue, where the
-    bounds of all whom it would bypass allow it. To be called when the head could go."""
+    """Let one of those that wait go before the head of the plain queue, where the bounds of all whom it would bypass
+    allow it. To be called when the head could go."""
     plain, marks = state.waiting.plain, state.waiting.marks
     head = plain.head
     # one that has bypassed others stays first until it has room
     if head is None or head.place.before is not None or marks.chosen == state.waiting.version:
         return
     marks.chosen = state.waiting.version
+    by_session = state.config.policy == "session"
+    if by_session and head.resumed:
+        return
     window = list(islice(takewhile(lambda other: other.spec.priority == head.spec.priority, plain), MAX_AWAITED))
     endangered = state.cache.endangered_hits([(request.id, request.num_tokens) for request in window])
-    if not endangered:
-        return
-    bounds = (place for place, request in enumerate(window) if request.place.num_bypassed >= MAX_BYPASSED)
+    limit = MAX_BYPASSED_BY_SESSION if by_session else MAX_BYPASSED
+    bounds = (place for place, request in enumerate(window) if request.place.num_bypassed >= limit)
     candidates = window[: next(bounds, len(window)) + 1]
-    best = max(candidates, key=lambda request: endangered.get(request.id, 0))
-    if best is not head and best.id in endangered:
+    best = _least_served(state, candidates, endangered) if by_session else _most_endangered(candidates, endangered)
+    if best is not head:
         _bypass(state, best, head)
+
+
+def _most_endangered(candidates: Sequence[Request], endangered: Mapping[str, int]) -> Request:
+    """The one that would lose the longest hit; the head of the queue where nobody would lose one."""
+    best = max(candidates, key=lambda request: endangered.get(request.id, 0))
+    return best if best.id in endangered else candidates[0]
+
+
+def _least_served(state: SchedulerState, candidates: Sequence[Request], endangered: Mapping[str, int]) -> Request:
+    """The one of the least level that may go before all those before it."""
+    best, best_rank = candidates[0], (1 << 62, 0)
+    clients = set[str]()
+    for request in candidates:
+        clients.add(request.spec.client)
+        if len(clients) > 1 and not state.waiting.sessions.knows(request.spec):
+            continue
+        lost = endangered.get(request.id, 0)
+        rank = state.waiting.sessions.level(request, lost), -lost
+        if rank < best_rank:
+            best, best_rank = request, rank
+    return best
 
 
 def _bypass(state: SchedulerState, request: Request, head: Request) -> None:

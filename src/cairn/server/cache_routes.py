@@ -66,6 +66,7 @@ class CacheViews:
                 "unlisted_tokens",
                 "visits",
                 "tiers",
+                "queue",
             )
         }
 

@@ -16,6 +16,7 @@ from cairn.errors import InvalidRequest, Overloaded
 from cairn.http.clients import get_client_id, get_key_digest
 from cairn.http.handover import restore_client_fields
 from cairn.http.middleware import Gate
+from cairn.http.sessions import record_session
 from cairn.server.chat_translation import TranslationRules
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.metrics import Metrics
@@ -105,6 +106,7 @@ async def _decode_json(request: Request) -> Any:
         decoded = json.loads(body)
     if isinstance(decoded, dict):
         request.scope[_TRANSFER_PARAMS] = decoded.get("kv_transfer_params")
+        record_session(request.scope, decoded)
     return restore_client_fields(decoded)
 
 

@@ -80,8 +80,18 @@ _COUNTERS = (
     ("vllm:generation_tokens", "tokens.generation", "Tokens generated."),
     ("vllm:num_preemptions", "num_preemptions", "Running requests that had to give their memory up."),
     (
-        *("cairn:request_bypasses", "num_bypasses"),
-        "How often a request went before one that came earlier, so as not to lose what it was going to hit.",
+        *("cairn:request_bypasses", "queue.num_bypasses"),
+        "How often a request went before one that came earlier: not to lose what it was going to hit, or as its "
+        "session had been served less.",
+    ),
+    (
+        *("cairn:session_requests", "queue.requests_by_session"),
+        *("Requests that were started, by how much their sessions had been served: short, medium or long.", "session"),
+    ),
+    (
+        *("cairn:session_wait_seconds", "queue.wait_seconds_by_session"),
+        "Seconds that requests had waited when they were started, by how much their sessions had been served.",
+        "session",
     ),
     ("cairn:forward_passes", "steps.forward_passes", "Forward passes of the model."),
     ("cairn:steps", "steps.num_steps", "Engine steps."),

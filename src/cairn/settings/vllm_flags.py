@@ -85,11 +85,6 @@ VLLM_FLAGS: tuple[VllmFlags, ...] = (
     _switches(
         "--scheduler-reserve-full-isl", None, "a request starts when there is room for it, and is preempted otherwise"
     ),
-    VllmFlags(
-        "--scheduling-policy",
-        "fcfs priority",
-        "smaller `priority` first, equal ones in order of arrival, but for hits that would be lost",
-    ),
     VllmFlags("--max-num-scheduled-tokens", "", "a step is bounded by `--max-num-batched-tokens`"),
     VllmFlags("--max-num-active-seqs", "", "running requests are bounded by `--max-num-seqs`"),
     VllmFlags(

@@ -22,11 +22,11 @@ from cairn.deploy.ray.settings import RaySettings
 from cairn.engine.contract import RenderedPrompt
 from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
+from cairn.http.sessions import session_name
 from cairn.models.weights.hub import ModelSource, find_tokenizer
 from cairn.proxy.protocol import parse_body
 from cairn.proxy.server_pool import Headers
 from cairn.routing.rule import RoutedRequest
-from cairn.routing.sessions import session_name
 from cairn.server.anthropic import translation as anthropic
 from cairn.server.anthropic.requests import MessagesRequest
 from cairn.server.images import MediaConnector

@@ -153,6 +153,13 @@ class SchedulingOptions(_Options):
     max_num_seqs: int | None = Field(
         None, description="most requests computed at once; 64 unless given, fewer where memory is short", ge=1, le=65535
     )
+    scheduling_policy: Literal["fcfs", "priority", "session"] = Field(
+        "fcfs",
+        description="who of those that wait goes first, smaller `priority` always before larger: fcfs, which is also "
+        "priority, goes by arrival, and before that who would lose what it is going to hit, past 16 others at most; "
+        "session goes by the least service of the session lately, so that short sessions do not wait behind long ones, "
+        "and nobody is bypassed by more than 64 others",
+    )
     max_waiting: int = Field(1024, description="most requests waiting; more are answered with 429", ge=1, le=_MAX_COUNT)
     seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
     check_plans: bool = Field(

@@ -199,11 +199,20 @@ class TierStats(msgspec.Struct, frozen=True, kw_only=True):
     skipped: dict[str, int] = {}
 
 
+class QueueStats(msgspec.Struct, frozen=True, kw_only=True):
+    """`num_bypasses`: see `cairn.scheduler.state.Counters`. `requests_by_session`, `wait_seconds_by_session`: requests
+    that were admitted, and how long these had waited, by how much their sessions had been served: short, medium or
+    long."""
+
+    num_bypasses: int = 0
+    requests_by_session: dict[str, int] = {}
+    wait_seconds_by_session: dict[str, float] = {}
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """Counters since the start (monotone) and gauges of this moment. `waiting_by_reason`: the waiting by what for: for
     slots, pages and their turn (`capacity`), or for another request or server (`deferred`). `pending_prefill_tokens`:
     those of prompts that are still to be computed, of the waiting by the share that was computed of all so far.
-    `num_bypasses`: see `cairn.scheduler.state.Counters`.
     `request_log_dropped`: requests without a line in the request log."""
 
     num_running: int = 0
@@ -211,7 +220,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     waiting_by_reason: dict[str, int] = {}
     pending_prefill_tokens: int = 0
     num_preemptions: int = 0
-    num_bypasses: int = 0
+    queue: QueueStats = QueueStats()
     pool: PoolStats = PoolStats()
     tokens: TokenStats = TokenStats()
     prefix_cache: PrefixCacheStats = PrefixCacheStats()

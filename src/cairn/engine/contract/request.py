@@ -72,6 +72,7 @@ RANGES: Mapping[str, Range] = MappingProxyType(
     {
         "request_id": Range(1, 256, lengths="characters"),
         "client": Range(0, 256, lengths="characters"),
+        "session": Range(0, 64, lengths="characters"),
         "boundaries": Range(0, 1 << 16, lengths="places"),
         "prediction": Range(0, 8 << 24, lengths="bytes"),
         "kv_transfer_params": Range(0, 4 << 20, lengths="bytes"),
@@ -214,7 +215,8 @@ class GenerateRequest(PromptInput, frozen=True, kw_only=True):
 
     `kv_transfer_params`: that JSON object of the request's body as it came, checked by the engine alone. `priority`: a
     smaller one comes before others. `client`: who asks, the API key's digest or the peer's address: what is held for
-    other servers is bounded for each.
+    other servers is bounded for each. `session`: the name of the conversation that it belongs to, 32 hexadecimal
+    digits; empty where it has none.
     """
 
     request_id: str
@@ -228,6 +230,7 @@ class GenerateRequest(PromptInput, frozen=True, kw_only=True):
     kv_transfer_params: bytes | None = None
     priority: int = 0
     client: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    session: Annotated[str, msgspec.Meta(max_length=64)] = ""
 
     @property
     def prefill_only(self) -> bool:

@@ -7,6 +7,7 @@ from msgspec import Meta
 
 from cairn.cache.layout import CacheLayout
 from cairn.models.layer_sizes import ForwardSizes
+from cairn.scheduler.state import SchedulingPolicy
 from cairn.types import Positive, Size
 
 VERSION = 3
@@ -36,3 +37,4 @@ class LogHeader:
     max_num_seqs: Positive
     max_num_batched_tokens: Positive
     in_flight_sharing: bool
+    scheduling_policy: SchedulingPolicy = "fcfs"

@@ -18,7 +18,7 @@ import json
 from base64 import b64encode
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import numpy as np
@@ -34,12 +34,14 @@ HASH_BYTES, KEY_BYTES = 2, 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogEntry:
-    """One request that has ended: its tokens, which the line says in hashes, and the rest of the line by its names."""
+    """One request that has ended: its tokens, which the line says in hashes, and the rest of the line by its names.
+    `names`: of its session and its client, which the line says in hashes, too; nothing of empty ones."""
 
     namespace: Namespace
     prompt: Keys
     output: tuple[int, ...]
     fields: Mapping[str, object]
+    names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +64,8 @@ class LogLines:
 
     def line(self, entry: LogEntry) -> bytes:
         """The next line."""
-        return _line({**entry.fields, "namespace": self._namespace(entry.namespace), **self._sequence(entry)})
+        names = {key: self._hash(name.encode()) for key, name in entry.names.items() if name}
+        return _line({**entry.fields, **names, "namespace": self._namespace(entry.namespace), **self._sequence(entry)})
 
     def lost(self) -> None:
         """The last line will not be in the file, so none may refer to it."""
@@ -71,7 +74,11 @@ class LogLines:
     def _namespace(self, namespace: Namespace) -> int:
         if namespace == Namespace():
             return 0
-        return 1 | _block_hash(blake2b(_encode(namespace), digest_size=KEY_BYTES, key=self._key).digest())
+        return self._hash(_encode(namespace))
+
+    def _hash(self, text: bytes) -> int:
+        """Never 0, which says that there is none."""
+        return 1 | _block_hash(blake2b(text, digest_size=KEY_BYTES, key=self._key).digest())
 
     def _sequence(self, entry: LogEntry) -> dict[str, object]:
         """`prefix`, `block_hashes` and `token_hashes`, in O(tokens)."""

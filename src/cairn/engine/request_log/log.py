@@ -104,7 +104,8 @@ class RequestLog:
             "dropped": self._sink.dropped,
         }
         fields |= {name: value for name, value in optional.items() if value}
-        self._sink.put(LogEntry(spec.namespace, spec.prompt, tuple(request.output), fields))
+        names = {"session": spec.session, "client": spec.client}
+        self._sink.put(LogEntry(spec.namespace, spec.prompt, tuple(request.output), fields, names))
 
 
 def _cache_fields(report: CacheReport | None) -> dict[str, object]:
@@ -172,5 +173,6 @@ def header(config: EngineConfig, info: EngineInfo, layout: CacheLayout, sizes: F
         max_num_seqs=info.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         in_flight_sharing=config.in_flight_sharing,
+        scheduling_policy=config.scheduling_policy,
     )
     return {"source": "cairn", "version": VERSION, "salted": True, **asdict(log_header)}

@@ -113,6 +113,7 @@
     showTime();
     showTree();
     showPolicy();
+    showQueue();
     showLost();
     showVisits();
   }
@@ -460,6 +461,23 @@
       rest.textContent = `${whole.format(row.present)} of ${whole.format(row.taken)} taken are there, expected to save ` +
         `${brief.format(row.expected_tokens)} tokens in the next 1,000 requests; ${many(row.used, "hit")} so far`;
       item.append(left, make("span", row.kind.replaceAll("_", " ")), rest);
+      return item;
+    }));
+  }
+  const AWAITED = { turn: "its turn", prefix: "what another request computes", pages: "pages from elsewhere", lease: "room among the leases" };
+  function showQueue() {
+    const { policy, waiting, bypasses, requests } = latest.queue;
+    $("queue-note").textContent = (waiting
+      ? `${many(waiting, "request")} waiting${waiting > requests.length ? `, the first ${requests.length} of them here` : ""}. `
+      : "Nobody waits. ") + `Policy ${policy}; requests went before earlier ones ${whole.format(bypasses)} times so far.`;
+    $("queue").replaceChildren(...requests.map((row) => {
+      const item = make("li"), left = make("div"), rest = make("div");
+      left.append(make("strong", whole.format(row.hit)), make("span", ` of ${whole.format(row.prompt)} tokens to hit`));
+      const kept = row.kept_bytes ? `${size(row.kept_bytes)} kept for it${row.endangered ? ", which would go before its turn" : ""}; ` : "";
+      rest.textContent = `${kept}a ${row.session} session, waiting for ${row.age.toFixed(1)} s` +
+        (row.bypassed ? `, bypassed by ${many(row.bypassed, "other")}` : "") +
+        (row.priority ? `, priority ${whole.format(row.priority)}` : "");
+      item.append(left, make("span", `waits for ${AWAITED[row.waits_for] || "its turn"}`), rest);
       return item;
     }));
   }

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from cairn import __version__
 from cairn.engine.contract import MAX_ANSWERS, EngineClient, EngineInfo
 from cairn.http.clients import cancel_on_disconnect, get_client_id
+from cairn.http.sessions import get_session
 from cairn.server.images.memory import ImageAllocation
 from cairn.server.metrics import Metrics
 from cairn.server.notices import Notices
@@ -123,6 +124,7 @@ class Answers:
                 # Two clients may send the same id; inside the engine an id has to be one request's alone.
                 request_id=f"{answer_id}-{body.release_key or stamps.new_id()}",
                 client=get_client_id(http.scope),
+                session=get_session(http.scope),
                 structure=answer.structure,
                 bad_words=bad_words,
                 thinking=budget,

@@ -40,14 +40,15 @@ def build_engine_request(
     *,
     request_id: str,
     client: str,
+    session: str = "",
     structure: Structure | None,
     bad_words: Sequence[Sequence[int]],
     thinking: ThinkingBudget | None,
     prediction: Sequence[int] = (),
 ) -> GenerateRequest:
-    """`client`: who sends it. `bad_words`: their token ids. `thinking`: the bound of the reasoning, None for none.
-    `prediction`: the token ids of the body's own. Raises InvalidRequest naming the field. Ranges are checked by the
-    engine."""
+    """`client`: who sends it; `session`: the name of its session. `bad_words`: their token ids. `thinking`: the bound
+    of the reasoning, None for none. `prediction`: the token ids of the body's own. Raises InvalidRequest naming the
+    field. Ranges are checked by the engine."""
     if body.stream_options is not None and not body.stream:
         raise InvalidRequest("stream_options is only for streams: send stream=true with it", "stream_options")
     if body.prompt_logprobs is not None and body.stream:
@@ -86,6 +87,7 @@ def build_engine_request(
         kv_transfer_params=encode_transfer_params(body.kv_transfer_params, info),
         structure=structure,
         client=client,
+        session=session,
     )
 
 

@@ -92,10 +92,10 @@ Documents: TypeAlias = Annotated[list[dict[Unicode, Unicode]], Field(max_length=
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 class ExtraArgs(TypedDict, total=False):
-    """vLLM's arguments for extensions. Those that are known here are names for a session, and change nothing."""
+    """vLLM's arguments for extensions. Those that are known here are names for a session."""
 
-    session_id: Annotated[str, Field(max_length=256)]
-    prompt_cache_key: Annotated[str, Field(max_length=256)]
+    session_id: str
+    prompt_cache_key: str
 
 
 class StreamOptions(BaseModel):
@@ -165,7 +165,7 @@ class SamplingFields(BaseModel):
     guided_regex: Text | None = None
     guided_choice: Choices = None
     guided_grammar: Text | None = None
-    prompt_cache_key: str | None = Field(None, max_length=256)
+    prompt_cache_key: str | None = None
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
     vllm_xargs: ExtraArgs | None = None
     repetition_detection: RepetitionFields | None = None

@@ -488,7 +488,7 @@ class ResponsesRequest(BaseModel):
     kv_transfer_params: dict[str, Any] | None = None
     vllm_xargs: ExtraArgs | None = None
     request_id: str | None = Field(None, pattern=r"^[\x21-\x7e]+$", max_length=128)
-    prompt_cache_key: str | None = Field(None, max_length=256)
+    prompt_cache_key: str | None = None
     user: str | None = Field(None, max_length=256)
     safety_identifier: str | None = Field(None, max_length=256)
     service_tier: Literal["auto", "default", "flex", "scale", "priority"] | None = None
