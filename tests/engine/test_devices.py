@@ -139,7 +139,7 @@ def test_auto_without_a_gpu_is_the_cpu(tiny_model, tmp_path, monkeypatch, caplog
     caplog.set_level("INFO")
     opener, asked = Opener(), EngineConfig(model=str(tiny_model))
     config, opened = open_for_device(asked, opener, machine(tmp_path, num_gpus))
-    assert config.device == "cpu" and opener.kept[-1] == "all" and choose_device(config, opened) == Device()
+    assert config.device == "cpu" and opener.kept[-1] == "codes" and choose_device(config, opened) == Device()
     assert [one.levelname for one in caplog.records] == [level]
     told = (
         "no NVIDIA GPU, or CUDA_VISIBLE_DEVICES hides it" if level == "INFO" else "an NVIDIA GPU that cannot be used: "
@@ -190,7 +190,7 @@ def test_auto_is_the_cpu_where_a_gpu_cannot_be_used_and_says_why(tiny_model, tmp
     caplog.set_level("INFO")
     opener = Opener(**fields)
     config, opened = open_for_device(EngineConfig(model=str(tiny_model), **settings), opener, machine(tmp_path))
-    assert config.device == "cpu" and opener.kept == ["fp8", "all"] and not opened.stays_as_stored
+    assert config.device == "cpu" and opener.kept == ["fp8", "codes"] and not opened.stays_as_stored
     assert [one.levelname for one in caplog.records] == ["WARNING"]
     assert re.search(reason, caplog.messages[0])
 
@@ -200,7 +200,7 @@ def test_a_device_that_is_asked_for_is_taken(tiny_model, tmp_path, gpus, caplog)
     for device in ("cpu", "cuda"):
         opener, asked = Opener(), EngineConfig(model=str(tiny_model), device=device)
         assert open_for_device(asked, opener, machine(tmp_path, 1))[0] == asked
-        assert opener.kept == ["fp8" if device == "cuda" else "all"] and not caplog.records
+        assert opener.kept == ["fp8" if device == "cuda" else "codes"] and not caplog.records
 
 
 @pytest.mark.usefixtures("gpus")

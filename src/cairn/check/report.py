@@ -152,7 +152,7 @@ def check(
     misshapen or of another dtype are listed in the report.
     """
     settings = settings or CheckSettings()
-    keeps: Kept = "all" if settings.gpu_memory_bytes is None else "fp8"
+    keeps: Kept = "codes" if settings.gpu_memory_bytes is None else "fp8"
     model = open_model(folder, settings.dtype, settings.quantization, keeps)
     settings = replace(settings, quantization=model.served_quantization)
     if headers is None:

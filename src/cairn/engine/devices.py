@@ -228,7 +228,7 @@ def _kernels(config: EngineConfig, opened: OpenModel, rank: int, place: torch.de
 
 def kept_weights(config: EngineConfig) -> Kept | None:
     """Which weights of a quantized checkpoint stay as they are stored."""
-    return None if config.exact else "fp8" if config.device == "cuda" else "all"
+    return None if config.exact else "fp8" if config.device == "cuda" else "codes"
 
 
 def layout_of(config: EngineConfig, opened: OpenModel) -> CacheLayout:

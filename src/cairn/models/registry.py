@@ -33,9 +33,9 @@ __all__ = ["OpenModel", "open_model"]
 
 logger = logging.getLogger(__name__)
 
-Kept = Literal["fp8", "all"]
-"""Which weights of a quantized checkpoint are served as they are stored: those in FP8, as on GPUs, or all, as on the
-CPU."""
+Kept = Literal["fp8", "codes"]
+"""Which weights of a quantized checkpoint are served as they are stored: those in FP8, as on GPUs, or those in codes,
+with FP8 as one kind of them, as on the CPU."""
 
 MOST_HEAD_SHARE = 0.02
 """Of a token's products. A model of a few million weights, which decodes in a millisecond, would lose more by it than a
@@ -210,7 +210,7 @@ def _served_quantization(
     if keeps == "fp8" and stored_as.layouts:
         logger.warning("weights in codes are dequantized: there are no products with them on GPUs yet")
     if stored_as.method in ONLY_CODES:
-        return stored_as.method if keeps == "all" else None
+        return stored_as.method if keeps == "codes" else None
     if not stored_as.can_stay and not stored_as.layouts:
         logger.warning("weights are dequantized: there are no products with factors for blocks of %s", stored_as.block)
         return None
