@@ -19,6 +19,7 @@ import torch
 from cairn.errors import ModelError
 from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.quantized import QuantizedWeight
+from cairn.kernels.weight_rows import StoredRows
 from cairn.models.config_schema import Fields
 from cairn.models.decoder_config import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
@@ -203,7 +204,7 @@ class WeightReader:
         Raises ModelError as `load` does.
         """
         scale = find_scale(self.headers, name, self._quantization) if name in self.headers else None
-        if scale is None or scale.block is None:
+        if scale is None or scale.block is None or self._quantization is None or not self._quantization.can_stay:
             return None
         if (columns := find_scale_columns(name, shape, shard, scale.block)) is None:
             return None
@@ -229,6 +230,11 @@ class WeightReader:
             weight = matrix.read_shard(self._stored, shard, self._dtype)
         # A copy where parts are still the files' memory.
         return None if weight is None else weight.changed(torch.Tensor.clone)
+
+    def load_stored(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> StoredRows | None:
+        """As `load_codes` or as `load_fp8`, whichever of the two the matrix is stored in."""
+        codes = self.load_codes(name, shape, shard)
+        return codes if codes is not None else self.load_fp8(name, shape, shard)
 
     def _gguf_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> QuantizedWeight | None:
         if problem := find_problem(self.headers, name, shape, self._quantization):
