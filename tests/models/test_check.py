@@ -21,7 +21,7 @@ from models.published import NANO
 from runner.harness import parse, tensors
 from tiers import more
 
-ITEM_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1}
+ITEM_BYTES = {"BF16": 2, "F32": 4, "F8_E4M3": 1, "U8": 1}
 
 Headers = dict[str, tuple[str, tuple[int, ...]]]
 """Tensor name -> safetensors dtype, shape."""

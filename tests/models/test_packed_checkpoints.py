@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cairn.check.report import CheckSettings, check
+from cairn.check.report import CheckSettings, check, render
 from cairn.errors import ModelError
 from cairn.kernels.cpu.codes import PackedCodes
 from cairn.kernels.cpu.panels import has_panels
@@ -45,6 +46,10 @@ def test_every_tensor_is_accounted_for(pair: Pair) -> None:
     report = check(codes)
     assert report.ok, report.accounting.problems[:3]
     assert report.parameters == check(same).parameters
+    forms = report.accounting.forms
+    assert sum(forms.values()) >= 8 and not check(same).accounting.forms
+    assert (set(forms) == {"FP8"}) is (FORMATS[pair[0]].fp8 == "all")
+    assert ("FP8" in forms) is (FORMATS[pair[0]].fp8 != "none")
 
 
 def test_every_number_is_the_published_rules(pair: Pair) -> None:
@@ -99,6 +104,18 @@ def test_formats_are_other_weights(made_model: Any, pair: Pair, tmp_path: Path) 
     assert {key for key in facts[0] if facts[0][key] != facts[1][key]} == {"weights"}
     assert facts[0] == open_model(codes, keeps="codes").transfer_facts()
     assert json.loads((codes / "config.json").read_text())["model_type"]
+
+
+def test_check_says_what_is_kept(pair: Pair) -> None:
+    name, codes, _ = pair
+    console = Console(width=200)
+    for gpu_memory in (None, 1 << 34):
+        report = check(codes, CheckSettings(dtype="bfloat16", gpu_memory_bytes=gpu_memory))
+        with console.capture() as capture:
+            console.print(render(report))
+        row = next(line for line in capture.get().splitlines() if "quantized" in line)
+        assert ("kept as stored" in row) is (FORMATS[name].fp8 != ("none" if gpu_memory else "all")), row
+        assert ("dequantized" in row) is (FORMATS[name].fp8 != ("all" if gpu_memory else "none")), row
 
 
 # -- served on the CPU -------------------------------------------------------------------------------------------------

@@ -27,9 +27,10 @@ from cairn.engine.memory_plan import (
 )
 from cairn.errors import ConfigError
 from cairn.models.decoder_builder import load_kernels
-from cairn.models.decoder_config import AskedQuantization
+from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
 from cairn.models.registry import Kept, OpenModel, open_model
+from cairn.models.weights.gguf.codes import CODED
 from cairn.models.weights.loader import Accounting, DType, account
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
@@ -268,6 +269,7 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         ("model", f"{report.model_type}, {sum(report.layers.values())} layers: {layers}"),
         ("tensors", _tensor_row(report)),
         ("parameters", f"{report.parameters:,} ({report.parameters / 1e9:.2f} B)"),
+        *_form_rows(report),
         *_rank_rows(report),
         *_head_rows(report),
         ("weights", f"{_size(report.weight_bytes)} in {_served_in(report)}"),
@@ -291,6 +293,21 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
             f"or {_count(settings.min_shared_tokens, 'token')} shared with another prompt",
         ),
     ]
+
+
+def _form_rows(report: CheckReport) -> list[tuple[str, str]]:
+    """What is quantized, and what becomes of it."""
+    forms = report.accounting.forms
+    if not forms:
+        return []
+    on_gpu = report.settings.gpu_memory_bytes is not None
+    stays = report.settings.quantization not in (None, *MADE_AT_LOAD)
+    kept = [form for form in forms if stays and (report.settings.quantization != "gguf" or form in CODED)]
+    parts = [
+        f"{count:,} of {form} {'kept as stored' if form in kept and (form == 'FP8') is on_gpu else 'dequantized'}"
+        for form, count in forms.items()
+    ]
+    return [("quantized", "matrices: " + "; ".join(parts))]
 
 
 def _head_rows(report: CheckReport) -> list[tuple[str, str]]:

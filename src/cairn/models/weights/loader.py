@@ -4,6 +4,7 @@ A folder holds config.json and either `model.safetensors` or shards listed by `m
 in it is ever executed: pickle formats are refused, `auto_map` is ignored.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from cairn.models.weights.quantization import (
     find_scale_columns,
     find_scale_problem,
     logical_names,
+    name_form,
     row_scales,
     used_tensors,
 )
@@ -55,10 +57,12 @@ READABLE = ("BF16", "F16", "F32")
 class Accounting:
     """A checkpoint's tensors against the ones that its config calls for. `problems`: a sentence for each that is wrong,
     and then for those that are missing and for those that are foreign, by turns.
-    `num_ignored`: tensors of parts that are not served, such as multi-token prediction heads."""
+    `num_ignored`: tensors of parts that are not served, such as multi-token prediction heads. `forms`: how many
+    matrices are stored in each quantized form, by its name."""
 
     problems: tuple[str, ...]
     num_ignored: int
+    forms: Mapping[str, int]
 
 
 def read_config(folder: Path) -> dict[str, object]:
@@ -96,7 +100,9 @@ def account(
     foreign = [f"{headers[name].file}: {name} is not part of this architecture" for name in unknown]
     # By turns: what is missing may be there under another name, and of a long list only the beginning is shown.
     pairs = chain.from_iterable(zip_longest(problems[num_wrong:], foreign))
-    return Accounting((*problems[:num_wrong], *filter(None, pairs)), len(extra) - len(unknown))
+    forms = Counter(filter(None, (name_form(headers, *each, quantization) for each in expected.items())))
+    shown = (*problems[:num_wrong], *filter(None, pairs))
+    return Accounting(shown, len(extra) - len(unknown), dict(sorted(forms.items())))
 
 
 def find_problem(

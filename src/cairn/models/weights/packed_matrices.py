@@ -31,6 +31,13 @@ class PackedMatrix:
     headers: Mapping[str, TensorHeader]
 
     @property
+    def form(self) -> str:
+        """In words."""
+        coding = self.coding
+        scales = "a scale a row" if coding.groups == 1 else f"groups of {coding.group}"
+        return f"{self.layout.format}, {coding.bits} bits, {scales}"
+
+    @property
     def units(self) -> tuple[int, int]:
         """Outputs and inputs at multiples of which it can be cut."""
         return self.layout.units(self.coding, tuple(self.tensors))

@@ -25,7 +25,7 @@ from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.contract import StoredLoader
 from cairn.models.decoder_config import StoredQuantization
 from cairn.models.sharding import Slice, TensorShard
-from cairn.models.weights.gguf.source import describe_blocks
+from cairn.models.weights.gguf.source import PLAIN, describe_blocks
 from cairn.models.weights.packed_matrices import (
     Layouts,
     PackedMatrix,
@@ -106,6 +106,19 @@ def find_matrix(
     """A matrix in codes, or what is wrong with its tensors; None for a tensor that is stored otherwise."""
     layout = None if quantization is None else find_layout(headers, name, quantization.layouts)
     return None if layout is None else resolve_matrix(headers, name, shape, layout)
+
+
+def name_form(
+    headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...], quantization: Quantization | None
+) -> str | None:
+    """In which quantized form a tensor is stored, in words; None where it is not, or is wrong."""
+    header = headers.get(name)
+    if header is not None and header.num_bytes is not None:
+        return None if header.dtype in PLAIN else header.dtype
+    matrix = find_matrix(headers, name, shape, quantization)
+    if matrix is None:
+        return "FP8" if find_scale(headers, name, quantization) is not None else None
+    return None if isinstance(matrix, str) else matrix.form
 
 
 def find_scale(headers: Mapping[str, TensorHeader], name: str, quantization: Quantization | None) -> StoredScale | None:
