@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.divergence import MAX_DIVERGENCES, DivergenceStats
 from cairn.cache.eviction import MIN_REFRESH_INTERVAL, ValuePerByte
-from cairn.cache.hazard import BINS, MAX_HITS, HazardTable
+from cairn.cache.hazard import BINS, MAX_HITS, HazardTable, TimesAtRisk, Watched
 from cairn.cache.tree import Checkpoint, Node
 from cairn.step import GRID
 
@@ -103,6 +103,65 @@ def test_time_at_risk_is_the_same_one_by_one_and_together(spans):
     assert np.allclose(one._risk[: len(one)], many._risk[: len(many)])
     assert one._risk.sum() == pytest.approx(sum(until - since for since, until in spans), abs=1e-6)
     assert one._risk.shape[1] == BINS
+
+
+EVENTS = st.tuples(
+    st.sampled_from(["begin", "use", "move", "end", "count"]), st.integers(0, 5), st.integers(0, 2), st.integers(0, 9)
+)
+
+
+@given(st.lists(EVENTS, max_size=60))
+def test_times_are_the_same_in_columns_and_one_by_one(events):
+    table, plain = HazardTable(), HazardTable()
+    for each in (table, plain):
+        assert [each.row((kind,)) for kind in range(3)] == [1, 2, 3]
+    times, watched = TimesAtRisk(table), [Watched() for _ in range(6)]
+    waits: dict[int, list[int]] = {}  # row, since, counted up to
+
+    def count(number: int, now: int) -> None:
+        row, since, counted = waits[number]
+        plain.at_risk(row, counted - since, now - since)
+        waits[number][2] = now
+
+    now = 0
+    for event, number, kind, pause in events:
+        now += pause
+        if event == "count":
+            times.count_all(now)
+            for each in waits:
+                count(each, now)
+            continue
+        if number in waits:
+            count(number, now)
+        if event == "begin":
+            if number not in waits:
+                times.restart(watched[number], kind + 1, now)
+                waits[number] = [kind + 1, now, now]
+        elif event == "use":
+            times.use(watched[number], now)
+            if number in waits:
+                plain.hit(waits[number][0], now - waits[number][1])
+        elif event == "end":
+            times.remove(watched[number], now)
+            waits.pop(number, None)
+        elif number in waits:
+            times.move(watched[number], kind + 1, now)
+            waits[number][0] = kind + 1
+    times.count_all(now)
+    for each in waits:
+        count(each, now)
+    assert np.allclose(table._risk, plain._risk) and (table._hits == plain._hits).all()
+
+
+def test_more_things_than_columns_are_counted():
+    table, watched = HazardTable(), [Watched() for _ in range(200)]
+    times = TimesAtRisk(table)
+    for each in watched:
+        times.restart(each, 0, 0)
+    times.count_all(3)
+    for each in watched[::2]:
+        times.remove(each, 4)
+    assert len({each.slot for each in watched[1::2]}) == 100 and table._risk.sum() == pytest.approx(200 * 3 + 100)
 
 
 # -- records ---------------------------------------------------------------------------------------------------------

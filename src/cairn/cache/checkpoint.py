@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 
+from cairn.cache.hazard import Watched
+
 __all__ = ["Kind", "Lineage", "Origin"]
 
 
@@ -48,14 +50,13 @@ class Origin(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class Lineage:
+class Lineage(Watched):
     """What is known of the request that makes a checkpoint, and of the path that it adds: tokens `start` to `end` of
     its prompt were never seen before. `turn`: how many requests in a row went on from where the one before had ended,
     up to 2. `forked`: it begins inside the path of an earlier request. `message_end`: where the prompt's last message
     ends, as far as that is known, and otherwise the prompt: its answer comes after that.
 
-    `visits`: later requests that left the path at a place that was not known for that, and the rest of the path's
-    record, as in `ReuseStats`: when it was added or last visited, counted up to when, its class.
+    `visits`: later requests that left the path at a place that was not known for that, each of which is a use of it.
     """
 
     turn: int = 0
@@ -64,9 +65,6 @@ class Lineage:
     forked: bool = False
     message_end: int = 0
     visits: int = 0
-    since: int = 0
-    noted: int = 0
-    row: int = 0
 
     @property
     def new_tokens(self) -> int:

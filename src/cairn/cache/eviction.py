@@ -13,11 +13,9 @@ from collections.abc import Collection, Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-import numpy as np
-
 from cairn.cache.checkpoint import Lineage, Origin
 from cairn.cache.divergence import DivergenceStats
-from cairn.cache.hazard import PSEUDO_HITS, Class, HazardTable
+from cairn.cache.hazard import PSEUDO_HITS, Class, HazardTable, TimesAtRisk, Watched
 from cairn.cache.tree import Checkpoint, Node, next_above, next_below
 from cairn.cache.tree_store import TreeObserver
 from cairn.step import GRID
@@ -126,13 +124,12 @@ class EvictionPolicy(TreeObserver):
         return ()
 
 
-class ReuseStats:
+class ReuseStats(Watched):
     """The record of the checkpoint that is or was at the end of `node`.
 
-    `since`: the number of the request that made or last used it. `noted`: up to which request its time without use has
-    been counted. `row`: that of its class in the hazard table. `branches`: children that `node` ever had.
-    `demoted_child`: the record of a deeper checkpoint that is gone, whose hits would now be this one's. `share`: its
-    part of its path's divergences, as it was for `share_of`: their version, and where the next deeper one lies.
+    `branches`: children that `node` ever had. `demoted_child`: the record of a deeper checkpoint that is gone, whose
+    hits would now be this one's. `share`: its part of its path's divergences, as it was for `share_of`: their version,
+    and where the next deeper one lies.
     """
 
     __slots__ = (
@@ -142,16 +139,14 @@ class ReuseStats:
         "hits",
         "kind",
         "node",
-        "noted",
         "origin",
-        "row",
         "share",
         "share_of",
-        "since",
         "turn",
     )
 
-    def __init__(self, checkpoint: Checkpoint, lineage: Lineage, now: int) -> None:
+    def __init__(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
+        super().__init__()
         self.node = checkpoint.node
         self.kind = checkpoint.kind
         self.origin = checkpoint.origin
@@ -160,8 +155,6 @@ class ReuseStats:
         self.hits = 0
         self.branches = len(checkpoint.node.children)
         self.demoted_child: ReuseStats | None = None
-        self.since = self.noted = now
-        self.row = 0
         self.share, self.share_of = 0.0, (-1, 0.0)
 
     def class_key(self) -> Class:
@@ -187,6 +180,7 @@ class ValuePerByte(EvictionPolicy):
         self.max_ghosts = MIN_GHOSTS
         self.table = table or HazardTable()
         self.path_table = type(self.table)(pseudo_hits=PSEUDO_HITS / DISCOUNT)
+        self._times, self._path_times = TimesAtRisk(self.table), TimesAtRisk(self.path_table)
         self._records: dict[Node, ReuseStats] = {}
         self._ghosts: OrderedDict[Node, None] = OrderedDict()
         self._to_rerank: deque[tuple[int, Checkpoint]] = deque(maxlen=MAX_RERANKS)
@@ -223,37 +217,34 @@ class ValuePerByte(EvictionPolicy):
         # nothing on the path could serve those who leave it before its first place on the grid
         if left is not None and not known_there and lineage.start - left.start >= GRID:
             self._divergences.observe(left, lineage.start)
-            self._count_time(left)
-            self.path_table.hit(left.row, self.now - left.since)
+            self._path_times.use(left, self.now)
             left.visits += 1
             self._add_path(left)
         if record is not None:
             lineage.turn = 0 if record.branches else min(2, record.turn + 1)
-            self._count_time(record)
-            self.table.hit(record.row, self.now - record.since)
+            self._times.use(record, self.now)
             record.hits += 1
-            record.since = self.now
-            record.row = self.table.row(record.class_key())
+            self._times.restart(record, self.table.row(record.class_key()), self.now)
         self._add_path(lineage)
 
     def _add_path(self, path: Lineage) -> None:
         """A path is new, or was left by one more request."""
-        path.since = path.noted = self.now
         kind = 3 if path.forked else path.turn
-        path.row = self.path_table.row((min(3, path.visits), kind, bisect_right(_NEW_TOKEN_BINS, path.new_tokens)))
+        row = self.path_table.row((min(3, path.visits), kind, bisect_right(_NEW_TOKEN_BINS, path.new_tokens)))
+        self._path_times.restart(path, row, self.now)
         self._paths[path] = None
         self._paths.move_to_end(path)
         if len(self._paths) > self.max_ghosts:
-            self._count_time(self._paths.popitem(last=False)[0])
+            self._path_times.remove(self._paths.popitem(last=False)[0], self.now)
 
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         node = checkpoint.node
         before = self._records.get(node)
-        record = ReuseStats(checkpoint, lineage, self.now)
+        record = ReuseStats(checkpoint, lineage)
         if before is not None:  # what the ghost knew is kept
             record.hits, record.branches, record.demoted_child = before.hits, before.branches, before.demoted_child
             self.node_forgotten(node)
-        record.row = self.table.row(record.class_key())
+        self._times.restart(record, self.table.row(record.class_key()), self.now)
         self._records[node] = record
         self.version += 1
         self._to_rerank.append((self.now, checkpoint))
@@ -285,7 +276,7 @@ class ValuePerByte(EvictionPolicy):
     def node_forgotten(self, node: Node) -> None:
         record = self._records.pop(node, None)
         if record is not None:
-            self._count_time(record)
+            self._times.remove(record, self.now)
             self._ghosts.pop(node, None)
 
     # -- what is asked -------------------------------------------------------------------------------------------
@@ -316,16 +307,9 @@ class ValuePerByte(EvictionPolicy):
         return True
 
     def _learn(self) -> None:
-        known: tuple[tuple[HazardTable, Collection[ReuseStats | Lineage]], ...]
-        known = (self.table, self._records.values()), (self.path_table, self._paths)
-        for table, records in known:
-            rows = np.array([record.row for record in records], np.int64)
-            since = np.array([record.since for record in records], np.float64)
-            noted = np.array([record.noted for record in records], np.float64)
-            table.all_at_risk(rows, noted - since, self.now - since)
-            for record in records:
-                record.noted = self.now
-            table.refresh()
+        for times in (self._times, self._path_times):
+            times.count_all(self.now)
+            times.table.refresh()
 
     def _demote(self, node: Node) -> None:
         """The hits of the ghost at `node` fall to the next shallower checkpoint."""
@@ -359,14 +343,7 @@ class ValuePerByte(EvictionPolicy):
     def _reclassify(self, record: ReuseStats) -> None:
         """The kind of `record` or the number of its branches is another."""
         record.branches = max(record.branches, len(record.node.children))
-        self._count_time(record)
-        record.row = self.table.row(record.class_key())
-
-    def _count_time(self, record: ReuseStats | Lineage) -> None:
-        """Count the time without use up to now."""
-        table = self.path_table if isinstance(record, Lineage) else self.table
-        table.at_risk(record.row, record.noted - record.since, self.now - record.since)
-        record.noted = self.now
+        self._times.move(record, self.table.row(record.class_key()), self.now)
 
 
 def _path_of(record: ReuseStats) -> Lineage | None:

@@ -4,6 +4,8 @@ A *class* is a short tuple, from the general to the particular; it is a row of t
 beginnings. A row knows hits and time at risk by age. What a row has not seen enough of it takes from the row above it.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,6 +36,78 @@ def _bin(age: float) -> int:
 def _bins(ages: Floats) -> NDArray[np.intp]:
     """`_bin` of each."""
     return np.minimum(np.searchsorted(_EDGES, ages, side="right") - 1, BINS - 1)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Watched:
+    """What waits for its next use. `since`: the number of the request that made or last used it. `row`: that of its
+    class in the hazard table. `slot`: its place in the columns of `TimesAtRisk`; None while nobody counts its time."""
+
+    since: int = 0
+    row: int = 0
+    slot: int | None = None
+
+
+class TimesAtRisk:
+    """Counts in `table` how long things wait without a use, all of them at once now and then: in columns, since there
+    are thousands."""
+
+    def __init__(self, table: "HazardTable") -> None:
+        self.table = table
+        self._rows: NDArray[np.int64] = np.zeros(64, np.int64)
+        self._since: Floats = np.zeros(64)
+        self._counted: Floats = np.full(64, np.inf)
+        """Up to when the time of each has been counted; infinite where there is none."""
+        self._free = list(range(63, -1, -1))
+
+    def restart(self, watched: Watched, row: int, now: int) -> None:
+        """It was made or used `now`, and is of class `row`."""
+        if watched.slot is None:
+            if not self._free:
+                self._grow()
+            watched.slot = self._free.pop()
+        watched.since, watched.row = now, row
+        slot = watched.slot
+        self._rows[slot], self._since[slot], self._counted[slot] = row, now, now
+
+    def use(self, watched: Watched, now: int) -> None:
+        """Count a use `now`, and the time before it; where its time is not counted, neither."""
+        if watched.slot is not None:
+            self._count(watched, now)
+            self.table.hit(watched.row, now - watched.since)
+
+    def move(self, watched: Watched, row: int, now: int) -> None:
+        """It is of class `row` from now on."""
+        self._count(watched, now)
+        watched.row = self._rows[watched.slot] = row
+
+    def remove(self, watched: Watched, now: int) -> None:
+        """Its time is counted up to `now`, and no further."""
+        if watched.slot is not None:
+            self._count(watched, now)
+            self._counted[watched.slot] = np.inf
+            self._free.append(watched.slot)
+            watched.slot = None
+
+    def count_all(self, now: int) -> None:
+        """Count the time of all up to `now`."""
+        (there,) = np.nonzero(self._counted < np.inf)
+        since = self._since[there]
+        self.table.all_at_risk(self._rows[there], self._counted[there] - since, now - since)
+        self._counted[there] = now
+
+    def _count(self, watched: Watched, now: int) -> None:
+        slot, since = watched.slot, watched.since
+        assert slot is not None, "its time is not counted"
+        self.table.at_risk(watched.row, self._counted.item(slot) - since, now - since)
+        self._counted[slot] = now
+
+    def _grow(self) -> None:
+        size = len(self._rows)
+        self._rows = np.concatenate([self._rows, np.zeros_like(self._rows)])
+        self._since = np.concatenate([self._since, np.zeros_like(self._since)])
+        self._counted = np.concatenate([self._counted, np.full(size, np.inf)])
+        self._free = list(range(2 * size - 1, size - 1, -1))
 
 
 class HazardTable:

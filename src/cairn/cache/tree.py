@@ -128,7 +128,8 @@ class Node:
 
     def key(self) -> int:
         """The first key token, under which the parent lists this node."""
-        return int.from_bytes(self.raw[: len(self.raw) // self.num_tokens], sys.byteorder, signed=True)
+        width = len(self.raw) // (self.end - self.start)
+        return int.from_bytes(self.raw[:width], sys.byteorder, signed=True)
 
     def keys(self, first: int = 0, end: int | None = None) -> Keys:
         """Its key tokens [first, end), counted from its own start, as a slice: shape [n], int64."""
@@ -155,13 +156,15 @@ class Node:
 
     def adopt(self, node: "Node") -> None:
         """Add `node` to the children, in the place of the one that begins with the same key token."""
-        below, key = self._below, node.key()
-        if isinstance(below, dict):
-            below[key] = node
-        elif below is None or below.key() == key:
+        below = self._below
+        if below is None:
+            self._below = node
+        elif isinstance(below, dict):
+            below[node.key()] = node
+        elif (first := below.key()) == (key := node.key()):
             self._below = node
         else:
-            self._below = {below.key(): below, key: node}
+            self._below = {first: below, key: node}
 
     def disown(self, node: "Node") -> None:
         """Remove `node` from the children."""
