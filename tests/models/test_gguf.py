@@ -62,7 +62,7 @@ def load_all(model: OpenModel, dtype: torch.dtype = torch.float32) -> dict[str, 
 # -- the same checkpoint ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", first(4, FAMILIES))
+@pytest.mark.parametrize("family", first(3, FAMILIES))
 def test_a_file_holds_the_checkpoint_that_it_was_made_of(family: str, made_model, written) -> None:
     """Bit for bit, but for centred norms, of which one part in 2**24 is lost where 1 is added."""
     ours, theirs = opened(written(family)), opened(made_model(family))
@@ -80,7 +80,7 @@ def test_a_file_holds_the_checkpoint_that_it_was_made_of(family: str, made_model
             assert torch.equal(stored[name], values), name
 
 
-@pytest.mark.parametrize("family", first(3, ("falcon_h1", "qwen3_5", "nemotron_h", *FAMILIES[3:], FAMILIES[1])))
+@pytest.mark.parametrize("family", first(2, ("falcon_h1", "qwen3_5", "nemotron_h", *FAMILIES[3:], FAMILIES[1])))
 def test_it_answers_as_the_checkpoint(family: str, made_model, written) -> None:
     served, wanted = (Served(folder, "auto").logits() for folder in (written(family), made_model(family)))
     assert distance(served, wanted) < 1e-5
@@ -128,7 +128,7 @@ def test_plain_numbers_are_served_as_they_are(type_name: str, made_model, writte
 @pytest.mark.parametrize(
     ("type_name", "family"),
     first_of(
-        [("Q4_K", "qwen3_5"), ("Q6_K", "granitemoehybrid"), ("Q8_0", "lfm2_moe"), ("Q5_K", "qwen3_5_moe")],
+        [("Q4_K", "qwen3_5"), ("Q6_K", "granitemoehybrid"), ("Q8_0", "lfm2_moe")],
         QUANTIZED,
         ("qwen3_5", "granitemoehybrid", "lfm2_moe", "qwen3_5_moe", "nemotron_h"),
     ),

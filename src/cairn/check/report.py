@@ -31,6 +31,7 @@ from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization
 from cairn.models.qwen3_5_vision import PREFIX, read_vision, tensors, tower_bytes
 from cairn.models.registry import Kept, OpenModel, open_model
 from cairn.models.state_dtypes import AskedStateDtype
+from cairn.models.weights.gguf.codes import CODED
 from cairn.models.weights.loader import Accounting, DType, account
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
@@ -307,7 +308,8 @@ def _form_rows(report: CheckReport) -> list[tuple[str, str]]:
     if not forms:
         return []
     on_gpu = report.settings.gpu_memory_bytes is not None
-    kept = [form for form in forms if report.settings.quantization not in (None, *MADE_AT_LOAD)]
+    stays = report.settings.quantization not in (None, *MADE_AT_LOAD)
+    kept = [form for form in forms if stays and (report.settings.quantization != "gguf" or form in CODED)]
     parts = [
         f"{count:,} of {form} {'kept as stored' if form in kept and (form == 'FP8' or not on_gpu) else 'dequantized'}"
         for form, count in forms.items()

@@ -26,7 +26,7 @@ from cairn.kernels.weight_rows import StoredRows
 from cairn.models.contract import StoredLoader
 from cairn.models.decoder_config import StoredQuantization
 from cairn.models.sharding import Slice, TensorShard
-from cairn.models.weights.gguf.source import describe_blocks
+from cairn.models.weights.gguf.source import PLAIN, describe_blocks
 from cairn.models.weights.packed_matrices import (
     Layouts,
     PackedMatrix,
@@ -113,6 +113,9 @@ def name_form(
     headers: Mapping[str, TensorHeader], name: str, shape: tuple[int, ...], quantization: Quantization | None
 ) -> str | None:
     """In which quantized form a tensor is stored, in words; None where it is not, or is wrong."""
+    header = headers.get(name)
+    if header is not None and header.num_bytes is not None:
+        return None if header.dtype in PLAIN else header.dtype
     matrix = find_matrix(headers, name, shape, quantization)
     if matrix is None:
         return "FP8" if find_scale(headers, name, quantization) is not None else None
