@@ -10,10 +10,19 @@ from cairn.kernels.cpu.warm_up import KERNELS
 from doubles.engine_requests import generate_request
 from engine.test_recorded_decodes import FORMS, config_of
 from models.covered import RECORDED
-from tiers import first_of
+from tiers import first_of, more
 
 
-@pytest.mark.parametrize("checkpoint_dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize(
+    ("checkpoint_dtype", "state_dtype"),
+    [
+        ("float32", "float32"),
+        ("float16", "float32"),
+        ("int8", "float32"),
+        ("auto", "float16"),
+        more("auto", "bfloat16"),
+    ],
+)
 @pytest.mark.parametrize(
     ("family", "form"),
     first_of(
@@ -22,10 +31,11 @@ from tiers import first_of
         FORMS,
     ),
 )
-def test_requests_wait_for_no_compiler(family, form, checkpoint_dtype, made_model, monkeypatch):
+def test_requests_wait_for_no_compiler(family, form, checkpoint_dtype, state_dtype, made_model, monkeypatch):
     for kernel in KERNELS.values():  # as if none had been asked for in this process
         kernel.clear()
     options = {"checkpoint_dtype": checkpoint_dtype, "max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20}
+    options["mamba_ssm_cache_dtype"] = state_dtype
     if family.endswith("+mtp"):
         options["speculative"] = SpeculativeConfig(method="mtp")
     core = build_core(config_of(made_model(family), form, **options))
