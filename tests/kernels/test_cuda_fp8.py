@@ -264,7 +264,7 @@ def keep_layers(folder: Path, kept: tuple[int, ...]) -> None:
 
 
 def test_the_engine_gives_the_tokens_of_the_cpus(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In float32, in which the same numbers are multiplied, here widened tile by tile and there expanded in the cache."""
+    """In float32, in which the same numbers are multiplied, here widened tile by tile, there in the cache."""
     from kernels.test_cuda_engine import TEXT, Engine
 
     caplog.set_level(logging.WARNING)
