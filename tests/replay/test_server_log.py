@@ -135,6 +135,34 @@ def test_a_smaller_priority_comes_first(tmp_path):
         assert replayed(trace).outcome.hits == hits
 
 
+TWO_SESSIONS = (
+    line(1, range(9000), session=5),
+    line(2, range(20000, 20100), session=7),
+    line(3, range(30000, 30100), 50),
+    line(4, range(500, 600), session=5) | {"arrived_step": 3001},
+    line(5, range(500, 700), session=7) | {"arrived_step": 3001},
+)
+"""A long session, a short one, and one request of each that wait for the only slot."""
+
+
+def test_the_least_served_session_comes_first(tmp_path):
+    """As the server's own policy had it; with another one they go as they came."""
+    for policy, hits in (("session", [64, 0]), ("fcfs", [0, 100])):
+        header = first_line(layout(), 1000, max_num_seqs=1, scheduling_policy=policy)
+        assert replayed(read(tmp_path, *TWO_SESSIONS, header=header)).outcome.hits[-2:] == hits
+
+
+@pytest.mark.parametrize(("flags", "hits"), [((), [0, 100]), (("--scheduling-policy", "session"), [64, 0])])
+def test_another_policy_may_be_asked_for(flags, hits, tmp_path):
+    path, out = (
+        written(tmp_path / "log", TWO_SESSIONS, first_line(layout(), 1000, max_num_seqs=1)),
+        tmp_path / "out.json",
+    )
+    words = ["replay", str(path), "--no-bounds", "--json", str(out), "--per-request", *flags]
+    assert main(words) == 0
+    assert [each["cached_tokens"] for each in json.loads(out.read_text())[0]["per_request"][-2:]] == hits
+
+
 def test_an_answer_that_was_left_is_not_kept_to_its_end(tmp_path):
     for finish, hit in (("stop", 149), ("abort", 128)):
         first = line(1, range(150), 50, finish=finish, finished_step=1050)

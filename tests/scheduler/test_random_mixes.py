@@ -27,6 +27,7 @@ MIX = {
     "ahead": st.sampled_from([1, 2, 3]),
     "num_pages": st.sampled_from([40, 60, 100, 400]),
     "block_size": st.sampled_from([8, 16, 48]),
+    "policy": st.sampled_from(["fcfs", "session"]),
     "requests": st.lists(
         st.tuples(PROMPT, st.sampled_from([1, 3, 70]), st.integers(0, 6), st.booleans(), st.integers(-1, 8)),
         min_size=1,
@@ -45,10 +46,10 @@ PATTERNS = {
 DRAFTS = {"num_drafts": st.sampled_from([1, 2, 5, 32]), "num_right": st.sampled_from(sorted(PATTERNS))}
 
 
-def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests, num_drafts=0, num_right="all"):
+def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests, num_drafts=0, num_right="all", policy="fcfs"):
     answers = {}
     drafter = KnowingDrafter(answers, num_drafts, PATTERNS[num_right], 50) if num_drafts else None
-    config = {"exact": exact, "max_in_flight": 1 if drafter else ahead, "max_num_batched_tokens": 100}
+    config = {"exact": exact, "max_in_flight": 1 if drafter else ahead, "max_num_batched_tokens": 100, "policy": policy}
     driver = Driver(mode, num_pages, block_size, drafter=drafter, **config)
     expected, ended = {}, []
     for parts, max_tokens, pause, salted, fate in requests:
@@ -57,7 +58,9 @@ def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests, num_dra
             last = driver.requests[ended[-1]]
             prompt = (*last.spec.prompt.tolist(), *last.output)[:200]
         namespace = Namespace(cache_salt="s") if salted else PLAIN
-        name = driver.submit(prompt, max_tokens, namespace=namespace, boundaries=(max(1, len(prompt) - 3),), stop=stop)
+        sender = {"session": f"s{len(parts)}", "client": "ab"[salted]}
+        ends = (max(1, len(prompt) - 3),)
+        name = driver.submit(prompt, max_tokens, namespace=namespace, boundaries=ends, stop=stop, **sender)
         expected[name] = (prompt, max_tokens)
         answers[name] = reference(prompt, max_tokens, exact, stop) if drafter else []
         ended.append(name)

@@ -81,17 +81,19 @@ def _most_endangered(candidates: Sequence[Request], endangered: Mapping[str, int
 
 
 def _least_served(state: SchedulerState, candidates: Sequence[Request], endangered: Mapping[str, int]) -> Request:
-    """The one of the least level that may go before all those before it."""
-    best, best_rank = candidates[0], (1 << 62, 0)
+    """The one of the least level that may go before all those before it. One that was bypassed `MAX_BYPASSED` times is
+    bypassed for less service alone, and no more for hits that would be lost."""
+    best, best_rank, most = candidates[0], (1 << 62, 0), 1 << 62
     clients = set[str]()
     for request in candidates:
         clients.add(request.spec.client)
-        if len(clients) > 1 and not state.waiting.sessions.knows(request.spec):
-            continue
         lost = endangered.get(request.id, 0)
-        rank = state.waiting.sessions.level(request, lost), -lost
-        if rank < best_rank:
-            best, best_rank = request, rank
+        level = state.waiting.sessions.level(request, lost)
+        may_bypass = level < most and (len(clients) == 1 or state.waiting.sessions.knows(request.spec))
+        if may_bypass and (level, -lost) < best_rank:
+            best, best_rank = request, (level, -lost)
+        if request.place.num_bypassed >= MAX_BYPASSED:
+            most = min(most, level)
     return best
 
 
