@@ -110,11 +110,11 @@ def test_they_take_what_they_are_stored_in(form: str) -> None:
 def test_rows_of_other_kinds_are_parts_of_their_own(dtype: torch.dtype) -> None:
     first, other = weight_of("NVFP4", dtype), weight_of("zeros", dtype)
     plain = drawn(10, 320, dtype=dtype)
-    fp8 = Fp8Weight(first.codes[:5].repeat(1, 2).clamp(max=100), torch.rand(5, 1), dtype)
+    fp8 = Fp8Weight(drawn_weight(5, 320, **FORMS["FP8"]).codes, torch.rand(5, 1), dtype)
     rows = [first, first, plain, fp8, other]
     packed = cpu.pack_stored(rows)
     assert isinstance(packed, PackedParts) and packed.shape == (225, 320)
-    assert [type(part) for part in packed.parts] == [PackedCodes, PackedWeight, PackedCodes]
+    assert [type(part) for part in packed.parts] == [PackedCodes, PackedWeight, PackedCodes, PackedCodes]
     x, bias = drawn(7, 320, dtype=dtype), drawn(225, seed=4).to(dtype)
     found = cpu.linear(x, packed, bias, batch_of(7).batch(cpu))
     parts = [cpu.pack_stored([part]) for part in (first, first, other)]
@@ -140,3 +140,18 @@ def test_where_codes_are_not_expanded_rows_are_dequantized(dtype: torch.dtype, m
     # Groups that words of codes do not divide.
     monkeypatch.setattr(codes, "HAS_CODES", True)
     assert isinstance(cpu.pack_stored([drawn_weight(8, 36, 12, zero=8)]), CodedRows)
+
+
+@NEEDS_CODES
+@DTYPES
+@pytest.mark.parametrize(("inputs", "blocks"), [(256, 2), (200, 1), (200, 2)])
+def test_fp8_is_expanded_where_it_can_be(dtype: torch.dtype, inputs: int, blocks: int) -> None:
+    """Not where blocks of scales do not divide inputs, or a number is NaN."""
+    weight = Fp8Weight(drawn_weight(40, inputs, inputs, bits=8, numbers="e4m3").codes, torch.rand(40, blocks), dtype)
+    packed, x = cpu.pack_stored([weight]), drawn(7, inputs, dtype=dtype)
+    assert isinstance(packed, PackedCodes) is (inputs % 128 == 0 or blocks == 1)
+    close(multiply(x, packed), x.double() @ weight.dequantize().double().t(), tolerance=0.02 if dtype == BF16 else 1e-4)
+    weight.numbers[3, 5] = 255
+    packed = cpu.pack_stored([weight])
+    assert isinstance(packed, PackedWeight)
+    assert multiply(x, packed)[:, 3].isnan().all() and not multiply(x, packed)[:, 4].isnan().any()

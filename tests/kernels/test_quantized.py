@@ -27,6 +27,8 @@ def drawn_weight(
     """With random codes and scales. Of the other fields: True for a random tensor."""
     generator = torch.manual_seed(seed)
     codes = torch.randint(0, 256, (outputs, inputs * bits // 8), generator=generator).to(torch.uint8)
+    if fields.get("numbers") == "e4m3":
+        codes &= 0xF7  # none of the two that are NaN
     shape = outputs, inputs // group
     sizes = torch.rand(shape, generator=generator) + 0.1
     if scales == torch.float8_e8m0fnu:
@@ -56,6 +58,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "K-quant": {"scales": torch.uint8, "minimums": True, "factors": True, "minimum_factors": True},
     "NVFP4": {"numbers": "e2m1", "scales": torch.float8_e4m3fn, "factors": True},
     "NVFP4, divided": {"numbers": "e2m1", "scales": torch.float8_e4m3fn, "factors": True, "divides": True},
+    "FP8": {"numbers": "e4m3", "bits": 8, "group": 64, "scales": F32},
     "MXFP4": {"numbers": "e2m1", "scales": torch.float8_e8m0fnu, "group": 32},
 }
 """As `drawn_weight` takes them."""
@@ -83,6 +86,8 @@ def wanted_of(weight: QuantizedWeight) -> Tensor:
             group = column // weight.group
             zero = weight.zero if weight.zeros is None else int(weight.zeros[row, group])
             number = E2M1[code] if weight.numbers == "e2m1" else code - zero
+            if weight.numbers == "e4m3":
+                number = float(torch.tensor([code], dtype=torch.uint8).view(torch.float8_e4m3fn).float())
             number = rounded(number * scale_at(weight.scales, weight.factors, row, group))
             if weight.minimums is not None:
                 number = rounded(number + scale_at(weight.minimums, weight.minimum_factors, row, group))

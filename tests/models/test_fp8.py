@@ -69,7 +69,7 @@ def test_a_checkpoints_own_quantization_may_be_said(pair: tuple[Path, Path]) -> 
     method: AskedQuantization = "fp8" if read_config(pair[0])["model_type"].startswith("qwen") else "modelopt"
     other: AskedQuantization = "modelopt" if method == "fp8" else "fp8"
     assert open_model(pair[0], quantization=method).served_quantization is None
-    assert check(pair[0], CheckSettings(quantization=method)).settings.quantization is None
+    assert check(pair[0], CheckSettings(quantization=method)).settings.quantization == method
     assert open_model(pair[0], quantization="int8").served_quantization == "int8"
     with pytest.raises(
         ConfigError, match=f"--quantization {other}: the checkpoint is in {method}, .*without this flag"
@@ -235,10 +235,11 @@ def test_a_model_of_weights_that_stay_in_fp8_is_the_same(pair: tuple[Path, Path]
     assert facts[0] == facts[1]
 
 
-def test_a_gpu_is_asked_for_a_byte_a_number(pair: tuple[Path, Path], bfloat16_products: None) -> None:
-    plain = check(pair[0], CheckSettings(dtype="bfloat16"))
+def test_a_server_takes_a_byte_a_number(pair: tuple[Path, Path], bfloat16_products: None) -> None:
+    plain, on_cpu = (check(folder, CheckSettings(dtype="bfloat16")) for folder in (pair[1], pair[0]))
     on_gpu = check(pair[0], CheckSettings(dtype="bfloat16", gpu_memory_bytes=1 << 30))
     assert plain.settings.quantization is None and on_gpu.settings.quantization in ("fp8", "modelopt")
+    assert on_cpu.weight_bytes == on_gpu.weight_bytes
     numbers = sum(math.prod(header.shape) for header in read_headers(pair[0]).values() if header.dtype == "F8_E4M3")
     saved = plain.weight_bytes - on_gpu.weight_bytes
     assert 0.95 * numbers < saved < numbers

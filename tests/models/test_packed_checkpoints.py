@@ -25,6 +25,7 @@ from cairn.models.weights.tensor_headers import read_headers
 from doubles.thread_ranks import thread_ranks
 from kernels.test_int8 import bytes_of
 from models.packed_checkpoints import FORMATS, write_packed
+from models.test_device_copy import check_model
 from models.test_served_int8 import Served, distance, parts_of
 from runner.harness import left_of
 from tiers import more
@@ -32,29 +33,48 @@ from tiers import more
 Pair = tuple[str, Path, Path]
 
 
-@pytest.fixture(scope="module", params=FORMATS)
-def pair(request: pytest.FixtureRequest, made_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    """A format, a checkpoint in it, and the same numbers in float32."""
-    folder = tmp_path_factory.mktemp("packed")
-    form = FORMATS[request.param]
-    write_packed(made_model("qwen3_5_moe" if form.stacks else "qwen3_5"), folder / "codes", folder / "same", form)
-    return request.param, folder / "codes", folder / "same"
+TRIED = ("W4A16 actorder", "W8A8", "mixed", "AWQ", "GPTQ desc_act", "MIXED_PRECISION", "MXFP4")
+"""Formats in which all is tried; the others are for `make test-more`, but that every number of theirs is right."""
 
 
-def test_every_tensor_is_accounted_for(pair: Pair) -> None:
-    _, codes, same = pair
+@pytest.fixture(scope="module")
+def write_pair(made_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """A format's name -> a checkpoint in it, and the same numbers in float32."""
+
+    @cache
+    def write(name: str) -> Pair:
+        folder = tmp_path_factory.mktemp("packed")
+        form = FORMATS[name]
+        write_packed(made_model("qwen3_5_moe" if form.stacks else "qwen3_5"), folder / "codes", folder / "same", form)
+        return name, folder / "codes", folder / "same"
+
+    return write
+
+
+@pytest.fixture(params=FORMATS)
+def any_pair(request: pytest.FixtureRequest, write_pair: Callable[[str], Pair]) -> Pair:
+    return write_pair(request.param)
+
+
+@pytest.fixture(params=[name if name in TRIED else more(name) for name in FORMATS])
+def pair(request: pytest.FixtureRequest, write_pair: Callable[[str], Pair]) -> Pair:
+    return write_pair(request.param)
+
+
+def test_every_tensor_is_accounted_for(any_pair: Pair) -> None:
+    name, codes, same = any_pair
     report = check(codes)
     assert report.ok, report.accounting.problems[:3]
     assert report.parameters == check(same).parameters
     forms = report.accounting.forms
     assert sum(forms.values()) >= 8 and not check(same).accounting.forms
-    assert (set(forms) == {"FP8"}) is (FORMATS[pair[0]].fp8 == "all")
-    assert ("FP8" in forms) is (FORMATS[pair[0]].fp8 != "none")
+    assert (set(forms) == {"FP8"}) is (FORMATS[name].fp8 == "all")
+    assert ("FP8" in forms) is (FORMATS[name].fp8 != "none")
 
 
-def test_every_number_is_the_published_rules(pair: Pair) -> None:
+def test_every_number_is_the_published_rules(any_pair: Pair) -> None:
     """Whole, and in shards that are cut anywhere."""
-    _, codes, same = pair
+    _, codes, same = any_pair
     opened, plain = open_model(codes), open_model(same)
     expected = plain.tensors(read_headers(same))
     assert opened.quantization is not None
@@ -76,16 +96,22 @@ def test_every_number_is_the_published_rules(pair: Pair) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_of_kept_codes_is_the_same(pair: Pair, dtype: Any) -> None:
     """Joined, reordered and stacked as they are stored: the reference dequantizes them after that."""
-    name, codes, same = pair
+    _, codes, same = pair
     opened = open_model(codes, dtype, keeps="codes")
-    assert (opened.served_quantization is not None) is (FORMATS[name].fp8 != "all")
+    assert opened.quantization is not None and opened.served_quantization == opened.quantization.method
     models = [each.build(exact=False, backend="reference") for each in (opened, open_model(same, dtype))]
     tensors, wanted = (parts_of(model, Tensor) for model in models)
     assert len(tensors) == len(wanted) > 30
     assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
 
 
-@pytest.mark.parametrize("keeps", [None, "codes"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_they_are_copied_to_a_device_as_they_are_read(pair: Pair, num_ranks: int, caplog: Any) -> None:
+    """Part by part as was announced, and dequantized there."""
+    assert check_model(pair[1], "bfloat16", num_ranks, caplog)
+
+
+@pytest.mark.parametrize("keeps", [None, "codes", "fp8"])
 def test_every_share_is_that_of_the_same_numbers(pair: Pair, keeps: Any) -> None:
     _, codes, same = pair
     ranks = [
@@ -114,8 +140,8 @@ def test_check_says_what_is_kept(pair: Pair) -> None:
         with console.capture() as capture:
             console.print(render(report))
         row = next(line for line in capture.get().splitlines() if "quantized" in line)
-        assert ("kept as stored" in row) is (FORMATS[name].fp8 != ("none" if gpu_memory else "all")), row
-        assert ("dequantized" in row) is (FORMATS[name].fp8 != ("all" if gpu_memory else "none")), row
+        assert ("kept as stored" in row) is (gpu_memory is None or FORMATS[name].fp8 != "none"), row
+        assert ("dequantized" in row) is (gpu_memory is not None and FORMATS[name].fp8 != "all"), row
 
 
 # -- served on the CPU -------------------------------------------------------------------------------------------------
@@ -125,25 +151,23 @@ SERVED = ("compressed NVFP4", "mixed", "GPTQ", "MXFP4")
 
 
 @pytest.mark.parametrize("name", [name if name in SERVED else more(name) for name in FORMATS])
-def test_logits_and_bytes_are_those_of_the_checkpoint(name: str, made_model: Any, tmp_path: Path) -> None:
+def test_logits_and_bytes_are_those_of_the_checkpoint(name: str, write_pair: Any) -> None:
     """Bit for bit the answers of the same numbers in bfloat16, in the memory that the codes take."""
-    form = FORMATS[name]
-    write_packed(made_model("qwen3_5_moe" if form.stacks else "qwen3_5"), tmp_path / "codes", tmp_path / "same", form)
-    codes, same = Served(tmp_path / "codes", "bfloat16", keeps="codes"), Served(tmp_path / "same", "bfloat16")
+    _, in_codes, plain_folder = write_pair(name)
+    codes, same = Served(in_codes, "bfloat16", keeps="codes"), Served(plain_folder, "bfloat16")
     if has_panels(torch.bfloat16) and name not in ("GPTQ desc_act", "W4A16 actorder"):
         assert torch.equal(codes.logits(), same.logits())
     else:  # sums in another order
         assert distance(codes.logits(), same.logits()) < 0.02
     model = codes.models[False]
     loaded = bytes_of(*parts_of(model, Tensor))
-    assert check(tmp_path / "codes", CheckSettings(dtype="bfloat16")).weight_bytes == pytest.approx(loaded, rel=0.02)
+    assert check(in_codes, CheckSettings(dtype="bfloat16")).weight_bytes == pytest.approx(loaded, rel=0.02)
     kept = bytes_of(*parts_of(tuple(parts_of(model, PackedCodes)), Tensor))
-    stored, plain = (load_file(folder / "model.safetensors") for folder in (tmp_path / "codes", tmp_path / "same"))
-    in_codes = [each for key, each in stored.items() if key not in plain or each.dtype in (torch.int8, torch.uint8)]
-    in_file = sum(each.nbytes for each in in_codes)
+    stored, plain = (load_file(folder / "model.safetensors") for folder in (in_codes, plain_folder))
+    in_file = sum(each.nbytes for key, each in stored.items() if key not in plain or each.element_size() == 1)
     # NVFP4's factor, once a matrix in the file, is there for each row: 2.8 % of rows as short as these.
-    most = 1.06 if "NVFP4" in name or name == "MIXED_PRECISION" else 1.03
-    assert 0.97 * in_file < kept < most * in_file if form.fp8 == "none" else kept < most * in_file
+    most = 1.06 if "NVFP4" in name or name in ("mixed", "MIXED_PRECISION") else 1.03
+    assert 0.97 * in_file < kept < most * in_file
 
 
 # -- what is wrong -----------------------------------------------------------------------------------------------------
@@ -161,17 +185,10 @@ def changed(source: Path, folder: Path, change: Callable[[dict[str, Tensor]], No
     return folder
 
 
-@pytest.fixture(scope="module")
-def written(made_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+@pytest.fixture
+def written(write_pair: Callable[[str], Pair]) -> Callable[[str], Path]:
     """The folder of a checkpoint in a format."""
-
-    @cache
-    def write(form: str) -> Path:
-        folder = tmp_path_factory.mktemp("written")
-        write_packed(made_model("qwen3_5"), folder / "codes", folder / "same", FORMATS[form])
-        return folder / "codes"
-
-    return write
+    return lambda form: write_pair(form)[1]
 
 
 LAYER = "model.layers.0.mlp.up_proj"

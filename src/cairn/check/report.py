@@ -304,7 +304,7 @@ def _form_rows(report: CheckReport) -> list[tuple[str, str]]:
     stays = report.settings.quantization not in (None, *MADE_AT_LOAD)
     kept = [form for form in forms if stays and (report.settings.quantization != "gguf" or form in CODED)]
     parts = [
-        f"{count:,} of {form} {'kept as stored' if form in kept and (form == 'FP8') is on_gpu else 'dequantized'}"
+        f"{count:,} of {form} {'kept as stored' if form in kept and (form == 'FP8' or not on_gpu) else 'dequantized'}"
         for form, count in forms.items()
     ]
     return [("quantized", "matrices: " + "; ".join(parts))]

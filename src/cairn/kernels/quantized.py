@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-NumberFormat = Literal["integer", "e2m1"]
-"""What a code stands for: itself, less a zero point, or a number of FP4."""
+NumberFormat = Literal["integer", "e2m1", "e4m3"]
+"""What a code stands for: itself, less a zero point, or a number of FP4, or, in eight bits, of FP8."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The numbers of FP4 by their codes (OCP Microscaling Formats 1.0, section 5.3.3)."""
@@ -123,6 +123,8 @@ class QuantizedWeight:
         codes = codes.reshape(rows, -1, self.group)
         if self.numbers == "e2m1":
             values = torch.tensor(E2M1, device=codes.device)[codes.int()]
+        elif self.numbers == "e4m3":
+            values = codes.view(torch.float8_e4m3fn).float()
         else:
             values = codes.float() - (self.zero if self.zeros is None else self.zeros.float()[..., None])
         values.mul_(self.float_scales()[..., None])

@@ -23,9 +23,10 @@ from cairn.models.families import family_of
 from cairn.models.rank_weights import read_weight
 from cairn.models.weight_bytes import PackedDtype, count_weight_bytes
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
+from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, read_generation_eos, serving_dtype
-from cairn.models.weights.quantization import Quantization, describe_codes, describe_fp8, logical_names
+from cairn.models.weights.quantization import Quantization, describe_fp8, describe_stored, logical_names
 from cairn.models.weights.quantization_config import read_quantization
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
@@ -35,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 Kept = Literal["fp8", "codes"]
 """Which weights of a quantized checkpoint are served as they are stored: those in FP8, as on GPUs, or those in codes,
-as on the CPU."""
+with FP8 as one kind of them, as on the CPU."""
 
 MOST_HEAD_SHARE = 0.02
 """Of a token's products. A model of a few million weights, which decodes in a millisecond, would lose more by it than a
@@ -122,7 +123,7 @@ class OpenModel:
     ) -> int:
         """Bytes of all weights as they are served on the first of `num_ranks` ranks, in the form in which these tensors
         are stored; see `count_weight_bytes`."""
-        describe = describe_fp8 if self.keeps == "fp8" else describe_codes
+        describe = describe_fp8 if self.keeps == "fp8" else describe_stored
         load_stored = describe(stored, self.quantization, self.dtype) if self.stays_as_stored else None
         served_as = self.dtype, self.served_quantization, load_stored
         names = self.stored_names(stored)
@@ -166,7 +167,7 @@ class OpenModel:
                     OUTPUT,
                 )
             load_stored = (
-                (reader.load_fp8 if self.keeps == "fp8" else reader.load_codes) if self.stays_as_stored else None
+                (reader.load_fp8 if self.keeps == "fp8" else reader.load_stored) if self.stays_as_stored else None
             )
             execution = Execution(
                 exact, self.dtype, communicator, backend, place, self.served_quantization, load_stored
@@ -191,7 +192,9 @@ def open_model(
     family = family_of(raw)
     config = family.parse(raw)
     stored_as = read_quantization(folder, raw)
-    served = _served_quantization(quantization, stored_as, keeps)
+    # vLLM's word for any GGUF file, be it in plain numbers.
+    asked = None if quantization == "gguf" and is_gguf(folder) else quantization
+    served = _served_quantization(asked, stored_as, keeps)
     generation_eos = read_generation_eos(folder, config.vocab_size)
     return OpenModel(folder, family, config, serving_dtype(raw, dtype), stored_as, served, generation_eos, keeps)
 
@@ -207,13 +210,11 @@ def _served_quantization(
         raise ConfigError(f"{text}; int8 or int4 can be made of it while it is loaded")
     if keeps is None or stored_as is None:
         return None
-    if keeps == "codes":
-        return stored_as.method if stored_as.has_codes else None
-    if stored_as.has_codes:
+    if keeps == "fp8" and stored_as.has_codes:
         logger.warning("weights in codes are dequantized: there are no products with them on GPUs yet")
     if stored_as.method in ONLY_CODES:
-        return None
-    if not stored_as.can_stay:
+        return stored_as.method if keeps == "codes" else None
+    if not stored_as.can_stay and not stored_as.layouts:
         logger.warning("weights are dequantized: there are no products with factors for blocks of %s", stored_as.block)
         return None
     return stored_as.method

@@ -31,7 +31,7 @@ from cairn.kernels.cpu.compiled import (
     record,
     row_args,
 )
-from cairn.kernels.cpu.expanding import E2M1_4, INTEGER_4, INTEGER_8, as_floats, as_halves, as_numbers, expand
+from cairn.kernels.cpu.expanding import E2M1_4, E4M3_8, INTEGER_4, INTEGER_8, as_floats, as_halves, as_numbers, expand
 from cairn.kernels.cpu.huge_pages import weight_memory
 from cairn.kernels.cpu.int8 import OUTPUTS
 from cairn.kernels.cpu.panels import (
@@ -49,6 +49,7 @@ from cairn.kernels.cpu.scalars import advance, float_of, load
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.cpu.tiles import GROUP, PANEL, VECTOR_GROUP, add_tile, numbers_of_word
 from cairn.kernels.cpu.vectors import LANES, aligned
+from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from cairn.kernels.quantized import QuantizedWeight
 
 _CHUNK = 128
@@ -110,7 +111,7 @@ class PackedCodes:
     @property
     def words(self) -> int:
         """Of two inputs each, of a row."""
-        return self.matrices[0].shape[1] * (4 if self.form != INTEGER_8 else 2)
+        return self.matrices[0].shape[1] * (4 if self.form in (INTEGER_4, E2M1_4) else 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +147,6 @@ def pack_codes(weight: QuantizedWeight) -> PackedCodes | CodedRows:
         packed[:, : lines.shape[1]] = lines
         packed[:, lines.shape[1] :] = 0
     step_work().add_weight(weight.nbytes, "codes panels")
-    form = E2M1_4 if weight.numbers == "e2m1" else INTEGER_4 if weight.bits == 4 else INTEGER_8
     minimums = None
     if stacked.minimums is not None:
         minimums = _pack_factors(stacked.minimums, stacked.minimum_factors, panels)
@@ -154,7 +154,7 @@ def pack_codes(weight: QuantizedWeight) -> PackedCodes | CodedRows:
         shape=weight.shape,
         dtype=weight.dtype,
         matrices=stack.unbind(),
-        form=form,
+        form=_form_of(weight),
         group=stacked.group,
         scales=_pack_factors(stacked.scales, stacked.factors, panels),
         divides=weight.divides,
@@ -163,6 +163,21 @@ def pack_codes(weight: QuantizedWeight) -> PackedCodes | CodedRows:
         minimums=minimums,
         order=weight.order,
     )
+
+
+def _form_of(weight: QuantizedWeight) -> int:
+    if weight.numbers == "integer":
+        return INTEGER_4 if weight.bits == 4 else INTEGER_8
+    return E2M1_4 if weight.numbers == "e2m1" else E4M3_8
+
+
+def as_codes(weight: Fp8Weight) -> QuantizedWeight | None:
+    """A weight in FP8 as one in codes; None where blocks do not divide its inputs, or where a number is none, which
+    nothing here expands."""
+    fits = not weight.is_blocked or weight.shape[-1] % BLOCK == 0
+    if not fits or bool((weight.numbers & 127 == 127).any()):
+        return None
+    return QuantizedWeight(weight.numbers, weight.scales, weight.dtype, bits=8, numbers="e4m3")
 
 
 def _pack_factors(values: Tensor, outer: Tensor | None, panels: int) -> Factors:
@@ -242,7 +257,7 @@ def multiply_codes_panels(
             rows.data_ptr(), inputs, 2 * words,
         )  # fmt: skip
     items = parts.segments.shape[0] * panels.shape[0]
-    numbers = panels.numel() * (4 if weight.form == INTEGER_8 else 8)
+    numbers = panels.numel() * (8 if weight.form in (INTEGER_4, E2M1_4) else 4)
     cost = parts.segments.shape[0] * numbers // _EXPAND_RATE + out.shape[0] * numbers // _MULTIPLY_RATE
     operands = parts.segments.data_ptr(), panels.shape[0], rows.data_ptr(), weight.matrices[0].data_ptr(), words, 1
     results = *optional_arg(bias), out.data_ptr(), out.shape[1]
@@ -334,7 +349,7 @@ def _add_segment(
     in_pair = numbers_of_word(p.x)
     x = advance(p.x, first * p.words * in_pair)
     place, inputs = matrix * p.num_panels + panel, 2 * p.words
-    in_word = 4 if c.form == INTEGER_8 else 8
+    in_word = 8 if c.form <= E2M1_4 else 4
     codes = advance(p.panels, place * (inputs // in_word) * PANEL)
     for begin in range(0, inputs, _CHUNK):
         count = min(_CHUNK, inputs - begin)

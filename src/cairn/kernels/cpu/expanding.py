@@ -4,6 +4,7 @@ A word of codes has eight inputs of an output in four bits, or four in eight; 32
 of each come as many inputs' numbers, float32, or in pairs of bfloat16, in their order, as `panels` multiplies them.
 """
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -17,14 +18,16 @@ from cairn.kernels.cpu.tiles import HAS_AVX512, PANEL
 from cairn.kernels.cpu.vectors import call_shared
 from cairn.kernels.quantized import E2M1
 
-INTEGER_4, E2M1_4, INTEGER_8 = range(3)
+INTEGER_4, E2M1_4, INTEGER_8, E4M3_8 = range(4)
 """What codes are: see `QuantizedWeight`."""
 
-_BITS = MappingProxyType({INTEGER_4: 4, E2M1_4: 4, INTEGER_8: 8})
+_BITS = MappingProxyType({INTEGER_4: 4, E2M1_4: 4, INTEGER_8: 8, E4M3_8: 8})
+_VARIANTS = 2 * len(_BITS)
 _LANES = 16 if HAS_AVX512 else 8
 _NARROWS = bool(cpu_features().get("avx512bf16"))
 _I16, _I32, _I64, _FLOAT = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_WORDS, _FLOATS, _HALVES = (ir.VectorType(kind, _LANES) for kind in (_I32, _FLOAT, _I16))
+_WORDS, _FLOATS = (ir.VectorType(kind, _LANES) for kind in (_I32, _FLOAT))
+_HALVES = ir.VectorType(_I16, 2 * _LANES)
 
 
 @intrinsic
@@ -48,15 +51,16 @@ def expand(
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
         codes, words, form, has_least, rounds, *factors, out = args
         done = builder.append_basic_block("expanded")
-        is_rounded = builder.select(_is_true(builder, rounds), _constant(6), _constant(0))
+        is_rounded = builder.select(_is_true(builder, rounds), _constant(_VARIANTS), _constant(0))
         number = builder.add(builder.mul(form, _constant(2)), builder.select(_is_true(builder, has_least), *_ONE_ZERO))
         chosen = builder.switch(number if in_pairs else builder.add(number, is_rounded), done)
-        for variant in range(6 if in_pairs else 12):
+        for variant in range(_VARIANTS if in_pairs else 2 * _VARIANTS):
             block = builder.append_basic_block(f"expand_{variant}")
             chosen.add_case(_constant(variant), block)
             with builder.goto_block(block):
-                is_last = variant % 2 == 1
-                writer = _Expansion(variant % 6 // 2, is_last, in_pairs, rounds=in_pairs or variant >= 6)
+                adds = variant % 2 == 1
+                form_of = variant % _VARIANTS // 2
+                writer = _Expansion(form_of, adds, in_pairs, rounds=in_pairs or variant >= _VARIANTS)
                 call_shared(builder, writer.name, [codes, words, *factors, out], writer.write)
                 builder.branch(done)
         builder.position_at_end(done)
@@ -125,6 +129,10 @@ class _Expansion:
         code = builder.lshr(word, _everywhere(bits * place)) if place else word
         if self.form == E2M1_4:
             number = _e2m1(builder, code)
+        elif self.form == E4M3_8:
+            number = _e4m3(builder, word, place)
+        elif bits == 4 and HAS_AVX512:
+            number = builder.fsub(_look_up(builder, range(16), code), zeros)
         else:
             if (place + 1) * bits < 32:
                 code = builder.and_(code, _everywhere((1 << bits) - 1))
@@ -134,25 +142,43 @@ class _Expansion:
 
 
 def _e2m1(builder: Any, code: Any) -> Any:
-    """The numbers that the lowest four bits stand for: instructions look at no more of an index than they need."""
-    size = _LANES
-    table = ir.Constant(_FLOATS, [ir.Constant(_FLOAT, number) for number in E2M1[:size]])
+    """The numbers that the lowest four bits stand for."""
+    size = _look_up(builder, E2M1[:_LANES], code)
     if HAS_AVX512:
-        kind = ir.FunctionType(_FLOATS, [_FLOATS, _WORDS])
-        return builder.call(_declared(builder, kind, "llvm.x86.avx512.permvar.sf.512"), [table, code])
-    kind = ir.FunctionType(_FLOATS, [_FLOATS, _WORDS])
-    size_of = builder.call(_declared(builder, kind, "llvm.x86.avx2.permps"), [table, code])
+        return size
     sign = builder.shl(builder.and_(code, _everywhere(8)), _everywhere(28))
-    return builder.bitcast(builder.or_(builder.bitcast(size_of, _WORDS), sign), _FLOATS)
+    return builder.bitcast(builder.or_(builder.bitcast(size, _WORDS), sign), _FLOATS)
+
+
+def _e4m3(builder: Any, word: Any, place: int) -> Any:
+    """The numbers that the bytes at a place of words stand for, none of them NaN: a float32's exponent has four bits
+    more and begins 120 higher."""
+    top = builder.shl(word, _everywhere(24 - 8 * place)) if place < 3 else word
+    sign = builder.and_(top, _everywhere(-(1 << 31)))
+    size = builder.and_(builder.lshr(top, _everywhere(4)), _everywhere(0x7F00000))
+    number = builder.fmul(
+        builder.bitcast(size, _FLOATS), ir.Constant(_FLOATS, [ir.Constant(_FLOAT, 2.0**120)] * _LANES)
+    )
+    return builder.bitcast(builder.or_(builder.bitcast(number, _WORDS), sign), _FLOATS)
+
+
+def _look_up(builder: Any, numbers: Sequence[float], index: Any) -> Any:
+    """One of as many numbers as a vector has, by the lowest bits of an index: the instruction looks at no others."""
+    table = ir.Constant(_FLOATS, [ir.Constant(_FLOAT, float(number)) for number in numbers])
+    kind = ir.FunctionType(_FLOATS, [_FLOATS, _WORDS])
+    name = "llvm.x86.avx512.permvar.sf.512" if HAS_AVX512 else "llvm.x86.avx2.permps"
+    return builder.call(_declared(builder, kind, name), [table, index])
 
 
 def _narrow_pair(builder: Any, first: Any, second: Any) -> Any:
     """Words of two bfloat16 numbers, the first one in the lower half."""
     if _NARROWS:
-        kind = ir.FunctionType(_HALVES, [_FLOATS])
-        narrow = _declared(builder, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
-        low, high = (builder.zext(builder.call(narrow, [each]), _WORDS) for each in (first, second))
-        return builder.or_(low, builder.shl(high, _everywhere(16)))
+        kind = ir.FunctionType(_HALVES, [_FLOATS, _FLOATS])
+        narrow = _declared(builder, kind, "llvm.x86.avx512bf16.cvtne2ps2bf16.512")
+        both = builder.call(narrow, [second, first])
+        places = [lane + _LANES * half for lane in range(_LANES) for half in range(2)]
+        mask = ir.Constant(ir.VectorType(_I32, 2 * _LANES), places)
+        return builder.bitcast(builder.shuffle_vector(both, both, mask), _WORDS)
     low, high = (_rounded(builder, each) for each in (first, second))
     return builder.or_(builder.lshr(low, _everywhere(16)), high)
 

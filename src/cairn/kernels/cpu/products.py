@@ -12,7 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.codes import CodedRows, PackedCodes, group_of, multiply_codes, multiply_codes_panels, pack_codes
+from cairn.kernels.cpu.codes import (
+    CodedRows,
+    PackedCodes,
+    as_codes,
+    group_of,
+    multiply_codes,
+    multiply_codes_panels,
+    pack_codes,
+)
 from cairn.kernels.cpu.int4 import PackedInt4, multiply_int4, multiply_int4_panels
 from cairn.kernels.cpu.int8 import Int8Weight, multiply_int8, multiply_int8_panels
 from cairn.kernels.cpu.onednn import can_reorder, has_products, reorder, reordered_product
@@ -77,9 +85,8 @@ def pack(weight: Tensor) -> PackedWeight:
 
 
 def pack_stored(rows: Sequence[WeightRows]) -> AnyWeight:
-    """See `Kernels.pack_stored`. What is in codes stays so; all else is in the model's dtype, FP8, too."""
-    plain = [part.dequantize() if isinstance(part, Fp8Weight) else part for part in rows]
-    joined = join_rows(plain)
+    """See `Kernels.pack_stored`. What is in codes stays so, and FP8 where that can be expanded."""
+    joined = join_rows([(as_codes(part) or part) if isinstance(part, Fp8Weight) else part for part in rows])
     packed = tuple(
         pack_codes(part) if isinstance(part, QuantizedWeight) else pack(dequantize_rows([part])) for part in joined
     )

@@ -19,6 +19,7 @@ import torch
 from cairn.errors import ModelError
 from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.quantized import QuantizedWeight
+from cairn.kernels.weight_rows import StoredRows
 from cairn.models.config_schema import Fields
 from cairn.models.decoder_config import ServedDType, served_dtype
 from cairn.models.sharding import TensorShard
@@ -203,7 +204,7 @@ class WeightReader:
         Raises ModelError as `load` does.
         """
         scale = find_scale(self.headers, name, self._quantization) if name in self.headers else None
-        if scale is None or scale.block is None:
+        if scale is None or scale.block is None or self._quantization is None or not self._quantization.can_stay:
             return None
         if (columns := find_scale_columns(name, shape, shard, scale.block)) is None:
             return None
@@ -237,6 +238,11 @@ class WeightReader:
         with self._naming(name):
             codes: QuantizedWeight | None = source.read_codes(name, shard, self._dtype)
         return codes
+
+    def load_stored(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> StoredRows | None:
+        """As `load_codes` or as `load_fp8`, whichever of the two the matrix is stored in."""
+        codes = self.load_codes(name, shape, shard)
+        return codes if codes is not None else self.load_fp8(name, shape, shard)
 
     def _read(
         self,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from cairn.kernels.quantized import QuantizedWeight
+from cairn.kernels.weight_rows import StoredRows
 from cairn.models.contract import StoredLoader
 from cairn.models.decoder_config import StoredQuantization
 from cairn.models.sharding import Slice, TensorShard
@@ -227,7 +228,7 @@ def describe_fp8(
 
     def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
         scale = find_scale(headers, name, quantization) if name in headers else None
-        if scale is None or scale.block is None:
+        if scale is None or scale.block is None or quantization is None or not quantization.can_stay:
             return None
         if (columns := find_scale_columns(name, shape, shard, scale.block)) is None:
             return None
@@ -255,6 +256,19 @@ def describe_codes(
         if matrix is None or isinstance(matrix, str):
             return None
         return matrix.read_shard(read_part, shard, dtype)
+
+    return load
+
+
+def describe_stored(
+    headers: Mapping[str, TensorHeader], quantization: Quantization | None, dtype: torch.dtype
+) -> StoredLoader:
+    """As `WeightReader.load_stored`, of tensors without memory, on the meta device."""
+    load_codes, load_fp8 = (describe(headers, quantization, dtype) for describe in (describe_codes, describe_fp8))
+
+    def load(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> StoredRows | None:
+        codes = load_codes(name, shape, shard)
+        return codes if codes is not None else load_fp8(name, shape, shard)
 
     return load
 
