@@ -264,7 +264,7 @@ def keep_layers(folder: Path, kept: tuple[int, ...]) -> None:
 
 
 def test_the_engine_gives_the_tokens_of_the_cpus(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """In float32, in which the same numbers are multiplied, here widened tile by tile and there dequantized at load."""
+    """In float32, in which the same numbers are multiplied, here widened tile by tile, there in the cache."""
     from kernels.test_cuda_engine import TEXT, Engine
 
     caplog.set_level(logging.WARNING)
@@ -276,7 +276,7 @@ def test_the_engine_gives_the_tokens_of_the_cpus(folder: Path, caplog: pytest.Lo
         methods[device] = engine.core.info.quantization
         engine.core.close()
     assert answers["cuda"] == answers["cpu"]
-    assert methods == {"cpu": None, "cuda": "fp8" if "qwen" in str(folder) else "modelopt"}
+    assert methods == dict.fromkeys(("cpu", "cuda"), "fp8" if "qwen" in str(folder) else "modelopt")
     assert "dequantized" not in caplog.text
 
 
