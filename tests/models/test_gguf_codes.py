@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from cairn.errors import ConfigError
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.sharding import TensorShard
@@ -154,6 +155,15 @@ def test_several_types_in_one_matrix_are_dequantized(made_model, tmp_path) -> No
     with WeightReader(single.folder, torch.float32) as other:
         assert torch.equal(loaded[:256], other.load(name, view.shape)[:256])
         assert not torch.equal(loaded[256:], other.load(name, view.shape)[256:])
+
+
+def test_its_quantization_may_be_said(written) -> None:
+    """As users of vLLM do with `-q`. What it is not is refused with what to do."""
+    for type_name in ("F16", "Q8_0"):
+        assert open_model(written("qwen3_5", type_name), quantization="gguf").served_quantization is None
+        assert open_model(written("qwen3_5", type_name), quantization="int8").served_quantization == "int8"
+        with pytest.raises(ConfigError, match=r"--quantization awq: the checkpoint is .*without this flag"):
+            open_model(written("qwen3_5", type_name), quantization="awq")
 
 
 def test_codes_are_one_kind(written) -> None:

@@ -23,6 +23,7 @@ from cairn.models.rank_weights import read_weight
 from cairn.models.state_dtypes import AskedStateDtype, choose_state_dtype
 from cairn.models.weight_bytes import PackedDtype, count_weight_bytes
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
+from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, read_generation_eos, serving_dtype
 from cairn.models.weights.quantization import Quantization, describe_fp8, describe_stored, logical_names
@@ -198,7 +199,9 @@ def open_model(
     family = family_of(raw)
     config = family.parse(raw)
     stored_as = read_quantization(folder, raw)
-    served = _served_quantization(quantization, stored_as, keeps)
+    # vLLM's word for any GGUF file, be it in plain numbers.
+    asked = None if quantization == "gguf" and is_gguf(folder) else quantization
+    served = _served_quantization(asked, stored_as, keeps)
     generation_eos = read_generation_eos(folder, config.vocab_size)
     return OpenModel(folder, family, config, serving_dtype(raw, dtype), stored_as, served, generation_eos, keeps)
 
