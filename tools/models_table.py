@@ -59,7 +59,7 @@ checkpoint.
 FORMATS_TEXT = """\
 What the CPU's kernels compute and what the GPU's do. Tests of the GPU run on one, and elsewhere by Triton's
 interpreter ([gpu.md](gpu.md)). `int8` and `int4` are made of any checkpoint while it is loaded (`--quantization`);
-`FP8` is a checkpoint as it is published.
+the other formats are those of checkpoints as they are published ([quantized-checkpoints.md](quantized-checkpoints.md)).
 """
 
 WAYS_TEXT = """\

@@ -50,6 +50,32 @@ INT4 = Coverage("int4", "CPU", ("models/test_served_int4.py",), ("qwen3_5", "nem
 
 FP8 = Coverage("FP8", "CPU", ("models/test_fp8.py",), ("qwen3_5", "qwen3_5_moe", "nemotron_h"))
 
+PACKED = Coverage(
+    "compressed-tensors, AWQ, GPTQ, NVFP4, MXFP4",
+    "CPU",
+    ("models/test_packed_checkpoints.py",),
+    ("qwen3_5", "qwen3_5_moe"),
+)
+"""The second for stacks of experts."""
+
+GGUF = Coverage(
+    "GGUF",
+    "CPU",
+    ("models/test_gguf.py",),
+    (
+        "qwen3_5+mtp",
+        "granitemoehybrid",
+        "nemotron_h+mtp",
+        "lfm2_moe",
+        "qwen3_5_moe+mtp",
+        "lfm2",
+        "qwen3",
+        "qwen3_moe",
+        "granite",
+        "falcon_h1",
+    ),
+)
+
 STATES = Coverage(
     "states in float16, bfloat16",
     "CPU",
@@ -73,7 +99,7 @@ FP8_ON_GPU = Coverage("FP8", "GPU", ("kernels/test_cuda_fp8.py",), ("qwen3_5_moe
 
 IMAGES_ON_GPU = Coverage("images", "GPU", ("kernels/test_cuda_engine.py",), ("qwen3_5_vl",))
 
-FORMATS = (LOGITS, INT8, INT4, FP8, STATES, IMAGES, ON_GPU, LOGITS_ON_GPU, FP8_ON_GPU, IMAGES_ON_GPU)
+FORMATS = (LOGITS, INT8, INT4, FP8, PACKED, GGUF, STATES, IMAGES, ON_GPU, LOGITS_ON_GPU, FP8_ON_GPU, IMAGES_ON_GPU)
 """In what form a model's numbers are, by device."""
 
 WHOLE_EXACTNESS = Coverage(

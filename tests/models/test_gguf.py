@@ -18,15 +18,13 @@ from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import WeightReader
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT
+from models.covered import GGUF
 from models.gguf_files import write_gguf
 from models.test_served_int8 import Served, distance
 from tiers import first, first_of
 
-FAMILIES = (
-    *("qwen3_5+mtp", "granitemoehybrid", "nemotron_h+mtp", "lfm2_moe", "qwen3_5_moe+mtp", "lfm2", "qwen3", "qwen3_moe"),
-    "granite",
-)
-"""All but Falcon-H1, whose weights are stored with its multipliers."""
+FAMILIES = tuple(family for family in GGUF.families if family != "falcon_h1")
+"""Falcon-H1's weights are stored with its multipliers, so they are others."""
 PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 QUANTIZED = ("Q4_K", "Q6_K", "Q8_0", "Q5_K", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 

@@ -24,6 +24,7 @@ from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.tensor_headers import read_headers
 from doubles.thread_ranks import thread_ranks
 from kernels.test_int8 import bytes_of
+from models.covered import PACKED
 from models.packed_checkpoints import FORMATS, write_packed
 from models.test_device_copy import check_model
 from models.test_served_int8 import Served, distance, parts_of
@@ -45,7 +46,7 @@ def write_pair(made_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Cal
     def write(name: str) -> Pair:
         folder = tmp_path_factory.mktemp("packed")
         form = FORMATS[name]
-        write_packed(made_model("qwen3_5_moe" if form.stacks else "qwen3_5"), folder / "codes", folder / "same", form)
+        write_packed(made_model(PACKED.families[form.stacks]), folder / "codes", folder / "same", form)
         return name, folder / "codes", folder / "same"
 
     return write
