@@ -16,7 +16,9 @@ from cairn.step import DRAFTED
 from doubles.drafters import KnowingDrafter
 from doubles.engine_requests import generate_request
 from models.covered import RECORDED
-from tiers import first_of, more
+from models.gguf_files import write_gguf
+from models.packed_checkpoints import FORMATS, write_packed
+from tiers import first, first_of, more
 
 FORMS = ("float32", "bfloat16", "int8", "int4")
 SEQS = 4
@@ -108,6 +110,23 @@ def run_both(recorded, eager, steps=160):
 def test_a_repeated_step_leaves_the_bits_of_one_that_is_computed(family, form, made_model):
     folder = made_model(family)
     recorded, eager = Twin(folder, form, speculative=NONE), Twin(folder, form, enforce_eager=True, speculative=NONE)
+    run_both(recorded, eager)
+    assert len(recorded.repeats()) == SEQS and not eager.repeats()
+    check_addresses(recorded)
+
+
+STORED = ("mixed", "Q4_K", "MXFP4", "GPTQ desc_act", "AWQ", "W8A8", "MIXED_PRECISION", "Q8_0")
+"""Published forms of weights: several kinds in one product, embeddings in codes, experts, inputs in another order."""
+
+
+@pytest.mark.parametrize("name", first(2, STORED))
+def test_a_repeated_step_of_weights_in_codes_leaves_the_bits_of_one_that_is_computed(name, made_model, tmp_path):
+    if name.startswith("Q"):
+        checkpoint = write_gguf(made_model("qwen3_5"), tmp_path / "made.gguf", name)
+    else:
+        source, checkpoint = made_model("qwen3_5_moe" if FORMATS[name].stacks else "qwen3_5"), tmp_path / "codes"
+        write_packed(source, checkpoint, tmp_path / "same", FORMATS[name])
+    recorded, eager = (Twin(checkpoint, "bfloat16", enforce_eager=each, speculative=NONE) for each in (False, True))
     run_both(recorded, eager)
     assert len(recorded.repeats()) == SEQS and not eager.repeats()
     check_addresses(recorded)
