@@ -130,3 +130,22 @@ def test_what_is_of_another_kind_is_a_part_of_its_own() -> None:
     for other in others:
         assert join_rows([first, other]) == (first, other)
         assert stack_experts([first, other]) is None
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("form", ["symmetric", "zeros", "K-quant"])
+def test_codes_of_four_bits_are_a_weight_in_four_bits(form: str, group: int) -> None:
+    weight = drawn_weight(inputs=256, **FORMS[form] | {"group": group})
+    assert weight.becomes_int4
+    made, wanted = weight.as_int4().dequantize(F32), weight.dequantize(F32)
+    assert weight.as_int4().group == group
+    assert (made - wanted).abs().max() <= 1e-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("form", ["activation order", "eight bits, groups", "NVFP4"])
+def test_other_codes_are_none(form: str) -> None:
+    assert not drawn_weight(**FORMS[form]).becomes_int4
+
+
+def test_nor_are_codes_in_small_groups() -> None:
+    assert not drawn_weight(**FORMS["zeros"]).becomes_int4

@@ -1,8 +1,10 @@
 """Checkpoints in codes are served as the numbers they hold: bit for bit as a plain checkpoint of the same numbers."""
 
+import io
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -17,12 +19,16 @@ from torch import Tensor
 from cairn.check.report import CheckSettings, check, render
 from cairn.errors import ModelError
 from cairn.kernels.cpu.codes import PackedCodes
+from cairn.kernels.cpu.int4 import PackedInt4
 from cairn.kernels.cpu.panels import has_panels
+from cairn.kernels.int4 import Int4Weight, quantize_int4
+from cairn.models import rank_weights
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard
 from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.tensor_headers import read_headers
 from doubles.thread_ranks import thread_ranks
+from kernels.test_int4 import NEEDS_INT4
 from kernels.test_int8 import bytes_of
 from models.covered import PACKED
 from models.packed_checkpoints import FORMATS, write_packed
@@ -169,6 +175,42 @@ def test_logits_and_bytes_are_those_of_the_checkpoint(name: str, write_pair: Any
     # NVFP4's factor, once a matrix in the file, is there for each row: 2.8 % of rows as short as these.
     most = 1.06 if "NVFP4" in name or name in ("mixed", "MIXED_PRECISION") else 1.03
     assert 0.97 * in_file < kept < most * in_file
+
+
+@NEEDS_INT4
+@pytest.mark.parametrize(
+    ("name", "keeps_numbers"),
+    [("AWQ", True), ("W4A16 actorder", False), more("GPTQ", True), more("ModelOpt NVFP4", False)],
+)
+def test_four_bits_that_are_there_are_not_drawn_anew(
+    name: str, keeps_numbers: bool, write_pair: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `-q int4`: the numbers of the checkpoint, activations in int8, and the bytes that were announced."""
+    _, in_codes, plain_folder = write_pair(name)
+    num_drawn: Counter[str] = Counter()
+
+    def quantize(weight: Tensor) -> Int4Weight:
+        num_drawn["matrices"] += 1
+        return quantize_int4(weight)
+
+    monkeypatch.setattr(rank_weights, "quantize_int4", quantize)
+    codes = Served(in_codes, "bfloat16", "int4", keeps="codes")
+    drawn, num_drawn = num_drawn["matrices"], Counter()
+    anew = Served(plain_folder, "bfloat16", "int4")
+    linears = codes.models[False].linears
+    num_int4 = sum(isinstance(linear.weight, PackedInt4) for linear in linears)
+    assert num_int4 == sum(isinstance(linear.weight, PackedInt4) for linear in anew.models[False].linears) > 8
+    wanted = Served(plain_folder, "float32").logits()
+    if keeps_numbers:
+        assert drawn < num_int4 // 2
+        assert distance(codes.logits(), wanted) < distance(anew.logits(), wanted)
+    report = check(in_codes, CheckSettings(dtype="bfloat16", quantization="int4"))
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(render(report))
+    assert "brought to int4" in console.export_text()
+    taken = bytes_of(*parts_of(codes.models[False], Tensor))
+    # Headers do not say whether inputs are in another order: then they are drawn anew, in larger groups.
+    assert 0.98 * taken < report.weight_bytes < (1.1 if name == "W4A16 actorder" else 1.02) * taken
 
 
 # -- what is wrong -----------------------------------------------------------------------------------------------------

@@ -310,8 +310,10 @@ def _form_rows(report: CheckReport) -> list[tuple[str, str]]:
     on_gpu = report.settings.gpu_memory_bytes is not None
     stays = report.settings.quantization not in (None, *MADE_AT_LOAD)
     kept = [form for form in forms if stays and (report.settings.quantization != "gguf" or form in CODED)]
+    made = report.settings.quantization if report.settings.quantization in MADE_AT_LOAD else None
+    other = "dequantized" if made is None else f"brought to {made}"
     parts = [
-        f"{count:,} of {form} {'kept as stored' if form in kept and (form == 'FP8' or not on_gpu) else 'dequantized'}"
+        f"{count:,} of {form} {'kept as stored' if form in kept and (form == 'FP8' or not on_gpu) else other}"
         for form, count in forms.items()
     ]
     return [("quantized", "matrices: " + "; ".join(parts))]

@@ -70,9 +70,10 @@ def group_of(inputs: int) -> int:
     )
 
 
-def int4_bytes(shape: Sequence[int]) -> int:
-    """Of a weight of this shape once it has been brought to four bits. Raises as `group_of`."""
-    return math.prod(shape) // 2 + math.prod(shape) // group_of(shape[-1]) * _FACTOR_BYTES
+def int4_bytes(shape: Sequence[int], group: int | None = None) -> int:
+    """Of a weight of this shape once it has been brought to four bits, in groups of so many inputs, or of `group_of`.
+    Raises as that."""
+    return math.prod(shape) // 2 + math.prod(shape) // (group or group_of(shape[-1])) * _FACTOR_BYTES
 
 
 def quantize_int4(weight: Tensor) -> Int4Weight:

@@ -7,6 +7,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from cairn.kernels.int4 import GROUPS, Int4Weight
+
 NumberFormat = Literal["integer", "e2m1", "e4m3"]
 """What a code stands for: itself, less a zero point, or a number of FP4, or, in eight bits, of FP8."""
 
@@ -105,6 +107,20 @@ class QuantizedWeight:
             else:
                 target[part, self.order] = values.to(dtype)
         return out
+
+    @property
+    def becomes_int4(self) -> bool:
+        """Whether it is a weight in four bits in other words: codes of whole numbers, in groups of one of its sizes,
+        with inputs in their own order."""
+        return self.bits == 4 and self.numbers == "integer" and self.order is None and self.group in GROUPS
+
+    def as_int4(self) -> Int4Weight:
+        """The same numbers as a weight in four bits, if it `becomes_int4`."""
+        scales, minimums = self.float_scales(), self.float_minimums()
+        below = -scales * (self.zero if self.zeros is None else self.zeros.float())
+        least = below if minimums is None else below + minimums
+        codes = torch.stack([self.codes & 15, self.codes >> 4], dim=-1).flatten(-2)
+        return Int4Weight(codes, scales, least, self.dtype)
 
     def float_scales(self) -> Tensor:
         """float32 [..., out, groups]."""

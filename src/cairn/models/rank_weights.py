@@ -15,7 +15,7 @@ from cairn.kernels.quantized import QuantizedWeight
 from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows, stack_experts
 from cairn.layers.linear import Linear
 from cairn.models.contract import StoredLoader, TensorLoader
-from cairn.models.decoder_config import ServedQuantization
+from cairn.models.decoder_config import MADE_AT_LOAD, ServedQuantization
 from cairn.models.weight_specs import ExpertMatrices, ExpertStacks, JoinedTensors, ProductSpec, StoredTensor, WeightSpec
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class RankWeights:
     def linear(self, rows: Sequence[WeightRows], bias: Tensor | None = None, quantized: bool = True) -> Linear:
         """A product of rows one after the other, which are as they are stored or not."""
         shape = sum(part.shape[0] for part in rows), rows[0].shape[1]
+        if self._quantization in MADE_AT_LOAD and len(rows) > 1:
+            rows = (dequantize_rows(rows),)
         packed = self._pack(rows[0], quantized) if len(rows) == 1 else self._kernels.pack_stored(rows)
         linear = Linear(self._kernels, packed, bias, shape)
         self.linears.append(linear)
@@ -96,7 +98,10 @@ class RankWeights:
         return self._pack(_stacked(ups)), self._pack(_stacked([self._rows(part) for part in weight.downs]))
 
     def vocabulary(self, weight: StoredTensor) -> Tensor | QuantizedWeight:
-        """The rows of an embedding or an output, in codes if they are stored so."""
+        """The rows of an embedding or an output, in codes if they are stored so and weights stay as they are stored."""
+        if self._quantization in MADE_AT_LOAD:
+            plain: Tensor = self.tensor(weight)
+            return plain
         rows = self._rows(weight)
         return rows.dequantize() if isinstance(rows, Fp8Weight) else rows
 
@@ -106,7 +111,11 @@ class RankWeights:
     def _pack(self, weight: WeightRows, quantized: bool = True) -> Weight:
         """A weight [out, in], or a stack of experts' [E, out, in], for the kernels' products."""
         if not isinstance(weight, Tensor):
-            return self._kernels.pack_stored([weight])
+            if self._quantization not in MADE_AT_LOAD:
+                return self._kernels.pack_stored([weight])
+            if quantized and isinstance(weight, QuantizedWeight) and weight.becomes_int4:
+                return self._kernels.pack_int4(weight.as_int4())
+            weight = weight.dequantize()
         if quantized and self._quantization == "int4":
             return self._kernels.pack_int4(quantize_int4(weight))
         if quantized and self._quantization == "int8":

@@ -26,7 +26,7 @@ from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, read_generation_eos, serving_dtype
-from cairn.models.weights.quantization import Quantization, describe_fp8, describe_stored, logical_names
+from cairn.models.weights.quantization import Quantization, describe_codes, describe_fp8, describe_stored, logical_names
 from cairn.models.weights.quantization_config import read_quantization
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
@@ -69,6 +69,12 @@ class OpenModel:
     def stays_as_stored(self) -> bool:
         """Whether matrices are served as they are stored."""
         return self.quantization is not None and self.served_quantization == self.quantization.method
+
+    @property
+    def takes_codes(self) -> bool:
+        """Whether what is brought to four bits has the numbers of codes that are four bits already."""
+        has_codes = self.quantization is not None and self.quantization.has_codes
+        return has_codes and self.keeps == "codes" and self.served_quantization == "int4"
 
     def layout(
         self, block_size: int, tp_size: int = 1, checkpoint_dtype: str = "float32", exact: bool = False
@@ -132,6 +138,8 @@ class OpenModel:
         are stored; see `count_weight_bytes`."""
         describe = describe_fp8 if self.keeps == "fp8" else describe_stored
         load_stored = describe(stored, self.quantization, self.dtype) if self.stays_as_stored else None
+        if self.takes_codes:
+            load_stored = describe_codes(stored, self.quantization, self.dtype)
         served_as = self.dtype, self.served_quantization, load_stored
         names = self.stored_names(stored)
         return count_weight_bytes(self.family, self.config, names, *served_as, num_ranks, packed_dtype)
@@ -176,6 +184,8 @@ class OpenModel:
             load_stored = (
                 (reader.load_fp8 if self.keeps == "fp8" else reader.load_stored) if self.stays_as_stored else None
             )
+            if self.takes_codes:
+                load_stored = reader.load_codes
             execution = Execution(
                 exact, self.dtype, communicator, backend, place, self.served_quantization, load_stored
             )

@@ -10,7 +10,7 @@ from cairn.kernels.int4 import int4_bytes
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.kernels.weight_rows import StoredRows, kind_of
 from cairn.models.contract import Family, StoredLoader
-from cairn.models.decoder_config import DecoderConfig, ServedQuantization
+from cairn.models.decoder_config import MADE_AT_LOAD, DecoderConfig, ServedQuantization
 from cairn.models.weight_specs import (
     ExpertMatrices,
     ExpertStacks,
@@ -68,7 +68,7 @@ class ByteCounter:
     @count.register
     def rows(self, weight: StoredTensor) -> int:
         """Of an embedding, which may be in codes, or of what is no matrix."""
-        (stored,) = self._stored((weight,))
+        (stored,) = self._stored((weight,)) if self._quantization not in MADE_AT_LOAD else (None,)
         return stored.nbytes if isinstance(stored, QuantizedWeight) else self.tensor(weight)
 
     def tensor(self, weight: StoredTensor) -> int:
@@ -83,6 +83,8 @@ class ByteCounter:
     def product(self, weight: ProductSpec) -> int:
         biases = sum(map(self.tensor, weight.biases))
         stored = self._stored(weight.parts)
+        if self._quantization in MADE_AT_LOAD:
+            return biases + self._made(weight.parts, stored, weight.precision)
         if any(stored):  # as they are, side by side
             return biases + sum(self._as_stored(*pair) for pair in zip(weight.parts, stored, strict=True))
         return biases + sum(self._packed(part, weight.precision) for part in weight.parts)
@@ -99,6 +101,8 @@ class ByteCounter:
         """A stack of matrices, each of these parts: as they are stored if all are of one kind."""
         parts = [part for each in matrices for part in each]
         stored = self._stored(parts)
+        if self._quantization in MADE_AT_LOAD:
+            return self._made(parts, stored)
         if all(stored) and _is_one_kind(stored):
             return sum(self._as_stored(*pair) for pair in zip(parts, stored, strict=True))
         return sum(map(self._packed, parts))
@@ -107,6 +111,16 @@ class ByteCounter:
         if self._load_stored is None:
             return [None] * len(parts)
         return [self._load_stored(part.name, part.shape, part.shard) if part.is_matrix else None for part in parts]
+
+    def _made(
+        self, parts: Sequence[StoredTensor], stored: Sequence[StoredRows | None], precision: Precision = "quantized"
+    ) -> int:
+        """Of one weight or stack in what is made at load: in the groups of its codes where these stay."""
+        first = stored[0]
+        if precision == "quantized" and isinstance(first, QuantizedWeight) and first.becomes_int4:
+            if _is_one_kind(stored):
+                return sum(int4_bytes(part.rank_shape, first.group) for part in parts)
+        return sum(self._packed(part, precision) for part in parts)
 
     def _as_stored(self, weight: StoredTensor, stored: StoredRows | None) -> int:
         return self.tensor(weight) if stored is None else stored.nbytes
