@@ -75,7 +75,7 @@ QUICK = (
     ),
     Mutant(
         "a verify is computed in the live state",
-        exact, "metadata", "if decode.in_place and live.data_ptr()", "if live.data_ptr()", (VERIFY,), SCANS,
+        exact, "metadata", "= decode.in_place and live.data_ptr()", "= live.data_ptr()", (VERIFY,), SCANS,
     ),
     Mutant(
         "a verify writes the live window",
