@@ -42,15 +42,11 @@ class ChunkBlocks:
         return replace(self, hashes=hashes, parent=self.hashes[number - 1], token_ids=tokens)
 
 
-Present = Sequence[tuple[str, Sequence[ChunkBlocks]]]
-"""By the name of a store the chunks that it has."""
-
-
 class TierEvents:
     """Announces chunks of `stores`. `blocks` announces those of the pool, and names the blocks; `publish` is its own,
     too.
 
-    `blocks_of` and `present` are for the threads of tiers, all else for the core's.
+    `blocks_of` is for the threads of tiers, all else for the core's.
     """
 
     def __init__(
@@ -88,21 +84,15 @@ class TierEvents:
             for chunk in range(number)
         ]
 
-    def present(self, chunks: Sequence[ChunkBlocks]) -> Present:
-        """Which of these, one path's, are in the stores."""
-        keys = [chunk.key for chunk in chunks]
-        return [
-            (store.name, [chunk for chunk, here in zip(chunks, store.contains(keys), strict=True) if here])
-            for store in self._stores
-        ]
-
-    def announce(self, present: Present) -> None:
-        """Publish those that have not been."""
-        for name, chunks in present:
+    def announce(self, chunks: Sequence[ChunkBlocks]) -> None:
+        """Publish those of one path's chunks that a store has, and that have not been."""
+        for store in self._stores:
+            name = store.name
             announced, holders = self._announced[name], self._holders[name]
-            fresh = list[ChunkBlocks]()
-            for chunk in chunks:
-                if chunk.key not in announced:
+            fresh, new = list[ChunkBlocks](), [chunk for chunk in chunks if chunk.key not in announced]
+            # asked for now: what is dropped after this is yet to be taken from the store's list
+            for chunk, here in zip(new, store.contains([chunk.key for chunk in new]), strict=True):
+                if here:
                     announced[chunk.key] = chunk.hashes
                     # paths part within a chunk, too: its first blocks may be another one's
                     fresh.append(chunk.after(sum(number in holders for number in chunk.hashes), self._block_size))

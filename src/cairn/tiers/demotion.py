@@ -25,7 +25,7 @@ from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.sequence_blocks import Namespace, PagePin
 from cairn.cache.tree import Checkpoint, Node, to_int64
 from cairn.cache.tree_store import TreeObserver
-from cairn.tiers.announcements import ChunkBlocks, Present, TierEvents
+from cairn.tiers.announcements import ChunkBlocks, TierEvents
 from cairn.tiers.context import ORIGINS, TierContext
 from cairn.tiers.digests import PathNames, named_images
 from cairn.tiers.store import EntryFacts, NewEntry, PageBytes, TierStore
@@ -97,10 +97,10 @@ class _Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Named:
-    """What comes of naming a path: the entries that the stores lack, and the chunks that they have."""
+    """What comes of naming a path: the entries that the stores lack, and the blocks that may be announced."""
 
     parts: list[_Part]
-    present: Present
+    blocks: Sequence[ChunkBlocks]
 
 
 @dataclass(slots=True, eq=False)
@@ -134,7 +134,7 @@ class Demoter(TreeObserver):
         self._names: dict[Node, Namespace] = {}
         self._waiting: OrderedDict[Node, None] = OrderedDict()
         self._job: _Job | None = None
-        self._writes: list[Future[Present]] = []
+        self._writes: list[Future[Sequence[ChunkBlocks]]] = []
         self.dropped = {"queue_full": 0, "gone": 0, "failed": 0}
 
     # -- what the tree says --------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Demoter(TreeObserver):
             named = job.naming.result()
             job.parts = named.parts
             if self._events is not None:
-                self._events.announce(named.present)
+                self._events.announce(named.blocks)
         if job.copy is not None:
             parts, pin, copied = job.copy
             if not copied.done():
@@ -278,7 +278,6 @@ class Demoter(TreeObserver):
         names = context.names.path(name, keys)
         stores = [store for store in context.stores if store.writable]
         blocks = [] if self._events is None else self._events.blocks_of(names, path.digests)
-        present = () if self._events is None else self._events.present(blocks)
         parts, last, num_chunks = list[_Part](), path.wanted[-1], 0
         lacking = _lacking(stores, names.chunks) if context.pages_per_chunk else [False] * len(names.chunks)
         above, whole = 0, lacking.index(True) if True in lacking else len(lacking)
@@ -296,7 +295,7 @@ class Demoter(TreeObserver):
                 num_chunks = max(num_chunks, number)
                 parts.append(_Part(facts, state.node, number * names.stride, state.position))
             above = state.position
-        return _Named(parts, present)
+        return _Named(parts, blocks)
 
     def _state_facts(self, names: PathNames, state: _Wanted, number: int, tail: int) -> EntryFacts:
         layout = self._context.layout
@@ -381,14 +380,16 @@ class Demoter(TreeObserver):
         blocks = [part.blocks for part in parts if part.blocks is not None]
         self._writes.append(self._context.lanes.writes.submit(partial(self._write_batch, batch, kind, blocks)))
 
-    def _write_batch(self, batch: Sequence[NewEntry], kind: int, blocks: Sequence[ChunkBlocks]) -> Present:
-        """Which of the `blocks` are there then. For the writers' thread."""
+    def _write_batch(
+        self, batch: Sequence[NewEntry], kind: int, blocks: Sequence[ChunkBlocks]
+    ) -> Sequence[ChunkBlocks]:
+        """Returns `blocks`, those of the batch. For the writers' thread."""
         began, deadline = perf_counter(), monotonic() + WRITE_SECONDS
         for store in self._context.stores:
             if store.writable:
                 store.write(batch, deadline)
         self._context.worth.spend(kind, perf_counter() - began)
-        return () if self._events is None else self._events.present(blocks)
+        return blocks
 
 
 def _pages_from(node: Node, start: int) -> GroupPages | None:
