@@ -7,9 +7,7 @@ dropped stays in its segment until that is removed, or written anew without it.
 
 import errno
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from cairn.tiers.files import Files
-from cairn.tiers.index import PathShape, TierIndex
+from cairn.tiers.index import IndexedStore, PathShape
 from cairn.tiers.segment_table import EntryPlace, Segment, SegmentTable, place_of
 from cairn.tiers.segments import (
     HEAD_BYTES,
@@ -62,19 +60,18 @@ class DiskFolder:
     writable: bool = True
 
 
-class DiskStore:
+class DiskStore(IndexedStore):
     """A `TierStore` of the segments in `folder`. What is damaged is dropped, and the log says so."""
 
     name = "disk"
 
     def __init__(self, folder: DiskFolder, shape: PathShape, files: Files) -> None:
         """Raises OSError where a folder to be written to cannot be read."""
+        super().__init__(shape)
         self.counters = TierCounters()
         self._folder = folder
         self._files = files
-        self._index = TierIndex(shape)
         self._table = SegmentTable(self._index, self.counters, folder.page_bytes)
-        self._lock = threading.Lock()
         self._number = 0
         self._paused_until = 0.0
         self._refresh_at = 0.0
@@ -93,28 +90,6 @@ class DiskStore:
     @property
     def writable(self) -> bool:
         return self._folder.writable
-
-    def follow_drops(self) -> deque[bytes]:
-        with self._lock:
-            return self._index.follow_drops()
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        entries = self._index.entries
-        with self._lock:
-            return [key in entries for key in keys]
-
-    def tails(self, mark: bytes) -> list[int]:
-        with self._lock:
-            return self._index.tails(mark)
-
-    def facts(self, key: bytes) -> EntryFacts | None:
-        with self._lock:
-            entry = self._index.get(key)
-            return None if entry is None else entry.facts
-
-    def touch(self, key: bytes, weight: float | None = None) -> None:
-        with self._lock:
-            self._index.use(key, weight)
 
     def refresh(self) -> None:
         if not self.writable and time.monotonic() >= self._refresh_at:

@@ -1,30 +1,27 @@
 """The tier in this machine's memory: an arena of pages, and the index of what is in them."""
 
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
 
 from cairn.cache.pages import PagePool
-from cairn.tiers.index import PathShape, StoredEntry, TierIndex
-from cairn.tiers.store import EntryFacts, EntryRead, NewEntry, PageBytes, TierCounters
+from cairn.tiers.index import IndexedStore, PathShape, StoredEntry
+from cairn.tiers.store import EntryRead, NewEntry, PageBytes, TierCounters
 from cairn.types import Pages
 
 
-class HostStore:
+class HostStore(IndexedStore):
     """A `TierStore` in `arena`, uint8 [num_pages, page_bytes], contiguous."""
 
     name = "host"
     writable = True
 
     def __init__(self, arena: PageBytes, shape: PathShape) -> None:
+        super().__init__(shape)
         self.counters = TierCounters(num_bytes=arena.nbytes)
         self._arena = arena
         self._pool = PagePool(len(arena))
-        self._index = TierIndex(shape)
-        self._lock = threading.Lock()
 
     @property
     def capacity(self) -> int:
@@ -32,24 +29,6 @@ class HostStore:
 
     def refresh(self) -> None:
         """Nobody else writes to it."""
-
-    def follow_drops(self) -> deque[bytes]:
-        with self._lock:
-            return self._index.follow_drops()
-
-    def contains(self, keys: Sequence[bytes]) -> list[bool]:
-        entries = self._index.entries
-        with self._lock:
-            return [key in entries for key in keys]
-
-    def tails(self, mark: bytes) -> list[int]:
-        with self._lock:
-            return self._index.tails(mark)
-
-    def facts(self, key: bytes) -> EntryFacts | None:
-        with self._lock:
-            entry = self._index.get(key)
-            return None if entry is None else entry.facts
 
     def read(self, reads: Sequence[EntryRead], deadline: float) -> bool:
         began, num_bytes = time.perf_counter(), 0
@@ -72,10 +51,6 @@ class HostStore:
             self.counters.read_bytes += num_bytes
             self.counters.read_seconds += time.perf_counter() - began
         return True
-
-    def touch(self, key: bytes, weight: float | None = None) -> None:
-        with self._lock:
-            self._index.use(key, weight)
 
     def write(self, batch: Sequence[NewEntry], deadline: float) -> int:
         began, num_here = time.perf_counter(), 0

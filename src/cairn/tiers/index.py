@@ -10,8 +10,9 @@ after a while, too.
 """
 
 import heapq
+import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cairn.tiers.store import EntryFacts
@@ -209,3 +210,33 @@ class TierIndex:
         """Where the chunk begins, as far as that is known."""
         above = self.entries.get(facts.parent)
         return above.facts.position if above is not None else 0 if facts.is_first else facts.position
+
+
+class IndexedStore:
+    """What a `TierStore` answers from its index alone, whatever it keeps pages in; `_lock` is the index's."""
+
+    def __init__(self, shape: PathShape) -> None:
+        self._index = TierIndex(shape)
+        self._lock = threading.Lock()
+
+    def follow_drops(self) -> deque[bytes]:
+        with self._lock:
+            return self._index.follow_drops()
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        entries = self._index.entries
+        with self._lock:
+            return [key in entries for key in keys]
+
+    def tails(self, mark: bytes) -> list[int]:
+        with self._lock:
+            return self._index.tails(mark)
+
+    def facts(self, key: bytes) -> EntryFacts | None:
+        with self._lock:
+            entry = self._index.get(key)
+            return None if entry is None else entry.facts
+
+    def touch(self, key: bytes, weight: float | None = None) -> None:
+        with self._lock:
+            self._index.use(key, weight)
