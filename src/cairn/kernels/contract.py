@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.checkpoint_files import StateSpan
 from cairn.kernels.int4 import Int4Weight
@@ -353,10 +354,24 @@ class Kernels(Protocol):
         of attention group `group` has for their positions; positions below `kv_write_from` are left out."""
         ...
 
-    def attention(self, q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
-        """Causal attention over the pages, scaled by D^-0.5: q [T, Hq, D] -> [T, Hq, D]. A token at position p sees
-        positions 0..p of its sequence; a key head serves Hq / Hk consecutive query heads. What lies in a page after
-        the sequence's end may read as NaN and must not count."""
+    def attention(
+        self,
+        q: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        group: int,
+        batch: Batch,
+        rule: AttentionRule = FULL,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention over the pages: q [T, Hq, D] -> [T, Hq, D]. A token at position p sees positions
+        `rule.first_key(p)`..p of its sequence; a key head serves Hq / Hk consecutive query heads. `sinks`: of each
+        query head a logit more, [Hq] in float32 or q's dtype, which takes part in the softmax, as it is, and has no
+        value (attention sinks, arXiv 2309.17453, as gpt-oss has them).
+
+        What lies in a page after the sequence's end may read as NaN and must not count. Pages that lie wholly before
+        what the sequence's first row here sees may be another's by now: neither they nor their entries of the block
+        table are read."""
         ...
 
     # -- bytes ----------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Kernels
 from cairn.layers.linear import Projection
@@ -17,7 +18,8 @@ class Attention:
     """One rank's heads. `projection` gives queries | keys | values and, if `gated`, after them the logits of a gate on
     every output channel; `kv_projection` keys | values alone, where these may be all that is wanted. `q_norm`,
     `k_norm`: over one head, or with `norms_all_heads` over all heads together. Queries and keys are turned where the
-    batch has a rotation. `layer` counts the model's attention layers, `group` the attention groups of the cache."""
+    batch has a rotation. `layer` counts the model's attention layers, `group` the attention groups of the cache. `rule`
+    and `sinks`, float32 of the rank's query heads: see `Kernels.attention`."""
 
     kernels: Kernels
     projection: Projection
@@ -32,6 +34,8 @@ class Attention:
     norms_all_heads: bool = False
     gated: bool = False
     kv_projection: Projection | None = None
+    rule: AttentionRule = FULL
+    sinks: Tensor | None = None
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden].
@@ -45,7 +49,7 @@ class Attention:
         q = self._turn(self._normed(q, self.q_norm, self.num_heads), batch)
         self._write(k, v, batch, memory)
         cache = memory.paged[self.layer]
-        out = self.kernels.attention(q, cache.keys, cache.values, self.group, batch).flatten(1)
+        out = self.kernels.attention(q, cache.keys, cache.values, self.group, batch, self.rule, self.sinks).flatten(1)
         if gate:
             out = self.kernels.sigmoid_mul(out, gate[0])
         return self.o_proj(out, batch)

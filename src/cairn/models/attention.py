@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import ClassVar
 
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import HeadShard, Slice, shard_heads
@@ -57,6 +58,7 @@ class AttentionLayer(MixerSpec):
     `head_norms`: the names of the norms over one head of queries and of keys, or none; `centred`: their weights are
     stored less 1; `norms_all_heads`: they are over all heads together; `out`: the name of the output projection;
     `factors`: constant multipliers of a projection's results, by its name. A gate is stored after each head's query.
+    `rule`: what it sees, and its scores; `sinks`: the name of the logits [query heads] of attention sinks, or none.
     """
 
     sizes: AttentionSizes
@@ -66,6 +68,8 @@ class AttentionLayer(MixerSpec):
     norms_all_heads: bool = False
     out: str = "o_proj"
     factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    rule: AttentionRule = FULL
+    sinks: str | None = None
 
     def keys_and_values(self, rank: int, size: int) -> ProductSpec:
         """Keys and values by themselves, which `weights` has in one product with the queries."""
@@ -98,6 +102,7 @@ class AttentionLayer(MixerSpec):
                 f"{name}.{self.out}", (hidden, sizes.num_heads * dim), (first * dim, last * dim), rank, sizes.bias
             ),
             **self._norms((first * dim, last * dim), kv_rows),
+            **self._sinks((first, last)),
         }
 
     def _norms(self, queries: Slice, keys: Slice) -> dict[str, WeightSpec]:
@@ -108,3 +113,9 @@ class AttentionLayer(MixerSpec):
             shape, slices = ((heads * dim,), (channels,)) if self.norms_all_heads else ((dim,), ())
             norms[key] = StoredTensor(f"{self.name}.{norm}.weight", shape, slices)
         return norms
+
+    def _sinks(self, heads: Slice) -> dict[str, WeightSpec]:
+        """`heads`: the rank's query heads."""
+        if self.sinks is None:
+            return {}
+        return {"sinks": StoredTensor(f"{self.name}.{self.sinks}", (self.sizes.num_heads,), (heads,))}

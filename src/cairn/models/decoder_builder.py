@@ -234,6 +234,8 @@ class _DecoderBuilder:
             k_norm=k_norm,
             norms_all_heads=layer.norms_all_heads,
             gated=sizes.gated,
+            rule=layer.rule,
+            sinks=None if layer.sinks is None else drawn["sinks"].float(),
         )
 
     @_build.register

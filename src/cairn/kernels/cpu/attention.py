@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel, record, row_args
 from cairn.kernels.cpu.metadata import MERGE_COLUMNS, TILE_COLUMNS, WRITE_COLUMNS, CpuMetadata
@@ -288,8 +289,18 @@ def _merge(begin: int, end: int, partials: Any, merges: Any, heads: int, dim: in
             store(target, j, weighted[j] / total)
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
+def attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: int,
+    batch: Batch,
+    rule: AttentionRule = FULL,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See `Kernels.attention`."""
+    if rule != FULL or sinks is not None:
+        raise NotImplementedError(f"attention by {rule} is not made by this backend yet: take exact")
     metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]
     _, heads, dim = q.shape
     _, kv_heads, page_size, _ = keys.shape

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.cuda.device import kernel, limits, power_of_2
 from cairn.kernels.cuda.metadata import CudaMetadata
@@ -328,8 +329,18 @@ def captured_splits(num_decodes: int, kv_heads: int, longest: int, multiprocesso
     return min(splits, MAX_SPLITS, -(-longest // MIN_SPLIT))
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
+def attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: int,
+    batch: Batch,
+    rule: AttentionRule = FULL,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See `Kernels.attention`. Raises ConfigError for a dtype or a head dim that the kernels do not take."""
+    if rule != FULL or sinks is not None:
+        raise NotImplementedError(f"attention by {rule} is not made by this backend yet: take exact")
     check_model(q.dtype, q.shape[2])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     metadata: CudaMetadata = batch.metadata  # type: ignore[assignment]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cairn.errors import ConfigError
 from cairn.kernels import cuda
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import CHUNK, Batch, HostBatch
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cuda.fla_gdn import DeltaRulePlan, DeltaRuleShape, FlaDeltaRule
@@ -49,10 +50,14 @@ def with_libraries(attention: FlashInferAttention | None, delta_rule: FlaDeltaRu
             delta_rule=None if delta_rule is None else delta_rule.plan(host, staging),
         )
 
-    def attend(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
+    def attend(
+        q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch, rule: AttentionRule = FULL,
+        sinks: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         metadata = cast(LibraryMetadata, batch.metadata)
-        if attention is None or metadata.attention is None:
-            return cuda.attention(q, keys, values, group, batch)
+        # What flashinfer has planned is the plain one, of which all layers have the same shape.
+        if attention is None or metadata.attention is None or rule != FULL or sinks is not None:
+            return cuda.attention(q, keys, values, group, batch, rule, sinks)
         return attention.attend(metadata.attention, q, keys, values, group, batch)
 
     def gdn(

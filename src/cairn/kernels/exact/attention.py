@@ -1,15 +1,18 @@
 """Paged attention, one sequence at a time: gather its pages once, then SDPA with a key head's query heads as rows.
 
 The length of keys and values is a multiple of 64 that depends on the position alone, so a query's bits depend neither
-on the batch nor on how the prompt was cut. Bytes after the valid length are cleared: pages are recycled, and what
-they held may read as NaN, which no mask would stop.
+on the batch nor on how the prompt was cut. Of limited reach they begin at a multiple of 64 as well. Bytes after the
+valid length, and before the reach, are cleared: pages are recycled, and what they held may read as NaN, which no mask
+would stop.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import CHUNK, Batch
+from cairn.kernels.exact.elementwise import widen
 from cairn.kernels.exact.metadata import Prefill, metadata_of
 
 
@@ -24,15 +27,23 @@ def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, bat
     values[pages, :, offsets] = v[metadata.write_rows]
 
 
-def attention(q: Tensor, keys: Tensor, values: Tensor, group: int, batch: Batch) -> Tensor:
+def attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    group: int,
+    batch: Batch,
+    rule: AttentionRule = FULL,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """See `Kernels.attention`."""
     metadata, table = metadata_of(batch), batch.block_tables[group]
     out = torch.empty(q.shape, dtype=q.dtype)
     for decode in metadata.decodes:
         for length, row in enumerate(decode.rows, start=decode.start + 1):
-            out[row] = _decode(q[row], keys, values, table[decode.slot], length)
+            out[row] = _decode(q[row], keys, values, table[decode.slot], length, rule, sinks)
     for prefill in metadata.prefills:
-        out[prefill.rows] = _prefill(q, keys, values, table[prefill.slot], prefill)
+        out[prefill.rows] = _prefill(q, keys, values, table[prefill.slot], prefill, rule, sinks)
     return out
 
 
@@ -50,23 +61,49 @@ def _gather(cache: Tensor, table: Tensor, length: int) -> Tensor:
     return out[:, :, :padded]
 
 
-def _prefill(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, prefill: Prefill) -> Tensor:
-    """All rows of one sequence, [length, Hq, D]. Keys and values are trimmed to the end of each chunk of queries."""
+def _gather_reach(cache: Tensor, table: Tensor, begin: int, first: int, length: int) -> Tensor:
+    """As `_gather`, of tokens [first, length) in their places after `begin`, a multiple of CHUNK, with zeros before
+    them. Pages that have none of these tokens are not read."""
+    if not first:
+        return _gather(cache, table, length)
+    _, heads, tokens, dim = cache.shape
+    page = first // tokens
+    pages = cache[table[page : -(-length // tokens)].long()].transpose(0, 1).reshape(heads, -1, dim)
+    out = cache.new_zeros(1, heads, -(-length // CHUNK) * CHUNK - begin, dim)
+    out[0, :, first - begin : length - begin] = pages[:, first - page * tokens : length - page * tokens]
+    return out
+
+
+def _prefill(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, prefill: Prefill, rule: AttentionRule, sinks: Tensor | None
+) -> Tensor:
+    """All rows of one sequence, [length, Hq, D]. Keys and values are trimmed to the chunks that each chunk of queries
+    sees, be it whole or with a part of its rows in this pass."""
     chunks = prefill.lay_out(q)
     rows, heads, dim = chunks.shape
     kv_heads = keys.shape[1]
     per_key = heads // kv_heads
     first, end = prefill.start - prefill.front, prefill.start + prefill.length
-    k, v = _gather(keys, table, end), _gather(values, table, end)
-    past_masks = _causal(q, per_key, first + rows)
+    origin = _begin(rule, first)
+    k, v = (_gather_reach(each, table, origin, rule.first_key(prefill.start), end) for each in (keys, values))
+    past_masks = _causal(q, per_key, first + rows) if rule.reach is None else None
     for begin in range(0, rows, CHUNK):
         chunk = chunks[begin : begin + CHUNK].view(CHUNK, kv_heads, per_key, dim)
         visible = first + begin + CHUNK
         grouped = chunk.permute(1, 2, 0, 3).reshape(1, kv_heads, -1, dim)
-        mask = past_masks[:, rows + first - visible :]
-        result = F.scaled_dot_product_attention(grouped, k[:, :, :visible], v[:, :, :visible], attn_mask=mask)
+        if past_masks is not None:
+            mask, seen = past_masks[:, rows + first - visible :], slice(0, visible)
+        else:
+            mask = _limited(q, per_key, first + begin, rule)
+            seen = slice(_begin(rule, first + begin) - origin, visible - origin)
+        result = _attend(grouped, k[:, :, seen], v[:, :, seen], mask, rule, sinks)
         chunk.copy_(result.view(kv_heads, per_key, CHUNK, dim).permute(2, 0, 1, 3))
     return chunks[prefill.on_grid]
+
+
+def _begin(rule: AttentionRule, position: int) -> int:
+    """Where the chunk begins that has the first key which a query sees."""
+    return rule.first_key(position) // CHUNK * CHUNK
 
 
 def _causal(q: Tensor, per_key: int, length: int) -> Tensor:
@@ -76,13 +113,40 @@ def _causal(q: Tensor, per_key: int, length: int) -> Tensor:
     return mask.view(-1, length)
 
 
-def _decode(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int) -> Tensor:
-    """One query [Hq, D], which sees `length` tokens -> [Hq, D]."""
+def _limited(q: Tensor, per_key: int, first: int, rule: AttentionRule) -> Tensor:
+    """Additive mask [per_key * CHUNK, keys] of the chunk of queries at `first`, of limited reach."""
+    queries, positions = torch.arange(first, first + CHUNK)[:, None], torch.arange(_begin(rule, first), first + CHUNK)
+    first_keys = torch.tensor([rule.first_key(position) for position in range(first, first + CHUNK)])[:, None]
+    unseen = (positions > queries) | (positions < first_keys)
+    return q.new_zeros(unseen.shape).masked_fill_(unseen, -torch.inf).repeat(per_key, 1)
+
+
+def _decode(
+    q: Tensor, keys: Tensor, values: Tensor, table: Tensor, length: int, rule: AttentionRule, sinks: Tensor | None
+) -> Tensor:
+    """One query [Hq, D], the last of `length` tokens -> [Hq, D]."""
     heads, dim = q.shape
     kv_heads = keys.shape[1]
-    k, v = _gather(keys, table, length), _gather(values, table, length)
+    first, begin = rule.first_key(length - 1), _begin(rule, length - 1)
+    k, v = (_gather_reach(each, table, begin, first, length) for each in (keys, values))
     mask = q.new_zeros(1, k.shape[2])
-    mask[:, length:] = -torch.inf
+    mask[:, : first - begin] = mask[:, length - begin :] = -torch.inf
     # A copy, because where a row begins depends on its place in the batch, and BLAS may round accordingly.
     grouped = q.clone(memory_format=torch.contiguous_format).view(1, kv_heads, heads // kv_heads, dim)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask.expand(heads // kv_heads, -1)).view(heads, dim)
+    return _attend(grouped, k, v, mask.expand(heads // kv_heads, -1), rule, sinks).view(heads, dim)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, rule: AttentionRule, sinks: Tensor | None) -> Tensor:
+    """q [1, Hk, rows, D], a query head's rows after another's; k and v [1, Hk, keys, D]; mask [rows, keys]."""
+    if rule.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=rule.scale)
+    scores = widen(q) @ widen(k).transpose(2, 3) * (q.shape[3] ** -0.5 if rule.scale is None else rule.scale)
+    if rule.softcap is not None:
+        scores = rule.softcap * torch.tanh(scores / rule.softcap)
+    scores += mask
+    out = torch.softmax(scores, dim=-1) @ widen(v)
+    if sinks is not None:
+        logits = sinks.to(scores.dtype).repeat_interleave(q.shape[1] * q.shape[2] // len(sinks)).view(*q.shape[:3], 1)
+        # What the keys' weights sum up to beside a sink's.
+        out *= torch.sigmoid(torch.logsumexp(scores, dim=-1, keepdim=True) - logits)
+    return out.to(q.dtype)
