@@ -33,6 +33,7 @@ ROWS = {
     "qwen3": ("Qwen3", ("qwen3",)),
     "qwen3_moe": ("Qwen3 MoE", ("qwen3_moe",)),
     "granite": ("Granite 3", ("granite",)),
+    "gpt_oss": ("gpt-oss", ("gpt_oss",)),
 }
 """By the name in `cairn make-model`: how its models are called, and the `model_type` of their config.json."""
 

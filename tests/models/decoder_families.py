@@ -254,6 +254,41 @@ def olmo_hybrid(**changes: Any) -> dict[str, Any]:
     }
 
 
+def gpt_oss(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 12,
+        "rope_theta": 1e5,
+        "rope_scaling": {
+            "rope_type": "yarn",
+            "factor": 2.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+        "intermediate_size": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_alpha": 1.3,
+        "swiglu_limit": 0.8,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A config, parsed, with random weights by published name."""
@@ -304,7 +339,7 @@ def tiny(raw: Mapping[str, Any], seed: int = 0) -> Tiny:
             weights[name] = uniform(shape, 0.0, 2.8)
         elif last == "dt_bias":
             weights[name] = uniform(shape, -10.0, 2.0)
-        elif last == "bias":
+        elif last.endswith("bias"):
             weights[name] = uniform(shape, -0.2, 0.2)
         elif len(shape) == 1:
             weights[name] = uniform(shape, 0.5, 1.5)

@@ -14,6 +14,7 @@ from models.decoder_families import (
     Tiny,
     dense_granite,
     falcon,
+    gpt_oss,
     granite,
     lfm2,
     lfm2_moe,
@@ -83,6 +84,20 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
         linear_allow_neg_eigval=False,
         tie_word_embeddings=True,
     ),
+    "gpt_oss": gpt_oss,
+    "gpt_oss-tied": partial(
+        gpt_oss,
+        layer_types=["full_attention", "sliding_attention"],
+        num_hidden_layers=2,
+        sliding_window=70,
+        rope_scaling=None,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        rope_theta=None,
+        attention_bias=False,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+        tie_word_embeddings=True,
+    ),
     # Positions are scaled from 64 to 128 or more: the prompt ends behind either.
     "qwen3-yarn": partial(qwen3, rope_scaling=YARN),
     "lfm2-linear": partial(lfm2, rope_scaling={"type": "linear", "factor": 2.5}, max_position_embeddings=64),
@@ -111,7 +126,7 @@ class TinyTruth(Truth):
 
 LONG = ("granite-attention", "falcon-normed", "falcon-biased", "qwen3", "lfm2-linear", "granite-llama3")
 
-MORE = ("dense-granite-untied", "qwen3_moe-tied", "lfm2_moe-plain", "olmo_hybrid-turned")
+MORE = ("dense-granite-untied", "qwen3_moe-tied", "lfm2_moe-plain", "olmo_hybrid-turned", "gpt_oss-tied")
 
 
 @pytest.fixture(

@@ -35,6 +35,11 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
     ),
     "olmo_hybrid": (6, 10, {"gated delta net with MLP": 4, "attention with MLP": 2}),
     "qwen3": (1, 1, {"attention with MLP": 6}),
+    "gpt_oss": (
+        1,
+        1,
+        {"windowed attention with mixture of experts": 3, "attention with mixture of experts": 3},
+    ),
 }
 
 

@@ -19,7 +19,18 @@ from cairn.errors import ModelError
 from cairn.models.families import FAMILIES
 from cairn.models.qwen3_5_vision import parse as parse_vision
 from cairn.models.registry import open_model
-from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, olmo_hybrid, qwen3, qwen3_moe, tiny
+from models.decoder_families import (
+    dense_granite,
+    falcon,
+    gpt_oss,
+    granite,
+    lfm2,
+    lfm2_moe,
+    olmo_hybrid,
+    qwen3,
+    qwen3_moe,
+    tiny,
+)
 from models.qwen3_5_truth import qwen_weights, raw_qwen
 from runner.harness import Driver, parse, prompt, random_weights, raw_config
 
@@ -35,6 +46,7 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "lfm2_moe": lfm2_moe,
     "qwen3_moe": qwen3_moe,
     "granite": dense_granite,
+    "gpt_oss": gpt_oss,
     "nemotron_h": lambda **changes: raw_config("M*-E", **changes),
     **{name: partial(raw_qwen, name) for name in QWENS},
 }

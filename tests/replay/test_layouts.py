@@ -8,7 +8,17 @@ import pytest
 from cairn.errors import ConfigError
 from cairn.models.families import FAMILIES, family_of
 from cairn.replay.layouts import LAYOUT_NAMES, UNNEEDED, layout_for, sizes_for
-from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, olmo_hybrid, qwen3, qwen3_moe
+from models.decoder_families import (
+    dense_granite,
+    falcon,
+    gpt_oss,
+    granite,
+    lfm2,
+    lfm2_moe,
+    olmo_hybrid,
+    qwen3,
+    qwen3_moe,
+)
 from models.published import NANO
 from models.published_qwen3_5 import QWEN35
 
@@ -62,6 +72,8 @@ CONFIGS = {
     ),
     "qwen3": qwen3(),
     "qwen3 with heads of 128": qwen3(head_dim=None),
+    "gpt_oss": gpt_oss(),
+    "gpt_oss of full reach": gpt_oss(layer_types=["full_attention"] * 3, sliding_window=None, head_dim=None),
 }
 NUMBERS = {
     "nano": (2_874_482_688, 24_576, 98_304, 49_087_744, 24_970_496),
@@ -91,6 +103,8 @@ NUMBERS = {
     "olmo_hybrid with sizes of its heads": (32_000, 32, 1_024, 3_520, 2_368),
     "qwen3": (34_560, 192, 6_144, 64, 64),
     "qwen3 with heads of 128": (163_584, 1_536, 49_152, 64, 64),
+    "gpt_oss": (39_744, 192, 6_144, 64, 64),
+    "gpt_oss of full reach": (95_040, 768, 24_576, 64, 64),
 }
 """Active weights, score numbers, and bytes of a page and of a checkpoint with a state in float32 and in bfloat16, pages
 and convolutions in bfloat16: from sums over the layers, matrix by matrix, and not over a checkpoint's tensors."""

@@ -90,11 +90,14 @@ def rope_theta(default: float = 10000.0, **options: Any) -> Any:
     return custom(reader, **options)
 
 
-def rope_scaling(**options: Any) -> Any:
-    """A field: how positions with the base `rope_theta` are scaled, or None."""
+def rope_scaling(missing: Mapping[str, object] | None = None, **options: Any) -> Any:
+    """A field: how positions with the base `rope_theta` are scaled, or None. `missing`: as `rope_parameters`, what it
+    means that config.json says nothing about it."""
 
     def reader(fields: Fields, name: str, config: Any) -> RopeScaling | None:
         rope = rope_fields(fields)
+        if missing is not None and not fields.has("rope_parameters") and not fields.get("rope_scaling"):
+            rope = Fields(missing, path_of=lambda name: f"{fields.path_of('rope_parameters')}.{name}")
         rope_type = rope.get("rope_type")
         if rope_type not in SCALED:
             return None

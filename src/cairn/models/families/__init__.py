@@ -7,6 +7,7 @@ from cairn.errors import ModelError
 from cairn.models.contract import Family
 from cairn.models.families import (
     falcon_h1,
+    gpt_oss,
     granite,
     granitemoehybrid,
     lfm2,
@@ -33,6 +34,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             qwen3_moe.FAMILY,
             lfm2_moe.FAMILY,
             olmo_hybrid.FAMILY,
+            gpt_oss.FAMILY,
             *qwen3_5.FAMILIES,
         )
     }

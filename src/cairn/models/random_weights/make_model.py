@@ -24,6 +24,7 @@ from cairn.models import qwen3_5_vision
 from cairn.models.families import (
     falcon_h1,
     family_of,
+    gpt_oss,
     granite,
     granitemoehybrid,
     lfm2,
@@ -53,6 +54,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "lfm2_moe": lfm2_moe.RECIPE,
         "qwen3_moe": qwen3_moe.RECIPE,
         "granite": granite.RECIPE,
+        "gpt_oss": gpt_oss.RECIPE,
     }
 )
 """The families that can be made, one line each."""
