@@ -270,9 +270,9 @@ def gpt_oss(**changes: Any) -> dict[str, Any]:
         "num_key_value_heads": 2,
         "head_dim": 16,
         "sliding_window": 12,
-        "rope_theta": 1e5,
-        "rope_scaling": {
+        "rope_parameters": {
             "rope_type": "yarn",
+            "rope_theta": 1e5,
             "factor": 2.0,
             "beta_fast": 32.0,
             "beta_slow": 1.0,

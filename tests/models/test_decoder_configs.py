@@ -462,7 +462,7 @@ def test_what_may_be_left_out() -> None:
     assert parsed(lfm2())[1].tie_word_embeddings
     assert not parsed(lfm2(tie_embedding=False))[1].tie_word_embeddings
     assert parsed(qwen3(rope_parameters={"rope_type": "default", "type": "mrope"}))[1].rope_theta == 1e6
-    left_out = ("layer_types", "sliding_window", "rope_scaling", "rope_theta", "swiglu_alpha", "swiglu_limit")
+    left_out = ("layer_types", "sliding_window", "rope_parameters", "swiglu_alpha", "swiglu_limit")
     _, silent = parsed({name: value for name, value in gpt_oss(num_hidden_layers=4).items() if name not in left_out})
     assert silent.layer_types == ("sliding_attention", "full_attention") * 2
     assert (silent.sliding_window, silent.swiglu_alpha, silent.swiglu_limit) == (128, 1.702, 7.0)

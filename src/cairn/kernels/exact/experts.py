@@ -96,4 +96,6 @@ def _mix(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, run: Callable[[int, 
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return multiply_tiles(x, weight, bias, ROW_TILE) if has_fixed_shapes(x) else F.linear(x, weight, bias)
+    """A bias comes on top: products of experts are tried out without one, and others may be other code."""
+    out = multiply_tiles(x, weight, None, ROW_TILE) if has_fixed_shapes(x) else F.linear(x, weight)
+    return out if bias is None else out.add_(bias)
