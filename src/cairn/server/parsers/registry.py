@@ -133,8 +133,8 @@ def select_parsers(template: str, tools: str | None, reasoning: str | None) -> P
 
 def _harmony_parsers(tools: str | None, reasoning: str | None) -> ParserFactory:
     """One parser finds both. Raises ConfigError where another one is named for either."""
-    for flag, name, own in (("--tool-call-parser", tools, "openai"), ("--reasoning-parser", reasoning, HARMONY)):
-        if name not in (None, "none", own):
-            raise ConfigError(f"{flag} {name}: answers in harmony are parsed by {own} alone; take that, or none")
+    for flag, name, harmony in (("--tool-call-parser", tools, "openai"), ("--reasoning-parser", reasoning, HARMONY)):
+        if name not in (None, "none", harmony):
+            raise ConfigError(f"{flag} {name}: answers in harmony are parsed by {harmony} alone; take that, or none")
     parser = None if tools == "none" else HarmonyParser
     return ParserFactory(parser, has_reasoning=reasoning != "none", is_harmony=True)
