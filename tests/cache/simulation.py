@@ -11,6 +11,7 @@ import numpy as np
 from cairn.cache.audit import audit
 from cairn.cache.checkpoint import Kind
 from cairn.cache.eviction import EvictionPolicy
+from cairn.cache.group_pages import page_numbers
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.placement import CheckpointPoint, PlacementPolicy, PromptFacts
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
@@ -25,13 +26,17 @@ Prefix = tuple[int, ...]
 Tag = tuple[str, Prefix]
 
 
-def small_layout(block_size: int = 4, state_bytes: int = 100) -> CacheLayout:
-    """Pages of 64 bytes; with the default state a checkpoint is two pages."""
+def small_layout(
+    block_size: int = 4, state_bytes: int = 100, limited: tuple[AttentionGroup, ...] = (), unlimited: bool = True
+) -> CacheLayout:
+    """Pages of 64 bytes; with the default state a checkpoint is two pages. `limited`: groups besides the one that has
+    no limit, or instead of it."""
+    full = (AttentionGroup("full", block_size),) if unlimited else ()
     return CacheLayout(
         block_size=block_size,
         page_bytes=64,
         page_units=1,
-        groups=(AttentionGroup("full", block_size),),
+        groups=full + limited,
         header_bytes=8,
         state_bytes=state_bytes,
         state_units=1,
@@ -83,7 +88,7 @@ class Simulation:
         placement: PlacementPolicy | None,
         eviction: EvictionPolicy,
         exact: bool = False,
-        **layout: int,
+        **layout: object,
     ):
         clock = ManualClock()
         policy = CachePolicy(placement, eviction, exact)
@@ -111,7 +116,7 @@ class Simulation:
         facts = PromptFacts(len(prompt), lease.hit, lease.matched, lease.ever_matched, (), self.cache.policy.exact)
         request = Request(name, namespace, prompt, [], lease, facts, lease.hit)
         self.check_reasons(request)
-        known, size = lease.matched, self.cache.layout.block_size
+        known = lease.matched
         copies = self.cache.extend(lease, len(prompt))
         file = self.cache.force_checkpoint(lease, len(prompt)) if copies is not None else None
         if copies is None or file is None:
@@ -126,8 +131,9 @@ class Simulation:
         if position <= known:
             self._copy(copies)
         elif known < len(prompt):
-            for token in range(known // size * size, position):
-                self._write(request, token)
+            for index, group in enumerate(self.cache.layout.groups):
+                for token in range(known // group.tokens_per_page * group.tokens_per_page, position):
+                    self._write(request, token, index)
         came = [state_at] if self.cache.layout.state_bytes or state_at == len(prompt) else []
         for page in file.tolist() if came else ():
             self._to_file(page, self._tag(request, state_at - 1))
@@ -146,8 +152,13 @@ class Simulation:
 
     def offer(self, request: Request) -> None:
         """Another server is going to read what has been computed of the request."""
-        pages = request.lease.blocks.upto(request.computed)[0].pages
-        slots = [self._slot(request.lease, token) for token in range(request.computed)]
+        parts = request.lease.blocks.upto(request.computed)
+        pages = page_numbers(parts)
+        slots = [
+            self._slot(request.lease, token, index)
+            for index, part in enumerate(parts)
+            for token in range(part.first_token, request.computed)
+        ]
         self.offered.append((self.cache.pin(request.name, pages), {slot: self.slots[slot] for slot in slots}))
 
     def let_go(self, index: int) -> None:
@@ -174,9 +185,11 @@ class Simulation:
         placement = self.cache.policy.placement
         wanted = placement.in_prefill(request.facts, start, end) if placement is not None else []
         kept = [w for w in wanted if self._fill(request, w)]
+        self._read(request, start)
         for position in range(max(start, lease.kv_write_from), end):
             self._write(request, position)
         self._commit(request, end, [w.position for w in kept])
+        self._release_behind(request)
         return True
 
     def decode(self, request: Request, token: int) -> bool:
@@ -185,9 +198,11 @@ class Simulation:
         if request.computed < lease.num_tokens:
             if not self._extend(request, request.computed + 1):
                 return False
+            self._read(request, request.computed)
             if request.computed >= lease.kv_write_from:
                 self._write(request, request.computed)
             request.computed += 1
+            self._release_behind(request)
         request.answer.append(token)
         lease.append(token)
         return True
@@ -250,7 +265,8 @@ class Simulation:
                 assert reason not in (Reason.NEVER_SEEN, Reason.NAMESPACE, Reason.NONE)
                 assert reason is not Reason.IN_PROGRESS or running > token
                 assert reason is not Reason.NO_CHECKPOINT or running < max(lease.ever_matched, lease.hit + 1)
-                assert reason is not Reason.NO_CHECKPOINT or token < lease.matched or self.cache.policy.exact
+                known = lease.ever_matched if self.cache.layout.is_limited else lease.matched
+                assert reason is not Reason.NO_CHECKPOINT or token < known or self.cache.policy.exact
             elif token < running:
                 assert reason is Reason.IN_PROGRESS
             elif reason is Reason.REWRITTEN:
@@ -266,13 +282,8 @@ class Simulation:
         assert 0 <= lease.hit <= lease.num_tokens and lease.matched <= lease.ever_matched <= lease.num_tokens
         if lease.matched:
             assert (space, keys[: lease.matched]) in self.committed, "matched what was never committed"
-        for position in range(lease.matched):
-            tag = self._tag(request, position)
-            found = self.slots[self._slot(lease, position)]
-            if self.cache.policy.exact:
-                assert found == tag, f"token {position}: {found[0]}, expected {tag[0]}"
-            else:
-                assert found[1] == tag[1], f"token {position} holds another prefix"
+        assert lease.matched == lease.hit or not self.cache.layout.is_limited
+        self._read(request, lease.matched)
         if lease.checkpoint is not None:
             assert lease.hit == lease.checkpoint.position
             assert (space, keys[: lease.hit]) in self.kept, "hit where no state was ever kept"
@@ -298,18 +309,44 @@ class Simulation:
         decoded = position >= request.lease.decode_from
         return (request.name if decoded else "prefill", request.keys[: position + 1])
 
-    def _slot(self, lease: SequenceBlocks, position: int) -> tuple[int, int]:
-        size = self.cache.layout.block_size
-        return int(lease.tables[0].pages[position // size]), position % size
+    def _slot(self, lease: SequenceBlocks, position: int, index: int) -> tuple[int, int]:
+        """Where the keys and values of a token lie in the pages of group `index`."""
+        table = lease.tables[index]
+        place = position // table.group.tokens_per_page - table.first_page
+        assert place >= 0, f"token {position} of group {table.group.name} has been given up"
+        return int(table.pages[place]), position % table.group.tokens_per_page
 
-    def _write(self, request: Request, position: int) -> None:
-        slot = self._slot(request.lease, position)
+    def _read(self, request: Request, position: int) -> None:
+        """What computing the token at `position` reads of those before it is what was computed for them."""
+        for index, group in enumerate(self.cache.layout.groups):
+            for token in range(group.needed_at(position), position):
+                tag, found = self._tag(request, token), self.slots[self._slot(request.lease, token, index)]
+                if self.cache.policy.exact:
+                    assert found == tag, f"token {token}: {found[0]}, expected {tag[0]}"
+                else:
+                    assert found[1] == tag[1], f"token {token} holds another prefix"
+
+    def _release_behind(self, request: Request) -> None:
+        """The step has been applied; of a limited reach a sequence holds no more than it is going to read."""
+        self.cache.release_behind(request.lease, request.computed)
+        for table in request.lease.tables:
+            group = table.group
+            if group.reach is not None and request.computed == request.lease.num_tokens:
+                assert len(table.pages) <= -(-group.reach // group.tokens_per_page) + 2
+
+    def _write(self, request: Request, position: int, *indices: int) -> None:
+        for index in indices or range(len(self.cache.layout.groups)):
+            self._write_slot(request, position, index)
+
+    def _write_slot(self, request: Request, position: int, index: int) -> None:
+        slot = self._slot(request.lease, position, index)
         page = slot[0]
         assert not any(page in hold.pages for hold in self.quarantine), "a page in quarantine has a new owner"
         for other in self.requests:
             if other is not request:
-                taken = {self._slot(other.lease, p) for p in range(other.computed)}
-                assert slot not in taken, f"{request.name} writes into a slot of {other.name}"
+                for at, part in enumerate(other.lease.blocks.upto(other.computed)):
+                    taken = {self._slot(other.lease, p, at) for p in range(part.first_token, other.computed)}
+                    assert slot not in taken, f"{request.name} writes into a slot of {other.name}"
         assert page not in self.files or self.cache.pool.counts[page] > 0
         self.files.pop(page, None)
         self.slots[slot] = self._tag(request, position)
@@ -324,7 +361,7 @@ class Simulation:
 
     def _copy(self, copies: list[PageCopy]) -> None:
         for copy in copies:
-            for slot in range(self.cache.layout.block_size):
+            for slot in range(self._page_slots):
                 if (copy.source, slot) in self.slots:
                     self.slots[(copy.target, slot)] = self.slots[(copy.source, slot)]
 
@@ -334,9 +371,13 @@ class Simulation:
             self._to_file(page, self._tag(request, wanted.position - 1))
         return pages is not None
 
+    @property
+    def _page_slots(self) -> int:
+        return max((group.tokens_per_page for group in self.cache.layout.groups), default=1)
+
     def _to_file(self, page: int, tag: Tag) -> None:
         assert not any(page in hold.pages for hold in self.quarantine), "a page in quarantine has a new owner"
-        for slot in range(self.cache.layout.block_size):
+        for slot in range(self._page_slots):
             self.slots.pop((page, slot), None)
         self.files[page] = tag
 

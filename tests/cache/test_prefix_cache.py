@@ -8,12 +8,11 @@ from cairn.cache.audit import audit
 from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.checkpoint_store import pages_freed
 from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
-from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import Align, Auto, CheckpointPoint, Junction
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
-from cairn.errors import ConfigError
 
 LONG = tuple(range(1000, 1200))
 
@@ -405,12 +404,6 @@ def test_a_long_chain_of_runs_without_pages_goes_at_once():
     cache.release(lease)
     assert len(cache.tree.ghosts) == 2000 and cache.clear()
     audit(cache)
-
-
-def test_limited_reach_is_refused_in_words():
-    layout = CacheLayout(16, 64, 1, (AttentionGroup("window", 16, reach=128),), 8, 100, 1)
-    with pytest.raises(ConfigError, match="limited reach"):
-        PrefixCache(layout, 40, CachePolicy(Auto(), ValuePerByte()))
 
 
 def test_the_layout_checks_itself():

@@ -18,6 +18,7 @@ from simulation import Request, Simulation
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
+from cairn.cache.layout import AttentionGroup
 from cairn.cache.placement import placement_for
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
@@ -28,6 +29,9 @@ SPACES = (Namespace(), Namespace(cache_salt="a"))
 LENGTHS = st.lists(st.integers(0, len(SEGMENTS) - 1), min_size=1, max_size=4)
 PICK = st.integers(0, 1 << 16)
 Ends = Sequence[tuple[int, str, int]]
+WINDOW, WIDE = AttentionGroup("window", 4, 20), AttentionGroup("wide", 3, 70)
+CHUNKED, LAST = AttentionGroup("chunked", 5, 16, chunked=True), AttentionGroup("last", 4, 1)
+LIMITED = ((), (), (), (WINDOW,), (CHUNKED,), (WINDOW, WIDE), (LAST, CHUNKED))
 ENDS = st.lists(
     st.tuples(
         PICK,
@@ -55,8 +59,20 @@ class CacheMachine(RuleBasedStateMachine):
         num_pages=st.sampled_from([8, 40, 90, 400]),
         block_size=st.sampled_from([1, 4, 16]),
         state_bytes=st.sampled_from([0, 100, 300]),
+        limited=st.sampled_from(LIMITED),
+        unlimited=st.sampled_from([True, True, False]),
     )
-    def build(self, mode: str, lru: bool, exact: bool, num_pages: int, block_size: int, state_bytes: int) -> None:
+    def build(
+        self,
+        mode: str,
+        lru: bool,
+        exact: bool,
+        num_pages: int,
+        block_size: int,
+        state_bytes: int,
+        limited: tuple[AttentionGroup, ...] = (),
+        unlimited: bool = True,
+    ) -> None:
         self.sim = Simulation.build(
             num_pages,
             placement_for(mode, block_size, exact),
@@ -64,6 +80,8 @@ class CacheMachine(RuleBasedStateMachine):
             exact,
             block_size=block_size,
             state_bytes=state_bytes,
+            limited=limited,
+            unlimited=unlimited or not limited,
         )
         self.count = 0
         self.preempted: list[Request] = []
@@ -90,6 +108,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.count += 1
         self.sim.start(f"r{self.count}", prompt, space, boundaries(len(prompt), ends))
 
+    @precondition(lambda self: not self.sim.cache.layout.is_limited)
     @precondition(lambda self: len(self.sim.requests) < 4 and len(self.sim.quarantine) < 3)
     @rule(parts=LENGTHS, index=PICK, space=st.sampled_from(SPACES), come=PICK, state=PICK, whole=st.booleans())
     def fetch(self, parts: list[int], index: int, space: Namespace, come: int, state: int, whole: bool) -> None:

@@ -59,7 +59,7 @@ def test_what_a_step_names_does_not_give_way():
 
 def test_one_that_is_alone_goes_back_once_for_each_time_it_has_come_further():
     driver, (request,) = running(40)
-    driver.cache.extend = lambda sequence, num_tokens: None
+    driver.cache.extend = lambda sequence, num_tokens, step_end=None: None
     sequence = request.sequence
     assert make_room_for(driver, request) is None and request.phase is Phase.WAITING
     assert request.stats.sent_back_at == sequence.num_tokens

@@ -237,7 +237,7 @@ def test_a_hit_whose_file_does_not_fit_beside_the_prompt_is_given_up():
     driver = Driver(num_pages=30)
     driver.ask(TEXT[:200], max_tokens=1)
     prompt = TEXT[:200] + [5] * 260
-    assert capacity_tokens(driver.layout, 30) == 464
+    assert capacity_tokens(driver.layout, 30, 0) == 464
     assert driver.ask(prompt, max_tokens=4).output == alone(prompt, False, max_tokens=4)
 
 
@@ -299,7 +299,7 @@ def test_chunk_ends(start, limit, budget, end):
 def test_what_fits_a_pool_really_fits():
     for num_pages in (10, 30, 57):
         driver = Driver(num_pages=num_pages)
-        longest = capacity_tokens(driver.layout, num_pages)
+        longest = capacity_tokens(driver.layout, num_pages, 0)
         prompt = list(np.arange(longest - 4))
         for _ in range(2):
             driver.ask(prompt, max_tokens=4)

@@ -8,6 +8,7 @@ import numpy as np
 
 from cairn.cache.checkpoint import Kind, Origin
 from cairn.cache.checkpoint_store import CheckpointStore
+from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import CheckpointPoint
@@ -27,11 +28,14 @@ class BlockAllocator:
     checkpoints: CheckpointStore
     enabled: bool
 
-    def allocate(self, sequence: SequenceBlocks, num_tokens: int) -> list[PageCopy] | None:
-        """Allocate pages up to `num_tokens` tokens. Returns the page copies that have to be made before tokens are
-        written, or None when there is no room; then only cached pages may have been dropped."""
+    def allocate(self, sequence: SequenceBlocks, num_tokens: int, step_end: int) -> list[PageCopy] | None:
+        """Allocate pages up to `num_tokens` tokens, of groups of limited reach up to `step_end`.
+
+        Returns the page copies that have to be made before tokens are written, or None when there is no room; then only
+        cached pages may have been dropped.
+        """
         blocks = sequence.blocks
-        need = blocks.missing_pages(num_tokens)
+        need = blocks.missing_pages(num_tokens, step_end)
         if need == 0 and blocks.copied:
             return []
         shared = self._to_copy(sequence, num_tokens)
@@ -40,14 +44,14 @@ class BlockAllocator:
         copies = [self._copy_on_write(sequence, table, index) for table, index in shared]
         blocks.copied = blocks.copied or num_tokens > sequence.matched
         for table in blocks.tables:
-            missing = table.missing_pages(num_tokens)
+            missing = table.missing_pages(num_tokens if table.group.reach is None else step_end)
             if missing > 0:
                 table.append(self.pool.allocate(missing))
         return copies
 
-    def missing_pages(self, sequence: SequenceBlocks, num_tokens: int) -> int:
+    def missing_pages(self, sequence: SequenceBlocks, num_tokens: int, step_end: int) -> int:
         """How many pages `allocate` would take."""
-        return sequence.blocks.missing_pages(num_tokens) + len(self._to_copy(sequence, num_tokens))
+        return sequence.blocks.missing_pages(num_tokens, step_end) + len(self._to_copy(sequence, num_tokens))
 
     def _to_copy(self, sequence: SequenceBlocks, num_tokens: int) -> list[tuple[PageTable, int]]:
         """The tables whose page that holds token `matched` has to be copied before so many tokens are written."""
@@ -56,13 +60,13 @@ class BlockAllocator:
         return [
             (table, sequence.matched // table.group.tokens_per_page)
             for table in sequence.tables
-            if sequence.matched % table.group.tokens_per_page
+            if sequence.matched % table.group.tokens_per_page and table.length > table.first_page
         ]
 
     def _copy_on_write(self, sequence: SequenceBlocks, table: PageTable, index: int) -> PageCopy:
         # page `index` holds tokens of the tree up to `matched`; its other tokens may be somebody's already
         assert index == table.length - 1
-        source = table.pages[index : index + 1].copy()
+        source = table.pages[-1:].copy()
         target = self.pool.allocate(1)
         if table.num_shared == table.length:
             self.pool.acquire(source)
@@ -84,7 +88,8 @@ class BlockAllocator:
             return None
         if not self.enabled:
             return None
-        if self.layout.resumes_anywhere and wanted.position != sequence.num_prompt_tokens and not wanted.retain_seconds:
+        is_end = wanted.position == sequence.num_prompt_tokens
+        if not (self.layout.needs_checkpoints or is_end or wanted.retain_seconds):
             return None
         size = self.layout.pages_per_checkpoint
         if wanted.kind.on_probation and not self.checkpoints.is_worth(size, wanted.worth):
@@ -166,7 +171,9 @@ class TreeWriter:
             # a sequence that has locked a node reads its pages
             better = self.exact and child.decode_by is not None and not decoded and not child.locks
             if child.pages is None or better:
-                tree.fill(child, sequence.blocks.span(position, end), maker)
+                span = sequence.blocks.span(position, end)
+                if child.pages is None or all(map(_reaches_as_far, span, child.pages)):
+                    tree.fill(child, span, maker)
             node, position = child, end
         return node
 
@@ -181,6 +188,7 @@ class TreeWriter:
         """Attach the state wanted for `position` to the end of `node`."""
         pending = sequence.pending_states.pop(position)
         origin = _origin(sequence, position)
+        self.checkpoints.tree.provide(node, sequence.blocks)
         if not self.checkpoints.attach(
             node, pending.pages, pending.kind, origin, sequence.request_id, sequence.match.lineage
         ):
@@ -188,6 +196,11 @@ class TreeWriter:
         assert node.checkpoint is not None
         if pending.retain_seconds and self.checkpoints.retain(node.checkpoint, pending.retain_seconds):
             sequence.retained_breakpoints.add(position)
+
+
+def _reaches_as_far(part: GroupPages, before: GroupPages) -> bool:
+    """Whether `part` has the pages of all tokens that `before` has: of a limited reach a checkpoint may need them."""
+    return part.first_token <= before.first_token
 
 
 def _origin(sequence: SequenceBlocks, position: int) -> Origin:
@@ -290,7 +303,8 @@ class PinnedPages:
             node = sequence.node
             while node is not None and node not in locked:
                 locked.add(node)
-                held += [part.pages for part in node.pages or ()]
+                # those of limited reach are trimmed all the same
+                held += [part.pages for part in node.pages or () if part.group.reach is None]
                 node = node.parent
         return held + [pin.pages for pin in self.pins.values() if pin.for_requests]
 

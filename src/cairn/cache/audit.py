@@ -65,6 +65,8 @@ def _audit_tree(cache: PrefixCache) -> None:
     _check(ghosts == set(tree.ghosts), "the list of ghosts is not that of the tree")
     _check(sum(ghost.num_tokens for ghost in ghosts) == tree.num_ghost_tokens, "ghost tokens miscounted")
     _check(unreachable == set(tree.unreachable), "the list of unreachable nodes is not that of the tree")
+    residents = {node for node in tree.nodes() if node.pages is not None}
+    _check(set(tree.trimmable) <= residents, "a node without pages is held to be trimmable")
     _check(num_checkpoints == len(checkpoints.queue), "the eviction queue has not one entry for each checkpoint")
     _audit_records(cache)
     for root in tree.roots.values():
@@ -97,8 +99,9 @@ def _audit_node(cache: PrefixCache, node: Node) -> None:
         return
     _check(tuple(part.group for part in node.pages) == cache.layout.groups, f"{where} has pages of other groups")
     for part in node.pages:
-        need = part.group.pages_for(node.end) - part.first_page
-        _check(part.first_token == node.start, f"{where} lists pages from token {part.first_token} on")
+        need = part.group.pages_for(node.end) - part.first_page if part.first_token < node.end else 0
+        trimmed = part.group.reach is not None and node.start <= part.first_token <= node.end
+        _check(part.first_token == node.start or trimmed, f"{where} lists pages from token {part.first_token} on")
         _check(
             len(part.pages) == need, f"{where} lists {len(part.pages)} pages of group {part.group.name}, needs {need}"
         )
@@ -108,6 +111,21 @@ def _audit_node(cache: PrefixCache, node: Node) -> None:
         _check(node.checkpoint in cache.checkpoints.queue, f"the checkpoint of {where} is not in the eviction queue")
         size = cache.layout.pages_per_checkpoint
         _check(len(node.checkpoint.pages) == size, f"the checkpoint of {where} has not {size} pages")
+        _audit_reach(node)
+
+
+def _audit_reach(node: Node) -> None:
+    """Whoever resumes at a checkpoint has the keys and values within reach there."""
+    for index, part in enumerate(node.pages or ()):
+        needed, step = part.group.needed_at(node.end), node
+        while step.parent is not None and needed < step.end:
+            assert step.pages is not None
+            first = max(needed, step.start)
+            _check(
+                step.pages[index].first_token <= first,
+                f"the checkpoint at {node.end} needs token {first} of group {part.group.name}, which is gone",
+            )
+            step = step.parent
 
 
 def _audit_retained(cache: PrefixCache) -> None:
@@ -141,11 +159,12 @@ def _audit_locks(cache: PrefixCache) -> None:
             locks[node] = locks.get(node, 0) + 1
             node = node.parent
         for table in sequence.tables:
-            least = table.group.pages_for(sequence.committed)
+            least = table.group.pages_for(sequence.committed) if table.first_token < sequence.committed else 0
             _check(
                 table.length >= least, f"{sequence.request_id}: {table.length} pages for {sequence.committed} tokens"
             )
-            _check(len(np.unique(table.pages)) == table.length, f"{sequence.request_id}: a page is listed twice")
+            distinct = len(np.unique(table.pages))
+            _check(distinct == len(table.pages), f"{sequence.request_id}: a page is listed twice")
     nodes = list(cache.tree.roots.values()) + list(cache.tree.nodes())
     for node in nodes:
         expected = locks.pop(node, 0)

@@ -295,6 +295,7 @@ class CheckpointStore:
         self.retained.remove(checkpoint)
         self.evicted[checkpoint.kind] += 1
         self.pool.release(checkpoint.pages)
+        self.tree.note_trimmable(node)
         self.tree.note_if_unreachable(node)
         self.tree.changed(node)
 
@@ -413,12 +414,20 @@ class CheckpointStore:
 
 def pages_freed(layout: CacheLayout, checkpoint: Checkpoint) -> int:
     """How many pages dropping a checkpoint gives: those of its state and, where nothing below needs them, those of the
-    tokens up to the next branch or checkpoint above."""
+    tokens up to the next branch or checkpoint above. Of groups of limited reach those that going on there needs; what
+    the checkpoint above needs as well counts half."""
     node = checkpoint.node
     pages = len(checkpoint.pages)
     if node.resident_children == 0:
         top = node
         while top.parent is not None and top.parent.resident_children <= 1 and top.parent.checkpoint is None:
             top = top.parent
-        pages += layout.pages_for(node.end) - layout.pages_for(top.start)
+        pages += layout.unlimited_pages_for(node.end) - layout.unlimited_pages_for(top.start)
+    if layout.is_limited:
+        above = next_above(node)
+        start = 0 if above is None else above.position
+        for group in layout.groups:
+            if group.reach is not None:
+                unshared = group.retained_pages(start, node.end)
+                pages += (unshared + group.retained_pages(0, node.end)) // 2
     return pages

@@ -29,18 +29,23 @@ class GroupPages:
         return self.first_token // self.group.tokens_per_page
 
     def upto(self, end: int) -> "GroupPages":
-        """The pages that tokens [first_token, end) touch: a view."""
-        return GroupPages(self.group, self.first_token, self.pages[: self.group.pages_for(end) - self.first_page])
+        """The pages that tokens [first_token, end) touch: a view, and none where there are no such tokens."""
+        count = self.group.pages_for(end) - self.first_page if end > self.first_token else 0
+        return GroupPages(self.group, self.first_token, self.pages[:count])
 
     def drop_before(self, start: int) -> "GroupPages":
-        """The pages from the one on that holds token `start`: a view."""
+        """The pages from the one on that holds token `start`: a view. All of them where they begin later."""
+        if start <= self.first_token:
+            return self
         return GroupPages(self.group, start, self.pages[start // self.group.tokens_per_page - self.first_page :])
 
     def split(self, at: int) -> tuple["GroupPages", "GroupPages"]:
         """The pages of the tokens before `at`, and of those from there on; a page that holds some of each is in
-        both."""
+        both. Of a group of limited reach all may be from there on."""
         # in one piece: a prompt's node is cut at each of its checkpoints
         group, first_token, pages = self.group, self.first_token, self.pages
+        if first_token >= at:
+            return GroupPages(group, at, pages[:0]), self
         size = group.tokens_per_page
         first_page = first_token // size
         above, below = pages[: -(-at // size) - first_page], pages[at // size - first_page :]

@@ -21,11 +21,24 @@ __all__ = ["AttentionGroup", "CacheLayout"]
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Attention layers of one reach. `reach` None: every earlier token; otherwise the last `reach` tokens."""
+    """Attention layers of one reach. `reach` None: a token sees every earlier one; otherwise the last `reach` tokens
+    with itself (a window) or, if `chunked`, those from the last multiple of `reach` on."""
 
     name: str
     tokens_per_page: Positive
     reach: Positive | None = None
+    chunked: bool = False
+
+    def needed_at(self, position: int) -> int:
+        """The first token of which keys and values are needed to go on at `position`, which is computed next."""
+        if self.reach is None:
+            return 0
+        return position // self.reach * self.reach if self.chunked else max(0, position - self.reach + 1)
+
+    def retained_pages(self, start: int, end: int) -> int:
+        """How many pages of tokens [start, end) are needed to go on at `end`."""
+        first = max(start, self.needed_at(end))
+        return self.pages_for(end) - first // self.tokens_per_page if first < end else 0
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold the first `num_tokens` tokens."""
@@ -41,6 +54,7 @@ class CacheLayout:
     `state_dtype`: what the recurrent state is in while it runs, a name of `kernels.state_encoding.STATE_DTYPES`.
     `checkpoint_dtype`: how checkpoints have it: the same name for its own bytes, or for a float32 state one of
     `ENCODINGS`.
+    `is_limited`: whether attention of any group has a limited reach, whose pages are of no use after a while.
     """
 
     block_size: Positive
@@ -53,6 +67,7 @@ class CacheLayout:
     checkpoint_dtype: str = "float32"
     state_dtype: str = "float32"
     pages_per_checkpoint: int = field(init=False, default=0)
+    is_limited: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.page_bytes < 1:
@@ -64,12 +79,18 @@ class CacheLayout:
         if self.state_bytes and (self.state_units < 1 or self.state_bytes % self.state_units):
             raise ValueError(f"state_bytes {self.state_bytes} do not divide among {self.state_units} units")
         object.__setattr__(self, "pages_per_checkpoint", max(1, -(-self.checkpoint_bytes // self.page_bytes)))
+        object.__setattr__(self, "is_limited", any(group.reach is not None for group in self.groups))
 
     @property
     def resumes_anywhere(self) -> bool:
         """Whether a sequence can go on from any token whose keys and values are there: without recurrent state it can,
         else only where a checkpoint is."""
         return self.state_bytes == 0
+
+    @property
+    def needs_checkpoints(self) -> bool:
+        """Whether, when memory is full, a prompt resumes nowhere but at checkpoints."""
+        return self.is_limited or not self.resumes_anywhere
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -79,6 +100,25 @@ class CacheLayout:
     def bytes_per_token(self) -> float:
         """Bytes of keys and values of one token, over all groups."""
         return sum(self.page_bytes / group.tokens_per_page for group in self.groups)
+
+    def running_pages_for(self, num_tokens: int, num_in_flight: int) -> int:
+        """Pages that a sequence of `num_tokens` tokens holds at most, of which `num_in_flight` at a time are being
+        computed: of groups of limited reach those within reach of these."""
+        num_pages = 0
+        for group in self.groups:
+            pages = group.pages_for(num_tokens)
+            if group.reach is not None:
+                pages = min(pages, group.pages_for(group.reach + num_in_flight) + 1)
+            num_pages += pages
+        return num_pages
+
+    def unlimited_pages_for(self, num_tokens: int) -> int:
+        """As `pages_for`, over the groups of unlimited reach."""
+        num_pages = 0
+        for group in self.groups:
+            if group.reach is None:
+                num_pages += group.pages_for(num_tokens)
+        return num_pages
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold the first `num_tokens` tokens, over all groups."""

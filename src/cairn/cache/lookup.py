@@ -1,6 +1,6 @@
 """Lookups: what is cached of a prompt, what of it may be used, and why it is not more."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
@@ -19,7 +19,7 @@ from cairn.cache.sequence_blocks import (
     PrefixMatch,
     SequenceBlocks,
 )
-from cairn.cache.tree import Checkpoint, Node, TokenKey, Walk, path_pages, walk
+from cairn.cache.tree import Checkpoint, Node, TokenKey, Walk, path_pages, resumable_ends, walk
 from cairn.keys import KeyBuffer, common_tokens
 from cairn.types import Keys
 
@@ -52,12 +52,15 @@ class OriginFilter:
             return min(node.end, self.num_prompt_tokens)
         return node.end if self.resumed and node.decode_by == self.request_id else node.start
 
-    def deepest(self, prompt_walk: Walk) -> Checkpoint | None:
-        """The deepest checkpoint on the matched path that may be restored."""
-        for node in reversed(prompt_walk.path):
+    def deepest(self, prompt_walk: Walk, ends: Sequence[int] | None) -> Checkpoint | None:
+        """The deepest checkpoint on the matched path that may be restored. `ends`: of `resumable_ends`; None where
+        attention has no limited reach."""
+        for place in range(len(prompt_walk.path) - 1, -1, -1):
+            node = prompt_walk.path[place]
             checkpoint = node.checkpoint
             if checkpoint is not None and node.end <= prompt_walk.matched and self.accepts(checkpoint):
-                return checkpoint
+                if ends is None or ends[place]:
+                    return checkpoint
         return None
 
     def deepest_checkpoint_node(self, prompt_walk: Walk, eviction: EvictionPolicy) -> Node | None:
@@ -124,18 +127,26 @@ class PrefixLookup:
         num_prompt_tokens = length if resumed_from is None else resumed_from
         may = OriginFilter(self._exact, request_id, num_prompt_tokens, resumed_from is not None)
         prompt_walk = walk(root, TokenKey(keys), may.run_end()) if root is not None else Walk()
-        checkpoint = may.deepest(prompt_walk)
+        path, groups = prompt_walk.path, self._layout.groups
+        ends = resumable_ends(path, prompt_walk.matched, groups) if self._layout.is_limited else None
+        checkpoint = may.deepest(prompt_walk, ends)
         hit = checkpoint.position if checkpoint is not None else 0
         if self._layout.resumes_anywhere and hit < min(prompt_walk.matched, length - 1):
             # nothing to restore: keys and values alone resume anywhere, and the last token gives the logits
-            hit, checkpoint = min(prompt_walk.matched, length - 1), None
+            anywhere = min(prompt_walk.matched, length - 1)
+            if ends is not None:
+                anywhere = max(resumable_ends(path, anywhere, groups), default=0)
+            if hit < anywhere:
+                hit, checkpoint = anywhere, None
+        matched = hit if ends is not None else prompt_walk.matched
+        shared = [path_pages(path, matched, index, group) for index, group in enumerate(groups)]
         return SequenceBlocks(
             request_id=request_id,
             namespace=namespace,
             num_prompt_tokens=num_prompt_tokens,
             match=PrefixMatch(
                 hit=hit,
-                matched=prompt_walk.matched,
+                matched=matched,
                 ever_matched=prompt_walk.ever_matched,
                 checkpoint=checkpoint,
                 restore=checkpoint.pages if checkpoint is not None else None,
@@ -144,16 +155,11 @@ class PrefixLookup:
                 miss_reason=Reason.DISABLED,
                 walk=prompt_walk,
             ),
-            blocks=PageTables(
-                tuple(
-                    PageTable(group, shared := path_pages(prompt_walk, index, group), len(shared))
-                    for index, group in enumerate(self._layout.groups)
-                )
-            ),
+            blocks=PageTables(tuple(map(PageTable.shared, shared))),
             tokens=KeyBuffer(keys),
-            node=prompt_walk.path[-1] if prompt_walk.path else None,
+            node=next((node for node in reversed(path) if node.start < matched), None),
             decode_from=num_prompt_tokens if self._exact else length,
-            committed=prompt_walk.matched,
+            committed=matched,
         )
 
 

@@ -31,7 +31,6 @@ from cairn.cache.placement import CheckpointPoint, PlacementPolicy, PromptFacts,
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.cache.tree_store import TreeObserver, TreeStore
-from cairn.errors import ConfigError
 from cairn.step import GRID, PageCopy
 from cairn.types import Boundary, Clock, Keys, Pages, SystemClock
 
@@ -78,12 +77,8 @@ class PrefixCache:
         observer: TreeObserver | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """`observer` is told of what enters and leaves the tree; `clock` measures how long clients retain checkpoints.
-
-        Raises ConfigError for a layout of limited reach.
-        """
-        if any(group.reach is not None for group in layout.groups):
-            raise ConfigError("attention layers with a limited reach (sliding window, chunked) are not supported yet")
+        """`observer` is told of what enters and leaves the tree; `clock` measures how long clients retain
+        checkpoints."""
         self.layout = layout
         self.policy = policy
         self.pool = PagePool(num_pages)
@@ -95,7 +90,7 @@ class PrefixCache:
         self.checkpoints = CheckpointStore(layout, self.pool, self.tree, policy.eviction, clock)
         self.pinned = PinnedPages(self.pool)
         self._lookup = PrefixLookup(layout, policy.exact, policy.eviction)
-        self._awaited = AwaitedHits(self.tree.roots.get, policy.exact, layout.resumes_anywhere)
+        self._awaited = AwaitedHits(self.tree.roots.get, policy.exact, not layout.needs_checkpoints)
         self._allocator = BlockAllocator(layout, self.pool, self.checkpoints, self.enabled)
         self._writer = TreeWriter(self.checkpoints, policy.exact)
         self.counters = CacheCounters()
@@ -241,7 +236,7 @@ class PrefixCache:
         message_ends = (end.position for end in boundaries if end.kind == "message_end" and end.position < lineage.end)
         lineage.message_end = max(message_ends, default=lineage.end)
         placement = self.policy.placement
-        if placement is None or self.layout.resumes_anywhere:
+        if placement is None or not self.layout.needs_checkpoints:
             return facts
         return self.checkpoints.predict(placement, facts, lineage)
 
@@ -258,23 +253,40 @@ class PrefixCache:
 
     # -- growing -------------------------------------------------------------------------------------------------
 
-    def extend(self, sequence: SequenceBlocks, num_tokens: int) -> list[PageCopy] | None:
-        """Allocate pages up to `num_tokens` tokens, dropping cached ones if need be.
+    def extend(self, sequence: SequenceBlocks, num_tokens: int, step_end: int | None = None) -> list[PageCopy] | None:
+        """Allocate pages up to `num_tokens` tokens, dropping cached ones if need be. `step_end`: of groups of limited
+        reach no further than that, for they release pages as they go on; None: as of all.
 
         Returns the page copies that have to be made first, or None when there is no room; then nothing has changed
         but that cached pages may have gone.
         """
-        return self._allocator.allocate(sequence, num_tokens)
+        return self._allocator.allocate(sequence, num_tokens, num_tokens if step_end is None else step_end)
+
+    def release_behind(self, sequence: SequenceBlocks, position: int) -> None:
+        """Release the pages of `sequence` that lie behind the reach of their layers now that the token at `position`
+        comes next, and all steps that have computed earlier ones have been applied."""
+        if not self.layout.is_limited:
+            return
+        for table in sequence.tables:
+            dropped = table.drop_before(table.group.needed_at(position))
+            if len(dropped):
+                self.pinned.note_release()
+                self.pool.release(dropped)
 
     def could_extend(
-        self, sequence: SequenceBlocks, num_tokens: int, num_states: int = 0, reserved_pages: int = 0
+        self,
+        sequence: SequenceBlocks,
+        num_tokens: int,
+        num_states: int = 0,
+        reserved_pages: int = 0,
+        step_end: int | None = None,
     ) -> bool:
         """False if neither `extend` nor dropping all that nobody uses makes room for so many tokens and states, and for
         `reserved_pages` pages that others are going to need. Drops nothing: whoever only waits must not cost others
         what is cached. True is no promise."""
         need = (
             reserved_pages
-            + self._allocator.missing_pages(sequence, num_tokens)
+            + self._allocator.missing_pages(sequence, num_tokens, num_tokens if step_end is None else step_end)
             + num_states * self.layout.pages_per_checkpoint
         )
         return self.could_free(sequence, need)

@@ -7,6 +7,10 @@
 Pages of tokens below m belong to the tree and are only read; the lock on their nodes keeps them, so that a long hit
 need not count each. Those from m on are this sequence's alone. Where m falls inside a page, that page is copied before
 the first write.
+
+Of a group of limited reach it has the pages of the last tokens before c alone. They are trimmed from nodes whoever has
+locked these, so a sequence refers to each itself, and releases those that lie behind its reach as it goes on. Where a
+layout has such a group m is c, for what lies between them may be gone.
 """
 
 import sys
@@ -51,35 +55,69 @@ class PageTable:
 
     The first `num_shared` pages are those of nodes that the sequence has locked, which keeps them; to the others the
     sequence refers itself. `num_sent`: entries that plans have told the runner, and that have not changed since.
+    `length`: entries. Those of pages before the one with token `first_token` are not the sequence's: what lies there is
+    behind the reach.
     """
 
-    __slots__ = ("_pages", "group", "length", "num_sent", "num_shared")
+    __slots__ = ("_pages", "first_token", "group", "length", "num_sent", "num_shared")
 
-    def __init__(self, group: AttentionGroup, pages: Pages, num_shared: int = 0) -> None:
+    def __init__(self, group: AttentionGroup, pages: Pages, num_shared: int = 0, first_token: int = 0) -> None:
+        """`pages` [n]: from the one that holds token `first_token` on."""
         self.group = group
-        self._pages = pages
-        self.length = len(pages)
+        self.first_token = first_token
+        # entries before the first one are never read
+        self._pages = (
+            np.concatenate([np.zeros(first_page, np.int32), pages]) if (first_page := self.first_page) else pages
+        )
+        self.length = len(self._pages)
         self.num_shared = num_shared
         self.num_sent = 0
 
+    @classmethod
+    def shared(cls, part: GroupPages) -> "PageTable":
+        """The table of a hit: pages of the tree, kept by the lock on its nodes unless their group has a limited
+        reach."""
+        num_shared = len(part.pages) if part.group.reach is None else 0
+        return cls(part.group, part.pages, num_shared, part.first_token if part.group.reach is not None else 0)
+
+    def copy(self) -> "PageTable":
+        """A table of the same pages, of which the runner knows nothing."""
+        return PageTable(self.group, self.pages, self.num_shared, self.first_token)
+
+    @property
+    def first_page(self) -> int:
+        """The first entry that counts."""
+        return self.first_token // self.group.tokens_per_page
+
     @property
     def pages(self) -> Pages:
-        """A view, shape [length]; later growth does not change it."""
-        return self._pages[: self.length]
+        """A view, shape [length - first_page]; later growth does not change it."""
+        return self._pages[self.first_page : self.length]
 
     @property
     def owned_pages(self) -> Pages:
         """The pages that the sequence itself refers to."""
-        return self._pages[self.num_shared : self.length]
+        return self._pages[max(self.first_page, self.num_shared) : self.length]
 
     def upto(self, num_tokens: int) -> GroupPages:
-        """The pages of the first `num_tokens` tokens: a view."""
-        return GroupPages(self.group, 0, self._pages[: min(self.length, self.group.pages_for(num_tokens))])
+        """The pages of the first `num_tokens` tokens, as far as they are here: a view."""
+        first_page = self.first_page
+        end = max(first_page, min(self.length, self.group.pages_for(num_tokens)))
+        return GroupPages(self.group, self.first_token, self._pages[first_page:end])
 
     def span(self, start: int, end: int) -> GroupPages:
-        """The pages that tokens [start, end) touch: a copy."""
+        """The pages that tokens [start, end) touch, as far as they are here: a copy."""
         part = self.upto(end).drop_before(start)
-        return GroupPages(self.group, start, part.pages.copy())
+        if part.first_token >= end:
+            return GroupPages(self.group, end, part.pages[:0])
+        return GroupPages(self.group, part.first_token, part.pages.copy())
+
+    def drop_before(self, token: int) -> Pages:
+        """Give up the pages before the one that holds `token`, for which there is one or which comes next. They become
+        the caller's: shape [n]."""
+        first_page = self.first_page
+        self.first_token = max(self.first_token, token)
+        return self._pages[first_page : self.first_page]
 
     def missing_pages(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens need beyond those here; below 0 where there are more."""
@@ -90,7 +128,7 @@ class PageTable:
         end = self.length + len(pages)
         if end > len(self._pages):
             grown = np.empty(max(end, 2 * len(self._pages), 8), np.int32)
-            grown[: self.length] = self.pages
+            grown[: self.length] = self._pages[: self.length]
             self._pages = grown
         self._pages[self.length : end] = pages
         self.length = end
@@ -154,14 +192,21 @@ class PageTables:
         sizes = (table.group.tokens_per_page * table.length for table in self.tables)
         return min(sizes, default=sys.maxsize)
 
-    def missing_pages(self, num_tokens: int) -> int:
-        """How many pages `num_tokens` tokens need beyond those held."""
+    def missing_pages(self, num_tokens: int, step_end: int | None = None) -> int:
+        """How many pages `num_tokens` tokens need beyond those held. `step_end`: the tokens that count for groups of
+        limited reach, if these are others."""
         num_pages = 0
         for table in self.tables:
-            missing = table.missing_pages(num_tokens)
+            end = num_tokens if step_end is None or table.group.reach is None else step_end
+            missing = table.missing_pages(end)
             if missing > 0:
                 num_pages += missing
         return num_pages
+
+    @property
+    def num_pages(self) -> int:
+        """All pages held, with those of the tree."""
+        return sum(table.length - table.first_page for table in self.tables)
 
 
 @dataclass(slots=True)
@@ -345,7 +390,7 @@ class SequenceBlocks:
                 match.miss_spans,
                 match.walk,
             ),
-            PageTables(tuple(PageTable(table.group, table.pages, table.length) for table in self.tables)),
+            PageTables(tuple(table.copy() for table in self.tables)),
             KeyBuffer(self.keys),
             self.node,
             self.decode_from,
@@ -361,7 +406,9 @@ class SequenceBlocks:
             namespace=self.namespace,
             num_prompt_tokens=length,
             match=PrefixMatch(length, length, length, restore=state, lineage=self.match.lineage),
-            blocks=PageTables(tuple(PageTable(part.group, part.pages) for part in self.blocks.upto(length))),
+            blocks=PageTables(
+                tuple(PageTable(part.group, part.pages, 0, part.first_token) for part in self.blocks.upto(length))
+            ),
             tokens=KeyBuffer(self.keys[:length]),
             node=self.node,
             decode_from=length,

@@ -6,6 +6,7 @@ A node covers tokens [start, end) of every path through it and lists, per attent
 
 A node that starts inside a page lists that page, too: its own copy, which holds the last tokens of its parent as
 well, or the parent's page itself where the same request wrote on. Along a path the page of the deepest node wins.
+Of a group of limited reach a node lists the pages of its last tokens, perhaps of none: those from `first_token` on.
 
 A node whose pages are gone is a *ghost*: it still says what was once seen, and has no resident children. A checkpoint
 hangs at a node's end.
@@ -15,7 +16,7 @@ one width for all its tokens, so that comparing it with a prompt of the same wid
 """
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -296,11 +297,41 @@ def walk(root: Node, key: TokenKey, usable: Callable[[Node], int] | None = None)
     return Walk(path, evicted_tail, matched, position)
 
 
-def path_pages(prompt_walk: Walk, index: int, group: AttentionGroup) -> Pages:
-    """The page list of group `index` for the matched tokens of a path from the root, shape [pages]."""
-    parts = [node.pages[index] for node in prompt_walk.path if node.pages is not None]
-    assert len(parts) == len(prompt_walk.path), "a run on the path has no pages"
-    return join(parts).upto(prompt_walk.matched).pages if parts else np.empty(0, np.int32)
+def path_pages(path: Sequence[Node], end: int, index: int, group: AttentionGroup) -> GroupPages:
+    """The pages of group `index` that going on at token `end` of a path from the root needs: those of all tokens before
+    it, or of as many as are within reach."""
+    start = group.needed_at(end)
+    parts: list[GroupPages] = []
+    for node in reversed(path) if start < end else ():
+        if node.start < end:
+            assert node.pages is not None, "a node on the path has no pages"
+            part = node.pages[index]
+            parts.append(part if node.end <= end else part.upto(end))
+            if node.start <= start:
+                break
+    if not parts:
+        return GroupPages(group, end, np.empty(0, np.int32))
+    return join(parts[::-1]).drop_before(start)
+
+
+def resumable_ends(path: Sequence[Node], limit: int, groups: Sequence[AttentionGroup]) -> list[int]:
+    """How far into each node of a path from the root a prompt can go on that is known up to token `limit`, as far as
+    keys and values within reach are concerned: to the node's end, or to the limit where that comes first. 0 where some
+    are gone: at an earlier token of the node they are gone as well. O(nodes)."""
+    limited = [(index, group) for index, group in enumerate(groups) if group.reach is not None]
+    gaps = [0] * len(limited)  # up to here something is missing
+    ends: list[int] = []
+    for node in path:
+        assert node.pages is not None, "a node on the path has no pages"
+        end = min(node.end, limit)
+        complete = node.start < end
+        for place, (index, group) in enumerate(limited):
+            first = node.pages[index].first_token
+            if first > node.start:
+                gaps[place] = first
+            complete = complete and gaps[place] <= group.needed_at(end)
+        ends.append(end if complete else 0)
+    return ends
 
 
 def last_keys(node: Node, num_tokens: int) -> bytes:
@@ -331,7 +362,7 @@ def split(node: Node, at: int) -> tuple[Node, list[Pages]]:
         above, below = [], []
         for part in node.pages:
             high, low = part.split(at)
-            if at % part.group.tokens_per_page:
+            if at % part.group.tokens_per_page and len(high.pages):
                 shared.append(low.pages[:1])
             above.append(high)
             below.append(low)

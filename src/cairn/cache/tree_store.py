@@ -3,6 +3,9 @@
 A node without a checkpoint at or below it can never be hit: it is *unreachable*, unless somebody is writing below it. A
 node that was dropped stays as a *ghost* for a while: its key tokens alone, a thousandth of its bytes, say what was
 lost.
+
+Of attention of limited reach a checkpoint needs the pages of the last tokens before it, which go when it goes. All
+others let prompts go on elsewhere as long as nobody needs the room, and are *trimmed* then, from nodes' beginnings.
 """
 
 from collections import OrderedDict
@@ -10,9 +13,9 @@ from collections.abc import Iterator
 
 from cairn.cache.checkpoint import Lineage
 from cairn.cache.group_pages import GroupPages
-from cairn.cache.layout import CacheLayout
+from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.pages import PagePool
-from cairn.cache.sequence_blocks import Namespace
+from cairn.cache.sequence_blocks import Namespace, PageTables
 from cairn.cache.tree import Checkpoint, Node, split
 
 
@@ -46,7 +49,8 @@ class TreeStore:
     """The nodes of all namespaces, the references they hold on pages, and the ghosts among them.
 
     `max_ghost_tokens` bounds what is remembered of dropped nodes, in key tokens of 4 or 8 bytes. `unreachable`: the
-    longest unused first. `version` changes whenever a node does.
+    longest unused first. `trimmable`: nodes that may have pages of limited reach which no checkpoint needs, the first
+    that came to be so first. `version` changes whenever a node does.
     """
 
     def __init__(
@@ -54,11 +58,14 @@ class TreeStore:
     ) -> None:
         self.roots: dict[Namespace, Node] = {}
         self.unreachable: OrderedDict[Node, None] = OrderedDict()
+        self.trimmable: OrderedDict[Node, None] = OrderedDict()
         self.ghosts: OrderedDict[Node, None] = OrderedDict()
         self.num_ghost_tokens = 0
         self.version = 0
         self._names: dict[Node, Namespace] = {}
-        self._layout = layout
+        self._limited = [(index, group) for index, group in enumerate(layout.groups) if group.reach is not None]
+        # nodes without any pages, which nobody can go on from by themselves, would not be dropped for lack of pages
+        self._drops_at_once = len(self._limited) == len(layout.groups) and not layout.resumes_anywhere
         self._pool = pool
         self._max_ghost_tokens = max_ghost_tokens
         self.observers = observers
@@ -113,7 +120,31 @@ class TreeStore:
                 self._pool.release(old.pages)
         node.pages, node.decode_by, node.loss = pages, decode_by, None
         self._list_if_unreachable(node)
+        self.note_trimmable(node)
         self.changed(node)
+
+    def provide(self, node: Node, tables: PageTables) -> None:
+        """Give `node` and those above it what a checkpoint at its end needs of groups of limited reach, of the pages of
+        the sequence that has computed the tokens before it."""
+        for index, group in self._limited:
+            needed, step = group.needed_at(node.end), node
+            while step.parent is not None and needed < step.end:
+                assert step.pages is not None
+                start, before = max(needed, step.start), step.pages[index]
+                if before.first_token > start:
+                    part = tables.tables[index].span(start, step.end)
+                    assert part.first_token <= start, "a sequence has let go of what its checkpoint needs"
+                    self._replace(step, index, part)
+                    self.changed(step)
+                step = step.parent
+
+    def _replace(self, node: Node, index: int, part: GroupPages) -> None:
+        """Put `part` in the place of the node's pages of group `index`."""
+        assert node.pages is not None
+        before = node.pages[index]
+        self._pool.acquire(part.pages)
+        self._pool.release(before.pages)
+        node.pages = (*node.pages[:index], part, *node.pages[index + 1 :])
 
     def split(self, node: Node, at: int) -> Node:
         """Split `node` at token `at`; returns the upper part, the lower one stays the same object."""
@@ -123,6 +154,8 @@ class TreeStore:
             self._pool.acquire(pages)
         if node in self.ghosts:
             self.ghosts[upper] = None
+        elif node in self.trimmable:
+            self.trimmable[upper] = None
         for observer in self.observers:
             observer.node_split(upper, node)
         return upper
@@ -165,19 +198,65 @@ class TreeStore:
         )
 
     def note_if_unreachable(self, node: Node) -> None:
-        """Put `node` last among the unreachable nodes if it is one of them. Where nodes have no pages (no attention),
-        it is dropped at once, because no lack of pages would ever drop it."""
+        """Put `node` last among the unreachable nodes if it is one of them. Where nodes need not have pages (no
+        attention, or of limited reach alone), it is dropped at once, because no lack of pages would ever drop it."""
         self._list_if_unreachable(node)
-        while self.unreachable and not self._layout.groups:
+        while self.unreachable and self._drops_at_once:
             self._drop(next(iter(self.unreachable)))
 
+    def note_trimmable(self, node: Node) -> None:
+        """Pages of limited reach in `node`, or above it within reach of its end, may be needed by no checkpoint any
+        more."""
+        if not self._limited:
+            return
+        first = min(group.needed_at(node.end) for _, group in self._limited)
+        step: Node | None = node
+        while step is not None and step.parent is not None and step.end > first:
+            if step.pages is not None:
+                self.trimmable[step] = None
+                self.trimmable.move_to_end(step)
+            step = step.parent
+
     def drop_unreachable(self, num_pages: int) -> bool:
-        """Drop what can never be hit until `num_pages` pages are free. False if that is not enough."""
+        """Drop what can never be hit, and then what no checkpoint needs, until `num_pages` pages are free. False if
+        that is not enough."""
         while self._pool.num_free < num_pages:
-            if not self.unreachable:
+            if self.unreachable:
+                self._drop(next(iter(self.unreachable)))
+            elif self.trimmable:
+                self._trim(self.trimmable.popitem(last=False)[0])
+            else:
                 return False
-            self._drop(next(iter(self.unreachable)))
         return True
+
+    def _trim(self, node: Node) -> None:
+        """Release the pages of limited reach that no checkpoint at `node` or below needs."""
+        assert node.pages is not None
+        trimmed = False
+        for index, group in self._limited:
+            first, part = self._needed_from(node, group), node.pages[index]
+            if first < node.end:
+                # whole pages
+                kept = part.drop_before(first // group.tokens_per_page * group.tokens_per_page)
+            else:
+                kept = GroupPages(group, node.end, part.pages[:0])
+            if len(kept.pages) < len(part.pages):
+                self._replace(node, index, kept)
+                trimmed = True
+        if trimmed:
+            self.changed(node)
+
+    def _needed_from(self, node: Node, group: AttentionGroup) -> int:
+        """The first token of `node` that a checkpoint at its end or below needs, or its end."""
+        first, stack = node.end, [node]
+        while stack:
+            step = stack.pop()
+            if step.checkpoint is not None:
+                # those below it need later tokens alone
+                first = min(first, group.needed_at(step.end))
+            elif group.needed_at(step.end + 1) < node.end:
+                stack.extend(child for child in step.children if child.pages is not None)
+        return max(node.start, first)
 
     def _list_if_unreachable(self, node: Node) -> None:
         if self.is_unreachable(node):
@@ -187,6 +266,7 @@ class TreeStore:
     def _drop(self, node: Node) -> None:
         assert node.pages is not None and node.parent is not None
         del self.unreachable[node]
+        self.trimmable.pop(node, None)
         for part in node.pages:
             self._pool.release(part.pages)
         node.pages = None

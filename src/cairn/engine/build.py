@@ -348,7 +348,7 @@ def _model_units(opened: OpenModel) -> ModelUnits:
 
 
 def _events(publisher: EventPublisher, layout: CacheLayout, exact: bool, contents: ImageKeys | None) -> BlockEvents:
-    anywhere = layout.resumes_anywhere
+    anywhere = not layout.needs_checkpoints
     return BlockEvents(layout.block_size, publisher.publish, exact, resumes_anywhere=anywhere, contents=contents)
 
 

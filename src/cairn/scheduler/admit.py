@@ -164,14 +164,14 @@ def _schedule_first_chunk(
     if end == sequence.hit and not decodes:
         return False
     num_states = needs_prompt_checkpoint(request, sequence)
-    if not state.cache.could_extend(sequence, request.num_tokens, num_states):
+    if not state.cache.could_extend(sequence, request.num_tokens, num_states, step_end=end):
         return False
     if not state.in_flight.leaves_room(request, sequence, num_states):
         return False
     _explain(state, request, sequence)
     # pages for all that is known, not for the first chunk alone: half a prompt that has to give way is computed twice,
     # and one that is resumed has to come further than before, or it would be sent back for ever
-    copies: list[PageCopy] | None = state.cache.extend(sequence, request.num_tokens)
+    copies: list[PageCopy] | None = state.cache.extend(sequence, request.num_tokens, end)
     if copies is None or not reserve_prompt_checkpoint(state, request, sequence):
         return False
     if state.parallel_sampling.needs_checkpoint(request):

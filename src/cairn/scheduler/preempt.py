@@ -19,6 +19,7 @@ def make_room(state: SchedulerState, request: Request, num_tokens: int) -> list[
     further, to share what it holds twice. None: the request does not run in this step.
     """
     assert request.sequence is not None
+    state.cache.release_behind(request.sequence, request.num_computed)
     while (copies := state.cache.extend(request.sequence, num_tokens)) is None:
         if requeue_youngest_fetched(state) or state.parallel_sampling.release_last():
             continue
@@ -59,7 +60,7 @@ def preempt(state: SchedulerState, victim: Request, preemptor: Request, needed_p
     victim.stats.num_preemptions += 1
     cache.commit(sequence, victim.num_computed)
     size = cache.layout.pages_per_checkpoint
-    num_pages = sum(table.length for table in sequence.tables) - cache.layout.pages_for(sequence.matched)
+    num_pages = sequence.blocks.num_pages - cache.layout.unlimited_pages_for(sequence.matched)
     position = victim.num_computed
     worth_it = position > sequence.hit and size < num_pages and position not in sequence.pending_states
     if worth_it and cache.make_room(needed_pages + size):

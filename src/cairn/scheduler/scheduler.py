@@ -77,7 +77,8 @@ class Scheduler:
             observer=observer,
             drafting=Drafting(drafter),
         )
-        self._capacity = capacity_tokens(cache.layout, cache.pool.num_pages)
+        num_in_flight = config.max_in_flight * config.max_num_batched_tokens
+        self._capacity = capacity_tokens(cache.layout, cache.pool.num_pages, num_in_flight)
         self._plans: deque[PlanBuilder] = deque()
         self._step = 0
         self._arrivals = 0
@@ -364,6 +365,7 @@ class Scheduler:
             state.parallel_sampling.pin_checkpoint(request)
         if scheduled.end <= request.prefill_until or (scheduled.checkpoint_positions and known):
             state.cache.commit(request.sequence, scheduled.end, scheduled.checkpoint_positions)
+        state.cache.release_behind(request.sequence, request.num_computed)
         if request.num_computed >= num_prompt and state.parallel_sampling.is_leader(request):
             state.parallel_sampling.queue_others(request)
         progress = None
@@ -397,14 +399,16 @@ class Scheduler:
         return Progress(request, (token,), finish, logprobs)
 
 
-def capacity_tokens(layout: CacheLayout, num_pages: int) -> int | None:
-    """The longest sequence that fits a pool of `num_pages` all by itself, one page a group left for copy on write.
-    None if nothing bounds it (no attention)."""
-    if not layout.groups:
+def capacity_tokens(layout: CacheLayout, num_pages: int, num_in_flight: int) -> int | None:
+    """The longest sequence that fits a pool of `num_pages` all by itself while up to `num_in_flight` of its tokens are
+    being computed, one page a group left for copy on write. None if nothing bounds it (no attention, or all of it of a
+    limited reach that fits)."""
+    longest = num_pages * max((group.tokens_per_page for group in layout.groups), default=0)
+    if layout.running_pages_for(longest + 1, num_in_flight) <= num_pages - len(layout.groups):
         return None
-    low, high = 0, num_pages * max(group.tokens_per_page for group in layout.groups)
+    low, high = 0, longest
     room = num_pages - len(layout.groups)
     while low < high:
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if layout.pages_for(middle) <= room else (low, middle - 1)
+        low, high = (middle, high) if layout.running_pages_for(middle, num_in_flight) <= room else (low, middle - 1)
     return low
