@@ -221,22 +221,31 @@ class SimulatedRunner(StepRunner):
 
     def _row(self, row: _Row, files: dict[int, Pages]) -> list[State]:
         """The states after each of the row's tokens; drafts leave the slot's as it was."""
-        states, size = [], self._layout.block_size
-        pages = self._pages(row)
+        states = []
+        groups, tables = self._layout.groups, [pages.tolist() for pages in self.tables.pages_of(row.slot, row.end)]
         state, _ = FRESH if row.start == 0 else self._slots[row.slot]
-        context = 0 if pages is None else self._read_first(pages, row.start)
+        unlimited = sum(
+            self._read_first(group, pages, row.start)
+            for group, pages in zip(groups, tables, strict=True)
+            if group.reach is None
+        )
         for position, token in enumerate(row.tokens, row.start):
             if self._numerics and not row.decode and (position % GRID == 0 or position == row.start):
                 # a tile begins: off the grid its sums are grouped otherwise
                 state = hash((state, position % GRID))
             kind = DECODE if self._numerics and row.decode else PREFILL
             state = hash((state, token, kind))
-            if pages is not None:
-                page, offset = pages[position // size], position % size
+            context = 0
+            for group, pages in zip(groups, tables, strict=True):
+                page, offset = divmod(position, group.tokens_per_page)
                 if position >= row.kv_write_from:
-                    self._write(page, offset, hash((state, token)))
-                context += self._read(page, offset)
-            live = (state, hash((state, context)))
+                    self._write(pages[page], offset, hash((state, token)))
+                if group.reach is None:
+                    unlimited += self._read(pages[page], offset)
+                else:
+                    places = (divmod(p, group.tokens_per_page) for p in range(group.needed_at(position), position + 1))
+                    context += sum(self._read(pages[page], offset) for page, offset in places)
+            live = (state, hash((state, unlimited + context)))
             states.append(live)
             if position + 1 in files:
                 self._write_file(files[position + 1], live)
@@ -244,10 +253,6 @@ class SimulatedRunner(StepRunner):
         if row.slot not in self._ended and not drafted:
             self._slots[row.slot] = live
         return states
-
-    def _pages(self, row: _Row) -> list[int] | None:
-        """The pages of the tokens up to the row's end; None without attention."""
-        return next((pages.tolist() for pages in self.tables.pages_of(row.slot, row.end)), None)
 
     def _sample(self, slot: int, sample: SamplingMetadata, hidden: int) -> SampledToken:
         seen: tuple[int, ...] = ()
@@ -297,21 +302,22 @@ class SimulatedRunner(StepRunner):
             raise LookupError(f"token {offset} of page {page} was never written")
         return tag
 
-    def _read_first(self, pages: Sequence[int], count: int) -> int:
+    def _read_first(self, group: AttentionGroup, pages: Sequence[int], count: int) -> int:
         """The sum of the tags of the first `count` tokens in `pages`. A context is read in each step: whole pages are
         summed up once."""
-        whole, rest = divmod(count, self._layout.block_size)
+        whole, rest = divmod(count, group.tokens_per_page)
         found = sum(self._read(pages[whole], offset) for offset in range(rest))
         for page in pages[:whole]:
             if page not in self._sums:
-                self._sums[page] = sum(self._read(page, offset) for offset in range(self._layout.block_size))
+                self._sums[page] = sum(self._read(page, offset) for offset in range(group.tokens_per_page))
             found += self._sums[page]
         return found
 
     def _write(self, page: int, offset: int, tag: int) -> None:
         self._files.pop(page, None)
         self._sums.pop(page, None)
-        self._tags.setdefault(page, [None] * self._layout.block_size)[offset] = tag
+        size = max(group.tokens_per_page for group in self._layout.groups)
+        self._tags.setdefault(page, [None] * size)[offset] = tag
 
     def _forget(self, page: int) -> None:
         self._tags.pop(page, None)

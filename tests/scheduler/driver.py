@@ -22,12 +22,19 @@ from doubles.simulated_runner import SimulatedRunner
 PLAIN = Namespace()
 
 
-def layout(block_size: int = 16, pages_per_checkpoint: int = 3) -> CacheLayout:
+def layout(
+    block_size: int = 16,
+    pages_per_checkpoint: int = 3,
+    limited: tuple[AttentionGroup, ...] = (),
+    unlimited: bool = True,
+) -> CacheLayout:
+    """`limited`: attention groups besides the one without a limit, or instead of it."""
+    full = (AttentionGroup("full", block_size),) if unlimited else ()
     return CacheLayout(
         block_size=block_size,
         page_bytes=64,
         page_units=1,
-        groups=(AttentionGroup("full", block_size),),
+        groups=(*full, *limited),
         header_bytes=8,
         state_bytes=64 * pages_per_checkpoint - 8,
         state_units=1,
@@ -56,12 +63,13 @@ class Driver:
         side=None,
         sources=(),
         drafter=None,
+        limited: tuple[AttentionGroup, ...] = (),
         **config,
     ) -> None:
         config.setdefault("max_num_seqs", 4)
         config.setdefault("max_num_batched_tokens", 256)
         self.config = SchedulerConfig(**config)
-        self.layout = layout(block_size)
+        self.layout = layout(block_size, limited=limited)
         placement: PlacementPolicy | None = None
         if mode is not None:
             placement = placement_for(mode, block_size, self.config.exact)
@@ -125,15 +133,17 @@ class Driver:
         return progress
 
     def pages(self) -> dict[int, list]:
-        """By slot, the pages of those that run: a list a group."""
-        running = self.scheduler.state.running
-        return {request.slot: [table.pages.tolist() for table in request.sequence.tables] for request in running}
+        """By slot, the pages of those that run: for each group the place of the first one, and a list."""
+        return {
+            request.slot: [(table.first_page, table.pages.tolist()) for table in request.sequence.tables]
+            for request in self.scheduler.state.running
+        }
 
     def check_tables(self, pages: dict[int, list]) -> None:
         """What the runner has been told of pages is what the requests have."""
         for slot, lists in pages.items():
-            for group, (table, wanted) in enumerate(zip(self.runner.tables.tables, lists, strict=True)):
-                assert table[slot, : len(wanted)].tolist() == wanted, f"slot {slot}, group {group}"
+            for group, (table, (first, wanted)) in enumerate(zip(self.runner.tables.tables, lists, strict=True)):
+                assert table[slot, first : first + len(wanted)].tolist() == wanted, f"slot {slot}, group {group}"
 
     def run(self, limit: int = 3000) -> None:
         """Until nothing is left to do."""
@@ -160,6 +170,6 @@ class Driver:
         return self.requests[name]
 
 
-def alone(prompt, exact: bool, **arguments) -> list[int]:
+def alone(prompt, exact: bool, limited: tuple[AttentionGroup, ...] = (), **arguments) -> list[int]:
     """The answer of a server that does nothing else and caches nothing."""
-    return Driver(None, num_pages=4000, exact=exact).ask(prompt, **arguments).output
+    return Driver(None, num_pages=4000, limited=limited, exact=exact).ask(prompt, **arguments).output

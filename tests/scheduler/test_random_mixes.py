@@ -4,10 +4,11 @@ import os
 from functools import cache
 
 import pytest
-from driver import PLAIN, Driver, alone
+from driver import PLAIN, Driver, alone, layout
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cairn.cache.layout import AttentionGroup
 from cairn.cache.sequence_blocks import Namespace
 from doubles.drafters import KnowingDrafter
 
@@ -15,9 +16,17 @@ SEGMENTS = [tuple(range(100 * i, 100 * i + length)) for i, length in enumerate((
 PROMPT = st.lists(st.integers(0, len(SEGMENTS) - 1), min_size=1, max_size=4)
 
 
+LIMITED = (
+    (),
+    (),
+    (AttentionGroup("window", 8, 20),),
+    (AttentionGroup("window", 4, 70), AttentionGroup("chunked", 5, 16, chunked=True)),
+)
+
+
 @cache
-def reference(prompt, max_tokens, exact, stop):
-    return alone(list(prompt), exact, max_tokens=max_tokens, stop=stop)
+def reference(prompt, max_tokens, exact, stop, limited=()):
+    return alone(list(prompt), exact, limited, max_tokens=max_tokens, stop=stop)
 
 
 MIX = {
@@ -28,6 +37,7 @@ MIX = {
     "num_pages": st.sampled_from([40, 60, 100, 400]),
     "block_size": st.sampled_from([8, 16, 48]),
     "policy": st.sampled_from(["fcfs", "session"]),
+    "limited": st.sampled_from(LIMITED),
     "requests": st.lists(
         st.tuples(PROMPT, st.sampled_from([1, 3, 70]), st.integers(0, 6), st.booleans(), st.integers(-1, 8)),
         min_size=1,
@@ -46,11 +56,16 @@ PATTERNS = {
 DRAFTS = {"num_drafts": st.sampled_from([1, 2, 5, 32]), "num_right": st.sampled_from(sorted(PATTERNS))}
 
 
-def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests, num_drafts=0, num_right="all", policy="fcfs"):
+def check_mix(
+    mode, exact, stop, ahead, num_pages, block_size, requests, num_drafts=0, num_right="all", policy="fcfs", limited=()
+):
     answers = {}
     drafter = KnowingDrafter(answers, num_drafts, PATTERNS[num_right], 50) if num_drafts else None
     config = {"exact": exact, "max_in_flight": 1 if drafter else ahead, "max_num_batched_tokens": 100, "policy": policy}
-    driver = Driver(mode, num_pages, block_size, drafter=drafter, **config)
+    # what the longest sequence takes of these besides
+    num_in_flight = config["max_in_flight"] * config["max_num_batched_tokens"]
+    num_pages += layout(block_size, 1, limited, unlimited=False).running_pages_for(310, num_in_flight) + len(limited)
+    driver = Driver(mode, num_pages, block_size, drafter=drafter, limited=limited, **config)
     expected, ended = {}, []
     for parts, max_tokens, pause, salted, fate in requests:
         prompt = tuple(token for part in parts for token in SEGMENTS[part])[:240]
@@ -62,7 +77,7 @@ def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests, num_dra
         ends = (max(1, len(prompt) - 3),)
         name = driver.submit(prompt, max_tokens, namespace=namespace, boundaries=ends, stop=stop, **sender)
         expected[name] = (prompt, max_tokens)
-        answers[name] = reference(prompt, max_tokens, exact, stop) if drafter else []
+        answers[name] = reference(prompt, max_tokens, exact, stop, limited) if drafter else []
         ended.append(name)
         for _ in range(pause):
             if driver.scheduler.has_work:
@@ -76,7 +91,7 @@ def check_mix(mode, exact, stop, ahead, num_pages, block_size, requests, num_dra
     for name, (prompt, max_tokens) in expected.items():
         first = driver.requests[name].stats.first_sequence
         assert first.hit + sum(first.lost.values()) == len(prompt)
-        assert driver.output(name) == reference(prompt, max_tokens, exact, stop), name
+        assert driver.output(name) == reference(prompt, max_tokens, exact, stop, limited), name
     assert driver.cache.clear(), "a page leaked"
     counters = driver.scheduler.state.counters
     if drafter is not None:

@@ -264,9 +264,11 @@ class PrefixCache:
 
     def release_behind(self, sequence: SequenceBlocks, position: int) -> None:
         """Release the pages of `sequence` that lie behind the reach of their layers now that the token at `position`
-        comes next, and all steps that have computed earlier ones have been applied."""
+        comes next, and all steps that have computed earlier ones have been applied. Those that a checkpoint needs which
+        has not been committed stay."""
         if not self.layout.is_limited:
             return
+        position = min(position, *sequence.pending_states) if sequence.pending_states else position
         for table in sequence.tables:
             dropped = table.drop_before(table.group.needed_at(position))
             if len(dropped):
