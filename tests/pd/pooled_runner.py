@@ -40,7 +40,7 @@ class PooledRunner(SimulatedRunner):
     def _read(self, page, offset) -> int:
         return int(self.half[page, :, offset].copy().view(np.int64)[0])
 
-    def _read_first(self, pages, count) -> int:
+    def _read_first(self, group, pages, count) -> int:
         """Anew in each step: a link writes pages behind its back."""
         used = self.half[pages[: -(-count // self._layout.block_size)]]
         tags = used.transpose(0, 2, 1).copy().view(np.int64).reshape(-1)[:count]
