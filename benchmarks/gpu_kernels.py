@@ -82,7 +82,7 @@ class Model:
         parts = tuple(ConvPart(channels) for channels in self.conv_parts)
         recurrent = RecurrentSpec(self.recurrent_layers, self.conv_width - 1, parts, state, self.state_units)
         attention = AttentionSpec(self.attention_layers, self.kv_heads, self.head_dim)
-        return MemorySpec(BF16, DEVICE, self.hidden, recurrent, attention)
+        return MemorySpec(BF16, DEVICE, self.hidden, recurrent, (attention,))
 
 
 MODELS = {
@@ -503,7 +503,7 @@ def by_index(case: Case) -> Case:
 def files_case(name: str, model: Model, operation: str, load: Load, *, layer: bool) -> Case:
     """Checkpoint files of as many sequences as `load` has: of slots with all layers, or one layer's snapshots."""
     spec, count = model.memory, len(load.sequences)
-    assert spec.recurrent is not None and spec.attention is not None
+    assert spec.recurrent is not None and spec.attention
     page_bytes = math.prod((model.kv_heads, model.attention_layers, 2, PAGE_SIZE, model.head_dim)) * BF16.itemsize
     sizes, hidden = LayerBytes(spec.recurrent, BF16), model.hidden * BF16.itemsize
     file_pages = -(-(hidden + sizes.unit.total * sizes.spec.units) // page_bytes)

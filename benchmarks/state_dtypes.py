@@ -172,7 +172,7 @@ def copy_milliseconds(copies: int) -> dict[str, dict[str, float]]:
     """By form, of `save` and of `restore`."""
     parts = (ConvPart(4096), ConvPart(1024), ConvPart(1024))
     recurrent = RecurrentSpec(4, 3, parts, state=(64, 64, 128), units=8)
-    cache = CacheSpec(2688, recurrent, AttentionSpec(6, 2, 128))
+    cache = CacheSpec(2688, recurrent, (AttentionSpec(6, 2, 128),))
     spec, slots = cache.memory_spec(torch.bfloat16, torch.device("cpu")), 8
     live, runs = LiveStates(spec, slots), dict[str, tuple[CheckpointPages, Tensor]]()
     live.recurrent[0].state.normal_()

@@ -67,7 +67,7 @@ def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Mach
     def opened_on(device: str) -> tuple[EngineConfig, OpenModel]:
         on_device = config.model_copy(update={"device": device})
         opened = open_folder(Path(config.model), config.dtype, config.quantization, kept_weights(on_device))
-        return on_device, opened.with_states_in(config.mamba_ssm_cache_dtype, config.exact)
+        return on_device, as_served(on_device, opened)
 
     if config.device != "auto":
         return opened_on(config.device)
@@ -81,6 +81,14 @@ def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Mach
         return opened_on("cpu")
     logger.info("--device cuda: auto, and there is an NVIDIA GPU that can be used: %s", torch.cuda.get_device_name(0))
     return on_gpu, opened
+
+
+def as_served(config: EngineConfig, opened: OpenModel) -> OpenModel:
+    """The checkpoint with what this server keeps of a sequence. Other servers and tiers have pages of one kind, so
+    where there are any those behind the reach of windows stay. Raises ConfigError as `with_states_in`."""
+    opened = opened.with_states_in(config.mamba_ssm_cache_dtype, config.exact)
+    goes_elsewhere = config.kv_transfer is not None or config.host_cache_bytes or config.disk_cache is not None
+    return opened.with_all_tokens() if goes_elsewhere else opened
 
 
 def open_head(config: EngineConfig, opened: OpenModel) -> OpenModel:
@@ -145,7 +153,7 @@ def _least_memory(num_ranks: int) -> int:
 def _check_gpu(config: EngineConfig, opened: OpenModel, rank: int) -> None:
     """Raises ConfigError for what the machine lacks, and for models that the kernels do not take."""
     spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
-    head_dim = 0 if spec.attention is None else spec.attention.head_dim
+    head_dim = max((group.head_dim for group in spec.attention), default=0)
     check_device(opened.dtype, head_dim, rank, config.tensor_parallel_size)
     check_vocabulary(opened.config.vocab_size)
 
@@ -211,9 +219,10 @@ def _kernels(config: EngineConfig, opened: OpenModel, rank: int, place: torch.de
     attention = delta_rule = None
     spec = opened.config.cache_spec(rank, config.tensor_parallel_size).memory_spec(opened.dtype, place)
     if wants_flashinfer:
-        if spec.attention is None:
+        if not spec.attention:
             raise ConfigError("--attention-backend flashinfer: the model has no attention: leave it out")
-        heads = spec.attention.num_kv_heads, spec.attention.head_dim
+        # Layers of a limited reach have cairn's own kernels.
+        heads = spec.attention[0].num_kv_heads, spec.attention[0].head_dim
         num_heads = opened.config.num_attention_heads // config.tensor_parallel_size
         shape = AttentionShape(num_heads, *heads, config.block_size, opened.dtype)
         attention = load_flashinfer(shape, place, STEPS_IN_FLIGHT)

@@ -20,11 +20,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Layers with keys and values; all of them have the same heads."""
+    """Layers with keys and values; all of them have the same heads and the same reach, which is None or as of an
+    `AttentionGroup`."""
 
     num_layers: int
     num_kv_heads: int
     head_dim: int
+    reach: int | None = None
+    chunked: bool = False
+
+    @property
+    def token_numbers(self) -> int:
+        """Numbers of one token's keys and values."""
+        return self.num_layers * self.num_kv_heads * 2 * self.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +86,14 @@ class RecurrentSpec:
 
 @dataclass(frozen=True, slots=True)
 class MemorySpec:
-    """What a model keeps on one rank, and on which device. `recurrent`, `attention`: None where the model has no such
-    layers."""
+    """What a model keeps on one rank, and on which device. `recurrent`: None where the model has no such layers.
+    `attention`: one for each attention group of the cache."""
 
     dtype: "torch.dtype"
     device: "torch.device"
     hidden_size: int
     recurrent: RecurrentSpec | None
-    attention: AttentionSpec | None
+    attention: tuple[AttentionSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)

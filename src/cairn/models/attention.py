@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from cairn.kernels.attention_rule import FULL, AttentionRule
-from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import HeadShard, Slice, shard_heads
 from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, fused, row_parallel
@@ -42,9 +41,9 @@ class AttentionSizes(LayerSizes):
         per_kv_head = self.num_heads // self.num_kv_heads
         return shard_heads("num_key_value_heads", self.num_kv_heads, "query heads", per_kv_head, rank, size)
 
-    def attention_spec(self, num_layers: int, rank: int, size: int) -> AttentionSpec:
+    def check_size(self, size: int) -> None:
         """See `LayerSizes`."""
-        return AttentionSpec(num_layers, self.shard(rank, size).count, self.head_dim)
+        self.shard(0, size)
 
     def rank_heads(self, rank: int, size: int) -> tuple[int, int]:
         """The rank's query heads [first, last)."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, Literal, cast
 
 import torch
@@ -102,7 +102,14 @@ class _DecoderBuilder:
         self._weights = RankWeights(
             load, self._kernels, execution.device, execution.quantization, execution.load_stored
         )
-        self._attention_layers, self._recurrent_layers = count(), count()
+        self._recurrent_layers = count()
+        # Layers of one attention group follow one another in the model's memory.
+        groups = self._memory_spec.attention
+        firsts = accumulate((group.num_layers for group in groups[:-1]), initial=0)
+        self._attention_groups = {
+            replace(group, num_layers=1): (number, count(first))
+            for number, (group, first) in enumerate(zip(groups, firsts, strict=False))
+        }
 
     def build(self) -> Model:
         spec = self._spec
@@ -223,6 +230,7 @@ class _DecoderBuilder:
                 ("k_norm", sizes.num_kv_heads, shard.replica == 0),
             )
         )
+        group, numbers = self._attention_groups[self._spec.attention_spec(layer, self._rank, self._size)]
         return Attention(
             kernels=self._kernels,
             projection=projection,
@@ -230,7 +238,8 @@ class _DecoderBuilder:
             num_heads=last - first,
             num_kv_heads=shard.count,
             head_dim=sizes.head_dim,
-            layer=next(self._attention_layers),
+            layer=next(numbers),
+            group=group,
             q_norm=q_norm,
             k_norm=k_norm,
             norms_all_heads=layer.norms_all_heads,

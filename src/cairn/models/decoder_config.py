@@ -71,6 +71,8 @@ class DecoderConfig(ABC):
 
     `has_attention`: whether any layer has it; otherwise its sizes are not read, and are 0. `eps`: of all norms.
     `attention_bias`: of all four projections; `rope_scaling`: of rotary positions, where the family has them.
+    `keeps_all_tokens`: whether keys and values behind a layer's reach are kept as if it had none: they are not, unless
+    that was asked for of a model that has been opened.
     `num_mtp_layers`: heads that predict further tokens, as config.json has it. `serves_mtp`: whether the first of these
     is a part of the model, which config.json does not say. `state_dtype`: what recurrent states are in while they run,
     a name of `STATE_DTYPES`; of a model that has been opened, what was asked for.
@@ -98,6 +100,7 @@ class DecoderConfig(ABC):
     num_mtp_layers: int = integer(
         0, 1 << 8, default=0, names=("mtp_num_hidden_layers", "num_nextn_predict_layers"), fact=False
     )
+    keeps_all_tokens: bool = custom(lambda fields, name, config: False, default=False, fact=False)
     serves_mtp: bool = custom(lambda fields, name, config: False, default=False, fact=False)
     state_dtype: str = custom(
         _state_dtype, default="float32", names=("mamba_ssm_cache_dtype", "mamba_ssm_dtype"), fact=False

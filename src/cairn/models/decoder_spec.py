@@ -3,9 +3,10 @@
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from cairn.layers.memory import AttentionSpec
 from cairn.models.attention import AttentionLayer
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes
 from cairn.models.rotary import RotarySpec
@@ -30,6 +31,9 @@ class DecoderSizes(Protocol):
 
     @property
     def state_dtype(self) -> str: ...
+
+    @property
+    def keeps_all_tokens(self) -> bool: ...
 
 
 NamedMixer = tuple[str, MixerSpec]
@@ -131,15 +135,27 @@ class DecoderSpec:
     def cache_spec(self, rank: int, size: int) -> CacheSpec:
         """See `DecoderConfig.cache_spec`."""
         check_rank(rank, size)
-        attention = recurrent = None
+        recurrent = None
         layers = self.layers if self.head is None else (*self.layers, *self.head.layers)
         for sizes, count in sorted(_count_sizes(layers).items(), key=lambda pair: pair[0].check_order):
             sizes.check_size(size)
-            attention = attention or sizes.attention_spec(count, rank, size)
             recurrent = recurrent or sizes.recurrent_spec(count, rank, size)
         if recurrent is not None:
             recurrent = recurrent.with_states_in(self.config.state_dtype)
-        return CacheSpec(self.config.hidden_size, recurrent, attention)
+        mixers = _all(mixer for _, mixer in layers)
+        kinds = Counter(self.attention_spec(each, rank, size) for each in mixers if isinstance(each, AttentionLayer))
+        attention = [replace(kind, num_layers=count) for kind, count in kinds.items()]
+        return CacheSpec(
+            self.config.hidden_size, recurrent, tuple(sorted(attention, key=lambda group: group.reach is not None))
+        )
+
+    def attention_spec(self, layer: AttentionLayer, rank: int, size: int) -> AttentionSpec:
+        """What a rank keeps of this layer alone."""
+        sizes, rule = layer.sizes, layer.rule
+        reach = None if self.config.keeps_all_tokens else rule.reach
+        return AttentionSpec(
+            1, sizes.shard(rank, size).count, sizes.head_dim, reach, reach is not None and bool(rule.chunk)
+        )
 
     def forward_sizes(self) -> ForwardSizes:
         """See `DecoderConfig.forward_sizes`."""

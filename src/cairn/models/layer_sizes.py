@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from msgspec import Meta
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.errors import ConfigError
 from cairn.kernels.state_encoding import FLOAT32, StateEncoding, plain_encoding
 from cairn.layers.memory import AttentionSpec, MemorySpec, RecurrentSpec
 
@@ -33,17 +34,12 @@ class LayerSizes:
         """Elements of a token's queries."""
         return 0
 
-    def attention_spec(self, num_layers: int, rank: int, size: int) -> AttentionSpec | None:
-        """The keys and values of a rank. Raises ConfigError as `check_size`."""
-        return None
-
     def recurrent_spec(self, num_layers: int, rank: int, size: int) -> RecurrentSpec | None:
         """The recurrent states of a rank. Raises ConfigError as `check_size`."""
         return None
 
     def check_size(self, size: int) -> None:
         """Raises ConfigError naming --tensor-parallel-size and the field that does not divide."""
-        self.attention_spec(1, 0, size)
         self.recurrent_spec(1, 0, size)
 
 
@@ -70,21 +66,31 @@ class ForwardSizes:
         return 2 * self.active_weights * (end - start) + 4 * self.score_numbers * keys
 
 
+def _group(spec: AttentionSpec, tokens_per_page: int) -> AttentionGroup:
+    kind = "full" if spec.reach is None else f"{'chunks' if spec.chunked else 'window'} of {spec.reach}"
+    return AttentionGroup(kind, tokens_per_page, spec.reach, spec.chunked)
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSpec:
-    """All that one rank of a model keeps of a sequence: None for a kind of layer that the model does not have."""
+    """All that one rank of a model keeps of a sequence. `recurrent`: None where the model has no such layers.
+    `attention`: by reach, first of all what has none."""
 
     hidden_size: int
     recurrent: RecurrentSpec | None
-    attention: AttentionSpec | None
+    attention: tuple[AttentionSpec, ...]
 
     @property
     def num_kv_heads(self) -> int:
-        return 0 if self.attention is None else self.attention.num_kv_heads
+        """Of all attention. Raises ConfigError where layers have different numbers of them."""
+        heads = sorted({group.num_kv_heads for group in self.attention})
+        if len(heads) > 1:
+            raise ConfigError(f"config.json: attention layers of {heads[0]} and of {heads[-1]} kv heads are not served")
+        return heads[0] if heads else 0
 
     @property
     def num_attention_layers(self) -> int:
-        return 0 if self.attention is None else self.attention.num_layers
+        return sum(group.num_layers for group in self.attention)
 
     @property
     def num_state_units(self) -> int:
@@ -98,15 +104,17 @@ class CacheSpec:
         """Bytes of pages and checkpoints; a number of keys, values, convolution and hidden state takes `dtype_bytes`,
         and checkpoints have the recurrent state as `encoding` says; None: as it is while it runs.
 
-        page        [kv head][attention layer][k|v][block_size][head_dim]
+        page        [kv head][attention layer of one group][k|v][token][head_dim]
         checkpoint  header: final hidden state, and of each recurrent layer the convolution's shared channels
                     unit:   of each recurrent layer the convolution's last inputs and the state; see `UnitBytes`
         """
         page_bytes = PAGE_BYTES_WITHOUT_ATTENTION
         groups: tuple[AttentionGroup, ...] = ()
-        if self.attention is not None:
-            numbers = self.attention.num_kv_heads * self.attention.num_layers * 2 * self.attention.head_dim
-            page_bytes, groups = numbers * dtype_bytes * block_size, (AttentionGroup("full", block_size),)
+        if self.attention:
+            # Pages of all groups have the same bytes: the others find room for as many more tokens, rounded down.
+            most = max(group.token_numbers for group in self.attention)
+            page_bytes = most * dtype_bytes * block_size
+            groups = tuple(_group(group, most * block_size // group.token_numbers) for group in self.attention)
         shared_bytes = state_bytes = 0
         checkpoint_dtype = state_dtype = FLOAT32.name
         if self.recurrent is not None:

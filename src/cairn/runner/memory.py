@@ -119,18 +119,24 @@ def explain_step_memory(error: torch.OutOfMemoryError, plan: StepPlan) -> Engine
 
 def paged_layers(pool: Tensor, spec: MemorySpec, layout: CacheLayout) -> tuple[PagedLayer, ...]:
     """Views of the pool, one pair a layer. Raises ValueError where the layout is not that of the model."""
-    attention = spec.attention
-    if attention is None:
-        return ()
-    if len(layout.groups) != 1:
-        raise ValueError(f"one group of attention layers expected, the layout has {len(layout.groups)}")
-    tokens = layout.groups[0].tokens_per_page
-    shape = (attention.num_kv_heads, attention.num_layers, 2, tokens, attention.head_dim)
-    expected = spec.dtype.itemsize * torch.Size(shape).numel()
-    if layout.page_bytes != expected:
-        raise ValueError(f"layout.page_bytes {layout.page_bytes}, but the model's pages of {shape} take {expected}")
-    pages = pool.view(spec.dtype).view(pool.shape[0], *shape)
-    return tuple(PagedLayer(pages[:, :, layer, 0], pages[:, :, layer, 1]) for layer in range(attention.num_layers))
+    if len(layout.groups) != len(spec.attention):
+        expected = len(spec.attention)
+        raise ValueError(f"{expected} groups of attention layers expected, the layout has {len(layout.groups)}")
+    layers: list[PagedLayer] = []
+    for group, attention in zip(layout.groups, spec.attention, strict=True):
+        tokens, itemsize = group.tokens_per_page, spec.dtype.itemsize
+        shape = (attention.num_layers, 2, tokens, attention.head_dim)
+        expected = itemsize * attention.num_kv_heads * torch.Size(shape).numel()
+        # A group with fewer layers leaves less than a token's bytes to nobody.
+        if not 0 <= layout.page_bytes - expected < itemsize * attention.token_numbers:
+            raise ValueError(
+                f"layout.page_bytes {layout.page_bytes}, but the model's pages of {attention.num_kv_heads} heads of "
+                f"{shape} take {expected}"
+            )
+        heads = pool.view(spec.dtype).view(pool.shape[0], attention.num_kv_heads, -1)
+        pages = heads[:, :, : torch.Size(shape).numel()].view(*heads.shape[:2], *shape)
+        layers += [PagedLayer(pages[:, :, layer, 0], pages[:, :, layer, 1]) for layer in range(attention.num_layers)]
+    return tuple(layers)
 
 
 def _aligned(shape: tuple[int, ...], lead: int, dtype: torch.dtype, device: torch.device) -> Tensor:

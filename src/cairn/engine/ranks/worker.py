@@ -82,14 +82,21 @@ class LoadedRank:
         Raises ConfigError or ModelError, and EngineDead when not all ranks join in time.
         """
         # Here and not above: rank 0's module is imported where nothing of torch is wanted.
-        from cairn.engine.devices import LoadedModel, choose_device, explain_out_of_memory, kept_weights, open_encoder
+        from cairn.engine.devices import (
+            LoadedModel,
+            as_served,
+            choose_device,
+            explain_out_of_memory,
+            kept_weights,
+            open_encoder,
+        )
         from cairn.layers.process_ranks import join_ranks
         from cairn.models.registry import open_model
 
         engine = config.engine
         self._config = config
         opened = open_model(Path(engine.model), engine.dtype, engine.quantization, kept_weights(engine))
-        opened = opened.with_states_in(engine.mamba_ssm_cache_dtype, engine.exact)
+        opened = as_served(engine, opened)
         self.device = device or choose_device(engine, opened, config.rank)
         if self.device.is_gpu:
             # Ranks are of this machine: nobody else needs to reach the port at which NCCL's find each other.
