@@ -122,12 +122,14 @@ def build_tiny(
 
 @dataclass
 class Track:
-    """One sequence being driven: its slot, its pages, how far it has been computed."""
+    """One sequence being driven: its slot, its pages, of one attention group after the other, for `length` tokens, and
+    how far it has been computed."""
 
     slot: int
     pages: Pages
     position: int = 0
     kv_write_from: int = 0
+    length: int = 0
 
 
 @dataclass
@@ -183,7 +185,14 @@ class Driver:
         return self.allocate(self.layout.pages_per_checkpoint)
 
     def sequence(self, slot: int, length: int) -> Track:
-        return Track(slot, self.allocate(self.layout.pages_for(length)))
+        return Track(slot, self.allocate(self.layout.pages_for(length)), length=length)
+
+    def tables(self, seq: Track) -> tuple[Pages, ...]:
+        """The pages of each attention group."""
+        groups = self.layout.groups
+        if len(groups) == 1:
+            return (seq.pages,)
+        return tuple(np.split(seq.pages, np.cumsum([group.pages_for(seq.length) for group in groups])[:-1]))
 
     def row(self, seq: Track, tokens: Sequence[int] | int, sample: bool = True, decode: bool = False) -> WholeRow:
         """`tokens`: SAMPLED, or all of them."""
@@ -195,7 +204,7 @@ class Driver:
             start=start,
             end=end,
             tokens=tokens if isinstance(tokens, int) else np.asarray(tokens, dtype=np.int64),
-            pages=(seq.pages,) * len(self.layout.groups),
+            pages=self.tables(seq),
             kv_write_from=seq.kv_write_from,
             decode=decode,
             sample=SamplingMetadata(GREEDY, end) if sample else None,
