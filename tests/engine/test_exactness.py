@@ -98,6 +98,7 @@ class Engine:
             max_num_seqs=4, max_num_batched_tokens=budget, exact=exact, max_in_flight=ahead, max_model_len=4096
         )
         placement = None if mode is None else placement_for(mode, block_size, exact)
+        num_pages *= max(1, len(layout.groups))  # as many of each group
         self.cache = PrefixCache(layout, num_pages, CachePolicy(placement, eviction_for("value"), exact))
         self.scheduler = Scheduler(config, self.cache, ManualClock(), drafter=drafter)
         self.runner = Runner(loaded.models[exact], layout, num_pages, 4, exact, observe=self._observe)

@@ -103,7 +103,7 @@ NUMBERS = {
     "olmo_hybrid with sizes of its heads": (32_000, 32, 1_024, 3_520, 2_368),
     "qwen3": (34_560, 192, 6_144, 64, 64),
     "qwen3 with heads of 128": (163_584, 1_536, 49_152, 64, 64),
-    "gpt_oss": (39_744, 192, 6_144, 64, 64),
+    "gpt_oss": (39_744, 192, 4_096, 64, 64),
     "gpt_oss of full reach": (95_040, 768, 24_576, 64, 64),
 }
 """Active weights, score numbers, and bytes of a page and of a checkpoint with a state in float32 and in bfloat16, pages
