@@ -4,7 +4,6 @@ it drafts changes no answer, however it is held to a form, or preempted, or abou
 
 import json
 import logging
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -78,7 +77,7 @@ def test_a_head_that_would_take_much_of_short_steps_is_not_served_unasked(made_m
     assert 0.03 < opened.with_head().config.served().head_share < 0.1
     assert not open_head(config, opened).config.serves_mtp
     assert open_head(config.model_copy(update={"speculative": MTP}), opened).config.serves_mtp
-    published = replace(parse(QWEN35), serves_mtp=True).served().head_share
+    published = parse(QWEN35).asking(serves_mtp=True).served().head_share
     # 2,048 x 4,096 of the projection and 2 x 512 x 2,048 of keys and values
     assert 0.002 < published < 0.005
 

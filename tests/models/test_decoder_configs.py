@@ -1,7 +1,6 @@
 """config.json of the families made of parts: the published models, what is refused, and the sizes that follow."""
 
 import math
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -331,7 +330,7 @@ def test_published_models(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> None:
-    config = replace(parsed(PUBLISHED[name][0])[1], keeps_all_tokens=True)
+    config = parsed(PUBLISHED[name][0])[1].asking(keeps_all_tokens=True)
     spec = config.cache_spec()
     # 30 heads are not four ranks'.
     sizes = (1, 2) if name == "Olmo-Hybrid-7B" else (1, 2, 4)

@@ -135,11 +135,11 @@ class NemotronTruth(Truth):
 def made(name: str) -> tuple[Any, dict[str, Tensor], Truth]:
     if name == "nemotron_h":
         raw = raw_config("ME*M-*", num_nextn_predict_layers=1, mtp_hybrid_override_pattern="*E")
-        config = replace(parse(raw), serves_mtp=True)
+        config = parse(raw).asking(serves_mtp=True)
         weights = random_weights(config, 5)
         return config, weights, NemotronTruth(raw, weights)
     raw = raw_qwen(name)
-    config = replace(parse_qwen(raw), serves_mtp=True)
+    config = parse_qwen(raw).asking(serves_mtp=True)
     weights = qwen_weights(config, 5)
     weights |= {key: 0.3 * torch.randn(w.shape) for key, w in weights.items() if "pre_fc_norm" in key}
     return config, weights, QwenTruth(raw, weights)

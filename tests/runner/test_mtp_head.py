@@ -2,7 +2,6 @@
 more than one attention layer's work."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,10 @@ TOKENS = prompt(LENGTH, 4)
 
 def made(family: str, exact: bool) -> Driver:
     if family == "qwen3_5":
-        config: Any = replace(parse_qwen(raw_qwen("qwen3_5_text")), serves_mtp=True)
+        config: Any = parse_qwen(raw_qwen("qwen3_5_text")).asking(serves_mtp=True)
         weights = qwen_weights(config, 2)
     else:
-        config = replace(parse(raw_config("ME*M-*", num_nextn_predict_layers=1)), serves_mtp=True)
+        config = parse(raw_config("ME*M-*", num_nextn_predict_layers=1)).asking(serves_mtp=True)
         weights = random_weights(config, 2)
     return Driver(config, build_tiny(config, weights, exact), exact)
 

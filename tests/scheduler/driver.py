@@ -36,7 +36,7 @@ def layout(
         page_units=1,
         groups=(*full, *limited),
         header_bytes=8,
-        state_bytes=64 * pages_per_checkpoint - 8,
+        state_bytes=max(0, 64 * pages_per_checkpoint - 8),
         state_units=1,
     )
 
@@ -64,12 +64,13 @@ class Driver:
         sources=(),
         drafter=None,
         limited: tuple[AttentionGroup, ...] = (),
+        pages_per_checkpoint: int = 3,
         **config,
     ) -> None:
         config.setdefault("max_num_seqs", 4)
         config.setdefault("max_num_batched_tokens", 256)
         self.config = SchedulerConfig(**config)
-        self.layout = layout(block_size, limited=limited)
+        self.layout = layout(block_size, pages_per_checkpoint, limited)
         placement: PlacementPolicy | None = None
         if mode is not None:
             placement = placement_for(mode, block_size, self.config.exact)

@@ -37,6 +37,9 @@ from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
 MAX_PROBLEMS_SHOWN = 20
 
+_TOKENS_IN_FLIGHT: int = 2 * EngineConfig.model_fields["max_num_batched_tokens"].default
+"""Of two steps, which may be out at a time."""
+
 _NUM_SEQS = 64
 """Unless asked for others."""
 
@@ -139,7 +142,8 @@ class CheckReport:
     @property
     def pages_for_longest(self) -> int:
         """Pages of one sequence of `max_model_len` tokens with one checkpoint."""
-        return self.layout.pages_for(self.max_model_len) + self.layout.pages_per_checkpoint
+        pages = self.layout.running_pages_for(self.max_model_len, _TOKENS_IN_FLIGHT)
+        return pages + self.layout.pages_per_checkpoint
 
     @property
     def num_pages(self) -> int:
@@ -256,6 +260,24 @@ def _served_in(report: CheckReport) -> str:
     return f"{quantization}, {rest} in {report.dtype}"
 
 
+def _token_row(layout: CacheLayout) -> str:
+    limited = [group for group in layout.groups if group.reach is not None]
+    lasting = layout.bytes_per_token - sum(layout.page_bytes / group.tokens_per_page for group in limited)
+    rows = [f"{lasting:,.0f} bytes per token"] if lasting or not limited else []
+    for group in limited:
+        # as many pages as going on needs where it begins in the middle of one
+        pages = group.pages_for((group.reach or 0) + group.tokens_per_page - 1)
+        rows.append(f"{pages * layout.page_bytes:,} bytes for a {group.name} tokens")
+    return ", ".join(rows)
+
+
+def _page_tokens(layout: CacheLayout) -> str:
+    sizes = {group.tokens_per_page for group in layout.groups} or {layout.block_size}
+    if len(sizes) == 1:
+        return f"{sizes.pop()} tokens"
+    return ", ".join(f"{group.tokens_per_page} tokens ({group.name})" for group in layout.groups)
+
+
 def _rows(report: CheckReport) -> list[tuple[str, str]]:
     layout, settings = report.layout, report.settings
     layers = ", ".join(f"{count} {kind}" for kind, count in report.layers.items())
@@ -278,8 +300,8 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
         *_rank_rows(report),
         *_head_rows(report),
         ("weights", f"{_size(report.weight_bytes)} in {_served_in(report)}"),
-        ("keys and values", f"{layout.bytes_per_token:,.0f} bytes per token"),
-        ("page", f"{layout.block_size} tokens, {layout.page_bytes:,} bytes"),
+        ("keys and values", _token_row(layout)),
+        ("page", f"{_page_tokens(layout)}, {layout.page_bytes:,} bytes"),
         ("checkpoint", f"{layout.checkpoint_bytes:,} bytes = {layout.pages_per_checkpoint:,} pages{form}{worth}"),
         (
             "running states",

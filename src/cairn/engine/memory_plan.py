@@ -228,7 +228,7 @@ def _num_seqs(
     config: EngineConfig, layout: CacheLayout, pool: int, most_states: int | None, defaults: "_Defaults"
 ) -> int:
     """`most_states`: how many running states there is memory for."""
-    pages = layout.pages_per_checkpoint + layout.pages_for(_TOKENS_PER_SEQ)
+    pages = layout.pages_per_checkpoint + layout.running_pages_for(_TOKENS_PER_SEQ, 1)
     bounds = [
         (defaults.num_seqs, "there is room for more"),
         (config.max_num_batched_tokens - _LEAST_CHUNK, "what --max-num-batched-tokens allows"),

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import ClassVar
 
 from cairn.kernels.attention_rule import FULL, AttentionRule
+from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import HeadShard, Slice, shard_heads
 from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, fused, row_parallel
@@ -69,6 +70,11 @@ class AttentionLayer(MixerSpec):
     factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
     rule: AttentionRule = FULL
     sinks: str | None = None
+
+    def attention_spec(self, rank: int, size: int) -> AttentionSpec:
+        """See `MixerSpec`."""
+        kv_heads = self.sizes.shard(rank, size).count
+        return AttentionSpec(1, kv_heads, self.sizes.head_dim, self.rule.reach, self.rule.chunk is not None)
 
     def keys_and_values(self, rank: int, size: int) -> ProductSpec:
         """Keys and values by themselves, which `weights` has in one product with the queries."""

@@ -230,7 +230,9 @@ class _DecoderBuilder:
                 ("k_norm", sizes.num_kv_heads, shard.replica == 0),
             )
         )
-        group, numbers = self._attention_groups[self._spec.attention_spec(layer, self._rank, self._size)]
+        spec = self._spec.attention_spec(layer, self._rank, self._size)
+        assert spec is not None
+        group, numbers = self._attention_groups[spec]
         return Attention(
             kernels=self._kernels,
             projection=projection,

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
@@ -65,16 +65,23 @@ def _state_dtype(fields: Fields, name: str, config: Any) -> str:
     return named if named in STATE_DTYPES else "float32"
 
 
+@dataclass(frozen=True, slots=True)
+class AskedParts:
+    """What is asked of a model that has been opened, and config.json does not say. `serves_mtp`: whether the first of
+    its heads that predict further tokens is a part of it; `keeps_all_tokens`: whether keys and values behind a layer's
+    reach are kept as if it had none."""
+
+    serves_mtp: bool = False
+    keeps_all_tokens: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderConfig(ABC):
     """A family's fields of config.json, checked. A family declares a field again where it differs.
 
     `has_attention`: whether any layer has it; otherwise its sizes are not read, and are 0. `eps`: of all norms.
     `attention_bias`: of all four projections; `rope_scaling`: of rotary positions, where the family has them.
-    `keeps_all_tokens`: whether keys and values behind a layer's reach are kept as if it had none: they are not, unless
-    that was asked for of a model that has been opened.
-    `num_mtp_layers`: heads that predict further tokens, as config.json has it. `serves_mtp`: whether the first of these
-    is a part of the model, which config.json does not say. `state_dtype`: what recurrent states are in while they run,
+    `num_mtp_layers`: heads that predict further tokens, as config.json has it. `state_dtype`: what recurrent states are in while they run,
     a name of `STATE_DTYPES`; of a model that has been opened, what was asked for.
     """
 
@@ -100,11 +107,22 @@ class DecoderConfig(ABC):
     num_mtp_layers: int = integer(
         0, 1 << 8, default=0, names=("mtp_num_hidden_layers", "num_nextn_predict_layers"), fact=False
     )
-    keeps_all_tokens: bool = custom(lambda fields, name, config: False, default=False, fact=False)
-    serves_mtp: bool = custom(lambda fields, name, config: False, default=False, fact=False)
+    asked: AskedParts = custom(lambda fields, name, config: AskedParts(), default=AskedParts(), fact=False)
     state_dtype: str = custom(
         _state_dtype, default="float32", names=("mamba_ssm_cache_dtype", "mamba_ssm_dtype"), fact=False
     )
+
+    def asking(self, **parts: bool) -> Self:
+        """The same with other `AskedParts`."""
+        return replace(self, asked=replace(self.asked, **parts))
+
+    @property
+    def serves_mtp(self) -> bool:
+        return self.asked.serves_mtp
+
+    @property
+    def keeps_all_tokens(self) -> bool:
+        return self.asked.keeps_all_tokens
 
     @property
     def max_model_len(self) -> int:

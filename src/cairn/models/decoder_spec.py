@@ -143,19 +143,15 @@ class DecoderSpec:
         if recurrent is not None:
             recurrent = recurrent.with_states_in(self.config.state_dtype)
         mixers = _all(mixer for _, mixer in layers)
-        kinds = Counter(self.attention_spec(each, rank, size) for each in mixers if isinstance(each, AttentionLayer))
-        attention = [replace(kind, num_layers=count) for kind, count in kinds.items()]
-        return CacheSpec(
-            self.config.hidden_size, recurrent, tuple(sorted(attention, key=lambda group: group.reach is not None))
-        )
+        kinds = Counter(kind for each in mixers if (kind := self.attention_spec(each, rank, size)) is not None)
+        groups = [replace(kind, num_layers=count) for kind, count in kinds.items()]
+        attention = tuple(sorted(groups, key=lambda group: group.reach is not None))
+        return CacheSpec(self.config.hidden_size, recurrent, attention)
 
-    def attention_spec(self, layer: AttentionLayer, rank: int, size: int) -> AttentionSpec:
-        """What a rank keeps of this layer alone."""
-        sizes, rule = layer.sizes, layer.rule
-        reach = None if self.config.keeps_all_tokens else rule.reach
-        return AttentionSpec(
-            1, sizes.shard(rank, size).count, sizes.head_dim, reach, reach is not None and bool(rule.chunk)
-        )
+    def attention_spec(self, mixer: MixerSpec, rank: int, size: int) -> AttentionSpec | None:
+        """What a rank keeps of a mixer that is attention, as layers of its group have it."""
+        spec = mixer.attention_spec(rank, size)
+        return replace(spec, reach=None, chunked=False) if spec is not None and self.config.keeps_all_tokens else spec
 
     def forward_sizes(self) -> ForwardSizes:
         """See `DecoderConfig.forward_sizes`."""

@@ -67,7 +67,7 @@ class ForwardSizes:
 
 
 def _group(spec: AttentionSpec, tokens_per_page: int) -> AttentionGroup:
-    kind = "full" if spec.reach is None else f"{'chunks' if spec.chunked else 'window'} of {spec.reach}"
+    kind = "full" if spec.reach is None else f"{'chunk' if spec.chunked else 'window'} of {spec.reach}"
     return AttentionGroup(kind, tokens_per_page, spec.reach, spec.chunked)
 
 

@@ -94,11 +94,11 @@ class OpenModel:
 
     def with_all_tokens(self) -> "OpenModel":
         """The same with keys and values of all tokens kept, also of layers whose attention has a limited reach."""
-        return replace(self, config=replace(self.config, keeps_all_tokens=True))
+        return replace(self, config=self.config.asking(keeps_all_tokens=True))
 
     def with_head(self) -> "OpenModel":
         """The same with the checkpoint's head that drafts as a part of the model."""
-        return replace(self, config=replace(self.config, serves_mtp=True))
+        return replace(self, config=self.config.asking(serves_mtp=True))
 
     @property
     def has_small_head(self) -> bool:

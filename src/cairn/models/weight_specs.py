@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Literal
 
+from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import Slice, TensorShard
 
@@ -134,6 +135,10 @@ class MixerSpec:
     def weights(self, rank: int, size: int) -> Mapping[str, WeightSpec]:
         """What one of `size` ranks has of it, its `mixers` aside. Raises ConfigError naming --tensor-parallel-size."""
         return {}
+
+    def attention_spec(self, rank: int, size: int) -> AttentionSpec | None:
+        """What a rank keeps of it, if it is attention; its `mixers` aside."""
+        return None
 
     @property
     def mixers(self) -> "tuple[MixerSpec, ...]":

@@ -7,7 +7,6 @@ of about 2: answers differ from prompt to prompt, and no layer drowns the others
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -134,7 +133,7 @@ def _write_weights(
     """Shard by shard, so that one shard at a time is in memory."""
     family = family_of(raw)
     config = family.parse(raw)
-    shapes = family.tensors(replace(config, serves_mtp=config.num_mtp_layers > 0))
+    shapes = family.tensors(config.asking(serves_mtp=config.num_mtp_layers > 0))
     if recipe.other_tensors is not None:
         shapes |= recipe.other_tensors(raw)
     meta = {

@@ -1,0 +1,102 @@
+"""Attention of limited reach: what sequences hold of it, what hits, and what goes when room is needed."""
+
+import numpy as np
+import pytest
+from driver import Driver, alone
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cairn.cache.layout import AttentionGroup
+
+WINDOW = AttentionGroup("window", 16, 128)
+LONG = tuple(np.random.default_rng(0).integers(0, 50, 32_000).tolist())
+
+
+@given(position=st.integers(0, 500), reach=st.integers(1, 80), size=st.integers(1, 20), chunked=st.booleans())
+def test_what_is_needed_is_what_a_token_sees_besides_itself(position, reach, size, chunked):
+    group = AttentionGroup("limited", size, reach, chunked)
+    seen = [
+        token
+        for token in range(position)
+        if (token // reach == position // reach if chunked else position - token < reach)
+    ]
+    assert list(range(group.needed_at(position), position)) == seen
+    assert group.retained_pages(0, position) == len({token // size for token in seen})
+
+
+def held(driver: Driver, request) -> int:
+    """Pages of the window's group that a running request holds."""
+    return len(request.sequence.tables[1].pages)
+
+
+@pytest.mark.parametrize("length", [4_000, pytest.param(32_000, marks=pytest.mark.more)])
+def test_a_long_context_holds_its_window_alone(length):
+    """In a pool that has room for it and for little else."""
+    num_pages = length // 16 + 100
+    driver = Driver(num_pages=num_pages, limited=(WINDOW,), max_num_batched_tokens=512, max_model_len=40_000)
+    request = driver.requests[driver.submit(LONG[:length], 40)]
+    most = 0
+    while driver.scheduler.has_work:
+        driver.step()
+        if request.sequence is not None and request.num_computed == request.num_scheduled:
+            most = max(most, held(driver, request))
+    assert 8 <= most <= 128 // 16 + 2
+    assert request.output == alone(LONG[:length], False, max_tokens=40, limited=(WINDOW,))
+    assert driver.cache.clear()
+
+
+@pytest.mark.parametrize("num_pages", [2_000, 260])
+def test_sharing_that_nobody_announced_is_hit_as_without_windows(num_pages):
+    """While memory is idle, and in a full pool."""
+    prompt, other = LONG[:1500], LONG[2000:2700]
+    hits = []
+    for limited in ((), (WINDOW,)):
+        driver = Driver(num_pages=num_pages * (1 + len(limited)), limited=limited)
+        requests = [driver.ask(prompt[:1000] + other[begin : begin + 300]) for begin in (0, 300, 400)]
+        hits.append([request.stats.first_sequence.hit for request in requests])
+        for request, begin in zip(requests, (0, 300, 400), strict=True):
+            asked = prompt[:1000] + other[begin : begin + 300]
+            assert request.output == alone(asked, False, max_tokens=4, limited=limited)
+    assert hits[0] == hits[1] and hits[1][2] >= 936
+
+
+def test_without_recurrent_layers_hits_are_to_the_token():
+    driver = Driver(limited=(WINDOW,), pages_per_checkpoint=0)
+    driver.ask(LONG[:1000])
+    for shared in (999, 778, 200, 129, 128, 127, 17, 1):
+        request = driver.ask((*LONG[:shared], 50, *LONG[5000:5040]))
+        assert request.stats.first_sequence.hit == shared
+
+
+def test_a_dense_grid_within_a_window_costs_no_page_twice():
+    """Checkpoints at each 16 tokens, of which a window of 1,024 spans 64."""
+    wide = AttentionGroup("window", 16, 1024)
+    driver = Driver("all", num_pages=3_000, limited=(wide,), max_num_batched_tokens=512, max_model_len=8_000)
+    driver.ask(LONG[:2048], max_tokens=1)
+    cache = driver.cache
+    assert len(cache.checkpoints.queue) == 128
+    pages = np.concatenate([node.pages[1].pages for node in cache.tree.nodes()])
+    assert len(pages) == len(np.unique(pages)) == 2048 // 16
+    # all that no checkpoint needs may go, and nothing of the others has to: they are next to one another
+    while cache.tree.trimmable:
+        cache.tree._trim(cache.tree.trimmable.popitem(last=False)[0])
+    assert sum(len(node.pages[1].pages) for node in cache.tree.nodes()) == 2048 // 16
+
+
+def test_windows_go_with_their_checkpoints():
+    """Far from one another each has pages of its own, and the last one gives them all back."""
+    driver = Driver("junction", num_pages=4_000, limited=(WINDOW,), max_num_batched_tokens=512, max_model_len=40_000)
+    for begin in range(0, 20_000, 2_000):
+        driver.ask(LONG[begin : begin + 1_000])
+    cache = driver.cache
+    count = len(cache.checkpoints.queue)
+    assert count >= 10
+    while cache.tree.trimmable:
+        cache.tree._trim(cache.tree.trimmable.popitem(last=False)[0])
+    kept = sum(len(node.pages[1].pages) for node in cache.tree.nodes())
+    assert kept <= count * 9
+    for left in range(count - 1, -1, -1):
+        cache.checkpoints._drop(cache.checkpoints.queue.pop())
+        cache.tree.drop_unreachable(cache.pool.num_pages)
+        assert sum(len(node.pages[1].pages) for node in cache.tree.nodes() if node.pages) <= left * 9
+    assert cache.pool.num_free == cache.pool.num_pages
