@@ -13,10 +13,11 @@ from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 
 from cairn.kernels import reference
-from cairn.kernels.attention_rule import AttentionRule
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.layers.attention import Attention
 from cairn.models.attention import AttentionLayer
 from cairn.models.decoder_builder import Execution, build_decoder
+from cairn.models.layer_sizes import LimitedScores
 from doubles.thread_ranks import thread_ranks
 from kernels.fixed_calls import paged_call
 from kernels.random_batches import RandomBatch, SequenceRows
@@ -91,6 +92,19 @@ def test_a_model_with_windows_has_transformers_logits(exact: bool, monkeypatch: 
     for end in range(51, 61):
         (logits,) = driver.run(driver.row(sequence, tokens[end - 1 : end], decode=True))
         truth.check(logits, end)
+
+
+def test_flops_are_counted_within_the_reach() -> None:
+    spec = with_layers(tiny(qwen3()), rule=WINDOW)
+    first, *others = spec.layers
+    plain = (first[0], replace(first[1], rule=FULL))
+    mixed = replace(spec, layers=(plain, *others)).forward_sizes()
+    numbers = 4 * 16
+    windows = sum(1 for _, mixer in others if isinstance(mixer, AttentionLayer))
+    assert mixed.score_numbers == numbers
+    assert mixed.limited_scores == (LimitedScores(windows * numbers, window=7),)
+    attended = sum(numbers * (p + 1) + windows * numbers * min(p + 1, 7) for p in range(10, 30))
+    assert mixed.forward_flops(10, 30) == 2 * mixed.active_weights * 20 + 4 * attended
 
 
 def test_each_rank_has_the_sinks_of_its_query_heads() -> None:

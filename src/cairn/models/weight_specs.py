@@ -124,6 +124,9 @@ class ExpertMatrices:
 WeightSpec = StoredTensor | JoinedTensors | ProductSpec | ExpertStacks | ExpertMatrices
 """A part of a layer. Each kind has `tensors`, what it is made of in the order of the checkpoint."""
 
+Reach = tuple[int | None, int | None]
+"""The window and the chunk of an `AttentionRule`, None for none."""
+
 
 class MixerSpec:
     """A layer as data: its kind, its sizes and its tensors' names. `sizes`: None where it is made of others alone."""
@@ -139,6 +142,11 @@ class MixerSpec:
     def attention_spec(self, rank: int, size: int) -> AttentionSpec | None:
         """What a rank keeps of it, if it is attention; its `mixers` aside."""
         return None
+
+    @property
+    def reach(self) -> Reach:
+        """Of its attention."""
+        return None, None
 
     @property
     def mixers(self) -> "tuple[MixerSpec, ...]":
