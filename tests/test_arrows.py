@@ -67,6 +67,7 @@ ARROWS = MappingProxyType(
         "layers": ("cairn.kernels",),
         "models": (
             "cairn.layers",
+            "cairn.kernels.attention_rule",
             "cairn.kernels.contract",
             "cairn.kernels.batch",
             "cairn.kernels.fp8",

@@ -351,7 +351,7 @@ def test_the_layers_in_words() -> None:
         (lfm2(num_attention_heads=6, head_dim=8), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (
             lfm2(layer_types=["conv", "mamba"]),
-            "layer_types has 'mamba'; each layer must be one of conv, full_attention",
+            "layer_types has 'mamba' for layer 1; each layer must be one of conv, full_attention",
         ),
         (lfm2(layer_types=[]), "layer_types names 0 layers"),
         (lfm2(layer_types=None, full_attn_idxs=[4]), "full_attn_idxs must be an integer in 0..3, not 4"),

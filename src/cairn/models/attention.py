@@ -11,6 +11,7 @@ from typing import ClassVar
 from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
+from cairn.models.rotary import RotarySpec
 from cairn.models.sharding import HeadShard, Slice, shard_heads
 from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, fused, row_parallel
 
@@ -57,7 +58,8 @@ class AttentionLayer(MixerSpec):
 
     `head_norms`: the names of the norms over one head of queries and of keys, or none; `centred`: their weights are
     stored less 1; `norms_all_heads`: they are over all heads together; `out`: the name of the output projection;
-    `factors`: constant multipliers of a projection's results, by its name. A gate is stored after each head's query.
+    `factors`: constant multipliers of a projection's results, by its name; `rotary`: its positions, where they are not
+    the model's. A gate is stored after each head's query.
     `rule`: what it sees, and its scores; `sinks`: the name of the logits [query heads] of attention sinks, or none.
     """
 
@@ -68,6 +70,7 @@ class AttentionLayer(MixerSpec):
     norms_all_heads: bool = False
     out: str = "o_proj"
     factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    rotary: RotarySpec | None = None
     rule: AttentionRule = FULL
     sinks: str | None = None
 

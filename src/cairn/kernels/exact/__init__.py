@@ -11,11 +11,13 @@ from cairn.kernels.exact.conv import conv
 from cairn.kernels.exact.elementwise import (
     add_rms_norm,
     gated_rms_norm,
+    gelu_mul,
     rms_norm,
     rms_norm_then_gate,
     rope,
     sigmoid_mul,
     silu_mul,
+    softcap,
     squared_relu,
 )
 from cairn.kernels.exact.experts import experts, gated_experts, sigmoid_router, softmax_router
@@ -51,6 +53,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_mul",
     "linear",
     "lm_head",
     "load_states",
@@ -69,6 +72,7 @@ __all__ = [
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
+    "softcap",
     "softmax_router",
     "squared_relu",
     "ssd",
