@@ -3,11 +3,13 @@ which ptxas makes wrong code more easily: what `test_cuda_compiles` compiles."""
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
+from itertools import product
 from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.cuda.device import power_of_2
 
 Configuration = tuple[Any, dict[str, str], dict[str, object], dict[str, int]]
@@ -19,7 +21,7 @@ SCANS = (("bf16", "*bf16"), ("tf32x3", "*fp32"), ("ieee", "*fp32"))
 
 TENSORS = frozenset((
     "q", "k", "v", "x", "y", "b", "c", "w", "u", "beta", "dt", "gate", "residual", "weight", "bias", "inner",
-    "terms", "out", "keys", "values", "parts", "part_weights", "states", "snapshots", "chunk_states",
+    "terms", "out", "keys", "values", "sinks", "parts", "part_weights", "states", "snapshots", "chunk_states",
 ))  # fmt: skip
 """Of the model's dtype, unless a call of `signature` says otherwise."""
 
@@ -50,20 +52,34 @@ def split(tile: dict[str, Any]) -> tuple[dict[str, object], dict[str, int]]:
     return {k: v for k, v in tile.items() if k.isupper()}, {k: v for k, v in tile.items() if not k.isupper()}
 
 
+RULES: tuple[tuple[AttentionRule, bool, tuple[tuple[int, int, int], ...]], ...] = (
+    (FULL, False, ((32, 8, 64), (14, 2, 64), (32, 8, 128), (32, 2, 128), (16, 2, 256), (16, 4, 256))),
+    (AttentionRule(window=128), True, ((64, 8, 64),)),
+    (AttentionRule(window=1024, scale=1.0), False, ((16, 8, 256),)),
+    (AttentionRule(chunk=8192), False, ((40, 8, 128),)),
+    (AttentionRule(softcap=50.0, scale=0.0625), False, ((8, 4, 256),)),
+)
+"""What attention does, whether with sinks, and in models of which heads: gpt-oss's, Gemma's and Llama 4's besides."""
+
+
 def attention(module: Any) -> Iterator[Configuration]:
     parts = {"parts": "*fp32", "part_weights": "*fp32"}
     for dtype, model in DTYPES:
-        for heads, kv_heads, dim in ((32, 8, 64), (14, 2, 64), (32, 8, 128), (32, 2, 128), (16, 2, 256), (16, 4, 256)):
-            for page_size in (16, 64):
-                tile = module._prefill_tile(dtype, heads, kv_heads, dim, page_size)
-                yield module._prefill_kernel, signature(module._prefill_kernel, model), *tile
+        for rule, has_sinks, shapes in RULES:
+            sinks = {"sinks": "*fp32"} if has_sinks else {}
+            for shape, page_size in product(shapes, (16,) if rule.window is None and rule != FULL else (16, 64)):
+                tile = module.prefill_tile(dtype, *shape, page_size, rule, has_sinks)
+                yield module._prefill_kernel, signature(module._prefill_kernel, model, **sinks), *tile
                 for is_split in (False, True):
-                    tile = module._decode_tile(dtype, heads, kv_heads, dim, page_size, is_split)
-                    others = parts if is_split else {}
+                    tile = module.decode_tile(dtype, *shape, page_size, is_split, rule, has_sinks)
+                    others = sinks | (parts if is_split else {})
                     yield module._decode_kernel, signature(module._decode_kernel, model, **others), *tile
-            for block in module._COMBINED:
-                constants = {"DIM": dim, "DIM_BLOCK": power_of_2(dim, 16), "BLOCK": block}
-                constants["LEAST"] = module.MIN_SPLIT
+            for shape, block in product(shapes, module._COMBINED):
+                constants, _ = module.decode_tile(dtype, *shape, 16, True, rule)
+                constants = {name: constants[name] for name in ("WINDOW", "CHUNK", "DIM", "DIM_BLOCK", "LEAST")} | {
+                    "KEY_BLOCK": constants["BLOCK"],
+                    "BLOCK": block,
+                }
                 types = signature(module._combine_kernel, model, **parts)
                 yield module._combine_kernel, types, constants, {"num_warps": 4}
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from kernels.kernel_calls import Call
 from kernels.random_batches import RandomBatch, SequenceRows
@@ -84,16 +85,30 @@ def small_call(name: str, batch: RandomBatch) -> Call:
 
 
 def paged_call(
-    name: str, batch: RandomBatch, heads: Heads, page_size: int, dtype: torch.dtype, garbage: int | None = None
+    name: str,
+    batch: RandomBatch,
+    heads: Heads,
+    page_size: int,
+    dtype: torch.dtype,
+    garbage: int | None = None,
+    rule: AttentionRule = FULL,
+    sinks: bool = False,
 ) -> Call:
+    """Pages before the reach are let go of. `sinks`: a head's is about as large as a score."""
     num_heads, kv_heads, dim = heads
     pages = batch.pages(page_size, garbage)
     keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
+    table = pages.without_reach(rule, keys, values)
+    rows: dict[str, Any] = {}
     if name == "attention":
         rows = {"q": batch.numbers(batch.num_tokens, num_heads, dim).mul(2).to(dtype)}
+        if rule != FULL:
+            rows["rule"] = rule
+        if sinks:
+            rows["sinks"] = batch.numbers(num_heads, salt=5).mul(4).float()
     else:
         rows = {part: batch.numbers(batch.num_tokens, kv_heads, dim, salt=len(part)).to(dtype) for part in ("k", "v")}
-    return Call(name, batch, {**rows, "keys": keys, "values": values, "group": 0}, (pages.table,))
+    return Call(name, batch, {**rows, "keys": keys, "values": values, "group": 0}, (table,))
 
 
 def fp8_weight(batch: RandomBatch, *shape: int, dtype: torch.dtype, blocked: bool, salt: int) -> Fp8Weight:

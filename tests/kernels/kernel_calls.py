@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cairn.kernels.attention_rule import AttentionRule
 from cairn.kernels.contract import Kernels
 from cairn.kernels.fp8 import Fp8Weight
 from kernels.backends import DEVICES
@@ -423,6 +424,23 @@ def _gdn(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     }
 
 
+REACHES = st.one_of(st.sampled_from([1, 2, 5, 32, 63, 64, 65, 128]), st.integers(1, 250))
+
+
+@st.composite
+def attention_rules(draw: st.DrawFn) -> AttentionRule:
+    """Some that no family has, too. Half of them are of unlimited reach."""
+    window = chunk = None
+    if draw(st.booleans()):
+        window, chunk = draw(st.sampled_from([(reach := draw(REACHES), None), (None, reach)]))
+    return AttentionRule(window, chunk, draw(st.sampled_from([None, 0.3])), draw(st.sampled_from([None, 1.5])))
+
+
+def sinks_of(batch: RandomBatch, heads: int) -> Tensor:
+    """Logits that weigh next to nothing, as much as some keys, and nearly all."""
+    return batch.numbers(heads, salt=9) * 4
+
+
 def _paged(draw: st.DrawFn, name: str, batch: RandomBatch, dtype: torch.dtype) -> Call:
     """The group that is asked for is the second one; the first one's table is of no use for it."""
     pages = batch.pages(draw(st.sampled_from(PAGE_SIZES)), draw(garbage()))
@@ -430,12 +448,17 @@ def _paged(draw: st.DrawFn, name: str, batch: RandomBatch, dtype: torch.dtype) -
     dim = draw(st.sampled_from([4, 8, 32]))
     keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
     operands: Operands = {"keys": keys, "values": values, "group": 1}
+    table = pages.table
     if name == "attention":
-        operands = {"q": batch.numbers(batch.num_tokens, kv_heads * per_key, dim).to(dtype), **operands}
+        rule = draw(attention_rules())
+        table = pages.without_reach(rule, keys, values)
+        operands = {"q": batch.numbers(batch.num_tokens, kv_heads * per_key, dim).to(dtype), **operands, "rule": rule}
+        if draw(st.booleans()):
+            operands["sinks"] = sinks_of(batch, kv_heads * per_key).to(draw(st.sampled_from([dtype, _wide(dtype)])))
     else:
         k, v = (batch.numbers(batch.num_tokens, kv_heads, dim, salt=salt).to(dtype) for salt in (1, 2))
         operands = {"k": k, "v": v, **operands}
-    return Call(name, batch, operands, (torch.full_like(pages.table, pages.num_pages - 1), pages.table))
+    return Call(name, batch, operands, (torch.full_like(table, pages.num_pages - 1), table))
 
 
 OPERANDS: Mapping[str, Callable[[st.DrawFn, RandomBatch, torch.dtype], Operands]] = MappingProxyType(

@@ -11,9 +11,11 @@ import torch
 from hypothesis import strategies as st
 
 from cairn.kernels import cpu
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import HostBatch
 from cairn.kernels.cpu import onednn, panels, products
 from cairn.kernels.cpu.metadata import (
+    BLOCK,
     MERGE_COLUMNS,
     SPLIT_TOKENS,
     TILE_COLUMNS,
@@ -25,6 +27,7 @@ from cairn.kernels.cpu.metadata import (
 )
 from cairn.kernels.staging import Staging
 from kernels.comparison import check_against_reference
+from kernels.fixed_calls import paged_call
 from kernels.kernel_calls import Call
 from kernels.random_batches import RandomBatch, SequenceRows
 from tiers import more
@@ -32,32 +35,34 @@ from tiers import more
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 
 
-def attention_call(batch: RandomBatch, heads: tuple[int, int, int], page_size: int, dtype: torch.dtype) -> Call:
-    """`heads`: query heads, key heads, head dim."""
-    num_heads, kv_heads, dim = heads
-    pages = batch.pages(page_size)
-    keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
-    q = batch.numbers(batch.num_tokens, num_heads, dim).mul(2).to(dtype)
-    return Call("attention", batch, {"q": q, "keys": keys, "values": values, "group": 0}, (pages.table,))
+LIMITED = (
+    AttentionRule(window=128, softcap=5.0),
+    *map(more, (AttentionRule(window=1), AttentionRule(window=SPLIT_TOKENS + 40), AttentionRule(chunk=200, scale=0.2))),
+)
+"""Less than a part, more than one, and not a multiple of anything."""
 
 
 @DTYPES
+@pytest.mark.parametrize("rule", [FULL, *LIMITED], ids=str)
 @pytest.mark.parametrize(
     "heads", [(8, 2, 128), (3, 3, 80), *map(more, [(4, 2, 64), (16, 1, 256), (5, 1, 24)])], ids=str
 )
-def test_attention_over_contexts_in_parts_and_prompts_in_tiles(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_attention_over_contexts_in_parts_and_prompts_in_tiles(
+    heads: tuple[int, int, int], rule: AttentionRule, dtype: torch.dtype
+) -> None:
     decodes = (SPLIT_TOKENS - 1, SPLIT_TOKENS, 2 * SPLIT_TOKENS, 2 * SPLIT_TOKENS + 77)
     prefills = ((0, 3 * TILE_ROWS + 5), (700, TILE_ROWS), (1000, 1), (63, 2))
     batch = RandomBatch(
         tuple(SequenceRows(slot, start, 1) for slot, start in enumerate(decodes)),
         tuple(SequenceRows(4 + index, *rows) for index, rows in enumerate(prefills)),
     )
-    check_against_reference(cpu, attention_call(batch, heads, 16, dtype), dtype)
+    call = paged_call("attention", batch, heads, 16, dtype, rule=rule, sinks=rule != FULL)
+    check_against_reference(cpu, call, dtype)
 
 
 def test_scores_that_grow_from_block_to_block_bring_down_what_was_summed_up_before() -> None:
     batch = RandomBatch((SequenceRows(0, 999, 1),), (SequenceRows(1, 0, 200),))
-    call = attention_call(batch, (4, 2, 32), 16, torch.float32)
+    call = paged_call("attention", batch, (4, 2, 32), 16, torch.float32)
     keys = call.operands["keys"]
     table, dim = call.block_tables[0], keys.shape[-1]
     # Keys of every page are the same up to a factor that rises: the last ones have nearly all of the weight.
@@ -79,21 +84,21 @@ def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
         (SequenceRows(0, 3 * SPLIT_TOKENS, 1), SequenceRows(1, 5, 1)),
         (SequenceRows(2, 100, 2 * TILE_ROWS + 1), SequenceRows(3, 4 * SPLIT_TOKENS, 1)),
     )
-    metadata = build_metadata(batch.host(), Staging())
+    work = build_metadata(batch.host(), Staging()).work_for(FULL)
     seen: dict[int, list[tuple[int, int]]] = {}
-    for first, rows, slot, position, key, end, partial, _ in rows_of(metadata.tiles, TILE_COLUMNS):
+    for first, rows, slot, position, key, end, partial, _ in rows_of(work.tiles, TILE_COLUMNS):
         sequence = batch.sequences[slot]
         assert first - batch.rows_of(slot).start == position - sequence.start
         assert end == position + rows or partial >= 0
         for row in range(first, first + rows):
             seen.setdefault(row, []).append((key, end))
-    num_parts = {row: count for row, _, count in rows_of(metadata.merges, MERGE_COLUMNS)}
+    num_parts = {row: count for row, _, count in rows_of(work.merges, MERGE_COLUMNS)}
     assert sorted(seen) == list(range(batch.num_tokens))
     for row, parts in seen.items():
         parts.sort()
         assert parts[0][0] == 0 and all(before[1] == after[0] for before, after in pairwise(parts))
         assert len(parts) == num_parts.get(row, 1)
-    assert metadata.num_partials == 4 + 5
+    assert work.num_partials == 4 + 5
 
 
 def test_rows_that_are_read_only_are_not_written() -> None:
@@ -102,7 +107,7 @@ def test_rows_that_are_read_only_are_not_written() -> None:
     assert writes == [[row, 1, 10 + row - 1] for row in range(16, 31)]
 
 
-def tables_of(host: HostBatch) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
+def tables_of(host: HostBatch, rule: AttentionRule) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """Writes, tiles and merges of a batch, one row after the other."""
     writes, tiles, merges, num_partials = list[list[int]](), list[list[int]](), list[list[int]](), 0
     firsts, slots, starts = host.cu_seqlens.tolist(), host.slots.tolist(), host.seq_starts.tolist()
@@ -110,25 +115,27 @@ def tables_of(host: HostBatch) -> tuple[list[list[int]], list[list[int]], list[l
         first, num_rows = firsts[index], firsts[index + 1] - firsts[index]
         writes += [[first + row, slot, start + row] for row in range(num_rows) if start + row >= write_from]
         if num_rows == 1 or host.num_decodes <= index < host.first_prefill:
-            # rows whose keys are cut into as many parts share their tiles
-            cuts = [-(-(start + row + 1) // SPLIT_TOKENS) for row in range(num_rows)]
+            # rows whose keys are cut into the same parts share their tiles
+            positions = range(start, start + num_rows)
+            cuts = [(rule.first_key(each) // SPLIT_TOKENS, each // SPLIT_TOKENS + 1) for each in positions]
             in_parts = True
         else:
-            cuts, in_parts = [1] * num_rows, False
+            cuts, in_parts = [(0, 1)] * num_rows, False
         end_row = num_rows
         while end_row:
             if in_parts:
                 row = max(end_row - VERIFY_TILE_ROWS, cuts.index(cuts[end_row - 1]))
             else:
                 row = (end_row - 1) // TILE_ROWS * TILE_ROWS
-            rows, num_parts, end = end_row - row, cuts[end_row - 1], start + end_row
+            rows, parts, end = end_row - row, range(*cuts[end_row - 1]), start + end_row
+            num_parts, lowest = len(parts), rule.first_key(start + row) // BLOCK * BLOCK
             if num_parts == 1:
-                tiles.append([first + row, rows, slot, start + row, 0, end, -1, 1])
+                tiles.append([first + row, rows, slot, start + row, lowest, end, -1, 1])
             else:
                 merges += [[first + row + each, num_partials + each * num_parts, num_parts] for each in range(rows)]
-                for part in range(num_parts):
-                    key = part * SPLIT_TOKENS
-                    most, partial = min(key + SPLIT_TOKENS, end), num_partials + part
+                for place, part in enumerate(parts):
+                    key = max(lowest, part * SPLIT_TOKENS)
+                    most, partial = min((part + 1) * SPLIT_TOKENS, end), num_partials + place
                     tiles.append([first + row, rows, slot, start + row, key, most, partial, num_parts])
                 num_partials += rows * num_parts
             end_row = row
@@ -136,6 +143,7 @@ def tables_of(host: HostBatch) -> tuple[list[list[int]], list[list[int]], list[l
 
 
 EDGES = st.sampled_from([0, 1, 5, SPLIT_TOKENS - 2, SPLIT_TOKENS - 1, SPLIT_TOKENS, 2 * SPLIT_TOKENS - 1, 4_000])
+REACHES = st.sampled_from([1, 3, 100, SPLIT_TOKENS, 600, 9_000])
 COUNTS = st.sampled_from([1, 2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 2 * TILE_ROWS, 200])
 
 
@@ -143,9 +151,18 @@ COUNTS = st.sampled_from([1, 2, TILE_ROWS - 1, TILE_ROWS, TILE_ROWS + 1, 2 * TIL
     decodes=st.lists(st.tuples(EDGES, st.just(1), st.integers(-2, 2)), max_size=6),
     verifies=st.lists(st.tuples(EDGES, st.integers(1, 9), st.integers(-2, 9)), max_size=4),
     prefills=st.lists(st.tuples(EDGES, COUNTS, st.integers(-2, 210)), max_size=4),
+    rule=st.sampled_from(
+        [
+            FULL,
+            *(AttentionRule(**{kind: reach}) for kind in ("window", "chunk") for reach in (1, 3, 100, 512, 600, 9000)),
+        ]
+    ),
 )
 def test_tables_have_every_row_in_its_order(
-    decodes: list[tuple[int, int, int]], verifies: list[tuple[int, int, int]], prefills: list[tuple[int, int, int]]
+    decodes: list[tuple[int, int, int]],
+    verifies: list[tuple[int, int, int]],
+    prefills: list[tuple[int, int, int]],
+    rule: AttentionRule,
 ) -> None:
     slots = count()
 
@@ -157,16 +174,30 @@ def test_tables_have_every_row_in_its_order(
 
     batch = RandomBatch(rows_for(decodes), (), verifies=rows_for(verifies))
     host = replace(batch, prefills=rows_for(prefills)).host()
-    found = build_metadata(host, Staging())
-    writes, tiles, merges = tables_of(host)
+    metadata = build_metadata(host, Staging())
+    found = metadata.work_for(rule)
+    writes, tiles, merges = tables_of(host, rule)
     assert (
-        rows_of(found.writes, WRITE_COLUMNS),
+        rows_of(metadata.writes, WRITE_COLUMNS),
         rows_of(found.tiles, TILE_COLUMNS),
         rows_of(found.merges, MERGE_COLUMNS),
     ) == (writes, tiles, merges)
     assert found.num_partials == sum(num_parts for _, _, num_parts in merges)
     assert found.max_rows == max((rows for _, rows, *_ in tiles), default=0)
     assert found.num_pairs == sum(rows * (end - key) for _, rows, _, _, key, end, *_ in tiles)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 5, 512], ids=["decode", "verify", "prefill"])
+def test_work_grows_with_the_reach_and_not_with_the_context(num_tokens: int) -> None:
+    def pairs(start: int, rule: AttentionRule) -> int:
+        rows = (SequenceRows(0, start, num_tokens),)
+        kinds = {"verifies": rows} if num_tokens == 5 else {"prefills": rows}
+        host = replace(RandomBatch((), ()), **kinds).host()
+        return build_metadata(host, Staging()).work_for(rule).num_pairs
+
+    for rule in (AttentionRule(window=128), AttentionRule(chunk=128)):
+        assert pairs(32_768, rule) == pairs(1024, rule) <= num_tokens * (128 + 2 * BLOCK)
+    assert pairs(32_768, FULL) > 8 * pairs(1024, FULL)
 
 
 # -- products --------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from cairn.errors import ConfigError
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from kernels.backends import BACKENDS, name_of
 from kernels.comparison import check_against_reference, same_bits
 from kernels.fixed_calls import Heads, paged_call
@@ -26,6 +27,14 @@ module = import_module("cairn.kernels.cuda.attention")
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 GARBAGE = pytest.mark.parametrize("garbage", [None, -OUT_OF_RANGE, OUT_OF_RANGE], ids=str)
+
+WINDOWS = (
+    AttentionRule(window=1),
+    AttentionRule(window=33, softcap=5.0),
+    AttentionRule(window=200),
+    AttentionRule(chunk=10),
+    AttentionRule(chunk=128, scale=0.2),
+)
 
 
 def check(batch: RandomBatch, heads: Heads, page_size: int, dtype: torch.dtype, garbage: int | None = None) -> None:
@@ -75,7 +84,7 @@ def test_prompts_around_the_ends_of_tiles_and_chunks(start: int, num_tokens: int
 @pytest.mark.parametrize("per_key", [4, 16])
 @pytest.mark.parametrize("over", [-1, 0, 1])
 def test_prompts_around_a_tile(over: int, per_key: int, dtype: torch.dtype) -> None:
-    constants, _ = module._prefill_tile(dtype, per_key, 1, 16, 16)
+    constants, _ = module.prefill_tile(dtype, per_key, 1, 16, 16)
     tokens = constants["TOKENS"]
     assert tokens < 64
     check(prefills((0, tokens + over), (tokens + over, tokens)), (per_key, 1, 16), 16, dtype)
@@ -116,13 +125,43 @@ def test_a_fixed_split_gives_the_same_bits_whatever_else_is_in_the_batch(monkeyp
         assert same_bits(alone[0], together[index])
 
 
-def test_a_prompts_rows_do_not_depend_on_how_it_was_cut() -> None:
-    whole = paged_call("attention", prefills((0, 150)), (4, 2, 32), 16, torch.bfloat16)
+@pytest.mark.parametrize("rule", [FULL, *WINDOWS], ids=str)
+def test_a_prompts_rows_do_not_depend_on_how_it_was_cut(rule: AttentionRule) -> None:
+    whole = paged_call("attention", prefills((0, 150)), (4, 2, 32), 16, torch.bfloat16, rule=rule, sinks=True)
     (wanted,) = whole.copied().run(CUDA)
     for cut in (1, 63, 64, 100):
         part = whole.of_rows(slice(cut, 150), prefills((cut, 150 - cut)))
         (found,) = part.copied().run(CUDA)
         assert same_bits(found, wanted[cut:])
+
+
+@DTYPES
+@pytest.mark.parametrize("rule", [*WINDOWS, AttentionRule(softcap=2.0), FULL], ids=str)
+@pytest.mark.parametrize("page_size", [7, 64])
+def test_rules_with_sinks_at_the_edges_of_tiles_blocks_and_parts(
+    rule: AttentionRule, page_size: int, dtype: torch.dtype
+) -> None:
+    """Pages before the reach are no pages any more, and those that were are full of NaN."""
+    batch = RandomBatch(
+        (SequenceRows(0, 0, 1), SequenceRows(1, 299, 1), SequenceRows(7, 32, 1)),
+        (SequenceRows(2, 75, 40), SequenceRows(3, 0, 35), SequenceRows(4, 200, 1)),
+        verifies=(SequenceRows(5, 127, 3), SequenceRows(6, 199, 2)),
+    )
+    call = paged_call("attention", batch, (6, 2, 16), page_size, dtype, rule=rule, sinks=True)
+    check_against_reference(CUDA, call, dtype)
+
+
+def test_decodes_are_cut_by_their_reach_and_not_by_their_context() -> None:
+    short, long = (module._most_keys(length, AttentionRule(window=128)) for length in (1024, 32_768))
+    assert short == long == 192
+    assert module._most_keys(100, AttentionRule(chunk=128)) == 100 and module._most_keys(32_768, FULL) == 32_768
+
+
+@pytest.mark.parametrize("rule", [FULL, AttentionRule(window=200)], ids=str)
+def test_a_sink_counts_once_in_a_decode_of_several_parts(rule: AttentionRule, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "FIXED_SPLIT", 64)
+    call = paged_call("attention", decodes(300, 63, 129), (4, 2, 16), 16, torch.float32, rule=rule, sinks=True)
+    check_against_reference(cuda_exact, call, torch.float32)
 
 
 @DTYPES

@@ -119,7 +119,7 @@ def variants(name: str, gpu: Limits) -> list[Variant]:
     """A module's on a GPU, each once, in an order that does not depend on the process."""
     module = module_of(name)
     with pytest.MonkeyPatch.context() as patch:
-        for each in (module, module_of("fp8")):
+        for each in (module, module_of("fp8"), module_of("attention_tiles")):
             if hasattr(each, "limits"):
                 patch.setattr(each, "limits", lambda: gpu)
         found = {

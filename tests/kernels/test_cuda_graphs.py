@@ -13,7 +13,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from kernels.backends import BACKENDS, INTERPRETED, name_of
+from kernels.kernel_calls import Call
 
 CUDA = next((backend for backend in BACKENDS if name_of(backend) == "cuda"), ModuleType("none"))
 
@@ -173,7 +175,12 @@ def check_attention(module: ModuleType) -> None:
     """Of decodes whose lengths the host does not know, with a padding row; for models of several greatest lengths: all
     keys in one part, two parts, and more of them than most sequences need."""
     decodes = RandomBatch(tuple(SequenceRows(slot, length - 1, 1) for slot, length in enumerate(LENGTHS)), ())
-    call = paged_call("attention", decodes, HEADS, 16, torch.float32)
+    for rule in (FULL, AttentionRule(window=200), AttentionRule(chunk=100)):
+        call = paged_call("attention", decodes, HEADS, 16, torch.float32, rule=rule, sinks=True)
+        check_captured(module, call, rule, (1, 256, 1280) if rule == FULL else (256,))
+
+
+def check_captured(module: ModuleType, call: Call, rule: AttentionRule, greatest: tuple[int, ...]) -> None:
     (wanted,) = call.copied().run(reference)
     batch = call.batch.batch(CUDA, call.block_tables)
     padded = {
@@ -181,11 +188,12 @@ def check_attention(module: ModuleType) -> None:
         "seq_lens": torch.cat([batch.seq_lens, torch.zeros(1, dtype=torch.int32)]),
     }
     q = torch.cat([call.operands["q"], torch.ones(1, HEADS[0], HEADS[2])])
-    for longest in (1, 256, 1280):
+    for longest in greatest:
         host = HostBatch.captured(len(LENGTHS) + 1, longest)
         metadata = CUDA.build_metadata(host, Staging())
         captured = replace(batch, host=host, metadata=metadata, **padded)
-        found = module.attention(q, call.operands["keys"], call.operands["values"], 0, captured)
+        operands = q, call.operands["keys"], call.operands["values"], 0, captured, rule, call.operands["sinks"]
+        found = module.attention(*operands)
         torch.testing.assert_close(found[:-1], wanted, rtol=1e-4, atol=1e-4)
         assert not found[-1].any()
 

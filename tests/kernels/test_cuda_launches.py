@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from cairn.kernels import cuda, cuda_exact
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.contract import Kernels
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging
@@ -117,15 +118,20 @@ def test_a_scan_is_compiled_once_for_all_batches(kernels: Kernels, dtype: torch.
 
 
 @every_backend
-@pytest.mark.parametrize(("heads", "page_size"), [((1, 1, 16), 1), ((6, 2, 40), 16)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "page_size", "rule"),
+    [((1, 1, 16), 1, FULL), ((6, 2, 40), 16, FULL), ((6, 2, 40), 16, AttentionRule(window=500, softcap=50.0))],
+    ids=str,
+)
 def test_attention_is_compiled_for_few_lengths(
-    kernels: Kernels, dtype: torch.dtype, heads: tuple[int, int, int], page_size: int
+    kernels: Kernels, dtype: torch.dtype, heads: tuple[int, int, int], page_size: int, rule: AttentionRule
 ) -> None:
     """A decode once for sequences in one part, and once for those in several, whatever the batch."""
     launches = list[Launch]()
     for batch in BATCHES:
         for name in ("attention", "write_kv"):
-            found = launched(paged_call(name, batch, heads, page_size, dtype), kernels)
+            call = paged_call(name, batch, heads, page_size, dtype, rule=rule, sinks=rule != FULL)
+            found = launched(call, kernels)
             assert found
             launches += found if batch.num_tokens > 1 else ()
     once = dict.fromkeys(("attention._prefill_kernel", "attention._combine_kernel", "write_kv._write_kv_kernel"), 1)

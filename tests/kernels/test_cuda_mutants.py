@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from cairn.kernels.attention_rule import AttentionRule
 from cairn.kernels.contract import Kernels
 from kernels.backends import BACKENDS, DEVICES, name_of
 from kernels.comparison import check_against_reference
@@ -44,6 +45,14 @@ CALLS: Mapping[str, Callable[[], tuple[Call, ...]]] = {
     "attention": lambda: (
         paged_call("attention", SEVERAL_SPLITS, (4, 2, 16), 16, F32),
         paged_call("attention", PAGES, (4, 2, 16), 64, F32),
+    ),
+    "attention in a window": lambda: (
+        paged_call("attention", SEVERAL_SPLITS, (4, 2, 16), 16, F32, rule=AttentionRule(window=200), sinks=True),
+        paged_call("attention", PAGES, (4, 2, 16), 7, F32, rule=AttentionRule(window=20), sinks=True),
+    ),
+    "attention in chunks": lambda: (
+        paged_call("attention", SEVERAL_SPLITS, (4, 2, 16), 16, F32, rule=AttentionRule(chunk=50, softcap=2.0)),
+        paged_call("attention", PAGES, (4, 2, 16), 16, F32, rule=AttentionRule(chunk=10, softcap=2.0)),
     ),
     "fp8 of few rows": lambda: (fp8_linear_call(1, (9, 1300), F32, blocked=True, bias=True),),
     "fp8 of a scale a row": lambda: (fp8_linear_call(1, (9, 72), F32, blocked=False, bias=False),),
@@ -215,6 +224,56 @@ MUTANTS = (
         "tl.store(part_weights + rows, largest + tl.log2(weight), mask=members < GROUP)",
         "tl.store(part_weights + rows, largest * 0, mask=members < GROUP)",
         (),
+    ),
+    Mutant(
+        "a window sees a token more",
+        "attention",
+        "tl.maximum(position - (WINDOW - 1), 0)",
+        "tl.maximum(position - WINDOW, 0)",
+        ("attention in a window",),
+    ),
+    Mutant(
+        "a chunk begins at the next one",
+        "attention",
+        "tl.maximum(position, 0) // CHUNK * CHUNK",
+        "tl.maximum(position + 1, 0) // CHUNK * CHUNK",
+        ("attention in chunks",),
+    ),
+    Mutant(
+        "what a row no longer sees counts",
+        "attention",
+        "positions[None, :] >= unseen[:, None]",
+        "positions[None, :] >= lowest",
+        ("attention in a window", "attention in chunks"),
+    ),
+    Mutant(
+        "tokens of pages before the reach are read",
+        "attention",
+        "there = there & (positions >= lowest)\n    k =",
+        "there = there & (positions >= lowest - BLOCK)\n    k =",
+        ("attention in a window",),
+    ),
+    Mutant(
+        "a sink is in every part",
+        "attention",
+        "(members < GROUP) & (split == 0)",
+        "(members < GROUP)",
+        ("attention in a window",),
+    ),
+    Mutant(
+        "a sink of the neighbour",
+        "attention",
+        "tl.load(sinks + heads,",
+        "tl.load(sinks + (heads ^ 1),",
+        ("attention in a window",),
+    ),
+    Mutant(
+        "the softcap is put on what is masked",
+        "attention",
+        "scores = SOFTCAP * tanh(scores * SCALE)\n",
+        "scores = tl.where(positions[None, :] < seen[:, None], scores, float('-inf'))\n"
+        "        scores = SOFTCAP * tanh(scores * SCALE)\n        seen = seen + 1000\n",
+        ("attention in chunks",),
     ),
     Mutant(
         "a window reaches into the sequence before",
@@ -412,12 +471,16 @@ def test_a_mutant_is_found(mutant: Mutant, build_backend: Callable[[str, Callabl
 OWN_CALLS = {
     FILES: tuple(COPIES),
     "metadata": ("ssd", "gdn", "conv", "attention", "write_kv"),
+    "attention": tuple(call for call in CALLS if call.startswith("attention")),
     **{name: tuple(call for call in CALLS if call.startswith("fp8")) for name in ("fp8", "experts")},
 }
 """Of modules that are not held to the call of their name."""
 
+MODULES = ("ssd", "gdn", "conv", "write_kv")
+"""Those that are."""
 
-@pytest.mark.parametrize("name", [*(name for name in CALLS if not name.startswith("fp8")), *OWN_CALLS])
+
+@pytest.mark.parametrize("name", [*MODULES, *OWN_CALLS])
 def test_the_source_as_it_is_passes(
     name: str, build_backend: Callable[[str, Callable[[str], str]], ModuleType]
 ) -> None:

@@ -1,5 +1,5 @@
-"""Whether the tests of verifies and folds would find what goes wrong there: each mutant has one place of the source
-changed, and the checks that the source as it is passes have to find it."""
+"""Whether the tests of verifies and folds, and of attention's rules, would find what goes wrong there: each mutant has
+one place of the source changed, and the checks that the source as it is passes have to find it."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from cairn.kernels import cpu, exact, reference
+from cairn.kernels.attention_rule import AttentionRule
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cpu import compiled
 from kernels.backends import BACKENDS, name_of
+from kernels.comparison import check_against_reference
 from kernels.drafts import call_of, check_folds, check_verifies, check_wrong_numbers, every_acceptance
+from kernels.fixed_calls import paged_call
 from kernels.test_verify_and_fold import LONG, MIXED
 from tiers import more
 
@@ -37,9 +40,18 @@ def check_wrong(kernels: Kernels, name: str) -> None:
     check_wrong_numbers(kernels, call_of(name, LONG, F32))
 
 
-VERIFY, FOLD, WRONG = "verify", "fold", "wrong numbers"
+RULES = (AttentionRule(window=40), AttentionRule(chunk=50, softcap=2.0), AttentionRule(window=512, scale=0.2))
+
+
+def check_rules(kernels: Kernels, name: str) -> None:
+    """Of attention with sinks, whose pages before the reach are no pages any more."""
+    for rule in RULES:
+        check_against_reference(kernels, paged_call(name, LONG, (4, 2, 16), 7, F32, rule=rule, sinks=True), F32)
+
+
+VERIFY, FOLD, WRONG, RULE = "verify", "fold", "wrong numbers", "rules"
 CHECKS: Mapping[str, Callable[[Kernels, str], None]] = MappingProxyType(
-    {VERIFY: check_verify, FOLD: check_fold, WRONG: check_wrong}
+    {VERIFY: check_verify, FOLD: check_fold, WRONG: check_wrong, RULE: check_rules}
 )
 
 
@@ -116,6 +128,24 @@ QUICK = (
         "enumerate(decode.rows, start=decode.start + decode.length)",
         (VERIFY,), ("attention",),
     ),
+    Mutant(
+        "a decode's window one token too long",
+        exact, "attention", "mask[:, : first - begin] =", "mask[:, : max(first - begin - 1, 0)] =",
+        (RULE,), ("attention",),
+    ),
+    Mutant(
+        "a prefill's window one token too long",
+        exact, "attention", "(positions < first_keys)", "(positions < first_keys - 1)", (RULE,), ("attention",),
+    ),
+    Mutant(
+        "a sink of the neighbour",
+        exact, "attention", "logits = sinks.to", "logits = sinks.roll(1).to", (RULE,), ("attention",),
+    ),
+    Mutant(
+        "the softcap is put on masked scores",
+        exact, "attention", "torch.tanh(scores / rule.softcap)", "torch.tanh((scores + mask) / rule.softcap); mask = 0",
+        (RULE,), ("attention",),
+    ),
 )  # fmt: skip
 
 ROWS = "first_row, end_row = int(s.cu_seqlens[sequence]), int(s.cu_seqlens[sequence + 1])\n        state = begin"
@@ -190,18 +220,55 @@ COMPILED = (
     ),
     Mutant(
         "each token sees the draft behind it",
-        cpu, "attention", "for t in range(position + i // per_kv + 1 - key, BLOCK):",
-        "for t in range(min(position + rows, position + i // per_kv + 2) - key, BLOCK):", (VERIFY,), ("attention",),
+        cpu, "attention", "for t in range(position + 1 - key, BLOCK):", "for t in range(position + 2 - key, BLOCK):",
+        (VERIFY,), ("attention",),
     ),
     Mutant(
         "weights of nothing times what is no number",
-        cpu, "attention", "depth = position + i // per_kv + 1 - key", "depth = min(BLOCK, position + rows - key)",
+        cpu, "attention", "min(np.int64(BLOCK), position + 1 - key) - begin", "np.int64(BLOCK) - begin",
         (WRONG,), ("attention",),
     ),
     Mutant(
         "a token too many sees a block as a whole",
         cpu, "attention", "key + BLOCK - 1 - position", "key + BLOCK - 2 - position",
         (VERIFY,), ("attention",),
+    ),
+    Mutant(
+        "a window one token too long",
+        cpu, "attention", "range(first_key(position, rule.window, rule.chunk) - key)",
+        "range(first_key(position, rule.window, rule.chunk) - key - 1)", (RULE,), ("attention",),
+    ),
+    Mutant(
+        "a row sees one block too few",
+        cpu, "attention", "_end_of_sight(key + BLOCK - 1, rule)", "_end_of_sight(key, rule)", (RULE,), ("attention",),
+    ),
+    Mutant(
+        "all of a block counts that a row begins to leave",
+        cpu, "attention", "_end_of_sight(key, rule) - position", "_end_of_sight(key + BLOCK - 1, rule) - position",
+        (RULE,), ("attention",),
+    ),
+    Mutant(
+        "a sink of the neighbour, of what is in one part",
+        cpu, "attention", "rule.sinks[kv_head * per_kv + i % per_kv]", "rule.sinks[kv_head * per_kv]", (RULE,),
+        ("attention",),
+    ),
+    Mutant(
+        "a sink of the neighbour, of several parts",
+        cpu, "attention", "exp(sinks[head] - largest)", "exp(sinks[head ^ 1] - largest)", (RULE,), ("attention",),
+    ),
+    Mutant(
+        "a sink in each part",
+        cpu, "attention", "if rule.has_sinks and partial < 0:", "if rule.has_sinks:", (RULE,), ("attention",),
+    ),
+    Mutant(
+        "a chunk begins at the next one",
+        cpu, "attention", "(key // rule.chunk + 1) * rule.chunk", "(key // rule.chunk + 2) * rule.chunk", (RULE,),
+        ("attention",),
+    ),
+    Mutant(
+        "rows share a tile whose first parts are others",
+        cpu, "metadata", "while first_key(start + row, window, chunk) // SPLIT_TOKENS < first_part:",
+        "while first_key(start + row, window, chunk) < 0:", (RULE,), ("attention",),
     ),
 )  # fmt: skip
 
@@ -281,6 +348,8 @@ def test_the_source_as_it_is_passes(
     unchanged = backend_with(tmp_path, backend, module, lambda source: source)
     for function in functions:
         check_verify(unchanged, function)
+        if function == "attention":
+            check_rules(unchanged, function)
         if function in ALL:
             check_fold(unchanged, function)
         elif backend is cpu:

@@ -1,14 +1,20 @@
 """A pass that is recorded: what its record repeats, what memory it has, and what it refuses."""
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 
 from cairn.kernels import cpu
+from cairn.kernels.attention_rule import FULL, AttentionRule
+from cairn.kernels.batch import HostBatch
 from cairn.kernels.cpu.compiled import F32, INT, kernel
 from cairn.kernels.cpu.graphs import CpuGraphs, LoopSequence
 from cairn.kernels.cpu.recording import PassMemory, Recording, call_again, kept, recording
+from cairn.kernels.staging import Staging
+from kernels.fixed_calls import paged_call
+from kernels.random_batches import RandomBatch, SequenceRows
 
 
 @kernel({torch.float32: (F32, F32, INT)})
@@ -136,3 +142,26 @@ def test_only_this_backend_records():
     from cairn.kernels import exact, reference
 
     assert isinstance(cpu.step_graphs(), CpuGraphs) and exact.step_graphs() is None is reference.step_graphs()
+
+
+def test_attention_that_is_recorded_follows_the_lengths_whatever_its_reach():
+    """Lengths at which tables have other rows, and more of them, than those that were there first."""
+    rules = FULL, AttentionRule(window=40), AttentionRule(chunk=64, softcap=5.0), AttentionRule(window=600)
+    longest = RandomBatch((SequenceRows(0, 1100, 1), SequenceRows(1, 700, 1)), ())
+    call = paged_call("attention", longest, (4, 2, 16), 16, torch.float32)
+    operands = [call.operands[name] for name in ("q", "keys", "values", "group")]
+    sinks = longest.numbers(4, salt=5).float()
+    metadata = cpu.build_metadata(HostBatch.captured(2, 2048), Staging())
+    recorded = replace(longest.batch(cpu, call.block_tables), metadata=metadata)
+    results, graphs, repeat = [], CpuGraphs(), None
+
+    def run():
+        results[:] = [cpu.attention(*operands, recorded, rule, sinks) for rule in rules]
+
+    for starts in ((5, 39), (511, 512), (1100, 64), (40, 700)):
+        batch = RandomBatch(tuple(SequenceRows(slot, start, 1) for slot, start in enumerate(starts)), ())
+        graphs.set_lengths(metadata, batch.host())
+        repeat() if repeat else (repeat := graphs.capture(run))
+        now = batch.batch(cpu, call.block_tables)
+        for rule, found in zip(rules, results, strict=True):
+            assert torch.equal(found, cpu.attention(*operands, now, rule, sinks)), (starts, rule)

@@ -2,6 +2,7 @@
 leave."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cairn.kernels import cpu, exact
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.contract import Kernels
 from cairn.kernels.exact import products
 from cairn.kernels.exact.metadata import ROW_TILE, TILE
@@ -28,6 +30,7 @@ from kernels.drafts import (
     every_acceptance,
 )
 from kernels.fixed_calls import paged_call
+from kernels.kernel_calls import attention_rules
 from kernels.random_batches import RandomBatch, SequenceRows
 from tiers import more
 
@@ -115,8 +118,8 @@ def test_attention_over_a_verifys_tokens_has_the_bits_of_decodes(
 def test_rows_of_a_verify_that_share_keys_have_the_bits_of_decodes(
     dtype: torch.dtype, heads: tuple[int, int, int]
 ) -> None:
-    for batch in (LONG, MANY):
-        call = paged_call("attention", batch, heads, 16, dtype)
+    for batch, rule in product((LONG, MANY), (FULL, AttentionRule(window=500), AttentionRule(chunk=20, softcap=5.0))):
+        call = paged_call("attention", batch, heads, 16, dtype, rule=rule, sinks=rule != FULL)
         check_verifies(cpu, call)
         check_wrong_numbers(cpu, call)
 
@@ -214,8 +217,14 @@ def test_random_drafts_in_attention(kernels: Kernels, dtype: torch.dtype, max_ex
     """`cuda` cuts long contexts into parts by how many rows there are."""
 
     @settings(max_examples=max_examples, deadline=None)
-    @given(batch=drafts(STARTS if name_of(kernels) == "cuda" else LONG_STARTS), dim=st.sampled_from([4, 5, 16, 40]))
-    def check(batch: RandomBatch, dim: int) -> None:
-        check_verifies(kernels, call_of("attention", batch, dtype, (dim, dim)))
+    @given(
+        batch=drafts(STARTS if name_of(kernels) == "cuda" else LONG_STARTS),
+        dim=st.sampled_from([4, 5, 16, 40]),
+        rule=attention_rules(),
+        sinks=st.booleans(),
+    )
+    def check(batch: RandomBatch, dim: int, rule: AttentionRule, sinks: bool) -> None:
+        call = paged_call("attention", batch, (4, 2, dim), 16, dtype, rule=rule, sinks=sinks)
+        check_verifies(kernels, call)
 
     check()

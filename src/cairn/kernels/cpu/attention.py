@@ -3,7 +3,7 @@ all rows and query heads that want them.
 
 An item of the work is a tile of rows of one sequence with one key head and its query heads, over all keys that the
 rows see, or, for rows of decodes and verifies, over a part of them: what the parts came to is then put together by
-their maxima. Only what lies below a sequence's end is ever read.
+their maxima. Only what lies below a sequence's end, and within the reach of the tile's rows, is ever read.
 
 A verify's rows share a tile, and yet each has the bits of a decode: keys are cut into the same parts and blocks, of a
 block a row takes the keys alone that it sees, and none of its sums depends on who else is in the tile.
@@ -17,11 +17,19 @@ from torch import Tensor
 
 from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel, record, row_args
-from cairn.kernels.cpu.metadata import MERGE_COLUMNS, TILE_COLUMNS, WRITE_COLUMNS, CpuMetadata
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I32, INT, jit, kernel, optional_arg, record, row_args
+from cairn.kernels.cpu.metadata import (
+    BLOCK,
+    MERGE_COLUMNS,
+    TILE_COLUMNS,
+    WRITE_COLUMNS,
+    CpuMetadata,
+    first_key,
+    reach_of,
+)
 from cairn.kernels.cpu.recording import call_again
 from cairn.kernels.cpu.recurrence import copy
-from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store
+from cairn.kernels.cpu.scalars import ONE, advance, exp, load, store, tanh
 from cairn.kernels.cpu.vectors import (
     LANES,
     TILE_LANES,
@@ -36,13 +44,13 @@ from cairn.kernels.cpu.vectors import (
     widen_16,
 )
 
-BLOCK = 32
-"""Keys at a time: with the values they stay in the caches of the core."""
-
 WIDTH = 2 * TILE_LANES
 """What the rows of the buffers are rounded up to."""
 
 _LOWEST = np.float32(-np.inf)
+
+_NEVER = np.int64(1 << 40)
+"""No position."""
 
 
 class _Pages(NamedTuple):
@@ -62,6 +70,16 @@ class _Sizes(NamedTuple):
     kv_heads: int
     dim: int
     width: int
+
+
+class _Rule(NamedTuple):
+    """An `AttentionRule`, 0 for what it has not, and the sinks, float32 [heads]."""
+
+    window: int
+    chunk: int
+    softcap: Any
+    sinks: Any
+    has_sinks: int
 
 
 def _pages_type(x: Any) -> Any:
@@ -107,10 +125,10 @@ def write_kv(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, group: int, bat
 
 
 @jit
-def _widen_block(pages: Any, head: int, table: Any, s: Any, first: Any, end: Any, out: Any) -> None:
-    """The tokens of a block from position `first` on of one head, as float32 rows of `out`; rows at and after position
-    `end` are what they were. The next block's are prefetched: a page of a head is too short for the CPU to see what
-    comes."""
+def _widen_block(pages: Any, head: int, table: Any, s: Any, first: Any, skipped: Any, end: Any, out: Any) -> None:
+    """The tokens of a block from position `first` on of one head, as float32 rows of `out`; the first `skipped` rows
+    and those at and after position `end` are what they were. The next block's are prefetched: a page of a head is too
+    short for the CPU to see what comes."""
     cache, count, whole = advance(pages.address, head * pages.head), min(BLOCK, end - first), s.dim // LANES * LANES
     page, offset = (first + BLOCK) // s.page_size, (first + BLOCK) % s.page_size
     for _ in range(min(BLOCK, end - first - BLOCK)):
@@ -121,8 +139,8 @@ def _widen_block(pages: Any, head: int, table: Any, s: Any, first: Any, end: Any
         if offset == s.page_size:
             page += 1
             offset = 0
-    page, offset = first // s.page_size, first % s.page_size
-    for t in range(count):
+    page, offset = (first + skipped) // s.page_size, (first + skipped) % s.page_size
+    for t in range(skipped, count):
         source = advance(cache, np.int64(table[page]) * pages.page + offset * pages.token)
         target = advance(out, t * s.width)
         for j in range(0, whole, LANES):
@@ -191,18 +209,44 @@ def _add_weighted_row(scores: Any, values: Any, weighted: Any, width: int, depth
         add_row(scores, BLOCK, 1, advance(values, j), width, advance(weighted, j), width, depth, ONE)
 
 
+@jit
+def _end_of_sight(key: Any, rule: Any) -> Any:
+    """The first position behind a key that does not see it."""
+    if rule.window:
+        return key + rule.window
+    return (key // rule.chunk + 1) * rule.chunk if rule.chunk else _NEVER
+
+
+@jit
+def _hide_keys(scores: Any, position: Any, key: Any, rule: Any) -> None:
+    """scores[t] of the keys of the block at `key` that a row at `position` does not see."""
+    for t in range(position + 1 - key, BLOCK):
+        scores[t] = _LOWEST
+    for t in range(first_key(position, rule.window, rule.chunk) - key):
+        scores[t] = _LOWEST
+
+
+@jit
+def _add_seen_values(scores: Any, position: Any, key: Any, rule: Any, values: Any, weighted: Any, width: int) -> None:
+    """weighted += sum over t of scores[t] values[t], for the keys of the block at `key` that a row at `position`
+    sees."""
+    begin = max(np.int64(0), first_key(position, rule.window, rule.chunk) - key)
+    depth = min(np.int64(BLOCK), position + 1 - key) - begin
+    _add_weighted_row(advance(scores, begin), advance(values, begin * width), weighted, width, depth)
+
+
 @kernel(
     {
         (dtype, dtype): (
             *(x, INT, INT, _pages_type(x), _pages_type(x), I32, INT, I32, INT),
-            *(record(_Sizes, INT, INT, INT, INT, INT), FLOAT, F32, x),
+            *(record(_Sizes, INT, INT, INT, INT, INT), record(_Rule, INT, INT, FLOAT, F32, INT), FLOAT, F32, x),
         )
         for dtype, x in ELEMENTS.items()
     }
 )
 def _attend(
     begin: int, end: int, q: Any, q_row: int, q_head: int, keys: Any, values: Any, table: Any, table_row: int,
-    tiles: Any, max_rows: int, s: Any, scale: Any, partials: Any, out: Any,
+    tiles: Any, max_rows: int, s: Any, rule: Any, scale: Any, partials: Any, out: Any,
 ) -> None:  # fmt: skip
     """Items: tiles times key heads."""
     heads, kv_heads, dim, width = s.heads, s.kv_heads, s.dim, s.width
@@ -220,9 +264,9 @@ def _attend(
     for item in range(begin, end):
         tile, kv_head = advance(tiles, item // kv_heads * TILE_COLUMNS), item % kv_heads
         first_row, rows, slot, position = np.int64(tile[0]), np.int64(tile[1]), np.int64(tile[2]), np.int64(tile[3])
-        first_key, end_key = np.int64(tile[4]), np.int64(tile[5])
+        begin_key, end_key = np.int64(tile[4]), np.int64(tile[5])
         partial, num_parts = np.int64(tile[6]), np.int64(tile[7])
-        count = rows * per_kv
+        count, lowest = rows * per_kv, first_key(position, rule.window, rule.chunk)
         for i in range(count):
             source = advance(q, (first_row + i // per_kv) * q_row + (kv_head * per_kv + i % per_kv) * q_head)
             target = advance(queries, i * width)
@@ -230,27 +274,37 @@ def _attend(
                 target[j] = load(source, j) * scale
             maxima[i] = _LOWEST
             sums[i] = np.float32(0)
+            if rule.has_sinks and partial < 0:
+                maxima[i] = rule.sinks[kv_head * per_kv + i % per_kv]
+                sums[i] = ONE
         for j in range(count * width):
             weighted[j] = np.float32(0)
         pages = advance(table, slot * table_row)
-        for key in range(first_key, end_key, BLOCK):
-            _widen_block(keys, kv_head, pages, s, key, end_key, key_block)
-            _widen_block(values, kv_head, pages, s, key, end_key, value_block)
-            # Rows see the block from `first` on, and all its keys from `whole` on.
+        for key in range(begin_key, end_key, BLOCK):
+            skipped = max(np.int64(0), lowest - key)
+            _widen_block(keys, kv_head, pages, s, key, skipped, end_key, key_block)
+            _widen_block(values, kv_head, pages, s, key, skipped, end_key, value_block)
+            # Rows see the block from `first` up to `last`, and all its keys from `whole` up to `partly`.
             first = max(np.int64(0), key - position) * per_kv
             whole = min(count, max(np.int64(0), key + BLOCK - 1 - position) * per_kv)
-            seeing, block_scores = count - first, advance(scores, first * BLOCK)
+            partly = min(count, max(np.int64(0), _end_of_sight(key, rule) - position) * per_kv)
+            last = min(count, (_end_of_sight(key + BLOCK - 1, rule) - position) * per_kv)
+            seeing, block_scores = last - first, advance(scores, first * BLOCK)
             block_weighted = advance(weighted, first * width)
             _attend_block(advance(queries, first * width), seeing, key_block, width, block_scores)
-            for i in range(first, whole):
-                for t in range(position + i // per_kv + 1 - key, BLOCK):
-                    scores[i * BLOCK + t] = _LOWEST
+            if rule.softcap > 0:
+                for t in range(seeing * BLOCK):
+                    block_scores[t] = rule.softcap * tanh(block_scores[t] / rule.softcap)
+            for i in range(first, last):
+                if i < whole or i >= partly:
+                    _hide_keys(advance(scores, i * BLOCK), position + i // per_kv, key, rule)
             _softmax_block(block_scores, seeing, block_weighted, width, advance(maxima, first), advance(sums, first))
-            for i in range(first, whole):
-                depth = position + i // per_kv + 1 - key
-                _add_weighted_row(advance(scores, i * BLOCK), value_block, advance(weighted, i * width), width, depth)
+            for i in range(first, last):
+                if i < whole or i >= partly:
+                    row_weighted, row_scores = advance(weighted, i * width), advance(scores, i * BLOCK)
+                    _add_seen_values(row_scores, position + i // per_kv, key, rule, value_block, row_weighted, width)
             whole_weighted = advance(weighted, whole * width)
-            _add_weighted_values(advance(scores, whole * BLOCK), count - whole, value_block, whole_weighted, width)
+            _add_weighted_values(advance(scores, whole * BLOCK), partly - whole, value_block, whole_weighted, width)
         for i in range(count):
             head, source = kv_head * per_kv + i % per_kv, advance(weighted, i * width)
             if partial < 0:
@@ -266,17 +320,19 @@ def _attend(
     buffer[0] = np.float32(0)
 
 
-@kernel({dtype: (F32, I32, INT, INT, x) for dtype, x in ELEMENTS.items()})
-def _merge(begin: int, end: int, partials: Any, merges: Any, heads: int, dim: int, out: Any) -> None:
+@kernel({dtype: (F32, I32, INT, INT, F32, INT, x) for dtype, x in ELEMENTS.items()})
+def _merge(
+    begin: int, end: int, partials: Any, merges: Any, heads: int, dim: int, sinks: Any, has_sinks: int, out: Any
+) -> None:
     """Items: rows whose keys were cut in parts, times heads."""
     weighted = np.empty(dim, np.float32)
     for item in range(begin, end):
         merge, head = advance(merges, item // heads * MERGE_COLUMNS), item % heads
         first, count = np.int64(merge[1]), np.int64(merge[2])
-        largest = _LOWEST
+        largest = sinks[head] if has_sinks else _LOWEST
         for part in range(first, first + count):
             largest = max(largest, partials[(part * heads + head) * (dim + 2)])
-        total = np.float32(0)
+        total = exp(sinks[head] - largest) if has_sinks else np.float32(0)
         weighted[:] = np.float32(0)
         for part in range(first, first + count):
             partial = advance(partials, (part * heads + head) * (dim + 2))
@@ -299,8 +355,6 @@ def attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `Kernels.attention`."""
-    if rule != FULL or sinks is not None:
-        raise NotImplementedError(f"attention by {rule} is not made by this backend yet: take exact")
     metadata: CpuMetadata = batch.metadata  # type: ignore[assignment]
     _, heads, dim = q.shape
     _, kv_heads, page_size, _ = keys.shape
@@ -309,16 +363,20 @@ def attention(
     attend, merge, target = _attend[q.dtype, keys.dtype], _merge[q.dtype], out.data_ptr()
     pages = keys.data_ptr(), *keys.stride()[:3], values.data_ptr(), *values.stride()[:3]
     operands = *row_args(q), q.stride(1), *pages, *row_args(batch.block_tables[group])
-    sizes = page_size, heads, kv_heads, dim, -(-dim // WIDTH) * WIDTH, dim**-0.5
+    sizes = page_size, heads, kv_heads, dim, -(-dim // WIDTH) * WIDTH
+    logits = None if sinks is None else sinks.float().contiguous()
+    limits = *reach_of(rule), rule.softcap or 0.0, *optional_arg(logits), rule.scale or dim**-0.5
 
     def run() -> None:
-        tiles, merges, count = metadata.tiles, metadata.merges, metadata.num_partials
+        work = metadata.work_for(rule)
+        tiles, merges, count = work.tiles, work.merges, work.num_partials
         partials = torch.empty(count * heads * (dim + 2))
-        work = tiles.num_rows * kv_heads, metadata.num_pairs * heads * dim // 6
-        attend(*work, *operands, tiles.address, metadata.max_rows, *sizes, partials.data_ptr(), target)
+        cost = work.num_pairs * heads * dim // 6
+        places = partials.data_ptr(), target
+        attend(tiles.num_rows * kv_heads, cost, *operands, tiles.address, work.max_rows, *sizes, *limits, *places)
         if count:
-            work = merges.num_rows * heads, partials.numel()
-            merge(*work, partials.data_ptr(), merges.address, heads, dim, target)
+            of_sinks = optional_arg(logits)
+            merge(merges.num_rows * heads, partials.numel(), places[0], merges.address, heads, dim, *of_sinks, target)
 
     call_again(run)
     return out

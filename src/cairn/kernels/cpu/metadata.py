@@ -1,11 +1,12 @@
 """Metadata of the CPU backend, once a step: a batch's work as integer tables, made by one compiled loop for others."""
 
 import itertools
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from cairn.kernels.attention_rule import AttentionRule
 from cairn.kernels.batch import HostBatch, Int32Array
 from cairn.kernels.cpu.compiled import I32, I64, INT, jit, kernel
 from cairn.kernels.cpu.scalars import advance
@@ -17,6 +18,9 @@ TILE_ROWS = 32
 
 VERIFY_TILE_ROWS = 16
 """The same of a verify, of whose rows there are fewer: more than most drafts have are no gain."""
+
+BLOCK = 32
+"""Keys at a time: with the values they stay in the caches of the core."""
 
 SPLIT_TOKENS = 512
 """Keys and values of a decode's or verify's rows that one item of attention's work goes through. Not a matter of how
@@ -40,32 +44,66 @@ _COUNTS_SIZE = 6 * 2
 """Six int64 in int32."""
 
 WRITE_COLUMNS, TILE_COLUMNS, MERGE_COLUMNS = 3, 8, 3
-"""Of the tables of `CpuMetadata`."""
+"""Of the tables of `CpuMetadata` and `AttentionWork`."""
 
 
-@dataclass(slots=True)
-class CpuMetadata:
-    """`Batch.metadata` of this backend.
+@dataclass(frozen=True, slots=True)
+class AttentionWork:
+    """Attention's work over a batch, for layers of one reach.
 
-    `writes`: (row, slot, position) of the rows whose keys and values are written.
-    `tiles`: attention's work, (first row, rows, slot, position of the first row, first key, end of the keys, partial,
-    parts): without a partial result, -1, the tile has all keys that its rows see. Otherwise each row's keys are cut in
-    so many parts, and the rows' partial results are as many apart.
+    `tiles`: (first row, rows, slot, position of the first row, first key, end of the keys, partial, parts): without a
+    partial result, -1, the tile has all keys that its rows see. Otherwise each row's keys are cut in so many parts, and
+    the rows' partial results are as many apart. Keys begin at a multiple of BLOCK, where rows may not see the first.
     `merges`: (row, first partial, partials) of rows whose keys are cut in several parts. `num_partials`: all of them.
     `max_rows`: of a tile. `num_pairs`: of a row and a key that it is compared with.
     """
 
-    writes: Table
     tiles: Table
     merges: Table
     num_partials: int
     max_rows: int
     num_pairs: int
 
+
+Reach = tuple[int, int]
+"""The window and the chunk of an `AttentionRule`, 0 for none: what work depends on."""
+
+_ALL_KEYS: Reach = (0, 0)
+
+
+def reach_of(rule: AttentionRule) -> Reach:
+    """As compiled loops take it."""
+    return rule.window or 0, rule.chunk or 0
+
+
+@dataclass(slots=True)
+class CpuMetadata:
+    """`Batch.metadata` of this backend. `writes`: (row, slot, position) of the rows whose keys and values are written.
+    `work`: of layers of each reach, as far as one has asked."""
+
+    host: HostBatch
+    writes: Table
+    work: dict[Reach, AttentionWork] = field(default_factory=dict)
+
+    def work_for(self, rule: AttentionRule) -> AttentionWork:
+        """Of layers with this rule."""
+        reach = reach_of(rule)
+        if reach not in self.work:
+            self.work[reach] = _make_tables(self.host, reach)[1]
+        return self.work[reach]
+
     def become(self, other: "CpuMetadata") -> None:
         """That of another batch, for those who have this one."""
         for each in fields(self):
             setattr(self, each.name, getattr(other, each.name))
+
+
+@jit
+def first_key(position: Any, window: int, chunk: int) -> Any:
+    """See `AttentionRule.first_key`; 0 for no window, and for no chunk."""
+    if window:
+        return max(np.int64(0), np.int64(position - window + 1))
+    return np.int64(position // chunk * chunk) if chunk else np.int64(0)
 
 
 @jit
@@ -78,12 +116,12 @@ def _put_tile(
     tile[6], tile[7] = partial, num_parts
 
 
-@kernel({None: (I32, I32, I32, I32, INT, INT, INT, I32, I32, I32, I64)})
+@kernel({None: (I32, I32, I32, I32, INT, INT, INT, INT, INT, I32, I32, I32, I64)})
 def _tabulate(
     begin: int, end: int, cu_seqlens: Any, slots: Any, starts: Any, write_from: Any, num_decodes: int,
-    first_prefill: int, num_seqs: int, writes: Any, tiles: Any, merges: Any, counts: Any,
+    first_prefill: int, num_seqs: int, window: int, chunk: int, writes: Any, tiles: Any, merges: Any, counts: Any,
 ) -> None:  # fmt: skip
-    """The tables of `CpuMetadata`, sequence after sequence, and the numbers: of each table's rows, and the other three.
+    """What `_make_tables` gives, sequence after sequence, and the numbers: of each table's rows, and the other three.
     Each row of a verify has the parts that a decode's has. One item."""
     num_writes = num_tiles = num_merges = num_partials = max_rows = num_pairs = 0
     for i in range(num_seqs):
@@ -97,22 +135,26 @@ def _tabulate(
         # The last rows first: they see most keys, and who begins late with a long one ends last.
         end_row = num_rows
         while end_row > 0:
-            row_end, num_parts = start + end_row, 1
+            row_end, first_part, num_parts = start + end_row, 0, 1
             if in_parts:
-                # The first rows may have a part less than those after them.
-                num_parts = -(-row_end // SPLIT_TOKENS)
-                row = max(0, end_row - VERIFY_TILE_ROWS, (num_parts - 1) * SPLIT_TOKENS - start)
+                first_part = first_key(row_end - 1, window, chunk) // SPLIT_TOKENS
+                last_part = (row_end - 1) // SPLIT_TOKENS
+                num_parts = last_part - first_part + 1
+                # The first rows may end in a part before that of those after them, or begin in one.
+                row = max(0, end_row - VERIFY_TILE_ROWS, last_part * SPLIT_TOKENS - start)
+                while first_key(start + row, window, chunk) // SPLIT_TOKENS < first_part:
+                    row += 1
             else:
                 row = (end_row - 1) // TILE_ROWS * TILE_ROWS
-            rows = end_row - row
+            rows, lowest = end_row - row, first_key(start + row, window, chunk) // BLOCK * BLOCK
             if num_parts > 1:
                 for each in range(rows):
                     merge = advance(merges, MERGE_COLUMNS * num_merges)
                     merge[0], merge[1], merge[2] = first + row + each, num_partials + each * num_parts, num_parts
                     num_merges += 1
             for part in range(num_parts):
-                key = part * SPLIT_TOKENS
-                most = min(key + SPLIT_TOKENS, row_end) if num_parts > 1 else row_end
+                most = min((first_part + part + 1) * SPLIT_TOKENS, row_end) if num_parts > 1 else row_end
+                key = max(lowest, (first_part + part) * SPLIT_TOKENS)
                 partial = num_partials + part if num_parts > 1 else -1
                 _put_tile(tiles, num_tiles, first + row, rows, slot, start + row, key, most, partial, num_parts)
                 num_tiles += 1
@@ -128,8 +170,14 @@ def _tabulate(
 def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
     """See `Kernels.build_metadata`."""
     step_work().begin_step(host.num_tokens)
+    writes, work = _make_tables(host, _ALL_KEYS)
+    return CpuMetadata(host, writes, {_ALL_KEYS: work})
+
+
+def _make_tables(host: HostBatch, reach: Reach) -> tuple[Table, AttentionWork]:
+    """Of rows that are written, and attention's."""
     if host.max_seq_len is not None or host.is_fold:
-        return CpuMetadata(_NO_WORK, _NO_WORK, _NO_WORK, 0, 0, 0)
+        return _NO_WORK, AttentionWork(_NO_WORK, _NO_WORK, 0, 0, 0)
     num_seqs, num_tokens = host.num_seqs, host.num_tokens
     # There are at most as many: rows are cut by their number, and those alone by their keys.
     num_alone = host.num_decode_tokens + num_seqs
@@ -147,7 +195,8 @@ def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
     np.concatenate(columns, out=memory[begins[1] : begins[5]])
     address = memory.ctypes.data
     _, *lengths, writes, tiles, merges = (address + memory.itemsize * begin for begin in begins)
-    _tabulate[None](1, 0, *lengths, host.num_decodes, host.first_prefill, num_seqs, writes, tiles, merges, address)
-    num_writes, num_tiles, num_merges, num_partials, max_rows, num_pairs = memory[:_COUNTS_SIZE].view(np.int64).tolist()
-    tables = Table(memory, writes, num_writes), Table(memory, tiles, num_tiles), Table(memory, merges, num_merges)
-    return CpuMetadata(*tables, num_partials, max_rows, num_pairs)
+    kinds = host.num_decodes, host.first_prefill, num_seqs
+    _tabulate[None](1, 0, *lengths, *kinds, *reach, writes, tiles, merges, address)
+    num_writes, num_tiles, num_merges, *numbers = memory[:_COUNTS_SIZE].view(np.int64).tolist()
+    tables = Table(memory, tiles, num_tiles), Table(memory, merges, num_merges)
+    return Table(memory, writes, num_writes), AttentionWork(*tables, *numbers)

@@ -9,13 +9,13 @@ verify is a decode of its own length, by the same code: `slots` and `seq_lens` a
 A prefill row's result does not depend on the rest of the batch: tiles lie on the absolute grid of chunks, and keys are
 added block by block from position 0 on. A decode's depends on the split length, which is fixed where it must not.
 
+Of a limited reach a prefill tile begins at the block of the first key that it sees, and what a decode sees is cut in
+parts from such a block on: nothing before is read, and the cost is the reach's. Sinks are what the sums begin with.
+
 In a CUDA graph nobody on the host knows the lengths. As many parts are launched there for every sequence as are enough
 for the longest one, each sequence is cut into so many equal ones, of MIN_SPLIT keys at least, and those too many end at
 once.
 """
-
-from math import log2
-from typing import Any
 
 import torch
 import triton
@@ -24,17 +24,15 @@ from torch import Tensor
 
 from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import CHUNK, Batch
-from cairn.kernels.cuda.device import kernel, limits, power_of_2
+from cairn.kernels.cuda.attention_tiles import MAX_BLOCK, MIN_SPLIT, decode_tile, prefill_tile, reach_constants
+from cairn.kernels.cuda.device import kernel, limits
 from cairn.kernels.cuda.metadata import CudaMetadata
+from cairn.kernels.cuda.scalars import tanh
 from cairn.kernels.cuda_support import check_model
 
-_TILE_ROWS = (64, 128)
-"""Of a prefill tile in bfloat16, tokens times the group's query heads: with heads of at most 128, and with wider ones,
-which leave room for a single program on a multiprocessor anyway."""
-
-MIN_SPLIT, MAX_SPLIT, MAX_SPLITS = 128, 2048, 128
-"""Keys of a decode's part: what starting a program is worth; what evens out sequences of different lengths. The last is
-the number of parts where there would be more, unless they come to MAX_SPLIT then."""
+MAX_SPLIT, MAX_SPLITS = 2048, 128
+"""Keys of a decode's part: what evens out sequences of different lengths. The other is the number of parts where there
+would be more, unless they come to MAX_SPLIT then."""
 
 MOST_CAPTURED = 16_384
 """Programs of a decode in a CUDA graph, unless fewer would leave multiprocessors without: of short sequences most have
@@ -51,14 +49,30 @@ _COMBINED = (16, 64)
 
 
 @triton.jit
-def _pages(table, first, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def _first_key(position, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """See `AttentionRule.first_key`; 0 for no window, and for no chunk. A position of -1 is that of a padding row."""
+    if WINDOW > 0:
+        first = tl.maximum(position - (WINDOW - 1), 0)
+    elif CHUNK > 0:
+        first = tl.maximum(position, 0) // CHUNK * CHUNK
+    else:
+        first = 0
+    return first
+
+
+@triton.jit
+def _pages(table, lowest, first, end, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, LIMITED: tl.constexpr):
     """Pages of positions [first, first + BLOCK), first a multiple of BLOCK: one number where they lie in one page.
-    Entries of the table for positions at and after `end` are not read."""
+    Entries of the table for positions at and after `end` are not read, and if LIMITED those before `lowest`, which lies
+    in the first block that is asked for."""
     if PAGE_SIZE % BLOCK == 0:
         pages = tl.load(table + first // PAGE_SIZE, mask=first < end, other=0)
     else:
         positions = first + tl.arange(0, BLOCK)
-        pages = tl.load(table + positions // PAGE_SIZE, mask=positions < end, other=0)
+        there = positions < end
+        if LIMITED:
+            there = there & (positions >= lowest)
+        pages = tl.load(table + positions // PAGE_SIZE, mask=there, other=0)
     return pages
 
 
@@ -80,39 +94,63 @@ def _rows(x, offsets, mask, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, MASKED: 
 
 @triton.jit
 def _attend(
-    total, largest, weight, pages, q, seen, first, end, table, keys, values,
+    total, largest, weight, pages, q, unseen, seen, lowest, first, end, table, keys, values,
     key_page, key_token, value_page, value_token,
-    SCALE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
+    SCALE: tl.constexpr, SOFTCAP: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, LIMITED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Adds the keys at positions [first, first + BLOCK) to the weighted values' total, the largest score and the sum of
     the weights of each row; `pages` are the block's, and the next one's are given back: loads of keys and values can
     then be sent for some blocks ahead without waiting for the table. If MASKED, a row's keys at and after `seen` do
-    not count and those at and after `end` are not read. Every row must have seen a key after its first block."""
+    not count and those at and after `end` are not read. Every row must have seen a key after its first block, unless
+    LIMITED: then a row's keys before `unseen` do not count, either, and those before `lowest` are not read."""
     positions = first + tl.arange(0, BLOCK)
     tokens = first % PAGE_SIZE + tl.arange(0, BLOCK) if PAGE_SIZE % BLOCK == 0 else positions % PAGE_SIZE
     wide = pages.to(tl.int64)
     there = positions < end
+    if LIMITED:
+        there = there & (positions >= lowest)
     k = _rows(keys, wide * key_page + tokens * key_token, there, DIM, DIM_BLOCK, MASKED)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    FACTOR: tl.constexpr = 1.0 if SOFTCAP > 0 else SCALE
+    if SOFTCAP > 0:
+        scores = SOFTCAP * tanh(scores * SCALE)
     if MASKED:
         scores = tl.where(positions[None, :] < seen[:, None], scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1) * SCALE)
-    weights = tl.exp2(scores * SCALE - new_largest[:, None])
-    shrink = tl.exp2(largest - new_largest)
+        if LIMITED:
+            scores = tl.where(positions[None, :] >= unseen[:, None], scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1) * FACTOR)
+    beside = new_largest
+    if LIMITED:
+        # Of rows that have seen nothing yet.
+        beside = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    weights = tl.exp2(scores * FACTOR - beside[:, None])
+    shrink = tl.exp2(largest - beside)
     weight = weight * shrink + tl.sum(weights, axis=1)
     v = _rows(values, wide * value_page + tokens * value_token, there, DIM, DIM_BLOCK, MASKED)
     total = tl.dot(weights.to(v.dtype), v, total * shrink[:, None], input_precision="ieee")
-    return total, new_largest, weight, _pages(table, first + BLOCK, end, PAGE_SIZE, BLOCK)
+    return total, new_largest, weight, _pages(table, lowest, first + BLOCK, end, PAGE_SIZE, BLOCK, LIMITED)
+
+
+@triton.jit
+def _begin_sums(sinks, heads, there, ROWS: tl.constexpr, SINKS: tl.constexpr):
+    """Largest score and sum of weights of each row before it has seen a key: of its head's sink, or nothing."""
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    if SINKS:
+        logits = tl.load(sinks + heads, mask=there, other=float("-inf")).to(tl.float32)
+        largest = logits * 1.4426950408889634
+        weight = tl.where(there, 1.0, 0.0)
+    return largest, weight
 
 
 @kernel
 def _prefill_kernel(
-    q, keys, values, out, table, chunk_seqs, chunk_rows, cu_seqlens, seq_starts, slots,
+    q, keys, values, sinks, out, table, chunk_seqs, chunk_rows, cu_seqlens, seq_starts, slots,
     q_row, q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_row,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, TOKENS: tl.constexpr,
-    CHUNK_TOKENS: tl.constexpr, SCALE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK_TOKENS: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr,
+    SINKS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     # The last chunks of a prompt see most keys: they begin first.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -126,7 +164,8 @@ def _prefill_kernel(
     end_row = tl.load(cu_seqlens + seq + 1)
     if (first_row >= end_row) | (first_row + TOKENS <= begin_row):
         return
-    first_position = tl.load(seq_starts + seq) + first_row - begin_row
+    start = tl.load(seq_starts + seq)
+    first_position = start + first_row - begin_row
     end = first_position + tl.minimum(TOKENS, end_row - first_row)
 
     pairs = tl.arange(0, TOKENS * GROUP_BLOCK)
@@ -141,20 +180,35 @@ def _prefill_kernel(
     head_keys = keys + head.to(tl.int64) * key_head
     head_values = values + head.to(tl.int64) * value_head
     total = tl.zeros([TOKENS * GROUP_BLOCK, DIM_BLOCK], tl.float32)
-    largest = tl.full([TOKENS * GROUP_BLOCK], float("-inf"), tl.float32)
-    weight = tl.zeros([TOKENS * GROUP_BLOCK], tl.float32)
-    pages = _pages(seq_table, 0, end, PAGE_SIZE, BLOCK)
-    # Whole blocks that every row sees; then those with the rows' own positions.
+    largest, weight = _begin_sums(sinks, heads, there, TOKENS * GROUP_BLOCK, SINKS)
+    LIMITED: tl.constexpr = WINDOW + CHUNK > 0
+    lowest = _first_key(tl.maximum(first_position, start), WINDOW, CHUNK)
+    unseen = _first_key(seen - 1, WINDOW, CHUNK)
+    begin = lowest // BLOCK * BLOCK
+    pages = _pages(seq_table, lowest, begin, end, PAGE_SIZE, BLOCK, LIMITED)
+    # Whole blocks that every row sees, between those with the rows' own positions and those where some no longer see.
     seen_by_all = (first_position + 1) // BLOCK * BLOCK
-    for first in range(0, seen_by_all, BLOCK):
+    if LIMITED:
+        last_unseen = tl.cdiv(_first_key(end - 1, WINDOW, CHUNK), BLOCK) * BLOCK
+        for first in range(begin, last_unseen, BLOCK):
+            total, largest, weight, pages = _attend(
+                total, largest, weight, pages, queries, unseen, seen, lowest, first, end, seq_table, head_keys,
+                head_values, key_page, key_token, value_page, value_token, SCALE, SOFTCAP, DIM, DIM_BLOCK, PAGE_SIZE,
+                BLOCK, True, True,
+            )  # fmt: skip
+        begin = last_unseen
+        seen_by_all = tl.maximum(seen_by_all, begin)
+    for first in range(begin, seen_by_all, BLOCK):
         total, largest, weight, pages = _attend(
-            total, largest, weight, pages, queries, seen, first, end, seq_table, head_keys, head_values,
-            key_page, key_token, value_page, value_token, SCALE, DIM, DIM_BLOCK, PAGE_SIZE, BLOCK, False,
+            total, largest, weight, pages, queries, unseen, seen, lowest, first, end, seq_table, head_keys,
+            head_values, key_page, key_token, value_page, value_token, SCALE, SOFTCAP, DIM, DIM_BLOCK, PAGE_SIZE,
+            BLOCK, False, False,
         )  # fmt: skip
     for first in range(seen_by_all, end, BLOCK):
         total, largest, weight, pages = _attend(
-            total, largest, weight, pages, queries, seen, first, end, seq_table, head_keys, head_values,
-            key_page, key_token, value_page, value_token, SCALE, DIM, DIM_BLOCK, PAGE_SIZE, BLOCK, True,
+            total, largest, weight, pages, queries, unseen, seen, lowest, first, end, seq_table, head_keys,
+            head_values, key_page, key_token, value_page, value_token, SCALE, SOFTCAP, DIM, DIM_BLOCK, PAGE_SIZE,
+            BLOCK, LIMITED, True,
         )  # fmt: skip
 
     dims = tl.arange(0, DIM_BLOCK)
@@ -174,18 +228,21 @@ def _part_length(length, split_length, num_splits, LEAST: tl.constexpr):
 
 @kernel
 def _decode_kernel(
-    q, keys, values, out, parts, part_weights, table, slots, seq_lens,
+    q, keys, values, sinks, out, parts, part_weights, table, slots, seq_lens,
     q_row, q_head, key_page, key_head, key_token, value_page, value_head, value_token, table_row,
     split_length,
-    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, SCALE: tl.constexpr, DIM: tl.constexpr,
-    DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_BLOCK: tl.constexpr, SCALE: tl.constexpr, SOFTCAP: tl.constexpr, WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr, SINKS: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLIT: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     split = tl.program_id(0)
     head = tl.program_id(1)
     seq = tl.program_id(2)
     length = tl.load(seq_lens + seq)
-    part_length = _part_length(length, split_length, tl.num_programs(0), LEAST)
-    begin = split * part_length
+    lowest = _first_key(length - 1, WINDOW, CHUNK)
+    first_block = lowest // BLOCK * BLOCK
+    part_length = _part_length(length - first_block, split_length, tl.num_programs(0), LEAST)
+    begin = first_block + split * part_length
     if begin >= length:
         return
     end = tl.minimum(begin + part_length, length)
@@ -197,15 +254,18 @@ def _decode_kernel(
     head_keys = keys + head.to(tl.int64) * key_head
     head_values = values + head.to(tl.int64) * value_head
     total = tl.zeros([GROUP_BLOCK, DIM_BLOCK], tl.float32)
-    largest = tl.full([GROUP_BLOCK], float("-inf"), tl.float32)
-    weight = tl.zeros([GROUP_BLOCK], tl.float32)
+    # A sink is in the first part.
+    largest, weight = _begin_sums(sinks, heads, (members < GROUP) & (split == 0), GROUP_BLOCK, SINKS)
+    LIMITED: tl.constexpr = WINDOW + CHUNK > 0
     seen = tl.zeros([GROUP_BLOCK], tl.int32) + end
-    pages = _pages(seq_table, begin, end, PAGE_SIZE, BLOCK)
+    unseen = tl.zeros([GROUP_BLOCK], tl.int32) + lowest
+    pages = _pages(seq_table, lowest, begin, end, PAGE_SIZE, BLOCK, LIMITED)
     # One loop with masks: a tail of its own would have to wait for its loads.
     for first in range(begin, end, BLOCK):
         total, largest, weight, pages = _attend(
-            total, largest, weight, pages, queries, seen, first, end, seq_table, head_keys, head_values,
-            key_page, key_token, value_page, value_token, SCALE, DIM, DIM_BLOCK, PAGE_SIZE, BLOCK, True,
+            total, largest, weight, pages, queries, unseen, seen, lowest, first, end, seq_table, head_keys,
+            head_values, key_page, key_token, value_page, value_token, SCALE, SOFTCAP, DIM, DIM_BLOCK, PAGE_SIZE,
+            BLOCK, LIMITED, True,
         )  # fmt: skip
 
     dims = tl.arange(0, DIM_BLOCK)
@@ -223,13 +283,15 @@ def _decode_kernel(
 @kernel
 def _combine_kernel(
     parts, part_weights, seq_lens, out, split_length, num_splits,
-    DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, BLOCK: tl.constexpr, LEAST: tl.constexpr,
+    WINDOW: tl.constexpr, CHUNK: tl.constexpr, KEY_BLOCK: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     """The parts' outputs, weighted by their sums of weights, of which the logarithm to base 2 is known. Zeros for a
-    sequence without keys, which is a padding row."""
+    sequence without keys, which is a padding row. KEY_BLOCK: the decode's BLOCK."""
     head = tl.program_id(0)
     seq = tl.program_id(1)
     length = tl.load(seq_lens + seq)
+    length -= _first_key(length - 1, WINDOW, CHUNK) // KEY_BLOCK * KEY_BLOCK
     count = tl.cdiv(length, _part_length(length, split_length, num_splits, LEAST))
     row = seq.to(tl.int64) * tl.num_programs(0) + head
     dims = tl.arange(0, DIM_BLOCK)
@@ -251,66 +313,6 @@ def _combine_kernel(
     tl.store(out + row * DIM + dims, result.to(out.dtype.element_ty), mask=dims < DIM)
 
 
-Tile = tuple[dict[str, Any], dict[str, int]]
-"""Constants and options of a kernel."""
-
-
-def _shapes(heads: int, kv_heads: int, dim: int, page_size: int) -> dict[str, Any]:
-    return {
-        "GROUP": heads // kv_heads,
-        "SCALE": dim**-0.5 * log2(2.718281828459045),
-        "DIM": dim,
-        "DIM_BLOCK": power_of_2(dim, 16),
-        "PAGE_SIZE": page_size,
-    }
-
-
-def _prefill_tile(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page_size: int) -> Tile:
-    shapes = _shapes(heads, kv_heads, dim, page_size)
-    group_block = power_of_2(shapes["GROUP"])
-    if dtype == torch.bfloat16:
-        rows, block, options = _tensor_core_tile(shapes["DIM_BLOCK"])
-    else:
-        # Exact products are made without tensor cores, their operands lie in registers: little fits, and least of all
-        # where a block's keys lie in several pages.
-        rows, block, options = 32 if dim <= 128 else 16, 16 if page_size % 32 else 32, {"num_warps": 8, "num_stages": 1}
-    constants = {
-        "KV_HEADS": kv_heads,
-        "GROUP_BLOCK": group_block,
-        "TOKENS": min(CHUNK, max(1, rows // group_block)),
-        "CHUNK_TOKENS": CHUNK,
-        "BLOCK": block,
-        **shapes,
-    }
-    return constants, options
-
-
-def _tensor_core_tile(width: int) -> tuple[int, int, dict[str, int]]:
-    """Rows of a prefill tile, keys of a block, and how it is launched, for heads padded to `width` numbers: as much as
-    shared memory has room for. A100s have 163 KiB of it, GPUs of capability 8.6, 8.9 and 12.0 have 99."""
-    if width <= 128:
-        return _TILE_ROWS[0], 64, {"num_warps": 4, "num_stages": 3}
-    rows, room = _TILE_ROWS[1], limits().shared_memory
-    if 2 * (2 * 64 * 2 + rows) * width + 4096 <= room:
-        return rows, 64, {"num_warps": 8, "num_stages": 2}
-    if 2 * (3 * 32 * 2 + rows) * width <= room:
-        return rows, 32, {"num_warps": 8, "num_stages": 3}
-    return rows // 2, 32, {"num_warps": 8, "num_stages": 2}
-
-
-def _decode_tile(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, page_size: int, split: bool) -> Tile:
-    shapes = _shapes(heads, kv_heads, dim, page_size)
-    low = dtype == torch.bfloat16
-    constants = {
-        "GROUP_BLOCK": power_of_2(shapes["GROUP"], 16),
-        "BLOCK": 64 if low and dim <= 128 else 32,
-        "SPLIT": split,
-        "LEAST": MIN_SPLIT,
-        **shapes,
-    }
-    return constants, {"num_warps": 4, "num_stages": 3} if low else {"num_warps": 8, "num_stages": 2}
-
-
 def split_length(num_decodes: int, kv_heads: int, longest: int, multiprocessors: int = 132, fixed: bool = False) -> int:
     """Keys of a decode's part, a multiple of 64: as long as the multiprocessors have enough to do."""
     if fixed:
@@ -329,6 +331,11 @@ def captured_splits(num_decodes: int, kv_heads: int, longest: int, multiprocesso
     return min(splits, MAX_SPLITS, -(-longest // MIN_SPLIT))
 
 
+def _most_keys(longest: int, rule: AttentionRule) -> int:
+    """That a decode of a sequence of at most so many tokens goes through: from a block's beginning on."""
+    return longest if rule.reach is None else min(longest, rule.reach + MAX_BLOCK)
+
+
 def attention(
     q: Tensor,
     keys: Tensor,
@@ -339,25 +346,24 @@ def attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """See `Kernels.attention`. Raises ConfigError for a dtype or a head dim that the kernels do not take."""
-    if rule != FULL or sinks is not None:
-        raise NotImplementedError(f"attention by {rule} is not made by this backend yet: take exact")
     check_model(q.dtype, q.shape[2])
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     metadata: CudaMetadata = batch.metadata  # type: ignore[assignment]
     if metadata.num_chunks:
-        _prefill(q, keys, values, out, batch.block_tables[group], batch, metadata)
+        _prefill(q, keys, values, out, batch.block_tables[group], batch, metadata, rule, sinks)
     if batch.host.num_decode_tokens:
-        _decode(q, keys, values, out, batch.block_tables[group], batch, metadata)
+        _decode(q, keys, values, out, batch.block_tables[group], batch, metadata, rule, sinks)
     return out
 
 
 def _prefill(
-    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, metadata: CudaMetadata
-) -> None:
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, metadata: CudaMetadata,
+    rule: AttentionRule, sinks: Tensor | None,
+) -> None:  # fmt: skip
     kv_heads, page_size = keys.shape[1:3]
-    constants, options = _prefill_tile(q.dtype, q.shape[1], kv_heads, q.shape[2], page_size)
+    constants, options = prefill_tile(q.dtype, q.shape[1], kv_heads, q.shape[2], page_size, rule, sinks is not None)
     _prefill_kernel[(metadata.num_chunks * (CHUNK // constants["TOKENS"]) * kv_heads,)](
-        *(q, keys, values, out, table),
+        *(q, keys, values, out if sinks is None else sinks, out, table),
         *(metadata.chunk_seqs, metadata.chunk_rows, batch.cu_seqlens, batch.seq_starts, batch.slots),
         *(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0)),
         **constants,
@@ -366,8 +372,9 @@ def _prefill(
 
 
 def _decode(
-    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, metadata: CudaMetadata
-) -> None:
+    q: Tensor, keys: Tensor, values: Tensor, out: Tensor, table: Tensor, batch: Batch, metadata: CudaMetadata,
+    rule: AttentionRule, sinks: Tensor | None,
+) -> None:  # fmt: skip
     host, fixed = batch.host, metadata.exact
     num_decodes, (heads, dim), (kv_heads, page_size) = host.num_decode_tokens, q.shape[1:], keys.shape[1:3]
     slots, seq_lens = batch.slots, batch.seq_lens
@@ -375,21 +382,23 @@ def _decode(
         slots, seq_lens = metadata.row_slots, metadata.row_lens
     captured = host.max_seq_len
     if captured is not None and not fixed:
-        length, splits = 0, captured_splits(num_decodes, kv_heads, captured, limits().multiprocessors)
+        most = _most_keys(captured, rule)
+        length, splits = 0, captured_splits(num_decodes, kv_heads, most, limits().multiprocessors)
     else:
         longest = int(host.seq_lens[: host.first_prefill].max()) if captured is None else captured
+        longest = _most_keys(longest, rule)
         length = split_length(num_decodes, kv_heads, longest, limits().multiprocessors, fixed)
         splits = -(-longest // length)
     # Of a fixed length even one part goes the way of several, so that it is computed by the same code. So does one of a
     # graph: padding rows get their zeros where parts are put together.
     split = splits > 1 or fixed or captured is not None
-    constants, options = _decode_tile(q.dtype, heads, kv_heads, dim, page_size, split)
+    constants, options = decode_tile(q.dtype, heads, kv_heads, dim, page_size, split, rule, sinks is not None)
     parts = part_weights = out
     if split:
         parts = torch.empty((num_decodes, heads, splits, dim), dtype=torch.float32, device=q.device)
         part_weights = torch.empty((num_decodes, heads, splits), dtype=torch.float32, device=q.device)
     _decode_kernel[(splits, kv_heads, num_decodes)](
-        *(q, keys, values, out, parts, part_weights, table, slots, seq_lens),
+        *(q, keys, values, out if sinks is None else sinks, out, parts, part_weights, table, slots, seq_lens),
         *(*q.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0), length),
         **constants,
         **options,
@@ -397,6 +406,8 @@ def _decode(
     if split:
         _combine_kernel[(heads, num_decodes)](
             *(parts, part_weights, seq_lens, out, length, splits),
+            **reach_constants(rule),
+            KEY_BLOCK=constants["BLOCK"],
             DIM=dim,
             DIM_BLOCK=constants["DIM_BLOCK"],
             BLOCK=_COMBINED[splits > _COMBINED[0] and not fixed],

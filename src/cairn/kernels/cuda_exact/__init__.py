@@ -18,6 +18,8 @@ All of them but the products are `cairn.kernels.cuda`'s. What makes them fit, on
 - `attention`: prefill tiles lie on the sequence's own grid and add up keys block by block from position 0 on: as it is.
   A decode is cut into parts of `FIXED_SPLIT` keys from position 0 on, also where it has but one, and the parts are
   put together in their order, a fixed number at a time; there is no choice by the batch. A verify's tokens are decodes.
+  Of a limited reach both begin at the block of the first key, which follows from the position; blocks of which a row
+  sees nothing leave its sums as they are.
 - `experts`, `gated_experts`: blocks of one height, of which a row is a chain of fused multiply-adds; the form for few
   tokens is not taken. A token's terms are added by one program in ascending order of the experts. Sorting gives the
   same order by counting and by torch's stable sort.
