@@ -19,7 +19,20 @@ from cairn.errors import ModelError
 from cairn.models.families import FAMILIES
 from cairn.models.qwen3_5_vision import parse as parse_vision
 from cairn.models.registry import open_model
-from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, olmo_hybrid, qwen3, qwen3_moe, tiny
+from models.decoder_families import (
+    dense_granite,
+    falcon,
+    gemma2,
+    gemma3,
+    granite,
+    lfm2,
+    lfm2_moe,
+    lfm3,
+    olmo_hybrid,
+    qwen3,
+    qwen3_moe,
+    tiny,
+)
 from models.qwen3_5_truth import qwen_weights, raw_qwen
 from runner.harness import Driver, parse, prompt, random_weights, raw_config
 
@@ -35,6 +48,9 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "lfm2_moe": lfm2_moe,
     "qwen3_moe": qwen3_moe,
     "granite": dense_granite,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "lfm3": lfm3,
     "nemotron_h": lambda **changes: raw_config("M*-E", **changes),
     **{name: partial(raw_qwen, name) for name in QWENS},
 }
@@ -42,7 +58,8 @@ SCALINGS = (
     "'default' or 'linear' or 'llama3' or 'yarn' is implemented; without it the model is served at the length that it "
     "was trained for"
 )
-WITH_ROPE = [name for name in MAKERS if name != "nemotron_h"]
+WITH_ROPE = [name for name in MAKERS if name not in ("nemotron_h", "gemma3_text", "lfm3")]
+"""With one kind of rotary positions."""
 
 
 def with_positions(name: str) -> dict[str, Any]:

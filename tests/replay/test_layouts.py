@@ -8,7 +8,19 @@ import pytest
 from cairn.errors import ConfigError
 from cairn.models.families import FAMILIES, family_of
 from cairn.replay.layouts import LAYOUT_NAMES, UNNEEDED, layout_for, sizes_for
-from models.decoder_families import dense_granite, falcon, granite, lfm2, lfm2_moe, olmo_hybrid, qwen3, qwen3_moe
+from models.decoder_families import (
+    dense_granite,
+    falcon,
+    gemma2,
+    gemma3,
+    granite,
+    lfm2,
+    lfm2_moe,
+    lfm3,
+    olmo_hybrid,
+    qwen3,
+    qwen3_moe,
+)
 from models.published import NANO
 from models.published_qwen3_5 import QWEN35
 
@@ -60,6 +72,15 @@ CONFIGS = {
     "olmo_hybrid with sizes of its heads": olmo_hybrid(
         linear_num_key_heads=None, linear_num_value_heads=None, linear_key_head_dim=None, linear_value_head_dim=None
     ),
+    "gemma3": gemma3(intermediate_size=48),
+    "gemma3 by pattern": gemma3(layer_types=None, sliding_window_pattern=2, num_hidden_layers=5, head_dim=24),
+    "gemma3 that sees": {
+        "model_type": "gemma3",
+        "text_config": {name: value for name, value in gemma3().items() if name not in ("model_type", "architectures")},
+    },
+    "lfm3": lfm3(),
+    "lfm3 without gates": lfm3(use_attention_gate=False, layer_types=None, conv_L_cache=4, head_dim=8),
+    "gemma2": gemma2(layer_types=None, num_hidden_layers=4),
     "qwen3": qwen3(),
     "qwen3 with heads of 128": qwen3(head_dim=None),
 }
@@ -89,6 +110,12 @@ NUMBERS = {
     "lfm2_moe of experts alone": (34_560, 32, 1_024, 448, 448),
     "olmo_hybrid": (38_144, 32, 1_024, 9_280, 5_440),
     "olmo_hybrid with sizes of its heads": (32_000, 32, 1_024, 3_520, 2_368),
+    "gemma3": (32_256, 192, 6_144, 64, 64),
+    "gemma3 by pattern": (72_960, 480, 15_360, 64, 64),
+    "gemma3 that sees": (34_560, 192, 6_144, 64, 64),
+    "lfm3": (42_240, 128, 4_096, 832, 832),
+    "lfm3 without gates": (36_864, 32, 1_024, 640, 640),
+    "gemma2": (46_080, 256, 8_192, 64, 64),
     "qwen3": (34_560, 192, 6_144, 64, 64),
     "qwen3 with heads of 128": (163_584, 1_536, 49_152, 64, 64),
 }

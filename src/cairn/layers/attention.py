@@ -27,11 +27,11 @@ NO_NORMS = HeadNorms()
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """One rank's heads. `projection` gives queries | keys | values and, if `gated`, after them the logits of a gate on
-    every output channel; `kv_projection` keys | values alone, where these may be all that is wanted. `rotary`: which of
-    the batch's rotations turns queries and keys, None for none. `layer` counts the model's attention layers, `group`
-    the attention groups of the cache. `rule` and `sinks`, float32 of the rank's query heads: see
-    `Kernels.attention`."""
+    """One rank's heads. `projection` gives queries | keys | values and after them `gate_width` logits of gates a head:
+    0 for none, 1 for one on the whole head, `head_dim` for one on every output channel; `kv_projection` keys | values
+    alone, where these may be all that is wanted. `rotary`: which of the batch's rotations turns queries and keys, None
+    for none. `layer` counts the model's attention layers, `group` the attention groups of the cache. `rule` and
+    `sinks`, float32 of the rank's query heads: see `Kernels.attention`."""
 
     kernels: Kernels
     projection: Projection
@@ -43,7 +43,7 @@ class Attention:
     group: int = 0
     rotary: int | None = None
     norms: HeadNorms = NO_NORMS
-    gated: bool = False
+    gate_width: int = 0
     kv_projection: Projection | None = None
     rule: AttentionRule = FULL
     sinks: Tensor | None = None
@@ -55,14 +55,17 @@ class Attention:
         shared pages need no case of their own.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        widths = [queries, keys, keys, *([queries] if self.gated else [])]
-        q, k, v, *gate = torch.split(self.projection(hidden, batch), widths, dim=-1)
+        widths = [queries, keys, keys, self.num_heads * self.gate_width]
+        q, k, v, gates = torch.split(self.projection(hidden, batch), widths, dim=-1)
         q = self._turn(self._normed(q, self.norms.queries, self.num_heads), batch)
         self._write(k, v, batch, memory)
         cache = memory.paged[self.layer]
         out = self.kernels.attention(q, cache.keys, cache.values, self.group, batch, self.rule, self.sinks).flatten(1)
-        if gate:
-            out = self.kernels.sigmoid_mul(out, gate[0])
+        if self.gate_width == 1:
+            heads = out.view(-1, self.head_dim)
+            out = self.kernels.sigmoid_mul(heads, gates.reshape(-1, 1)).view(out.shape)
+        elif self.gate_width:
+            out = self.kernels.sigmoid_mul(out, gates)
         return self.o_proj(out, batch)
 
     def write_kv(self, hidden: Tensor, batch: Batch, memory: Memory) -> None:

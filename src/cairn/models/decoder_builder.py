@@ -256,7 +256,7 @@ class _DecoderBuilder:
             layer=next(self._attention_layers),
             rotary=self._rotation_of(layer),
             norms=HeadNorms(q_norm, k_norm, layer.norms_all_heads),
-            gated=sizes.gated,
+            gate_width=sizes.gate_width,
             rule=layer.rule,
             sinks=None if layer.sinks is None else drawn["sinks"].float(),
         )

@@ -10,6 +10,8 @@ from cairn.models.config_schema import Fields, custom
 SCALED = ("linear", "llama3", "yarn")
 """Types of scaling that are implemented: frequencies that do not depend on how long a sequence has become."""
 
+MAX_POSITIONS = 1 << 30
+
 PROPORTIONAL = "proportional"
 """Of which a part of each head is turned, as if all of it were."""
 
@@ -33,7 +35,7 @@ class RopeScaling:
 class RopeKind:
     """Attention layers of one kind, called `name`, for which `rope_parameters` has an object of their own. `types`: of
     scaling that are implemented for it; `theta`, `scaling`: the fields of config.json that are this kind's where there
-    is no such object, if there are any."""
+    is no such object, if there are any; without them there has to be one."""
 
     name: str
     types: tuple[str, ...] = ("default",)
@@ -48,6 +50,8 @@ class RopeKind:
         for name, each in by_kind.items():
             if not isinstance(each, Mapping | None):
                 raise fields.error(f"{place}.{name} must be an object: settings are by kind of layer, as {self.name}")
+        if self.theta is None and by_kind.get(self.name) is None:
+            raise fields.error(f"{place}.{self.name} is missing: it has the positions of layers of this kind")
         raw, paths = {"rope_parameters": by_kind.get(self.name)}, {"rope_parameters": f"{place}.{self.name}"}
         for name, field in (("rope_theta", self.theta), ("rope_scaling", self.scaling)):
             if field is not None:
@@ -153,7 +157,7 @@ def rope_scaling(kind: RopeKind | None = None, **options: Any) -> Any:
             # As in vLLM: what `max_position_embeddings` says is the length without scaling in some checkpoints, Qwen's
             # among them, and with it in others.
             max_positions = settings["original_max_position_embeddings"] * settings["factor"]
-        return RopeScaling(rope_type, tuple(settings.items()), min(int(max_positions), 1 << 30))
+        return RopeScaling(rope_type, tuple(settings.items()), min(int(max_positions), MAX_POSITIONS))
 
     return custom(reader, default=None, **options)
 
@@ -164,9 +168,7 @@ def _proportional(rope: Fields, config: Any) -> RopeScaling:
     share = rope.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
     if int(share * config.head_dim // 2) < 1:
         raise rope.error(f"{rope.path_of('partial_rotary_factor')} {share:g} of head_dim {config.head_dim} is no pair")
-    return RopeScaling(
-        PROPORTIONAL, tuple((settings | {"partial_rotary_factor": share}).items()), config.max_position_embeddings
-    )
+    return RopeScaling(PROPORTIONAL, tuple((settings | {"partial_rotary_factor": share}).items()), MAX_POSITIONS)
 
 
 def _yarn(rope: Fields) -> dict[str, float | bool]:
