@@ -177,7 +177,7 @@ EXPORTED = {
     "check_token_ids",
     "cairn.engine.core": "Core",
     "cairn.engine.step_pipeline": "StepPipeline",
-    "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer",
+    "cairn.engine.text.tokenizer": "IncrementalText MARKS ModelTokenizer marks_of",
     "cairn.check.generation": "GenerationReport check_generation render_generation",
     "cairn.cli": "engine_config image_options main",
     "cairn.engine.client": "CoreClient EngineDeadlines OutputQueue Transport",

@@ -36,6 +36,7 @@ ROWS = {
     "lfm3": ("LFM3", ("lfm3",)),
     "gemma3": ("Gemma 3", ("gemma3_text", "gemma3")),
     "gemma2": ("Gemma 2", ("gemma2",)),
+    "gpt_oss": ("gpt-oss", ("gpt_oss",)),
 }
 """By the name in `cairn make-model`: how its models are called, and the `model_type` of their config.json."""
 

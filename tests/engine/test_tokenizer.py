@@ -82,6 +82,23 @@ def test_marks_of_calls_are_text_though_they_are_special_tokens(folder: Path, tm
     assert "".join(map(stream.push, token_ids)) == "<|tool_call_start|>[f()]<|tool_call_end|>"
 
 
+@pytest.mark.parametrize("is_harmony", [True, False])
+def test_marks_of_harmony_are_text_where_answers_have_channels(folder: Path, tmp_path: Path, is_harmony: bool) -> None:
+    """What ends an answer is not. Others end messages by `<|end|>`."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    source = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    names = ["<|start|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"]
+    source.add_special_tokens([*names, *(["<|channel|>"] if is_harmony else [])])
+    source.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ModelTokenizer(tmp_path)
+    answer = "<|start|>a<|message|>b<|constrain|>c<|end|>d<|call|>e<|return|>f"
+    stream = tokenizer.stream()
+    text = "".join(map(stream.push, tokenizer.encode(answer, add_special_tokens=False))) + stream.finish()
+    assert text == ("<|start|>a<|message|>b<|constrain|>c<|end|>def" if is_harmony else "abcdef")
+    ends = tuple(source.token_to_id(name) for name in ("<|return|>", "<|call|>"))
+    assert tokenizer.harmony_ends == (ends if is_harmony else ())
+
+
 def test_special_tokens(tokenizer: ModelTokenizer) -> None:
     token_ids = tokenizer.encode("a<|im_end|><think>b</think>")
     assert len(token_ids) == 5

@@ -285,23 +285,31 @@ def experts(module: Any) -> Iterator[Configuration]:
             sizes = num_experts, top_k, width, inner_width
             for form, types in (({"FP8": "none", "BLOCKED": False}, {}), (fp8_form(gated), FP8)):
                 for kernel, constants, options in expert_products(module, dtype, sizes, gated, bool(form["BLOCKED"])):
+                    types = {**types, "alpha": "fp32", "limit": "fp32"}
                     yield kernel, signature(kernel, model, **types), {**form, **constants}, options
+        # gpt-oss's.
+        for kernel, constants, options in expert_products(
+            module, dtype, (32, 4, 2880, 2880), True, False, clamped=True
+        ):
+            types = signature(kernel, model, alpha="fp32", limit="fp32")
+            yield kernel, types, {"FP8": "none", "BLOCKED": False, **constants}, options
 
 
 def expert_products(
-    module: Any, dtype: torch.dtype, sizes: tuple[int, int, int, int], gated: bool, blocked: bool
+    module: Any, dtype: torch.dtype, sizes: tuple[int, int, int, int], gated: bool, blocked: bool, clamped: bool = False
 ) -> Iterator[tuple[Any, dict[str, object], dict[str, int]]]:
     num_experts, top_k, width, inner_width = sizes
     cores = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
+    of_up, of_down = {"GATED": gated, "CLAMPED": clamped}, {"BIASED": clamped}
     for rows in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16, 32):
         tile, options = module._tile(rows, inner_width, width, dtype, gated=gated)
-        yield module._up_kernel, {"GATED": gated, **cores, **tile}, options
+        yield module._up_kernel, {**of_up, **cores, **tile}, options
         tile, options = module._tile(rows, width, inner_width, dtype, gated=False)
-        yield module._down_kernel, {**cores, **tile}, options
+        yield module._down_kernel, {**of_down, **cores, **tile}, options
     tile, options = module._few_up_tile(width, gated=gated, blocked=blocked)
-    yield module._up_gemv_kernel, {"GATED": gated, **tile}, options
+    yield module._up_gemv_kernel, {**of_up, **tile}, options
     tile, options = module._few_down_tile(inner_width, top_k, blocked=blocked)
-    yield module._down_gemv_kernel, {"TOP_K": top_k, **tile}, options
+    yield module._down_gemv_kernel, {"TOP_K": top_k, **of_down, **tile}, options
 
 
 VOCABULARIES = (32_000, 131_072, 151_936, 248_320, 262_144)

@@ -48,6 +48,9 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "gated_experts": Operation(
             ("x", "topk_ids", "topk_weights"), ("model",), ("gate_up", "down"), takes_batch=True
         ),
+        "clamped_experts": Operation(
+            ("x", "topk_ids", "topk_weights"), ("model",), ("gate_up", "down"), takes_batch=True
+        ),
         "rms_norm": Operation(("x",), ("once",)),
         "add_rms_norm": Operation(("residual", "x"), ("model",), changed={"residual": "model"}),
         "gated_rms_norm": Operation(("x", "gate"), ("once",)),
@@ -269,6 +272,21 @@ def _gated_experts(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> O
     return {**operands, "gate_up": gate_up, "down": _weight(batch, experts, width, inner, salt=4).to(dtype)}
 
 
+def _clamped_experts(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
+    """Some numbers are beyond the limit, which is one that any dtype has."""
+    operands = _gated_experts(draw, batch, dtype)
+    gate_up_bias, down_bias = (
+        batch.numbers(*operands[name].shape[:2], salt=salt).to(dtype) for name, salt in (("gate_up", 5), ("down", 6))
+    )
+    return {
+        **operands,
+        "gate_up_bias": gate_up_bias,
+        "down_bias": down_bias if draw(st.booleans()) else None,
+        "alpha": 1.5,
+        "limit": 1.25,
+    }
+
+
 def _rms_norm(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     width = draw(WIDTHS)
     heads = [draw(st.integers(1, 3))] if draw(st.booleans()) else []
@@ -468,6 +486,7 @@ OPERANDS: Mapping[str, Callable[[st.DrawFn, RandomBatch, torch.dtype], Operands]
         "lm_head": _lm_head,
         "experts": _experts,
         "gated_experts": _gated_experts,
+        "clamped_experts": _clamped_experts,
         "rms_norm": _rms_norm,
         "add_rms_norm": _add_rms_norm,
         "gated_rms_norm": _gated_rms_norm,

@@ -200,7 +200,7 @@ def router_call(name: str, rows: int, experts: int) -> Call:
 def experts_call(name: str, rows: int, width: int, dtype: torch.dtype) -> Call:
     """One expert, or three of which each row has two, whose inner width is another number's."""
     experts, top_k, inner = (1, 1, width) if width < 33 else (3, 2, 24)
-    gated = name == "gated_experts"
+    gated = name != "experts"
     operands = {
         "x": numbers(rows, width, dtype=dtype),
         "topk_ids": torch.zeros(rows, top_k, dtype=torch.int64),
@@ -208,6 +208,9 @@ def experts_call(name: str, rows: int, width: int, dtype: torch.dtype) -> Call:
         "gate_up" if gated else "up": numbers(experts, inner * (1 + gated), width, dtype=dtype),
         "down": numbers(experts, width, inner, dtype=dtype),
     }
+    if name == "clamped_experts":
+        operands |= {"gate_up_bias": numbers(experts, 2 * inner, dtype=dtype), "alpha": 1.7, "limit": 7.0}
+        operands["down_bias"] = numbers(experts, width, dtype=dtype) if rows > 1 else None
     return Call(name, fresh_sequence(rows), operands)
 
 

@@ -159,6 +159,16 @@ def experts_call(choice: Tensor, num_experts: int, sizes: tuple[int, int], gated
     return Call("gated_experts" if gated else "experts", batch, operands)
 
 
+def clamped(call: Call) -> Call:
+    """The same experts with biases, of whose inner numbers some are beyond the limit."""
+    dtype = call.operands["x"].dtype
+    biases = {
+        f"{name}_bias": call.batch.numbers(*call.operands[name].shape[:2], salt=salt).to(dtype)
+        for name, salt in (("gate_up", 5), ("down", 6))
+    }
+    return Call("clamped_experts", call.batch, {**call.operands, **biases, "alpha": 1.5, "limit": 0.75})
+
+
 def random_choice(tokens: int, num_experts: int, top_k: int) -> Tensor:
     return numbers(tokens, num_experts, salt=1).topk(top_k, dim=-1).indices
 
@@ -184,6 +194,15 @@ def test_experts(which: str, gated: bool, dtype: torch.dtype) -> None:
 
 
 @DTYPES
+@pytest.mark.parametrize("tokens", [2, 12])
+def test_clamped_experts(tokens: int, dtype: torch.dtype) -> None:
+    call = clamped(experts_call(random_choice(tokens, 3, 2), 3, (333, 150), True, dtype))
+    check_against_reference(CUDA, call, dtype)
+    without = {name: None if name == "down_bias" else value for name, value in call.operands.items()}
+    check_against_reference(CUDA, Call(call.name, call.batch, without), dtype)
+
+
+@DTYPES
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("tokens", [2, 12])
 def test_products_of_several_tiles(tokens: int, gated: bool, dtype: torch.dtype) -> None:
@@ -201,9 +220,9 @@ def test_more_rows_than_a_launch_has_programs_for_are_several_launches(
     launched: list[int] = []
     run = module._run_many_tokens
 
-    def counted(x: Tensor, *others: Any, gated: bool) -> None:
+    def counted(x: Tensor, *others: Any) -> None:
         launched.append(len(x))
-        run(x, *others, gated=gated)
+        run(x, *others)
 
     monkeypatch.setattr(module, "_run_many_tokens", counted)
     # Two blocks of 32 pairs beside one of each expert.

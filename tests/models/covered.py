@@ -33,7 +33,7 @@ LOGITS = Coverage(
     (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe"),
         *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gemma3", "lfm3", "gemma2"),
+        *("gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 
@@ -43,11 +43,11 @@ INT8 = Coverage(
     ("models/test_served_int8.py",),
     (
         *("qwen3_5", "nemotron_h", "falcon_h1", "granitemoehybrid", "lfm2", "qwen3"),
-        *("qwen3_5_moe", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gemma3", "lfm3", "gemma2"),
+        *("qwen3_5_moe", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 
-INT4 = Coverage("int4", "CPU", ("models/test_served_int4.py",), ("qwen3_5", "nemotron_h", "qwen3_5_moe"))
+INT4 = Coverage("int4", "CPU", ("models/test_served_int4.py",), ("qwen3_5", "nemotron_h", "qwen3_5_moe", "gpt_oss"))
 
 FP8 = Coverage("FP8", "CPU", ("models/test_fp8.py",), ("qwen3_5", "qwen3_5_moe", "nemotron_h"))
 
@@ -58,6 +58,8 @@ PACKED = Coverage(
     ("qwen3_5", "qwen3_5_moe"),
 )
 """The second for stacks of experts."""
+
+MXFP4_STACKS = Coverage("stacks of experts in MXFP4", "CPU", ("models/test_gpt_oss.py",), ("gpt_oss",))
 
 GGUF = Coverage(
     "GGUF",
@@ -100,7 +102,21 @@ FP8_ON_GPU = Coverage("FP8", "GPU", ("kernels/test_cuda_fp8.py",), ("qwen3_5_moe
 
 IMAGES_ON_GPU = Coverage("images", "GPU", ("kernels/test_cuda_engine.py",), ("qwen3_5_vl",))
 
-FORMATS = (LOGITS, INT8, INT4, FP8, PACKED, GGUF, STATES, IMAGES, ON_GPU, LOGITS_ON_GPU, FP8_ON_GPU, IMAGES_ON_GPU)
+FORMATS = (
+    LOGITS,
+    INT8,
+    INT4,
+    FP8,
+    PACKED,
+    MXFP4_STACKS,
+    GGUF,
+    STATES,
+    IMAGES,
+    ON_GPU,
+    LOGITS_ON_GPU,
+    FP8_ON_GPU,
+    IMAGES_ON_GPU,
+)
 """In what form a model's numbers are, by device."""
 
 WHOLE_EXACTNESS = Coverage(
@@ -110,7 +126,7 @@ WHOLE_EXACTNESS = Coverage(
     (
         *("nemotron_h", "qwen3_5"),
         *("qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe"),
-        *("olmo_hybrid", "gemma3", "lfm3", "gemma2"),
+        *("olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 """The first two in `make test`, all others in `make test-long`."""
@@ -121,7 +137,7 @@ EXACTNESS = Coverage(
     ("engine/test_exactness_families.py",),
     (
         *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gemma3", "lfm3", "gemma2"),
+        *("gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 
@@ -132,7 +148,7 @@ DRAFTS = Coverage(
     (
         *("nemotron_h+mtp", "qwen3_5+mtp", "lfm2", "nemotron_h", "qwen3_5", "falcon_h1", "granitemoehybrid"),
         *("qwen3_5_moe+mtp", "qwen3_5_moe", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gemma3", "lfm3", "gemma2"),
+        *("gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 
@@ -142,7 +158,7 @@ RECORDED = Coverage(
     ("engine/test_recorded_decodes.py", "engine/test_nothing_is_compiled_late.py"),
     (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "falcon_h1", "qwen3"),
-        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gemma3", "lfm3", "gemma2"),
+        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 
@@ -152,7 +168,7 @@ HAND_OVERS = Coverage(
     ("pd/test_families.py",),
     (
         *("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"),
-        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "nemotron_h", "gemma3", "lfm3", "gemma2"),
+        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "nemotron_h", "gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 

@@ -325,6 +325,41 @@ def gemma2(**changes: Any) -> dict[str, Any]:
     }
 
 
+def gpt_oss(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 12,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 1e5,
+            "factor": 2.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 64,
+        },
+        "intermediate_size": 24,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "swiglu_alpha": 1.3,
+        "swiglu_limit": 0.8,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
 @dataclass(frozen=True)
 class Tiny:
     """A config, parsed, with random weights by published name."""
@@ -375,7 +410,7 @@ def tiny(raw: Mapping[str, Any], seed: int = 0) -> Tiny:
             weights[name] = uniform(shape, 0.0, 2.8)
         elif last == "dt_bias":
             weights[name] = uniform(shape, -10.0, 2.0)
-        elif last == "bias":
+        elif last.endswith("bias"):
             weights[name] = uniform(shape, -0.2, 0.2)
         elif len(shape) == 1:
             weights[name] = uniform(shape, 0.5, 1.5)
@@ -446,13 +481,13 @@ def published(tiny: Tiny) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         write(tiny, Path(folder))
-        # Others than the plain one do not bound scores.
+        # Others than the plain one do not bound scores, and None is the model's own choice.
         model, report = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=torch.float32,
             output_loading_info=True,
             experts_implementation="eager",
-            attn_implementation="eager" if tiny.raw.get("attn_logit_softcapping") else "sdpa",
+            attn_implementation="eager" if tiny.raw.get("attn_logit_softcapping") else None,
         )
     assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     return model.eval()

@@ -23,6 +23,8 @@ def multiplied(name: str, shape: tuple[int, ...], experts_per_token: int) -> int
     expert = OF_ONE_EXPERT.fullmatch(name)
     if VOCABULARY.fullmatch(name) or (expert is not None and int(expert[1]) >= experts_per_token):
         return 0
+    if name.endswith("_bias"):
+        return 0
     # a depthwise convolution's kernel is [channels, 1, taps]
     if len(shape) == 3 and shape[1] > 1:
         return experts_per_token * shape[1] * shape[2]

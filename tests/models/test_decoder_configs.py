@@ -27,6 +27,7 @@ from models.decoder_families import (
     falcon,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     lfm2,
     lfm2_moe,
@@ -349,6 +350,54 @@ LFM3 = {
     "use_sandwich_norm": True,
     "vocab_size": 128000,
 }
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "quantization_config": {
+        "modules_to_not_convert": [
+            "model.layers.*.self_attn",
+            "model.layers.*.mlp.router",
+            "model.embed_tokens",
+            "lm_head",
+        ],
+        "quant_method": "mxfp4",
+    },
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+GPT_OSS_120B = {
+    **GPT_OSS,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_hidden_layers": 36,
+    "num_local_experts": 128,
+}
 PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     # config, parameters, bytes a token, header, state; in bfloat16
     "Granite-4.0-H-Tiny": (GRANITE, 6_939_037_248, 4 * 4 * 2 * 128 * 2, 3072 + 36 * 3 * 256 * 2, 57_286_656),
@@ -368,10 +417,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     "Gemma-3-1B": (GEMMA3, 999_885_952, 26 * 1 * 2 * 256 * 2, 2304, 0),
     "LFM3-1.7B": (LFM3, 1_728_801_536, 11 * 4 * 2 * 128 * 2, 4096, 13 * 6 * 2048 * 2),
     "Gemma-2-2B": (GEMMA2, 2_614_341_888, 26 * 4 * 2 * 256 * 2, 4608, 0),
+    "gpt-oss-20b": (GPT_OSS, 20_914_757_184, 24 * 8 * 2 * 64 * 2, 5760, 0),
+    "gpt-oss-120b": (GPT_OSS_120B, 116_829_156_672, 36 * 8 * 2 * 64 * 2, 5760, 0),
 }
 
 
-MAKERS = [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid, gemma3, gemma2, lfm3]
+MAKERS = [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid, gpt_oss, gemma3, gemma2, lfm3]
 
 
 def parsed(raw: dict[str, Any]) -> tuple[Any, Any]:
@@ -422,13 +473,15 @@ def test_the_layers_in_words() -> None:
         },
         "Olmo-Hybrid-7B": {"gated delta net with MLP": 24, "attention with MLP": 8},
         "Qwen3-0.6B": {"attention with MLP": 28},
-        "Gemma-3-1B": {"attention over 512 tokens with MLP": 22, "attention with MLP": 4},
+        "Gemma-3-1B": {"windowed attention with MLP": 22, "attention with MLP": 4},
         "LFM3-1.7B": {
             "short convolution with MLP": 13,
-            "attention over 256 tokens with MLP": 5,
+            "windowed attention with MLP": 5,
             "attention with MLP": 6,
         },
-        "Gemma-2-2B": {"attention over 4096 tokens with MLP": 13, "attention with MLP": 13},
+        "Gemma-2-2B": {"windowed attention with MLP": 13, "attention with MLP": 13},
+        "gpt-oss-20b": {"windowed attention with mixture of experts": 12, "attention with mixture of experts": 12},
+        "gpt-oss-120b": {"windowed attention with mixture of experts": 18, "attention with mixture of experts": 18},
     }
 
 
@@ -536,6 +589,21 @@ def test_the_layers_in_words() -> None:
         (granite(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
         (granite(logits_scaling=0), "logits_scaling must be a number"),
         (granite(normalization_function="layernorm"), "normalization_function is 'layernorm'"),
+        (gpt_oss(sliding_window=0), "sliding_window must be an integer in 1.*, not 0, as layer 0 is sliding_attention"),
+        (gpt_oss(sliding_window=-3), "sliding_window must be an integer in 1.*, not -3, as layer 0"),
+        (
+            gpt_oss(sliding_window=None, layer_types=["full_attention"] * 2 + ["sliding_attention"]),
+            "sliding_window is null, but layer 2 is sliding_attention",
+        ),
+        (
+            gpt_oss(layer_types=["chunked_attention"] * 3),
+            "layer_types has 'chunked_attention' for layer 0; each layer must be one",
+        ),
+        (gpt_oss(layer_types=["full_attention"] * 2), "num_hidden_layers is 3, but layer_types names 2 layers"),
+        (gpt_oss(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
+        (gpt_oss(hidden_act="gelu"), "hidden_act is 'gelu'"),
+        (gpt_oss(swiglu_limit=0), "swiglu_limit must be a number"),
+        (gpt_oss(attention_bias="yes"), "attention_bias must be true or false"),
     ],
 )
 def test_refused(raw: dict[str, Any], message: str) -> None:
@@ -565,6 +633,13 @@ def test_what_may_be_left_out() -> None:
     assert parsed(lfm2())[1].tie_word_embeddings
     assert not parsed(lfm2(tie_embedding=False))[1].tie_word_embeddings
     assert parsed(qwen3(rope_parameters={"rope_type": "default", "type": "mrope"}))[1].rope_theta == 1e6
+    left_out = ("layer_types", "sliding_window", "rope_parameters", "swiglu_alpha", "swiglu_limit")
+    _, silent = parsed({name: value for name, value in gpt_oss(num_hidden_layers=4).items() if name not in left_out})
+    assert silent.layer_types == ("sliding_attention", "full_attention") * 2
+    assert (silent.sliding_window, silent.swiglu_alpha, silent.swiglu_limit) == (128, 1.702, 7.0)
+    assert (silent.rope_theta, silent.rope_scaling) == (150000.0, parsed(GPT_OSS)[1].rope_scaling)
+    assert silent.max_model_len == 131072
+    assert parsed(gpt_oss(layer_types=["full_attention"] * 3, sliding_window=None))[1].sliding_window == 0
 
 
 def test_what_lfm3_leaves_out_is_transformers_own() -> None:
@@ -581,7 +656,7 @@ def test_the_text_model_of_one_that_sees() -> None:
     assert sum(map(math.prod, family.tensors(config).values())) == 3_880_263_168
     assert config.layout(16, 2).bytes_per_token == 34 * 4 * 2 * 256 * 2
     assert config.eos_token_ids == (1, 106)
-    assert config.layer_counts() == {"attention over 1024 tokens with MLP": 29, "attention with MLP": 5}
+    assert config.layer_counts() == {"windowed attention with MLP": 29, "attention with MLP": 5}
     # It is the length with scaled positions.
     assert config.max_model_len == 131072 and config.rope_scaling is not None
     alone = parsed({**GEMMA3_THAT_SEES["text_config"], "architectures": ["Gemma3ForCausalLM"]})[1]
@@ -667,6 +742,7 @@ def test_the_older_name_of_tied_embeddings_counts(outer: bool | None, inner: boo
         (qwen3_moe(moe_intermediate_size=25), 2, "moe_intermediate_size 25"),
         (lfm2_moe(moe_intermediate_size=25), 2, "moe_intermediate_size 25"),
         (olmo_hybrid(), 3, "num_key_value_heads 2|linear_num_key_heads 2"),
+        (gpt_oss(intermediate_size=25), 2, "intermediate_size 25"),
         (qwen3(), 0, "at least 1"),
         (qwen3(), -1, "at least 1"),
     ],
@@ -746,6 +822,12 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
             {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
         ],
         gemma2: [{"attn_logit_softcapping": None}, {"final_logit_softcapping": 5.0}, {"rope_theta": 1e5}],
+        gpt_oss: [
+            {"sliding_window": 13},
+            {"swiglu_alpha": 1.702},
+            {"swiglu_limit": 7.0},
+            {"layer_types": ["full_attention"] * 3},
+        ],
         qwen3: [{"rope_theta": 1e4}, {"head_dim": 8}, {"attention_bias": True}, {"intermediate_size": 8}],
     }
     for change in changes[make]:

@@ -16,6 +16,7 @@ from models.decoder_families import (
     falcon,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     lfm2,
     lfm2_moe,
@@ -101,6 +102,18 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
         conv_L_cache=4,
         tie_word_embeddings=False,
     ),
+    "gpt_oss": gpt_oss,
+    "gpt_oss-tied": partial(
+        gpt_oss,
+        layer_types=["full_attention", "sliding_attention"],
+        num_hidden_layers=2,
+        sliding_window=70,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        attention_bias=False,
+        swiglu_alpha=1.702,
+        swiglu_limit=7.0,
+        tie_word_embeddings=True,
+    ),
     # Positions are scaled from 64 to 128 or more: the prompt ends behind either.
     "qwen3-yarn": partial(qwen3, rope_scaling=YARN),
     "lfm2-linear": partial(lfm2, rope_scaling={"type": "linear", "factor": 2.5}, max_position_embeddings=64),
@@ -137,7 +150,15 @@ LONG = (
     "gemma3-biased",
 )
 
-MORE = ("dense-granite-untied", "qwen3_moe-tied", "lfm2_moe-plain", "olmo_hybrid-turned", "gemma2", "lfm3-plain")
+MORE = (
+    "dense-granite-untied",
+    "qwen3_moe-tied",
+    "lfm2_moe-plain",
+    "olmo_hybrid-turned",
+    "gemma2",
+    "lfm3-plain",
+    "gpt_oss-tied",
+)
 
 
 @pytest.fixture(

@@ -35,17 +35,22 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
     ),
     "olmo_hybrid": (6, 10, {"gated delta net with MLP": 4, "attention with MLP": 2}),
     "qwen3": (1, 1, {"attention with MLP": 6}),
-    "gemma3": (1, 1, {"attention over 40 tokens with MLP": 4, "attention with MLP": 2}),
+    "gemma3": (1, 1, {"windowed attention with MLP": 4, "attention with MLP": 2}),
     "lfm3": (
         1,
         1,
         {
             "short convolution with MLP": 5,
-            "attention over 40 tokens with MLP": 1,
+            "windowed attention with MLP": 1,
             "attention with MLP": 2,
         },
     ),
-    "gemma2": (1, 1, {"attention over 40 tokens with MLP": 3, "attention with MLP": 3}),
+    "gemma2": (1, 1, {"windowed attention with MLP": 3, "attention with MLP": 3}),
+    "gpt_oss": (
+        1,
+        1,
+        {"windowed attention with mixture of experts": 3, "attention with mixture of experts": 3},
+    ),
 }
 
 

@@ -24,6 +24,7 @@ from models.decoder_families import (
     falcon,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     lfm2,
     lfm2_moe,
@@ -51,6 +52,7 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "lfm3": lfm3,
+    "gpt_oss": gpt_oss,
     "nemotron_h": lambda **changes: raw_config("M*-E", **changes),
     **{name: partial(raw_qwen, name) for name in QWENS},
 }

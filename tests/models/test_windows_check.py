@@ -84,4 +84,4 @@ def test_published_shapes(name: str, tmp_path: Path) -> None:
     assert (report.parameters, report.max_model_len) == (parameters, max_model_len)
     # The output is the embedding once more, packed for products.
     assert report.weight_bytes >= 2 * parameters
-    assert any(words.startswith("attention over") for words in report.layers)
+    assert any(words.startswith("windowed attention") for words in report.layers)

@@ -13,6 +13,7 @@ from models.decoder_families import (
     falcon,
     gemma2,
     gemma3,
+    gpt_oss,
     granite,
     lfm2,
     lfm2_moe,
@@ -83,6 +84,8 @@ CONFIGS = {
     "gemma2": gemma2(layer_types=None, num_hidden_layers=4),
     "qwen3": qwen3(),
     "qwen3 with heads of 128": qwen3(head_dim=None),
+    "gpt_oss": gpt_oss(),
+    "gpt_oss of full reach": gpt_oss(layer_types=["full_attention"] * 3, sliding_window=None, head_dim=None),
 }
 NUMBERS = {
     "nano": (2_874_482_688, 24_576, 98_304, 49_087_744, 24_970_496),
@@ -118,6 +121,8 @@ NUMBERS = {
     "gemma2": (46_080, 256, 8_192, 64, 64),
     "qwen3": (34_560, 192, 6_144, 64, 64),
     "qwen3 with heads of 128": (163_584, 1_536, 49_152, 64, 64),
+    "gpt_oss": (39_744, 192, 6_144, 64, 64),
+    "gpt_oss of full reach": (95_040, 768, 24_576, 64, 64),
 }
 """Active weights, score numbers, and bytes of a page and of a checkpoint with a state in float32 and in bfloat16, pages
 and convolutions in bfloat16: from sums over the layers, matrix by matrix, and not over a checkpoint's tensors."""

@@ -299,6 +299,41 @@ def test_forms_of_calls_follow_from_the_template_or_the_flag(serving, form, is_n
     assert len(chat(server, text, **allowed)[2]) == 2
 
 
+HARMONY = "<|start|>assistant<|channel|>analysis<|message|>"
+MESSAGES_OF_HARMONY = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    "<|start|>assistant<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+    '{"city": "Oslo"}<|call|>'
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "options"),
+    [
+        (HARMONY, {}),
+        ("", {"tool_call_parser": "openai"}),
+        ("", {"reasoning_parser": "openai_gptoss"}),
+        ("<think>", {"tool_call_parser": "openai", "reasoning_parser": "openai_gptoss"}),
+    ],
+)
+def test_harmony(serving, template, options):
+    """Reasoning, what is said before a call, and the call, whole and streamed, as all APIs have them. What is echoed
+    before comes first, so what is said is a second text."""
+    server = serving(template, **options)
+    content, reasoning, calls, finish, usage = chat(server, MESSAGES_OF_HARMONY)
+    assert (content, reasoning, calls) == ("\nI look.", "hm", [("weather", '{"city": "Oslo"}')])
+    assert finish == "tool_calls"
+    assert usage["completion_tokens_details"]["reasoning_tokens"] > 0
+    assert streamed(server, MESSAGES_OF_HARMONY) == (content, reasoning, calls, finish)
+    found = responses(server, MESSAGES_OF_HARMONY)
+    # The role of the next turn is echoed behind it.
+    assert [item["type"] for item in found["output"]][:4] == ["message", "reasoning", "message", "function_call"]
+    types = [block["type"] for block in messages(server, MESSAGES_OF_HARMONY)["content"]]
+    assert types[:4] == ["text", "thinking", "text", "tool_use"]
+    hidden = chat(server, MESSAGES_OF_HARMONY, include_reasoning=False)
+    assert hidden[:2] == ("\nI look.", "") and hidden[2] == calls
+
+
 def test_a_list_may_be_the_whole_answer(serving):
     """Only at its beginning: the echo says the role first."""
     server = serving("", tool_call_parser="pythonic")

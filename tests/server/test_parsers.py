@@ -16,6 +16,7 @@ from cairn.engine.text.tokenizer import MARKS
 from cairn.errors import ConfigError
 from cairn.server.openai.chat_message import ChatMessage
 from cairn.server.options import ServerOptions
+from cairn.server.parsers.harmony import MAX_HEADER, HarmonyParser, call_header
 from cairn.server.parsers.json_mender import JsonMender
 from cairn.server.parsers.json_tool_parser import MAX_CALL, JsonToolParser
 from cairn.server.parsers.lfm2_tool_parser import MAX_VALUE as MAX_LITERAL
@@ -64,6 +65,13 @@ def hermes(name, arguments):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+def harmony(channel, text, end="<|end|>", to="", kind=""):
+    return f"<|channel|>{channel}{to}{kind}<|message|>{text}{end}"
+
+
+NEXT = "<|start|>assistant"
+
+
 MAKE = {
     "plain": lambda: OutputParser(),
     "xml": lambda: XmlToolParser(TOOLS),
@@ -71,6 +79,12 @@ MAKE = {
     "nemotron": lambda: NemotronToolParser(TOOLS),
     "lfm2": lambda: Lfm2ToolParser(TOOLS),
     "pythonic": lambda: PythonicToolParser(TOOLS),
+    "harmony": lambda: ParserFactory(HarmonyParser, has_reasoning=True).make_parser(TOOLS, opened=False),
+    "opened+harmony": lambda: ParserFactory(HarmonyParser, has_reasoning=True).make_parser(TOOLS, opened=True),
+    "harmony without tools": lambda: ParserFactory(HarmonyParser, has_reasoning=True).make_parser(None, opened=False),
+    "harmony without reasoning": lambda: ParserFactory(HarmonyParser, has_reasoning=False).make_parser(
+        TOOLS, opened=False
+    ),
     "think": lambda: ReasoningParser(OutputParser(), opened=False),
     "opened": lambda: ReasoningParser(OutputParser(), opened=True),
     "think+xml": lambda: ParserFactory(XmlToolParser, has_reasoning=True).make_parser(TOOLS, opened=False),
@@ -471,6 +485,72 @@ EXAMPLES = [
             ("opened+form", xml("now")),
         )
     ),
+    # harmony: the token that ends an answer is no text, but may be one where special tokens are asked for
+    *(("harmony", harmony("final", "It rains.\n", end), ("It rains.\n", "", [])) for end in ("", "<|return|>")),
+    *(
+        ("harmony", harmony("analysis", "hm") + NEXT + harmony("final", "yes", end), ("yes", "hm", []))
+        for end in ("", "<|return|>")
+    ),
+    ("harmony", harmony("analysis", "hm"), ("", "hm", [])),
+    *(
+        ("harmony", harmony("analysis", "hm") + NEXT + head + '{"city": "Oslo"}' + end, ("", "hm", [OSLO]))
+        for end in ("", "<|call|>", " <|call|>", "\n")
+        for head in (
+            call_header("weather"),
+            "<|channel|>commentary to=functions.weather<|constrain|>json<|message|>",
+            "<|channel|>commentary to=functions.weather json<|message|>",
+            "<|channel|>analysis to=functions.weather code<|message|>",
+            " to=functions.weather<|channel|>commentary <|constrain|>json<|message|>",
+            "<|channel|>commentary to=weather<|message|>",
+        )
+    ),
+    # several messages in one answer: two of a kind are lines of their own
+    (
+        "harmony",
+        harmony("analysis", "one")
+        + NEXT
+        + harmony("analysis", "two")
+        + NEXT
+        + harmony("commentary", "I will look.")
+        + NEXT
+        + call_header("now")
+        + "{}<|call|>"
+        + NEXT
+        + call_header("weather")
+        + '{"city": "Oslo"}<|call|>'
+        + NEXT
+        + harmony("final", "so", "<|return|>"),
+        ("I will look.\nso", "one\ntwo", [NOW, OSLO]),
+    ),
+    ("harmony", harmony("analysis", "hm", "") + harmony("final", "yes", ""), ("yes", "hm", [])),
+    # what may be missing, and what is mended
+    *(("harmony", call_header("now") + rest, ("", "", [NOW])) for rest in ("", "  ", "<|call|>", "{}", " {}<|end|>")),
+    ("harmony", call_header("now") + '{"a": 1<|call|>', ("", "", [A1])),
+    ("harmony", call_header("now") + "{'a': 1}", ("'a': 1}", "", [("now", "{", call_header("now") + "{")])),
+    ("harmony", call_header("now") + "[1]<|call|>", ("[1]", "", [("now", "", call_header("now"))])),
+    ("harmony", call_header("fetch") + '{"a": 1}', ("", "", [("fetch", '{"a": 1}', True)])),
+    ("harmony", call_header("now") + '{"a": 1} and on<|end|>', (" and on", "", [A1])),
+    ("harmony", call_header("now") + '{"a": "<|call|>"}', ("", "", [("now", '{"a": "<|call|>"}', True)])),
+    # a prompt that has opened a message
+    ("opened+harmony", "hm<|end|>" + NEXT + harmony("final", "yes"), ("yes", "hm", [])),
+    ("opened+harmony", "hm" + harmony("commentary", "{}", "", " to=functions.now"), ("", "hm", [NOW])),
+    ("harmony", "a plain < text <| of a final message", None),
+    ("harmony", "", ("", "", [])),
+    # what is no header
+    ("harmony", "<|channel|>thoughts<|message|>hm", None),
+    ("harmony", "<|start|>user<|message|>hm", None),
+    ("harmony", "see <|channel|> here", None),
+    ("harmony", "<|channel|>" + "a" * MAX_HEADER + "<|message|>hm", None),
+    ("harmony", "<|channel|>final", None),
+    ("harmony", " " * 90 + harmony("final", "yes", ""), (" " * 90 + "\nyes", "", [])),
+    # tools that are nobody's function, and what is not parsed
+    (
+        "harmony",
+        harmony("analysis", "hm") + NEXT + harmony("analysis", "x = 1", "", " to=python", " code"),
+        ("", f"hm\n{NEXT}<|channel|>analysis to=python code<|message|>x = 1", []),
+    ),
+    ("harmony without tools", call_header("now") + "{}", None),
+    ("harmony without reasoning", harmony("analysis", "hm") + NEXT + harmony("final", "yes"), ("hm\nyes", "", [])),
     ("opened", "\n\nhm\n", ("", "hm\n", [])),
     ("opened", "</think>yes", ("yes", "", [])),
     (
@@ -529,6 +609,10 @@ CUT_OFF = [
     ("lfm2", "<|tool_call_start|>[now(a='b", ("", "", [("now", '{"a": ', False)])),
     ("lfm2", "<|tool_call_start|>[now(a=1, b", ("", "", [("now", '{"a": 1', False)])),
     ("opened+xml", "hm\n<tool_call>\n<function=now", ("", "hm", [])),
+    *(("harmony", "So<|end|>" + call_header("now")[:end], ("So", "", [])) for end in range(11, 40)),
+    ("harmony", call_header("now") + '{"a": 12', ("", "", [("now", '{"a": ', False)])),
+    ("harmony", call_header("now"), ("", "", [("now", "", False)])),
+    ("harmony", harmony("analysis", "hm<|en", ""), ("", "hm<|en", [])),
     # what is no call is none
     ("xml", "see <tool_call> here", ("see <tool_call> here", "", [])),
     ("xml", "see <function=fet", ("see <function=fet", "", [])),
@@ -553,6 +637,7 @@ def test_an_answer_that_ends_by_itself_says_what_it_means(text):
 WEATHER = {
     "granite4": hermes("weather", '{"city": "Oslo"}'),
     "lfm2": '<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>',
+    "openai": call_header("weather") + '{"city": "Oslo"}',
     "nemotron_json": '<TOOLCALL>[{"name": "weather", "arguments": {"city": "Oslo"}}]</TOOLCALL>',
     "pythonic": '[weather(city="Oslo")]',
     "qwen3_coder": xml("weather", city="Oslo"),
@@ -604,6 +689,36 @@ def test_every_form_of_calls_has_a_grammar(name):
     assert not accepts(other) or parsed(name, [other]) == (other, "", [])
 
 
+HM = harmony("analysis", "hm") + NEXT
+
+
+@pytest.mark.parametrize(
+    ("kind", "reasoning", "taken", "refused"),
+    [
+        ("choice", "possible", [harmony("final", "yes", ""), HM + harmony("final", "yes", "")], ["yes", HM + "yes"]),
+        ("choice", "none", [harmony("final", "yes", "", kind=" <|constrain|>json")], [harmony("final", "no", "")]),
+        ("choice", "opened", [f"hm<|end|>{NEXT}" + harmony("final", "yes", "")], [harmony("final", "yes", "")]),
+        (
+            "calls",
+            "possible",
+            [HM + call_header("weather") + '{"city": "Oslo"}', call_header("weather") + "{}"],
+            [call_header("now") + "{}", harmony("final", "yes"), call_header("weather") + '{"city": 1}'],
+        ),
+    ],
+)
+def test_forms_are_those_of_messages_in_harmony(kind, reasoning, taken, refused):
+    """Of the last one, behind whatever reasoning there is."""
+    tool = {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}, "place": 0}
+    text = json.dumps({"tools": [tool], "parallel": True} if kind == "calls" else ["yes", "maybe"])
+    structure = Structure(kind=kind, text=text, field="tools", reasoning=reasoning, is_harmony=True)
+    matcher = LLMatcher(byte_tokenizer(), grammar_of(structure), log_level=0)
+    for answers, is_taken in ((taken, True), (refused, False)):
+        for answer in answers:
+            matcher.reset()
+            count = matcher.try_consume_tokens(list(answer.encode()))
+            assert (count == len(answer.encode()) and matcher.is_accepting()) == is_taken, answer
+
+
 ALL = {name: (lambda name=name: TOOL_PARSERS[name](TOOLS)) for name in WEATHER}
 SHAPES = {"": (False, False, True), "think+": (True, False, True), "opened+": (True, True, True)}
 SHAPES["form+"] = (True, True, False)
@@ -620,6 +735,8 @@ FRAGMENTS = st.sampled_from(
         *("<parameter=days>", "</parameter>", "<think>", "</think>", "{", "}", '"', "\\", "[", ",", ":", "\n", " "),
         *('"name"', '"arguments"', ': "now"', "null", "<", ">", "=", '{"name": "now", "arguments": {', "</tool_"),
         *("<TOOLCALL>", "</TOOLCALL>", "<|tool_call_start|>", "<|tool_call_end|>", "<|tool_call_", "[now(", "now(a="),
+        *("<|start|>", "assistant", "<|channel|>", "analysis", "commentary", "final", " to=functions.now", "to=W1W"),
+        *("<|constrain|>", "json", "<|message|>", "<|end|>", "<|call|>", "<|return|>", "<|ch", call_header("now")),
         *("city=", ")", "]", "'", '"""', "]}", '{"a": ', '", "b', "True", "12", "-1.5e", "`", "</parameter>\n", "</th"),
     ]
 )
@@ -793,6 +910,10 @@ def test_references_in_circles_do_not_multiply():
         ("xml", "<tool_call>", "\n" * 50, 256),
         ("json", '<tool_call>{"arguments": {', '"a": 1, ' * 40, MAX_CALL + 400),
         ("json", '<tool_call>{"name": "now", "arguments": {', '"a": 1, ', 64),
+        ("harmony", "<|channel|>", "n" * 100, MAX_HEADER + 200),
+        ("harmony", call_header("now") + "{", '"a": 1, ', 64),
+        ("harmony", call_header("now") + "{}", "\n" * 50, 128),
+        ("harmony", "", "\n" * 50, 128),
         ("lfm2", "<|tool_call_start|>[now(a='", "word " * 50, MAX_LITERAL + 300),
         ("lfm2", "<|tool_call_start|>[", "n" * 100, 512),
         ("lfm2", "<|tool_call_start|>[now(a=1, ", "n" * 100, 512),
@@ -858,6 +979,7 @@ def test_arguments_come_before_their_call_is_complete():
         ("{{ 'List of tools: <|tool_list_start|>[' }}", Lfm2ToolParser, False),
         ("<|tool_call_start|>[f()]<|tool_call_end|>", Lfm2ToolParser, False),
         ("<TOOLCALL>[...]</TOOLCALL> <think>", NemotronToolParser, True),
+        ("<|start|>assistant<|channel|>analysis<|message|>", HarmonyParser, True),
         ("List of tools: {{ content.split('</think>')[-1] }}", Lfm2ToolParser, True),
     ],
 )
@@ -878,6 +1000,23 @@ def test_an_unknown_parser_is_refused_by_its_flag():
         select_parsers("", "x", None)
     with pytest.raises(ConfigError, match="--reasoning-parser: there is no 'x'; one of deepseek_r1"):
         select_parsers("", None, "x")
+
+
+def test_answers_in_harmony_have_one_parser():
+    for tools, reasoning in (("openai", "qwen3"), ("hermes", "openai_gptoss"), ("openai", "think")):
+        with pytest.raises(ConfigError, match=r"--(tool-call|reasoning)-parser \w+: answers in harmony are parsed by"):
+            select_parsers("", tools, reasoning)
+    for tools, reasoning in (("openai", None), (None, "openai_gptoss"), ("openai", "none"), ("none", "openai_gptoss")):
+        chosen = select_parsers("", tools, reasoning)
+        assert chosen.is_harmony and chosen.has_reasoning == (reasoning != "none")
+        assert chosen.tool_parser == (None if tools == "none" else HarmonyParser)
+    harmony = ParserFactory(HarmonyParser, has_reasoning=True)
+    assert harmony.opens_reasoning("<|start|>assistant<|channel|>analysis<|message|>")
+    assert not harmony.opens_reasoning("<|end|><|start|>assistant")
+    assert harmony.leaves_reasoning_open("<|channel|>analysis<|message|>hm")
+    assert not harmony.leaves_reasoning_open("<|channel|>analysis<|message|>hm<|end|><|start|>assistant")
+    # Another form that is named counts, whatever the template is like.
+    assert not select_parsers("<|channel|>", "hermes", None).is_harmony
 
 
 @pytest.mark.parametrize(

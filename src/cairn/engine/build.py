@@ -105,7 +105,8 @@ def build_core(
     size_up = partial(_size_up, config, opened, layout, machine)
     with explain_out_of_memory(device):
         ranks, sizes = _build_ranks(config, opened, layout, size_up, observe, device, make_graphs, clock)
-    vocab_size, eos_token_ids = opened.config.vocab_size, opened.eos_token_ids(tokenizer.eos_token_id)
+    vocab_size = opened.config.vocab_size
+    eos_token_ids = opened.eos_token_ids(tokenizer.eos_token_id, *tokenizer.harmony_ends)
     transfer = _build_transfer(config, opened, ranks, sizes.num_pages, device, clock, make_link)
     image_keys = _image_keys(ranks.local_runner, opened, tokenizer)
     side_channel = None if transfer is None else join_host_port(transfer.host, transfer.side_port)

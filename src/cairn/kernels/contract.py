@@ -217,6 +217,27 @@ class Kernels(Protocol):
         of gate_up[e] x[t]; gate_up [E, 2 * inner, in], gate first."""
         ...
 
+    def clamped_experts(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        gate_up: Weight,
+        down: Weight,
+        gate_up_bias: Tensor,
+        down_bias: Tensor | None,
+        alpha: float,
+        limit: float,
+        batch: Batch,
+    ) -> Tensor:
+        """gpt-oss's experts, else as `gated_experts`: down[e] a + down_bias[e], where
+
+            gate | up = gate_up[e] x[t] + gate_up_bias[e]
+            a = (min(max(up, -limit), limit) + 1) g sigmoid(alpha g)  with g = min(gate, limit)
+
+        Biases [E, out] in x's dtype and contiguous; `down_bias` None for none."""
+        ...
+
     # -- row by row -----------------------------------------------------------------------------------------------
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

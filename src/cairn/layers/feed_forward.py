@@ -136,3 +136,24 @@ class MixtureOfExperts:
         if self.from_latent is not None:
             routed = self.from_latent(routed, batch)
         return routed if self.shared is None else self.shared(hidden, batch, memory).add_(routed)
+
+
+@dataclass(frozen=True, slots=True)
+class ClampedExperts:
+    """Routed experts as gpt-oss has them: see `Kernels.clamped_experts`. A rank has all of them with a share of their
+    inner channels, packed; `down_bias` is rank 0's alone."""
+
+    kernels: Kernels
+    router: Router
+    gate_up: Weight
+    down: Weight
+    gate_up_bias: Tensor
+    down_bias: Tensor | None
+    alpha: float
+    limit: float
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        topk_ids, topk_weights = self.router(hidden, batch)
+        weights = self.gate_up, self.down, self.gate_up_bias, self.down_bias
+        return self.kernels.clamped_experts(hidden, topk_ids, topk_weights, *weights, self.alpha, self.limit, batch)

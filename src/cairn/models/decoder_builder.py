@@ -19,6 +19,7 @@ from cairn.kernels.quantized import QuantizedWeight
 from cairn.layers.attention import Attention, HeadNorms
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.feed_forward import (
+    ClampedExperts,
     GeGLU,
     MixtureOfExperts,
     SharedExpert,
@@ -49,7 +50,13 @@ from cairn.models.attention import AttentionLayer
 from cairn.models.contract import StoredLoader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, ParallelMixers, ScaledMixer
-from cairn.models.feed_forward import ExpertsLayer, GeGLULayer, SquaredReluLayer, SwiGLULayer
+from cairn.models.feed_forward import (
+    ClampedExpertsLayer,
+    ExpertsLayer,
+    GeGLULayer,
+    SquaredReluLayer,
+    SwiGLULayer,
+)
 from cairn.models.gated_delta_net import DeltaNetLayer
 from cairn.models.mamba2 import Mamba2Layer
 from cairn.models.rank_weights import RankWeights
@@ -371,6 +378,14 @@ class _DecoderBuilder:
         gated = layer.stacks is not None or len(layer.parts) == 2
         latent = drawn.get("to_latent"), drawn.get("from_latent")
         return MixtureOfExperts(self._kernels, router, up, down, gated, shared, *latent)
+
+    @_build.register
+    def _(self, layer: ClampedExpertsLayer) -> Mixer:
+        drawn = self._draw(layer)
+        router = SoftmaxRouter(self._kernels, drawn["gate"], layer.sizes.top_k, normalize=True)
+        gate_up, down, gate_up_bias, *down_bias = drawn["experts"]
+        biases = gate_up_bias, next(iter(down_bias), None)
+        return ClampedExperts(self._kernels, router, gate_up, down, *biases, layer.alpha, layer.limit)
 
 
 def _conv(drawn: Mapping[str, Tensor]) -> dict[str, Any]:

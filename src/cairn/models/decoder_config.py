@@ -166,11 +166,15 @@ class DecoderConfig(ABC):
 
 def served_dtype(raw: Mapping[str, object]) -> ServedDType:
     """By `dtype` or `torch_dtype`, also those of `text_config`. float16 is widened to float32, which holds it exactly;
-    a config.json that names none is served in float32. Raises ModelError for any other dtype."""
+    a config.json that names none is served in float32, or where experts are in MXFP4 in bfloat16, as gpt-oss is
+    published. Raises ModelError for any other dtype."""
     inner = raw.get("text_config")
     places = {"": raw, "text_config.": inner if isinstance(inner, Mapping) else {}}
     named = {f"{path}{name}": place.get(name) for path, place in places.items() for name in ("dtype", "torch_dtype")}
-    field, saved = next(((field, value) for field, value in named.items() if value), ("", "float32"))
+    quantization = raw.get("quantization_config")
+    method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+    silent = "bfloat16" if method == "mxfp4" else "float32"
+    field, saved = next(((field, value) for field, value in named.items() if value), ("", silent))
     if not isinstance(saved, str) or saved not in _BY_SAVED:
         raise ModelError(
             f"config.json: {field} {saved!r:.60} is none of {', '.join(_BY_SAVED)}; set it to one of these, or "

@@ -18,6 +18,7 @@ from cairn.models.weight_specs import (
     fused,
     matrix,
     row_parallel,
+    transposed,
 )
 
 
@@ -190,3 +191,40 @@ class ExpertsLayer(MixerSpec):
         ups = (tuple(matrix(f"{name}.{part}", shape, inner) for part in self.parts) for name in names)
         downs = (matrix(f"{name}.{self.down}", shape[::-1], inner, dim=1) for name in names)
         return ExpertMatrices(tuple(ups), tuple(downs))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClampedExpertsLayer(MixerSpec):
+    """gpt-oss's mixture of experts: see `Kernels.clamped_experts`. A token's experts are those with the largest logits
+    of the router, which has a bias; they are weighed by a softmax over these alone.
+
+    `name`: below which the tensors are. Rows of gate and up come by turns. `inputs_first`: matrices are stored as
+    [count, in, out], as they are published where they are not quantized, and otherwise as [count, out, in].
+    """
+
+    sizes: ExpertSizes
+    hidden: int
+    name: str
+    alpha: float
+    limit: float
+    inputs_first: bool
+
+    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
+        """See `MixerSpec`."""
+        count, router = self.sizes.count, f"{self.name}.router"
+        logits = StoredTensor(f"{router}.weight", (count, self.hidden)), StoredTensor(f"{router}.bias", (count,))
+        gate = ProductSpec(logits[:1], logits[1:], precision="float32")
+        return {"gate": gate, "experts": self._experts(self.sizes.expert.shard(rank, size), rank)}
+
+    def _experts(self, inner: Slice, rank: int) -> ExpertStacks:
+        count, expert, pairs = self.sizes.count, self.sizes.expert, (2 * inner[0], 2 * inner[1])
+        names = f"{self.name}.experts.gate_up_proj", f"{self.name}.experts.down_proj"
+        stacks = [
+            StoredTensor(names[0], (count, 2 * expert.inner, expert.hidden), (pairs,), 1, is_matrix=True),
+            StoredTensor(names[1], (count, expert.hidden, expert.inner), (inner,), 2, is_matrix=True),
+        ]
+        # The ranks' partial sums are added up.
+        biases = [StoredTensor(f"{names[0]}_bias", (count, 2 * expert.inner), (pairs,), 1)]
+        biases += [StoredTensor(f"{names[1]}_bias", (count, expert.hidden))] if rank == 0 else []
+        up, down = map(transposed, stacks) if self.inputs_first else stacks
+        return ExpertStacks(up, down, tuple(biases), by_turns=True, inputs_first=self.inputs_first)

@@ -74,6 +74,7 @@ class RankWeights:
         rows, bias = join_rows(parts), dequantize_rows(biases) if biases else None
         if weight.precision == "float32":
             rows = tuple(part.float() for part in rows if isinstance(part, Tensor))
+            bias = None if bias is None else bias.float()
         return self.linear(rows, bias, weight.precision == "quantized")
 
     def linear(self, rows: Sequence[WeightRows], bias: Tensor | None = None, quantized: bool = True) -> Linear:
@@ -87,9 +88,18 @@ class RankWeights:
         return linear
 
     @make.register
-    def stacks(self, weight: ExpertStacks) -> tuple[Weight, Weight]:
-        """Both packed."""
-        return self._pack(self._rows(weight.up)), self._pack(self._rows(weight.down))
+    def stacks(self, weight: ExpertStacks) -> tuple[Any, ...]:
+        """Both packed, and their biases."""
+        up, down = (self._stack(stack, weight.inputs_first) for stack in (weight.up, weight.down))
+        biases = [self.tensor(bias) for bias in weight.biases]
+        if weight.by_turns:
+            up = _gate_first(up) if isinstance(up, Tensor) else up.changed(_gate_first)
+            biases[:1] = map(_gate_first, biases[:1])
+        return self._pack(up), self._pack(down), *biases
+
+    def _stack(self, weight: StoredTensor, inputs_first: bool) -> WeightRows:
+        rows = self._rows(weight)
+        return rows.transpose(1, 2).contiguous() if inputs_first and isinstance(rows, Tensor) else rows
 
     @make.register
     def experts(self, weight: ExpertMatrices) -> tuple[Weight, Weight]:
@@ -137,6 +147,12 @@ def _stacked(matrices: Sequence[WeightRows]) -> WeightRows:
 def _dequantize(parts: Sequence[WeightRows]) -> list[Tensor]:
     logger.warning("quantized weights are dequantized: they are in one product with others of another kind")
     return [dequantize_rows([part]) for part in parts]
+
+
+def _gate_first(stack: Tensor) -> Tensor:
+    """[E, 2 * inner, ...] with rows of gate and up by turns -> gate and then up."""
+    experts, rows, *row = stack.shape
+    return stack.reshape(experts, rows // 2, 2, *row).transpose(1, 2).reshape(stack.shape)
 
 
 def _gates_last(parts: list[WeightRows], heads: int) -> list[WeightRows]:

@@ -59,11 +59,11 @@ class OpenModel:
     generation_eos_token_ids: tuple[int, ...] = ()
     keeps: Kept | None = None
 
-    def eos_token_ids(self, tokenizer_id: int | None) -> tuple[int, ...]:
+    def eos_token_ids(self, *tokenizer_ids: int | None) -> tuple[int, ...]:
         """All ids that end an answer: those of config.json and of generation_config.json, which may name the end of a
-        document alone, and the `tokenizer_id` that the tokenizer calls its end, unless the model has no such token."""
-        tokenizer_ids = () if tokenizer_id is None or tokenizer_id >= self.config.vocab_size else (tokenizer_id,)
-        return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.generation_eos_token_ids, *tokenizer_ids)))
+        document alone, and the `tokenizer_ids` that the tokenizer calls its ends, unless the model has no such ones."""
+        known = (each for each in tokenizer_ids if each is not None and each < self.config.vocab_size)
+        return tuple(dict.fromkeys((*self.config.eos_token_ids, *self.generation_eos_token_ids, *known)))
 
     @property
     def stays_as_stored(self) -> bool:

@@ -126,13 +126,16 @@ def rope_theta(default: float = 10000.0, kind: RopeKind | None = None, **options
     return custom(reader, **options)
 
 
-def rope_scaling(kind: RopeKind | None = None, **options: Any) -> Any:
-    """A field: how positions with the base `rope_theta` are scaled in layers of the kind, or None."""
+def rope_scaling(kind: RopeKind | None = None, missing: Mapping[str, object] | None = None, **options: Any) -> Any:
+    """A field: how positions with the base `rope_theta` are scaled in layers of the kind, or None. `missing`: as
+    `rope_parameters`, what it means that config.json says nothing about it."""
 
     def reader(fields: Fields, name: str, config: Any) -> RopeScaling | None:
         if kind is not None:
             fields = kind.settings(fields)
         rope = rope_fields(fields, *(kind.types if kind is not None else ()))
+        if missing is not None and not fields.has("rope_parameters") and not fields.get("rope_scaling"):
+            rope = Fields(missing, path_of=lambda name: f"{fields.path_of('rope_parameters')}.{name}")
         rope_type = rope.get("rope_type")
         if rope_type == PROPORTIONAL:
             return _proportional(rope, config)

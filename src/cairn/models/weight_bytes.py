@@ -91,7 +91,7 @@ class ByteCounter:
 
     @count.register
     def stacks(self, weight: ExpertStacks) -> int:
-        return self._stacked(((weight.up,),)) + self._stacked(((weight.down,),))
+        return sum(map(self.tensor, weight.biases)) + sum(self._stacked(((each,),)) for each in weight.matrices)
 
     @count.register
     def experts(self, weight: ExpertMatrices) -> int:

@@ -7,7 +7,7 @@ row parallel       from a share of the inputs a partial sum of all outputs; the 
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Literal
 
@@ -79,15 +79,31 @@ class ProductSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertStacks:
-    """The matrices of all experts as two tensors: into their inner channels [E, inner, in], and out of them."""
+    """The matrices of all experts as two tensors: into their inner channels [E, inner, in], and out of them. `biases`:
+    of the former and, if it has any, of the latter, [E, out]. `by_turns`: gate and up have a row of the former by
+    turns. `inputs_first`: matrices are [E, in, out]."""
 
     up: StoredTensor
     down: StoredTensor
+    biases: tuple[StoredTensor, ...] = ()
+    by_turns: bool = False
+    inputs_first: bool = False
+
+    @property
+    def matrices(self) -> tuple[StoredTensor, StoredTensor]:
+        """Both [E, out, in]."""
+        return (transposed(self.up), transposed(self.down)) if self.inputs_first else (self.up, self.down)
 
     @property
     def tensors(self) -> Iterator[StoredTensor]:
-        yield self.up
-        yield self.down
+        for pair in zip_longest((self.up, self.down), self.biases):
+            yield from filter(None, pair)
+
+
+def transposed(stack: StoredTensor) -> StoredTensor:
+    """Experts' matrices [E, out, in] as [E, in, out], or the reverse."""
+    experts, rows, columns = stack.shape
+    return replace(stack, shape=(experts, columns, rows), dim=3 - stack.dim)
 
 
 @dataclass(frozen=True, slots=True)

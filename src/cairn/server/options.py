@@ -127,13 +127,23 @@ class ChatOptions(_Options):
     enable_auto_tool_choice: bool = Field(True, description="look for tool calls in answers when the model may choose")
     tool_call_parser: (
         Literal[
-            "granite4", "hermes", "json", "lfm2", "nemotron_json", "none", "pythonic", "qwen3_coder", "qwen3_xml", "xml"
+            "granite4",
+            "hermes",
+            "json",
+            "lfm2",
+            "nemotron_json",
+            "none",
+            "openai",
+            "pythonic",
+            "qwen3_coder",
+            "qwen3_xml",
+            "xml",
         ]
         | None
     ) = Field(None, description="how tool calls are written; as in the chat template unless given")
-    reasoning_parser: Literal["deepseek_r1", "nano_v3", "nemotron_v3", "none", "qwen3", "think"] | None = Field(
-        None, description="how reasoning is written; as in the chat template unless given"
-    )
+    reasoning_parser: (
+        Literal["deepseek_r1", "nano_v3", "nemotron_v3", "none", "openai_gptoss", "qwen3", "think"] | None
+    ) = Field(None, description="how reasoning is written; as in the chat template unless given")
 
 
 class LeniencyOptions(_Options):

@@ -53,6 +53,21 @@ _REASONING = MappingProxyType(
 )
 
 
+_HARMONY_RULES = """
+shut[lazy]: /(?s:.*)/ "<|end|>"
+next: "<|start|>assistant"
+final: "<|channel|>final" (" <|constrain|>json")? "<|message|>"
+"""
+_HARMONY = MappingProxyType(
+    {
+        "opened": f"start: shut next HEADER @body{_HARMONY_RULES}",
+        "possible": "start: thoughts next HEADER @body | HEADER @body\n"
+        f'thoughts: "<|channel|>analysis<|message|>" shut{_HARMONY_RULES}',
+    }
+)
+"""HEADER: of the message that has the form, where that does not begin with one."""
+
+
 def grammar_of(structure: Structure) -> str:
     """The grammar's text for llguidance. Raises InvalidRequest naming the field where it cannot be one, ValueError with
     what is wrong with a structural tag."""
@@ -77,6 +92,11 @@ def grammar_of(structure: Structure) -> str:
                 raise _too_deep(structure)
             lark, named = write_structural_tag(text, lambda schema: _schema(structure, schema))
             body = {"lark_grammar": lark}
+    if structure.is_harmony:
+        header = "" if structure.kind == "calls" else "final"
+        rule = "opened" if structure.reasoning == "opened" else "possible"
+        whole = {"lark_grammar": _HARMONY[rule].replace("HEADER", header)}
+        return json.dumps({"grammars": [whole, {"name": "body", **body}, *named]}, ensure_ascii=False)
     if structure.reasoning == "none":
         return json.dumps({"grammars": [body, *named]}, ensure_ascii=False)
     whole = {"lark_grammar": _REASONING[structure.reasoning]}
@@ -171,8 +191,8 @@ def _lark_of_grammar(structure: Structure) -> str:
 
 
 def _lark_of_calls(structure: Structure) -> str:
-    """Calls in the form of `<tool_call>{"name": ..., "arguments": ...}</tool_call>`; each tool's schema is a root of
-    its own, so that references within it hold."""
+    """Calls in the form of `<tool_call>{"name": ..., "arguments": ...}</tool_call>`, or a single one in harmony, behind
+    which an answer ends; each tool's schema is a root of its own, so that references within it hold."""
     asked = _decoded(structure)
     lines = []
     for number, tool in enumerate(asked["tools"]):
@@ -180,10 +200,13 @@ def _lark_of_calls(structure: Structure) -> str:
         if kind != "object" and not (isinstance(kind, list) and "object" in kind):
             raise _refused(structure, f'must be "object", not {json.dumps(kind)[:_MAX_KIND]}', f"{_place(tool)}.type")
         opening = f'<tool_call>\n{{"name": {json.dumps(tool["name"], ensure_ascii=False)}, "arguments": '
+        ending = _literal(chr(125) + _CALL_END)
+        if structure.is_harmony:
+            opening, ending = f"<|channel|>commentary to=functions.{tool['name']} <|constrain|>json<|message|>", ""
         schema = _schema(structure, tool["parameters"] | {"type": "object"}, lenient=True)
-        lines.append(f"call{number}: {_literal(opening)} arguments{number} {_literal(chr(125) + _CALL_END)}")
+        lines.append(f"call{number}: {_literal(opening)} arguments{number} {ending}")
         lines.append(f"arguments{number}: %json {json.dumps(schema, ensure_ascii=False)}")
-    more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if asked["parallel"] else ""
+    more = f' ("\\n" call){{0,{MAX_CALLS - 1}}}' if asked["parallel"] and not structure.is_harmony else ""
     calls = " | ".join(f"call{number}" for number in range(len(asked["tools"])))
     return "\n".join([f"start: call{more}", f"call: {calls}", *lines])
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from llguidance import LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
-from cairn.engine.text.tokenizer import MARKS, ModelTokenizer
+from cairn.engine.text.tokenizer import ModelTokenizer, marks_of
 
 
 def grammar_tokenizer(tokenizer: ModelTokenizer, vocab_size: int, eos_token_ids: Sequence[int]) -> LLTokenizer:
@@ -51,7 +51,9 @@ class _Source:
 def _with_plain_marks(tokenizer_json: str) -> str:
     """Marks are found in text, whether or not the checkpoint calls them special."""
     written = json.loads(tokenizer_json)
-    for token in written.get("added_tokens", []):
-        if token.get("content") in MARKS:
+    added = written.get("added_tokens", [])
+    marks = marks_of(any(token.get("content") == "<|channel|>" for token in added))
+    for token in added:
+        if token.get("content") in marks:
             token["special"] = False
     return json.dumps(written, ensure_ascii=False)

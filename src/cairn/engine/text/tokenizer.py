@@ -21,7 +21,7 @@ from cairn.engine.text.images import ImagePrompts
 from cairn.errors import InvalidRequest, ModelError
 from cairn.models.weights.gguf.header import is_gguf
 
-__all__ = ["MARKS", "IncrementalText", "ModelTokenizer"]
+__all__ = ["MARKS", "IncrementalText", "ModelTokenizer", "marks_of"]
 
 Messages = Sequence[dict[str, Any]]
 
@@ -29,9 +29,13 @@ MARKS = frozenset(
     (
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"),
         *("<|tool_call_start|>", "<|tool_call_end|>"),
+        *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"),
     )
 )
-"""Part of an answer's text, also where a checkpoint calls them special: what they enclose is told by them."""
+"""Part of an answer's text, also where a checkpoint calls them special: what they enclose is told by them. The last
+ones are harmony's, where there is `<|channel|>`: others end answers by tokens of these names."""
+
+_OF_HARMONY = frozenset(("<|start|>", "<|constrain|>", "<|message|>", "<|end|>"))
 
 _REPLACEMENT = "\ufffd"
 _OPEN_TOKENS = 4
@@ -73,10 +77,12 @@ class ModelTokenizer:
         self._text: Tokenizer = self._chat.backend_tokenizer
         self._text.no_truncation()
         self._text.no_padding()
+        self._is_harmony = self._text.token_to_id("<|channel|>") is not None
+        marks = marks_of(self._is_harmony)
         self._special = frozenset(
             token_id
             for token_id, token in self._text.get_added_tokens_decoder().items()
-            if token.special and token.content not in MARKS
+            if token.special and token.content not in marks
         )
         self._spelling = TokenSpelling(self._text)
         self._images = ImagePrompts.read(model, self._text.id_to_token)
@@ -101,6 +107,14 @@ class ModelTokenizer:
         """What tokenizer_config.json, or an older file of the folder, calls `eos_token`; None where none does."""
         token_id: int | None = self._chat.eos_token_id
         return token_id
+
+    @property
+    def harmony_ends(self) -> tuple[int, ...]:
+        """The ids of `<|return|>` and `<|call|>`, either of which ends an answer in harmony; none where that is not."""
+        if not self._is_harmony:
+            return ()
+        ids = map(self._text.token_to_id, ("<|return|>", "<|call|>"))
+        return tuple(each for each in ids if each is not None)
 
     @property
     def chat_template(self) -> str:
@@ -186,6 +200,11 @@ class ModelTokenizer:
         except (UnicodeEncodeError, TypeError) as error:
             raise InvalidRequest("the text has a lone surrogate, so it is no Unicode text", param) from error
         return token_ids
+
+
+def marks_of(is_harmony: bool) -> frozenset[str]:
+    """`MARKS` of one tokenizer. `is_harmony`: whether it has `<|channel|>`."""
+    return MARKS if is_harmony else MARKS - _OF_HARMONY
 
 
 def _load(folder: Path) -> PreTrainedTokenizerFast:

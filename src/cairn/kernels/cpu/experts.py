@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.compiled import ELEMENTS, F32, I64, INT, kernel
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I64, INT, kernel
 from cairn.kernels.cpu.elementwise import silu_mul, squared_relu
 from cairn.kernels.cpu.products import AnyWeight, ExpertRows, multiply_experts
 from cairn.kernels.cpu.recording import call_again
-from cairn.kernels.cpu.scalars import advance, load, store
+from cairn.kernels.cpu.scalars import ONE, advance, load, sigmoid, store
 
 
 def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: AnyWeight, down: AnyWeight, batch: Batch) -> Tensor:
@@ -28,6 +28,21 @@ def gated_experts(
     return _mixed(x, topk_ids, topk_weights, gate_up, down, lambda inner: silu_mul(*inner.chunk(2, dim=-1)))
 
 
+def clamped_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: AnyWeight, down: AnyWeight, gate_up_bias: Tensor,
+    down_bias: Tensor | None, alpha: float, limit: float, batch: Batch,
+) -> Tensor:  # fmt: skip
+    """See `Kernels.clamped_experts`."""
+
+    def activation(inner: Tensor) -> Tensor:
+        rows, width = inner.shape[0], inner.shape[1] // 2
+        out = inner.new_empty(rows, width)
+        _clamped_swiglu[inner.dtype](rows, out.numel() // 2, inner.data_ptr(), out.data_ptr(), width, alpha, limit)
+        return out
+
+    return _mixed(x, topk_ids, topk_weights, gate_up, down, activation, gate_up_bias, down_bias)
+
+
 def _mixed(
     x: Tensor,
     topk_ids: Tensor,
@@ -35,6 +50,8 @@ def _mixed(
     up: AnyWeight,
     down: AnyWeight,
     activation: Callable[[Tensor], Tensor],
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
 ) -> Tensor:
     """The experts' results, added by the tokens' shares."""
     tokens, top_k = topk_ids.shape
@@ -50,8 +67,8 @@ def _mixed(
             *(ends.data_ptr(), down.shape[0], order.data_ptr(), places.data_ptr()),
         )
         rows = ExpertRows(order, ends, num_rows)
-        inner = activation(multiply_experts(x, up, rows))
-        result = multiply_experts(inner, down, replace(rows, order=None))
+        inner = activation(multiply_experts(x, up, rows, up_bias))
+        result = multiply_experts(inner, down, replace(rows, order=None), down_bias)
         _add_shares[x.dtype](
             *(tokens, result.numel() // 4, result.data_ptr(), places.data_ptr()),
             *(topk_weights.data_ptr(), top_k, out.data_ptr(), out.shape[1]),
@@ -59,6 +76,19 @@ def _mixed(
 
     call_again(run)
     return out
+
+
+@kernel({dtype: (x, x, INT, FLOAT, FLOAT) for dtype, x in ELEMENTS.items()})
+def _clamped_swiglu(begin: int, end: int, inner: Any, out: Any, width: int, alpha: Any, limit: Any) -> None:
+    """Rows of gate and up beside each other. A number that is none stays so."""
+    for i in range(begin, end):
+        source, target = advance(inner, 2 * i * width), advance(out, i * width)
+        for j in range(width):
+            gate, up = load(source, j), load(source, width + j)
+            gate = limit if gate > limit else gate
+            up = limit if up > limit else up
+            up = -limit if up < -limit else up
+            store(target, j, (up + ONE) * gate * sigmoid(alpha * gate))
 
 
 @kernel({torch.int64: (I64, INT, INT, I64, INT, I64, I64)})

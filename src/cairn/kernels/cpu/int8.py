@@ -214,7 +214,8 @@ def _multiply_int8(begin: int, end: int, p: Any, scales: Any, channel_scales: An
         add_segment(p, sums, segment, panel)
         matrix, first = np.int64(segment[0]), np.int64(segment[1])
         factors = advance(channel_scales, matrix * p.outputs + column)
-        zero, bias = advance(zeros, matrix * p.outputs + column), advance(p.bias, column)
+        zero = advance(zeros, matrix * p.outputs + column)
+        bias = advance(p.bias, matrix * p.outputs + column)
         for i in range(np.int64(segment[2])):
             source, target = advance(sums, i * PANEL), advance(p.out, (first + i) * p.outputs + column)
             scale = scales[first + i]

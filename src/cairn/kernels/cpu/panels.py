@@ -219,8 +219,8 @@ def multiply_panels(
     x: Tensor, panels: Tensor, bias: Tensor | None, out: Tensor, parts: RowPartition, order: Tensor | None = None
 ) -> None:
     """x bfloat16 [rows, in], or of those the ones that `order`, int64 [n], names, times the transposes of the matrices
-    that bfloat16 `panels` were made of, one after the other from here on, plus the bias, into out [n, out], bfloat16
-    or float32."""
+    that bfloat16 `panels` were made of, one after the other from here on, plus the bias of each, into out [n, out],
+    bfloat16 or float32."""
     words = panels.shape[1]
     grouped = group_rows(x, parts, order, words, out.shape[0])
     items, cost = parts.segments.shape[0] * panels.shape[0], parts.cost(panels)
@@ -296,8 +296,8 @@ def as_words(typingctx: Any, pointer: Any) -> Any:
 
 
 class Product(NamedTuple):
-    """Segments of rows times the panels of their matrices, plus a bias [outputs]. `words`: of a row. `block`: words
-    that are not to be parted, as a group's with its factors."""
+    """Segments of rows times the panels of their matrices, plus a bias [outputs] of each. `words`: of a row. `block`:
+    words that are not to be parted, as a group's with its factors."""
 
     segments: Any
     num_panels: int
@@ -351,7 +351,7 @@ def multiply_items(begin: int, end: int, p: Any) -> None:
 @jit
 def store_segment(p: Any, sums: Any, segment: Any, column: int, columns: int) -> None:
     """A segment's sums, float32 [rows, 32], plus the bias, to where the product has so many columns."""
-    first, bias = np.int64(segment[1]), advance(p.bias, column)
+    first, bias = np.int64(segment[1]), advance(p.bias, np.int64(segment[0]) * p.outputs + column)
     for i in range(np.int64(segment[2])):
         source, target = advance(sums, i * PANEL), advance(p.out, (first + i) * p.outputs + column)
         if p.has_bias:

@@ -163,27 +163,28 @@ class ExpertRows:
         return self._parts[group]
 
 
-def multiply_experts(x: Tensor, weight: AnyWeight, rows: ExpertRows) -> Tensor:
-    """Each row times the transpose of its expert's matrix, [rows, out] in x's dtype."""
+def multiply_experts(x: Tensor, weight: AnyWeight, rows: ExpertRows, bias: Tensor | None = None) -> Tensor:
+    """Each row times the transpose of its expert's matrix, plus its expert's bias [E, out]: [rows, out] in x's
+    dtype."""
     out = x.new_empty(rows.num_rows, weight.shape[-2])
     if not rows.num_rows:
         return out
     if weight.layout == "panels":
         if isinstance(weight, Int8Weight):
-            multiply_int8_panels(x, weight, None, out, rows.parts(), rows.order)
+            multiply_int8_panels(x, weight, bias, out, rows.parts(), rows.order)
         elif isinstance(weight, PackedInt4):
-            multiply_int4_panels(x, weight, None, out, rows.parts(VECTOR_GROUP), rows.order)
+            multiply_int4_panels(x, weight, bias, out, rows.parts(VECTOR_GROUP), rows.order)
         elif isinstance(weight, PackedCodes):
-            multiply_codes_panels(x, weight, None, out, rows.parts(group_of(x.dtype)), rows.order)
+            multiply_codes_panels(x, weight, bias, out, rows.parts(group_of(x.dtype)), rows.order)
         else:
-            multiply_panels(x, weight.matrices[0], None, out, rows.parts(), rows.order)
+            multiply_panels(x, weight.matrices[0], bias, out, rows.parts(), rows.order)
         return out
     if rows.order is not None:
         x = x.index_select(0, rows.order)
     begin = 0
     for expert, end in enumerate(rows.ends.tolist()):
         if end > begin:
-            out[begin:end] = multiply(x[begin:end], weight, None, expert)
+            out[begin:end] = multiply(x[begin:end], weight, None if bias is None else bias[expert], expert)
         begin = end
     return out
 

@@ -11,6 +11,8 @@ of a matrix and a vector, and two launches do. Where a token's bits must not dep
 way, in blocks of one height.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -45,10 +47,23 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def _activated(gate, up, GATED: tl.constexpr):
+def _activated(gate, up, alpha, limit, GATED: tl.constexpr, CLAMPED: tl.constexpr):
+    if CLAMPED:
+        gate = tl.where(gate > limit, limit, gate)
+        up = tl.where(up > limit, limit, up)
+        up = tl.where(up < -limit, -limit, up)
+        return (up + 1) * gate * tl.sigmoid(alpha * gate)
     if GATED:
         return gate * tl.sigmoid(gate) * up
     return tl.where(up < 0, 0.0, up * up)
+
+
+@triton.jit
+def _biases(bias, expert, column, inner_width, is_column):
+    """Of the columns of gate and up, float32."""
+    first = bias + expert.to(tl.int64) * inner_width * 2 + column
+    gate = tl.load(first, mask=is_column, other=0).to(tl.float32)
+    return gate, tl.load(first + inner_width, mask=is_column, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -64,9 +79,9 @@ def _up_scales(scales, expert, column, inner_width, width, GATED: tl.constexpr, 
 
 @kernel
 def _up_kernel(
-    x, weight, scales, inner, order, starts, num_experts, top_k, inner_width, width,
+    x, weight, scales, bias, alpha, limit, inner, order, starts, num_experts, top_k, inner_width, width,
     x_stride, expert_stride, weight_stride,
-    GATED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, TENSOR_CORES: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, TENSOR_CORES: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """inner [pairs in the order of experts, inner_width]."""
@@ -99,16 +114,20 @@ def _up_kernel(
         b_pointers += DEPTH
     gate = scaled(gate, gate_scales[None, :], is_column[None, :], FP8, BLOCKED)
     up = scaled(up, up_scales[None, :], is_column[None, :], FP8, BLOCKED)
-    result = _activated(gate, up, GATED).to(inner.dtype.element_ty)
+    if CLAMPED:
+        gate_bias, up_bias = _biases(bias, expert, column, inner_width, is_column)
+        gate += gate_bias[None, :]
+        up += up_bias[None, :]
+    result = _activated(gate, up, alpha, limit, GATED, CLAMPED).to(inner.dtype.element_ty)
     places = (pair.to(tl.int64) * inner_width)[:, None] + column[None, :]
     tl.store(inner + places, result, mask=(pair < end)[:, None] & (column < inner_width)[None, :])
 
 
 @kernel
 def _down_kernel(
-    inner, weight, scales, terms, order, starts, num_experts, inner_width, width,
+    inner, weight, scales, bias, terms, order, starts, num_experts, inner_width, width,
     expert_stride, weight_stride,
-    FP8: tl.constexpr, BLOCKED: tl.constexpr, TENSOR_CORES: tl.constexpr, EXPERTS: tl.constexpr,
+    BIASED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, TENSOR_CORES: tl.constexpr, EXPERTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """terms [pairs in the order of tokens, width]."""
@@ -133,6 +152,8 @@ def _down_kernel(
         a_pointers += DEPTH
         b_pointers += DEPTH
     total = scaled(total, column_scales[None, :], is_column[None, :], FP8, BLOCKED)
+    if BIASED:
+        total += tl.load(bias + expert.to(tl.int64) * width + column, mask=is_column, other=0).to(tl.float32)[None, :]
     place = tl.load(order + pair, mask=pair < end, other=0).to(tl.int64)
     mask = (pair < end)[:, None] & is_column[None, :]
     tl.store(terms + (place * width)[:, None] + column[None, :], total.to(terms.dtype.element_ty), mask=mask)
@@ -161,9 +182,10 @@ def _sum_kernel(
 
 @kernel
 def _up_gemv_kernel(
-    x, weight, scales, topk_ids, inner, top_k, inner_width, width,
+    x, weight, scales, bias, alpha, limit, topk_ids, inner, top_k, inner_width, width,
     x_stride, expert_stride, weight_stride,
-    GATED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """inner [pairs in the order of tokens, inner_width]."""
     pair = tl.program_id(1)
@@ -191,16 +213,20 @@ def _up_gemv_kernel(
             up += partial_sums(weights.to(tl.float32) * values, up_scales, is_column, k, width, BLOCKED)
     gate_sum = scaled(tl.sum(gate, axis=1), gate_scales, is_column, FP8, BLOCKED)
     up_sum = scaled(tl.sum(up, axis=1), up_scales, is_column, FP8, BLOCKED)
-    result = _activated(gate_sum, up_sum, GATED).to(inner.dtype.element_ty)
+    if CLAMPED:
+        gate_bias, up_bias = _biases(bias, expert, column, inner_width, is_column)
+        gate_sum += gate_bias
+        up_sum += up_bias
+    result = _activated(gate_sum, up_sum, alpha, limit, GATED, CLAMPED).to(inner.dtype.element_ty)
     tl.store(inner + pair.to(tl.int64) * inner_width + column, result, mask=is_column)
 
 
 @kernel
 def _down_gemv_kernel(
-    inner, weight, scales, topk_ids, topk_weights, out, inner_width, width,
+    inner, weight, scales, bias, topk_ids, topk_weights, out, inner_width, width,
     expert_stride, weight_stride,
-    TOP_K: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    TOP_K: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CHOSEN: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """A token's terms, all at once, and their sum, in ascending order of the experts."""
     token = tl.program_id(1).to(tl.int64)
@@ -230,6 +256,9 @@ def _down_gemv_kernel(
         else:
             sums += products
     totals = scaled(tl.sum(sums, axis=2), column_scales, known_columns, FP8, BLOCKED)
+    if BIASED:
+        places = bias + (experts * width)[None, :] + column[:, None]
+        totals += tl.load(places, mask=known_columns, other=0).to(tl.float32)
     # Rounded as they are where there are more tokens.
     terms = totals.to(out.dtype.element_ty).to(tl.float32) * shares[None, :]
     waiting = tl.where(place < TOP_K, experts.to(tl.int32), 2147483647)
@@ -243,26 +272,47 @@ def _down_gemv_kernel(
 
 def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Fp8Rows, down: Fp8Rows, batch: Batch) -> Tensor:
     """See `Kernels.experts`."""
-    return _experts(x, topk_ids, topk_weights, up, down, batch, gated=False)
+    return _experts(x, topk_ids, topk_weights, _Form(up, down), batch)
 
 
 def gated_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Fp8Rows, down: Fp8Rows, batch: Batch
 ) -> Tensor:
     """See `Kernels.gated_experts`."""
-    return _experts(x, topk_ids, topk_weights, gate_up, down, batch, gated=True)
+    return _experts(x, topk_ids, topk_weights, _Form(gate_up, down, gated=True), batch)
 
 
-def _experts(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    up: Fp8Rows,
-    down: Fp8Rows,
-    batch: Batch,
-    *,
-    gated: bool,
-) -> Tensor:
+def clamped_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Fp8Rows, down: Fp8Rows, gate_up_bias: Tensor,
+    down_bias: Tensor | None, alpha: float, limit: float, batch: Batch,
+) -> Tensor:  # fmt: skip
+    """See `Kernels.clamped_experts`."""
+    form = _Form(gate_up, down, True, gate_up_bias, down_bias, float(alpha), float(limit))
+    return _experts(x, topk_ids, topk_weights, form, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """What experts are made of. `up_bias`: of those that are clamped, by `alpha` and `limit`."""
+
+    up: Fp8Rows
+    down: Fp8Rows
+    gated: bool = False
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    alpha: float = 0.0
+    limit: float = 0.0
+
+    def of_up(self, no_bias: Tensor) -> tuple[Tensor, float, float]:
+        """What the kernels of the first product get; `no_bias` where there is none."""
+        return (no_bias if self.up_bias is None else self.up_bias), self.alpha, self.limit
+
+    def bias_of_down(self, no_bias: Tensor) -> Tensor:
+        """What the kernels of the second product get; `no_bias` where there is none."""
+        return no_bias if self.down_bias is None else self.down_bias
+
+
+def _experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, form: _Form, batch: Batch) -> Tensor:
     metadata: CudaMetadata = batch.metadata  # type: ignore[assignment]
     tokens, width = x.shape
     out = torch.empty((tokens, width), dtype=x.dtype, device=x.device)
@@ -270,27 +320,27 @@ def _experts(
         return out
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     if tokens <= _FEW_TOKENS and not metadata.exact:
-        _run_few_tokens(x, topk_ids, topk_weights, up, down, out, gated=gated)
+        _run_few_tokens(x, topk_ids, topk_weights, form, out)
     else:
-        num_experts, top_k = down.shape[0], topk_ids.shape[1]
+        num_experts, top_k = form.down.shape[0], topk_ids.shape[1]
         rows = _FIXED_ROWS if metadata.exact else _block_rows(topk_ids.numel(), num_experts, x.dtype)
         most = (_MOST_BLOCKS - num_experts) * rows // top_k
         for part in (slice(first, first + most) for first in range(0, tokens, most)):
-            _run_many_tokens(x[part], topk_ids[part], topk_weights[part], up, down, out[part], rows, gated=gated)
+            _run_many_tokens(x[part], topk_ids[part], topk_weights[part], form, out[part], rows)
     return out
 
 
-def _run_few_tokens(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Fp8Rows, down: Fp8Rows, out: Tensor, *, gated: bool
-) -> None:
+def _run_few_tokens(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, form: _Form, out: Tensor) -> None:
     """A product of a matrix and a vector for each pair."""
+    up, down, gated = form.up, form.down, form.gated
     (tokens, width), top_k, inner_width = x.shape, topk_ids.shape[1], down.shape[2]
     inner = torch.empty((tokens * top_k, inner_width), dtype=x.dtype, device=x.device)
     (weight, *strides), variant = _operands(up, topk_weights), form_of(up)
     tile, options = _few_up_tile(width, gated=gated, blocked=bool(variant["BLOCKED"]))
     _up_gemv_kernel[(triton.cdiv(inner_width, tile["COLUMNS"]), tokens * top_k)](
-        *(x, *weight, topk_ids, inner, top_k, inner_width, width, x.stride(0), *strides),
+        *(x, *weight, *form.of_up(x), topk_ids, inner, top_k, inner_width, width, x.stride(0), *strides),
         GATED=gated,
+        CLAMPED=form.up_bias is not None,
         **variant,
         **tile,
         **options,
@@ -298,26 +348,18 @@ def _run_few_tokens(
     (weight, *strides), variant = _operands(down, topk_weights), form_of(down)
     tile, options = _few_down_tile(inner_width, top_k, blocked=bool(variant["BLOCKED"]))
     _down_gemv_kernel[(triton.cdiv(width, tile["COLUMNS"]), tokens)](
-        *(inner, *weight, topk_ids, topk_weights, out, inner_width, width, *strides),
+        *(inner, *weight, form.bias_of_down(x), topk_ids, topk_weights, out, inner_width, width, *strides),
         TOP_K=top_k,
+        BIASED=form.down_bias is not None,
         **variant,
         **tile,
         **options,
     )
 
 
-def _run_many_tokens(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    up: Fp8Rows,
-    down: Fp8Rows,
-    out: Tensor,
-    rows: int,
-    *,
-    gated: bool,
-) -> None:
+def _run_many_tokens(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, form: _Form, out: Tensor, rows: int) -> None:
     """Products of blocks of `rows` rows that go to the same expert."""
+    up, down, gated = form.up, form.down, form.gated
     (tokens, width), top_k = x.shape, topk_ids.shape[1]
     num_experts, inner_width, pairs = down.shape[0], down.shape[2], tokens * top_k
     order, starts = sort_pairs(topk_ids, num_experts)
@@ -328,8 +370,22 @@ def _run_many_tokens(
     inner = torch.empty((pairs, inner_width), dtype=x.dtype, device=x.device)
     tile, options = _tile(rows, inner_width, width, x.dtype, gated=gated)
     _up_kernel[(triton.cdiv(inner_width, tile["COLUMNS"]), blocks)](
-        *(x, *weight, inner, order, starts, num_experts, top_k, inner_width, width, x.stride(0), *strides),
+        *(
+            x,
+            *weight,
+            *form.of_up(x),
+            inner,
+            order,
+            starts,
+            num_experts,
+            top_k,
+            inner_width,
+            width,
+            x.stride(0),
+            *strides,
+        ),
         GATED=gated,
+        CLAMPED=form.up_bias is not None,
         **variant,
         **common,
         **tile,
@@ -340,7 +396,8 @@ def _run_many_tokens(
     terms = torch.empty((pairs, width), dtype=x.dtype, device=x.device)
     tile, options = _tile(rows, width, inner_width, x.dtype, gated=False)
     _down_kernel[(triton.cdiv(width, tile["COLUMNS"]), blocks)](
-        *(inner, *weight, terms, order, starts, num_experts, inner_width, width, *strides),
+        *(inner, *weight, form.bias_of_down(x), terms, order, starts, num_experts, inner_width, width, *strides),
+        BIASED=form.down_bias is not None,
         **variant,
         **common,
         **tile,

@@ -20,9 +20,9 @@ All of them but the products are `cairn.kernels.cuda`'s. What makes them fit, on
   put together in their order, a fixed number at a time; there is no choice by the batch. A verify's tokens are decodes.
   Of a limited reach both begin at the block of the first key, which follows from the position; blocks of which a row
   sees nothing leave its sums as they are.
-- `experts`, `gated_experts`: blocks of one height, of which a row is a chain of fused multiply-adds; the form for few
-  tokens is not taken. A token's terms are added by one program in ascending order of the experts. Sorting gives the
-  same order by counting and by torch's stable sort.
+- `experts`, `gated_experts`, `clamped_experts`: blocks of one height, of which a row is a chain of fused multiply-adds;
+  the form for few tokens is not taken. A token's terms are added by one program in ascending order of the experts.
+  Sorting gives the same order by counting and by torch's stable sort.
 - the sampler: weights are whole numbers, whose sums depend on no order.
 - `linear`, `lm_head`: by a kernel of this package. cuBLAS chooses its algorithm by the number of rows.
 
@@ -61,6 +61,7 @@ from cairn.kernels.staging import Staging
 
 add_rms_norm = with_rows_laid_out(cuda.add_rms_norm, "x")
 attention = with_rows_laid_out(cuda.attention, "q")
+clamped_experts = with_rows_laid_out(cuda.clamped_experts, "x")
 conv = with_rows_laid_out(cuda.conv, "x")
 experts = with_rows_laid_out(cuda.experts, "x")
 gated_experts = with_rows_laid_out(cuda.gated_experts, "x")
@@ -89,6 +90,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "build_metadata",
+    "clamped_experts",
     "conv",
     "copy_pages",
     "copy_tokens",

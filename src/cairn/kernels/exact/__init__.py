@@ -20,7 +20,7 @@ from cairn.kernels.exact.elementwise import (
     softcap,
     squared_relu,
 )
-from cairn.kernels.exact.experts import experts, gated_experts, sigmoid_router, softmax_router
+from cairn.kernels.exact.experts import clamped_experts, experts, gated_experts, sigmoid_router, softmax_router
 from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
 from cairn.kernels.exact.products import (
@@ -45,6 +45,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "build_metadata",
+    "clamped_experts",
     "conv",
     "copy_pages",
     "copy_tokens",

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Weight
-from cairn.kernels.exact.elementwise import sigmoid, silu_, squared_relu
+from cairn.kernels.exact.elementwise import sigmoid, silu_, squared_relu, widen
 from cairn.kernels.exact.metadata import ROW_TILE
 from cairn.kernels.exact.products import has_fixed_shapes, multiply_tiles
 
@@ -65,6 +65,21 @@ def gated_experts(
     return _mix(x, topk_ids, topk_weights, run)
 
 
+def clamped_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, gate_up_bias: Tensor,
+    down_bias: Tensor | None, alpha: float, limit: float, batch: Batch,
+) -> Tensor:  # fmt: skip
+    """See `Kernels.clamped_experts`."""
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        gate, up = _multiply(rows, gate_up[expert], gate_up_bias[expert]).chunk(2, dim=-1)
+        gate, up = widen(gate).clamp(max=limit), widen(up).clamp(-limit, limit)
+        inner = sigmoid(gate * alpha).mul_(gate).mul_(up.add_(1)).to(rows.dtype)
+        return _multiply(inner, down[expert], None if down_bias is None else down_bias[expert])
+
+    return _mix(x, topk_ids, topk_weights, run)
+
+
 def _mix(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
     """The experts' results, added by the tokens' shares; `run` gets an expert and its tokens' rows."""
     out = torch.zeros(x.shape, dtype=topk_weights.dtype)
@@ -80,5 +95,7 @@ def _mix(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, run: Callable[[int, 
     return out.to(x.dtype)
 
 
-def _multiply(x: Tensor, weight: Tensor) -> Tensor:
-    return multiply_tiles(x, weight, None, ROW_TILE) if has_fixed_shapes(x) else F.linear(x, weight)
+def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A bias comes on top: products of experts are tried out without one, and others may be other code."""
+    out = multiply_tiles(x, weight, None, ROW_TILE) if has_fixed_shapes(x) else F.linear(x, weight)
+    return out if bias is None else out.add_(bias)

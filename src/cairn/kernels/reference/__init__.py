@@ -24,7 +24,7 @@ from cairn.kernels.reference.elementwise import (
     softcap,
     squared_relu,
 )
-from cairn.kernels.reference.experts import experts, gated_experts, sigmoid_router, softmax_router
+from cairn.kernels.reference.experts import clamped_experts, experts, gated_experts, sigmoid_router, softmax_router
 from cairn.kernels.reference.products import (
     build_metadata,
     embed,
@@ -47,6 +47,7 @@ __all__ = [
     "add_rms_norm",
     "attention",
     "build_metadata",
+    "clamped_experts",
     "conv",
     "copy_pages",
     "copy_tokens",

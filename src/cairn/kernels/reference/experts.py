@@ -67,6 +67,21 @@ def gated_experts(
     return _mix(x, topk_ids, topk_weights, run)
 
 
+def clamped_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, gate_up_bias: Tensor,
+    down_bias: Tensor | None, alpha: float, limit: float, batch: Batch,
+) -> Tensor:  # fmt: skip
+    """See `Kernels.clamped_experts`."""
+
+    def run(expert: int, token: Tensor) -> Tensor:
+        gate, up = torch.tensor_split(multiply(gate_up[expert], token) + widen(gate_up_bias[expert]), 2)
+        gate = gate.clamp(max=limit)
+        result = multiply(down[expert], (up.clamp(-limit, limit) + 1) * gate * sigmoid(alpha * gate))
+        return result if down_bias is None else result + widen(down_bias[expert])
+
+    return _mix(x, topk_ids, topk_weights, run)
+
+
 def _mix(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, run: Callable[[int, Tensor], Tensor]) -> Tensor:
     """`run` gets an expert and a token [in], and gives what the expert makes of it [in]."""
     out = torch.zeros_like(widen(x))

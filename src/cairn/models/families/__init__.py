@@ -8,6 +8,7 @@ from cairn.models.contract import Family
 from cairn.models.families import (
     falcon_h1,
     gemma,
+    gpt_oss,
     granite,
     granitemoehybrid,
     lfm2,
@@ -36,6 +37,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             lfm2_moe.FAMILY,
             lfm3.FAMILY,
             olmo_hybrid.FAMILY,
+            gpt_oss.FAMILY,
             *qwen3_5.FAMILIES,
             *gemma.FAMILIES,
         )

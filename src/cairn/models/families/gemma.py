@@ -141,7 +141,7 @@ class Gemma2Config(DecoderConfig):
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""
-        words = {WINDOWED: f"attention over {self.sliding_window} tokens with MLP", FULL: "attention with MLP"}
+        words = {WINDOWED: "windowed attention with MLP", FULL: "attention with MLP"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
 

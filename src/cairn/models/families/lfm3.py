@@ -131,7 +131,7 @@ class Lfm3Config(DecoderConfig):
         """See `DecoderConfig`."""
         words = {
             CONV: "short convolution with MLP",
-            WINDOWED: f"attention over {self.sliding_window} tokens with MLP",
+            WINDOWED: "windowed attention with MLP",
             FULL: "attention with MLP",
         }
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}

@@ -25,6 +25,7 @@ from cairn.models.families import (
     falcon_h1,
     family_of,
     gemma,
+    gpt_oss,
     granite,
     granitemoehybrid,
     lfm2,
@@ -58,6 +59,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "gemma3": gemma.GEMMA3_RECIPE,
         "gemma2": gemma.GEMMA2_RECIPE,
         "lfm3": lfm3.RECIPE,
+        "gpt_oss": gpt_oss.RECIPE,
     }
 )
 """The families that can be made, one line each."""

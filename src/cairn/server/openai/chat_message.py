@@ -15,7 +15,6 @@ from cairn.server.parsers.output_parser import (
     ToolCallEnd,
     ToolCallStart,
 )
-from cairn.server.parsers.reasoning import THINK_END, ReasoningParser
 
 _NEVER_SENT = MappingProxyType(dict.fromkeys(("refusal", "annotations", "audio", "function_call")))
 """Fields of OpenAI's messages that no answer here has: null, as in vLLM."""
@@ -40,7 +39,7 @@ class ChatMessage:
         joins_calls: bool = False,
     ) -> None:
         self.hides_reasoning = hides_reasoning
-        self.looks_for_reasoning = isinstance(parser, ReasoningParser)
+        self.looks_for_reasoning = parser.looks_for_reasoning
         self.has_reasoning = False
         self._parser = parser
         self._new_id = new_id
@@ -115,9 +114,9 @@ class ChatMessage:
         return call_id in self._complete
 
     @property
-    def reasoning_end(self) -> str:
-        """See `ReasoningParser`."""
-        return self._parser.reasoning_end if isinstance(self._parser, ReasoningParser) else THINK_END
+    def reasoning_marks(self) -> tuple[str, str]:
+        """What the reasoning begins and ends with: see `OutputParser`."""
+        return self._parser.reasoning_start, self._parser.reasoning_end
 
     def _add_event(self, event: OutputEvent, delta: dict[str, Any]) -> None:
         match event:

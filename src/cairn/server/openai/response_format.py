@@ -73,12 +73,16 @@ def parse_response_format(rules: FormatRules, body: SamplingFields, *, opened: b
     calls_end_reasoning = not is_required and structure is None
     # Where the model may choose, an answer that has a form has no calls.
     structure = tool_structure if is_required else structure or tool_structure
-    if parsers.has_reasoning and structure is not None:
+    # Where the model may choose among some tools, the form is that of all messages.
+    is_of_whole = parsers.is_harmony and structure is not None and structure.field == "tool_choice"
+    if parsers.has_reasoning and structure is not None and not is_of_whole:
         structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
+    if parsers.is_harmony and structure is not None and not is_of_whole:
+        structure = msgspec.structs.replace(structure, is_harmony=True)
     names_one = isinstance(body.tool_choice, dict) and body.tool_choice["type"] == "function"
     parallel = body.parallel_tool_calls is not False and not names_one
     # Every model can be held to calls in JSON.
-    tool_parser = JsonToolParser if is_required else None
+    tool_parser = JsonToolParser if is_required and not parsers.is_harmony else None
     hides_reasoning = parsers.has_reasoning and body.include_reasoning is False
 
     def new_message() -> ChatMessage:
@@ -94,7 +98,7 @@ def parse_response_format(rules: FormatRules, body: SamplingFields, *, opened: b
         )
 
     heads: Sequence[str] = ()
-    if calls_end_reasoning and tools and parsers.tool_parser is not None:
+    if calls_end_reasoning and tools and parsers.tool_parser is not None and not parsers.is_harmony:
         heads = parsers.tool_parser.list_heads([*tools])
     return AnswerFormat(structure, new_message, heads)
 

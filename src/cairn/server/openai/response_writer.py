@@ -23,7 +23,6 @@ from cairn.server.openai.chat_message import ChatMessage
 from cairn.server.openai.logprobs import LogprobsFormatter, TextOffsetTracker, concat_logprobs
 from cairn.server.openai.requests import ChatRequest, CompletionRequest, SamplingFields
 from cairn.server.options import AnswerOptions
-from cairn.server.parsers.reasoning import THINK_START
 
 
 @dataclass(slots=True)
@@ -366,14 +365,15 @@ class ChatWriter(ResponseWriter):
         return details
 
     def count_reasoning(self, choice: Choice) -> int:
-        """Tokens of the reasoning, shown or not: those before its end, which is `</think>` or a call, newlines too,
-        without those of `<think>`."""
+        """Tokens of the reasoning, shown or not: those before its end, which is a mark or a call, newlines too,
+        without those of the mark that it begins with."""
         if choice.message is None or not choice.message.has_reasoning:
             return 0
         spelled = [self.formatter.spell(token) for token in choice.token_ids]
         text = b"".join(spelled)
-        opened, end = text.find(THINK_START.encode()), text.find(choice.message.reasoning_end.encode())
-        begin = opened + len(THINK_START) if opened >= 0 and not text[:opened].strip(b"\n") else 0
+        start, stop = (mark.encode() for mark in choice.message.reasoning_marks)
+        opened, end = text.find(start), text.find(stop)
+        begin = opened + len(start) if opened >= 0 and not text[:opened].strip(b"\n") else 0
         ends = list(itertools.accumulate(map(len, spelled)))
         return sum(
             begin < last and (end < 0 or last - len(part) < end) for part, last in zip(spelled, ends, strict=True)

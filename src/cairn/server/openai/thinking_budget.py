@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from cairn.engine.contract import RenderedPrompt, ThinkingBudget
 from cairn.errors import InvalidRequest
 from cairn.server.openai.requests import ChatRequest, SamplingFields
-from cairn.server.parsers.reasoning import THINK_END, THINK_START
+from cairn.server.parsers.reasoning import THINK_START
 from cairn.server.parsers.registry import ParserFactory
 from cairn.server.tokenizer_thread import TokenizerThread
 
@@ -53,18 +53,19 @@ async def limit_thinking(
     if not parsers.has_reasoning:
         text = f"{_FIELD}: no reasoning is looked for in this model's answers; start the server with --reasoning-parser"
         raise InvalidRequest(text, _FIELD)
+    start, end = parsers.reasoning_marks
     if is_open:
-        budget -= await tokenizer.apply(lambda text: count_reasoning_tokens(prompt.token_ids, text.token_bytes))
+        budget -= await tokenizer.apply(lambda text: count_reasoning_tokens(prompt.token_ids, text.token_bytes, start))
     heads = [head for head in call_heads if len(head) <= _MAX_HEAD]
-    return ThinkingBudget(
-        num_tokens=max(0, budget), start=THINK_START, end=THINK_END, is_open=is_open, call_heads=heads
-    )
+    return ThinkingBudget(num_tokens=max(0, budget), start=start, end=end, is_open=is_open, call_heads=heads)
 
 
-def count_reasoning_tokens(token_ids: Sequence[int], token_bytes: Callable[[int], bytes]) -> int:
-    """Tokens after the last `<think>`, without the newlines next to it."""
+def count_reasoning_tokens(
+    token_ids: Sequence[int], token_bytes: Callable[[int], bytes], start: str = THINK_START
+) -> int:
+    """Tokens after the last mark that begins the reasoning, without the newlines next to it."""
     spelled = [token_bytes(token) for token in token_ids]
-    begin = b"".join(spelled).rfind(THINK_START.encode()) + len(THINK_START)
+    begin = b"".join(spelled).rfind(start.encode()) + len(start)
     position, following = 0, list[bytes]()
     for part in spelled:
         if position >= begin:

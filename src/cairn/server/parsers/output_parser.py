@@ -106,6 +106,12 @@ class OutputParser:
     only_known_tools = False
     """Whether calls of tools that the request does not have are text."""
 
+    looks_for_reasoning = False
+    """Whether there may be some."""
+
+    reasoning_start = reasoning_end = ""
+    """Texts that the reasoning begins with, and at whose first occurrence it ends."""
+
     call_head = ""
     """The text that the last call began with, up to where it was certain to be one."""
 

@@ -56,10 +56,12 @@ class ReasoningParser(OutputParser):
     too. Tags that open or close nothing are left out, unless they are quoted.
     """
 
+    looks_for_reasoning = True
+    reasoning_start = THINK_START
+
     def __init__(self, content_parser: OutputParser, *, opened: bool, calls_end_reasoning: bool = True) -> None:
         super().__init__()
         self.reasoning_end = THINK_END
-        """The text that the reasoning ends at the first occurrence of, if it ends."""
         self._content_parser = content_parser
         self._thought_parser = content_parser if calls_end_reasoning else OutputParser()
         self._stray_tags = StrayTagRemover()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from cairn.errors import ConfigError
+from cairn.server.parsers.harmony import CHANNEL, REASONING_END, REASONING_START, HarmonyParser
 from cairn.server.parsers.json_tool_parser import JsonToolParser
 from cairn.server.parsers.lfm2_tool_parser import Lfm2ToolParser
 from cairn.server.parsers.nemotron_tool_parser import NemotronToolParser
@@ -22,6 +23,7 @@ TOOL_PARSERS: Mapping[str, type[ToolParser] | None] = MappingProxyType(
         "lfm2": Lfm2ToolParser,
         "nemotron_json": NemotronToolParser,
         "none": None,
+        "openai": HarmonyParser,
         "pythonic": PythonicToolParser,
         "qwen3_coder": XmlToolParser,
         "qwen3_xml": XmlToolParser,
@@ -31,6 +33,7 @@ TOOL_PARSERS: Mapping[str, type[ToolParser] | None] = MappingProxyType(
 """Names of `--tool-call-parser`, vLLM's among them, and Nemotron's own."""
 
 _TEMPLATE_MARKS = (
+    (CHANNEL, HarmonyParser),
     ("<function=", XmlToolParser),
     ("<|tool_call_start|>", Lfm2ToolParser),
     ("<TOOLCALL>", NemotronToolParser),
@@ -41,19 +44,30 @@ _TEMPLATE_MARKS = (
 
 _TAKES_TOOLS = re.compile(r"\{[{%][^{}]{0,200}\btools\b")
 
-REASONING_PARSERS = ("deepseek_r1", "nano_v3", "nemotron_v3", "none", "qwen3", "think")
-"""Names of `--reasoning-parser`, vLLM's among them. All but `none` parse `<think>`."""
+HARMONY = "openai_gptoss"
+
+REASONING_PARSERS = ("deepseek_r1", "nano_v3", "nemotron_v3", "none", HARMONY, "qwen3", "think")
+"""Names of `--reasoning-parser`, vLLM's among them. All but `none` and harmony's parse `<think>`."""
 
 logger = logging.getLogger(__name__)
 
 
 class ParserFactory:
     """Makes the parser of each answer of one model. `tool_parser`: None if it writes no calls. `has_reasoning`: whether
-    answers may have reasoning."""
+    answers may have reasoning. `is_harmony`: whether answers are messages in harmony, whatever is parsed of them."""
 
-    def __init__(self, tool_parser: type[ToolParser] | None, *, has_reasoning: bool) -> None:
+    def __init__(
+        self, tool_parser: type[ToolParser] | None, *, has_reasoning: bool, is_harmony: bool | None = None
+    ) -> None:
+        """`is_harmony` None: as calls are."""
         self.tool_parser = tool_parser
         self.has_reasoning = has_reasoning
+        self.is_harmony = tool_parser is HarmonyParser if is_harmony is None else is_harmony
+
+    @property
+    def reasoning_marks(self) -> tuple[str, str]:
+        """What reasoning begins and ends with."""
+        return (REASONING_START, REASONING_END) if self.is_harmony else (THINK_START, THINK_END)
 
     def make_parser(
         self,
@@ -65,6 +79,13 @@ class ParserFactory:
     ) -> OutputParser:
         """`tools`: None if calls are not parsed. `opened`: the prompt ends within the reasoning. `tool_parser`: instead
         of the model's own. `calls_end_reasoning`: whether calls are looked for in the reasoning, too."""
+        if self.is_harmony:
+            return HarmonyParser(
+                tools or {},
+                opened=opened,
+                parses_calls=tools is not None and self.tool_parser is not None,
+                parses_reasoning=self.has_reasoning,
+            )
         chosen = tool_parser or self.tool_parser
         parser = OutputParser() if tools is None or chosen is None else chosen(tools)
         if not self.has_reasoning:
@@ -73,11 +94,12 @@ class ParserFactory:
 
     def opens_reasoning(self, prompt_end: str) -> bool:
         """Whether a prompt with this end has opened the reasoning of the answer."""
-        return self.has_reasoning and prompt_end.rstrip().endswith(THINK_START)
+        return self.has_reasoning and prompt_end.rstrip().endswith(self.reasoning_marks[0])
 
     def leaves_reasoning_open(self, answer_start: str) -> bool:
         """Whether this beginning of an answer, which is to be continued, ends within its reasoning."""
-        return self.has_reasoning and answer_start.rfind(THINK_START) > answer_start.rfind(THINK_END)
+        start, end = self.reasoning_marks
+        return self.has_reasoning and answer_start.rfind(start) > answer_start.rfind(end)
 
 
 def select_parsers(template: str, tools: str | None, reasoning: str | None) -> ParserFactory:
@@ -92,6 +114,8 @@ def select_parsers(template: str, tools: str | None, reasoning: str | None) -> P
     ):
         if name is not None and name not in names:
             raise ConfigError(f"{flag}: there is no {name!r}; one of {', '.join(names)}")
+    if reasoning == HARMONY or tools == "openai" or (CHANNEL in template and {tools, reasoning} <= {None, "none"}):
+        return _harmony_parsers(tools, reasoning)
     # Templates that only cut earlier reasoning out of the history name its end alone.
     writes_tags = THINK_START in template or THINK_END in template
     has_reasoning = writes_tags if reasoning is None else reasoning != "none"
@@ -105,3 +129,12 @@ def select_parsers(template: str, tools: str | None, reasoning: str | None) -> P
             ", ".join(TOOL_PARSERS),
         )
     return ParserFactory(tool_parser, has_reasoning=has_reasoning)
+
+
+def _harmony_parsers(tools: str | None, reasoning: str | None) -> ParserFactory:
+    """One parser finds both. Raises ConfigError where another one is named for either."""
+    for flag, name, harmony in (("--tool-call-parser", tools, "openai"), ("--reasoning-parser", reasoning, HARMONY)):
+        if name not in (None, "none", harmony):
+            raise ConfigError(f"{flag} {name}: answers in harmony are parsed by {harmony} alone; take that, or none")
+    parser = None if tools == "none" else HarmonyParser
+    return ParserFactory(parser, has_reasoning=reasoning != "none", is_harmony=True)
