@@ -33,6 +33,9 @@ ROWS = {
     "qwen3": ("Qwen3", ("qwen3",)),
     "qwen3_moe": ("Qwen3 MoE", ("qwen3_moe",)),
     "granite": ("Granite 3", ("granite",)),
+    "lfm3": ("LFM3", ("lfm3",)),
+    "gemma3": ("Gemma 3", ("gemma3_text", "gemma3")),
+    "gemma2": ("Gemma 2", ("gemma2",)),
     "gpt_oss": ("gpt-oss", ("gpt_oss",)),
 }
 """By the name in `cairn make-model`: how its models are called, and the `model_type` of their config.json."""

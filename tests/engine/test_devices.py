@@ -390,7 +390,7 @@ def test_check_counts_what_the_engine_does(tiny_vl_model):
     model = replace(model, kernels=SimpleNamespace(**vars(model.kernels) | {"sampling_bytes": sampling_bytes}))
     process = guess_process_bytes(1)
     vision = open_vision(tiny_vl_model, opened.dtype, 3 << 20)
-    weights = sum(tensor.nbytes for tensor in parts_of(replace(model, rotary=None), torch.Tensor))
+    weights = sum(tensor.nbytes for tensor in parts_of(replace(model, rotaries=()), torch.Tensor))
     weights += sum(tensor.nbytes for tensor in vision._tower._module.state_dict().values())
     lengths: list[int] = []
     vision._tower._module.register_forward_pre_hook(lambda module, arguments: lengths.append(len(arguments[0])))

@@ -87,3 +87,20 @@ def test_a_clients_template_stands_in_for_the_checkpoints(templated):
     brought = templated("{{ '?' }}").render_chat([USER, USER], template_kwargs={"mark": "!"}, chat_template=template)
     assert brought == own and own.boundaries
     assert templated(None).render_chat([USER, USER], template_kwargs={"mark": "!"}, chat_template=template) == own
+
+
+def test_reasoning_that_a_template_refuses_beside_a_text_is_left_out(templated):
+    """As gpt-oss's does in a message with calls. It reads the reasoning as `thinking`."""
+    refusing = (
+        "{% for m in messages %}{% if m.content and m.thinking and m.tool_calls %}{{ raise_exception('both') }}"
+        "{% endif %}[{{ m.thinking }}|{{ m.content }}]{% endfor %}"
+    )
+    call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = {"role": "assistant", "reasoning_content": "hm", "content": "So.", "tool_calls": [call]}
+    silent = answer | {"content": ""}
+
+    def text_of(tokenizer, *messages):
+        return tokenizer.decode(tokenizer.render_chat([USER, *messages]).token_ids)
+
+    assert text_of(templated(refusing), answer, silent).endswith("[|So.][hm|]")
+    assert text_of(templated(refusing.replace("{{ raise_exception('both') }}", "")), answer).endswith("[hm|So.]")

@@ -209,12 +209,15 @@ def gdn(module: Any) -> Iterator[Configuration]:
 
 def elementwise(module: Any) -> Iterator[Configuration]:
     kernel, rope, options = module._activation_kernel, module._rope_kernel, {"num_warps": 4}
+    softcap = module._softcap_kernel
     for _, model in DTYPES:
         for width in (128, 1024, 4096):
-            for function in ("silu", "sigmoid", "sigmoid_of_one", "squared_relu"):
+            for function in ("silu", "gelu", "sigmoid", "sigmoid_of_one", "squared_relu"):
                 for y in {model, "*fp32"} if function == "silu" else {model}:
                     constants = {"FUNCTION": function, **module._tile(width)}
                     yield kernel, signature(kernel, model, y=y), constants, options
+            types = signature(softcap, model, x="*fp32", out="*fp32", cap="fp32")
+            yield softcap, types, dict(module._tile(width)), options
         for pairs, width in ((32, 64), (16, 128), (64, 128), (32, 256), (128, 256)):
             yield rope, signature(rope, model), dict(module._rope_tile(pairs, width)), options
 

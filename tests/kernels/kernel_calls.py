@@ -65,7 +65,9 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "gated_rms_norm": Operation(("x", "gate"), ("once",)),
         "rms_norm_then_gate": Operation(("x", "gate"), ("once",)),
         "silu_mul": Operation(("gate", "x"), ("once",)),
+        "gelu_mul": Operation(("gate", "x"), ("once",)),
         "sigmoid_mul": Operation(("x", "gate"), ("once",)),
+        "softcap": Operation(("x",), ("wide",)),
         "squared_relu": Operation(("x",), ("once",)),
         "rope": Operation(("x", "cos", "sin"), ("once",)),
         "softmax_router": Operation(("logits",), ("chosen", "wide")),
@@ -354,6 +356,17 @@ def _silu_mul(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operan
     return {"gate": gate, "x": x}
 
 
+def _gelu_mul(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
+    width = draw(WIDTHS)
+    gate = batch.numbers(batch.num_tokens, width).mul(3).to(dtype)
+    return {"gate": gate, "x": batch.numbers(batch.num_tokens, width, salt=1).to(dtype)}
+
+
+def _softcap(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
+    cap, size = draw(st.sampled_from([0.5, 30.0])), draw(st.sampled_from([0.01, 3.0, 60.0]))
+    return {"x": batch.numbers(batch.num_tokens, draw(WIDTHS)).mul(size).to(_wide(dtype)), "cap": cap}
+
+
 def _sigmoid_mul(draw: st.DrawFn, batch: RandomBatch, dtype: torch.dtype) -> Operands:
     width = draw(WIDTHS)
     gates = draw(st.sampled_from([1, width]))
@@ -500,7 +513,9 @@ OPERANDS: Mapping[str, Callable[[st.DrawFn, RandomBatch, torch.dtype], Operands]
         "gated_rms_norm": _gated_rms_norm,
         "rms_norm_then_gate": _rms_norm_then_gate,
         "silu_mul": _silu_mul,
+        "gelu_mul": _gelu_mul,
         "sigmoid_mul": _sigmoid_mul,
+        "softcap": _softcap,
         "squared_relu": _squared_relu,
         "rope": _rope,
         "softmax_router": _softmax_router,

@@ -159,6 +159,8 @@ def row_call(name: str, rows: int, width: int, dtype: torch.dtype) -> Call:
             "eps": 1e-5,
         },
         "silu_mul": {"gate": x, "x": x},
+        "gelu_mul": {"gate": x, "x": x},
+        "softcap": {"x": x.to(wide), "cap": 2.0},
         "sigmoid_mul": {"x": x, "gate": x[:, :1]},
         "squared_relu": {"x": x},
         "rope": {

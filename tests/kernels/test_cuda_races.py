@@ -82,10 +82,12 @@ def test_what_goes_row_by_row(detector: RaceDetector) -> None:
     CUDA.rms_norm_then_gate(heads, gate, weight[:16], 1e-6)
     CUDA.rope(heads, gate[:, :4], gate[:, 4:8])
     CUDA.silu_mul(x, gate)
+    CUDA.gelu_mul(x, gate)
+    CUDA.softcap(x, 2.0)
     CUDA.softmax_router(x, 4, True)
     CUDA.sigmoid_router(x, weight, 4, 4, 2, True, 1.0)
     cuda_exact.linear(x, gate, None, None)
-    assert detector.num_launches == 8
+    assert detector.num_launches == 10
 
 
 LONG_LISTS = SamplingParams(0.0, allowed_token_ids=tuple(range(200)), bad_words=tuple((token,) for token in range(150)))

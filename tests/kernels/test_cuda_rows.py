@@ -66,6 +66,8 @@ def test_norms_of_more_heads_than_a_program_has_rows(dtype: torch.dtype, dim: in
 def test_elementwise_on_several_blocks(dtype: torch.dtype, rows: int, width: int) -> None:
     x, y = numbers(rows, width).mul(5).to(dtype), numbers(rows, width, salt=1).mul(5).to(dtype)
     check("silu_mul", dtype, gate=x, x=y)
+    check("gelu_mul", dtype, gate=x, x=y)
+    check("softcap", dtype, x=x.float(), cap=3.0)
     check("sigmoid_mul", dtype, x=x, gate=y)
     check("sigmoid_mul", dtype, x=x, gate=y[:, :1].contiguous())
     check("squared_relu", dtype, x=x)
@@ -85,6 +87,8 @@ def test_extreme_gates(dtype: torch.dtype) -> None:
     gate = torch.tensor([[-300.0, -90.0, -20.0, -0.0, 0.0, 20.0, 90.0, 300.0]]).to(dtype)
     x = torch.full_like(gate, 2)
     check("silu_mul", dtype, gate=gate, x=x)
+    check("gelu_mul", dtype, gate=gate, x=x)
+    check("softcap", dtype, x=gate.float(), cap=2.0)
     check("sigmoid_mul", dtype, x=x, gate=gate)
 
 

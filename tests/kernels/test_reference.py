@@ -98,11 +98,19 @@ def test_rms_norm_then_gate(call: Call) -> None:
 
 
 @FEW
-@given(call=st.one_of(calls("silu_mul", F64), calls("sigmoid_mul", F64), calls("squared_relu", F64)))
+@given(
+    call=st.one_of(
+        *(calls(name, F64) for name in ("silu_mul", "gelu_mul", "sigmoid_mul", "squared_relu", "softcap")),
+    )
+)
 def test_elementwise(call: Call) -> None:
     o = call.operands
     if call.name == "silu_mul":
         wanted = F.silu(o["gate"]) * o["x"]
+    elif call.name == "gelu_mul":
+        wanted = F.gelu(o["gate"], approximate="tanh") * o["x"]
+    elif call.name == "softcap":
+        wanted = o["cap"] * torch.tanh(o["x"] / o["cap"])
     elif call.name == "sigmoid_mul":
         wanted = o["x"] * torch.sigmoid(o["gate"])
     else:

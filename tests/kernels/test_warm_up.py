@@ -83,6 +83,9 @@ def recorded_uses() -> Iterator[set[tuple[str, object]]]:
             "qwen3_moe",
             "lfm2_moe",
             "olmo_hybrid",
+            "gemma3",
+            "lfm3",
+            "gemma2",
         ],
     ),
 )

@@ -33,7 +33,7 @@ LOGITS = Coverage(
     (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe"),
         *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        "gpt_oss",
+        *("gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 
@@ -43,7 +43,7 @@ INT8 = Coverage(
     ("models/test_served_int8.py",),
     (
         *("qwen3_5", "nemotron_h", "falcon_h1", "granitemoehybrid", "lfm2", "qwen3"),
-        *("qwen3_5_moe", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss"),
+        *("qwen3_5_moe", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 
@@ -126,7 +126,7 @@ WHOLE_EXACTNESS = Coverage(
     (
         *("nemotron_h", "qwen3_5"),
         *("qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe"),
-        *("olmo_hybrid", "gpt_oss"),
+        *("olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 """The first two in `make test`, all others in `make test-long`."""
@@ -135,7 +135,10 @@ EXACTNESS = Coverage(
     "hits, preemption and ranks with `--exact`",
     "CPU",
     ("engine/test_exactness_families.py",),
-    ("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss"),
+    (
+        *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
+        *("gpt_oss", "gemma3", "lfm3", "gemma2"),
+    ),
 )
 
 DRAFTS = Coverage(
@@ -144,7 +147,8 @@ DRAFTS = Coverage(
     ("engine/test_exactness_drafts.py",),
     (
         *("nemotron_h+mtp", "qwen3_5+mtp", "lfm2", "nemotron_h", "qwen3_5", "falcon_h1", "granitemoehybrid"),
-        *("qwen3_5_moe+mtp", "qwen3_5_moe", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss"),
+        *("qwen3_5_moe+mtp", "qwen3_5_moe", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
+        *("gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 
@@ -154,7 +158,7 @@ RECORDED = Coverage(
     ("engine/test_recorded_decodes.py", "engine/test_nothing_is_compiled_late.py"),
     (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "falcon_h1", "qwen3"),
-        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss"),
+        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 
@@ -164,7 +168,7 @@ HAND_OVERS = Coverage(
     ("pd/test_families.py",),
     (
         *("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"),
-        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "nemotron_h", "gpt_oss"),
+        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "nemotron_h", "gpt_oss", "gemma3", "lfm3", "gemma2"),
     ),
 )
 
@@ -172,7 +176,7 @@ TIERS = Coverage(
     "tiers below the pool",
     "CPU",
     ("engine/test_tiers.py",),
-    ("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"),
+    ("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "gemma3", "lfm3"),
 )
 
 WAYS = (WHOLE_EXACTNESS, EXACTNESS, DRAFTS, RECORDED, HAND_OVERS, TIERS)

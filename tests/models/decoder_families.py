@@ -129,6 +129,29 @@ def lfm2(**changes: Any) -> dict[str, Any]:
     }
 
 
+def lfm3(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "lfm3",
+        "architectures": ["Lfm3ForCausalLM"],
+        "layer_types": ["conv", "full_attention", "sliding_attention", "conv"],
+        "num_hidden_layers": 4,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "norm_eps": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 12,
+        "conv_L_cache": 7,
+        "intermediate_size": 56,
+        **changes,
+    }
+
+
 def qwen3(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "qwen3",
@@ -250,6 +273,54 @@ def olmo_hybrid(**changes: Any) -> dict[str, Any]:
         "intermediate_size": 56,
         "rope_parameters": {"rope_theta": None, "rope_type": "default"},
         "tie_word_embeddings": False,
+        **changes,
+    }
+
+
+def gemma3(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gemma3_text",
+        "architectures": ["Gemma3ForCausalLM"],
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 12,
+        "sliding_window": 20,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "intermediate_size": 56,
+        **changes,
+    }
+
+
+def gemma2(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gemma2",
+        "architectures": ["Gemma2ForCausalLM"],
+        "num_hidden_layers": 3,
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-6,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 24,
+        "sliding_window": 12,
+        "attn_logit_softcapping": 1.5,
+        "final_logit_softcapping": 2.5,
+        "rope_theta": 1e4,
+        "intermediate_size": 56,
         **changes,
     }
 
@@ -410,8 +481,13 @@ def published(tiny: Tiny) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
         write(tiny, Path(folder))
+        # Others than the plain one do not bound scores, and None is the model's own choice.
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, output_loading_info=True, experts_implementation="eager"
+            folder,
+            dtype=torch.float32,
+            output_loading_info=True,
+            experts_implementation="eager",
+            attn_implementation="eager" if tiny.raw.get("attn_logit_softcapping") else None,
         )
     assert not any(report[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
     return model.eval()

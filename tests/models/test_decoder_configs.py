@@ -1,27 +1,37 @@
 """config.json of the families made of parts: the published models, what is refused, and the sizes that follow."""
 
+import json
 import math
+from copy import deepcopy
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import Lfm2Config
+from transformers import Gemma3TextConfig, Lfm2Config, Lfm3Config
 
 from cairn.check.report import check
+from cairn.engine.text.images import ImagePrompts
 from cairn.errors import ConfigError, ModelError
 from cairn.models.families import FAMILIES
+from cairn.models.image_processor import FILE
+from cairn.models.qwen3_5_vision import read_vision
 from cairn.models.registry import open_model
 from cairn.transfer.geometry import ModelUnits, geometry_of, pair
 from doubles.thread_ranks import thread_ranks
 from models.decoder_families import (
+    TinyDriver,
     dense_granite,
     falcon,
+    gemma2,
+    gemma3,
     gpt_oss,
     granite,
     lfm2,
     lfm2_moe,
+    lfm3,
     olmo_hybrid,
     prompt,
     published,
@@ -241,6 +251,105 @@ OLMO_HYBRID = {
     "tie_word_embeddings": False,
     "vocab_size": 100352,
 }
+GEMMA3 = {
+    "model_type": "gemma3_text",
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+# Of Gemma-3-4B: what is left out is transformers' own, and answers end as the outer object says.
+GEMMA3_THAT_SEES: dict[str, Any] = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "boi_token_index": 255999,
+    "eoi_token_index": 256000,
+    "eos_token_id": [1, 106],
+    "image_token_index": 262144,
+    "mm_tokens_per_image": 256,
+    "text_config": {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+    "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model"},
+}
+GEMMA2 = {
+    "model_type": "gemma2",
+    "architectures": ["Gemma2ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": 50.0,
+    "cache_implementation": "hybrid",
+    "eos_token_id": 1,
+    "final_logit_softcapping": 30.0,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "max_position_embeddings": 8192,
+    "num_attention_heads": 8,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 4,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 10000.0,
+    "sliding_window": 4096,
+    "vocab_size": 256000,
+}
+LFM3 = {
+    "model_type": "lfm3",
+    "architectures": ["Lfm3ForCausalLM"],
+    "attention_bias": False,
+    "conv_L_cache": 7,
+    "conv_bias": False,
+    "eos_token_id": 124900,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 7680,
+    "layer_types": [
+        "conv",
+        "conv",
+        "full_attention",
+        "conv",
+        *["sliding_attention", "conv", "full_attention", "conv"] * 5,
+    ],
+    "max_position_embeddings": 128000,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 256,
+    "tie_word_embeddings": True,
+    "use_attention_gate": True,
+    "use_sandwich_norm": True,
+    "vocab_size": 128000,
+}
 GPT_OSS = {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
@@ -305,9 +414,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
         24 * (3 * 11520 * 2 + 30 * 96 * 192 * 4),
     ),
     "Qwen3-0.6B": (QWEN3, 596_049_920, 28 * 8 * 2 * 128 * 2, 2048, 0),
+    "Gemma-3-1B": (GEMMA3, 999_885_952, 26 * 1 * 2 * 256 * 2, 2304, 0),
+    "LFM3-1.7B": (LFM3, 1_728_801_536, 11 * 4 * 2 * 128 * 2, 4096, 13 * 6 * 2048 * 2),
+    "Gemma-2-2B": (GEMMA2, 2_614_341_888, 26 * 4 * 2 * 256 * 2, 4608, 0),
     "gpt-oss-20b": (GPT_OSS, 20_914_757_184, 24 * 8 * 2 * 64 * 2, 5760, 0),
     "gpt-oss-120b": (GPT_OSS_120B, 116_829_156_672, 36 * 8 * 2 * 64 * 2, 5760, 0),
 }
+
+
+MAKERS = [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid, gpt_oss, gemma3, gemma2, lfm3]
 
 
 def parsed(raw: dict[str, Any]) -> tuple[Any, Any]:
@@ -358,6 +473,13 @@ def test_the_layers_in_words() -> None:
         },
         "Olmo-Hybrid-7B": {"gated delta net with MLP": 24, "attention with MLP": 8},
         "Qwen3-0.6B": {"attention with MLP": 28},
+        "Gemma-3-1B": {"windowed attention with MLP": 22, "attention with MLP": 4},
+        "LFM3-1.7B": {
+            "short convolution with MLP": 13,
+            "windowed attention with MLP": 5,
+            "attention with MLP": 6,
+        },
+        "Gemma-2-2B": {"windowed attention with MLP": 13, "attention with MLP": 13},
         "gpt-oss-20b": {"windowed attention with mixture of experts": 12, "attention with mixture of experts": 12},
         "gpt-oss-120b": {"windowed attention with mixture of experts": 18, "attention with mixture of experts": 18},
     }
@@ -404,7 +526,7 @@ def test_the_layers_in_words() -> None:
         (lfm2(num_attention_heads=6, head_dim=8), "hidden_size 32 must be a multiple of num_attention_heads 6"),
         (
             lfm2(layer_types=["conv", "mamba"]),
-            "layer_types has 'mamba'; each layer must be one of conv, full_attention",
+            "layer_types has 'mamba' for layer 1; each layer must be one of conv, full_attention",
         ),
         (lfm2(layer_types=[]), "layer_types names 0 layers"),
         (lfm2(layer_types=None, full_attn_idxs=[4]), "full_attn_idxs must be an integer in 0..3, not 4"),
@@ -416,6 +538,52 @@ def test_the_layers_in_words() -> None:
         (falcon(mamba_rms_norm=True, mamba_norm_before_gate=None), "mamba_norm_before_gate is true"),
         (falcon(ssm_multipliers=[1.0, 1.0]), "ssm_multipliers must be a list of 5 numbers"),
         (falcon(mlp_multipliers=[1.0, "x"]), "mlp_multipliers must be a number"),
+        (gemma3(sliding_window=0), "sliding_window must be an integer in 1..1073741824, not 0"),
+        (gemma3(sliding_window=-4), "sliding_window must be an integer in 1..1073741824, not -4"),
+        (gemma3(sliding_window=None), "sliding_window is null, but layer_types has layers with a window"),
+        (
+            gemma3(layer_types=["sliding_attention", "full_attention", "chunked_attention"]),
+            "layer_types has 'chunked_attention' for layer 2; each layer must be one of sliding_attention, full_att",
+        ),
+        (gemma3(layer_types=None, sliding_window_pattern=0), "sliding_window_pattern must be an integer in 1..512"),
+        (gemma3(hidden_activation="gelu"), "hidden_activation is 'gelu', but only 'gelu_pytorch_tanh'"),
+        (gemma3(attn_logit_softcapping=50.0), "attn_logit_softcapping is 50.0, but only absent is implemented"),
+        (gemma3(use_bidirectional_attention=True), "use_bidirectional_attention is true"),
+        (gemma3(query_pre_attn_scalar=0), "query_pre_attn_scalar must be a number"),
+        (
+            gemma3(rope_parameters={"sliding_attention": {"rope_type": "linear", "factor": 2.0}}),
+            "rope_parameters.sliding_attention.rope_type is 'linear', but only 'default' is implemented",
+        ),
+        (
+            gemma3(rope_parameters={"rope_theta": 1e6}),
+            "rope_parameters.rope_theta must be an object: settings are by kind of layer, as full_attention",
+        ),
+        (gemma3(rope_local_base_freq=0), "rope_local_base_freq must be a number in 1"),
+        (
+            gemma3(rope_parameters={"full_attention": {"rope_theta": 0}}),
+            "rope_parameters.full_attention.rope_theta must be a number in 1",
+        ),
+        (gemma3(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_scaling.rope_type is 'dynamic'"),
+        (lfm3(sliding_window=0), "sliding_window must be an integer in 1..1073741824, not 0"),
+        (
+            lfm3(layer_types=["conv", "linear"]),
+            "layer_types has 'linear' for layer 1; each layer must be one of conv, sl",
+        ),
+        (
+            lfm3(rope_parameters={"full_attention": {"rope_theta": 1e6}}),
+            "rope_parameters.sliding_attention is missing: it has the positions of layers of this kind",
+        ),
+        (
+            lfm3(
+                rope_parameters={
+                    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.1},
+                    "sliding_attention": {},
+                }
+            ),
+            "rope_parameters.full_attention.partial_rotary_factor 0.1 of head_dim 16 is no pair",
+        ),
+        (gemma2(final_logit_softcapping=0), "final_logit_softcapping must be a number"),
+        (gemma2(rope_parameters={"full_attention": {"rope_theta": 1e4}}), "settings for full_attention alone"),
         (granite(position_embedding_type="alibi"), "position_embedding_type is 'alibi', but only 'nope' or 'rope'"),
         (granite(layers_block_type=["mamba"] * 3), "layer_types and layers_block_type name different layers"),
         (granite(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
@@ -427,7 +595,10 @@ def test_the_layers_in_words() -> None:
             gpt_oss(sliding_window=None, layer_types=["full_attention"] * 2 + ["sliding_attention"]),
             "sliding_window is null, but layer 2 is sliding_attention",
         ),
-        (gpt_oss(layer_types=["chunked_attention"] * 3), "layer_types has 'chunked_attention'; each layer must be one"),
+        (
+            gpt_oss(layer_types=["chunked_attention"] * 3),
+            "layer_types has 'chunked_attention' for layer 0; each layer must be one",
+        ),
         (gpt_oss(layer_types=["full_attention"] * 2), "num_hidden_layers is 3, but layer_types names 2 layers"),
         (gpt_oss(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
         (gpt_oss(hidden_act="gelu"), "hidden_act is 'gelu'"),
@@ -469,6 +640,81 @@ def test_what_may_be_left_out() -> None:
     assert (silent.rope_theta, silent.rope_scaling) == (150000.0, parsed(GPT_OSS)[1].rope_scaling)
     assert silent.max_model_len == 131072
     assert parsed(gpt_oss(layer_types=["full_attention"] * 3, sliding_window=None))[1].sliding_window == 0
+
+
+def test_what_lfm3_leaves_out_is_transformers_own() -> None:
+    theirs = Lfm3Config()
+    silent = parsed({"model_type": "lfm3", "architectures": ["Lfm3ForCausalLM"]})[1]
+    assert list(silent.layer_types) == theirs.layer_types
+    said = parsed({**LFM3, "layer_types": theirs.layer_types})[1]
+    assert silent == replace(said, eos_token_ids=())
+    assert parsed({**lfm3(), "rope_parameters": theirs.rope_parameters})[1] == parsed(lfm3())[1]
+
+
+def test_the_text_model_of_one_that_sees() -> None:
+    family, config = parsed(GEMMA3_THAT_SEES)
+    assert sum(map(math.prod, family.tensors(config).values())) == 3_880_263_168
+    assert config.layout(16, 2).bytes_per_token == 34 * 4 * 2 * 256 * 2
+    assert config.eos_token_ids == (1, 106)
+    assert config.layer_counts() == {"windowed attention with MLP": 29, "attention with MLP": 5}
+    # It is the length with scaled positions.
+    assert config.max_model_len == 131072 and config.rope_scaling is not None
+    alone = parsed({**GEMMA3_THAT_SEES["text_config"], "architectures": ["Gemma3ForCausalLM"]})[1]
+    assert alone.transfer_facts() == config.transfer_facts()
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),
+    [
+        ({}, (1e6, 1e4)),
+        ({"rope_theta": 5e5, "rope_local_base_freq": 2e4}, (5e5, 2e4)),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7e5}, "sliding_attention": None}}, (7e5, 1e4)),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 3e4, "rope_type": "default"}}}, (1e6, 3e4)),
+        (
+            {
+                "rope_parameters": {
+                    "full_attention": {"rope_theta": 7e5, "rope_type": "linear", "factor": 8.0},
+                    "sliding_attention": {"rope_theta": 3e4, "rope_type": "default"},
+                }
+            },
+            (7e5, 3e4),
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 8.0}}, (1e6, 1e4)),
+    ],
+)
+def test_two_bases_of_positions_as_transformers_reads_them(
+    changes: dict[str, Any], wanted: tuple[float, float]
+) -> None:
+    raw = gemma3(rope_theta=None, rope_local_base_freq=None) | changes
+    raw = {name: value for name, value in raw.items() if value is not None}
+    theirs = Gemma3TextConfig(**deepcopy({name: raw[name] for name in raw if name != "architectures"})).rope_parameters
+    config = parsed(raw)[1]
+    full, windowed = config.rotary("full_attention"), config.rotary("sliding_attention")
+    assert (full.theta, windowed.theta) == wanted
+    assert wanted == (theirs["full_attention"]["rope_theta"], theirs["sliding_attention"]["rope_theta"])
+    factor = None if full.scaling is None else dict(full.scaling.settings)["factor"]
+    assert factor == theirs["full_attention"].get("factor") and windowed.scaling is None
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model", "model.language_model"])
+def test_the_text_of_a_checkpoint_that_sees_is_served(prefix: str, tmp_path: Any) -> None:
+    model, tokens = tiny(gemma3(), 4), prompt(40, 4)
+    text = {name: value for name, value in gemma3().items() if name != "architectures"}
+    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    weights = {name.replace("model", prefix, 1): value for name, value in model.weights.items()}
+    ignored = ("vision_tower.vision_model.post_layernorm.weight", "multi_modal_projector.mm_soft_emb_norm.weight")
+    weights |= {f"{'model.' * prefix.startswith('model')}{name}": torch.ones(3) for name in ignored}
+    save_file(weights, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"vision_config": {"image_size": 896}}))
+    (tmp_path / FILE).write_text("{}")
+    report = check(tmp_path)
+    assert report.ok and report.accounting.num_ignored == 2
+    # Nothing reads images, so that a request with one is refused by that name.
+    assert read_vision(tmp_path) is None and ImagePrompts.read(tmp_path, lambda token: "") is None
+    driver = TinyDriver(model, [open_model(tmp_path).build(exact=True)], exact=True)
+    alone = model.driver(exact=True)
+    found, wanted = (each.run(each.row(each.sequence(0, 40), tokens))[0] for each in (driver, alone))
+    assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize("outer", [True, False, None])
@@ -518,9 +764,7 @@ def test_layers_that_are_absent_do_not_limit_the_size() -> None:
     assert config.layout(16, 4, 2).state_units == 0
 
 
-@pytest.mark.parametrize(
-    "make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid, gpt_oss]
-)
+@pytest.mark.parametrize("make", MAKERS)
 def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -> None:
     family, config = parsed(make())
     facts = config.transfer_facts()
@@ -564,6 +808,20 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
             {"rope_parameters": {"rope_theta": 1e4}},
             {"layer_types": ["linear_attention"] * 2 + ["full_attention"]},
         ],
+        gemma3: [
+            {"sliding_window": 12},
+            {"query_pre_attn_scalar": 16},
+            {"rope_local_base_freq": 1e5},
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            {"layer_types": ["full_attention"] * 3},
+        ],
+        lfm3: [
+            {"sliding_window": 13},
+            {"use_attention_gate": False},
+            {"use_sandwich_norm": False},
+            {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
+        ],
+        gemma2: [{"attn_logit_softcapping": None}, {"final_logit_softcapping": 5.0}, {"rope_theta": 1e5}],
         gpt_oss: [
             {"sliding_window": 13},
             {"swiglu_alpha": 1.702},
@@ -577,9 +835,7 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
     assert all(isinstance(value, str | int) for value in facts.values())
 
 
-@pytest.mark.parametrize(
-    "make", [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid, gpt_oss]
-)
+@pytest.mark.parametrize("make", MAKERS)
 def test_every_tensor_is_asked_for_and_none_twice(make: Any) -> None:
     model = tiny(make())
     asked: list[str] = []
@@ -613,9 +869,7 @@ def test_an_untied_checkpoint_must_have_the_output(tmp_path: Any) -> None:
         open_model(tmp_path).build(exact=True)
 
 
-@pytest.mark.parametrize(
-    "make", first(4, [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid, gpt_oss])
-)
+@pytest.mark.parametrize("make", first(4, MAKERS))
 def test_bfloat16_and_the_slow_kernels(make: Any) -> None:
     model, tokens = tiny(make(), 3), prompt(80, 3)
     logits = {}

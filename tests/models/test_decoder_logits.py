@@ -14,10 +14,13 @@ from models.decoder_families import (
     Tiny,
     dense_granite,
     falcon,
+    gemma2,
+    gemma3,
     gpt_oss,
     granite,
     lfm2,
     lfm2_moe,
+    lfm3,
     logits_of,
     olmo_hybrid,
     prompt,
@@ -84,6 +87,21 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
         linear_allow_neg_eigval=False,
         tie_word_embeddings=True,
     ),
+    "gemma3": partial(gemma3, rope_scaling={"rope_type": "linear", "factor": 2.0}),
+    "gemma3-biased": partial(
+        gemma3, attention_bias=True, tie_word_embeddings=False, final_logit_softcapping=1.5, query_pre_attn_scalar=16
+    ),
+    "gemma2": gemma2,
+    "lfm3": lfm3,
+    "lfm3-plain": partial(
+        lfm3,
+        use_attention_gate=False,
+        use_sandwich_norm=False,
+        attention_bias=True,
+        conv_bias=True,
+        conv_L_cache=4,
+        tie_word_embeddings=False,
+    ),
     "gpt_oss": gpt_oss,
     "gpt_oss-tied": partial(
         gpt_oss,
@@ -122,9 +140,25 @@ class TinyTruth(Truth):
     tiny: Tiny
 
 
-LONG = ("granite-attention", "falcon-normed", "falcon-biased", "qwen3", "lfm2-linear", "granite-llama3")
+LONG = (
+    "granite-attention",
+    "falcon-normed",
+    "falcon-biased",
+    "qwen3",
+    "lfm2-linear",
+    "granite-llama3",
+    "gemma3-biased",
+)
 
-MORE = ("dense-granite-untied", "qwen3_moe-tied", "lfm2_moe-plain", "olmo_hybrid-turned", "gpt_oss-tied")
+MORE = (
+    "dense-granite-untied",
+    "qwen3_moe-tied",
+    "lfm2_moe-plain",
+    "olmo_hybrid-turned",
+    "gemma2",
+    "lfm3-plain",
+    "gpt_oss-tied",
+)
 
 
 @pytest.fixture(
@@ -149,7 +183,7 @@ def test_whole_in_chunks_and_token_by_token(truth: TinyTruth, exact: bool) -> No
 
 def test_every_family_is_here() -> None:
     """But those with files of their own."""
-    made = {make()["model_type"] for make in MODELS.values()}
+    made = {make()["model_type"].removesuffix("_text") for make in MODELS.values()}
     assert made | {"nemotron_h", "qwen3_5", "qwen3_5_moe"} == LOGITS.plain_families
 
 

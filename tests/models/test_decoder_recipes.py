@@ -35,6 +35,17 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
     ),
     "olmo_hybrid": (6, 10, {"gated delta net with MLP": 4, "attention with MLP": 2}),
     "qwen3": (1, 1, {"attention with MLP": 6}),
+    "gemma3": (1, 1, {"windowed attention with MLP": 4, "attention with MLP": 2}),
+    "lfm3": (
+        1,
+        1,
+        {
+            "short convolution with MLP": 5,
+            "windowed attention with MLP": 1,
+            "attention with MLP": 2,
+        },
+    ),
+    "gemma2": (1, 1, {"windowed attention with MLP": 3, "attention with MLP": 3}),
     "gpt_oss": (
         1,
         1,

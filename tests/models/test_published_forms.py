@@ -22,10 +22,13 @@ from cairn.models.registry import open_model
 from models.decoder_families import (
     dense_granite,
     falcon,
+    gemma2,
+    gemma3,
     gpt_oss,
     granite,
     lfm2,
     lfm2_moe,
+    lfm3,
     olmo_hybrid,
     qwen3,
     qwen3_moe,
@@ -46,6 +49,9 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "lfm2_moe": lfm2_moe,
     "qwen3_moe": qwen3_moe,
     "granite": dense_granite,
+    "gemma2": gemma2,
+    "gemma3_text": gemma3,
+    "lfm3": lfm3,
     "gpt_oss": gpt_oss,
     "nemotron_h": lambda **changes: raw_config("M*-E", **changes),
     **{name: partial(raw_qwen, name) for name in QWENS},
@@ -54,7 +60,8 @@ SCALINGS = (
     "'default' or 'linear' or 'llama3' or 'yarn' is implemented; without it the model is served at the length that it "
     "was trained for"
 )
-WITH_ROPE = [name for name in MAKERS if name != "nemotron_h"]
+WITH_ROPE = [name for name in MAKERS if name not in ("nemotron_h", "gemma3_text", "lfm3")]
+"""With one kind of rotary positions."""
 
 
 def with_positions(name: str) -> dict[str, Any]:

@@ -189,7 +189,7 @@ def rope(**changes: Any) -> dict[str, Any]:
         ({"linear_num_value_heads": 5}, "linear_num_value_heads 5 must be a multiple of linear_num_key_heads 2"),
         (
             {"layer_types": ["mamba"]},
-            "layer_types has 'mamba'; each layer must be one of linear_attention, full_attention",
+            "layer_types has 'mamba' for layer 0; each layer must be one of linear_attention, full_attention",
         ),
         ({"layer_types": []}, "layer_types names 0 layers"),
         ({"num_hidden_layers": 7}, "num_hidden_layers is 7, but layer_types names 3 layers"),

@@ -33,6 +33,9 @@ class TransformersReference:
             )
         except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
             raise ModelError(f"{folder}: transformers cannot load it: {error}") from error
+        # Others than the plain attention leave scores as they are, however they are to be bounded.
+        if getattr(model.config, "attn_logit_softcapping", None) is not None:
+            model.set_attn_implementation("eager")
         self._model = model.eval()
         # Nemotron-H in transformers 5.23 ignores config.json's time_step_limit and bounds the time steps of prefill,
         # but not those of decode, by time_step_min; vLLM goes by time_step_limit.

@@ -128,7 +128,7 @@ class Batch:
     `block_tables`: for each attention group int32 [slots + 1, pages]: the page of position p is entry p // page size of
     the slot's row; entries at and after the pages of `seq_lens` are not to be read.
     `metadata`: what `Kernels.build_metadata` made of `host`; nobody else looks into it.
-    `cos`, `sin`: the rotation of every row, float32 [T, pairs], where the model turns queries and keys.
+    `rotations`: for each kind of rotary positions that the model has, cos and sin of every row, float32 [T, pairs].
     `head_positions`: those of the entries of a head that drafts, where they are others than `positions`.
     """
 
@@ -144,8 +144,7 @@ class Batch:
     host: HostBatch
     metadata: object
     multimodal_embeddings: "MultimodalEmbeddings | None" = None
-    cos: Tensor | None = None
-    sin: Tensor | None = None
+    rotations: Sequence[tuple[Tensor, Tensor]] = ()
     head_positions: Tensor | None = None
 
 

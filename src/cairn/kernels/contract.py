@@ -263,6 +263,15 @@ class Kernels(Protocol):
         """silu(gate) * x, both [T, width] -> [T, width] in gate's dtype."""
         ...
 
+    def gelu_mul(self, gate: Tensor, x: Tensor) -> Tensor:
+        """gelu(gate) * x with gelu(v) = v / 2 (1 + tanh(sqrt(2 / pi) (v + 0.044715 v^3))) (arXiv 1606.08415), both
+        [T, width] in one dtype -> [T, width]."""
+        ...
+
+    def softcap(self, x: Tensor, cap: float) -> Tensor:
+        """cap tanh(x / cap): x float32 (or wider) [T, width]."""
+        ...
+
     def sigmoid_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         """x * sigmoid(gate): x [T, width], gate [T, width] or [T, 1] -> [T, width] in x's dtype."""
         ...

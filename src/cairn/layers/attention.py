@@ -14,12 +14,24 @@ from cairn.layers.norms import RMSNorm, ShardedRMSNorm
 
 
 @dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Of `queries` and of `keys`: over one head, or with `over_all` over all heads together."""
+
+    queries: RMSNorm | ShardedRMSNorm | None = None
+    keys: RMSNorm | ShardedRMSNorm | None = None
+    over_all: bool = False
+
+
+NO_NORMS = HeadNorms()
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
-    """One rank's heads. `projection` gives queries | keys | values and, if `gated`, after them the logits of a gate on
-    every output channel; `kv_projection` keys | values alone, where these may be all that is wanted. `q_norm`,
-    `k_norm`: over one head, or with `norms_all_heads` over all heads together. Queries and keys are turned where the
-    batch has a rotation. `layer` counts the model's attention layers, `group` the attention groups of the cache. `rule`
-    and `sinks`, float32 of the rank's query heads: see `Kernels.attention`."""
+    """One rank's heads. `projection` gives queries | keys | values and after them `gate_width` logits of gates a head:
+    0 for none, 1 for one on the whole head, `head_dim` for one on every output channel; `kv_projection` keys | values
+    alone, where these may be all that is wanted. `rotary`: which of the batch's rotations turns queries and keys, None
+    for none. `layer` counts the model's attention layers, `group` the attention groups of the cache. `rule` and
+    `sinks`, float32 of the rank's query heads: see `Kernels.attention`."""
 
     kernels: Kernels
     projection: Projection
@@ -29,10 +41,9 @@ class Attention:
     head_dim: int
     layer: int
     group: int = 0
-    q_norm: RMSNorm | ShardedRMSNorm | None = None
-    k_norm: RMSNorm | ShardedRMSNorm | None = None
-    norms_all_heads: bool = False
-    gated: bool = False
+    rotary: int | None = None
+    norms: HeadNorms = NO_NORMS
+    gate_width: int = 0
     kv_projection: Projection | None = None
     rule: AttentionRule = FULL
     sinks: Tensor | None = None
@@ -44,14 +55,17 @@ class Attention:
         shared pages need no case of their own.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        widths = [queries, keys, keys, *([queries] if self.gated else [])]
-        q, k, v, *gate = torch.split(self.projection(hidden, batch), widths, dim=-1)
-        q = self._turn(self._normed(q, self.q_norm, self.num_heads), batch)
+        widths = [queries, keys, keys, self.num_heads * self.gate_width]
+        q, k, v, gates = torch.split(self.projection(hidden, batch), widths, dim=-1)
+        q = self._turn(self._normed(q, self.norms.queries, self.num_heads), batch)
         self._write(k, v, batch, memory)
         cache = memory.paged[self.layer]
         out = self.kernels.attention(q, cache.keys, cache.values, self.group, batch, self.rule, self.sinks).flatten(1)
-        if gate:
-            out = self.kernels.sigmoid_mul(out, gate[0])
+        if self.gate_width == 1:
+            heads = out.view(-1, self.head_dim)
+            out = self.kernels.sigmoid_mul(heads, gates.reshape(-1, 1)).view(out.shape)
+        elif self.gate_width:
+            out = self.kernels.sigmoid_mul(out, gates)
         return self.o_proj(out, batch)
 
     def write_kv(self, hidden: Tensor, batch: Batch, memory: Memory) -> None:
@@ -62,19 +76,17 @@ class Attention:
 
     def _write(self, k: Tensor, v: Tensor, batch: Batch, memory: Memory) -> None:
         """[rows, heads * dim] each."""
-        k = self._turn(self._normed(k, self.k_norm, self.num_kv_heads), batch)
+        k = self._turn(self._normed(k, self.norms.keys, self.num_kv_heads), batch)
         cache = memory.paged[self.layer]
         v = v.view(len(v), self.num_kv_heads, self.head_dim)
         self.kernels.write_kv(k, v, cache.keys, cache.values, self.group, batch)
 
     def _normed(self, x: Tensor, norm: RMSNorm | ShardedRMSNorm | None, heads: int) -> Tensor:
         """[rows, heads * dim] -> [rows, heads, dim]."""
-        if norm is not None and self.norms_all_heads:
+        if norm is not None and self.norms.over_all:
             x = norm(x)
         x = x.view(len(x), heads, self.head_dim)
-        return x if norm is None or self.norms_all_heads else norm(x)
+        return x if norm is None or self.norms.over_all else norm(x)
 
     def _turn(self, x: Tensor, batch: Batch) -> Tensor:
-        if batch.cos is None or batch.sin is None:
-            return x
-        return self.kernels.rope(x, batch.cos, batch.sin)
+        return x if self.rotary is None else self.kernels.rope(x, *batch.rotations[self.rotary])

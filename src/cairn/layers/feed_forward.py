@@ -38,6 +38,20 @@ class SwiGLU:
         return self.down(self.kernels.silu_mul(gate, up), batch)
 
 
+@dataclass(frozen=True, slots=True)
+class GeGLU:
+    """down(gelu(gate x) * up x) (arXiv 2002.05202), one rank's inner channels; `gate_up` gives gate | up."""
+
+    kernels: Kernels
+    gate_up: Projection
+    down: Projection
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        gate, up = self.gate_up(hidden, batch).chunk(2, dim=-1)
+        return self.down(self.kernels.gelu_mul(gate, up), batch)
+
+
 class Router(Protocol):
     """Which experts a token goes to, and the weight of each."""
 

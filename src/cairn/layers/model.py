@@ -1,5 +1,6 @@
-"""A causal language model of residual layers, executed: each is x + mixer(norm(x)), or x + norm(mixer(x)), so that a
-block of attention and feed-forward is two of them. On each of several ranks a mixer gives a partial sum.
+"""A causal language model of residual layers, executed: each is x + mixer(norm(x)), x + norm(mixer(x)), or with a norm
+at both places, so that a block of attention and feed-forward is two of them. On each of several ranks a mixer gives a
+partial sum.
 """
 
 from dataclasses import dataclass, replace
@@ -46,6 +47,18 @@ class Parallel:
 
 
 @dataclass(frozen=True, slots=True)
+class Softcap:
+    """Logits in (-cap, cap); see `Kernels.softcap`."""
+
+    kernels: Kernels
+    cap: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """A new tensor of the same shape."""
+        return self.kernels.softcap(logits, self.cap)
+
+
+@dataclass(frozen=True, slots=True)
 class VocabParallelEmbedding:
     """Token ids to vectors. `weight` [tokens, hidden]: the rows of this rank, from token `first` on, in codes if they
     are stored so.
@@ -79,8 +92,9 @@ class Model:
 
     `spec`: what this rank keeps between steps. `exact`: on a backend where a row's bits do not depend on the batch.
     `lm_head`: the output's weight, packed. `linears`: every matrix product of this rank, for the self test of exact
-    mode. `rotary`: turns queries and keys, None where nothing does. `embedding_scale`, `logit_scale`: constant
-    multipliers of some families. `head`: drafts; None where that is not served.
+    mode. `rotaries`: what turns queries and keys, each for some of the attention layers. `embedding_scale`,
+    `logit_scale`: constant multipliers of some families; `logit_cap`: bounds logits in others. `head`: drafts; None
+    where that is not served.
     """
 
     kernels: Kernels
@@ -93,9 +107,10 @@ class Model:
     final_norm: RMSNorm
     lm_head: Weight
     linears: tuple[Linear, ...]
-    rotary: Rotary | None = None
+    rotaries: tuple[Rotary, ...] = ()
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
+    logit_cap: Softcap | None = None
     head: MTPHead | None = None
 
     def forward(self, batch: Batch, memory: Memory) -> Tensor:
@@ -134,17 +149,18 @@ class Model:
         return hidden
 
     def _turned(self, batch: Batch, positions: Tensor) -> Batch:
-        """With the rotation of each row."""
-        if self.rotary is None:
+        """With the rotations of each row."""
+        if not self.rotaries:
             return batch
-        cos, sin = self.rotary.at(positions)
-        return replace(batch, cos=cos, sin=sin)
+        return replace(batch, rotations=tuple(rotary.at(positions) for rotary in self.rotaries))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> float32 [n, vocab]."""
         columns = self.kernels.lm_head(hidden, self.lm_head)
         logits = self.communicator.gather_columns(columns)[:, : self.vocab_size]
-        return logits if self.logit_scale == 1.0 else logits * self.logit_scale
+        if self.logit_scale != 1.0:
+            logits = logits * self.logit_scale
+        return logits if self.logit_cap is None else self.logit_cap(logits)
 
     def logits_room(self, num_seqs: int) -> int:
         """See `logits_room`."""

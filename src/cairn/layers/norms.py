@@ -52,6 +52,26 @@ class PostNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class SandwichNorm:
+    """A norm `before` a mixer, and another one of what it gives, `after` it."""
+
+    before: RMSNorm
+    after: RMSNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the mixer gets, a new tensor."""
+        return self.before(x)
+
+    def add_norm(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual += x, in place; returns what the mixer gets of the sum."""
+        return self.before.add_norm(residual, x)
+
+    def norm_result(self, x: Tensor) -> Tensor:
+        """All ranks' sum of what the mixer gives -> what is added to hidden states."""
+        return self.after(x)
+
+
+@dataclass(frozen=True, slots=True)
 class ShardedRMSNorm:
     """x / rms(x) * weight over rows whose `width` channels are sharded over ranks, which add their sums of squares.
 

@@ -6,10 +6,13 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.layers.memory import Memory
-from cairn.layers.norms import PostNorm, RMSNorm
+from cairn.layers.norms import PostNorm, RMSNorm, SandwichNorm
 
 Mixer = Callable[[Tensor, Batch, Memory], Tensor]
 """[rows, hidden] -> the rank's partial sum of [rows, hidden], a new tensor."""
 
-Layer = tuple[RMSNorm | PostNorm, Mixer]
-"""x + mixer(norm(x)), or x + norm(mixer(x))."""
+LayerNorm = RMSNorm | PostNorm | SandwichNorm
+"""Before a mixer, after it, or both."""
+
+Layer = tuple[LayerNorm, Mixer]
+"""x + mixer(norm(x)), x + norm(mixer(x)), or x + norm(mixer(other norm(x)))."""

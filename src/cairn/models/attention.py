@@ -11,13 +11,15 @@ from typing import ClassVar
 from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
+from cairn.models.rotary import RotarySpec
 from cairn.models.sharding import HeadShard, Slice, shard_heads
 from cairn.models.weight_specs import MixerSpec, ProductSpec, Reach, StoredTensor, WeightSpec, fused, row_parallel
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes(LayerSizes):
-    """`gated`: with a gate on every output channel; `bias`: of all four projections."""
+    """`gated`: with a gate on every output channel; `gated_heads`: with one on every head; `bias`: of all four
+    projections."""
 
     check_order: ClassVar[int] = 0
 
@@ -27,6 +29,12 @@ class AttentionSizes(LayerSizes):
     head_dim: int
     gated: bool = False
     bias: bool = False
+    gated_heads: bool = False
+
+    @property
+    def gate_width(self) -> int:
+        """Gates of a head."""
+        return self.head_dim if self.gated else int(self.gated_heads)
 
     @property
     def score_numbers(self) -> int:
@@ -34,8 +42,8 @@ class AttentionSizes(LayerSizes):
 
     @property
     def active_weights(self) -> int:
-        heads = (3 if self.gated else 2) * self.num_heads + 2 * self.num_kv_heads
-        return self.hidden_size * heads * self.head_dim
+        heads = 2 * (self.num_heads + self.num_kv_heads)
+        return self.hidden_size * (heads * self.head_dim + self.num_heads * self.gate_width)
 
     def shard(self, rank: int, size: int) -> HeadShard:
         """The rank's kv heads. Raises ConfigError naming --tensor-parallel-size and the field that does not divide."""
@@ -57,7 +65,8 @@ class AttentionLayer(MixerSpec):
 
     `head_norms`: the names of the norms over one head of queries and of keys, or none; `centred`: their weights are
     stored less 1; `norms_all_heads`: they are over all heads together; `out`: the name of the output projection;
-    `factors`: constant multipliers of a projection's results, by its name. A gate is stored after each head's query.
+    `factors`: constant multipliers of a projection's results, by its name; `rotary`: its positions, where they are not
+    the model's. Gates on channels are stored after each head's query, those on heads as `g_proj`.
     `rule`: what it sees, and its scores; `sinks`: the name of the logits [query heads] of attention sinks, or none.
     """
 
@@ -68,6 +77,7 @@ class AttentionLayer(MixerSpec):
     norms_all_heads: bool = False
     out: str = "o_proj"
     factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    rotary: RotarySpec | None = None
     rule: AttentionRule = FULL
     sinks: str | None = None
 
@@ -104,6 +114,7 @@ class AttentionLayer(MixerSpec):
                     (f"{name}.q_proj", (wide * sizes.num_heads, hidden), ((first * wide, last * wide),)),
                     (f"{name}.k_proj", kv_shape, (kv_rows,)),
                     (f"{name}.v_proj", kv_shape, (kv_rows,)),
+                    *([(f"{name}.g_proj", (sizes.num_heads, hidden), ((first, last),))] if sizes.gated_heads else []),
                 ),
                 sizes.bias,
                 last - first if sizes.gated else 0,

@@ -228,6 +228,18 @@ def token_ids(**options: Unpack[Options]) -> Any:
     return custom(reader, **options)
 
 
+def window(default: int, **options: Unpack[Options]) -> Any:
+    """Of how many tokens, itself the last, a token sees keys and values in layers with a window. null is none, which
+    such layers cannot have."""
+
+    def reader(fields: Fields, name: str, config: Any) -> int:
+        if fields.says(name) and not fields.has(name):
+            raise fields.error(f"{fields.path_of(name)} is null, but layer_types has layers with a window")
+        return fields.integer(name, 1, 1 << 30, default)
+
+    return custom(reader, **options)
+
+
 def only(*values: Any, **options: Unpack[Options]) -> Any:
     """A field of which some values are implemented, the first of them where it is absent: another one would change
     what the model computes."""
@@ -254,14 +266,17 @@ def layer_kinds(
 
     def reader(fields: Fields, name: str, config: Any) -> tuple[str, ...] | str:
         lists = {
-            each: [words.get(word) or unknown(fields, each, word, ", ".join(words)) for word in listed]
+            each: [
+                words.get(word) or unknown(fields, each, index, word, ", ".join(words))
+                for index, word in enumerate(listed)
+            ]
             for each in options.get("names", (name,))
             if (listed := fields.read(each, list[str], "a list of strings", None)) is not None
         }
         if letters and fields.has(letters):
             lists[letters] = [
-                letter if letter in word_of else unknown(fields, letters, letter, letters_with_words)
-                for letter in fields.read(letters, str, "a string")
+                letter if letter in word_of else unknown(fields, letters, index, letter, letters_with_words)
+                for index, letter in enumerate(fields.read(letters, str, "a string"))
             ]
         if not lists:
             if default is None:
@@ -279,8 +294,8 @@ def layer_kinds(
             raise fields.error(f"num_hidden_layers is {count}, but {first} names {len(kinds)} layers")
         return "".join(kinds) if letters else tuple(kinds)
 
-    def unknown(fields: Fields, name: str, word: str, known: str) -> NoReturn:
-        raise fields.error(f"{name} has {word!r}; each layer must be one of {known}")
+    def unknown(fields: Fields, name: str, index: int, word: str, known: str) -> NoReturn:
+        raise fields.error(f"{name} has {word!r} for layer {index}; each layer must be one of {known}")
 
     return custom(reader, **options)
 

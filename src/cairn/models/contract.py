@@ -40,7 +40,7 @@ class Family:
 
     `float32_tensors`: last name parts of tensors that keep full precision in any serving dtype; `ignored_tensors`:
     name prefixes of parts of the checkpoint that are not served. `flatten`: brings the fields of config.json to where
-    they are read.
+    they are read. `reads_images`: whether a vision tower that config.json has is served; see `qwen3_5_vision`.
     """
 
     model_type: str
@@ -49,6 +49,7 @@ class Family:
     float32_tensors: tuple[str, ...] = ()
     ignored_tensors: tuple[str, ...] = ()
     flatten: Callable[[Mapping[str, object]], Fields] = Fields
+    reads_images: bool = False
 
     def parse(self, raw: Mapping[str, object]) -> DecoderConfig:
         """config.json -> config, of the family's own class. Raises ModelError that names the field and the fix."""

@@ -16,10 +16,11 @@ from torch import Tensor
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.layers.attention import Attention
+from cairn.layers.attention import Attention, HeadNorms
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.feed_forward import (
     ClampedExperts,
+    GeGLU,
     MixtureOfExperts,
     SharedExpert,
     SigmoidRouter,
@@ -30,17 +31,32 @@ from cairn.layers.feed_forward import (
 from cairn.layers.gated_delta_net import GatedDeltaNet
 from cairn.layers.linear import Linear, Projection, ScaledLinear
 from cairn.layers.mamba2 import Mamba2
-from cairn.layers.model import Model, Parallel, Scaled, VocabParallelEmbedding
+from cairn.layers.model import Model, Parallel, Scaled, Softcap, VocabParallelEmbedding
 from cairn.layers.mtp_head import MTPHead
-from cairn.layers.norms import GatedNorm, GatedRMSNorm, PostNorm, RMSNorm, ShardedGatedRMSNorm, ShardedRMSNorm, SiluGate
-from cairn.layers.residual import Mixer
+from cairn.layers.norms import (
+    GatedNorm,
+    GatedRMSNorm,
+    PostNorm,
+    RMSNorm,
+    SandwichNorm,
+    ShardedGatedRMSNorm,
+    ShardedRMSNorm,
+    SiluGate,
+)
+from cairn.layers.residual import Layer, Mixer
 from cairn.layers.rotary import Rotary, make_rotary
 from cairn.layers.short_conv import ShortConv
 from cairn.models.attention import AttentionLayer
 from cairn.models.contract import StoredLoader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, ParallelMixers, ScaledMixer
-from cairn.models.feed_forward import ClampedExpertsLayer, ExpertsLayer, SquaredReluLayer, SwiGLULayer
+from cairn.models.feed_forward import (
+    ClampedExpertsLayer,
+    ExpertsLayer,
+    GeGLULayer,
+    SquaredReluLayer,
+    SwiGLULayer,
+)
 from cairn.models.gated_delta_net import DeltaNetLayer
 from cairn.models.mamba2 import Mamba2Layer
 from cairn.models.rank_weights import RankWeights
@@ -110,14 +126,14 @@ class _DecoderBuilder:
             replace(group, num_layers=1): (number, count(first))
             for number, (group, first) in enumerate(zip(groups, firsts, strict=False))
         }
+        self._rotaries: dict[RotarySpec, int] = {}
 
     def build(self) -> Model:
         spec = self._spec
         embedding = self._vocabulary(spec.embedding)
-        layers = tuple((self._layer_norm(norm), self._build(mixer)) for norm, mixer in spec.layers)
+        layers = tuple(self._layer(norm, mixer) for norm, mixer in spec.layers)
         final_norm = self._norm(spec.final_norm)
         output = embedding if spec.output == spec.embedding else self._vocabulary(spec.output)
-        rotary = None if spec.rotary is None else self._rotary(spec.rotary)
         lm_head = self._weights.linear([output]).weight
         head = None if spec.head is None else self._head(spec.head)
         # Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank.
@@ -133,9 +149,10 @@ class _DecoderBuilder:
             final_norm=final_norm,
             lm_head=lm_head,
             linears=tuple(self._weights.linears),
-            rotary=rotary,
-            embedding_scale=spec.embedding_scale,
+            rotaries=tuple(map(self._rotary, self._rotaries)),
+            embedding_scale=self._embedding_scale(),
             logit_scale=spec.logit_scale,
+            logit_cap=None if spec.logit_cap is None else Softcap(self._kernels, spec.logit_cap),
             head=head,
         )
 
@@ -169,9 +186,22 @@ class _DecoderBuilder:
 
         return pad(weight) if isinstance(weight, Tensor) else weight.changed(pad)
 
-    def _layer_norm(self, name: str) -> RMSNorm | PostNorm:
-        norm = self._norm(name)
-        return PostNorm(norm) if name in self._spec.post_norms else norm
+    def _embedding_scale(self) -> float:
+        scale = self._spec.embedding_scale
+        rounds = self._spec.rounds_embedding_scale
+        return torch.tensor(scale, dtype=self._execution.dtype).item() if rounds else scale
+
+    def _layer(self, name: str, mixer: MixerSpec) -> Layer:
+        """The mixer with its norm `name`. Tensors are drawn in their order in the checkpoint."""
+        norm, built, after = self._norm(name), self._build(mixer), self._spec.norms_after.get(name)
+        if after is not None:
+            return SandwichNorm(norm, self._norm(after)), built
+        return PostNorm(norm) if name in self._spec.post_norms else norm, built
+
+    def _rotation_of(self, layer: AttentionLayer) -> int | None:
+        """Which one of the model's turns it, None for none."""
+        spec = layer.rotary or self._spec.rotary
+        return None if spec is None else self._rotaries.setdefault(spec, len(self._rotaries))
 
     def _rotary(self, spec: RotarySpec) -> Rotary:
         scaling = {} if spec.scaling is None else spec.scaling.parameters
@@ -242,10 +272,9 @@ class _DecoderBuilder:
             head_dim=sizes.head_dim,
             layer=next(numbers),
             group=group,
-            q_norm=q_norm,
-            k_norm=k_norm,
-            norms_all_heads=layer.norms_all_heads,
-            gated=sizes.gated,
+            rotary=self._rotation_of(layer),
+            norms=HeadNorms(q_norm, k_norm, layer.norms_all_heads),
+            gate_width=sizes.gate_width,
             rule=layer.rule,
             sinks=None if layer.sinks is None else drawn["sinks"].float(),
         )
@@ -330,6 +359,11 @@ class _DecoderBuilder:
             gate_up = self._scaled(drawn["gate_up"], [(rows, layer.gate_factor), (rows, 1.0)])
         mlp = SwiGLU(self._kernels, gate_up, drawn["down"])
         return SharedExpert(self._kernels, mlp, drawn["gate"]) if "gate" in drawn else mlp
+
+    @_build.register
+    def _(self, layer: GeGLULayer) -> Mixer:
+        drawn = self._draw(layer)
+        return GeGLU(self._kernels, drawn["gate_up"], drawn["down"])
 
     @_build.register
     def _(self, layer: ExpertsLayer) -> Mixer:

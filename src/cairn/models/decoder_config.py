@@ -81,8 +81,8 @@ class DecoderConfig(ABC):
 
     `has_attention`: whether any layer has it; otherwise its sizes are not read, and are 0. `eps`: of all norms.
     `attention_bias`: of all four projections; `rope_scaling`: of rotary positions, where the family has them.
-    `num_mtp_layers`: heads that predict further tokens, as config.json has it. `state_dtype`: what recurrent states are in while they run,
-    a name of `STATE_DTYPES`; of a model that has been opened, what was asked for.
+    `num_mtp_layers`: heads that predict further tokens, as config.json has it. `state_dtype`: what recurrent
+    states are in while they run, a name of `STATE_DTYPES`; of a model that has been opened, what was asked for.
     """
 
     has_attention: bool = custom(lambda fields, name, config: True, fact=False)

@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Protocol
 
 from cairn.layers.memory import AttentionSpec
@@ -90,8 +91,10 @@ class HeadSpec:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """`centred`: the norms' weights are stored less 1. `post_norms`: those that are of what their mixers give, which
-    get hidden states as they are. `output`: the output's tensor, which is the embedding's where they are tied and none
-    is stored. `head`: what drafts, where that is served."""
+    get hidden states as they are. `norms_after`: of what mixers give that get normed hidden states, by the name of the
+    norm before. `rotary`: of attention layers without one of their own. `rounds_embedding_scale`: it is rounded to the
+    model's dtype. `logit_cap`: see `Softcap`. `output`: the output's tensor, which is the embedding's where they are
+    tied and none is stored. `head`: what drafts, where that is served."""
 
     config: DecoderSizes
     layers: tuple[NamedMixer, ...]
@@ -99,9 +102,12 @@ class DecoderSpec:
     final_norm: str = "model.norm"
     centred: bool = False
     post_norms: frozenset[str] = frozenset()
+    norms_after: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     rotary: RotarySpec | None = None
     embedding_scale: float = 1.0
+    rounds_embedding_scale: bool = False
     logit_scale: float = 1.0
+    logit_cap: float | None = None
     output: str = OUTPUT
     head: HeadSpec | None = None
 
@@ -191,6 +197,8 @@ class DecoderSpec:
             yield self.norm(norm)
             for each in _all((mixer,)):
                 yield from each.weights(rank, size).values()
+            if norm in self.norms_after:
+                yield self.norm(self.norms_after[norm])
 
 
 def _count_sizes(layers: Iterable[NamedMixer]) -> Counter[LayerSizes]:

@@ -99,6 +99,12 @@ class SwiGLULayer(MixerSpec):
         return weights
 
 
+class GeGLULayer(SwiGLULayer):
+    """As `SwiGLULayer`, with a gelu in the place of the silu; see `Kernels.gelu_mul`."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class SquaredReluLayer(MixerSpec):
     """`up_proj` and `down_proj` below `name`."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from cairn.errors import ModelError
 from cairn.models.config_schema import Fields, custom, integer, only, parse_config
 from cairn.models.contract import TensorLoader
+from cairn.models.families import family_of
 from cairn.models.families.qwen3_5 import DENSE_RECIPE, IMAGE_TOKENS
 from cairn.models.image_processor import FILE, Grid, ImageProcessor
 from cairn.models.random_weights.make_tokenizer import CHAT_TEMPLATE
@@ -79,9 +80,10 @@ def tower_bytes(config: VisionConfig, dtype: torch.dtype) -> int:
 
 
 def read_vision(folder: Path) -> VisionConfig | None:
-    """What a checkpoint folder's config.json says of a tower; None where it has none. Raises ModelError."""
+    """What a checkpoint folder's config.json says of a tower; None where it has none, or one of a family whose text
+    alone is served. Raises ModelError."""
     whole = read_config(folder)
-    raw = whole.get("vision_config")
+    raw = whole.get("vision_config") if family_of(whole).reads_images else None
     if raw is not None and not isinstance(raw, dict):
         raise ModelError(f"config.json: vision_config must be an object, not a {type(raw).__name__}")
     if raw is None:

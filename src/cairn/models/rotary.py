@@ -10,6 +10,11 @@ from cairn.models.config_schema import Fields, custom
 SCALED = ("linear", "llama3", "yarn")
 """Types of scaling that are implemented: frequencies that do not depend on how long a sequence has become."""
 
+MAX_POSITIONS = 1 << 30
+
+PROPORTIONAL = "proportional"
+"""Of which a part of each head is turned, as if all of it were."""
+
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
@@ -27,8 +32,36 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class RopeKind:
+    """Attention layers of one kind, called `name`, for which `rope_parameters` has an object of their own. `types`: of
+    scaling that are implemented for it; `theta`, `scaling`: the fields of config.json that are this kind's where there
+    is no such object, if there are any; without them there has to be one."""
+
+    name: str
+    types: tuple[str, ...] = ("default",)
+    theta: str | None = None
+    scaling: str | None = None
+
+    def settings(self, fields: Fields) -> Fields:
+        """This kind's alone, by the names that models with one kind have them under. Raises ModelError where
+        `rope_parameters` is not by kind of layer."""
+        place = fields.path_of("rope_parameters")
+        by_kind = fields.read("rope_parameters", dict[str, Any], "an object", {})
+        for name, each in by_kind.items():
+            if not isinstance(each, Mapping | None):
+                raise fields.error(f"{place}.{name} must be an object: settings are by kind of layer, as {self.name}")
+        if self.theta is None and by_kind.get(self.name) is None:
+            raise fields.error(f"{place}.{self.name} is missing: it has the positions of layers of this kind")
+        raw, paths = {"rope_parameters": by_kind.get(self.name)}, {"rope_parameters": f"{place}.{self.name}"}
+        for name, field in (("rope_theta", self.theta), ("rope_scaling", self.scaling)):
+            if field is not None:
+                raw[name], paths[name] = fields.get(field), fields.path_of(field)
+        return Fields(raw, path_of=lambda name: paths.get(name) or fields.path_of(name))
+
+
+@dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """How positions turn queries and keys, in all attention of the model; see `make_rotary`."""
+    """How positions turn queries and keys; see `make_rotary`."""
 
     dim: int
     theta: float
@@ -74,13 +107,16 @@ def rope_fields(fields: Fields, *types: str) -> Fields:
     return rope
 
 
-def rope_theta(default: float = 10000.0, **options: Any) -> Any:
-    """A field: the base of rotary positions over whole heads."""
+def rope_theta(default: float = 10000.0, kind: RopeKind | None = None, **options: Any) -> Any:
+    """A field: the base of rotary positions over whole heads, in layers of the kind."""
 
     def reader(fields: Fields, name: str, config: Any) -> float:
-        rope = rope_fields(fields)
+        if kind is not None:
+            fields, name = kind.settings(fields), "rope_theta"
+        rope = rope_fields(fields, *(kind.types if kind is not None else ()))
         for each in (fields, rope):
-            each.only("partial_rotary_factor", 1.0)
+            if rope.get("rope_type") != PROPORTIONAL:
+                each.only("partial_rotary_factor", 1.0)
         if config.head_dim % 2:
             raise ModelError(
                 f"config.json: head_dim {config.head_dim} must be even, as its elements are turned in pairs"
@@ -90,15 +126,19 @@ def rope_theta(default: float = 10000.0, **options: Any) -> Any:
     return custom(reader, **options)
 
 
-def rope_scaling(missing: Mapping[str, object] | None = None, **options: Any) -> Any:
-    """A field: how positions with the base `rope_theta` are scaled, or None. `missing`: as `rope_parameters`, what it
-    means that config.json says nothing about it."""
+def rope_scaling(kind: RopeKind | None = None, missing: Mapping[str, object] | None = None, **options: Any) -> Any:
+    """A field: how positions with the base `rope_theta` are scaled in layers of the kind, or None. `missing`: as
+    `rope_parameters`, what it means that config.json says nothing about it."""
 
     def reader(fields: Fields, name: str, config: Any) -> RopeScaling | None:
-        rope = rope_fields(fields)
+        if kind is not None:
+            fields = kind.settings(fields)
+        rope = rope_fields(fields, *(kind.types if kind is not None else ()))
         if missing is not None and not fields.has("rope_parameters") and not fields.get("rope_scaling"):
             rope = Fields(missing, path_of=lambda name: f"{fields.path_of('rope_parameters')}.{name}")
         rope_type = rope.get("rope_type")
+        if rope_type == PROPORTIONAL:
+            return _proportional(rope, config)
         if rope_type not in SCALED:
             return None
         settings: dict[str, float | bool] = {"factor": rope.number("factor", 1.0, 1e4)}
@@ -120,9 +160,18 @@ def rope_scaling(missing: Mapping[str, object] | None = None, **options: Any) ->
             # As in vLLM: what `max_position_embeddings` says is the length without scaling in some checkpoints, Qwen's
             # among them, and with it in others.
             max_positions = settings["original_max_position_embeddings"] * settings["factor"]
-        return RopeScaling(rope_type, tuple(settings.items()), min(int(max_positions), 1 << 30))
+        return RopeScaling(rope_type, tuple(settings.items()), min(int(max_positions), MAX_POSITIONS))
 
     return custom(reader, default=None, **options)
+
+
+def _proportional(rope: Fields, config: Any) -> RopeScaling:
+    """The rotated share of a head has the frequencies that it would have of a head that is rotated whole."""
+    settings = {"factor": rope.number("factor", 1.0, 1e4, default=1.0)}
+    share = rope.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
+    if int(share * config.head_dim // 2) < 1:
+        raise rope.error(f"{rope.path_of('partial_rotary_factor')} {share:g} of head_dim {config.head_dim} is no pair")
+    return RopeScaling(PROPORTIONAL, tuple((settings | {"partial_rotary_factor": share}).items()), MAX_POSITIONS)
 
 
 def _yarn(rope: Fields) -> dict[str, float | bool]:

@@ -93,8 +93,17 @@ class ChatTemplate:
         return TemplateTraits(lambda chat: self.render(replace(chat, chat_template=chat_template)))
 
     def plain(self, messages: Sequence[Message], chat_template: str | None = None) -> tuple[Message, ...]:
-        """See `chat.plain`. Raises InvalidRequest."""
-        return plain(messages, self.traits(chat_template).takes_parts)
+        """See `chat.plain`; without the reasoning of calls where the template refuses it. Raises InvalidRequest."""
+        traits = self.traits(chat_template)
+        made = plain(messages, traits.takes_parts)
+        if not any(map(_has_all, made)) or traits.takes_reasoning_of_call():
+            return made
+        return tuple(
+            {name: value for name, value in message.items() if name != "reasoning_content"}
+            if _has_all(message)
+            else message
+            for message in made
+        )
 
     def render(self, chat: Chat) -> str:
         """Raises InvalidRequest when the template refuses the chat."""
@@ -124,6 +133,11 @@ class ChatTemplate:
         """Where the messages of `chat` end in its rendering `text`; what cannot be found is left out. `messages`: those
         of `chat` before `plain`, whose parts are apart. `breakpoints`: which of their parts matter."""
         return _Search(self, chat, text).run(messages, breakpoints)
+
+
+def _has_all(message: Message) -> bool:
+    """Whether it has reasoning, a text and calls."""
+    return all(message.get(name) for name in ("reasoning_content", "content", "tool_calls"))
 
 
 class _Search:

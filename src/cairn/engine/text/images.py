@@ -13,6 +13,7 @@ import numpy as np
 
 from cairn.engine.contract import ImageInput, Pixels, RenderedPrompt
 from cairn.errors import InvalidRequest, ModelError
+from cairn.models.families import family_of
 from cairn.models.image_processor import FILE, Grid, ImageProcessor
 from cairn.models.weights.tensor_headers import read_json
 from cairn.types import Boundary
@@ -42,14 +43,15 @@ class ImagePrompts:
 
     @classmethod
     def read(cls, folder: Path, token_text: TokenText) -> "ImagePrompts | None":
-        """What a checkpoint folder says of images; None for one that has no vision model or no image processor.
+        """What a checkpoint folder says of images; None for one that has no vision model, none that is served, or no
+        image processor.
 
         Raises ModelError that names the file and the field.
         """
         if not (folder / FILE).is_file() or not (folder / "config.json").is_file():
             return None
         config = read_json(folder / "config.json")
-        if config.get("vision_config") is None:
+        if config.get("vision_config") is None or not family_of(config).reads_images:
             return None
         image, video, end = (
             _token(config, name) for name in ("image_token_id", "video_token_id", "vision_end_token_id")

@@ -97,6 +97,17 @@ class TemplateTraits:
 
         return self._answer(("parts", role), ask)
 
+    def takes_reasoning_of_call(self) -> bool:
+        """Whether a message with calls may have reasoning and a text at once. gpt-oss's template refuses that."""
+        question, call, result = (*_chat_of("call", _MORE), _chat_of("tool", "")[-1])
+        chats = [(question, call | extra, result) for extra in ({}, {"reasoning_content": _PROBED})]
+
+        def ask() -> bool:
+            plain, reasoned = map(self._try, chats)
+            return bool(reasoned) or not plain
+
+        return self._answer(("reasoning",), ask)
+
     def _answer(self, question: tuple[Any, ...], ask: Callable[[], bool]) -> bool:
         if question not in self._answers:
             self._answers[question] = ask()

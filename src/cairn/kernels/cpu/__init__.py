@@ -4,7 +4,7 @@ from cairn.kernels.checkpoint_files import copy_pages, copy_tokens
 from cairn.kernels.cpu.attention import attention, write_kv
 from cairn.kernels.cpu.checkpoint_files import load_states, pack_state_spans, store_states
 from cairn.kernels.cpu.conv import conv
-from cairn.kernels.cpu.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
+from cairn.kernels.cpu.elementwise import gelu_mul, rope, sigmoid_mul, silu_mul, softcap, squared_relu
 from cairn.kernels.cpu.experts import clamped_experts, experts, gated_experts
 from cairn.kernels.cpu.gdn import gdn
 from cairn.kernels.cpu.graphs import CpuGraphs as step_graphs
@@ -34,6 +34,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_mul",
     "linear",
     "lm_head",
     "load_states",
@@ -52,6 +53,7 @@ __all__ = [
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
+    "softcap",
     "softmax_router",
     "squared_relu",
     "ssd",

@@ -6,8 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, INT, kernel, row_args
-from cairn.kernels.cpu.scalars import advance, load, sigmoid, silu, store
+from cairn.kernels.cpu.compiled import BF16, ELEMENTS, F32, FLOAT, INT, kernel, row_args
+from cairn.kernels.cpu.scalars import advance, gelu, load, sigmoid, silu, store, tanh
 
 
 @kernel(
@@ -30,6 +30,36 @@ def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
     _silu_mul[gate.dtype, x.dtype](
         x.shape[0], x.numel() // 2, *row_args(gate), *row_args(x), out.data_ptr(), x.shape[1]
     )
+    return out
+
+
+@kernel({dtype: (x, INT, x, INT, x, INT) for dtype, x in ELEMENTS.items()})
+def _gelu_mul(begin: int, end: int, gate: Any, gate_row: int, x: Any, x_row: int, out: Any, width: int) -> None:
+    for i in range(begin, end):
+        gates, source, target = advance(gate, i * gate_row), advance(x, i * x_row), advance(out, i * width)
+        for j in range(width):
+            store(target, j, gelu(load(gates, j)) * load(source, j))
+
+
+def gelu_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """See `Kernels.gelu_mul`."""
+    out = torch.empty_like(gate, memory_format=torch.contiguous_format)
+    _gelu_mul[gate.dtype](x.shape[0], x.numel() // 2, *row_args(gate), *row_args(x), out.data_ptr(), x.shape[1])
+    return out
+
+
+@kernel({torch.float32: (F32, INT, F32, INT, FLOAT)})
+def _softcap(begin: int, end: int, x: Any, row: int, out: Any, width: int, cap: Any) -> None:
+    for i in range(begin, end):
+        source, target = advance(x, i * row), advance(out, i * width)
+        for j in range(width):
+            target[j] = tanh(source[j] / cap) * cap
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """See `Kernels.softcap`."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _softcap[x.dtype](x.shape[0], x.numel() // 2, *row_args(x), out.data_ptr(), x.shape[1], cap)
     return out
 
 

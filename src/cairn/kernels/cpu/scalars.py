@@ -226,6 +226,12 @@ def sigmoid(x: Any) -> Any:
     return ONE / (ONE + exp(-x))
 
 
+@exact_jit
+def gelu(x: Any) -> Any:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), as x sigmoid of twice what tanh is of."""
+    return x / (ONE + exp(np.float32(-1.5957691216) * (x + np.float32(0.044715) * x * x * x)))
+
+
 @jit
 def silu(x: Any) -> Any:
     """x / (1 + e^-x)."""

@@ -4,7 +4,7 @@ from cairn.kernels.contract import no_step_graphs as step_graphs
 from cairn.kernels.cuda.attention import attention
 from cairn.kernels.cuda.checkpoint_files import copy_pages, copy_tokens, load_states, pack_state_spans, store_states
 from cairn.kernels.cuda.conv import conv
-from cairn.kernels.cuda.elementwise import rope, sigmoid_mul, silu_mul, squared_relu
+from cairn.kernels.cuda.elementwise import gelu_mul, rope, sigmoid_mul, silu_mul, softcap, squared_relu
 from cairn.kernels.cuda.experts import clamped_experts, experts, gated_experts
 from cairn.kernels.cuda.fp8 import pack_stored
 from cairn.kernels.cuda.gdn import gdn
@@ -32,6 +32,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_mul",
     "linear",
     "lm_head",
     "load_states",
@@ -50,6 +51,7 @@ __all__ = [
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
+    "softcap",
     "softmax_router",
     "squared_relu",
     "ssd",

@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cairn.kernels.cuda.device import kernel, power_of_2
+from cairn.kernels.cuda.scalars import tanh
 
 _TILE = 1024
 """Numbers of a program: 8 for each thread of 4 warps, 16 bytes of bfloat16."""
@@ -30,9 +31,23 @@ def _activation_kernel(
         other = tl.load(y + (rows * y_stride)[:, None] + columns[None, :], mask=inside, other=0).to(tl.float32)
         if FUNCTION == "silu":
             result = value * tl.sigmoid(value) * other
+        elif FUNCTION == "gelu":
+            # (1 + tanh(v)) / 2 is sigmoid(2 v), here with 2 sqrt(2 / pi); of -80 it is nothing.
+            inner = 1.5957691216 * (value + 0.044715 * value * value * value)
+            result = value * tl.sigmoid(tl.maximum(inner, -80.0)) * other
         else:
             result = value * tl.sigmoid(other)
     tl.store(out + (rows * width)[:, None] + columns[None, :], result.to(out.dtype.element_ty), mask=inside)
+
+
+@kernel
+def _softcap_kernel(x, out, num_rows, width, x_stride, cap, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """out [num_rows, width]."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
+    value = tl.load(x + (rows * x_stride)[:, None] + columns[None, :], mask=inside, other=0)
+    tl.store(out + (rows * width)[:, None] + columns[None, :], tanh(value / cap) * cap, mask=inside)
 
 
 @kernel
@@ -79,6 +94,21 @@ def _rope_tile(pairs: int, width: int) -> dict[str, int | bool]:
 def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
     """See `Kernels.silu_mul`."""
     return _activation("silu", gate, x)
+
+
+def gelu_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """See `Kernels.gelu_mul`."""
+    return _activation("gelu", gate, x)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """See `Kernels.softcap`."""
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.numel():
+        tile = _tile(x.shape[1])
+        grid = (triton.cdiv(x.shape[0], tile["ROWS"]), triton.cdiv(x.shape[1], tile["COLUMNS"]))
+        _softcap_kernel[grid](x, out, *x.shape, x.stride(0), cap, **tile, num_warps=4)
+    return out
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

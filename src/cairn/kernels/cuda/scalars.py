@@ -40,13 +40,14 @@ def sigmoid(x):
 
 @triton.jit
 def tanh(x):
-    """Near 0 by Cephes' polynomial, as 1 - 2 / (e^2x + 1) has lost digits there."""
+    """Near 0 by Cephes' polynomial, as 1 - 2 / (e^2x + 1) has lost digits there; of 20 it is 1."""
     square = x * x
     value = -5.70498872745e-3 * square + 2.06390887954e-2
     value = value * square - 5.37397155531e-2
     value = value * square + 1.33314422036e-1
     value = value * square - 3.33332819422e-1
-    return tl.where(square < 0.390625, value * square * x + x, 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0))
+    far = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(x, 20.0)) + 1.0)
+    return tl.where(square < 0.390625, value * square * x + x, far)
 
 
 @triton.jit

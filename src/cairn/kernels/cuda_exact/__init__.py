@@ -5,8 +5,8 @@ All of them but the products are `cairn.kernels.cuda`'s. What makes them fit, on
 - every kernel: what it is compiled for (tile, warps, alignment of operands) depends on the model and the GPU alone, so
   that all batches run the same code; `operands` sees to it for operands by row, and numbers that differ from step to
   step are not specialized (`cuda.device.VARYING`). There are no atomics, and no tuning by measurement.
-- `embed`, `write_kv`, copies of states, pages and tokens: numbers are moved. `rope`, `silu_mul`, `sigmoid_mul`,
-  `squared_relu`: number by number.
+- `embed`, `write_kv`, copies of states, pages and tokens: numbers are moved. `rope`, `silu_mul`, `gelu_mul`,
+  `sigmoid_mul`, `squared_relu`, `softcap`: number by number.
 - norms: a row is summed up within one program, in a tile that its width gives. Routers: a program a row.
 - `conv`: taps of a channel are added oldest first. Whether they come out of the state or out of rows makes no
   difference: a program that has rows of both adds a zero for the ones that a row does not have there.
@@ -67,12 +67,14 @@ experts = with_rows_laid_out(cuda.experts, "x")
 gated_experts = with_rows_laid_out(cuda.gated_experts, "x")
 gated_rms_norm = with_rows_laid_out(cuda.gated_rms_norm, "x", "gate")
 gdn = with_rows_laid_out(cuda.gdn, "q", "k", "v", "beta", "dt")
+gelu_mul = with_rows_laid_out(cuda.gelu_mul, "gate", "x")
 rms_norm = with_rows_laid_out(cuda.rms_norm, "x")
 rms_norm_then_gate = with_rows_laid_out(cuda.rms_norm_then_gate, "x", "gate")
 rope = with_rows_laid_out(cuda.rope, "x", "cos", "sin")
 sigmoid_mul = with_rows_laid_out(cuda.sigmoid_mul, "x", "gate")
 sigmoid_router = with_rows_laid_out(cuda.sigmoid_router, "logits")
 silu_mul = with_rows_laid_out(cuda.silu_mul, "gate", "x")
+softcap = with_rows_laid_out(cuda.softcap, "x")
 softmax_router = with_rows_laid_out(cuda.softmax_router, "logits")
 squared_relu = with_rows_laid_out(cuda.squared_relu, "x")
 ssd = with_rows_laid_out(cuda.ssd, "x", "dt", "b", "c")
@@ -97,6 +99,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_mul",
     "linear",
     "lm_head",
     "load_states",
@@ -115,6 +118,7 @@ __all__ = [
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
+    "softcap",
     "softmax_router",
     "squared_relu",
     "ssd",

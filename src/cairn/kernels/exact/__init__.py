@@ -11,11 +11,13 @@ from cairn.kernels.exact.conv import conv
 from cairn.kernels.exact.elementwise import (
     add_rms_norm,
     gated_rms_norm,
+    gelu_mul,
     rms_norm,
     rms_norm_then_gate,
     rope,
     sigmoid_mul,
     silu_mul,
+    softcap,
     squared_relu,
 )
 from cairn.kernels.exact.experts import clamped_experts, experts, gated_experts, sigmoid_router, softmax_router
@@ -52,6 +54,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_mul",
     "linear",
     "lm_head",
     "load_states",
@@ -70,6 +73,7 @@ __all__ = [
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
+    "softcap",
     "softmax_router",
     "squared_relu",
     "ssd",

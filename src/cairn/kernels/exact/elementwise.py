@@ -5,6 +5,7 @@ code, so the same number gives other bits in another batch. Padding the count to
 elements do not lie together all of them go through the scalar code.
 """
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -47,6 +48,19 @@ def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
     """See `Kernels.silu_mul`."""
     wide = widen(gate)
     return sigmoid(wide).mul_(wide).mul_(x).to(gate.dtype)
+
+
+def gelu_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """See `Kernels.gelu_mul`."""
+    wide = widen(gate)
+    # (1 + tanh(v)) / 2 is sigmoid(2 v), which keeps its digits where it is small.
+    inner = wide.square().mul_(wide).mul_(0.044715).add_(wide).mul_(2 * math.sqrt(2 / math.pi))
+    return sigmoid(inner).mul_(wide).mul_(x).to(gate.dtype)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """See `Kernels.softcap`."""
+    return _without_tail(torch.tanh, x / cap).mul_(cap)
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

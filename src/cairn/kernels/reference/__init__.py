@@ -15,11 +15,13 @@ from cairn.kernels.reference.checkpoint_files import (
 from cairn.kernels.reference.elementwise import (
     add_rms_norm,
     gated_rms_norm,
+    gelu_mul,
     rms_norm,
     rms_norm_then_gate,
     rope,
     sigmoid_mul,
     silu_mul,
+    softcap,
     squared_relu,
 )
 from cairn.kernels.reference.experts import clamped_experts, experts, gated_experts, sigmoid_router, softmax_router
@@ -54,6 +56,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_mul",
     "linear",
     "lm_head",
     "load_states",
@@ -72,6 +75,7 @@ __all__ = [
     "sigmoid_mul",
     "sigmoid_router",
     "silu_mul",
+    "softcap",
     "softmax_router",
     "squared_relu",
     "ssd",

@@ -1,5 +1,7 @@
 """Activations, gates, rotations and norms by their textbook formulas."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,11 @@ def silu(x: Tensor) -> Tensor:
     return x * sigmoid(x)
 
 
+def gelu(x: Tensor) -> Tensor:
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3)))."""
+    return x / 2 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
 def softplus(x: Tensor) -> Tensor:
     """log(1 + exp(x))."""
     return torch.logaddexp(x, torch.zeros_like(x))
@@ -27,6 +34,16 @@ def softplus(x: Tensor) -> Tensor:
 def silu_mul(gate: Tensor, x: Tensor) -> Tensor:
     """See `Kernels.silu_mul`."""
     return (silu(widen(gate)) * widen(x)).to(gate.dtype).contiguous()
+
+
+def gelu_mul(gate: Tensor, x: Tensor) -> Tensor:
+    """See `Kernels.gelu_mul`."""
+    return (gelu(widen(gate)) * widen(x)).to(gate.dtype).contiguous()
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """See `Kernels.softcap`."""
+    return (cap * torch.tanh(x / cap)).contiguous()
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:

@@ -7,11 +7,13 @@ from cairn.errors import ModelError
 from cairn.models.contract import Family
 from cairn.models.families import (
     falcon_h1,
+    gemma,
     gpt_oss,
     granite,
     granitemoehybrid,
     lfm2,
     lfm2_moe,
+    lfm3,
     nemotron_h,
     olmo_hybrid,
     qwen3,
@@ -33,9 +35,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             granite.FAMILY,
             qwen3_moe.FAMILY,
             lfm2_moe.FAMILY,
+            lfm3.FAMILY,
             olmo_hybrid.FAMILY,
             gpt_oss.FAMILY,
             *qwen3_5.FAMILIES,
+            *gemma.FAMILIES,
         )
     }
 )

@@ -2,7 +2,7 @@
 every layer is a gated delta net or gated attention, and then an MLP or a mixture of experts with a shared one. What
 images are read with is in `qwen3_5_vision`."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar
@@ -15,12 +15,11 @@ from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, Dec
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SwiGLULayer
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
+from cairn.models.nested_config import INNER_EOS, text_config
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_fields, rope_scaling
 
 DELTA, FULL = "linear_attention", "full_attention"
-
-INNER_EOS = "text_config.eos_token_id"
 
 
 def _by_interval(fields: Fields) -> tuple[str, ...]:
@@ -255,24 +254,6 @@ class Qwen3NextConfig(Qwen35MoeConfig):
     norm_topk_prob: bool = boolean(default=True, when=_has_sparse)
 
 
-def _text_config(raw: Mapping[str, object]) -> Fields:
-    """The text model's fields, which models that also see keep apart; how answers end is in both places, and whether
-    the output is tied in either."""
-    text = raw.get("text_config")
-    if not isinstance(text, Mapping):
-        raise ModelError(
-            f"config.json: text_config is missing; {raw.get('model_type')} keeps the text model's fields there"
-        )
-    tied = Fields(text, path_of="text_config.{}".format).boolean("tie_word_embeddings", default=False)
-    beside = {
-        "eos_token_id": raw.get("eos_token_id"),
-        INNER_EOS: text.get("eos_token_id"),
-        "tie_word_embeddings": Fields(raw).boolean("tie_word_embeddings", default=tied),
-        "vision_config": raw.get("vision_config"),
-    }
-    return Fields({**text, **beside}, path_of=lambda name: name if name in beside else f"text_config.{name}")
-
-
 def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> Family:
     return Family(
         model_type=model_type,
@@ -281,7 +262,8 @@ def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> F
         float32_tensors=("A_log", "dt_bias"),
         # Multi-token prediction may not be served; the vision tower is loaded by itself, where there are images to see.
         ignored_tensors=("mtp.", "model.visual."),
-        flatten=_text_config if config.nested else Fields,
+        flatten=text_config(tied=False) if config.nested else Fields,
+        reads_images=True,
     )
 
 

@@ -23,11 +23,13 @@ from cairn.models import qwen3_5_vision
 from cairn.models.families import (
     falcon_h1,
     family_of,
+    gemma,
     gpt_oss,
     granite,
     granitemoehybrid,
     lfm2,
     lfm2_moe,
+    lfm3,
     nemotron_h,
     olmo_hybrid,
     qwen3,
@@ -53,6 +55,9 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "lfm2_moe": lfm2_moe.RECIPE,
         "qwen3_moe": qwen3_moe.RECIPE,
         "granite": granite.RECIPE,
+        "gemma3": gemma.GEMMA3_RECIPE,
+        "gemma2": gemma.GEMMA2_RECIPE,
+        "lfm3": lfm3.RECIPE,
         "gpt_oss": gpt_oss.RECIPE,
     }
 )

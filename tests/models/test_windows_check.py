@@ -1,0 +1,87 @@
+"""`cairn check` on checkpoints that have only headers, with the published shapes of models with windows."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.check.report import check
+from models.test_check import Headers, write_checkpoint
+from models.test_decoder_configs import GEMMA2, GEMMA3, GEMMA3_THAT_SEES, LFM3
+
+
+@pytest.fixture(autouse=True)
+def _has_bfloat16_products(bfloat16_products: None) -> None:
+    pass
+
+
+def gemma_headers(prefix: str, raw: dict[str, Any], head_norms: bool) -> Headers:
+    """As published, name by name."""
+    hidden, inner, dim = raw["hidden_size"], raw["intermediate_size"], raw.get("head_dim", 256)
+    queries, keys = raw.get("num_attention_heads", 8) * dim, raw.get("num_key_value_heads", 4) * dim
+    shapes: dict[str, tuple[int, ...]] = {f"{prefix}.embed_tokens.weight": (raw.get("vocab_size", 262208), hidden)}
+    for index in range(raw["num_hidden_layers"]):
+        layer = f"{prefix}.layers.{index}"
+        shapes |= {f"{layer}.mlp.{part}_proj.weight": (inner, hidden) for part in ("gate", "up")}
+        shapes[f"{layer}.mlp.down_proj.weight"] = (hidden, inner)
+        shapes[f"{layer}.self_attn.q_proj.weight"] = (queries, hidden)
+        shapes |= {f"{layer}.self_attn.{part}_proj.weight": (keys, hidden) for part in "kv"}
+        shapes[f"{layer}.self_attn.o_proj.weight"] = (hidden, queries)
+        if head_norms:
+            shapes |= {f"{layer}.self_attn.{part}_norm.weight": (dim,) for part in "qk"}
+        for norm in ("input", "post_attention", "pre_feedforward", "post_feedforward"):
+            shapes[f"{layer}.{norm}_layernorm.weight"] = (hidden,)
+    shapes[f"{prefix}.norm.weight"] = (hidden,)
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
+
+
+def lfm3_headers() -> Headers:
+    """As transformers names them."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (128000, 2048)}
+    for index, kind in enumerate(LFM3["layer_types"]):
+        layer = f"model.layers.{index}"
+        if kind == "conv":
+            shapes |= {f"{layer}.conv.in_proj.weight": (6144, 2048), f"{layer}.conv.out_proj.weight": (2048, 2048)}
+            shapes[f"{layer}.conv.conv.weight"] = (2048, 1, 7)
+        else:
+            shapes |= {f"{layer}.self_attn.{part}_proj.weight": (2048, 2048) for part in "qo"}
+            shapes |= {f"{layer}.self_attn.{part}_proj.weight": (512, 2048) for part in "kv"}
+            shapes |= {f"{layer}.self_attn.{part}_norm.weight": (128,) for part in "qk"}
+            shapes[f"{layer}.self_attn.g_proj.weight"] = (16, 2048)
+        shapes |= {f"{layer}.feed_forward.{part}.weight": (7680, 2048) for part in ("w1", "w3")}
+        shapes[f"{layer}.feed_forward.w2.weight"] = (2048, 7680)
+        for norm in ("operator_norm", "ffn_norm", "post_operator_norm", "post_ffn_norm"):
+            shapes[f"{layer}.{norm}.weight"] = (2048,)
+    shapes["model.embedding_norm.weight"] = (2048,)
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
+
+
+def headers_that_see() -> Headers:
+    """The text model's, with some of the others'."""
+    text = gemma_headers("language_model.model", GEMMA3_THAT_SEES["text_config"], head_norms=True)
+    tower = {
+        "vision_tower.vision_model.embeddings.patch_embedding.weight": (1152, 3, 14, 14),
+        "multi_modal_projector.mm_input_projection_weight": (1152, 2560),
+    }
+    return text | {name: ("BF16", shape) for name, shape in tower.items()}
+
+
+CHECKPOINTS = {
+    "Gemma-3-1B": (GEMMA3, gemma_headers("model", GEMMA3, head_norms=True), 999_885_952, 32768, 0),
+    "Gemma-3-4B": (GEMMA3_THAT_SEES, headers_that_see(), 3_880_263_168, 131072, 2),
+    "Gemma-2-2B": (GEMMA2, gemma_headers("model", GEMMA2, head_norms=False), 2_614_341_888, 8192, 0),
+    "LFM3-1.7B": (LFM3, lfm3_headers(), 1_728_801_536, 128000, 0),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_published_shapes(name: str, tmp_path: Path) -> None:
+    raw, headers, parameters, max_model_len, num_ignored = CHECKPOINTS[name]
+    write_checkpoint(tmp_path, {**raw, "torch_dtype": "bfloat16"}, headers, num_shards=2)
+    report = check(tmp_path)
+    assert report.ok, report.accounting.problems[:3]
+    assert report.accounting.num_ignored == num_ignored
+    assert (report.parameters, report.max_model_len) == (parameters, max_model_len)
+    # The output is the embedding once more, packed for products.
+    assert report.weight_bytes >= 2 * parameters
+    assert any(words.startswith("windowed attention") for words in report.layers)
