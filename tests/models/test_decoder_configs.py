@@ -436,7 +436,13 @@ def test_published_models(name: str) -> None:
     family, config = parsed(raw)
     assert sum(map(math.prod, family.tensors(config).values())) == parameters
     found = config.layout(16, 2)
-    assert (found.bytes_per_token, found.header_bytes, found.state_bytes) == (token_bytes, header, state)
+    groups = config.cache_spec().attention
+    numbers = sum(group.token_numbers for group in groups)
+    assert (2 * numbers, found.header_bytes, found.state_bytes) == (token_bytes, header, state)
+    # As many tokens as a page of the group with the most layers has room for.
+    for group, pages in zip(groups, found.groups, strict=True):
+        assert 0 <= found.page_bytes - 2 * group.token_numbers * pages.tokens_per_page < 2 * group.token_numbers
+    assert 16 in {group.tokens_per_page for group in found.groups}
     assert family.model_type == raw["model_type"]
     assert config.eos_token_ids == (raw["eos_token_id"],)
     assert config.max_position_embeddings == raw["max_position_embeddings"]
@@ -654,7 +660,7 @@ def test_what_lfm3_leaves_out_is_transformers_own() -> None:
 def test_the_text_model_of_one_that_sees() -> None:
     family, config = parsed(GEMMA3_THAT_SEES)
     assert sum(map(math.prod, family.tensors(config).values())) == 3_880_263_168
-    assert config.layout(16, 2).bytes_per_token == 34 * 4 * 2 * 256 * 2
+    assert [(group.tokens_per_page, group.reach) for group in config.layout(16, 2).groups] == [(92, None), (16, 1024)]
     assert config.eos_token_ids == (1, 106)
     assert config.layer_counts() == {"windowed attention with MLP": 29, "attention with MLP": 5}
     # It is the length with scaled positions.
