@@ -125,7 +125,8 @@ NUMBERS = {
     "gpt_oss of full reach": (95_040, 768, 24_576, 64, 64),
 }
 """Active weights, score numbers of layers that see all, and bytes of a page, which has 16 tokens of the group with the
-most layers, and of a checkpoint with a state in float32 and in bfloat16, pages and convolutions in bfloat16: from sums over the layers, matrix by matrix, and not over a checkpoint's tensors."""
+most layers, and of a checkpoint with a state in float32 and in bfloat16, pages and convolutions in bfloat16: from sums
+over the layers, matrix by matrix, and not over a checkpoint's tensors."""
 
 
 def models_layout(raw, dtype_bytes=2):
