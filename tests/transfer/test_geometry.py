@@ -422,7 +422,7 @@ def test_what_does_not_fit_is_refused_in_words(units, remote, local, rank, words
 def test_models_of_several_groups_are_refused() -> None:
     groups = (AttentionGroup("full", 16), AttentionGroup("window", 16, 64))
     for chosen in (groups, groups[1:]):
-        with pytest.raises(ConfigError, match="one group of attention layers of full reach"):
+        with pytest.raises(ConfigError, match="heads of several sizes"):
             geometry_of(CacheLayout(16, 96, 1, chosen, 0, 0, 0), 1)
 
 

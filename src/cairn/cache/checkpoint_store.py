@@ -312,7 +312,7 @@ class CheckpointStore:
     def predict(self, placement: PlacementPolicy, facts: PromptFacts, path: Lineage) -> PromptFacts:
         """`facts` with the positions where a checkpoint is worth its bytes because later prompts are likely to leave
         `path` after it."""
-        size, stride, stats = self._layout.pages_per_checkpoint, grid_stride(facts.num_tokens), self.divergences
+        size, stride, stats = self._layout.pages_to_resume, grid_stride(facts.num_tokens), self.divergences
         chance = self.eviction.path_chance(path) / (size * self._layout.page_bytes)
         answer_worth = chance * stride * stats.share(path, facts.num_tokens, inf)
         most = facts.num_tokens - facts.hit

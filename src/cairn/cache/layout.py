@@ -55,6 +55,7 @@ class CacheLayout:
     `checkpoint_dtype`: how checkpoints have it: the same name for its own bytes, or for a float32 state one of
     `ENCODINGS`.
     `is_limited`: whether attention of any group has a limited reach, whose pages are of no use after a while.
+    `pages_to_resume`: what a checkpoint by itself keeps: its own pages, and of such groups those that are within reach.
     """
 
     block_size: Positive
@@ -68,6 +69,7 @@ class CacheLayout:
     state_dtype: str = "float32"
     pages_per_checkpoint: int = field(init=False, default=0)
     is_limited: bool = field(init=False, default=False)
+    pages_to_resume: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         if self.block_size < 1 or self.page_bytes < 1:
@@ -79,7 +81,9 @@ class CacheLayout:
         if self.state_bytes and (self.state_units < 1 or self.state_bytes % self.state_units):
             raise ValueError(f"state_bytes {self.state_bytes} do not divide among {self.state_units} units")
         object.__setattr__(self, "pages_per_checkpoint", max(1, -(-self.checkpoint_bytes // self.page_bytes)))
-        object.__setattr__(self, "is_limited", any(group.reach is not None for group in self.groups))
+        within_reach = [group.pages_for(group.reach) for group in self.groups if group.reach is not None]
+        object.__setattr__(self, "is_limited", bool(within_reach))
+        object.__setattr__(self, "pages_to_resume", self.pages_per_checkpoint + sum(within_reach))
 
     @property
     def resumes_anywhere(self) -> bool:

@@ -67,6 +67,8 @@ def check_tiers(config: EngineConfig, layout: CacheLayout) -> None:
         raise ConfigError(f"{flag}: nothing is cached: leave it out, or switch the prefix cache on")
     if config.tensor_parallel_size > 1:
         raise ConfigError(f"{flag}: not with --tensor-parallel-size above 1 yet: leave one of them out")
+    if len(layout.groups) > 1:
+        raise ConfigError(f"{flag}: not for a model whose attention has heads of several sizes: leave it out")
     least = least_bytes(layout)
     host_bytes = int(config.host_cache_bytes or 0)
     if 0 < host_bytes < least:

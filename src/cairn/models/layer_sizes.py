@@ -1,6 +1,7 @@
 """What layers' sizes decide besides their tensors, without torch: the cost of a token, and what is cached of it."""
 
 from dataclasses import dataclass
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
@@ -103,7 +104,9 @@ class CacheSpec:
         """Of all attention. Raises ConfigError where layers have different numbers of them."""
         heads = sorted({group.num_kv_heads for group in self.attention})
         if len(heads) > 1:
-            raise ConfigError(f"config.json: attention layers of {heads[0]} and of {heads[-1]} kv heads are not served")
+            raise ConfigError(
+                f"--kv-transfer-config: not for a model whose attention has {heads[0]} kv heads and {heads[-1]}"
+            )
         return heads[0] if heads else 0
 
     @property
@@ -130,9 +133,11 @@ class CacheSpec:
         groups: tuple[AttentionGroup, ...] = ()
         if self.attention:
             # Pages of all groups have the same bytes: the others find room for as many more tokens, rounded down.
-            most = max(group.token_numbers for group in self.attention)
-            page_bytes = most * dtype_bytes * block_size
-            groups = tuple(_group(group, most * block_size // group.token_numbers) for group in self.attention)
+            heads = lcm(*(group.num_kv_heads for group in self.attention))
+            most = max(group.token_numbers for group in self.attention) * block_size
+            numbers = -(-most // heads) * heads
+            page_bytes = numbers * dtype_bytes
+            groups = tuple(_group(group, numbers // group.token_numbers) for group in self.attention)
         shared_bytes = state_bytes = 0
         checkpoint_dtype = state_dtype = FLOAT32.name
         if self.recurrent is not None:
@@ -145,7 +150,7 @@ class CacheSpec:
         return CacheLayout(
             block_size=block_size,
             page_bytes=page_bytes,
-            page_units=self.num_kv_heads or 1,
+            page_units=gcd(*(group.num_kv_heads for group in self.attention)) or 1,
             groups=groups,
             header_bytes=self.hidden_size * dtype_bytes + shared_bytes,
             state_bytes=state_bytes,

@@ -87,7 +87,7 @@ class Pairing:
 def geometry_of(layout: CacheLayout, tp_size: int) -> PeerGeometry:
     """The geometry of a server whose ranks have this layout. Raises ConfigError for more than one attention group."""
     if len(layout.groups) > 1 or any(group.reach is not None for group in layout.groups):
-        raise ConfigError("only models with one group of attention layers of full reach can be transferred")
+        raise ConfigError("--kv-transfer-config: not for a model whose attention has heads of several sizes")
     return PeerGeometry(
         block_size=layout.groups[0].tokens_per_page if layout.groups else layout.block_size,
         page_bytes=layout.page_bytes,
