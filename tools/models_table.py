@@ -33,6 +33,7 @@ ROWS = {
     "qwen3": ("Qwen3", ("qwen3",)),
     "qwen3_moe": ("Qwen3 MoE", ("qwen3_moe",)),
     "granite": ("Granite 3", ("granite",)),
+    "llama4": ("Llama 4", ("llama4_text", "llama4")),
     "lfm3": ("LFM3", ("lfm3",)),
     "gemma3": ("Gemma 3", ("gemma3_text", "gemma3")),
     "gemma2": ("Gemma 2", ("gemma2",)),

@@ -29,7 +29,7 @@ if INTERPRETED:
     from cairn.kernels.batch import HostBatch
     from cairn.kernels.contract import Graphs
     from cairn.kernels.staging import Staging
-    from cairn.layers.attention import Attention
+    from cairn.layers.attention import Attention, Positions
     from cairn.layers.rotary import make_rotary
     from cairn.runner import decode_graphs
     from cairn.runner import runner as runner_module
@@ -118,7 +118,8 @@ class Tiny:
         config = parse(raw_config(pattern, **FEW_HEADS))
         model = build_tiny(config, random_weights(config, 3), False, backend="cuda")
         layers = [
-            (norm, replace(mixer, rotary=0) if isinstance(mixer, Attention) else mixer) for norm, mixer in model.layers
+            (norm, replace(mixer, positions=Positions(0)) if isinstance(mixer, Attention) else mixer)
+            for norm, mixer in model.layers
         ]
         self._model = replace(model, layers=tuple(layers), rotaries=(make_rotary(16, 10_000.0),))
         self._layout = config.layout(PAGE_SIZE, 4)

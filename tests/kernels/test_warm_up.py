@@ -86,6 +86,7 @@ def recorded_uses() -> Iterator[set[tuple[str, object]]]:
             "gemma3",
             "lfm3",
             "gemma2",
+            "llama4",
         ],
     ),
 )

@@ -33,7 +33,7 @@ LOGITS = Coverage(
     (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe"),
         *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gpt_oss", "gemma3", "lfm3", "gemma2"),
+        *("gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -43,7 +43,18 @@ INT8 = Coverage(
     ("models/test_served_int8.py",),
     (
         *("qwen3_5", "nemotron_h", "falcon_h1", "granitemoehybrid", "lfm2", "qwen3"),
-        *("qwen3_5_moe", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2"),
+        *(
+            "qwen3_5_moe",
+            "granite",
+            "qwen3_moe",
+            "lfm2_moe",
+            "olmo_hybrid",
+            "gpt_oss",
+            "gemma3",
+            "lfm3",
+            "gemma2",
+            "llama4",
+        ),
     ),
 )
 
@@ -126,7 +137,7 @@ WHOLE_EXACTNESS = Coverage(
     (
         *("nemotron_h", "qwen3_5"),
         *("qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe"),
-        *("olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2"),
+        *("olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 """The first two in `make test`, all others in `make test-long`."""
@@ -137,7 +148,7 @@ EXACTNESS = Coverage(
     ("engine/test_exactness_families.py",),
     (
         *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gpt_oss", "gemma3", "lfm3", "gemma2"),
+        *("gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -148,7 +159,7 @@ DRAFTS = Coverage(
     (
         *("nemotron_h+mtp", "qwen3_5+mtp", "lfm2", "nemotron_h", "qwen3_5", "falcon_h1", "granitemoehybrid"),
         *("qwen3_5_moe+mtp", "qwen3_5_moe", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gpt_oss", "gemma3", "lfm3", "gemma2"),
+        *("gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -158,7 +169,7 @@ RECORDED = Coverage(
     ("engine/test_recorded_decodes.py", "engine/test_nothing_is_compiled_late.py"),
     (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "falcon_h1", "qwen3"),
-        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2"),
+        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -168,7 +179,18 @@ HAND_OVERS = Coverage(
     ("pd/test_families.py",),
     (
         *("qwen3_5", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"),
-        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "nemotron_h", "gpt_oss", "gemma3", "lfm3", "gemma2"),
+        *(
+            "granite",
+            "qwen3_moe",
+            "lfm2_moe",
+            "olmo_hybrid",
+            "nemotron_h",
+            "gpt_oss",
+            "gemma3",
+            "lfm3",
+            "gemma2",
+            "llama4",
+        ),
     ),
 )
 

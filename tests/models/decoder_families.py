@@ -325,6 +325,34 @@ def gemma2(**changes: Any) -> dict[str, Any]:
     }
 
 
+def llama4(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama4_text",
+        "architectures": ["Llama4ForCausalLM"],
+        "num_hidden_layers": 4,
+        "no_rope_layers": [1, 0, 1, 1],
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rope_theta": 1e5,
+        "attention_chunk_size": 20,
+        "floor_scale": 12,
+        "attn_scale": 0.3,
+        "intermediate_size": 24,
+        "intermediate_size_mlp": 56,
+        "interleave_moe_layer_step": 2,
+        "num_local_experts": 6,
+        "tie_word_embeddings": False,
+        **changes,
+    }
+
+
 def gpt_oss(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "gpt_oss",

@@ -32,6 +32,7 @@ from models.decoder_families import (
     lfm2,
     lfm2_moe,
     lfm3,
+    llama4,
     olmo_hybrid,
     prompt,
     published,
@@ -350,6 +351,42 @@ LFM3 = {
     "use_sandwich_norm": True,
     "vocab_size": 128000,
 }
+# Without its vision model.
+LLAMA4 = {
+    "model_type": "llama4_text",
+    "architectures": ["Llama4ForCausalLM"],
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attn_scale": 0.1,
+    "attn_temperature_tuning": True,
+    "eos_token_id": 200001,
+    "floor_scale": 8192,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "interleave_moe_layer_step": 1,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "max_position_embeddings": 10485760,
+    "no_rope_layers": [1, 1, 1, 0] * 12,
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "num_local_experts": 16,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "use_qk_norm": True,
+    "vocab_size": 202048,
+}
 GPT_OSS = {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
@@ -415,6 +452,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
     ),
     "Qwen3-0.6B": (QWEN3, 596_049_920, 28 * 8 * 2 * 128 * 2, 2048, 0),
     "Gemma-3-1B": (GEMMA3, 999_885_952, 26 * 1 * 2 * 256 * 2, 2304, 0),
+    "Llama-4-Scout": (LLAMA4, 107_769_861_120, 48 * 8 * 2 * 128 * 2, 10240, 0),
     "LFM3-1.7B": (LFM3, 1_728_801_536, 11 * 4 * 2 * 128 * 2, 4096, 13 * 6 * 2048 * 2),
     "Gemma-2-2B": (GEMMA2, 2_614_341_888, 26 * 4 * 2 * 256 * 2, 4608, 0),
     "gpt-oss-20b": (GPT_OSS, 20_914_757_184, 24 * 8 * 2 * 64 * 2, 5760, 0),
@@ -422,7 +460,21 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
 }
 
 
-MAKERS = [granite, falcon, lfm2, qwen3, dense_granite, qwen3_moe, lfm2_moe, olmo_hybrid, gpt_oss, gemma3, gemma2, lfm3]
+MAKERS = [
+    granite,
+    falcon,
+    lfm2,
+    qwen3,
+    dense_granite,
+    qwen3_moe,
+    lfm2_moe,
+    olmo_hybrid,
+    gpt_oss,
+    gemma3,
+    gemma2,
+    lfm3,
+    llama4,
+]
 
 
 def parsed(raw: dict[str, Any]) -> tuple[Any, Any]:
@@ -480,6 +532,10 @@ def test_the_layers_in_words() -> None:
         "Olmo-Hybrid-7B": {"gated delta net with MLP": 24, "attention with MLP": 8},
         "Qwen3-0.6B": {"attention with MLP": 28},
         "Gemma-3-1B": {"windowed attention with MLP": 22, "attention with MLP": 4},
+        "Llama-4-Scout": {
+            "chunked attention with mixture of experts": 36,
+            "attention with mixture of experts": 12,
+        },
         "LFM3-1.7B": {
             "short convolution with MLP": 13,
             "windowed attention with MLP": 5,
@@ -546,7 +602,7 @@ def test_the_layers_in_words() -> None:
         (falcon(mlp_multipliers=[1.0, "x"]), "mlp_multipliers must be a number"),
         (gemma3(sliding_window=0), "sliding_window must be an integer in 1..1073741824, not 0"),
         (gemma3(sliding_window=-4), "sliding_window must be an integer in 1..1073741824, not -4"),
-        (gemma3(sliding_window=None), "sliding_window is null, but layer_types has layers with a window"),
+        (gemma3(sliding_window=None), "sliding_window is null, but layer_types has layers of limited reach"),
         (
             gemma3(layer_types=["sliding_attention", "full_attention", "chunked_attention"]),
             "layer_types has 'chunked_attention' for layer 2; each layer must be one of sliding_attention, full_att",
@@ -570,6 +626,20 @@ def test_the_layers_in_words() -> None:
             "rope_parameters.full_attention.rope_theta must be a number in 1",
         ),
         (gemma3(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_scaling.rope_type is 'dynamic'"),
+        (llama4(attention_chunk_size=0), "attention_chunk_size must be an integer in 1..1073741824, not 0"),
+        (
+            llama4(attention_chunk_size=None),
+            "attention_chunk_size is null, but layer_types has layers of limited reach",
+        ),
+        (llama4(num_experts_per_tok=2), "num_experts_per_tok is 2, but only 1 is implemented"),
+        (llama4(no_rope_layers=[1, 0, 1]), "no_rope_layers has 3 entries for num_hidden_layers 4"),
+        (llama4(no_rope_layers=[1, 0, 1, 2]), "no_rope_layers must be an integer in 0..1, not 2"),
+        (
+            llama4(layer_types=["chunked_attention"] * 4),
+            "layer_types has 'chunked_attention' for layer 1, whose positions, by no_rope_layers or no_rope_layer_int",
+        ),
+        (llama4(layer_types=["sliding_attention"] * 4), "layer_types has 'sliding_attention' for layer 0; each layer"),
+        (llama4(moe_layers=[4]), "moe_layers must be an integer in 0..3, not 4"),
         (lfm3(sliding_window=0), "sliding_window must be an integer in 1..1073741824, not 0"),
         (
             lfm3(layer_types=["conv", "linear"]),
@@ -703,13 +773,27 @@ def test_two_bases_of_positions_as_transformers_reads_them(
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model", "model.language_model"])
-def test_the_text_of_a_checkpoint_that_sees_is_served(prefix: str, tmp_path: Any) -> None:
-    model, tokens = tiny(gemma3(), 4), prompt(40, 4)
-    text = {name: value for name, value in gemma3().items() if name != "architectures"}
-    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
-    weights = {name.replace("model", prefix, 1): value for name, value in model.weights.items()}
-    ignored = ("vision_tower.vision_model.post_layernorm.weight", "multi_modal_projector.mm_soft_emb_norm.weight")
-    weights |= {f"{'model.' * prefix.startswith('model')}{name}": torch.ones(3) for name in ignored}
+@pytest.mark.parametrize(
+    ("make", "model_type", "architecture", "tower"),
+    [
+        (gemma3, "gemma3", "Gemma3ForConditionalGeneration", "vision_tower"),
+        (llama4, "llama4", "Llama4ForConditionalGeneration", "vision_model"),
+    ],
+)
+def test_the_text_of_a_checkpoint_that_sees_is_served(
+    make: Any, model_type: str, architecture: str, tower: str, prefix: str, tmp_path: Any
+) -> None:
+    model, tokens = tiny(make(), 4), prompt(40, 4)
+    text = {name: value for name, value in make().items() if name != "architectures"}
+    outer = {"model_type": model_type, "architectures": [architecture], "text_config": text}
+    whole = prefix.startswith("model")
+    weights = {
+        name.replace("model", prefix, 1): value for name, value in model.weights.items() if "lm_head" not in name
+    }
+    if "lm_head.weight" in model.weights:
+        weights[f"{'' if whole else 'language_model.'}lm_head.weight"] = model.weights["lm_head.weight"]
+    ignored = (f"{tower}.post_layernorm.weight", "multi_modal_projector.linear_1.weight")
+    weights |= {f"{'model.' * whole}{name}": torch.ones(3) for name in ignored}
     save_file(weights, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(outer | {"vision_config": {"image_size": 896}}))
     (tmp_path / FILE).write_text("{}")
@@ -820,6 +904,15 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
             {"rope_local_base_freq": 1e5},
             {"rope_scaling": {"type": "linear", "factor": 2.0}},
             {"layer_types": ["full_attention"] * 3},
+        ],
+        llama4: [
+            {"attention_chunk_size": 21},
+            {"attn_temperature_tuning": False},
+            {"floor_scale": 13},
+            {"attn_scale": 0.1},
+            {"use_qk_norm": False},
+            {"moe_layers": [0]},
+            {"no_rope_layers": [1, 1, 0, 1]},
         ],
         lfm3: [
             {"sliding_window": 13},

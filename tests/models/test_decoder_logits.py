@@ -21,6 +21,7 @@ from models.decoder_families import (
     lfm2,
     lfm2_moe,
     lfm3,
+    llama4,
     logits_of,
     olmo_hybrid,
     prompt,
@@ -92,6 +93,22 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
         gemma3, attention_bias=True, tie_word_embeddings=False, final_logit_softcapping=1.5, query_pre_attn_scalar=16
     ),
     "gemma2": gemma2,
+    "llama4": llama4,
+    "llama4-plain": partial(
+        llama4,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+        attention_bias=True,
+        tie_word_embeddings=True,
+        moe_layers=[0, 1],
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": 2.0,
+            "low_freq_factor": 0.3,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ),
     "lfm3": lfm3,
     "lfm3-plain": partial(
         lfm3,
@@ -157,6 +174,7 @@ MORE = (
     "olmo_hybrid-turned",
     "gemma2",
     "lfm3-plain",
+    "llama4-plain",
     "gpt_oss-tied",
 )
 

@@ -36,6 +36,15 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
     "olmo_hybrid": (6, 10, {"gated delta net with MLP": 4, "attention with MLP": 2}),
     "qwen3": (1, 1, {"attention with MLP": 6}),
     "gemma3": (1, 1, {"windowed attention with MLP": 4, "attention with MLP": 2}),
+    "llama4": (
+        1,
+        1,
+        {
+            "chunked attention with MLP": 2,
+            "chunked attention with mixture of experts": 1,
+            "attention with mixture of experts": 1,
+        },
+    ),
     "lfm3": (
         1,
         1,

@@ -29,6 +29,7 @@ from models.decoder_families import (
     lfm2,
     lfm2_moe,
     lfm3,
+    llama4,
     olmo_hybrid,
     qwen3,
     qwen3_moe,
@@ -52,6 +53,7 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "gemma2": gemma2,
     "gemma3_text": gemma3,
     "lfm3": lfm3,
+    "llama4_text": llama4,
     "gpt_oss": gpt_oss,
     "nemotron_h": lambda **changes: raw_config("M*-E", **changes),
     **{name: partial(raw_qwen, name) for name in QWENS},
@@ -60,7 +62,7 @@ SCALINGS = (
     "'default' or 'linear' or 'llama3' or 'yarn' is implemented; without it the model is served at the length that it "
     "was trained for"
 )
-WITH_ROPE = [name for name in MAKERS if name not in ("nemotron_h", "gemma3_text", "lfm3")]
+WITH_ROPE = [name for name in MAKERS if name not in ("nemotron_h", "gemma3_text", "lfm3", "llama4_text")]
 """With one kind of rotary positions."""
 
 

@@ -35,6 +35,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn with a factor of its own": {**LONG_QWEN, "attention_factor": 1.25},
     "linear": {"rope_type": "linear", "factor": 2.5},
     "llama3": {**LLAMA3, "original_max_position_embeddings": 2048},
+    "llama3 with nothing between": {**LLAMA3, "high_freq_factor": 1.0, "original_max_position_embeddings": 64},
 }
 
 
@@ -107,7 +108,7 @@ def test_a_length_beside_the_other_fields_counts() -> None:
         (LONG_QWEN | {"truncate": "no"}, "rope_scaling.truncate must be true or false"),
         (LONG_QWEN | {"rope_theta": 1.0}, "rope_scaling.rope_theta must be more than 1"),
         ({"rope_type": "llama3", "factor": 8.0}, "rope_scaling.low_freq_factor is missing"),
-        (LLAMA3 | {"high_freq_factor": 1.0}, "rope_scaling.high_freq_factor 1 must be more than low_freq_factor 1"),
+        (LLAMA3 | {"high_freq_factor": 0.5}, "rope_scaling.high_freq_factor 0.5 must be at least low_freq_factor 1"),
         ({"rope_type": "su", "factor": 4.0}, "rope_scaling.rope_type is 'su', but only 'default' or 'linear'"),
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from cairn.check.report import check
 from models.test_check import Headers, write_checkpoint
-from models.test_decoder_configs import GEMMA2, GEMMA3, GEMMA3_THAT_SEES, LFM3
+from models.test_decoder_configs import GEMMA2, GEMMA3, GEMMA3_THAT_SEES, LFM3, LLAMA4
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +56,33 @@ def lfm3_headers() -> Headers:
     return {name: ("BF16", shape) for name, shape in shapes.items()}
 
 
+def llama4_headers() -> Headers:
+    """As published, with some of the vision model's."""
+    model, outer = "language_model.model", "language_model"
+    shapes: dict[str, tuple[int, ...]] = {f"{model}.embed_tokens.weight": (202048, 5120)}
+    for index in range(48):
+        layer = f"{model}.layers.{index}"
+        shapes |= {f"{layer}.self_attn.{part}_proj.weight": (5120, 5120) for part in "qo"}
+        shapes |= {f"{layer}.self_attn.{part}_proj.weight": (1024, 5120) for part in "kv"}
+        shapes[f"{layer}.feed_forward.experts.gate_up_proj"] = (16, 5120, 16384)
+        shapes[f"{layer}.feed_forward.experts.down_proj"] = (16, 8192, 5120)
+        shapes[f"{layer}.feed_forward.router.weight"] = (16, 5120)
+        shapes |= {f"{layer}.feed_forward.shared_expert.{part}_proj.weight": (8192, 5120) for part in ("gate", "up")}
+        shapes[f"{layer}.feed_forward.shared_expert.down_proj.weight"] = (5120, 8192)
+        shapes |= {f"{layer}.{norm}_layernorm.weight": (5120,) for norm in ("input", "post_attention")}
+    shapes |= {f"{model}.norm.weight": (5120,), f"{outer}.lm_head.weight": (202048, 5120)}
+    shapes |= {"vision_model.class_embedding": (1408,), "multi_modal_projector.linear_1.weight": (5120, 4096)}
+    return {name: ("BF16", shape) for name, shape in shapes.items()}
+
+
+LLAMA4_THAT_SEES = {
+    "model_type": "llama4",
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "text_config": {name: value for name, value in LLAMA4.items() if name != "architectures"},
+    "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
+}
+
+
 def headers_that_see() -> Headers:
     """The text model's, with some of the others'."""
     text = gemma_headers("language_model.model", GEMMA3_THAT_SEES["text_config"], head_norms=True)
@@ -70,6 +97,7 @@ CHECKPOINTS = {
     "Gemma-3-1B": (GEMMA3, gemma_headers("model", GEMMA3, head_norms=True), 999_885_952, 32768, 0),
     "Gemma-3-4B": (GEMMA3_THAT_SEES, headers_that_see(), 3_880_263_168, 131072, 2),
     "Gemma-2-2B": (GEMMA2, gemma_headers("model", GEMMA2, head_norms=False), 2_614_341_888, 8192, 0),
+    "Llama-4-Scout": (LLAMA4_THAT_SEES, llama4_headers(), 107_769_861_120, 10485760, 2),
     "LFM3-1.7B": (LFM3, lfm3_headers(), 1_728_801_536, 128000, 0),
 }
 
@@ -84,4 +112,4 @@ def test_published_shapes(name: str, tmp_path: Path) -> None:
     assert (report.parameters, report.max_model_len) == (parameters, max_model_len)
     # The output is the embedding once more, packed for products.
     assert report.weight_bytes >= 2 * parameters
-    assert any(words.startswith("windowed attention") for words in report.layers)
+    assert any(words.startswith(("windowed attention", "chunked attention")) for words in report.layers)

@@ -18,6 +18,7 @@ from models.decoder_families import (
     lfm2,
     lfm2_moe,
     lfm3,
+    llama4,
     olmo_hybrid,
     qwen3,
     qwen3_moe,
@@ -79,6 +80,15 @@ CONFIGS = {
         "model_type": "gemma3",
         "text_config": {name: value for name, value in gemma3().items() if name not in ("model_type", "architectures")},
     },
+    "llama4": llama4(),
+    "llama4 that sees": {
+        "model_type": "llama4",
+        "text_config": {
+            name: value
+            for name, value in llama4(moe_layers=[], num_hidden_layers=3).items()
+            if name not in ("model_type", "architectures")
+        },
+    },
     "lfm3": lfm3(),
     "lfm3 without gates": lfm3(use_attention_gate=False, layer_types=None, conv_L_cache=4, head_dim=8),
     "gemma2": gemma2(layer_types=None, num_hidden_layers=4),
@@ -117,6 +127,8 @@ NUMBERS = {
     "gemma3 by pattern": (72_960, 192, 9_216, 64, 64),
     "gemma3 that sees": (34_560, 64, 4_096, 64, 64),
     "lfm3": (42_240, 64, 2_048, 832, 832),
+    "llama4": (44_928, 64, 6_144, 64, 64),
+    "llama4 that sees": (34_560, 64, 4_096, 64, 64),
     "lfm3 without gates": (36_864, 32, 1_024, 640, 640),
     "gemma2": (46_080, 128, 4_096, 64, 64),
     "qwen3": (34_560, 192, 6_144, 64, 64),

@@ -15,23 +15,34 @@ from cairn.layers.norms import RMSNorm, ShardedRMSNorm
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """Of `queries` and of `keys`: over one head, or with `over_all` over all heads together."""
+    """Of `queries` and of `keys`: over one head, or with `over_all` over all heads together; `after_positions`: of what
+    has been turned by them."""
 
     queries: RMSNorm | ShardedRMSNorm | None = None
     keys: RMSNorm | ShardedRMSNorm | None = None
     over_all: bool = False
+    after_positions: bool = False
 
 
 NO_NORMS = HeadNorms()
 
 
 @dataclass(frozen=True, slots=True)
+class Positions:
+    """How they enter attention: `rotation` of the batch's turns queries and keys, or with `queries_alone` no keys.
+    `interleaved`: pairs are neighbours; they are brought to where the kernels turn them, which changes no score."""
+
+    rotation: int
+    interleaved: bool = False
+    queries_alone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Attention:
     """One rank's heads. `projection` gives queries | keys | values and after them `gate_width` logits of gates a head:
     0 for none, 1 for one on the whole head, `head_dim` for one on every output channel; `kv_projection` keys | values
-    alone, where these may be all that is wanted. `rotary`: which of the batch's rotations turns queries and keys, None
-    for none. `layer` counts the model's attention layers, `group` the attention groups of the cache. `rule` and
-    `sinks`, float32 of the rank's query heads: see `Kernels.attention`."""
+    alone, where these may be all that is wanted. `layer` counts the model's attention layers, `group` the attention
+    groups of the cache. `rule` and `sinks`, float32 of the rank's query heads: see `Kernels.attention`."""
 
     kernels: Kernels
     projection: Projection
@@ -41,7 +52,7 @@ class Attention:
     head_dim: int
     layer: int
     group: int = 0
-    rotary: int | None = None
+    positions: Positions | None = None
     norms: HeadNorms = NO_NORMS
     gate_width: int = 0
     kv_projection: Projection | None = None
@@ -57,7 +68,7 @@ class Attention:
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         widths = [queries, keys, keys, self.num_heads * self.gate_width]
         q, k, v, gates = torch.split(self.projection(hidden, batch), widths, dim=-1)
-        q = self._turn(self._normed(q, self.norms.queries, self.num_heads), batch)
+        q = self._placed(q, self.norms.queries, self.num_heads, batch)
         self._write(k, v, batch, memory)
         cache = memory.paged[self.layer]
         out = self.kernels.attention(q, cache.keys, cache.values, self.group, batch, self.rule, self.sinks).flatten(1)
@@ -76,17 +87,28 @@ class Attention:
 
     def _write(self, k: Tensor, v: Tensor, batch: Batch, memory: Memory) -> None:
         """[rows, heads * dim] each."""
-        k = self._turn(self._normed(k, self.norms.keys, self.num_kv_heads), batch)
+        k = self._placed(k, self.norms.keys, self.num_kv_heads, batch, are_keys=True)
         cache = memory.paged[self.layer]
         v = v.view(len(v), self.num_kv_heads, self.head_dim)
         self.kernels.write_kv(k, v, cache.keys, cache.values, self.group, batch)
 
-    def _normed(self, x: Tensor, norm: RMSNorm | ShardedRMSNorm | None, heads: int) -> Tensor:
-        """[rows, heads * dim] -> [rows, heads, dim]."""
-        if norm is not None and self.norms.over_all:
-            x = norm(x)
+    def _placed(
+        self, x: Tensor, norm: RMSNorm | ShardedRMSNorm | None, heads: int, batch: Batch, are_keys: bool = False
+    ) -> Tensor:
+        """[rows, heads * dim] -> [rows, heads, dim], normed and where their positions are."""
+        if norm is None:
+            return self._turn(x.view(len(x), heads, self.head_dim), batch, are_keys)
+        if self.norms.over_all:
+            return self._turn(norm(x).view(len(x), heads, self.head_dim), batch, are_keys)
         x = x.view(len(x), heads, self.head_dim)
-        return x if norm is None or self.norms.over_all else norm(x)
+        if self.norms.after_positions:
+            return norm(self._turn(x, batch, are_keys))
+        return self._turn(norm(x), batch, are_keys)
 
-    def _turn(self, x: Tensor, batch: Batch) -> Tensor:
-        return x if self.rotary is None else self.kernels.rope(x, *batch.rotations[self.rotary])
+    def _turn(self, x: Tensor, batch: Batch, are_keys: bool) -> Tensor:
+        places = self.positions
+        if places is None or (are_keys and places.queries_alone):
+            return x
+        if places.interleaved:
+            x = x.view(*x.shape[:-1], -1, 2).transpose(-1, -2).flatten(-2)
+        return self.kernels.rope(x, *batch.rotations[places.rotation])

@@ -109,6 +109,27 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True)
+class InputScaledExperts:
+    """Llama 4's mixture of SwiGLUs: the one with a token's largest logit gets the token times that logit's sigmoid; and
+    the `shared` one. `gate_up` [E, 2 * inner, in] and `down` [E, in, inner], packed, a rank's inner channels."""
+
+    kernels: Kernels
+    gate: Linear
+    gate_up: Weight
+    down: Weight
+    shared: SwiGLU
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        logits = self.gate(hidden.float(), batch)
+        # Of one expert the weight is 1.
+        ids, ones = self.kernels.softmax_router(logits, 1, True)
+        scaled = self.kernels.sigmoid_mul(hidden, logits.gather(1, ids).to(hidden.dtype))
+        routed = self.kernels.gated_experts(scaled, ids, ones, self.gate_up, self.down, batch)
+        return self.shared(hidden, batch, memory).add_(routed)
+
+
+@dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
     """Routed experts, and one shared expert if there is any.
 

@@ -17,7 +17,7 @@ from cairn.layers.memory import Memory, MemorySpec
 from cairn.layers.mtp_head import MTPHead, hidden_before
 from cairn.layers.norms import RMSNorm
 from cairn.layers.residual import Layer, Mixer
-from cairn.layers.rotary import Rotary
+from cairn.layers.rotary import Rotary, Temperature
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Model:
     final_norm: RMSNorm
     lm_head: Weight
     linears: tuple[Linear, ...]
-    rotaries: tuple[Rotary, ...] = ()
+    rotaries: tuple[Rotary | Temperature, ...] = ()
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: Softcap | None = None

@@ -43,6 +43,26 @@ class Rotary:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Temperature:
+    """What attention without positions is scaled by where a sequence is long (arXiv 2501.19399, as Llama 4 has it): a
+    query by 1 + strength * log(1 + floor((position + 1) / floor_scale)), in the form of a rotation by no angle."""
+
+    pairs: int
+    floor_scale: int
+    strength: float
+
+    def to(self, device: torch.device) -> "Temperature":
+        return self
+
+    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions int64 [3, rows] -> that for cos and zeros for sin, float32 [rows, pairs]."""
+        rows = positions.shape[1]
+        floors = F.pad(positions[0] + 1, (0, -rows % _VECTOR)).div(self.floor_scale, rounding_mode="floor").double()
+        scales = floors.log1p().mul_(self.strength).add_(1.0)[:rows, None].float().expand(-1, self.pairs).contiguous()
+        return scales, torch.zeros_like(scales)
+
+
 def make_rotary(
     dim: int,
     theta: float,

@@ -11,7 +11,7 @@ from typing import ClassVar
 from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
-from cairn.models.rotary import RotarySpec
+from cairn.models.rotary import RotarySpec, TemperatureSpec
 from cairn.models.sharding import HeadShard, Slice, shard_heads
 from cairn.models.weight_specs import MixerSpec, ProductSpec, Reach, StoredTensor, WeightSpec, fused, row_parallel
 
@@ -64,9 +64,10 @@ class AttentionLayer(MixerSpec):
     """The attention called `name`.
 
     `head_norms`: the names of the norms over one head of queries and of keys, or none; `centred`: their weights are
-    stored less 1; `norms_all_heads`: they are over all heads together; `out`: the name of the output projection;
-    `factors`: constant multipliers of a projection's results, by its name; `rotary`: its positions, where they are not
-    the model's. Gates on channels are stored after each head's query, those on heads as `g_proj`.
+    stored less 1; `norms_all_heads`: they are over all heads together; `unit_norms`: heads of queries and keys are
+    normed without weights, after they are turned; `out`: the name of the output projection; `factors`: constant
+    multipliers of a projection's results, by its name; `rotary`: its positions, where they are not the model's. Gates
+    on channels are stored after each head's query, those on heads as `g_proj`.
     `rule`: what it sees, and its scores; `sinks`: the name of the logits [query heads] of attention sinks, or none.
     """
 
@@ -77,7 +78,8 @@ class AttentionLayer(MixerSpec):
     norms_all_heads: bool = False
     out: str = "o_proj"
     factors: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
-    rotary: RotarySpec | None = None
+    unit_norms: bool = False
+    rotary: RotarySpec | TemperatureSpec | None = None
     rule: AttentionRule = FULL
     sinks: str | None = None
 

@@ -229,12 +229,11 @@ def token_ids(**options: Unpack[Options]) -> Any:
 
 
 def window(default: int, **options: Unpack[Options]) -> Any:
-    """Of how many tokens, itself the last, a token sees keys and values in layers with a window. null is none, which
-    such layers cannot have."""
+    """How many tokens attention reaches over in layers of limited reach, which null, no limit, does not fit."""
 
     def reader(fields: Fields, name: str, config: Any) -> int:
         if fields.says(name) and not fields.has(name):
-            raise fields.error(f"{fields.path_of(name)} is null, but layer_types has layers with a window")
+            raise fields.error(f"{fields.path_of(name)} is null, but layer_types has layers of limited reach")
         return fields.integer(name, 1, 1 << 30, default)
 
     return custom(reader, **options)

@@ -16,11 +16,12 @@ from torch import Tensor
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.layers.attention import Attention, HeadNorms
+from cairn.layers.attention import Attention, HeadNorms, Positions
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.feed_forward import (
     ClampedExperts,
     GeGLU,
+    InputScaledExperts,
     MixtureOfExperts,
     SharedExpert,
     SigmoidRouter,
@@ -44,7 +45,7 @@ from cairn.layers.norms import (
     SiluGate,
 )
 from cairn.layers.residual import Layer, Mixer
-from cairn.layers.rotary import Rotary, make_rotary
+from cairn.layers.rotary import Rotary, Temperature, make_rotary
 from cairn.layers.short_conv import ShortConv
 from cairn.models.attention import AttentionLayer
 from cairn.models.contract import StoredLoader, TensorLoader
@@ -60,7 +61,7 @@ from cairn.models.feed_forward import (
 from cairn.models.gated_delta_net import DeltaNetLayer
 from cairn.models.mamba2 import Mamba2Layer
 from cairn.models.rank_weights import RankWeights
-from cairn.models.rotary import RotarySpec
+from cairn.models.rotary import RotarySpec, TemperatureSpec
 from cairn.models.sharding import HeadShard, shard_vocabulary
 from cairn.models.short_conv import ShortConvLayer
 from cairn.models.weight_specs import MixerSpec
@@ -126,7 +127,7 @@ class _DecoderBuilder:
             replace(group, num_layers=1): (number, count(first))
             for number, (group, first) in enumerate(zip(groups, firsts, strict=False))
         }
-        self._rotaries: dict[RotarySpec, int] = {}
+        self._rotaries: dict[RotarySpec | TemperatureSpec, int] = {}
 
     def build(self) -> Model:
         spec = self._spec
@@ -198,14 +199,21 @@ class _DecoderBuilder:
             return SandwichNorm(norm, self._norm(after)), built
         return PostNorm(norm) if name in self._spec.post_norms else norm, built
 
-    def _rotation_of(self, layer: AttentionLayer) -> int | None:
-        """Which one of the model's turns it, None for none."""
+    def _positions_of(self, layer: AttentionLayer) -> Positions | None:
         spec = layer.rotary or self._spec.rotary
-        return None if spec is None else self._rotaries.setdefault(spec, len(self._rotaries))
+        if spec is None:
+            return None
+        rotation = self._rotaries.setdefault(spec, len(self._rotaries))
+        return Positions(rotation, spec.interleaved, spec.queries_alone)
 
-    def _rotary(self, spec: RotarySpec) -> Rotary:
+    @singledispatchmethod
+    def _rotary(self, spec: RotarySpec) -> Rotary | Temperature:
         scaling = {} if spec.scaling is None else spec.scaling.parameters
         return make_rotary(spec.dim, spec.theta, spec.sections, scaling).to(self._execution.device)
+
+    @_rotary.register
+    def _(self, spec: TemperatureSpec) -> Rotary | Temperature:
+        return Temperature(spec.dim // 2, spec.floor_scale, spec.strength)
 
     def _norm(self, name: str) -> RMSNorm:
         return self._rms_norm(self._weights.tensor(self._spec.norm(name)), self._spec.centred)
@@ -253,6 +261,9 @@ class _DecoderBuilder:
             rows = {"q_proj": last - first, "k_proj": shard.count, "v_proj": shard.count}
             factors = [(heads * sizes.head_dim, layer.factors.get(part, 1.0)) for part, heads in rows.items()]
             projection = self._scaled(drawn["q_k_v"], factors)
+        if layer.unit_norms:
+            ones = torch.ones(sizes.head_dim, device=self._execution.device)
+            drawn |= {"q_norm": ones, "k_norm": ones}
         q_norm, k_norm = (
             None if key not in drawn else self._query_norm(layer, drawn[key], heads, counts)
             for key, heads, counts in (
@@ -272,8 +283,8 @@ class _DecoderBuilder:
             head_dim=sizes.head_dim,
             layer=next(numbers),
             group=group,
-            rotary=self._rotation_of(layer),
-            norms=HeadNorms(q_norm, k_norm, layer.norms_all_heads),
+            positions=self._positions_of(layer),
+            norms=HeadNorms(q_norm, k_norm, layer.norms_all_heads, layer.unit_norms),
             gate_width=sizes.gate_width,
             rule=layer.rule,
             sinks=None if layer.sinks is None else drawn["sinks"].float(),
@@ -386,6 +397,8 @@ class _DecoderBuilder:
             )
         up, down = drawn["experts"]
         shared: Any = None if layer.shared is None else self._build(layer.shared)
+        if layer.scales_inputs:
+            return InputScaledExperts(self._kernels, drawn["gate"], up, down, shared)
         gated = layer.stacks is not None or len(layer.parts) == 2
         latent = drawn.get("to_latent"), drawn.get("from_latent")
         return MixtureOfExperts(self._kernels, router, up, down, gated, shared, *latent)

@@ -142,7 +142,8 @@ class ExpertsLayer(MixerSpec):
     of `sigmoid`; `normalize`: the weights of a token's experts add up to 1. `experts`: the name below which an expert's
     matrices are by number, `parts` those into its inner channels, gate and up of a SwiGLU or up alone of a squared-ReLU
     MLP, and `down` the one out of them. `stacks`: instead of these the tensors of all experts' gate and up
-    [count, 2 * inner, hidden] and down [count, hidden, inner]. `latent`: the names of the products into the space in
+    [count, 2 * inner, hidden] and down [count, hidden, inner], or with `inputs_first` the last two dimensions the other
+    way round. `scales_inputs`: see `InputScaledExperts`. `latent`: the names of the products into the space in
     which routed experts work, and back; `bias`: of these. The latter has all of its inputs, but its outputs are a
     partial sum.
     """
@@ -159,6 +160,8 @@ class ExpertsLayer(MixerSpec):
     latent: tuple[str, str] | None = None
     bias: bool = False
     shared: MixerSpec | None = None
+    inputs_first: bool = False
+    scales_inputs: bool = False
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
@@ -183,10 +186,12 @@ class ExpertsLayer(MixerSpec):
         if self.stacks is not None:
             up, down = self.stacks
             up_shape, down_shape = (count, 2 * expert.inner, expert.hidden), (count, expert.hidden, expert.inner)
-            return ExpertStacks(
+            matrices = (
                 StoredTensor(up, up_shape, expert.gate_and_up(inner), 1, is_matrix=True),
                 StoredTensor(down, down_shape, (inner,), 2, is_matrix=True),
             )
+            first, last = map(transposed, matrices) if self.inputs_first else matrices
+            return ExpertStacks(first, last, inputs_first=self.inputs_first)
         shape, names = (expert.inner, expert.hidden), [f"{self.experts}.{number}" for number in range(count)]
         ups = (tuple(matrix(f"{name}.{part}", shape, inner) for part in self.parts) for name in names)
         downs = (matrix(f"{name}.{self.down}", shape[::-1], inner, dim=1) for name in names)

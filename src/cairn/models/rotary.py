@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cairn.errors import ModelError
 from cairn.models.config_schema import Fields, custom
@@ -61,12 +61,28 @@ class RopeKind:
 
 @dataclass(frozen=True, slots=True)
 class RotarySpec:
-    """How positions turn queries and keys; see `make_rotary`."""
+    """How positions turn queries and keys; see `make_rotary`. `interleaved`: a pair are two neighbours, and not an
+    element of either half of a head."""
 
     dim: int
     theta: float
     sections: tuple[int, int, int] | None = None
     scaling: RopeScaling | None = None
+    interleaved: bool = False
+
+    queries_alone: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True)
+class TemperatureSpec:
+    """Layers without positions whose queries grow with theirs; see `cairn.layers.rotary.Temperature`."""
+
+    dim: int
+    floor_scale: int
+    strength: float
+
+    interleaved: ClassVar[bool] = False
+    queries_alone: ClassVar[bool] = True
 
 
 def rope_fields(fields: Fields, *types: str) -> Fields:
@@ -191,6 +207,7 @@ def _yarn(rope: Fields) -> dict[str, float | bool]:
 
 def _llama3(rope: Fields) -> dict[str, float | bool]:
     low, high = (rope.number(name, 1e-4, 1e4) for name in ("low_freq_factor", "high_freq_factor"))
-    if low >= high:
-        raise rope.error(f"{rope.path_of('high_freq_factor')} {high:g} must be more than low_freq_factor {low:g}")
+    # Llama 4 is published with equal ones: no frequency is between them.
+    if low > high:
+        raise rope.error(f"{rope.path_of('high_freq_factor')} {high:g} must be at least low_freq_factor {low:g}")
     return {"low_freq_factor": low, "high_freq_factor": high}

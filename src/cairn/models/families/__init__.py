@@ -14,6 +14,7 @@ from cairn.models.families import (
     lfm2,
     lfm2_moe,
     lfm3,
+    llama4,
     nemotron_h,
     olmo_hybrid,
     qwen3,
@@ -40,6 +41,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             gpt_oss.FAMILY,
             *qwen3_5.FAMILIES,
             *gemma.FAMILIES,
+            *llama4.FAMILIES,
         )
     }
 )

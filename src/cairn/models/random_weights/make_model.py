@@ -30,6 +30,7 @@ from cairn.models.families import (
     lfm2,
     lfm2_moe,
     lfm3,
+    llama4,
     nemotron_h,
     olmo_hybrid,
     qwen3,
@@ -58,6 +59,7 @@ RECIPES: Mapping[str, Recipe] = MappingProxyType(
         "gemma3": gemma.GEMMA3_RECIPE,
         "gemma2": gemma.GEMMA2_RECIPE,
         "lfm3": lfm3.RECIPE,
+        "llama4": llama4.RECIPE,
         "gpt_oss": gpt_oss.RECIPE,
     }
 )
