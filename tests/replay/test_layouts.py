@@ -217,6 +217,7 @@ def test_the_names_are_the_published_models(name, raw):
         ("qwen3-next-80b-a3b", None, 2048, 24576, 3144),
         ("granite-4-h-small", None, 4096, 16384, 4719),
         ("granite-4-h-small", "float32", 4096, 16384, 9327),
+        ("gpt-oss-20b", None, 2880, 49152, 0),
     ],
 )
 def test_published_sizes(name, dtype, hidden, token_bytes, tokens):
@@ -234,11 +235,19 @@ def test_published_sizes(name, dtype, hidden, token_bytes, tokens):
         ("qwen3.5-35b-a3b", 3.0, 248320, 2048, 0.03),
         ("qwen3-next-80b-a3b", 3.0, 151936, 2048, 0.2),
         ("granite-4-h-small", 9.0, 100352, 4096, 0.03),
+        ("gpt-oss-20b", 3.6, 201088, 2880, 0.03),
     ],
 )
 def test_published_active_parameters(name, billions, vocabulary, hidden, tolerance):
     """What the models' cards call active has the output matrix, too, which a prompt's tokens do not meet."""
     assert sizes_for(name).active_weights + vocabulary * hidden == pytest.approx(billions * 1e9, rel=tolerance)
+
+
+def test_windows_have_pages_of_their_own_unless_all_tokens_are_kept():
+    layout, whole = layout_for("gpt-oss-20b"), layout_for("gpt-oss-20b", keeps_all_tokens=True)
+    assert [(group.reach, group.tokens_per_page) for group in layout.groups] == [(None, 16), (128, 16)]
+    assert [(group.reach, group.tokens_per_page) for group in whole.groups] == [(None, 16)]
+    assert whole.page_bytes == 2 * layout.page_bytes and layout.pages_to_resume == 1 + 128 // 16
 
 
 def test_flops():
@@ -285,7 +294,7 @@ def test_what_is_no_config_is_refused(tmp_path):
             layout_for(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", LAYOUT_NAMES)
+@pytest.mark.parametrize("name", [name for name in LAYOUT_NAMES if layout_for(name).state_bytes])
 def test_checkpoints_in_smaller_forms(name):
     """Of published models scales are less than a hundredth of the state in float16, and a few hundredths in int8."""
     found = {dtype: layout_for(name, checkpoint_dtype=dtype) for dtype in ("float32", "float16", "int8")}

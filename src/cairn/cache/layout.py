@@ -83,7 +83,7 @@ class CacheLayout:
         object.__setattr__(self, "pages_per_checkpoint", max(1, -(-self.checkpoint_bytes // self.page_bytes)))
         within_reach = [group.pages_for(group.reach) for group in self.groups if group.reach is not None]
         object.__setattr__(self, "is_limited", bool(within_reach))
-        object.__setattr__(self, "pages_to_resume", self.pages_per_checkpoint + sum(within_reach))
+        object.__setattr__(self, "pages_to_resume", self.pages_per_checkpoint + sum(within_reach) // 2)
 
     @property
     def resumes_anywhere(self) -> bool:

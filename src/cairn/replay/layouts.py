@@ -1,4 +1,4 @@
-"""The models that `--layout` names: four published ones, or the config.json of any family that cairn serves.
+"""The models that `--layout` names: five published ones, or the config.json of any family that cairn serves.
 
 Of the published ones `published` has what decides sizes: each is a config.json like any other.
 """
@@ -18,7 +18,7 @@ from cairn.models.weights.tensor_headers import read_json
 
 __all__ = ["LAYOUT_NAMES", "layout_for", "sizes_for"]
 
-LAYOUT_NAMES = ("nemotron-3-nano", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "granite-4-h-small")
+LAYOUT_NAMES = ("nemotron-3-nano", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "granite-4-h-small", "gpt-oss-20b")
 HALF_BY_DEFAULT = "granite-4-h-small"
 """Its recurrent state is bfloat16 unless told otherwise: its config.json asks for no float32."""
 
@@ -35,11 +35,17 @@ def sizes_for(name: str) -> ForwardSizes:
 
 
 def layout_for(
-    name: str, block_size: int = 16, state_dtype: str | None = None, checkpoint_dtype: str | None = None
+    name: str,
+    block_size: int = 16,
+    state_dtype: str | None = None,
+    checkpoint_dtype: str | None = None,
+    *,
+    keeps_all_tokens: bool = False,
 ) -> CacheLayout:
     """The layout of a published model or of a config.json. `state_dtype`: what states are in while they run; None: what
     config.json names, for granite-4-h-small bfloat16. `checkpoint_dtype`: as the server's, of states that are float32
-    while they run; None for checkpoints that are as the state is.
+    while they run; None for checkpoints that are as the state is. `keeps_all_tokens`: also of layers with windows, as
+    a server with tiers does.
 
     Raises ConfigError naming --layout, --state-dtype, --checkpoint-dtype or --block-size, and the fix.
     """
@@ -56,7 +62,8 @@ def layout_for(
     running = state_dtype or ("bfloat16" if name == HALF_BY_DEFAULT else config.state_dtype)
     if encoding is not None:
         running = "float32"
-    return replace(config, state_dtype=running).layout(block_size, dtype_bytes, encoding=encoding)
+    config = replace(config, state_dtype=running).asking(keeps_all_tokens=keeps_all_tokens)
+    return config.layout(block_size, dtype_bytes, encoding=encoding)
 
 
 def _parse_config(name: str) -> tuple[DecoderConfig, int]:
