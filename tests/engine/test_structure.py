@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import shutil
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from llguidance import LLMatcher
+from tokenizers import Tokenizer
 
 from cairn.engine.contract import Structure
 from cairn.engine.grammars.compiler import (
@@ -354,6 +356,37 @@ def test_tokens_that_the_model_has_and_the_tokenizer_has_not_are_never_allowed(c
     # control tokens are no text, but marks are
     assert not {0, 1} & set(ids(mask).tolist())
     assert set(tokenizer.encode("<think>", add_special_tokens=False)) <= set(ids(mask).tolist())
+
+
+def test_marks_of_harmony_are_tokens_of_a_form_and_its_ends_are_none(plain_tokenizer, tmp_path):
+    """A token writes each; `<|call|>` and `<|return|>` end the answer."""
+    shutil.copytree(plain_tokenizer, tmp_path, dirs_exist_ok=True)
+    source = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    marks = ["<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"]
+    source.add_special_tokens([*marks, "<|call|>", "<|return|>"])
+    source.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = ModelTokenizer(tmp_path)
+    ready = grammar_tokenizer(tokenizer, tokenizer.vocab_size, (EOS, *tokenizer.harmony_ends))
+    tool = {"name": "weather", "parameters": WEATHER, "place": 0}
+    calls = structure("calls", {"tools": [tool], "parallel": True}, is_harmony=True, reasoning="possible")
+    choice = structure("choice", ["yes", "no"], is_harmony=True, reasoning="possible")
+    thought = "<|channel|>analysis<|message|>hm<|end|><|start|>assistant"
+    for asked, answer in (
+        (choice, "<|channel|>final<|message|>yes"),
+        (choice, f"{thought}<|channel|>final <|constrain|>json<|message|>no"),
+        (
+            calls,
+            f"{thought}<|channel|>commentary to=functions.weather <|constrain|>json<|message|>"
+            '{"city": "Oslo", "days": 3}',
+        ),
+    ):
+        constraint = GrammarConstraint.compile(grammar_of(asked), ready, tokenizer.vocab_size)
+        output = tokenizer.encode(answer, add_special_tokens=False)
+        for count, token in enumerate(output):
+            allowed = ids(constraint.allowed(output[:count])).tolist()
+            assert token in allowed and not {*tokenizer.harmony_ends} & {*allowed}
+            constraint.follow(output[: count + 1])
+        assert constraint.failure is None and constraint.complete
 
 
 def test_a_token_that_the_tokenizer_has_and_the_model_has_not_is_no_way_on(tokenizer):
