@@ -224,6 +224,7 @@ def test_flops_are_of_the_whole_model_on_several_ranks(tiny_model, tmp_path):
     assert headers[0]["forward_sizes"] == {
         "active_weights": sizes.active_weights,
         "score_numbers": sizes.score_numbers,
+        "limited_scores": [],
     }
 
 

@@ -60,7 +60,8 @@ def decode_one_by_one(kernels: Kernels, call: Call, index: int) -> Decodes:
     for offset in range(sequence.num_tokens):
         one = replace(sequence, start=sequence.start + offset, num_tokens=1, snapshots=(1,))
         row = slice(rows.start + offset, rows.start + offset + 1)
-        found = own.of_rows(row, RandomBatch((one,), (), call.batch.seed)).run(kernels)
+        decode = own.of_rows(row, RandomBatch((one,), (), call.batch.seed))
+        found = (decode.without_reach() if call.name == "attention" else decode).run(kernels)
         results.append(found[0])
         if "states" in own.operands:
             states.append(own.operands["states"][sequence.slot].clone())

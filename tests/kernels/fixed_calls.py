@@ -98,7 +98,6 @@ def paged_call(
     num_heads, kv_heads, dim = heads
     pages = batch.pages(page_size, garbage)
     keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
-    table = pages.without_reach(rule, keys, values)
     rows: dict[str, Any] = {}
     if name == "attention":
         rows = {"q": batch.numbers(batch.num_tokens, num_heads, dim).mul(2).to(dtype)}
@@ -108,7 +107,7 @@ def paged_call(
             rows["sinks"] = batch.numbers(num_heads, salt=5).mul(4).float()
     else:
         rows = {part: batch.numbers(batch.num_tokens, kv_heads, dim, salt=len(part)).to(dtype) for part in ("k", "v")}
-    return Call(name, batch, {**rows, "keys": keys, "values": values, "group": 0}, (table,))
+    return Call(name, batch, {**rows, "keys": keys, "values": values, "group": 0}, (pages.table,)).without_reach()
 
 
 def fp8_weight(batch: RandomBatch, *shape: int, dtype: torch.dtype, blocked: bool, salt: int) -> Fp8Weight:

@@ -13,11 +13,20 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cairn.kernels.attention_rule import AttentionRule
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.contract import Kernels
 from cairn.kernels.fp8 import Fp8Weight
 from kernels.backends import DEVICES
-from kernels.random_batches import HAVE_VERIFIES, PAGE_SIZES, RandomBatch, SequenceRows, batches, folds, garbage
+from kernels.random_batches import (
+    HAVE_VERIFIES,
+    OUT_OF_RANGE,
+    PAGE_SIZES,
+    RandomBatch,
+    SequenceRows,
+    batches,
+    folds,
+    garbage,
+)
 
 CPU = torch.device("cpu")
 
@@ -139,6 +148,19 @@ class Call:
         """The same with some of the rows, which are all that `batch` has."""
         part = self.converted(lambda name, value: value[rows] if name in self.operation.rows else value)
         return replace(part, batch=batch)
+
+    def without_reach(self) -> "Call":
+        """As it is once the pages before the reach of the sequences have been let go of: their entries in the block
+        table are no pages at all, and NaN stands in them, in the call's own memory."""
+        rule, group = self.operands.get("rule", FULL), self.operands["group"]
+        table = self.block_tables[group].clone()
+        for sequence in self.batch.sequences:
+            count = rule.first_key(sequence.start) // self.operands["keys"].shape[2]
+            pages = table[sequence.slot, :count].long()
+            for name in ("keys", "values"):
+                self.operands[name][pages[pages.abs() < OUT_OF_RANGE]] = torch.nan
+            table[sequence.slot, :count] = OUT_OF_RANGE * (-1) ** sequence.slot
+        return replace(self, block_tables=(*self.block_tables[:group], table, *self.block_tables[group + 1 :]))
 
     def run(self, kernels: Kernels) -> tuple[Tensor, ...]:
         """What a backend gives for it; changes the operands that it changes."""
@@ -456,7 +478,7 @@ def attention_rules(draw: st.DrawFn) -> AttentionRule:
 
 def sinks_of(batch: RandomBatch, heads: int) -> Tensor:
     """Logits that weigh next to nothing, as much as some keys, and nearly all."""
-    return batch.numbers(heads, salt=9) * 4
+    return batch.numbers(heads, salt=9).pow(3) * 4
 
 
 def _paged(draw: st.DrawFn, name: str, batch: RandomBatch, dtype: torch.dtype) -> Call:
@@ -466,17 +488,16 @@ def _paged(draw: st.DrawFn, name: str, batch: RandomBatch, dtype: torch.dtype) -
     dim = draw(st.sampled_from([4, 8, 32]))
     keys, values = (pages.filled(kv_heads, dim, salt=salt).to(dtype) for salt in (3, 4))
     operands: Operands = {"keys": keys, "values": values, "group": 1}
-    table = pages.table
     if name == "attention":
-        rule = draw(attention_rules())
-        table = pages.without_reach(rule, keys, values)
-        operands = {"q": batch.numbers(batch.num_tokens, kv_heads * per_key, dim).to(dtype), **operands, "rule": rule}
+        q, rule = batch.numbers(batch.num_tokens, kv_heads * per_key, dim).to(dtype), draw(attention_rules())
+        operands = {"q": q, **operands, "rule": rule}
         if draw(st.booleans()):
             operands["sinks"] = sinks_of(batch, kv_heads * per_key).to(draw(st.sampled_from([dtype, _wide(dtype)])))
     else:
         k, v = (batch.numbers(batch.num_tokens, kv_heads, dim, salt=salt).to(dtype) for salt in (1, 2))
         operands = {"k": k, "v": v, **operands}
-    return Call(name, batch, operands, (torch.full_like(table, pages.num_pages - 1), table))
+    tables = torch.full_like(pages.table, pages.num_pages - 1), pages.table
+    return Call(name, batch, operands, tables).without_reach()
 
 
 OPERANDS: Mapping[str, Callable[[st.DrawFn, RandomBatch, torch.dtype], Operands]] = MappingProxyType(

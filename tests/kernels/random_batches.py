@@ -17,7 +17,6 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cairn.kernels.attention_rule import AttentionRule
 from cairn.kernels.batch import CHUNK, Batch, HostBatch
 from cairn.kernels.contract import Kernels
 from cairn.kernels.staging import Staging
@@ -179,19 +178,6 @@ class Pages:
                 page, offset = self.place(sequence.slot, position)
                 cache[page, :, offset] = own[position]
         return cache
-
-    def without_reach(self, rule: AttentionRule, *caches: Tensor) -> Tensor:
-        """The table as it is once the pages before the reach of the sequences have been let go of: their entries are no
-        pages at all, and NaN stands in them."""
-        table = self.table.clone()
-        for sequence in self.owner.sequences:
-            first = rule.first_key(sequence.start)
-            for cache in caches:
-                for position in range(first // self.page_size * self.page_size):
-                    page, offset = self.place(sequence.slot, position)
-                    cache[page, :, offset] = torch.nan
-            table[sequence.slot, : first // self.page_size] = OUT_OF_RANGE * (-1) ** sequence.slot
-        return table
 
 
 STARTS = st.one_of(st.just(0), st.sampled_from([1, 63, 64, 65, 128]), st.integers(0, 200))

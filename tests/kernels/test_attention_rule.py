@@ -21,6 +21,12 @@ def test_without_a_reach_all_is_seen() -> None:
     assert AttentionRule() == FULL and FULL.reach is None and FULL.first_key(10**6) == 0
 
 
+@pytest.mark.parametrize("rule", [FULL, AttentionRule(window=5), AttentionRule(chunk=5), AttentionRule(window=1)])
+def test_pairs_are_counted_as_they_are_seen(rule: AttentionRule) -> None:
+    for start, end in ((0, 0), (0, 4), (0, 23), (3, 7), (9, 21)):
+        assert rule.num_pairs(start, end) == sum(p - rule.first_key(p) + 1 for p in range(start, end))
+
+
 @pytest.mark.parametrize(
     ("fields", "words"),
     [

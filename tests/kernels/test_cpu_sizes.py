@@ -15,6 +15,7 @@ from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import HostBatch
 from cairn.kernels.cpu import onednn, panels, products
 from cairn.kernels.cpu.metadata import (
+    ALL_KEYS,
     BLOCK,
     MERGE_COLUMNS,
     SPLIT_TOKENS,
@@ -24,6 +25,7 @@ from cairn.kernels.cpu.metadata import (
     WRITE_COLUMNS,
     Table,
     build_metadata,
+    reach_of,
 )
 from cairn.kernels.staging import Staging
 from kernels.comparison import check_against_reference
@@ -84,7 +86,7 @@ def test_every_key_of_a_row_is_in_one_part_and_every_row_in_one_tile() -> None:
         (SequenceRows(0, 3 * SPLIT_TOKENS, 1), SequenceRows(1, 5, 1)),
         (SequenceRows(2, 100, 2 * TILE_ROWS + 1), SequenceRows(3, 4 * SPLIT_TOKENS, 1)),
     )
-    work = build_metadata(batch.host(), Staging()).work_for(FULL)
+    work = build_metadata(batch.host(), Staging()).work_for(ALL_KEYS)
     seen: dict[int, list[tuple[int, int]]] = {}
     for first, rows, slot, position, key, end, partial, _ in rows_of(work.tiles, TILE_COLUMNS):
         sequence = batch.sequences[slot]
@@ -175,7 +177,7 @@ def test_tables_have_every_row_in_its_order(
     batch = RandomBatch(rows_for(decodes), (), verifies=rows_for(verifies))
     host = replace(batch, prefills=rows_for(prefills)).host()
     metadata = build_metadata(host, Staging())
-    found = metadata.work_for(rule)
+    found = metadata.work_for(reach_of(rule))
     writes, tiles, merges = tables_of(host, rule)
     assert (
         rows_of(metadata.writes, WRITE_COLUMNS),
@@ -193,7 +195,7 @@ def test_work_grows_with_the_reach_and_not_with_the_context(num_tokens: int) -> 
         rows = (SequenceRows(0, start, num_tokens),)
         kinds = {"verifies": rows} if num_tokens == 5 else {"prefills": rows}
         host = replace(RandomBatch((), ()), **kinds).host()
-        return build_metadata(host, Staging()).work_for(rule).num_pairs
+        return build_metadata(host, Staging()).work_for(reach_of(rule)).num_pairs
 
     for rule in (AttentionRule(window=128), AttentionRule(chunk=128)):
         assert pairs(32_768, rule) == pairs(1024, rule) <= num_tokens * (128 + 2 * BLOCK)

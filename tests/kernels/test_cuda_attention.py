@@ -131,7 +131,7 @@ def test_a_prompts_rows_do_not_depend_on_how_it_was_cut(rule: AttentionRule) -> 
     (wanted,) = whole.copied().run(CUDA)
     for cut in (1, 63, 64, 100):
         part = whole.of_rows(slice(cut, 150), prefills((cut, 150 - cut)))
-        (found,) = part.copied().run(CUDA)
+        (found,) = part.copied().without_reach().run(CUDA)
         assert same_bits(found, wanted[cut:])
 
 

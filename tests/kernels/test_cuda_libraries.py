@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cairn.errors import ConfigError
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from doubles.gpu_libraries import FLASHINFER, Fla
 from kernels.backends import BACKENDS, BF16_PRODUCTS, DEVICES, ON_GPU, name_of
 from kernels.comparison import check_against_reference, same_bits
@@ -111,6 +112,16 @@ def test_plans_of_two_steps_on_cuda_are_apart(build):
         assert torch.equal(kernels.attention(q, keys, values, 0, batch), first)
         own = CUDA.attention(q, keys, values, 0, batch)
         torch.testing.assert_close(first, own, rtol=0, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "sinks"), [(AttentionRule(window=20), False), (AttentionRule(scale=0.2), False), (FULL, True)], ids=str
+)
+def test_layers_on_cuda_that_are_not_plain_are_not_given_to_flashinfer(build, rule, sinks):
+    attention = attention_by(FLASHINFER)
+    call = paged_call("attention", MIXED, HEADS, 16, BF16, rule=rule, sinks=sinks)
+    check_against_reference(build(attention), call, BF16)
+    assert not any(wrapper.num_runs for pair in attention._wrappers for wrapper in pair)
 
 
 def test_layers_on_cuda_share_a_plan_and_its_page_numbers(build, monkeypatch):

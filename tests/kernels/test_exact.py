@@ -126,7 +126,8 @@ def test_a_pass_has_the_same_bits_whole_and_cut_on_the_grid(
     whole = data.draw(calls(name, F32, whole_sequence(seed, start, end)))
     cut_up = whole.copied()
     (wanted, *_), (head, *_) = whole.run(kernels), part_of_sequence(cut_up, 2, start, cut).run(kernels)
-    tail, *_ = part_of_sequence(cut_up, 2, cut, end).run(kernels)
+    rest = part_of_sequence(cut_up, 2, cut, end)
+    tail, *_ = (rest.without_reach() if name == "attention" else rest).run(kernels)
     assert same_bits(torch.cat([head, tail]), wanted)
     if "states" in whole.operands:
         assert same_bits(cut_up.operands["states"][2], whole.operands["states"][2])

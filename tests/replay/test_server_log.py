@@ -225,6 +225,10 @@ def test_a_line_that_is_wrong_is_named(fields, said, tmp_path):
         ({"forward_sizes": SIZES | {"active_weights": 0}}, r"\$\.forward_sizes\.active_weights"),
         ({"forward_sizes": SIZES | {"active_weights": 1 << 51}}, r"\$\.forward_sizes\.active_weights"),
         ({"forward_sizes": SIZES | {"score_numbers": -1}}, r"\$\.forward_sizes\.score_numbers"),
+        (
+            {"forward_sizes": SIZES | {"limited_scores": [{"score_numbers": 8, "window": 0}]}},
+            r"\$\.forward_sizes\.limited_scores\[0\]\.window",
+        ),
         ({"forward_sizes": SIZES | {"score_numbers": True}}, r"\$\.forward_sizes\.score_numbers"),
     ],
 )

@@ -41,6 +41,18 @@ class AttentionRule:
             return max(0, position - self.window + 1)
         return 0 if self.chunk is None else position // self.chunk * self.chunk
 
+    def num_pairs(self, start: int, end: int) -> int:
+        """How many keys the tokens at positions [start, end) see, all together."""
+        return self._num_pairs_before(end) - self._num_pairs_before(start)
+
+    def _num_pairs_before(self, end: int) -> int:
+        """Of all tokens before position `end`."""
+        if self.chunk is not None:
+            chunks, rest = divmod(end, self.chunk)
+            return chunks * (self.chunk * (self.chunk + 1) // 2) + rest * (rest + 1) // 2
+        growing = end if self.window is None else min(end, self.window)
+        return growing * (growing + 1) // 2 + (end - growing) * growing
+
 
 FULL = AttentionRule()
 """A token sees all before it, with the usual scale."""

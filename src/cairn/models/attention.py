@@ -13,7 +13,7 @@ from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.rotary import RotarySpec, TemperatureSpec
 from cairn.models.sharding import HeadShard, Slice, shard_heads
-from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, fused, row_parallel
+from cairn.models.weight_specs import MixerSpec, ProductSpec, Reach, StoredTensor, WeightSpec, fused, row_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,11 @@ class AttentionLayer(MixerSpec):
     rotary: RotarySpec | TemperatureSpec | None = None
     rule: AttentionRule = FULL
     sinks: str | None = None
+
+    @property
+    def reach(self) -> Reach:
+        """See `MixerSpec`."""
+        return self.rule.window, self.rule.chunk
 
     def keys_and_values(self, rank: int, size: int) -> ProductSpec:
         """Keys and values by themselves, which `weights` has in one product with the queries."""

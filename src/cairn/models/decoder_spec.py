@@ -8,10 +8,10 @@ from types import MappingProxyType
 from typing import Protocol
 
 from cairn.models.attention import AttentionLayer
-from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes
+from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes, LimitedScores
 from cairn.models.rotary import RotarySpec
 from cairn.models.sharding import check_rank, shard_vocabulary
-from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, column_parallel
+from cairn.models.weight_specs import MixerSpec, ProductSpec, Reach, StoredTensor, WeightSpec, column_parallel
 
 OUTPUT = "lm_head.weight"
 """The output's tensor, in every family."""
@@ -149,11 +149,12 @@ class DecoderSpec:
 
     def forward_sizes(self) -> ForwardSizes:
         """See `DecoderConfig.forward_sizes`."""
-        parts = self.layer_sizes().items()
-        return ForwardSizes(
-            sum(count * sizes.active_weights for sizes, count in parts),
-            sum(count * sizes.score_numbers for sizes, count in parts),
-        )
+        active = sum(count * sizes.active_weights for sizes, count in self.layer_sizes().items())
+        scores = Counter[Reach]()
+        for mixer in _mixers(self.layers):
+            scores[mixer.reach] += 0 if mixer.sizes is None else mixer.sizes.score_numbers
+        full = scores.pop((None, None), 0)
+        return ForwardSizes(active, full, tuple(LimitedScores(count, *reach) for reach, count in scores.items()))
 
     def weights(self, rank: int, size: int) -> Iterator[WeightSpec]:
         """All that one of `size` ranks has, in the order of the checkpoint. Raises ConfigError naming
@@ -189,8 +190,11 @@ class DecoderSpec:
 
 
 def _count_sizes(layers: Iterable[NamedMixer]) -> Counter[LayerSizes]:
-    mixers = (each for _, mixer in layers for each in _all((mixer,)))
-    return Counter(each.sizes for each in mixers if each.sizes is not None)
+    return Counter(each.sizes for each in _mixers(layers) if each.sizes is not None)
+
+
+def _mixers(layers: Iterable[NamedMixer]) -> Iterator[MixerSpec]:
+    return _all(mixer for _, mixer in layers)
 
 
 def _all(mixers: Iterable[MixerSpec]) -> Iterator[MixerSpec]:

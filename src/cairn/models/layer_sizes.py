@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from msgspec import Meta
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.state_encoding import FLOAT32, StateEncoding, plain_encoding
 from cairn.layers.memory import AttentionSpec, MemorySpec, RecurrentSpec
 
@@ -48,26 +49,43 @@ class LayerSizes:
 
 
 @dataclass(frozen=True, slots=True)
+class LimitedScores:
+    """Of all attention layers of one reach, a window or a chunk of so many tokens, the elements of a token's queries:
+    see `AttentionRule`, which raises ValueError for both at once."""
+
+    score_numbers: Annotated[int, Meta(ge=1, le=1 << 50)]
+    window: Annotated[int, Meta(ge=1, le=1 << 50)] | None = None
+    chunk: Annotated[int, Meta(ge=1, le=1 << 50)] | None = None
+
+    def __post_init__(self) -> None:
+        AttentionRule(self.window, self.chunk)
+
+
+@dataclass(frozen=True, slots=True)
 class ForwardSizes:
     """What computing a prompt's token takes in the whole model, however many ranks it is sharded among.
 
     `active_weights`: elements of all matrices that one token is multiplied with: of a mixture the router, the shared
     expert and `experts per token` of the others; no embedding, and no output matrix, which only the last token of a
-    prompt meets. `score_numbers`: of all attention layers, the elements of a token's queries."""
+    prompt meets. `score_numbers`: of all attention layers that see all keys, the elements of a token's queries;
+    `limited_scores`: of the others."""
 
     active_weights: Annotated[int, Meta(ge=1, le=1 << 50)]
     score_numbers: Annotated[int, Meta(ge=0, le=1 << 50)]
+    limited_scores: tuple[LimitedScores, ...] = ()
 
     def forward_flops(self, start: int, end: int) -> int:
         """Floating-point operations of computing the prompt's tokens [start, end).
 
         A token at position p takes 2 for each active weight, and 2 for each element of its queries with each of the
-        p + 1 keys and once more with as many values (Kaplan et al., arXiv 2001.08361, table 1). Norms, activations,
-        convolutions and the recurrence itself, a few hundredths, are left out.
+        p + 1 keys, or those within the layer's reach, and once more with as many values (Kaplan et al.,
+        arXiv 2001.08361, table 1). Norms, activations, convolutions and the recurrence itself, a few hundredths, are
+        left out.
         """
-        # the sum of p + 1 over the range
-        keys = (end * (end + 1) - start * (start + 1)) // 2
-        return 2 * self.active_weights * (end - start) + 4 * self.score_numbers * keys
+        products = self.score_numbers * FULL.num_pairs(start, end)
+        for each in self.limited_scores:
+            products += each.score_numbers * AttentionRule(each.window, each.chunk).num_pairs(start, end)
+        return 2 * self.active_weights * (end - start) + 4 * products
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,6 +123,9 @@ class ExpertMatrices:
 WeightSpec = StoredTensor | JoinedTensors | ProductSpec | ExpertStacks | ExpertMatrices
 """A part of a layer. Each kind has `tensors`, what it is made of in the order of the checkpoint."""
 
+Reach = tuple[int | None, int | None]
+"""The window and the chunk of an `AttentionRule`, None for none."""
+
 
 class MixerSpec:
     """A layer as data: its kind, its sizes and its tensors' names. `sizes`: None where it is made of others alone."""
@@ -134,6 +137,11 @@ class MixerSpec:
     def weights(self, rank: int, size: int) -> Mapping[str, WeightSpec]:
         """What one of `size` ranks has of it, its `mixers` aside. Raises ConfigError naming --tensor-parallel-size."""
         return {}
+
+    @property
+    def reach(self) -> Reach:
+        """Of its attention."""
+        return None, None
 
     @property
     def mixers(self) -> "tuple[MixerSpec, ...]":

@@ -295,14 +295,18 @@ def _attend(
             if rule.softcap > 0:
                 for t in range(seeing * BLOCK):
                     block_scores[t] = rule.softcap * tanh(block_scores[t] / rule.softcap)
-            for i in range(first, last):
-                if i < whole or i >= partly:
-                    _hide_keys(advance(scores, i * BLOCK), position + i // per_kv, key, rule)
+            left = max(whole, partly)
+            for i in range(first, min(whole, last)):
+                _hide_keys(advance(scores, i * BLOCK), position + i // per_kv, key, rule)
+            for i in range(left, last):
+                _hide_keys(advance(scores, i * BLOCK), position + i // per_kv, key, rule)
             _softmax_block(block_scores, seeing, block_weighted, width, advance(maxima, first), advance(sums, first))
-            for i in range(first, last):
-                if i < whole or i >= partly:
-                    row_weighted, row_scores = advance(weighted, i * width), advance(scores, i * BLOCK)
-                    _add_seen_values(row_scores, position + i // per_kv, key, rule, value_block, row_weighted, width)
+            for i in range(first, min(whole, last)):
+                row_weighted, row_scores = advance(weighted, i * width), advance(scores, i * BLOCK)
+                _add_seen_values(row_scores, position + i // per_kv, key, rule, value_block, row_weighted, width)
+            for i in range(left, last):
+                row_weighted, row_scores = advance(weighted, i * width), advance(scores, i * BLOCK)
+                _add_seen_values(row_scores, position + i // per_kv, key, rule, value_block, row_weighted, width)
             whole_weighted = advance(weighted, whole * width)
             _add_weighted_values(advance(scores, whole * BLOCK), partly - whole, value_block, whole_weighted, width)
         for i in range(count):
@@ -365,18 +369,19 @@ def attention(
     operands = *row_args(q), q.stride(1), *pages, *row_args(batch.block_tables[group])
     sizes = page_size, heads, kv_heads, dim, -(-dim // WIDTH) * WIDTH
     logits = None if sinks is None else sinks.float().contiguous()
-    limits = *reach_of(rule), rule.softcap or 0.0, *optional_arg(logits), rule.scale or dim**-0.5
+    reach, of_sinks = reach_of(rule), optional_arg(logits)
+    limits = *reach, rule.softcap or 0.0, *of_sinks, rule.scale or dim**-0.5
 
     def run() -> None:
-        work = metadata.work_for(rule)
+        work = metadata.work_for(reach)
         tiles, merges, count = work.tiles, work.merges, work.num_partials
         partials = torch.empty(count * heads * (dim + 2))
-        cost = work.num_pairs * heads * dim // 6
-        places = partials.data_ptr(), target
-        attend(tiles.num_rows * kv_heads, cost, *operands, tiles.address, work.max_rows, *sizes, *limits, *places)
+        cost, address = work.num_pairs * heads * dim // 6, partials.data_ptr()
+        items = tiles.num_rows * kv_heads
+        attend(items, cost, *operands, tiles.address, work.max_rows, *sizes, *limits, address, target)
         if count:
-            of_sinks = optional_arg(logits)
-            merge(merges.num_rows * heads, partials.numel(), places[0], merges.address, heads, dim, *of_sinks, target)
+            rows = merges.num_rows * heads
+            merge(rows, partials.numel(), address, merges.address, heads, dim, *of_sinks, target)
 
     call_again(run)
     return out

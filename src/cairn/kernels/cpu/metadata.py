@@ -68,7 +68,7 @@ class AttentionWork:
 Reach = tuple[int, int]
 """The window and the chunk of an `AttentionRule`, 0 for none: what work depends on."""
 
-_ALL_KEYS: Reach = (0, 0)
+ALL_KEYS: Reach = (0, 0)
 
 
 def reach_of(rule: AttentionRule) -> Reach:
@@ -85,12 +85,12 @@ class CpuMetadata:
     writes: Table
     work: dict[Reach, AttentionWork] = field(default_factory=dict)
 
-    def work_for(self, rule: AttentionRule) -> AttentionWork:
-        """Of layers with this rule."""
-        reach = reach_of(rule)
-        if reach not in self.work:
-            self.work[reach] = _make_tables(self.host, reach)[1]
-        return self.work[reach]
+    def work_for(self, reach: Reach) -> AttentionWork:
+        """Of layers of this reach."""
+        work = self.work.get(reach)
+        if work is None:
+            work = self.work[reach] = _make_tables(self.host, reach)[1]
+        return work
 
     def become(self, other: "CpuMetadata") -> None:
         """That of another batch, for those who have this one."""
@@ -170,8 +170,8 @@ def _tabulate(
 def build_metadata(host: HostBatch, staging: Staging) -> CpuMetadata:
     """See `Kernels.build_metadata`."""
     step_work().begin_step(host.num_tokens)
-    writes, work = _make_tables(host, _ALL_KEYS)
-    return CpuMetadata(host, writes, {_ALL_KEYS: work})
+    writes, work = _make_tables(host, ALL_KEYS)
+    return CpuMetadata(host, writes, {ALL_KEYS: work})
 
 
 def _make_tables(host: HostBatch, reach: Reach) -> tuple[Table, AttentionWork]:
