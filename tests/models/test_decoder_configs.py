@@ -43,6 +43,8 @@ from models.decoder_families import (
 )
 from tiers import first
 
+F32, BF16 = torch.float32, torch.bfloat16
+
 # As published, without the fields that only steer training.
 GRANITE = {
     "model_type": "granitemoehybrid",
@@ -716,6 +718,13 @@ def test_what_may_be_left_out() -> None:
     assert (silent.rope_theta, silent.rope_scaling) == (150000.0, parsed(GPT_OSS)[1].rope_scaling)
     assert silent.max_model_len == 131072
     assert parsed(gpt_oss(layer_types=["full_attention"] * 3, sliding_window=None))[1].sliding_window == 0
+
+
+def test_gemmas_embeddings_are_scaled_in_the_models_dtype() -> None:
+    """bfloat16 has no root of 32, and the models were trained with what it has in its place."""
+    scales = {dtype: tiny(gemma3()).model(False, dtype=dtype).embedding_scale for dtype in (F32, BF16)}
+    assert scales == {dtype: torch.tensor(32**0.5, dtype=dtype).item() for dtype in (F32, BF16)}
+    assert scales[F32] != scales[BF16] == 5.65625
 
 
 def test_what_lfm3_leaves_out_is_transformers_own() -> None:

@@ -93,7 +93,8 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
         gemma3, attention_bias=True, tie_word_embeddings=False, final_logit_softcapping=1.5, query_pre_attn_scalar=16
     ),
     "gemma2": gemma2,
-    "llama4": llama4,
+    # yarn makes turned heads longer, which the norm after that undoes.
+    "llama4": partial(llama4, rope_scaling=YARN),
     "llama4-plain": partial(
         llama4,
         use_qk_norm=False,
