@@ -55,8 +55,8 @@ class CacheLayout:
     `checkpoint_dtype`: how checkpoints have it: the same name for its own bytes, or for a float32 state one of
     `ENCODINGS`.
     `is_limited`: whether attention of any group has a limited reach, whose pages are of no use after a while.
-    `pages_to_resume`: what a checkpoint keeps, about: its own pages, and of such groups half of those within reach, for its
-    neighbours need them as well.
+    `pages_to_resume`: what a checkpoint keeps, about: its own pages, and of such groups half of those within reach,
+    for its neighbours need them as well.
     """
 
     block_size: Positive
