@@ -101,7 +101,7 @@ def test_a_checkpoint_frees_what_the_view_says_it_frees():
     said = {stone.position: stone.freed_bytes for stone in whole(cache).paths[0].checkpoints}
     free, (last,) = pool.num_free, [c for c in checkpoints.queue if c.position == 200]
     drop(last)
-    assert not cache.tree.drop_unreachable(pool.num_pages)
+    assert not cache.tree.drop_unneeded(pool.num_pages)
     freed = pool.num_free - free
     size = cache.layout.pages_per_checkpoint
     assert freed == size + cache.layout.pages_for(200) - cache.layout.pages_for(64) > size

@@ -97,6 +97,6 @@ def test_windows_go_with_their_checkpoints():
     assert kept <= count * 9
     for left in range(count - 1, -1, -1):
         cache.checkpoints._drop(cache.checkpoints.queue.pop())
-        cache.tree.drop_unreachable(cache.pool.num_pages)
+        cache.tree.drop_unneeded(cache.pool.num_pages)
         assert sum(len(node.pages[1].pages) for node in cache.tree.nodes() if node.pages) <= left * 9
     assert cache.pool.num_free == cache.pool.num_pages

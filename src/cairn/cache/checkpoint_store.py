@@ -249,13 +249,13 @@ class CheckpointStore:
     def make_room(self, num_pages: int) -> bool:
         """Drop until `num_pages` pages are free. False if all that may go has gone and it is not enough."""
         tree, queue = self.tree, self.queue
-        if tree.drop_unreachable(num_pages):
+        if tree.drop_unneeded(num_pages):
             return True
         passed: list[Checkpoint] = []
         self.end_expired_retentions()
         for aged in self.eviction.refresh(queue):
             self._rank(aged)
-        while not tree.drop_unreachable(num_pages):
+        while not tree.drop_unneeded(num_pages):
             checkpoint = queue.pop()
             if checkpoint is None:
                 break
@@ -335,7 +335,7 @@ class CheckpointStore:
     def is_worth(self, num_pages: int, worth: float) -> bool:
         """Whether a checkpoint on probation, of `num_pages` pages, is worth its place: that is free, or it is worth
         more than what goes next."""
-        if self.pool.num_free >= num_pages or self.tree.drop_unreachable(num_pages):
+        if self.pool.num_free >= num_pages or self.tree.drop_unneeded(num_pages):
             return True
         return worth > self._copy_price + self.queue.price()
 

@@ -217,7 +217,7 @@ class TreeStore:
                 self.trimmable.move_to_end(step)
             step = step.parent
 
-    def drop_unreachable(self, num_pages: int) -> bool:
+    def drop_unneeded(self, num_pages: int) -> bool:
         """Drop what can never be hit, and then what no checkpoint needs, until `num_pages` pages are free. False if
         that is not enough."""
         while self._pool.num_free < num_pages:

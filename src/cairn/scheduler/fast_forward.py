@@ -53,6 +53,7 @@ def _go_on(state: SchedulerState, request: Request, tokens: Sequence[int]) -> No
     request.output.extend(tokens)
     request.last_token = tokens[-1]
     request.num_scheduled = request.num_computed = end
+    state.cache.release_behind(sequence, end)
     # pages are there for more than `plain_until` knew: the next step looks again
     request.plain_until = 1
     state.counters.generation_tokens += len(tokens)
