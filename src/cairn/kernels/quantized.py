@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -143,7 +144,7 @@ class QuantizedWeight:
             fifths = self.fifths[..., None] >> torch.arange(8, device=codes.device) & 1
             codes = codes | (fifths << 4).view_as(codes)
         if self.numbers == "e2m1":
-            values = torch.tensor(E2M1, device=codes.device)[codes.int()]
+            values = _e2m1_numbers(codes.device)[codes.int()]
         elif self.numbers == "e4m3":
             values = codes.view(torch.float8_e4m3fn).float()
         else:
@@ -152,6 +153,12 @@ class QuantizedWeight:
         if (minimums := self.float_minimums()) is not None:
             values.add_(minimums[..., None])
         return values.view(rows, width)
+
+
+@cache
+def _e2m1_numbers(device: torch.device) -> Tensor:
+    """Once a device: where steps are captured nothing is copied from the host."""
+    return torch.tensor(E2M1, device=device)
 
 
 def _scaled(scales: Tensor, factors: Tensor | None, divides: bool) -> Tensor:
