@@ -32,7 +32,12 @@ def weight_of(form: str, dtype: torch.dtype, outputs: int = 70, inputs: int = 32
 
 def packed_bytes(weight: Any) -> int:
     factors = [each for each in (weight.scales, weight.minimums) if isinstance(each, Factors)]
-    tensors = [weight.zeros, weight.order, *(part for each in factors for part in (each.values, each.outer))]
+    tensors = [
+        weight.zeros,
+        weight.order,
+        weight.fifths,
+        *(part for each in factors for part in (each.values, each.outer)),
+    ]
     return sum(each.nbytes for each in (*weight.matrices, *tensors) if each is not None)
 
 
@@ -75,7 +80,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> No
 
 @NEEDS_CODES
 @DTYPES
-@pytest.mark.parametrize("form", ["zeros", "NVFP4, divided", "eight bits, groups"])
+@pytest.mark.parametrize("form", ["zeros", "NVFP4, divided", "eight bits, groups", "five bits"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_experts_are_the_references(dtype: torch.dtype, form: str, gated: bool) -> None:
     x, count = drawn(40, 96, dtype=dtype), 5

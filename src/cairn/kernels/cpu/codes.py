@@ -31,7 +31,18 @@ from cairn.kernels.cpu.compiled import (
     record,
     row_args,
 )
-from cairn.kernels.cpu.expanding import E2M1_4, E4M3_8, INTEGER_4, INTEGER_8, as_floats, as_halves, as_numbers, expand
+from cairn.kernels.cpu.expanding import (
+    E2M1_4,
+    E4M3_8,
+    INTEGER_4,
+    INTEGER_5,
+    INTEGER_8,
+    WORD_OF_FIFTHS,
+    as_floats,
+    as_halves,
+    as_numbers,
+    expand,
+)
 from cairn.kernels.cpu.huge_pages import weight_memory
 from cairn.kernels.cpu.int8 import OUTPUTS
 from cairn.kernels.cpu.panels import (
@@ -92,7 +103,7 @@ class PackedCodes:
     """A weight, or a stack of experts' ones, in codes.
 
     `shape`, `dtype`: those of the tensor that it stands for. `matrices`: int32 [panels, words, 32] of each expert, one
-    after the other in memory. `form`: see `expanding`. `stack`: how many matrices there are.
+    after the other in memory. `form`: see `expanding`. `fifths`: int32 [E, panels, in / 32, 32] where it has them.
     """
 
     shape: torch.Size
@@ -106,12 +117,13 @@ class PackedCodes:
     zeros: Tensor | None
     minimums: Factors | None
     order: Tensor | None
+    fifths: Tensor | None
     layout: Literal["panels"] = "panels"
 
     @property
     def words(self) -> int:
         """Of two inputs each, of a row."""
-        return self.matrices[0].shape[1] * (4 if self.form in (INTEGER_4, E2M1_4) else 2)
+        return self.matrices[0].shape[1] * in_word(self.form) // 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +144,17 @@ class CodedRows:
 
 def pack_codes(weight: QuantizedWeight) -> PackedCodes | CodedRows:
     """See `Kernels.pack_stored`."""
-    in_word = 32 // weight.bits
-    fits = weight.shape[-1] % in_word == 0 and (weight.group % in_word == 0 or weight.scales.shape[-1] == 1)
+    form = _form_of(weight)
+    # Groups begin with a word, of fifth bits as well.
+    whole = WORD_OF_FIFTHS if form == INTEGER_5 else in_word(form)
+    fits = weight.shape[-1] % whole == 0 and (weight.group % whole == 0 or weight.scales.shape[-1] == 1)
     if not HAS_CODES or not fits or weight.dtype not in ELEMENTS:
         step_work().add_weight(weight.nbytes, "rows")
         return CodedRows(weight)
     stacked = weight if weight.codes.dim() == 3 else weight.changed(lambda part: part[None])
     count, outputs, inputs = stacked.shape
-    panels, unit = -(-outputs // PANEL), 32 if HAS_AMX else in_word
-    words = -(-inputs // unit) * unit // in_word
+    panels, unit = -(-outputs // PANEL), 32 if HAS_AMX else whole
+    words = -(-inputs // unit) * unit // in_word(form)
     stack = weight_memory().empty((count, panels, words, PANEL), torch.int32)
     for packed, codes in zip(stack, stacked.codes, strict=True):
         lines = _in_panels(codes.contiguous().view(torch.int32), panels)
@@ -154,7 +168,7 @@ def pack_codes(weight: QuantizedWeight) -> PackedCodes | CodedRows:
         shape=weight.shape,
         dtype=weight.dtype,
         matrices=stack.unbind(),
-        form=_form_of(weight),
+        form=form,
         group=stacked.group,
         scales=_pack_factors(stacked.scales, stacked.factors, panels),
         divides=weight.divides,
@@ -162,12 +176,18 @@ def pack_codes(weight: QuantizedWeight) -> PackedCodes | CodedRows:
         zeros=None if stacked.zeros is None else _stack_panels(stacked.zeros, panels),
         minimums=minimums,
         order=weight.order,
+        fifths=None if stacked.fifths is None else _stack_panels(stacked.fifths.contiguous().view(torch.int32), panels),
     )
+
+
+def in_word(form: int) -> int:
+    """Inputs of a word of codes."""
+    return 8 if form <= INTEGER_5 else 4
 
 
 def _form_of(weight: QuantizedWeight) -> int:
     if weight.numbers == "integer":
-        return INTEGER_4 if weight.bits == 4 else INTEGER_8
+        return {4: INTEGER_4, 5: INTEGER_5, 8: INTEGER_8}[weight.bits]
     return E2M1_4 if weight.numbers == "e2m1" else E4M3_8
 
 
@@ -257,7 +277,7 @@ def multiply_codes_panels(
             rows.data_ptr(), inputs, 2 * words,
         )  # fmt: skip
     items = parts.segments.shape[0] * panels.shape[0]
-    numbers = panels.numel() * (8 if weight.form in (INTEGER_4, E2M1_4) else 4)
+    numbers = panels.numel() * in_word(weight.form)
     cost = parts.segments.shape[0] * numbers // _EXPAND_RATE + out.shape[0] * numbers // _MULTIPLY_RATE
     operands = parts.segments.data_ptr(), panels.shape[0], rows.data_ptr(), weight.matrices[0].data_ptr(), words, 1
     results = *optional_arg(bias), out.data_ptr(), out.shape[1]
@@ -265,8 +285,9 @@ def multiply_codes_panels(
     zeros = *optional_arg(weight.zeros), weight.zero
     groups = weight.scales.values.shape[2]
     codes = expert, weight.form, weight.group, groups, weight.divides, *zeros, x.dtype == torch.bfloat16
+    fifths = 0 if weight.fifths is None else weight.fifths.data_ptr()
     factors = *weight.scales.arguments, *least
-    _multiply_codes[x.dtype, out.dtype](items, cost, *operands, *results, *codes, *factors)
+    _multiply_codes[x.dtype, out.dtype](items, cost, *operands, *results, *codes, fifths, *factors)
 
 
 class Codes(NamedTuple):
@@ -282,6 +303,7 @@ class Codes(NamedTuple):
     has_zeros: int
     zero: int
     rounds: int
+    fifths: Any
 
 
 class CodeFactors(NamedTuple):
@@ -294,7 +316,7 @@ class CodeFactors(NamedTuple):
     num_outer: int
 
 
-_CODES = record(Codes, INT, INT, INT, INT, INT, U8, INT, INT, INT)
+_CODES = record(Codes, INT, INT, INT, INT, INT, U8, INT, INT, INT, I32)
 _FACTORS = record(CodeFactors, U8, INT, F32, F32, INT)
 
 
@@ -349,11 +371,11 @@ def _add_segment(
     in_pair = numbers_of_word(p.x)
     x = advance(p.x, first * p.words * in_pair)
     place, inputs = matrix * p.num_panels + panel, 2 * p.words
-    in_word = 8 if c.form <= E2M1_4 else 4
+    in_word = 8 if c.form <= INTEGER_5 else 4
     codes = advance(p.panels, place * (inputs // in_word) * PANEL)
     for begin in range(0, inputs, _CHUNK):
         count = min(_CHUNK, inputs - begin)
-        _expand_chunk(c, scales, least, codes, place, begin, begin + count, in_word, factors, numbers)
+        _expand_chunk(c, scales, least, codes, place, inputs, begin, begin + count, in_word, factors, numbers)
         ahead = advance(codes, (begin + count) // in_word * PANEL)
         for row in range(0, rows, group):
             num_rows = min(group, rows - row)
@@ -365,11 +387,11 @@ def _add_segment(
 
 @jit
 def _expand_chunk(
-    c: Any, scales: Any, least: Any, codes: Any, place: int, begin: int, end: int, in_word: int, factors: Any,
-    numbers: Any,
+    c: Any, scales: Any, least: Any, codes: Any, place: int, inputs: int, begin: int, end: int, in_word: int,
+    factors: Any, numbers: Any,
 ) -> None:  # fmt: skip
-    """Inputs [begin, end) of a panel, at its `place` among those of all matrices. What is behind the last group, where
-    rows have zeros, is as in that one."""
+    """Inputs [begin, end) of a panel of `inputs`, at its `place` among those of all matrices. What is behind
+    the last group, where rows have zeros, is as in that one."""
     zeros, lowest = advance(factors, PANEL), advance(factors, 2 * PANEL)
     has_least = np.int64(least.kind != _ABSENT)
     at = begin
@@ -384,7 +406,8 @@ def _expand_chunk(
             _read_factors(least, 0, place, group, c.groups, lowest)
         target = advance(numbers, (at - begin) // 2 * numbers_of_word(numbers) * PANEL)
         words = advance(codes, at // in_word * PANEL)
-        expand(words, (stop - at) // in_word, c.form, has_least, c.rounds, factors, zeros, lowest, target)
+        fifths = advance(c.fifths, (place * (inputs // WORD_OF_FIFTHS) + at // WORD_OF_FIFTHS) * PANEL)
+        expand(words, (stop - at) // in_word, c.form, has_least, c.rounds, factors, zeros, lowest, fifths, target)
         at = stop
 
 
