@@ -17,6 +17,7 @@ from kernels.backends import BACKENDS, BF16, DEVICES, F32, INTERPRETED
 from kernels.comparison import check_against_reference, close
 from kernels.fixed_calls import code_experts_call, code_linear_call, fp8_weight
 from kernels.random_batches import RandomBatch, SequenceRows
+from kernels.test_cuda_rows import clamped
 from kernels.test_quantized import FORMS, drawn_weight
 from models.covered import GGUF_ON_GPU, PACKED_ON_GPU
 
@@ -111,6 +112,14 @@ def test_products_of_many_rows() -> None:
 def test_experts(form: str, gated: bool, dtype: torch.dtype) -> None:
     for rows, sizes, top_k in ((1, (64, 192), 3), (12, (192, 64), 2)):
         check_against_reference(CUDA, code_experts_call(form, rows, sizes, dtype, gated=gated, top_k=top_k), dtype)
+
+
+@DTYPES
+def test_experts_of_gpt_oss(dtype: torch.dtype) -> None:
+    """With biases and a clamp, in MXFP4; few tokens and more."""
+    for rows, sizes, top_k in ((1, (64, 192), 3), (12, (192, 64), 2)):
+        call = code_experts_call("MXFP4", rows, sizes, dtype, gated=True, top_k=top_k)
+        check_against_reference(CUDA, clamped(call), dtype)
 
 
 def test_one_stack_may_be_in_codes_alone() -> None:
