@@ -106,6 +106,20 @@ def test_products_of_many_rows() -> None:
 
 
 @DTYPES
+@EVERY_FORM
+def test_with_a_prompt_codes_become_a_plain_weight(
+    form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["cairn.kernels.cuda.fp8"], "_EXPANDED_ROWS", 4)
+    calls: list[Any] = []
+    monkeypatch.setattr(sys.modules["cairn.kernels.cuda.fp8"], "_many_rows_kernel", calls)
+    weight = drawn_weight(41, 704, dtype=dtype, **FORMS[form])
+    wanted = weight.dequantize().t()
+    assert torch.equal(numbers_of(weight, dtype, slice(None)), wanted)
+    check_against_reference(CUDA, code_linear_call(form, 5, (33, 320), dtype, bias=True), dtype)
+
+
+@DTYPES
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("form", ["zeros", "K-quant, five bits", "eight bits", "NVFP4", "MXFP4"])
 def test_experts(form: str, gated: bool, dtype: torch.dtype) -> None:
