@@ -317,6 +317,9 @@ def fp8(module: Any) -> Iterator[Configuration]:
         for dtype, model in DTYPES[: 2 if form in ("NVFP4", "Q5_K") else 1]:
             tile, options = module._few_rows_tile(2048)
             yield few, signature(few, model, **types), {**constants, **tile}, {**options, **apart}
+            expansion = {"CODES": constants["CODES"], **module._expansion_tile(2048)}
+            types_of_expansion = signature(module._expand_kernel, model, **types)
+            yield module._expand_kernel, types_of_expansion, expansion, {"num_warps": 4, **apart}
             cores = {"TENSOR_CORES": dtype == torch.bfloat16}
             for rows, outputs in ((16, 4096), (16, 8192), (64, 4096), (128, 4096)):
                 tile, options = module._many_rows_tile(rows, outputs, 2048, dtype)

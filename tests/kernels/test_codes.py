@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cairn.kernels import cpu, reference
 from cairn.kernels.contract import Kernels
-from cairn.kernels.cpu import codes
-from cairn.kernels.cpu.codes import CodedRows, Factors, PackedCodes
+from cairn.kernels.cpu import codes, packed_codes
+from cairn.kernels.cpu.packed_codes import CodedRows, Factors, PackedCodes
 from cairn.kernels.cpu.products import PackedParts, PackedWeight, multiply
 from cairn.kernels.cpu.tiles import GROUP
 from cairn.kernels.fp8 import Fp8Weight
@@ -21,7 +21,7 @@ from kernels.comparison import close, same_bits
 from kernels.test_int8 import DTYPES, batch_of, drawn
 from kernels.test_quantized import FORMS, drawn_weight
 
-NEEDS_CODES = pytest.mark.skipif(not codes.HAS_CODES, reason="needs AVX2 and FMA, or AVX512-BF16")
+NEEDS_CODES = pytest.mark.skipif(not packed_codes.HAS_CODES, reason="needs AVX2 and FMA, or AVX512-BF16")
 ROWS = (1, 2, GROUP, GROUP + 1, 40)
 
 
@@ -132,7 +132,7 @@ def test_rows_of_other_kinds_are_parts_of_their_own(dtype: torch.dtype) -> None:
 @DTYPES
 def test_where_codes_are_not_expanded_rows_are_dequantized(dtype: torch.dtype, monkeypatch: Any) -> None:
     monkeypatch.setattr(codes, "_ROWS_AT_A_TIME", 7 * 320)
-    monkeypatch.setattr(codes, "HAS_CODES", False)
+    monkeypatch.setattr(packed_codes, "HAS_CODES", False)
     weight, x = weight_of("activation order", dtype), drawn(5, 320, dtype=dtype)
     packed = cpu.pack_stored([weight])
     assert isinstance(packed, CodedRows) and packed.weight is weight
@@ -143,7 +143,7 @@ def test_where_codes_are_not_expanded_rows_are_dequantized(dtype: torch.dtype, m
     found = multiply(x, cpu.pack_stored([stack]), expert=1)
     close(found, x.double() @ stack[1].dequantize().double().t(), tolerance=0.01 if dtype == BF16 else 1e-5)
     # Groups that words of codes do not divide.
-    monkeypatch.setattr(codes, "HAS_CODES", True)
+    monkeypatch.setattr(packed_codes, "HAS_CODES", True)
     assert isinstance(cpu.pack_stored([drawn_weight(8, 36, 12, zero=8)]), CodedRows)
 
 

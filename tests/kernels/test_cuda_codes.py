@@ -107,6 +107,20 @@ def test_products_of_many_rows() -> None:
 
 
 @DTYPES
+@EVERY_FORM
+def test_with_a_prompt_codes_become_a_plain_weight(
+    form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["cairn.kernels.cuda.fp8"], "_EXPANDED_ROWS", 4)
+    calls: list[Any] = []
+    monkeypatch.setattr(sys.modules["cairn.kernels.cuda.fp8"], "_many_rows_kernel", calls)
+    weight = drawn_weight(41, 704, dtype=dtype, **FORMS[form])
+    wanted = weight.dequantize().t()
+    assert torch.equal(numbers_of(weight, dtype, slice(None)), wanted)
+    check_against_reference(CUDA, code_linear_call(form, 5, (33, 320), dtype, bias=True), dtype)
+
+
+@DTYPES
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("form", ["zeros", "K-quant, five bits", "eight bits", "NVFP4", "MXFP4"])
 def test_experts(form: str, gated: bool, dtype: torch.dtype) -> None:
@@ -218,23 +232,30 @@ def test_the_engine_gives_the_tokens_of_the_cpus(
     """NVFP4, FP8 and int8 in one product, and stacks of experts; and sizing says what is there."""
     pytest.importorskip("tokenizers", reason="the engine needs what `make gpu-wheels` collects")
     from cairn.models.random_weights.make_model import make_model
-    from cairn.models.registry import open_model
-    from cairn.models.weights.tensor_headers import read_headers
     from kernels.test_cuda_fp8 import keep_layers
-    from kernels.test_int8 import bytes_of
     from models.packed_checkpoints import FORMATS, write_packed
-    from models.test_served_int8 import parts_of
 
     make_model(family, tmp_path / "plain")
     write_packed(tmp_path / "plain", tmp_path / "codes", tmp_path / "same", FORMATS[name])
     keep_layers(tmp_path / "codes", LAYERS[family])
     engines_agree(tmp_path / "codes", 1, caplog)
-    opened = open_model(tmp_path / "codes", "bfloat16", keeps="gpu_codes")
+    if INTERPRETED:  # what lies where is the same on a GPU
+        check_bytes(tmp_path / "codes", None)
+        check_bytes(tmp_path / "same", "int4")
+
+
+def check_bytes(folder: Path, quantization: Any) -> None:
+    """What is there is what sizing has counted."""
+    from cairn.models.registry import open_model
+    from cairn.models.weights.tensor_headers import read_headers
+    from kernels.test_int8 import bytes_of
+    from models.test_served_int8 import parts_of
+
+    opened = open_model(folder, "bfloat16", quantization, keeps="gpu_codes")
     model = opened.build(exact=False, backend="cuda", device=DEVICES[CUDA])
     assert len(parts_of(model, QuantizedWeight)) > 3
-    if INTERPRETED:  # what lies where is the same on a GPU
-        taken = bytes_of(*{part.data_ptr(): part for part in parts_of(model, Tensor)}.values())
-        assert opened.weight_bytes(read_headers(tmp_path / "codes")) == pytest.approx(taken, rel=0.01)
+    taken = bytes_of(*{part.data_ptr(): part for part in parts_of(model, Tensor)}.values())
+    assert opened.weight_bytes(read_headers(folder)) == pytest.approx(taken, rel=0.01)
 
 
 @pytest.mark.parametrize("family", GGUF_ON_GPU.families)

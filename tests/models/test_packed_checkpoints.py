@@ -19,8 +19,8 @@ from torch import Tensor
 from cairn.check.report import CheckSettings, check, render
 from cairn.errors import ModelError
 from cairn.kernels import gpu_codes
-from cairn.kernels.cpu.codes import PackedCodes
 from cairn.kernels.cpu.int4 import PackedInt4
+from cairn.kernels.cpu.packed_codes import PackedCodes
 from cairn.kernels.cpu.panels import has_panels
 from cairn.kernels.int4 import Int4Weight, quantize_int4
 from cairn.models import rank_weights

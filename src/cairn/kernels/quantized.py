@@ -91,7 +91,7 @@ class QuantizedWeight:
 
     def __getitem__(self, place: int | slice | Tensor) -> "QuantizedWeight":
         """An expert's, of a stack, or some rows."""
-        return self.changed(lambda part: part[place])
+        return self.changed(lambda part: as_bytes(part)[place].view(part.dtype))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in the model's dtype or another one, rounded to it once."""
@@ -153,6 +153,11 @@ class QuantizedWeight:
         if (minimums := self.float_minimums()) is not None:
             values.add_(minimums[..., None])
         return values.view(rows, width)
+
+
+def as_bytes(part: Tensor) -> Tensor:
+    """What has FP8 as its bytes, of which torch can put parts together and pick some on every device."""
+    return part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part
 
 
 @cache

@@ -4,7 +4,7 @@ A tile of weights is widened to x's dtype, which holds every FP8 number, and mul
 so that nothing is rounded before. Codes become numbers of x's dtype, scales included (see `codes`). One or two rows are
 bound by the reading of the weights, and are products of a matrix and a vector. Hundreds of rows are bound by the
 products: where a row of the weight has one scale, GPUs with FP8 tensor cores take `torch._scaled_mm`, for which each
-row of x is brought to FP8 with a scale of its own.
+row of x is brought to FP8 with a scale of its own; codes become a plain weight, which lives as long as the product.
 """
 
 from collections.abc import Sequence
@@ -31,6 +31,9 @@ _FEW_ROWS = 2
 
 _SCALED_ROWS = 256
 """From so many on the products are the bound by far, and half the time for them pays for bringing x to FP8."""
+
+_EXPANDED_ROWS = 1024
+"""From so many on codes are brought to the dtype once, for cuBLAS, and not once for each block of rows."""
 
 _LARGEST = 448.0
 """Of the numbers in FP8."""
@@ -193,6 +196,21 @@ def _few_rows_kernel(
     tl.store(out + row * out_stride + column, total.to(out.dtype.element_ty), mask=is_column)
 
 
+@kernel
+def _expand_kernel(
+    weight, scales, zeros, minimums, factors, minimum_factors, fifths, out, outputs, width,
+    CODES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out [outputs, width]: what codes stand for."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    weight_row, more = column.to(tl.int64), (zeros, minimums, factors, minimum_factors, fifths)
+    k = tl.program_id(1) * DEPTH
+    depth, is_column = k + tl.arange(0, DEPTH), column < outputs
+    values = load_codes(weight, scales, more, weight_row, is_column, k, width, DEPTH, out.dtype.element_ty, CODES)
+    places = out + (weight_row * width)[:, None] + depth[None, :]
+    tl.store(places, values, mask=is_column[:, None] & (depth < width)[None, :])
+
+
 def pack_stored(rows: Sequence[WeightRows]) -> tuple[WeightRows, ...] | WeightRows:
     """See `Kernels.pack_stored`. Codes that there are no products with are dequantized, with a warning."""
     packed = tuple(_packed(part) for part in rows)
@@ -238,6 +256,9 @@ def _multiply_into(x: Tensor, weight: StoredRows, bias: Tensor | None, out: Tens
     (rows, width), outputs = x.shape, weight.shape[0]
     if not rows:
         return
+    if isinstance(weight, QuantizedWeight) and rows >= _EXPANDED_ROWS and out.dtype == x.dtype:
+        out.copy_(F.linear(x, _expand(weight, x.dtype), bias))
+        return
     operands = x, *operands_of(weight, x), x if bias is None else bias, out
     sizes = outputs, 0 if bias is None else outputs, width, x.stride(0), out.stride(0)
     variant = form_of(weight)
@@ -250,6 +271,24 @@ def _multiply_into(x: Tensor, weight: StoredRows, bias: Tensor | None, out: Tens
     grid = triton.cdiv(rows, tile["ROWS"]), triton.cdiv(outputs, tile["COLUMNS"])
     variant["TENSOR_CORES"] = takes_tensor_cores(x)
     _many_rows_kernel[grid](*operands, rows, *sizes, **variant, **tile, **options)
+
+
+def _expand(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """What codes stand for [out, in], columns as they are stored."""
+    outputs, width = weight.shape
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.codes.device)
+    tile, variant = _expansion_tile(width), form_of(weight)
+    apart = {name: value for name, value in variant.items() if name == "enable_fp_fusion"}
+    grid = triton.cdiv(outputs, tile["COLUMNS"]), triton.cdiv(width, tile["DEPTH"])
+    operands = *code_operands(weight), out, outputs, width
+    _expand_kernel[grid](*operands, CODES=variant["CODES"], **tile, num_warps=4, **apart)
+    return out
+
+
+def _expansion_tile(width: int) -> dict[str, int]:
+    """4 warps have 4096 numbers."""
+    depth = min(512, power_of_2(width, 16))
+    return {"COLUMNS": 4096 // depth, "DEPTH": depth}
 
 
 def _few_rows_tile(width: int) -> tuple[dict[str, int], dict[str, int]]:
