@@ -125,7 +125,7 @@ GPU_SOURCES = $(sort $(wildcard src/cairn/kernels/*.py src/cairn/kernels/*/*.py 
 	tests/runner/*exactness.py src/cairn/transfer/*.py src/cairn/transfer/*/*.py src/cairn/engine/transfers/*.py))
 GPU_TESTS := test_cuda_real_shapes test_cuda_rows test_cuda_attention test_scans test_sequences_in_parts test_exact \
 	test_against_reference test_checkpoint_files test_cuda_libraries test_cuda_loading test_cuda_sampler test_cuda_pd \
-	test_cuda_exactness test_cuda_fp8 test_verify_and_fold test_state_dtypes
+	test_cuda_exactness test_cuda_fp8 test_cuda_codes test_verify_and_fold test_state_dtypes
 GPU_ENGINE_SOURCES = $(sort $(GPU_SOURCES) $(shell find src/cairn -name '*.py'))
 GPU_ENGINE_TESTS := test_cuda_engine test_cuda_engine_load
 # Sources, and files of tests.

@@ -34,6 +34,7 @@ from cairn.kernels import checkpoint_files, cuda, reference
 from cairn.kernels.batch import CHUNK, Batch, HostBatch
 from cairn.kernels.contract import Kernels
 from cairn.kernels.fp8 import BLOCK, Fp8Weight
+from cairn.kernels.quantized import QuantizedWeight
 from cairn.kernels.staging import Staging
 from cairn.layers.memory import AttentionSpec, ConvPart, MemorySpec, RecurrentSpec
 from cairn.runner.checkpoint import LayerBytes, live_spans
@@ -202,7 +203,7 @@ def prefill(tokens: int, snapshots: bool = False) -> Load:
 @dataclass(frozen=True)
 class Case:
     """One operation at one size. `operands`: seed -> arguments without the batch. `peers`: others that do the same,
-    from the operands. `fp8`: with weights in FP8."""
+    from the operands. `weights`: in what they are stored, "" where that is bfloat16."""
 
     operation: str
     model: str
@@ -211,12 +212,12 @@ class Case:
     num_bytes: float
     flops: float = 0.0
     takes_batch: bool = True
-    fp8: bool = False
+    weights: str = ""
     peers: dict[str, Callable[[dict[str, Any]], Call]] = field(default_factory=dict)
 
     @property
     def label(self) -> str:
-        return f"{self.operation} fp8" if self.fp8 else self.operation
+        return f"{self.operation} {self.weights}" if self.weights else self.operation
 
     def call(self, kernels: Kernels, operands: dict[str, Any]) -> Call:
         function = getattr(kernels, self.operation)
@@ -400,6 +401,78 @@ def fp8_weight(seed: int, *shape: int, blocked: bool) -> Fp8Weight:
     return Fp8Weight(numbers, scales, BF16)
 
 
+CODES = {"nvfp4": 16, "awq": 128, "q4_k": 32, "q5_k": 32}
+"""Forms of checkpoints in codes, and inputs of a group."""
+
+K_BLOCK = 256
+"""Inputs of a block of the last two."""
+
+
+def code_forms(model: Model) -> list[str]:
+    """Those that its layers' inputs can be stored in."""
+    return [form for form in CODES if not form.endswith("_k") or model.hidden % K_BLOCK == 0]
+
+
+def code_weight(form: str, seed: int, *shape: int) -> QuantizedWeight:
+    """As ModelOpt's, AWQ's and llama.cpp's files have it."""
+    *rows, inputs = shape
+    groups = inputs // CODES[form]
+
+    def numbers(offset: int, width: int, bits: int = 8) -> Tensor:
+        drawn = random(seed + offset, *rows, width, dtype=E4M3).view(torch.uint8)
+        return drawn if bits == 8 else drawn & (1 << bits) - 1
+
+    def sizes(offset: int, width: int, scale: float) -> Tensor:
+        return random(seed + offset, *rows, width, scale=0.1 * scale, shift=scale)
+
+    fields: dict[str, Any] = {"codes": numbers(0, inputs // 2), "dtype": BF16}
+    if form == "nvfp4":
+        scales = sizes(1, groups, 1.0).to(E4M3)
+        return QuantizedWeight(**fields, scales=scales, numbers="e2m1", factors=sizes(2, 1, 0.3 * inputs**-0.5))
+    if form == "awq":
+        zeros = numbers(2, groups, bits=4)
+        return QuantizedWeight(**fields, scales=sizes(1, groups, 0.15 * inputs**-0.5).half(), zeros=zeros)
+    if form == "q5_k":
+        fields |= {"bits": 5, "fifths": numbers(5, inputs // 8)}
+    scale = (0.01 if form == "q4_k" else 0.005) * inputs**-0.5
+    return QuantizedWeight(
+        **fields,
+        scales=numbers(1, groups, bits=6),
+        minimums=numbers(2, groups, bits=6),
+        factors=sizes(3, inputs // K_BLOCK, scale),
+        minimum_factors=sizes(4, inputs // K_BLOCK, -8 * scale),
+    )
+
+
+def code_linear_case(name: str, model: Model, load: Load, form: str) -> Case:
+    """Into a recurrent layer."""
+    plain = fp8_linear_case(name, model, load)
+    rows, width, outputs = load.num_tokens, model.hidden, model.conv_channels + 4096
+    stored = code_weight(form, 3, 1, width).nbytes * outputs
+
+    def operands(seed: int) -> dict[str, Any]:
+        return {**plain.operands(seed), "weight": code_weight(form, 3, outputs, width)}
+
+    moved = stored + 2 * rows * (width + outputs)
+    return replace(plain, operands=operands, num_bytes=moved, weights=form)
+
+
+def code_experts_case(name: str, model: Model, load: Load, form: str) -> Case:
+    plain, up = experts_case(name, model, load), "gate_up" if model.gated_experts else "up"
+    outputs, activations = (2 if model.gated_experts else 1) * model.expert_inner, 4 * load.num_tokens * model.hidden
+    stored = code_weight(form, 3, 1, model.hidden).nbytes / model.hidden
+
+    def operands(seed: int) -> dict[str, Any]:
+        return {
+            **{part: value for part, value in plain.operands(seed).items() if part not in (up, "down")},
+            up: code_weight(form, 3, model.experts, outputs, model.hidden),
+            "down": code_weight(form, 4, model.experts, model.hidden, model.expert_inner),
+        }
+
+    moved = (plain.num_bytes - activations) / 2 * stored + activations
+    return replace(plain, operands=operands, num_bytes=moved, weights=form)
+
+
 def fp8_linear_case(name: str, model: Model, load: Load) -> Case:
     """Into a recurrent layer."""
     rows, width, outputs = load.num_tokens, model.hidden, model.conv_channels + 4096
@@ -409,7 +482,7 @@ def fp8_linear_case(name: str, model: Model, load: Load) -> Case:
         return {"x": random(seed, rows, width, dtype=BF16), "weight": weight, "bias": None}
 
     moved = outputs * width + 2 * rows * (width + outputs)
-    return Case("linear", name, load, operands, moved, 2 * rows * outputs * width, fp8=True)
+    return Case("linear", name, load, operands, moved, 2 * rows * outputs * width, weights="fp8")
 
 
 def fp8_experts_case(name: str, model: Model, load: Load) -> Case:
@@ -425,7 +498,7 @@ def fp8_experts_case(name: str, model: Model, load: Load) -> Case:
         }
 
     activations = 4 * load.num_tokens * model.hidden
-    return replace(plain, operands=operands, num_bytes=(plain.num_bytes - activations) / 2 + activations, fp8=True)
+    return replace(plain, operands=operands, num_bytes=(plain.num_bytes - activations) / 2 + activations, weights="fp8")
 
 
 def router_case(name: str, model: Model, load: Load) -> Case:
@@ -602,6 +675,9 @@ def cases(names: Sequence[str]) -> Iterator[Case]:
             yield experts_case(name, model, load)
             yield fp8_experts_case(name, model, load)
             yield fp8_linear_case(name, model, load)
+            yield code_experts_case(name, model, load, "nvfp4")
+            for form in code_forms(model):
+                yield code_linear_case(name, model, load, form)
             yield router_case(name, model, load)
             yield from row_cases(name, model, load)
         yield from moving_cases(name, model)
@@ -619,6 +695,8 @@ def tensors_of(result: object) -> list[Tensor]:
 def in_float64(value: Any) -> Any:
     if isinstance(value, Fp8Weight):
         return replace(value, dtype=torch.float64).dequantize()
+    if isinstance(value, QuantizedWeight):
+        return value.dequantize().double()
     return value.to(torch.float64, copy=True) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 

@@ -71,6 +71,7 @@ ARROWS = MappingProxyType(
             "cairn.kernels.contract",
             "cairn.kernels.batch",
             "cairn.kernels.fp8",
+            "cairn.kernels.gpu_codes",
             "cairn.kernels.int4",
             "cairn.kernels.quantized",
             "cairn.kernels.state_encoding",

@@ -11,6 +11,7 @@ import torch
 
 from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.cuda.device import power_of_2
+from cairn.kernels.quantized import QuantizedWeight
 
 Configuration = tuple[Any, dict[str, str], dict[str, object], dict[str, int]]
 """A kernel, the types of its arguments, its constants, and how it is launched."""
@@ -27,6 +28,7 @@ TENSORS = frozenset((
 
 FLOAT32 = frozenset((
     "a", "d", "dt_bias", "totals", "scales", "steps", "logits", "correction", "topk_weights", "cos", "sin",
+    "zeros", "minimums", "factors", "minimum_factors", "fifths",
 ))  # fmt: skip
 
 TABLES = frozenset((
@@ -252,8 +254,79 @@ FP8 = {"weight": "*u8"}
 """Types of a kernel's arguments that are others where weights are in FP8."""
 
 
+BF16, F16, U8 = torch.bfloat16, torch.float16, torch.uint8
+
+FACTORS = {"factors": torch.float32}
+
+K_QUANT = {"scales": U8, "minimums": U8, "minimum_factors": torch.float32, **FACTORS, "group": 32}
+
+CODES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "AWQ": {"scales": F16, "zeros": U8, "group": 128},
+        "W4A16": {"scales": BF16, "zero": 8, "group": 32},
+        "W8A8": {"bits": 8, "scales": BF16, "zero": 128, "group": 0},
+        "GPTQ, 8 bits": {"bits": 8, "scales": F16, "zeros": U8, "group": 128},
+        "NVFP4": {"numbers": "e2m1", "scales": torch.float8_e4m3fn, "group": 16, **FACTORS},
+        "NVFP4, divided": {
+            "numbers": "e2m1",
+            "scales": torch.float8_e4m3fn,
+            "group": 16,
+            "divides": True,
+            **FACTORS,
+        },
+        "MXFP4": {"numbers": "e2m1", "scales": torch.float8_e8m0fnu, "group": 32},
+        "Q8_0": {"bits": 8, "scales": F16, "zero": 128, "group": 32},
+        "Q4_K": K_QUANT,
+        "Q5_K": {"bits": 5, **K_QUANT},
+        "Q6_K": {"bits": 8, "scales": torch.int8, "zero": 32, "group": 16, **FACTORS},
+    }
+)
+"""Published forms: dtypes of tensors, and other fields of a `QuantizedWeight`. `group`: 0 for a row."""
+
+
+def code_weight(form: str, *shape: int) -> QuantizedWeight:
+    """Without memory. K-quants have a factor for 256 inputs, NVFP4 for a row."""
+    fields = dict(CODES[form])
+    *rows, inputs = shape
+    groups = 1 if not fields["group"] else inputs // fields["group"]
+    del fields["group"]
+    widths = {"factors": 1 if "numbers" in fields else inputs // 256, "minimum_factors": inputs // 256}
+    tensors = {
+        name: torch.empty(*rows, widths.get(name, groups), dtype=dtype, device="meta")
+        for name, dtype in fields.items()
+        if isinstance(dtype, torch.dtype)
+    }
+    if fields.get("bits") == 5:
+        tensors["fifths"] = torch.empty(*rows, inputs // 8, dtype=U8, device="meta")
+    codes = torch.empty(*rows, inputs if fields.get("bits") == 8 else inputs // 2, dtype=U8, device="meta")
+    return QuantizedWeight(codes, dtype=BF16, **{**fields, **tensors})
+
+
+def code_variant(form: str) -> tuple[dict[str, str], dict[str, Any], dict[str, int]]:
+    """Types of a kernel's arguments, its constants, and how it is compiled."""
+    weight = code_weight(form, 8, 2048)
+    names = ("weight", "scales", "zeros", "minimums", "factors", "minimum_factors", "fifths")
+    known = {F16: "*fp16", BF16: "*bf16", torch.float32: "*fp32", U8: "*u8", torch.int8: "*i8"}
+    operands = import_module("cairn.kernels.cuda.codes").code_operands(weight)
+    variant = import_module("cairn.kernels.cuda.fp8").form_of(weight)
+    types = {name: known[each.dtype] for name, each in zip(names, operands, strict=True)}
+    return types, *split(variant)
+
+
 def fp8(module: Any) -> Iterator[Configuration]:
     few, many = module._few_rows_kernel, module._many_rows_kernel
+    for form in CODES:
+        types, constants, apart = code_variant(form)
+        for dtype, model in DTYPES[: 2 if form in ("NVFP4", "Q5_K") else 1]:
+            tile, options = module._few_rows_tile(2048)
+            yield few, signature(few, model, **types), {**constants, **tile}, {**options, **apart}
+            expansion = {"CODES": constants["CODES"], **module._expansion_tile(2048)}
+            types_of_expansion = signature(module._expand_kernel, model, **types)
+            yield module._expand_kernel, types_of_expansion, expansion, {"num_warps": 4, **apart}
+            cores = {"TENSOR_CORES": dtype == torch.bfloat16}
+            for rows, outputs in ((16, 4096), (16, 8192), (64, 4096), (128, 4096)):
+                tile, options = module._many_rows_tile(rows, outputs, 2048, dtype)
+                yield many, signature(many, model, **types), {**constants, **cores, **tile}, {**options, **apart}
     for dtype, model in DTYPES:
         for blocked in (False, True):
             form = fp8_form(blocked)
@@ -269,12 +342,15 @@ def fp8(module: Any) -> Iterator[Configuration]:
 def fp8_form(blocked: bool) -> dict[str, object]:
     """As of a weight in FP8, for the GPU that `limits` tells of."""
     module = import_module("cairn.kernels.cuda.fp8")
-    return {"FP8": "native" if module.limits().has_fp8 else "bytes", "BLOCKED": blocked}
+    return {"FP8": "native" if module.limits().has_fp8 else "bytes", "BLOCKED": blocked, "CODES": None}
 
 
 def expert_order(module: Any) -> Iterator[Configuration]:
     kernel, tile = module._sort_kernel, {"ROWS": module._SORT_ROWS, "COLUMNS": module._SORT_COLUMNS}
     yield kernel, signature(kernel, ""), tile, {"num_warps": 4}
+
+
+EXPERT_CODES = ("NVFP4", "Q4_K", "AWQ")
 
 
 def experts(module: Any) -> Iterator[Configuration]:
@@ -283,16 +359,19 @@ def experts(module: Any) -> Iterator[Configuration]:
             token = {"TOP_K": top_k, "CHOSEN": power_of_2(top_k), "COLUMNS": module._sum_columns(width)}
             yield module._sum_kernel, signature(module._sum_kernel, model), token, {"num_warps": 4}
             sizes = num_experts, top_k, width, inner_width
-            for form, types in (({"FP8": "none", "BLOCKED": False}, {}), (fp8_form(gated), FP8)):
+            plain = {"FP8": "none", "BLOCKED": False, "CODES": None}
+            variants = [({}, plain, {}), (FP8, fp8_form(gated), {})]
+            variants += [code_variant(form) for form in EXPERT_CODES] if dtype == torch.bfloat16 else []
+            for types, form, apart in variants:
                 for kernel, constants, options in expert_products(module, dtype, sizes, gated, bool(form["BLOCKED"])):
                     types = {**types, "alpha": "fp32", "limit": "fp32"}
-                    yield kernel, signature(kernel, model, **types), {**form, **constants}, options
+                    yield kernel, signature(kernel, model, **types), {**form, **constants}, {**options, **apart}
         # gpt-oss's.
         for kernel, constants, options in expert_products(
             module, dtype, (32, 4, 2880, 2880), True, False, clamped=True
         ):
             types = signature(kernel, model, alpha="fp32", limit="fp32")
-            yield kernel, types, {"FP8": "none", "BLOCKED": False, **constants}, options
+            yield kernel, types, {**plain, **constants}, options
 
 
 def expert_products(

@@ -1,13 +1,17 @@
 """Calls at given shapes, on batches of given sequences: for tests whose cases are written down, not drawn."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.fp8 import BLOCK, Fp8Weight
+from cairn.kernels.quantized import QuantizedWeight
+from cairn.kernels.weight_rows import stack_experts
 from kernels.kernel_calls import Call
 from kernels.random_batches import RandomBatch, SequenceRows
+from kernels.test_quantized import FORMS, drawn_weight
 
 F32 = torch.float32
 
@@ -146,5 +150,50 @@ def fp8_experts_call(
         "topk_weights": batch.numbers(rows, top_k, salt=2).float(),
         "gate_up" if gated else "up": weight(inner * (1 + gated), width, salt=3),
         "down": weight(width, inner, salt=4),
+    }
+    return Call("gated_experts" if gated else "experts", batch, operands)
+
+
+def code_weight(form: str, outputs: int, inputs: int, dtype: torch.dtype, seed: int = 0) -> QuantizedWeight:
+    """In one of `FORMS`, with products about as large as what they are made of: scales are a few large ones."""
+    weight = drawn_weight(outputs, inputs, dtype=dtype, seed=seed, **FORMS[form])
+    size = weight.dequantize(F32).square().mean().sqrt().item() * inputs**0.5
+    if weight.factors is not None:
+        factors = weight.factors * size if weight.divides else weight.factors / size
+        least = None if weight.minimum_factors is None else weight.minimum_factors / size
+        return replace(weight, factors=factors, minimum_factors=least)
+    if weight.scales.dtype == torch.float8_e8m0fnu:
+        return weight
+    return replace(weight, scales=(weight.scales / size).to(weight.scales.dtype))
+
+
+def code_linear_call(form: str, rows: int, shape: tuple[int, int], dtype: torch.dtype, *, bias: bool) -> Call:
+    """`shape`: out and in."""
+    batch = RandomBatch((), (SequenceRows(2, 0, rows),), seed=rows)
+    operands = {
+        "x": batch.numbers(rows, shape[1]).to(dtype),
+        "weight": code_weight(form, *shape, dtype, seed=rows),
+        "bias": batch.numbers(shape[0], salt=2).to(dtype) if bias else None,
+    }
+    return Call("linear", batch, operands)
+
+
+def code_experts_call(
+    form: str, rows: int, sizes: tuple[int, int], dtype: torch.dtype, *, gated: bool, top_k: int = 2
+) -> Call:
+    """Three experts. `sizes`: width and inner width."""
+    width, inner = sizes
+    batch = RandomBatch((), (SequenceRows(2, 0, rows),), seed=rows)
+    shapes = (inner * (1 + gated), width), (width, inner)
+    up, down = (
+        stack_experts([code_weight(form, *shape, dtype, seed=10 * salt + each) for each in range(3)])
+        for salt, shape in enumerate(shapes)
+    )
+    operands = {
+        "x": batch.numbers(rows, width).to(dtype),
+        "topk_ids": batch.numbers(rows, 3, salt=1).topk(top_k, dim=-1).indices,
+        "topk_weights": batch.numbers(rows, top_k, salt=2).float(),
+        "gate_up" if gated else "up": up,
+        "down": down,
     }
     return Call("gated_experts" if gated else "experts", batch, operands)

@@ -16,6 +16,8 @@ from torch import Tensor
 from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.contract import Kernels
 from cairn.kernels.fp8 import Fp8Weight
+from cairn.kernels.quantized import QuantizedWeight
+from cairn.kernels.weight_rows import WeightRows
 from kernels.backends import DEVICES
 from kernels.random_batches import (
     HAVE_VERIFIES,
@@ -123,7 +125,10 @@ class Call:
         wide = self.converted(lambda _, x: x.to(torch.float64, copy=True) if x.is_floating_point() else x.clone())
         kept = {name: value for name, value in self.operands.items() if isinstance(value, Fp8Weight)}
         wide_kept = {name: replace(value, dtype=torch.float64) for name, value in kept.items()}
-        return replace(wide, operands={**wide.operands, **wide_kept})
+        # What codes stand for has been rounded to the model's dtype.
+        codes = {name: value for name, value in self.operands.items() if isinstance(value, QuantizedWeight)}
+        plain = {name: value.dequantize().double() for name, value in codes.items()}
+        return replace(wide, operands={**wide.operands, **wide_kept, **plain})
 
     def copied(self) -> "Call":
         """In memory of its own, laid out as the layers do it: operands by row and states are parts of wider ones."""
@@ -183,9 +188,9 @@ class Call:
         return tuple(each.to(CPU) for each in (found if isinstance(found, tuple) else (found,)))
 
 
-def packed(kernels: Kernels, weight: Tensor | Fp8Weight, device: torch.device) -> Any:
-    if isinstance(weight, Fp8Weight):
-        return kernels.pack_stored([weight.changed(lambda part: part.to(device))])
+def packed(kernels: Kernels, weight: WeightRows, device: torch.device) -> Any:
+    if not isinstance(weight, Tensor):
+        return kernels.pack_stored([weight.to(device)])
     return kernels.pack(weight)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from cairn.kernels import cpu, reference
 from cairn.kernels.contract import Kernels
-from cairn.kernels.cpu import codes
-from cairn.kernels.cpu.codes import CodedRows, Factors, PackedCodes
+from cairn.kernels.cpu import codes, packed_codes
+from cairn.kernels.cpu.packed_codes import CodedRows, Factors, PackedCodes
 from cairn.kernels.cpu.products import PackedParts, PackedWeight, multiply
 from cairn.kernels.cpu.tiles import GROUP
 from cairn.kernels.fp8 import Fp8Weight
@@ -21,7 +21,7 @@ from kernels.comparison import close, same_bits
 from kernels.test_int8 import DTYPES, batch_of, drawn
 from kernels.test_quantized import FORMS, drawn_weight
 
-NEEDS_CODES = pytest.mark.skipif(not codes.HAS_CODES, reason="needs AVX2 and FMA, or AVX512-BF16")
+NEEDS_CODES = pytest.mark.skipif(not packed_codes.HAS_CODES, reason="needs AVX2 and FMA, or AVX512-BF16")
 ROWS = (1, 2, GROUP, GROUP + 1, 40)
 
 
@@ -32,7 +32,12 @@ def weight_of(form: str, dtype: torch.dtype, outputs: int = 70, inputs: int = 32
 
 def packed_bytes(weight: Any) -> int:
     factors = [each for each in (weight.scales, weight.minimums) if isinstance(each, Factors)]
-    tensors = [weight.zeros, weight.order, *(part for each in factors for part in (each.values, each.outer))]
+    tensors = [
+        weight.zeros,
+        weight.order,
+        weight.fifths,
+        *(part for each in factors for part in (each.values, each.outer)),
+    ]
     return sum(each.nbytes for each in (*weight.matrices, *tensors) if each is not None)
 
 
@@ -75,7 +80,7 @@ def test_a_row_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> No
 
 @NEEDS_CODES
 @DTYPES
-@pytest.mark.parametrize("form", ["zeros", "NVFP4, divided", "eight bits, groups"])
+@pytest.mark.parametrize("form", ["zeros", "NVFP4, divided", "eight bits, groups", "five bits"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_experts_are_the_references(dtype: torch.dtype, form: str, gated: bool) -> None:
     x, count = drawn(40, 96, dtype=dtype), 5
@@ -127,7 +132,7 @@ def test_rows_of_other_kinds_are_parts_of_their_own(dtype: torch.dtype) -> None:
 @DTYPES
 def test_where_codes_are_not_expanded_rows_are_dequantized(dtype: torch.dtype, monkeypatch: Any) -> None:
     monkeypatch.setattr(codes, "_ROWS_AT_A_TIME", 7 * 320)
-    monkeypatch.setattr(codes, "HAS_CODES", False)
+    monkeypatch.setattr(packed_codes, "HAS_CODES", False)
     weight, x = weight_of("activation order", dtype), drawn(5, 320, dtype=dtype)
     packed = cpu.pack_stored([weight])
     assert isinstance(packed, CodedRows) and packed.weight is weight
@@ -138,7 +143,7 @@ def test_where_codes_are_not_expanded_rows_are_dequantized(dtype: torch.dtype, m
     found = multiply(x, cpu.pack_stored([stack]), expert=1)
     close(found, x.double() @ stack[1].dequantize().double().t(), tolerance=0.01 if dtype == BF16 else 1e-5)
     # Groups that words of codes do not divide.
-    monkeypatch.setattr(codes, "HAS_CODES", True)
+    monkeypatch.setattr(packed_codes, "HAS_CODES", True)
     assert isinstance(cpu.pack_stored([drawn_weight(8, 36, 12, zero=8)]), CodedRows)
 
 

@@ -62,8 +62,11 @@ class Variant:
     @property
     def is_for_one_capability(self) -> bool:
         """Whether others say the same: other pages, other dtypes, other sizes."""
+        constants = dict(self.constants)
         wide_fp8 = ("weight", "*u8") in self.signature and ("x", "*fp32") in self.signature
-        return ("PAGE_SIZE", 16) in self.constants or wide_fp8 or dict(self.constants).get("S", 64) in (16, 32)
+        form = constants.get("CODES")
+        few_codes = form is not None and (form.numbers, form.scales, form.factors) != ("e2m1", "e4m3", "times")
+        return ("PAGE_SIZE", 16) in self.constants or wide_fp8 or few_codes or constants.get("S", 64) in (16, 32)
 
     @property
     def is_large(self) -> bool:
@@ -197,6 +200,19 @@ def test_verifies_have_the_arithmetic_of_decodes(capability: int, name: str, tmp
     }
     assert found["_decode_kernel"] == found["_tokens_kernel"]
     assert all(counts["FFMA"] > 4 for counts in found["_decode_kernel"].values())
+
+
+def test_codes_are_rounded_after_each_operation() -> None:
+    """A product and a sum that the compiler makes at once would give a weight with a minimum other bits, and numbers
+    that are too small for an exponent are none that may be 0."""
+    found = [each for each in variants("fp8", GPUS[90]) if dict(each.constants)["CODES"] is not None]
+    assert len(found) > 30
+    for variant in found:
+        form, ptx = dict(variant.constants)["CODES"], variant.compiled(90).asm["ptx"]
+        assert "mul.f32" in ptx or "mul.rn.f32" in ptx or "mul.f32x2" in ptx
+        assert not re.search(r"\.ftz\b", ptx) and ("div.rn.f32" in ptx) is (form.factors == "over")
+        if form.has_minimums and dict(variant.signature)["out"] == "*bf16":
+            assert not re.search(r"\bfma\.", ptx), variant.sort_key
 
 
 def test_every_kernel_has_variants() -> None:

@@ -29,6 +29,7 @@ from cairn.step import Admit, DecodeRows, Image, PageCopy, PrefillRow, Restore, 
 from cairn.transfer.geometry import geometry_of, pair, staging_copies
 from cairn.types import SamplingParams
 from doubles.launching_driver import Launch, launches_recorded
+from models.packed_checkpoints import FORMATS, write_packed
 
 MAX_MODEL_LEN, MOST_TOKENS, MOST_SEQS, NUM_PAGES, EXTRA_PAGES = 5120, 512, 100, 900, 40
 """Block tables as wide as a multiple of 16, which those of the start-up are not."""
@@ -251,6 +252,13 @@ def test_nothing_is_compiled_after_the_start(
     made_model: Callable[[str], Path], family: str, settings: dict[str, Any]
 ) -> None:
     found = compiled_late(made_model(family), **settings)
+    assert not found, "\n".join(f"{name}: {new}" for name, new in found.items())
+
+
+def test_no_products_with_codes_are_either(made_model: Callable[[str], Path], tmp_path: Path) -> None:
+    """NVFP4, FP8 and int8 in one product, of all numbers of rows."""
+    write_packed(made_model("qwen3_5"), tmp_path / "codes", tmp_path / "same", FORMATS["mixed"])
+    found = compiled_late(tmp_path / "codes", enforce_eager=True)
     assert not found, "\n".join(f"{name}: {new}" for name, new in found.items())
 
 

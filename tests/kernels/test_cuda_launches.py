@@ -30,6 +30,8 @@ from doubles.launching_driver import Launch, RefusedLaunch, launches_recorded
 from kernels.file_copies import CASES, ENCODED, FileCopy, any_bytes
 from kernels.fixed_calls import (
     MIXED,
+    code_experts_call,
+    code_linear_call,
     conv_call,
     fp8_experts_call,
     fp8_linear_call,
@@ -221,6 +223,18 @@ def test_weights_in_fp8_are_launched(blocked: bool) -> None:
         assert launched(fp8_linear_call(rows, (1, 130), BF16, blocked=blocked, bias=False), cuda)
         assert launched(fp8_linear_call(rows, (48, 256), BF16, blocked=blocked, bias=True), cuda)
         assert launched(fp8_experts_call(rows, (33, 130), BF16, blocked=blocked, gated=True), cuda)
+
+
+@pytest.mark.parametrize("form", ["activation order", "K-quant, five bits", "NVFP4, divided", "eight bits, groups"])
+def test_weights_in_codes_are_launched(form: str) -> None:
+    """As those in FP8, and compiled once whatever the rows of a tile."""
+    for rows in (1, 17):
+        assert launched(code_linear_call(form, rows, (1, 192), BF16, bias=False), cuda)
+        assert launched(code_linear_call(form, rows, (48, 256), BF16, bias=True), cuda)
+        if form != "activation order":
+            assert launched(code_experts_call(form, rows, (64, 192), BF16, gated=True), cuda)
+    several = [launched(code_linear_call(form, rows, (48, 256), BF16, bias=True), cuda) for rows in (17, 40, 64)]
+    assert variants_of(launch for each in several for launch in each) == {"fp8._many_rows_kernel": 1}
 
 
 # -- files, pages, tokens ----------------------------------------------------------------------------------------------

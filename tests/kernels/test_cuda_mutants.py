@@ -17,7 +17,15 @@ from cairn.kernels.contract import Kernels
 from kernels.backends import BACKENDS, DEVICES, name_of
 from kernels.comparison import check_against_reference
 from kernels.file_copies import CASES, ENCODED, LONG, SMALL, FileCopy, TokenCopy
-from kernels.fixed_calls import MIXED, fp8_experts_call, fp8_linear_call, paged_call, small_call
+from kernels.fixed_calls import (
+    MIXED,
+    code_experts_call,
+    code_linear_call,
+    fp8_experts_call,
+    fp8_linear_call,
+    paged_call,
+    small_call,
+)
 from kernels.kernel_calls import Call
 from kernels.random_batches import RandomBatch, SequenceRows
 
@@ -59,9 +67,19 @@ CALLS: Mapping[str, Callable[[], tuple[Call, ...]]] = {
     "fp8 of many rows": lambda: (fp8_linear_call(5, (40, 200), F32, blocked=True, bias=True),),
     "fp8 experts": lambda: (fp8_experts_call(6, (40, 136), F32, blocked=True, gated=True),),
     "fp8 experts of few tokens": lambda: (fp8_experts_call(1, (40, 136), F32, blocked=True, gated=True),),
+    "codes of few rows": lambda: (code_linear_call("zeros", 1, (9, 2112), F32, bias=False),),
+    "codes of many rows": lambda: (code_linear_call("activation order", 5, (40, 192), F32, bias=False),),
+    "codes of five bits": lambda: (code_linear_call("K-quant, five bits", 5, (40, 256), F32, bias=True),),
+    "codes, divided": lambda: (code_linear_call("NVFP4, divided", 5, (40, 128), F32, bias=True),),
+    "codes of experts": lambda: (code_experts_call("zeros", 6, (64, 96), F32, gated=True),),
+    "codes of experts, few tokens": lambda: (code_experts_call("zeros", 1, (64, 96), F32, gated=True),),
     "write_kv": lambda: (paged_call("write_kv", PAGES, (4, 2, 16), 16, F32),),
 }
 """What a function is held to."""
+
+ZEROS = ("codes of few rows", "codes of many rows", "codes of experts", "codes of experts, few tokens")
+OF_CODES = (*ZEROS, "codes of five bits")
+FIVE_BITS = ("codes of five bits",)
 
 
 def check_encoded(case: str, name: str, kernels: Kernels) -> None:
@@ -327,23 +345,62 @@ MUTANTS = (
     Mutant(
         "an expert's scales are the first one's",
         "experts",
-        "scales_of(scales, expert.to(tl.int64) * width + column",
-        "scales_of(scales, column.to(tl.int64)",
-        ("fp8 experts",),
+        "weight_row = expert.to(tl.int64) * width + column",
+        "weight_row = column.to(tl.int64)",
+        ("fp8 experts", "codes of experts"),
     ),
     Mutant(
         "an expert's scales are the first one's",
         "experts",
-        "scales_of(scales, (experts * width)[None, :] + column",
-        "scales_of(scales, (experts * 0)[None, :] + column",
-        ("fp8 experts of few tokens",),
+        "weight_rows = (experts * width)[None, :] + column",
+        "weight_rows = (experts * 0)[None, :] + column",
+        ("fp8 experts of few tokens", "codes of experts, few tokens"),
     ),
     Mutant(
         "up has gate's scales",
         "experts",
-        "scales_of(scales, first + inner_width, width, BLOCKED)",
-        "scales_of(scales, first, width, BLOCKED)",
-        ("fp8 experts", "fp8 experts of few tokens"),
+        "return first, first + inner_width",
+        "return first, first",
+        ("fp8 experts", "fp8 experts of few tokens", "codes of experts", "codes of experts, few tokens"),
+    ),
+    Mutant("a group has its neighbour's scale", "codes", "scales + places", "scales + (places ^ 1)", OF_CODES),
+    Mutant(
+        "two codes of a byte change places", "codes", "(pairs & 15, pairs >> 4)", "(pairs >> 4, pairs & 15)", OF_CODES
+    ),
+    Mutant("a group has its neighbour's zero point", "codes", "zeros + places", "zeros + (places ^ 1)", ZEROS),
+    Mutant("there are no zero points", "codes", "+ 8388608.0\n", "* 0 + 8388608.0\n", ZEROS),
+    Mutant("groups begin anew in each tile", "codes", "(k // GROUP if GROUP > 0 else 0) +", "", OF_CODES[:2]),
+    Mutant("codes begin anew in each tile", "codes", "byte = k // 2 +", "byte =", OF_CODES[:2]),
+    Mutant("fifth bits begin anew in each tile", "codes", "byte = k // 8 +", "byte =", FIVE_BITS),
+    Mutant(
+        "fifth bits are those of the next code", "codes", ">> tl.arange(0, 8)", ">> (tl.arange(0, 8) ^ 1)", FIVE_BITS
+    ),
+    Mutant("all groups have the first one's factor", "codes", "(group // SHARED if", "(group * 0 if", FIVE_BITS),
+    Mutant(
+        "minimums have no factors",
+        "codes",
+        "least * tl.load(minimum_factors",
+        "least * 1 + 0 * tl.load(factors",
+        FIVE_BITS,
+    ),
+    Mutant("minimums have scales' factors", "codes", "tl.load(minimum_factors", "tl.load(factors", FIVE_BITS),
+    Mutant(
+        "a factor multiplies that divides",
+        "codes",
+        "tl.div_rn(sizes, tl.load(factors + factor_places, mask=known, other=1.0))",
+        "sizes * tl.load(factors + factor_places, mask=known, other=1.0)",
+        ("codes, divided",),
+    ),
+    Mutant("FP4 has no sign", "codes", "(codes & 8) << 28 |", "0 * codes |", ("codes, divided",)),
+    Mutant(
+        "FP4's exponent is one too high",
+        "codes",
+        "tl.constexpr(2.0**126)",
+        "tl.constexpr(2.0**127)",
+        ("codes, divided",),
+    ),
+    Mutant(
+        "inputs are not put in order", "fp8", "x = x.index_select(1, weight.order)", "pass", ("codes of many rows",)
     ),
     Mutant("the state of the neighbour's slot", FILES, "tl.load(entries + file)", "tl.load(entries + file) + 1", MOVES),
     Mutant("all files are the first one", FILES, "file.to(tl.int64) * file_pages + ", "", MOVES),
@@ -399,11 +456,12 @@ MUTANTS = (
 
 SHARED = {
     "scalars": ("ssd", "gdn"),
+    "codes": ("fp8", "products", "experts"),
     "fp8": ("products", "experts"),
     "ssd_decode": ("ssd",),
     "gdn_decode": ("gdn",),
 }
-"""Modules that others take parts of kernels from."""
+"""Modules that others take parts of kernels from, in an order in which they can be loaded."""
 
 
 def source_of(name: str) -> str:
@@ -430,7 +488,10 @@ def backend_with(folder: Path, name: str, change: Callable[[str], str]) -> Modul
     if name in SHARED:
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(sys.modules, f"cairn.kernels.cuda.{name}", changed[0])
-            changed = [load(folder, user, source_of(user)) for user in SHARED[name]]
+            changed = []
+            for user in SHARED[name]:
+                changed.append(load(folder, user, source_of(user)))
+                patch.setitem(sys.modules, f"cairn.kernels.cuda.{user}", changed[-1])
     backend = ModuleType("changed")
     backend.__dict__.update({each: getattr(CUDA, each) for each in CUDA.__all__})
     for module in changed:
@@ -473,6 +534,7 @@ OWN_CALLS = {
     "metadata": ("ssd", "gdn", "conv", "attention", "write_kv"),
     "attention": tuple(call for call in CALLS if call.startswith("attention")),
     **{name: tuple(call for call in CALLS if call.startswith("fp8")) for name in ("fp8", "experts")},
+    "codes": tuple(call for call in CALLS if call.startswith("codes")),
 }
 """Of modules that are not held to the call of their name."""
 

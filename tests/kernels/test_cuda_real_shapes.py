@@ -3,6 +3,7 @@ reference in float64; and prompts with many snapshots, each against a run that e
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,9 @@ from benchmarks.gpu_kernels import (
     Case,
     Load,
     attention_case,
+    code_experts_case,
+    code_forms,
+    code_linear_case,
     conv_case,
     error,
     experts_case,
@@ -71,6 +75,8 @@ def cases_of(name: str, load: Load) -> Iterator[Case]:
         fp8_experts_case,
         fp8_linear_case,
         router_case,
+        partial(code_experts_case, form="nvfp4"),
+        *(partial(code_linear_case, form=form) for form in code_forms(model)),
     ):
         yield make(name, model, load)
     yield from row_cases(name, model, load)
@@ -85,7 +91,7 @@ def scan_case(name: str, load: Load) -> Case:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_cuda_is_as_near_to_the_truth_as_bfloat16_lets_it_be(model: str) -> None:
-    found = {(case.operation, case.fp8): error(case) for case in cases_of(model, MIXED)}
+    found = {(case.operation, case.weights): error(case) for case in cases_of(model, MIXED)}
     too_large = {name: value for name, value in found.items() if not value <= MAX_ERRORS[name[0]]}
     assert not too_large, f"of {found}"
 

@@ -26,7 +26,7 @@ def drawn_weight(
 ) -> QuantizedWeight:
     """With random codes and scales. Of the other fields: True for a random tensor."""
     generator = torch.manual_seed(seed)
-    codes = torch.randint(0, 256, (outputs, inputs * bits // 8), generator=generator).to(torch.uint8)
+    codes = torch.randint(0, 256, (outputs, inputs if bits == 8 else inputs // 2), generator=generator).to(torch.uint8)
     if fields.get("numbers") == "e4m3":
         codes &= 0xF7  # none of the two that are NaN
     shape = outputs, inputs // group
@@ -43,6 +43,8 @@ def drawn_weight(
             made[name] = torch.randint(0, 2**bits, shape, generator=generator).to(torch.uint8)
         elif name == "minimums":
             made[name] = torch.randint(0, 64, shape, generator=generator).to(torch.uint8)
+        elif name == "fifths":
+            made[name] = torch.randint(0, 256, (outputs, inputs // 8), generator=generator).to(torch.uint8)
         else:
             width = 1 if shape[1] % 4 else shape[1] // 4
             made[name] = torch.rand((outputs, width), generator=generator) + 0.01
@@ -56,6 +58,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "eight bits": {"bits": 8, "zero": 128, "group": 64, "scales": F32},
     "eight bits, groups": {"bits": 8, "zeros": True, "group": 32},
     "K-quant": {"scales": torch.uint8, "minimums": True, "factors": True, "minimum_factors": True},
+    "five bits": {"bits": 5, "fifths": True, "zero": 16, "group": 32},
+    "K-quant, five bits": {
+        "bits": 5,
+        "fifths": True,
+        "group": 32,
+        "scales": torch.uint8,
+        "minimums": True,
+        "factors": True,
+        "minimum_factors": True,
+    },
     "NVFP4": {"numbers": "e2m1", "scales": torch.float8_e4m3fn, "factors": True},
     "NVFP4, divided": {"numbers": "e2m1", "scales": torch.float8_e4m3fn, "factors": True, "divides": True},
     "FP8": {"numbers": "e4m3", "bits": 8, "group": 64, "scales": F32},
@@ -81,8 +93,10 @@ def wanted_of(weight: QuantizedWeight) -> Tensor:
     out = torch.empty(rows, inputs)
     for row in range(rows):
         for column in range(inputs):
-            code = int(weight.codes[row, column * weight.bits // 8])
+            code = int(weight.codes[row, column if weight.bits == 8 else column // 2])
             code = code if weight.bits == 8 else code >> 4 * (column % 2) & 15
+            if weight.fifths is not None:
+                code += 16 * (int(weight.fifths[row, column // 8]) >> column % 8 & 1)
             group = column // weight.group
             zero = weight.zero if weight.zeros is None else int(weight.zeros[row, group])
             number = E2M1[code] if weight.numbers == "e2m1" else code - zero
@@ -142,7 +156,7 @@ def test_codes_of_four_bits_are_a_weight_in_four_bits(form: str, group: int) -> 
     assert (made - wanted).abs().max() <= 1e-6 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("form", ["activation order", "eight bits, groups", "NVFP4"])
+@pytest.mark.parametrize("form", ["activation order", "eight bits, groups", "five bits", "NVFP4"])
 def test_other_codes_are_none(form: str) -> None:
     assert not drawn_weight(**FORMS[form]).becomes_int4
 

@@ -111,6 +111,13 @@ LOGITS_ON_GPU = Coverage(
 
 FP8_ON_GPU = Coverage("FP8", "GPU", ("kernels/test_cuda_fp8.py",), ("qwen3_5_moe", "nemotron_h"))
 
+PACKED_ON_GPU = Coverage(
+    "compressed-tensors, MXFP4", "GPU", ("kernels/test_cuda_codes.py",), ("qwen3_5", "qwen3_5_moe")
+)
+"""AWQ, GPTQ and the others are other tensors of the same kinds of codes."""
+
+GGUF_ON_GPU = Coverage("GGUF", "GPU", ("kernels/test_cuda_codes.py",), ("lfm2",))
+
 IMAGES_ON_GPU = Coverage("images", "GPU", ("kernels/test_cuda_engine.py",), ("qwen3_5_vl",))
 
 FORMATS = (
@@ -126,6 +133,8 @@ FORMATS = (
     ON_GPU,
     LOGITS_ON_GPU,
     FP8_ON_GPU,
+    PACKED_ON_GPU,
+    GGUF_ON_GPU,
     IMAGES_ON_GPU,
 )
 """In what form a model's numbers are, by device."""

@@ -227,7 +227,7 @@ def test_a_model_of_weights_that_stay_in_fp8_is_the_same(pair: tuple[Path, Path]
     """Joined, reordered and stacked as they are stored: the reference dequantizes them after that."""
     models = []
     for keeps in (False, True):
-        opened = open_model(pair[0], "bfloat16", keeps="fp8" if keeps else None)
+        opened = open_model(pair[0], "bfloat16", keeps="gpu_codes" if keeps else None)
         assert opened.served_quantization == (opened.quantization.method if keeps and opened.quantization else None)
         models.append(opened.build(exact=False, backend="reference"))
     found, wanted = (parts_of(model, torch.Tensor) for model in models)
@@ -235,7 +235,8 @@ def test_a_model_of_weights_that_stay_in_fp8_is_the_same(pair: tuple[Path, Path]
     assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
     assert "dequantized" not in caplog.text
     facts = [
-        open_model(pair[0], "bfloat16", keeps="fp8" if keeps else None).transfer_facts() for keeps in (False, True)
+        open_model(pair[0], "bfloat16", keeps="gpu_codes" if keeps else None).transfer_facts()
+        for keeps in (False, True)
     ]
     assert facts[0] == facts[1]
 
@@ -259,7 +260,7 @@ def test_other_blocks_are_dequantized_and_that_is_logged(
     raw["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 64]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert open_model(tmp_path).served_quantization is None and not caplog.text
-    assert open_model(tmp_path, keeps="fp8").served_quantization is None
+    assert open_model(tmp_path, keeps="gpu_codes").served_quantization is None
     assert "weights are dequantized: there are no products with factors for blocks of (128, 64)" in caplog.text
 
 

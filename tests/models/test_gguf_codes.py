@@ -23,8 +23,8 @@ from models.gguf_files import write_gguf
 from models.test_served_int8 import Served, distance
 from tiers import first_of
 
-MOST = {"Q4_K": 1.06, "Q6_K": 1.32, "Q8_0": 1.0, "Q4_0": 1.0, "Q4_1": 1.0, "Q5_K": 1.6, "Q5_0": 1.6, "Q5_1": 1.6}
-"""Bytes of codes and scales over those of the file's blocks. Five bits have a byte."""
+MOST = {"Q4_K": 1.06, "Q6_K": 1.32, "Q8_0": 1.0, "Q4_0": 1.0, "Q4_1": 1.0, "Q5_K": 1.05, "Q5_0": 1.0, "Q5_1": 1.0}
+"""Bytes of codes and scales over those of the file's blocks."""
 FAMILIES = ("qwen3_5", "granitemoehybrid", "lfm2_moe", "nemotron_h", "qwen3_5_moe")
 
 
@@ -179,7 +179,7 @@ def test_columns_of_heads_are_put_in_order_whatever_blocks_they_are_in() -> None
     """Two heads of 128 in a block of 256, as Qwen3.5's output projections have them: each has its block's factors."""
     order = np.arange(512).reshape(2, 2, 128).swapaxes(0, 1).reshape(-1)
     rows = np.random.default_rng(0).normal(size=(8, 512)).astype(np.float32)
-    for type_name in ("Q4_K", "Q6_K", "Q8_0"):
+    for type_name in ("Q4_K", "Q5_K", "Q6_K", "Q8_0"):
         whole = pack_blocks(type_name, encode(rows, type_name), torch.float32)
         ordered = take_columns(whole, order[::128] // 128, 128)
         assert torch.equal(ordered.dequantize(), whole.dequantize()[:, torch.from_numpy(order)])

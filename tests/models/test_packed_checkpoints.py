@@ -18,8 +18,9 @@ from torch import Tensor
 
 from cairn.check.report import CheckSettings, check, render
 from cairn.errors import ModelError
-from cairn.kernels.cpu.codes import PackedCodes
+from cairn.kernels import gpu_codes
 from cairn.kernels.cpu.int4 import PackedInt4
+from cairn.kernels.cpu.packed_codes import PackedCodes
 from cairn.kernels.cpu.panels import has_panels
 from cairn.kernels.int4 import Int4Weight, quantize_int4
 from cairn.models import rank_weights
@@ -118,7 +119,7 @@ def test_they_are_copied_to_a_device_as_they_are_read(pair: Pair, num_ranks: int
     assert check_model(pair[1], "bfloat16", num_ranks, caplog)
 
 
-@pytest.mark.parametrize("keeps", [None, "codes", "fp8"])
+@pytest.mark.parametrize("keeps", [None, "codes", "gpu_codes"])
 def test_every_share_is_that_of_the_same_numbers(pair: Pair, keeps: Any) -> None:
     _, codes, same = pair
     ranks = [
@@ -140,15 +141,41 @@ def test_formats_are_other_weights(made_model: Any, pair: Pair, tmp_path: Path) 
 
 
 def test_check_says_what_is_kept(pair: Pair) -> None:
-    name, codes, _ = pair
+    _, codes, _ = pair
     console = Console(width=200)
     for gpu_memory in (None, 1 << 34):
         report = check(codes, CheckSettings(dtype="bfloat16", gpu_memory_bytes=gpu_memory))
         with console.capture() as capture:
             console.print(render(report))
         row = next(line for line in capture.get().splitlines() if "quantized" in line)
-        assert ("kept as stored" in row) is (gpu_memory is None or FORMATS[name].fp8 != "none"), row
-        assert ("dequantized" in row) is (gpu_memory is not None and FORMATS[name].fp8 != "all"), row
+        assert "kept as stored" in row and "dequantized" not in row, row
+
+
+def test_what_gpus_have_no_products_with_is_dequantized(
+    write_pair: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """As `check` says, with the bytes that it counts; a warning names the form. FP8 beside it stays."""
+    _, codes, _ = write_pair("mixed")
+    counted = {}
+    for least in (16, 64):
+        monkeypatch.setattr(gpu_codes, "LEAST_GROUP", least)
+        report = check(codes, CheckSettings(dtype="bfloat16", gpu_memory_bytes=1 << 34))
+        counted[least] = report.weight_bytes
+        console = Console(width=300, record=True, file=io.StringIO())
+        console.print(render(report))
+        row = next(line for line in console.export_text().splitlines() if "quantized" in line)
+        assert row.count("dequantized") == (least == 64) and row.count("kept as stored") == (3 if least == 16 else 2)
+    opened = open_model(codes, "bfloat16", keeps="gpu_codes")
+    with WeightReader(codes, torch.bfloat16, (), opened.quantization) as reader:
+        load = opened._kept(reader.load_stored, reader.load_codes, gpu_codes.warn_dequantized)
+        assert load is not None
+        shapes = opened.tensors(reader.names)
+        kept = {each: load(each, shape) for each, shape in shapes.items() if len(shape) == 2}
+        stored = {each: reader.load_stored(each, shapes[each]) for each in kept}
+    lost = [each for each, rows in stored.items() if rows is not None and kept[each] is None]
+    assert lost and any(rows is not None for rows in kept.values())
+    assert counted[64] - counted[16] == sum(2 * stored[each].shape.numel() - stored[each].nbytes for each in lost)
+    assert "no products on GPUs with groups of 16 inputs" in caplog.text
 
 
 # -- served on the CPU -------------------------------------------------------------------------------------------------

@@ -161,7 +161,7 @@ def check(
     misshapen or of another dtype are listed in the report.
     """
     settings = settings or CheckSettings()
-    keeps: Kept = "codes" if settings.gpu_memory_bytes is None else "fp8"
+    keeps: Kept = "codes" if settings.gpu_memory_bytes is None else "gpu_codes"
     model = open_model(folder, settings.dtype, settings.quantization, keeps)
     model = model.with_states_in(settings.mamba_ssm_cache_dtype)
     settings = replace(settings, quantization=model.served_quantization)
@@ -186,7 +186,10 @@ def check(
         model_type=model.family.model_type,
         layers=model.config.layer_counts(),
         settings=settings,
-        accounting=account(headers, expected, ignored, model.quantization),
+        accounting=replace(
+            account(headers, expected, ignored, model.quantization),
+            not_kept=model.dequantized_forms(headers, expected),
+        ),
         num_tensors=len(headers),
         num_files=len({header.file for header in headers.values()}),
         stored_dtypes=dict(sorted(Counter(header.dtype for header in headers.values()).items())),
@@ -326,16 +329,15 @@ def _rows(report: CheckReport) -> list[tuple[str, str]]:
 
 def _form_rows(report: CheckReport) -> list[tuple[str, str]]:
     """What is quantized, and what becomes of it."""
-    forms = report.accounting.forms
+    forms, not_kept = report.accounting.forms, report.accounting.not_kept
     if not forms:
         return []
-    on_gpu = report.settings.gpu_memory_bytes is not None
     stays = report.settings.quantization not in (None, *MADE_AT_LOAD)
     kept = [form for form in forms if stays and (report.settings.quantization != "gguf" or form in CODED)]
     made = report.settings.quantization if report.settings.quantization in MADE_AT_LOAD else None
     other = "dequantized" if made is None else f"brought to {made}"
     parts = [
-        f"{count:,} of {form} {'kept as stored' if form in kept and (form == 'FP8' or not on_gpu) else other}"
+        f"{count:,} of {form} {'kept as stored' if form in kept and form not in not_kept else other}"
         for form, count in forms.items()
     ]
     return [("quantized", "matrices: " + "; ".join(parts))]

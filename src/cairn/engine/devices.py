@@ -25,7 +25,7 @@ from cairn.kernels.cuda_support import check_device, check_vocabulary, is_interp
 from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.decoder_builder import Backend
-from cairn.models.decoder_config import MADE_AT_LOAD, AskedQuantization
+from cairn.models.decoder_config import AskedQuantization
 from cairn.models.registry import Kept, OpenModel
 from cairn.models.weights.loader import DType
 from cairn.runner.runner import Observe, Runner, slot_bytes
@@ -167,10 +167,10 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
     if config.device != "cuda":
         _refuse_libraries(config)
         return Device()
-    if config.quantization in MADE_AT_LOAD:
+    if config.quantization == "int8":
         raise ConfigError(
-            f"--quantization {config.quantization}: not with --device cuda yet, which auto is where there is a GPU: "
-            f"there are no {config.quantization} products on GPUs; leave it out, or serve with --device cpu"
+            "--quantization int8: not with --device cuda yet, which auto is where there is a GPU: there are no int8 "
+            "products on GPUs; take int4, leave it out, or serve with --device cpu"
         )
     _check_gpu(config, opened, rank)
     from cairn.kernels.cuda.device import INTERPRETED, device
@@ -244,7 +244,7 @@ def _kernels(config: EngineConfig, opened: OpenModel, rank: int, place: torch.de
 
 def kept_weights(config: EngineConfig) -> Kept | None:
     """Which weights of a quantized checkpoint stay as they are stored."""
-    return None if config.exact else "fp8" if config.device == "cuda" else "codes"
+    return None if config.exact else "gpu_codes" if config.device == "cuda" else "codes"
 
 
 def layout_of(config: EngineConfig, opened: OpenModel) -> CacheLayout:

@@ -110,9 +110,10 @@ class Kernels(Protocol):
         ...
 
     def pack_int4(self, weight: Int4Weight) -> Weight:
-        """As `pack`, of a weight in four bits. Products with it bring each row of x to int8, with a scale for each
-        of the weight's groups of inputs, add whole numbers up within a group, and groups in their order; so rows stay
-        independent of one another, bit for bit. Only for products in float32 or bfloat16. Raises as `pack_int8`."""
+        """As `pack`, of a weight in four bits. Products with it on the CPU bring each row of x to int8, with a scale
+        for each of the weight's groups of inputs, add whole numbers up within a group, and groups in their order; so
+        rows stay independent of one another, bit for bit. Only for products in float32 or bfloat16. Raises as
+        `pack_int8`."""
         ...
 
     def packed_dtype(self, dtype: torch.dtype) -> torch.dtype:

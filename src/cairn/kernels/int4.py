@@ -82,8 +82,8 @@ def quantize_int4(weight: Tensor) -> Int4Weight:
     *outer, inputs = weight.shape
     group = group_of(inputs)
     rows = weight.reshape(-1, inputs)
-    numbers = torch.empty(rows.shape, dtype=torch.uint8)
-    factors = torch.empty(2, len(rows), inputs // group)
+    numbers = torch.empty(rows.shape, dtype=torch.uint8, device=rows.device)
+    factors = torch.empty(2, len(rows), inputs // group, device=rows.device)
     # A few rows at a time stay in the processor's cache, and need no memory of the weight's size in float32.
     for begin in range(0, len(rows), step := max(1, _NUMBERS_AT_A_TIME // inputs)):
         part = slice(begin, begin + step)

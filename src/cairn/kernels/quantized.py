@@ -1,7 +1,8 @@
-"""Weights as quantized checkpoints hold them: codes of four or eight bits, with a scale for each group of inputs."""
+"""Weights as quantized checkpoints hold them: codes of four, five or eight bits, with scales for groups of inputs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -24,7 +25,8 @@ class QuantizedWeight:
 
     weight = number * scale + minimum, in float32, each operation rounded once, and then rounded to the model's dtype.
 
-    `codes`: uint8 [..., out, in], or [..., out, in / 2] where `bits` is 4, the first of two inputs in the lower bits.
+    `codes`: uint8 [..., out, in], or [..., out, in / 2] where `bits` is 4 or 5, the first of two inputs in the lower
+    bits. `fifths`: the fifth bits of codes that have five, uint8 [..., out, in / 8], the first of eight in the lowest.
     `numbers`: what they stand for; of integers `zero` is subtracted, or `zeros`, uint8 [..., out, groups].
     `scales`: [..., out, groups] in any dtype that float() widens: floats, FP8 (e4m3, e8m0), whole numbers of 8 bits.
     `factors`: float32 [..., out, n], one for as many neighbouring groups each, that scales are multiplied with, or
@@ -36,7 +38,7 @@ class QuantizedWeight:
     codes: Tensor
     scales: Tensor
     dtype: torch.dtype
-    bits: Literal[4, 8] = 4
+    bits: Literal[4, 5, 8] = 4
     numbers: NumberFormat = "integer"
     zero: int = 0
     zeros: Tensor | None = None
@@ -45,11 +47,12 @@ class QuantizedWeight:
     minimums: Tensor | None = None
     minimum_factors: Tensor | None = None
     order: Tensor | None = None
+    fifths: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
         *outer, width = self.codes.shape
-        return torch.Size((*outer, width * 8 // self.bits))
+        return torch.Size((*outer, width if self.bits == 8 else 2 * width))
 
     @property
     def group(self) -> int:
@@ -88,7 +91,7 @@ class QuantizedWeight:
 
     def __getitem__(self, place: int | slice | Tensor) -> "QuantizedWeight":
         """An expert's, of a stack, or some rows."""
-        return self.changed(lambda part: part[place])
+        return self.changed(lambda part: as_bytes(part)[place].view(part.dtype))
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The weight in the model's dtype or another one, rounded to it once."""
@@ -134,11 +137,14 @@ class QuantizedWeight:
         """[rows, in] in float32, columns as they are stored."""
         rows, width = self.shape
         codes = self.codes
-        if self.bits == 4:
+        if self.bits != 8:
             codes = torch.stack([codes & 15, codes >> 4], dim=-1)
         codes = codes.reshape(rows, -1, self.group)
+        if self.fifths is not None:
+            fifths = self.fifths[..., None] >> torch.arange(8, device=codes.device) & 1
+            codes = codes | (fifths << 4).view_as(codes)
         if self.numbers == "e2m1":
-            values = torch.tensor(E2M1, device=codes.device)[codes.int()]
+            values = _e2m1_numbers(codes.device)[codes.int()]
         elif self.numbers == "e4m3":
             values = codes.view(torch.float8_e4m3fn).float()
         else:
@@ -147,6 +153,17 @@ class QuantizedWeight:
         if (minimums := self.float_minimums()) is not None:
             values.add_(minimums[..., None])
         return values.view(rows, width)
+
+
+def as_bytes(part: Tensor) -> Tensor:
+    """What has FP8 as its bytes, of which torch can put parts together and pick some on every device."""
+    return part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part
+
+
+@cache
+def _e2m1_numbers(device: torch.device) -> Tensor:
+    """Once a device: where steps are captured nothing is copied from the host."""
+    return torch.tensor(E2M1, device=device)
 
 
 def _scaled(scales: Tensor, factors: Tensor | None, divides: bool) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.fp8 import Fp8Weight
-from cairn.kernels.quantized import QuantizedWeight
+from cairn.kernels.quantized import QuantizedWeight, as_bytes
 
 StoredRows = Fp8Weight | QuantizedWeight
 """Rows of a weight [out, in] as they are stored."""
@@ -54,4 +54,6 @@ def _combine(function: Callable[[list[Tensor]], Tensor], parts: Sequence[WeightR
         numbers, scales = ([getattr(part, field) for part in fp8] for field in ("numbers", "scales"))
         return Fp8Weight(function(numbers), function(scales), first.dtype)
     rows = [part.row_tensors() for part in parts if isinstance(part, QuantizedWeight)]
-    return first.with_rows({name: function([each[name] for each in rows]) for name in rows[0]})
+    return first.with_rows(
+        {name: function([as_bytes(each[name]) for each in rows]).view(part.dtype) for name, part in rows[0].items()}
+    )

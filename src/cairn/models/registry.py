@@ -1,7 +1,7 @@
 """The way from a folder to a model."""
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -11,22 +11,26 @@ import torch
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
+from cairn.kernels.gpu_codes import warn_dequantized, why_no_codes
+from cairn.kernels.quantized import QuantizedWeight
+from cairn.kernels.weight_rows import StoredRows
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.model import Model
 from cairn.models.checkpoint_dtypes import choose_encoding
-from cairn.models.contract import Family
+from cairn.models.contract import Family, StoredLoader
 from cairn.models.decoder_builder import Backend, Execution, build_decoder
 from cairn.models.decoder_config import MADE_AT_LOAD, ONLY_CODES, AskedQuantization, DecoderConfig, ServedQuantization
 from cairn.models.decoder_spec import OUTPUT
 from cairn.models.families import family_of
 from cairn.models.rank_weights import read_weight
+from cairn.models.sharding import TensorShard
 from cairn.models.state_dtypes import AskedStateDtype, choose_state_dtype
 from cairn.models.weight_bytes import PackedDtype, count_weight_bytes
 from cairn.models.weights.device_copy import CopyStream, load_weights, stream_to
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.identity import weights_identity
 from cairn.models.weights.loader import DType, WeightReader, read_config, read_generation_eos, serving_dtype
-from cairn.models.weights.quantization import Quantization, describe_codes, describe_fp8, describe_stored, logical_names
+from cairn.models.weights.quantization import Quantization, describe_codes, describe_stored, logical_names, name_form
 from cairn.models.weights.quantization_config import read_quantization
 from cairn.models.weights.tensor_headers import TensorHeader, read_headers
 
@@ -34,9 +38,9 @@ __all__ = ["OpenModel", "open_model"]
 
 logger = logging.getLogger(__name__)
 
-Kept = Literal["fp8", "codes"]
-"""Which weights of a quantized checkpoint are served as they are stored: those in FP8, as on GPUs, or those in codes,
-with FP8 as one kind of them, as on the CPU."""
+Kept = Literal["codes", "gpu_codes"]
+"""Which weights of a quantized checkpoint are served as they are stored, beside FP8: all codes, as on the CPU, or those
+that there are products with on GPUs."""
 
 MOST_HEAD_SHARE = 0.02
 """Of a token's products. A model of a few million weights, which decodes in a millisecond, would lose more by it than a
@@ -74,7 +78,7 @@ class OpenModel:
     def takes_codes(self) -> bool:
         """Whether what is brought to four bits has the numbers of codes that are four bits already."""
         has_codes = self.quantization is not None and self.quantization.has_codes
-        return has_codes and self.keeps == "codes" and self.served_quantization == "int4"
+        return has_codes and self.keeps is not None and self.served_quantization == "int4"
 
     def layout(
         self, block_size: int, tp_size: int = 1, checkpoint_dtype: str = "float32", exact: bool = False
@@ -140,13 +144,44 @@ class OpenModel:
     ) -> int:
         """Bytes of all weights as they are served on the first of `num_ranks` ranks, in the form in which these tensors
         are stored; see `count_weight_bytes`."""
-        describe = describe_fp8 if self.keeps == "fp8" else describe_stored
-        load_stored = describe(stored, self.quantization, self.dtype) if self.stays_as_stored else None
-        if self.takes_codes:
-            load_stored = describe_codes(stored, self.quantization, self.dtype)
+        of_checkpoint = stored, self.quantization, self.dtype
+        load_stored = self._kept(describe_stored(*of_checkpoint), describe_codes(*of_checkpoint))
         served_as = self.dtype, self.served_quantization, load_stored
         names = self.stored_names(stored)
         return count_weight_bytes(self.family, self.config, names, *served_as, num_ranks, packed_dtype)
+
+    def _kept(
+        self, load_stored: StoredLoader, load_codes: StoredLoader, warn: Callable[[str], None] | None = None
+    ) -> StoredLoader | None:
+        """What gives the matrices that stay as they are stored, None where none does. `load_codes`: those in codes
+        alone. `warn`: is told why codes do not stay."""
+        load = load_stored if self.stays_as_stored else load_codes if self.takes_codes else None
+        if load is None or self.keeps == "codes":
+            return load
+
+        def load_for_gpu(name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> StoredRows | None:
+            rows = load(name, shape, shard)
+            reason = why_no_codes(rows) if isinstance(rows, QuantizedWeight) else None
+            if reason is None:
+                return rows
+            if warn is not None:
+                warn(reason)
+            return None
+
+        return load_for_gpu
+
+    def dequantized_forms(
+        self, stored: Mapping[str, TensorHeader], expected: Mapping[str, tuple[int, ...]]
+    ) -> frozenset[str]:
+        """By name those of codes that there are no products with where it is served. `expected`: of `tensors`."""
+        if self.keeps != "gpu_codes":
+            return frozenset()
+        describe = describe_codes(stored, self.quantization, self.dtype)
+        places = {name_form(stored, name, shape, self.quantization): (name, shape) for name, shape in expected.items()}
+        rows = {form: describe(*place) for form, place in places.items() if form is not None}
+        return frozenset(
+            form for form, part in rows.items() if isinstance(part, QuantizedWeight) and why_no_codes(part)
+        )
 
     def transfer_facts(self) -> dict[str, str | int]:
         """What must be equal for page bytes to mean the same on two servers: model type, serving dtype, quantization
@@ -185,11 +220,7 @@ class OpenModel:
                     "what is stored is served",
                     OUTPUT,
                 )
-            load_stored = (
-                (reader.load_fp8 if self.keeps == "fp8" else reader.load_stored) if self.stays_as_stored else None
-            )
-            if self.takes_codes:
-                load_stored = reader.load_codes
+            load_stored = self._kept(reader.load_stored, reader.load_codes, warn_dequantized)
             execution = Execution(
                 exact, self.dtype, communicator, backend, place, self.served_quantization, load_stored
             )
@@ -231,10 +262,8 @@ def _served_quantization(
         raise ConfigError(f"{text}; int8 or int4 can be made of it while it is loaded")
     if keeps is None or stored_as is None:
         return None
-    if keeps == "fp8" and stored_as.has_codes:
-        logger.warning("weights in codes are dequantized: there are no products with them on GPUs yet")
     if stored_as.method in ONLY_CODES:
-        return stored_as.method if keeps == "codes" else None
+        return stored_as.method
     if not stored_as.can_stay and not stored_as.has_codes:
         logger.warning("weights are dequantized: there are no products with factors for blocks of %s", stored_as.block)
         return None

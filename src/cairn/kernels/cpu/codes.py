@@ -5,18 +5,14 @@ The numbers are what dequantizing gives, rounded to the model's dtype once, and 
 plain panels: a product has the bits of one with the dequantized weight wherever that is in panels, too.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cairn.kernels.cpu.amx import HAS_AMX, begin_tiles, end_tiles
+from cairn.kernels.cpu.amx import begin_tiles, end_tiles
 from cairn.kernels.cpu.compiled import (
     ELEMENTS,
     F32,
@@ -31,25 +27,38 @@ from cairn.kernels.cpu.compiled import (
     record,
     row_args,
 )
-from cairn.kernels.cpu.expanding import E2M1_4, E4M3_8, INTEGER_4, INTEGER_8, as_floats, as_halves, as_numbers, expand
-from cairn.kernels.cpu.huge_pages import weight_memory
+from cairn.kernels.cpu.expanding import (
+    INTEGER_5,
+    WORD_OF_FIFTHS,
+    as_floats,
+    as_halves,
+    as_numbers,
+    expand,
+)
 from cairn.kernels.cpu.int8 import OUTPUTS
+from cairn.kernels.cpu.packed_codes import (
+    ABSENT,
+    BFLOAT16,
+    FLOAT32,
+    HAS_CODES,
+    TABLE,
+    CodedRows,
+    PackedCodes,
+    in_word,
+)
 from cairn.kernels.cpu.panels import (
     NUMBERS_OF_SEGMENT,
     RowPartition,
     group_rows,
     has_instructions,
-    has_panels,
     locate,
     partition_rows,
     product_type,
     store_segment,
 )
 from cairn.kernels.cpu.scalars import advance, float_of, load
-from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.cpu.tiles import GROUP, PANEL, VECTOR_GROUP, add_tile, numbers_of_word
 from cairn.kernels.cpu.vectors import LANES, aligned
-from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from cairn.kernels.quantized import QuantizedWeight
 
 _CHUNK = 128
@@ -57,152 +66,6 @@ _CHUNK = 128
 
 _EXPAND_RATE, _MULTIPLY_RATE = 2, 50
 """Numbers that one thread expands in a nanosecond, and that it multiplies with a row."""
-
-_ABSENT, _FLOAT32, _FLOAT16, _BFLOAT16, _TABLE = range(5)
-"""What scales are stored in; `_TABLE`: bytes, whose numbers a table has."""
-
-_KINDS: Mapping[torch.dtype, int] = MappingProxyType(
-    {torch.float32: _FLOAT32, torch.float16: _FLOAT16, torch.bfloat16: _BFLOAT16}
-)
-
-HAS_CODES = has_panels(torch.bfloat16)
-"""Whether codes are expanded for panels here."""
-
-
-@dataclass(frozen=True, slots=True)
-class Factors:
-    """Scales or minimums of a stack: bytes [E, panels, groups, 32] in their dtype. `table`: float32 [256], of those of
-    a byte. `outer`: float32 [E, panels, n, 32], what they are multiplied with, or divided by."""
-
-    values: Tensor
-    kind: int
-    table: Tensor | None
-    outer: Tensor | None
-
-    @property
-    def arguments(self) -> tuple[int, ...]:
-        """For a kernel: see `CodeFactors`."""
-        table = 0 if self.table is None else self.table.data_ptr()
-        outer, num_outer = (0, 0) if self.outer is None else (self.outer.data_ptr(), self.outer.shape[2])
-        return self.values.data_ptr(), self.kind, table, outer, num_outer
-
-
-@dataclass(frozen=True, slots=True)
-class PackedCodes:
-    """A weight, or a stack of experts' ones, in codes.
-
-    `shape`, `dtype`: those of the tensor that it stands for. `matrices`: int32 [panels, words, 32] of each expert, one
-    after the other in memory. `form`: see `expanding`. `stack`: how many matrices there are.
-    """
-
-    shape: torch.Size
-    dtype: torch.dtype
-    matrices: tuple[Tensor, ...]
-    form: int
-    group: int
-    scales: Factors
-    divides: bool
-    zero: int
-    zeros: Tensor | None
-    minimums: Factors | None
-    order: Tensor | None
-    layout: Literal["panels"] = "panels"
-
-    @property
-    def words(self) -> int:
-        """Of two inputs each, of a row."""
-        return self.matrices[0].shape[1] * (4 if self.form in (INTEGER_4, E2M1_4) else 2)
-
-
-@dataclass(frozen=True, slots=True)
-class CodedRows:
-    """A weight, or a stack of experts' ones, that is dequantized in blocks of rows whenever it is multiplied with."""
-
-    weight: QuantizedWeight
-    layout: Literal["rows"] = "rows"
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.weight.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.weight.dtype
-
-
-def pack_codes(weight: QuantizedWeight) -> PackedCodes | CodedRows:
-    """See `Kernels.pack_stored`."""
-    in_word = 32 // weight.bits
-    fits = weight.shape[-1] % in_word == 0 and (weight.group % in_word == 0 or weight.scales.shape[-1] == 1)
-    if not HAS_CODES or not fits or weight.dtype not in ELEMENTS:
-        step_work().add_weight(weight.nbytes, "rows")
-        return CodedRows(weight)
-    stacked = weight if weight.codes.dim() == 3 else weight.changed(lambda part: part[None])
-    count, outputs, inputs = stacked.shape
-    panels, unit = -(-outputs // PANEL), 32 if HAS_AMX else in_word
-    words = -(-inputs // unit) * unit // in_word
-    stack = weight_memory().empty((count, panels, words, PANEL), torch.int32)
-    for packed, codes in zip(stack, stacked.codes, strict=True):
-        lines = _in_panels(codes.contiguous().view(torch.int32), panels)
-        packed[:, : lines.shape[1]] = lines
-        packed[:, lines.shape[1] :] = 0
-    step_work().add_weight(weight.nbytes, "codes panels")
-    minimums = None
-    if stacked.minimums is not None:
-        minimums = _pack_factors(stacked.minimums, stacked.minimum_factors, panels)
-    return PackedCodes(
-        shape=weight.shape,
-        dtype=weight.dtype,
-        matrices=stack.unbind(),
-        form=_form_of(weight),
-        group=stacked.group,
-        scales=_pack_factors(stacked.scales, stacked.factors, panels),
-        divides=weight.divides,
-        zero=weight.zero,
-        zeros=None if stacked.zeros is None else _stack_panels(stacked.zeros, panels),
-        minimums=minimums,
-        order=weight.order,
-    )
-
-
-def _form_of(weight: QuantizedWeight) -> int:
-    if weight.numbers == "integer":
-        return INTEGER_4 if weight.bits == 4 else INTEGER_8
-    return E2M1_4 if weight.numbers == "e2m1" else E4M3_8
-
-
-def as_codes(weight: Fp8Weight) -> QuantizedWeight | None:
-    """A weight in FP8 as one in codes; None where blocks do not divide its inputs, or where a number is none, which
-    nothing here expands."""
-    fits = not weight.is_blocked or weight.shape[-1] % BLOCK == 0
-    if not fits or bool((weight.numbers & 127 == 127).any()):
-        return None
-    return QuantizedWeight(weight.numbers, weight.scales, weight.dtype, bits=8, numbers="e4m3")
-
-
-def _pack_factors(values: Tensor, outer: Tensor | None, panels: int) -> Factors:
-    table = _table_of(values.dtype) if values.element_size() == 1 else None
-    packed = _stack_panels(values.view(torch.uint8) if table is not None else values, panels)
-    outer = None if outer is None else _stack_panels(outer, panels)
-    return Factors(packed, _KINDS.get(values.dtype, _TABLE), table, outer)
-
-
-@cache
-def _table_of(dtype: torch.dtype) -> Tensor:
-    """The numbers of all bytes."""
-    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
-
-
-def _stack_panels(values: Tensor, panels: int) -> Tensor:
-    """[E, out, n] -> [E, panels, n, 32]."""
-    return torch.stack([_in_panels(each, panels) for each in values])
-
-
-def _in_panels(values: Tensor, panels: int) -> Tensor:
-    """[out, n] -> [panels, n, 32], zeros where there are no more outputs."""
-    missing = panels * PANEL - values.shape[0]
-    padded = F.pad(values, (0, 0, 0, missing)) if missing else values
-    return padded.reshape(panels, PANEL, -1).transpose(1, 2).contiguous()
 
 
 def multiply_codes(
@@ -257,16 +120,17 @@ def multiply_codes_panels(
             rows.data_ptr(), inputs, 2 * words,
         )  # fmt: skip
     items = parts.segments.shape[0] * panels.shape[0]
-    numbers = panels.numel() * (8 if weight.form in (INTEGER_4, E2M1_4) else 4)
+    numbers = panels.numel() * in_word(weight.form)
     cost = parts.segments.shape[0] * numbers // _EXPAND_RATE + out.shape[0] * numbers // _MULTIPLY_RATE
     operands = parts.segments.data_ptr(), panels.shape[0], rows.data_ptr(), weight.matrices[0].data_ptr(), words, 1
     results = *optional_arg(bias), out.data_ptr(), out.shape[1]
-    least = (0, _ABSENT, 0, 0, 0) if weight.minimums is None else weight.minimums.arguments
+    least = (0, ABSENT, 0, 0, 0) if weight.minimums is None else weight.minimums.arguments
     zeros = *optional_arg(weight.zeros), weight.zero
     groups = weight.scales.values.shape[2]
     codes = expert, weight.form, weight.group, groups, weight.divides, *zeros, x.dtype == torch.bfloat16
+    fifths = 0 if weight.fifths is None else weight.fifths.data_ptr()
     factors = *weight.scales.arguments, *least
-    _multiply_codes[x.dtype, out.dtype](items, cost, *operands, *results, *codes, *factors)
+    _multiply_codes[x.dtype, out.dtype](items, cost, *operands, *results, *codes, fifths, *factors)
 
 
 class Codes(NamedTuple):
@@ -282,6 +146,7 @@ class Codes(NamedTuple):
     has_zeros: int
     zero: int
     rounds: int
+    fifths: Any
 
 
 class CodeFactors(NamedTuple):
@@ -294,7 +159,7 @@ class CodeFactors(NamedTuple):
     num_outer: int
 
 
-_CODES = record(Codes, INT, INT, INT, INT, INT, U8, INT, INT, INT)
+_CODES = record(Codes, INT, INT, INT, INT, INT, U8, INT, INT, INT, I32)
 _FACTORS = record(CodeFactors, U8, INT, F32, F32, INT)
 
 
@@ -349,11 +214,11 @@ def _add_segment(
     in_pair = numbers_of_word(p.x)
     x = advance(p.x, first * p.words * in_pair)
     place, inputs = matrix * p.num_panels + panel, 2 * p.words
-    in_word = 8 if c.form <= E2M1_4 else 4
+    in_word = 8 if c.form <= INTEGER_5 else 4
     codes = advance(p.panels, place * (inputs // in_word) * PANEL)
     for begin in range(0, inputs, _CHUNK):
         count = min(_CHUNK, inputs - begin)
-        _expand_chunk(c, scales, least, codes, place, begin, begin + count, in_word, factors, numbers)
+        _expand_chunk(c, scales, least, codes, place, inputs, begin, begin + count, in_word, factors, numbers)
         ahead = advance(codes, (begin + count) // in_word * PANEL)
         for row in range(0, rows, group):
             num_rows = min(group, rows - row)
@@ -365,13 +230,13 @@ def _add_segment(
 
 @jit
 def _expand_chunk(
-    c: Any, scales: Any, least: Any, codes: Any, place: int, begin: int, end: int, in_word: int, factors: Any,
-    numbers: Any,
+    c: Any, scales: Any, least: Any, codes: Any, place: int, inputs: int, begin: int, end: int, in_word: int,
+    factors: Any, numbers: Any,
 ) -> None:  # fmt: skip
-    """Inputs [begin, end) of a panel, at its `place` among those of all matrices. What is behind the last group, where
-    rows have zeros, is as in that one."""
+    """Inputs [begin, end) of a panel of `inputs`, at its `place` among those of all matrices. What is behind
+    the last group, where rows have zeros, is as in that one."""
     zeros, lowest = advance(factors, PANEL), advance(factors, 2 * PANEL)
-    has_least = np.int64(least.kind != _ABSENT)
+    has_least = np.int64(least.kind != ABSENT)
     at = begin
     while at < end:
         group = min(at // c.group, c.groups - 1)
@@ -384,7 +249,8 @@ def _expand_chunk(
             _read_factors(least, 0, place, group, c.groups, lowest)
         target = advance(numbers, (at - begin) // 2 * numbers_of_word(numbers) * PANEL)
         words = advance(codes, at // in_word * PANEL)
-        expand(words, (stop - at) // in_word, c.form, has_least, c.rounds, factors, zeros, lowest, target)
+        fifths = advance(c.fifths, (place * (inputs // WORD_OF_FIFTHS) + at // WORD_OF_FIFTHS) * PANEL)
+        expand(words, (stop - at) // in_word, c.form, has_least, c.rounds, factors, zeros, lowest, fifths, target)
         at = stop
 
 
@@ -392,14 +258,14 @@ def _expand_chunk(
 def _read_factors(f: Any, divides: int, place: int, group: int, groups: int, out: Any) -> None:
     """Of the 32 outputs of a panel, for a group."""
     at = (place * groups + group) * PANEL
-    if f.kind == _TABLE:
+    if f.kind == TABLE:
         for j in range(PANEL):
             out[j] = f.table[f.values[at + j]]
-    elif f.kind == _FLOAT32:
+    elif f.kind == FLOAT32:
         floats = advance(as_floats(f.values), at)
         for j in range(PANEL):
             out[j] = floats[j]
-    elif f.kind == _BFLOAT16:
+    elif f.kind == BFLOAT16:
         halves = advance(as_halves(f.values), at)
         for j in range(PANEL):
             out[j] = load(halves, j)

@@ -1,7 +1,8 @@
 """Codes of quantized weights become words of a panel, as LLVM code: number * scale + minimum, each rounded once.
 
-A word of codes has eight inputs of an output in four bits, or four in eight; 32 outputs' words lie side by side. Out
-of each come as many inputs' numbers, float32, or in pairs of bfloat16, in their order, as `panels` multiplies them.
+A word of codes has eight inputs of an output in four bits, or four in eight; 32 outputs' words lie side by side. Of
+five bits the fifth ones are in words of their own, of 32 inputs each. Out of each word come as many inputs' numbers,
+float32, or in pairs of bfloat16, in their order, as `panels` multiplies them.
 """
 
 from collections.abc import Sequence
@@ -18,10 +19,15 @@ from cairn.kernels.cpu.tiles import HAS_AVX512, PANEL
 from cairn.kernels.cpu.vectors import call_shared
 from cairn.kernels.quantized import E2M1
 
-INTEGER_4, E2M1_4, INTEGER_8, E4M3_8 = range(4)
-"""What codes are: see `QuantizedWeight`."""
+INTEGER_4, E2M1_4, INTEGER_5, INTEGER_8, E4M3_8 = range(5)
+"""What codes are: see `QuantizedWeight`; the first three have eight of them in a word."""
 
-_BITS = MappingProxyType({INTEGER_4: 4, E2M1_4: 4, INTEGER_8: 8, E4M3_8: 8})
+WORD_OF_FIFTHS = 32
+"""Inputs whose fifth bits are in one word."""
+
+_BITS = MappingProxyType({INTEGER_4: 4, E2M1_4: 4, INTEGER_5: 4, INTEGER_8: 8, E4M3_8: 8})
+"""In words of codes."""
+
 _VARIANTS = 2 * len(_BITS)
 _LANES = 16 if HAS_AVX512 else 8
 _NARROWS = bool(cpu_features().get("avx512bf16"))
@@ -41,15 +47,17 @@ def expand(
     scales: Any,
     zeros: Any,
     least: Any,
+    fifths: Any,
     out: Any,
 ) -> Any:
     """So many words of codes of a form become numbers at `out`, float32, or pairs of bfloat16 if it points to words.
     `scales`, `zeros`, `least`: of the 32 outputs, for all of these inputs; least is not read unless `has_least`.
+    `fifths`: words of fifth bits, from these codes' first one on, read where codes have five.
     `rounds`: float32 numbers are rounded to bfloat16."""
     in_pairs = out == I32
 
     def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
-        codes, words, form, has_least, rounds, *factors, out = args
+        codes, words, form, has_least, rounds, *factors, fifths, out = args
         done = builder.append_basic_block("expanded")
         is_rounded = builder.select(_is_true(builder, rounds), _constant(_VARIANTS), _constant(0))
         number = builder.add(builder.mul(form, _constant(2)), builder.select(_is_true(builder, has_least), *_ONE_ZERO))
@@ -61,13 +69,13 @@ def expand(
                 adds = variant % 2 == 1
                 form_of = variant % _VARIANTS // 2
                 writer = _Expansion(form_of, adds, in_pairs, rounds=in_pairs or variant >= _VARIANTS)
-                call_shared(builder, writer.name, [codes, words, *factors, out], writer.write)
+                call_shared(builder, writer.name, [codes, words, *factors, fifths, out], writer.write)
                 builder.branch(done)
         builder.position_at_end(done)
         return context.get_dummy_value()
 
     i64 = numba_types.int64
-    return numba_types.void(I32, i64, i64, i64, i64, F32, F32, F32, out), code
+    return numba_types.void(I32, i64, i64, i64, i64, F32, F32, F32, I32, out), code
 
 
 @intrinsic
@@ -98,7 +106,7 @@ class _Expansion:
 
     def write(self, builder: Any, function: Any) -> None:
         """The function's body."""
-        codes, words, scales, zeros, least, out = function.args
+        codes, words, scales, zeros, least, fifths, out = function.args
         out = builder.bitcast(out, _I32.as_pointer())
         count = 32 // _BITS[self.form]
         lines = count // 2 if self.in_pairs else count
@@ -110,11 +118,20 @@ class _Expansion:
                 place = builder.add(builder.mul(loop.index, _constant(PANEL)), at)
                 word = builder.load(_at(builder, codes, place, _WORDS), align=4)
                 target = builder.add(builder.mul(loop.index, _constant(lines * PANEL)), at)
-                self._write_word(builder, word, factors, out, target)
+                high = self._fifths_of_word(builder, fifths, loop.index, at) if self.form == INTEGER_5 else None
+                self._write_word(builder, word, high, factors, out, target)
 
-    def _write_word(self, builder: Any, word: Any, factors: list[Any], out: Any, target: Any) -> None:
+    def _fifths_of_word(self, builder: Any, fifths: Any, index: Any, at: Any) -> Any:
+        """The fifth bits of a word's codes are the lowest ones of these."""
+        in_one = _constant(WORD_OF_FIFTHS // 8)
+        place = builder.add(builder.mul(builder.udiv(index, in_one), _constant(PANEL)), at)
+        word = builder.load(_at(builder, fifths, place, _WORDS), align=4)
+        passed = builder.trunc(builder.mul(builder.urem(index, in_one), _constant(8)), _I32)
+        return builder.lshr(word, _splat(builder, passed))
+
+    def _write_word(self, builder: Any, word: Any, high: Any, factors: list[Any], out: Any, target: Any) -> None:
         count = 32 // _BITS[self.form]
-        numbers = [self._number(builder, word, place, factors) for place in range(count)]
+        numbers = [self._number(builder, word, high, place, factors) for place in range(count)]
         if self.in_pairs:
             bits = [_narrow_pair(builder, *numbers[place : place + 2]) for place in range(0, count, 2)]
         else:
@@ -123,7 +140,7 @@ class _Expansion:
             place = builder.add(target, _constant(line * PANEL))
             builder.store(value, _at(builder, out, place, _WORDS), align=4)
 
-    def _number(self, builder: Any, word: Any, place: int, factors: list[Any]) -> Any:
+    def _number(self, builder: Any, word: Any, high: Any, place: int, factors: list[Any]) -> Any:
         bits = _BITS[self.form]
         scales, zeros, least = factors
         code = builder.lshr(word, _everywhere(bits * place)) if place else word
@@ -131,11 +148,15 @@ class _Expansion:
             number = _e2m1(builder, code)
         elif self.form == E4M3_8:
             number = _e4m3(builder, word, place)
-        elif bits == 4 and HAS_AVX512:
+        elif self.form == INTEGER_4 and HAS_AVX512:
             number = builder.fsub(_look_up(builder, range(16), code), zeros)
         else:
             if (place + 1) * bits < 32:
                 code = builder.and_(code, _everywhere((1 << bits) - 1))
+            if self.form == INTEGER_5:
+                moved = builder.shl if place < 4 else builder.lshr
+                fifth = builder.and_(moved(high, _everywhere(abs(4 - place))), _everywhere(16))
+                code = builder.or_(code, fifth)
             number = builder.fsub(builder.sitofp(code, _FLOATS), zeros)
         number = builder.fmul(number, scales)
         return builder.fadd(number, least) if self.has_least else number
@@ -201,6 +222,11 @@ def _at(builder: Any, pointer: Any, index: Any, kind: Any) -> Any:
 
 def _everywhere(value: int) -> Any:
     return ir.Constant(_WORDS, [value] * _LANES)
+
+
+def _splat(builder: Any, number: Any) -> Any:
+    single = builder.insert_element(ir.Constant(_WORDS, ir.Undefined), number, _I32(0))
+    return builder.shuffle_vector(single, single, _everywhere(0))
 
 
 def _constant(value: int) -> Any:

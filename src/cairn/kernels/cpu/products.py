@@ -12,18 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.codes import (
-    CodedRows,
-    PackedCodes,
-    as_codes,
-    group_of,
-    multiply_codes,
-    multiply_codes_panels,
-    pack_codes,
-)
+from cairn.kernels.cpu.codes import group_of, multiply_codes, multiply_codes_panels
 from cairn.kernels.cpu.int4 import PackedInt4, multiply_int4, multiply_int4_panels
 from cairn.kernels.cpu.int8 import Int8Weight, multiply_int8, multiply_int8_panels
 from cairn.kernels.cpu.onednn import can_reorder, has_products, reorder, reordered_product
+from cairn.kernels.cpu.packed_codes import CodedRows, PackedCodes, as_codes, pack_codes
 from cairn.kernels.cpu.panels import (
     RowPartition,
     has_panels,

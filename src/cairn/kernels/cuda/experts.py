@@ -4,7 +4,7 @@ A `pair` is a token with one of its experts. Pairs are brought into the order of
 expert's pairs make up blocks of rows, the last of which has rows to spare. Three launches then: the first product with
 its activation, the second product, and the sum of each token's terms. Nobody on the host knows how many blocks there
 are: as many programs are started as there might be, and those too many end at once. A term is, as every product with a
-weight, rounded to the model's dtype. Weights may be in FP8, as `fp8` reads them.
+weight, rounded to the model's dtype. Weights may be in FP8 or in codes, as `fp8` reads them.
 
 With few tokens the bound is the reading of the weights, and most experts have but one row: there each pair is a product
 of a matrix and a vector, and two launches do. Where a token's bits must not depend on the other tokens all go the first
@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
+from cairn.kernels.cuda.codes import load_codes
 from cairn.kernels.cuda.device import kernel, power_of_2, takes_tensor_cores
 from cairn.kernels.cuda.expert_order import block_of_pairs, sort_pairs
 from cairn.kernels.cuda.fp8 import (
@@ -26,13 +27,14 @@ from cairn.kernels.cuda.fp8 import (
     block_scales,
     form_of,
     load_weights,
-    numbers_of,
+    operands_of,
     partial_sums,
     scaled,
     scales_of,
 )
 from cairn.kernels.cuda.metadata import CudaMetadata
-from cairn.kernels.fp8 import BLOCK, Fp8Rows, Fp8Weight
+from cairn.kernels.fp8 import BLOCK
+from cairn.kernels.weight_rows import WeightRows
 
 _FEW_TOKENS = 4
 """Up to so many each pair reads its expert's weights, even if another one has just done so."""
@@ -67,21 +69,21 @@ def _biases(bias, expert, column, inner_width, is_column):
 
 
 @triton.jit
-def _up_scales(scales, expert, column, inner_width, width, GATED: tl.constexpr, BLOCKED: tl.constexpr):
-    """Where those of the columns of gate and up begin; without a gate both are those of up."""
+def _up_rows(expert, column, inner_width, GATED: tl.constexpr):
+    """Those of the columns of gate and up, counted over all experts; without a gate both are those of up."""
     first = expert.to(tl.int64) * inner_width + column
     if GATED:
         first += expert.to(tl.int64) * inner_width
-        return scales_of(scales, first, width, BLOCKED), scales_of(scales, first + inner_width, width, BLOCKED)
-    up = scales_of(scales, first, width, BLOCKED)
-    return up, up
+        return first, first + inner_width
+    return first, first
 
 
 @kernel
 def _up_kernel(
-    x, weight, scales, bias, alpha, limit, inner, order, starts, num_experts, top_k, inner_width, width,
-    x_stride, expert_stride, weight_stride,
-    GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, TENSOR_CORES: tl.constexpr,
+    x, weight, scales, zeros, minimums, factors, minimum_factors, fifths, bias, alpha, limit, inner, order, starts,
+    num_experts, top_k, inner_width, width, x_stride, expert_stride, weight_stride,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
+    TENSOR_CORES: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """inner [pairs in the order of experts, inner_width]."""
@@ -98,17 +100,25 @@ def _up_kernel(
     # The rows of `up` lie after those of `gate`.
     half = tl.cast(inner_width, tl.int64) * weight_stride
     is_column = column < inner_width
-    gate_scales, up_scales = _up_scales(scales, expert, column, inner_width, width, GATED, BLOCKED)
+    gate_row, up_row = _up_rows(expert, column, inner_width, GATED)
+    gate_scales, up_scales = scales_of(scales, gate_row, width, BLOCKED), scales_of(scales, up_row, width, BLOCKED)
+    more = zeros, minimums, factors, minimum_factors, fifths
     gate = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     up = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, width, DEPTH):
         a_mask = (pair < end)[:, None] & (depth < width - k)[None, :]
         b_mask = (depth < width - k)[:, None] & is_column[None, :]
         a = tl.load(a_pointers, mask=a_mask, other=0)
-        b = load_weights(b_pointers, b_mask, a.dtype, FP8)
+        if CODES is None:
+            b = load_weights(b_pointers, b_mask, a.dtype, FP8)
+        else:
+            b = tl.trans(load_codes(weight, scales, more, gate_row, is_column, k, width, DEPTH, a.dtype, CODES))
         if GATED:
             gate = add_product(a, b, gate, gate_scales, is_column, k, TENSOR_CORES, BLOCKED)
-            b = load_weights(b_pointers + half, b_mask, a.dtype, FP8)
+            if CODES is None:
+                b = load_weights(b_pointers + half, b_mask, a.dtype, FP8)
+            else:
+                b = tl.trans(load_codes(weight, scales, more, up_row, is_column, k, width, DEPTH, a.dtype, CODES))
         up = add_product(a, b, up, up_scales, is_column, k, TENSOR_CORES, BLOCKED)
         a_pointers += DEPTH
         b_pointers += DEPTH
@@ -125,9 +135,10 @@ def _up_kernel(
 
 @kernel
 def _down_kernel(
-    inner, weight, scales, bias, terms, order, starts, num_experts, inner_width, width,
-    expert_stride, weight_stride,
-    BIASED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, TENSOR_CORES: tl.constexpr, EXPERTS: tl.constexpr,
+    inner, weight, scales, zeros, minimums, factors, minimum_factors, fifths, bias, terms, order, starts,
+    num_experts, inner_width, width, expert_stride, weight_stride,
+    BIASED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr, TENSOR_CORES: tl.constexpr,
+    EXPERTS: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """terms [pairs in the order of tokens, width]."""
@@ -141,13 +152,19 @@ def _down_kernel(
     b_pointers = weight + expert.to(tl.int64) * expert_stride
     b_pointers += column.to(tl.int64)[None, :] * weight_stride + depth[:, None]
     is_column = column < width
-    column_scales = scales_of(scales, expert.to(tl.int64) * width + column, inner_width, BLOCKED)
+    weight_row = expert.to(tl.int64) * width + column
+    column_scales = scales_of(scales, weight_row, inner_width, BLOCKED)
+    more = zeros, minimums, factors, minimum_factors, fifths
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, inner_width, DEPTH):
         a_mask = (pair < end)[:, None] & (depth < inner_width - k)[None, :]
         b_mask = (depth < inner_width - k)[:, None] & is_column[None, :]
         a = tl.load(a_pointers, mask=a_mask, other=0)
-        b = load_weights(b_pointers, b_mask, a.dtype, FP8)
+        if CODES is None:
+            b = load_weights(b_pointers, b_mask, a.dtype, FP8)
+        else:
+            b = load_codes(weight, scales, more, weight_row, is_column, k, inner_width, DEPTH, a.dtype, CODES)
+            b = tl.trans(b)
         total = add_product(a, b, total, column_scales, is_column, k, TENSOR_CORES, BLOCKED)
         a_pointers += DEPTH
         b_pointers += DEPTH
@@ -182,9 +199,10 @@ def _sum_kernel(
 
 @kernel
 def _up_gemv_kernel(
-    x, weight, scales, bias, alpha, limit, topk_ids, inner, top_k, inner_width, width,
-    x_stride, expert_stride, weight_stride,
-    GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, COLUMNS: tl.constexpr,
+    x, weight, scales, zeros, minimums, factors, minimum_factors, fifths, bias, alpha, limit,
+    topk_ids, inner, top_k, inner_width, width, x_stride, expert_stride, weight_stride,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
+    COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
     """inner [pairs in the order of tokens, inner_width]."""
@@ -196,17 +214,26 @@ def _up_gemv_kernel(
     rows = weight + expert * expert_stride + column.to(tl.int64)[:, None] * weight_stride + depth[None, :]
     half = tl.cast(inner_width, tl.int64) * weight_stride
     is_column = column < inner_width
-    gate_scales, up_scales = _up_scales(scales, expert, column, inner_width, width, GATED, BLOCKED)
+    gate_row, up_row = _up_rows(expert, column, inner_width, GATED)
+    gate_scales, up_scales = scales_of(scales, gate_row, width, BLOCKED), scales_of(scales, up_row, width, BLOCKED)
+    more = zeros, minimums, factors, minimum_factors, fifths
     PARTS: tl.constexpr = DEPTH // _BLOCK if BLOCKED else DEPTH
     gate = tl.zeros((COLUMNS, PARTS), dtype=tl.float32)
     up = tl.zeros((COLUMNS, PARTS), dtype=tl.float32)
     for k in range(0, width, DEPTH):
         mask = is_column[:, None] & (depth < width - k)[None, :]
-        values = tl.load(token + k + depth, mask=depth < width - k, other=0).to(tl.float32)[None, :]
-        weights = load_weights(rows + k, mask, tl.float32, FP8)
+        given = tl.load(token + k + depth, mask=depth < width - k, other=0)
+        values = given.to(tl.float32)[None, :]
+        if CODES is None:
+            weights = load_weights(rows + k, mask, tl.float32, FP8)
+        else:
+            weights = load_codes(weight, scales, more, gate_row, is_column, k, width, DEPTH, given.dtype, CODES)
         if GATED:
             # Both loads come before the sums, so that both are under way at once.
-            up_weights = load_weights(rows + half + k, mask, tl.float32, FP8)
+            if CODES is None:
+                up_weights = load_weights(rows + half + k, mask, tl.float32, FP8)
+            else:
+                up_weights = load_codes(weight, scales, more, up_row, is_column, k, width, DEPTH, given.dtype, CODES)
             gate += partial_sums(weights.to(tl.float32) * values, gate_scales, is_column, k, width, BLOCKED)
             up += partial_sums(up_weights.to(tl.float32) * values, up_scales, is_column, k, width, BLOCKED)
         else:
@@ -223,9 +250,10 @@ def _up_gemv_kernel(
 
 @kernel
 def _down_gemv_kernel(
-    inner, weight, scales, bias, topk_ids, topk_weights, out, inner_width, width,
-    expert_stride, weight_stride,
-    TOP_K: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CHOSEN: tl.constexpr,
+    inner, weight, scales, zeros, minimums, factors, minimum_factors, fifths, bias, topk_ids, topk_weights, out,
+    inner_width, width, expert_stride, weight_stride,
+    TOP_K: tl.constexpr, BIASED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
+    CHOSEN: tl.constexpr,
     COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """A token's terms, all at once, and their sum, in ascending order of the experts."""
@@ -240,19 +268,29 @@ def _down_gemv_kernel(
     rows = weight + (experts * expert_stride)[None, :, None]
     rows += (column.to(tl.int64) * weight_stride)[:, None, None] + depth[None, None, :]
     known_columns = (column < width)[:, None] & (place < TOP_K)[None, :]
-    column_scales = scales_of(scales, (experts * width)[None, :] + column[:, None], inner_width, BLOCKED)
+    weight_rows = (experts * width)[None, :] + column[:, None]
+    column_scales = scales_of(scales, weight_rows, inner_width, BLOCKED)
+    more = zeros, minimums, factors, minimum_factors, fifths
+    ROWS: tl.constexpr = COLUMNS * CHOSEN
+    flat_rows, flat_known = tl.reshape(weight_rows, (ROWS,)), tl.reshape(known_columns, (ROWS,))
     PARTS: tl.constexpr = DEPTH // _BLOCK if BLOCKED else DEPTH
     sums = tl.zeros((COLUMNS, CHOSEN, PARTS), dtype=tl.float32)
     for k in range(0, inner_width, DEPTH):
         known = (place < TOP_K)[:, None] & (depth < inner_width - k)[None, :]
         mask = (column < width)[:, None, None] & known[None, :, :]
-        weights = load_weights(rows + k, mask, tl.float32, FP8)
         values = tl.load(vectors + k, mask=known, other=0)
+        if CODES is None:
+            weights = load_weights(rows + k, mask, tl.float32, FP8)
+        else:
+            weights = load_codes(
+                weight, scales, more, flat_rows, flat_known, k, inner_width, DEPTH, values.dtype, CODES
+            )
+            weights = tl.reshape(weights, (COLUMNS, CHOSEN, DEPTH))
         products = weights.to(tl.float32) * values.to(tl.float32)[None, :, :]
         if BLOCKED:
             parts = tl.sum(tl.reshape(products, (COLUMNS, CHOSEN, PARTS, _BLOCK)), axis=3)
-            factors = block_scales(column_scales[:, :, None], known_columns[:, :, None], k, inner_width, PARTS)
-            sums += parts * factors
+            sizes = block_scales(column_scales[:, :, None], known_columns[:, :, None], k, inner_width, PARTS)
+            sums += parts * sizes
         else:
             sums += products
     totals = scaled(tl.sum(sums, axis=2), column_scales, known_columns, FP8, BLOCKED)
@@ -270,20 +308,22 @@ def _down_gemv_kernel(
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=column < width)
 
 
-def experts(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: Fp8Rows, down: Fp8Rows, batch: Batch) -> Tensor:
+def experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, up: WeightRows, down: WeightRows, batch: Batch
+) -> Tensor:
     """See `Kernels.experts`."""
     return _experts(x, topk_ids, topk_weights, _Form(up, down), batch)
 
 
 def gated_experts(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Fp8Rows, down: Fp8Rows, batch: Batch
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: WeightRows, down: WeightRows, batch: Batch
 ) -> Tensor:
     """See `Kernels.gated_experts`."""
     return _experts(x, topk_ids, topk_weights, _Form(gate_up, down, gated=True), batch)
 
 
 def clamped_experts(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Fp8Rows, down: Fp8Rows, gate_up_bias: Tensor,
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: WeightRows, down: WeightRows, gate_up_bias: Tensor,
     down_bias: Tensor | None, alpha: float, limit: float, batch: Batch,
 ) -> Tensor:  # fmt: skip
     """See `Kernels.clamped_experts`."""
@@ -295,8 +335,8 @@ def clamped_experts(
 class _Form:
     """What experts are made of. `up_bias`: of those that are clamped, by `alpha` and `limit`."""
 
-    up: Fp8Rows
-    down: Fp8Rows
+    up: WeightRows
+    down: WeightRows
     gated: bool = False
     up_bias: Tensor | None = None
     down_bias: Tensor | None = None
@@ -414,15 +454,10 @@ def _run_many_tokens(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, form: _F
     )
 
 
-def _operands(weight: Fp8Rows, no_scales: Tensor) -> tuple[tuple[Tensor, Tensor], int, int]:
-    """What kernels get of a stack of weights: numbers and scales, `no_scales` where there are none; and how far experts
-    and rows are from each other."""
-    numbers = numbers_of(weight)
-    return (
-        (numbers, weight.scales if isinstance(weight, Fp8Weight) else no_scales),
-        numbers.stride(0),
-        numbers.stride(1),
-    )
+def _operands(weight: WeightRows, no_scales: Tensor) -> tuple[tuple[Tensor, ...], int, int]:
+    """What kernels get of a stack of weights: see `operands_of`; and how far experts and rows are from each other."""
+    numbers, *more = operands_of(weight, no_scales)
+    return (numbers, *more), numbers.stride(0), numbers.stride(1)
 
 
 def _block_rows(pairs: int, num_experts: int, dtype: torch.dtype) -> int:

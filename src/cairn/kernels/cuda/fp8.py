@@ -1,15 +1,14 @@
-"""Products with weights that stay in FP8: x as it is, the weight widened tile by tile, sums in float32.
+"""Products with weights that stay in FP8 or in codes: x as it is, the weight widened tile by tile, sums in float32.
 
 A tile of weights is widened to x's dtype, which holds every FP8 number, and multiplied; scales are factors of the sums,
-so that nothing is rounded before. One or two rows are bound by the reading of the weights, and are products of a matrix
-and a vector. Hundreds of rows are bound by the products: where a row of the weight has one scale, GPUs with FP8 tensor
-cores take `torch._scaled_mm`, for which each row of x is brought to FP8 with a scale of its own.
+so that nothing is rounded before. Codes become numbers of x's dtype, scales included (see `codes`). One or two rows are
+bound by the reading of the weights, and are products of a matrix and a vector. Hundreds of rows are bound by the
+products: where a row of the weight has one scale, GPUs with FP8 tensor cores take `torch._scaled_mm`, for which each
+row of x is brought to FP8 with a scale of its own; codes become a plain weight, which lives as long as the product.
 """
 
-import logging
 from collections.abc import Sequence
-from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,21 +16,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from cairn.kernels.cuda.codes import NUM_OPERANDS, code_form, code_operands, load_codes, widen_e4m3
 from cairn.kernels.cuda.device import kernel, limits, power_of_2, takes_tensor_cores
-from cairn.kernels.fp8 import BLOCK, Fp8Rows, Fp8Weight
+from cairn.kernels.fp8 import BLOCK, Fp8Weight
+from cairn.kernels.gpu_codes import warn_dequantized, why_no_codes
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.kernels.weight_rows import WeightRows
+from cairn.kernels.weight_rows import StoredRows, WeightRows
 
 Form = Literal["none", "native", "bytes"]
 """How kernels see weights: in x's dtype; in FP8; as bytes, on GPUs without FP8, whose compiler does not know it."""
-
-logger = logging.getLogger(__name__)
 
 _FEW_ROWS = 2
 """Up to so many a row is a product of a matrix and a vector, and the second one finds the matrix in the cache."""
 
 _SCALED_ROWS = 256
 """From so many on the products are the bound by far, and half the time for them pays for bringing x to FP8."""
+
+_EXPANDED_ROWS = 1024
+"""From so many on codes are brought to the dtype once, for cuBLAS, and not once for each block of rows."""
 
 _LARGEST = 448.0
 """Of the numbers in FP8."""
@@ -42,16 +44,25 @@ _BLOCK = tl.constexpr(BLOCK)
 # -- what experts share ----------------------------------------------------------------------------------------------
 
 
-def form_of(weight: Fp8Rows) -> dict[str, object]:
-    """The constants of a kernel by which it reads a weight."""
+def form_of(weight: WeightRows) -> dict[str, Any]:
+    """The constants of a kernel by which it reads a weight, and how it is compiled for that."""
+    if isinstance(weight, Fp8Weight):
+        return {"FP8": "native" if limits().has_fp8 else "bytes", "BLOCKED": weight.is_blocked, "CODES": None}
+    plain = {"FP8": "none", "BLOCKED": False}
     if isinstance(weight, Tensor):
-        return {"FP8": "none", "BLOCKED": False}
-    return {"FP8": "native" if limits().has_fp8 else "bytes", "BLOCKED": weight.is_blocked}
+        return {**plain, "CODES": None}
+    # A product and a sum that were made at once would be rounded once.
+    apart = {} if weight.minimums is None else {"enable_fp_fusion": False}
+    return {**plain, "CODES": code_form(weight), **apart}
 
 
-def numbers_of(weight: Fp8Rows) -> Tensor:
-    """What a kernel gets of a weight, beside its scales."""
-    return weight if isinstance(weight, Tensor) else weight.numbers
+def operands_of(weight: WeightRows, no_scales: Tensor) -> tuple[Tensor, ...]:
+    """What a kernel gets of a weight: numbers or codes, scales, and what else codes have; `no_scales` where there are
+    none."""
+    if isinstance(weight, QuantizedWeight):
+        return code_operands(weight)
+    numbers, scales = (weight, no_scales) if isinstance(weight, Tensor) else (weight.numbers, weight.scales)
+    return numbers, *(scales for _ in range(NUM_OPERANDS - 1))
 
 
 @triton.jit
@@ -61,10 +72,7 @@ def load_weights(pointers, mask, dtype: tl.constexpr, FP8: tl.constexpr):
     if FP8 == "native":
         values = values.to(tl.float8e4nv, bitcast=True).to(dtype)
     elif FP8 == "bytes":
-        # As float16, whose exponent has one bit more and begins 8 lower.
-        bits = values.to(tl.uint16)
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
-        values = (half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0).to(dtype)
+        values = widen_e4m3(values).to(dtype)
     return values
 
 
@@ -124,8 +132,9 @@ def scaled(sums, scales, mask, FP8: tl.constexpr, BLOCKED: tl.constexpr):
 
 @kernel
 def _many_rows_kernel(
-    x, weight, scales, bias, out, num_rows, outputs, num_biases, width, x_stride, out_stride,
-    FP8: tl.constexpr, BLOCKED: tl.constexpr, TENSOR_CORES: tl.constexpr,
+    x, weight, scales, zeros, minimums, factors, minimum_factors, fifths, bias, out,
+    num_rows, outputs, num_biases, width, x_stride, out_stride,
+    FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr, TENSOR_CORES: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """Programs of the same columns are neighbours, so that the weight comes from memory once. `num_biases`: 0 or, with
@@ -136,12 +145,18 @@ def _many_rows_kernel(
     is_row, is_column = row < num_rows, column < outputs
     a_pointers = x + (row.to(tl.int64) * x_stride)[:, None] + depth[None, :]
     b_pointers = weight + (column.to(tl.int64) * width)[None, :] + depth[:, None]
-    column_scales = scales_of(scales, column.to(tl.int64), width, BLOCKED)
+    weight_row, more = column.to(tl.int64), (zeros, minimums, factors, minimum_factors, fifths)
+    column_scales = scales_of(scales, weight_row, width, BLOCKED)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for k in range(0, width, DEPTH):
         inside = depth < width - k
         a = tl.load(a_pointers, mask=is_row[:, None] & inside[None, :], other=0)
-        b = load_weights(b_pointers, inside[:, None] & is_column[None, :], a.dtype, FP8)
+        if CODES is None:
+            b = load_weights(b_pointers, inside[:, None] & is_column[None, :], a.dtype, FP8)
+        else:
+            b = tl.trans(
+                load_codes(weight, scales, more, column.to(tl.int64), is_column, k, width, DEPTH, a.dtype, CODES)
+            )
         total = add_product(a, b, total, column_scales, is_column, k, TENSOR_CORES, BLOCKED)
         a_pointers += DEPTH
         b_pointers += DEPTH
@@ -153,8 +168,9 @@ def _many_rows_kernel(
 
 @kernel
 def _few_rows_kernel(
-    x, weight, scales, bias, out, outputs, num_biases, width, x_stride, out_stride,
-    FP8: tl.constexpr, BLOCKED: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+    x, weight, scales, zeros, minimums, factors, minimum_factors, fifths, bias, out,
+    outputs, num_biases, width, x_stride, out_stride,
+    FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """One row; programs of other rows with the same columns are neighbours."""
     row = tl.program_id(0).to(tl.int64)
@@ -162,61 +178,88 @@ def _few_rows_kernel(
     depth = tl.arange(0, DEPTH)
     is_column = column < outputs
     rows = weight + (column.to(tl.int64) * width)[:, None] + depth[None, :]
-    column_scales = scales_of(scales, column.to(tl.int64), width, BLOCKED)
+    weight_row, more = column.to(tl.int64), (zeros, minimums, factors, minimum_factors, fifths)
+    column_scales = scales_of(scales, weight_row, width, BLOCKED)
     PARTS: tl.constexpr = DEPTH // _BLOCK if BLOCKED else DEPTH
     sums = tl.zeros((COLUMNS, PARTS), dtype=tl.float32)
     for k in range(0, width, DEPTH):
         inside = depth < width - k
-        values = tl.load(x + row * x_stride + k + depth, mask=inside, other=0).to(tl.float32)
-        weights = load_weights(rows + k, is_column[:, None] & inside[None, :], tl.float32, FP8)
-        sums += partial_sums(weights * values[None, :], column_scales, is_column, k, width, BLOCKED)
+        values = tl.load(x + row * x_stride + k + depth, mask=inside, other=0)
+        if CODES is None:
+            weights = load_weights(rows + k, is_column[:, None] & inside[None, :], tl.float32, FP8)
+        else:
+            weights = load_codes(weight, scales, more, weight_row, is_column, k, width, DEPTH, values.dtype, CODES)
+        products = weights.to(tl.float32) * values.to(tl.float32)[None, :]
+        sums += partial_sums(products, column_scales, is_column, k, width, BLOCKED)
     total = scaled(tl.sum(sums, axis=1), column_scales, is_column, FP8, BLOCKED)
     total += tl.load(bias + column, mask=column < num_biases, other=0).to(tl.float32)
     tl.store(out + row * out_stride + column, total.to(out.dtype.element_ty), mask=is_column)
 
 
-def pack_stored(rows: Sequence[WeightRows]) -> tuple[Fp8Rows, ...] | Fp8Rows:
-    """See `Kernels.pack_stored`."""
-    if any(isinstance(part, QuantizedWeight) for part in rows):
-        warn_dequantized()
-    plain = [part.dequantize() if isinstance(part, QuantizedWeight) else part for part in rows]
-    packed = tuple(part.changed(Tensor.contiguous) if isinstance(part, Fp8Weight) else part for part in plain)
+@kernel
+def _expand_kernel(
+    weight, scales, zeros, minimums, factors, minimum_factors, fifths, out, outputs, width,
+    CODES: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """out [outputs, width]: what codes stand for."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    weight_row, more = column.to(tl.int64), (zeros, minimums, factors, minimum_factors, fifths)
+    k = tl.program_id(1) * DEPTH
+    depth, is_column = k + tl.arange(0, DEPTH), column < outputs
+    values = load_codes(weight, scales, more, weight_row, is_column, k, width, DEPTH, out.dtype.element_ty, CODES)
+    places = out + (weight_row * width)[:, None] + depth[None, :]
+    tl.store(places, values, mask=is_column[:, None] & (depth < width)[None, :])
+
+
+def pack_stored(rows: Sequence[WeightRows]) -> tuple[WeightRows, ...] | WeightRows:
+    """See `Kernels.pack_stored`. Codes that there are no products with are dequantized, with a warning."""
+    packed = tuple(_packed(part) for part in rows)
     return packed[0] if len(packed) == 1 else packed
 
 
-@cache
-def warn_dequantized() -> None:
-    """Once a process."""
-    logger.warning("quantized weights are dequantized: there are no products with them on GPUs yet, but in FP8")
+def _packed(part: WeightRows) -> WeightRows:
+    if isinstance(part, Tensor):
+        return part
+    if isinstance(part, Fp8Weight):
+        return part.changed(Tensor.contiguous)
+    reason = why_no_codes(part)
+    if reason is None:
+        return part.changed(Tensor.contiguous)
+    warn_dequantized(reason)
+    return part.dequantize()
 
 
-def multiply(x: Tensor, weight: tuple[Fp8Rows, ...] | Fp8Rows, bias: Tensor | None) -> Tensor:
-    """x [T, in] times the transpose of a weight from `pack_stored`, [T, out] in x's dtype."""
+def multiply(
+    x: Tensor, weight: tuple[WeightRows, ...] | WeightRows, bias: Tensor | None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """x [T, in] times the transpose of a weight from `pack_stored`, [T, out] in x's dtype or, with codes, another."""
     if isinstance(weight, Tensor):
         return F.linear(x, weight, bias)
-    if isinstance(weight, Fp8Weight):
-        if takes_scaled_product(x, weight):
-            return _scaled_product(x, weight, bias)
-        out = x.new_empty(x.shape[0], weight.shape[0])
-        _multiply_into(x, weight, bias, out)
-        return out
-    out = x.new_empty(x.shape[0], sum(part.shape[0] for part in weight))
+    if isinstance(weight, Fp8Weight) and takes_scaled_product(x, weight):
+        return _scaled_product(x, weight, bias)
+    parts = weight if isinstance(weight, tuple) else (weight,)
+    out = x.new_empty(x.shape[0], sum(part.shape[0] for part in parts), dtype=dtype or x.dtype)
     end = 0
-    for part in weight:
+    for part in parts:
         begin, end = end, end + part.shape[0]
         part_bias = None if bias is None else bias[begin:end]
-        if isinstance(part, Fp8Weight) and not takes_scaled_product(x, part):
-            _multiply_into(x, part, part_bias, out[:, begin:end])
-        else:
+        if isinstance(part, Tensor) or (isinstance(part, Fp8Weight) and takes_scaled_product(x, part)):
             out[:, begin:end] = multiply(x, part, part_bias)
+        else:
+            _multiply_into(x, part, part_bias, out[:, begin:end])
     return out
 
 
-def _multiply_into(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out: Tensor) -> None:
+def _multiply_into(x: Tensor, weight: StoredRows, bias: Tensor | None, out: Tensor) -> None:
+    if isinstance(weight, QuantizedWeight) and weight.order is not None:
+        x = x.index_select(1, weight.order)
     (rows, width), outputs = x.shape, weight.shape[0]
     if not rows:
         return
-    operands = x, weight.numbers, weight.scales, x if bias is None else bias, out
+    if isinstance(weight, QuantizedWeight) and rows >= _EXPANDED_ROWS and out.dtype == x.dtype:
+        out.copy_(F.linear(x, _expand(weight, x.dtype), bias))
+        return
+    operands = x, *operands_of(weight, x), x if bias is None else bias, out
     sizes = outputs, 0 if bias is None else outputs, width, x.stride(0), out.stride(0)
     variant = form_of(weight)
     if rows <= _FEW_ROWS:
@@ -228,6 +271,24 @@ def _multiply_into(x: Tensor, weight: Fp8Weight, bias: Tensor | None, out: Tenso
     grid = triton.cdiv(rows, tile["ROWS"]), triton.cdiv(outputs, tile["COLUMNS"])
     variant["TENSOR_CORES"] = takes_tensor_cores(x)
     _many_rows_kernel[grid](*operands, rows, *sizes, **variant, **tile, **options)
+
+
+def _expand(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """What codes stand for [out, in], columns as they are stored."""
+    outputs, width = weight.shape
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.codes.device)
+    tile, variant = _expansion_tile(width), form_of(weight)
+    apart = {name: value for name, value in variant.items() if name == "enable_fp_fusion"}
+    grid = triton.cdiv(outputs, tile["COLUMNS"]), triton.cdiv(width, tile["DEPTH"])
+    operands = *code_operands(weight), out, outputs, width
+    _expand_kernel[grid](*operands, CODES=variant["CODES"], **tile, num_warps=4, **apart)
+    return out
+
+
+def _expansion_tile(width: int) -> dict[str, int]:
+    """4 warps have 4096 numbers."""
+    depth = min(512, power_of_2(width, 16))
+    return {"COLUMNS": 4096 // depth, "DEPTH": depth}
 
 
 def _few_rows_tile(width: int) -> tuple[dict[str, int], dict[str, int]]:

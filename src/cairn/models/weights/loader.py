@@ -59,11 +59,12 @@ class Accounting:
     """A checkpoint's tensors against the ones that its config calls for. `problems`: a sentence for each that is wrong,
     and then for those that are missing and for those that are foreign, by turns.
     `num_ignored`: tensors of parts that are not served, such as multi-token prediction heads. `forms`: how many
-    matrices are stored in each quantized form, by its name."""
+    matrices are stored in each quantized form, by its name. `not_kept`: forms that do not stay, though others do."""
 
     problems: tuple[str, ...]
     num_ignored: int
     forms: Mapping[str, int]
+    not_kept: frozenset[str] = frozenset()
 
 
 def read_config(folder: Path) -> dict[str, object]:

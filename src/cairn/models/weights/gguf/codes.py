@@ -78,19 +78,15 @@ def _neighbours(nibbles: Bytes) -> Bytes:
     return np.concatenate([_pairs(low), _pairs(high)], axis=-1)
 
 
-def _fifth_bits(blocks: Bytes) -> Bytes:
-    """Of 32 numbers, in four bytes: [..., 2, 16]."""
-    return _split(np.unpackbits(blocks, axis=-1, bitorder="little") << 4, 2, 16)
-
-
 def _q5_0(blocks: Bytes) -> dict[str, Any]:
-    codes = _halves(blocks[..., 6:]) | _fifth_bits(blocks[..., 2:6])
-    return {"codes": codes, "scales": _float16(blocks, 0), "zero": 16, "bits": 8}
+    codes, fifths = _neighbours(blocks[..., 6:]), blocks[..., 2:6]
+    return {"codes": codes, "fifths": fifths, "scales": _float16(blocks, 0), "zero": 16, "bits": 5}
 
 
 def _q5_1(blocks: Bytes) -> dict[str, Any]:
-    codes = _halves(blocks[..., 8:]) | _fifth_bits(blocks[..., 4:8])
-    return {"codes": codes, "scales": _float16(blocks, 0), "minimums": _float16(blocks, 2), "bits": 8}
+    scales, minimums = _float16(blocks, 0), _float16(blocks, 2)
+    codes, fifths = _neighbours(blocks[..., 8:]), blocks[..., 4:8]
+    return {"codes": codes, "fifths": fifths, "scales": scales, "minimums": minimums, "bits": 5}
 
 
 def _two_levels(blocks: Bytes) -> dict[str, Any]:
@@ -109,10 +105,10 @@ def _q4_k(blocks: Bytes) -> dict[str, Any]:
 
 
 def _q5_k(blocks: Bytes) -> dict[str, Any]:
-    nibbles = _halves(_split(blocks[..., 48:], 4, 32))
-    # Of each number in a byte of the 32: the bit of its group.
-    fifth = np.stack([(blocks[..., 16:48] >> group & 1) << 4 for group in range(8)], axis=-2)
-    return {"codes": nibbles.reshape(fifth.shape) | fifth, **_two_levels(blocks), "bits": 8}
+    # A bit of each of eight groups is in a byte of the 32.
+    fifths = np.stack([blocks[..., 16:48] >> group & 1 for group in range(8)], axis=-2)
+    packed = np.packbits(fifths, axis=-1, bitorder="little")
+    return {"codes": _neighbours(_split(blocks[..., 48:], 4, 32)), "fifths": packed, **_two_levels(blocks), "bits": 5}
 
 
 def _q6_k(blocks: Bytes) -> dict[str, Any]:

@@ -1,0 +1,177 @@
+"""Weights in codes as the CPU's products read them: 32 outputs' words side by side, and their scales; or the rows as
+they are stored, where codes cannot be expanded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cairn.kernels.cpu.amx import HAS_AMX
+from cairn.kernels.cpu.compiled import ELEMENTS
+from cairn.kernels.cpu.expanding import E2M1_4, E4M3_8, INTEGER_4, INTEGER_5, INTEGER_8, WORD_OF_FIFTHS
+from cairn.kernels.cpu.huge_pages import weight_memory
+from cairn.kernels.cpu.panels import has_panels
+from cairn.kernels.cpu.threads import step_work
+from cairn.kernels.cpu.tiles import PANEL
+from cairn.kernels.fp8 import BLOCK, Fp8Weight
+from cairn.kernels.quantized import QuantizedWeight
+
+ABSENT, FLOAT32, FLOAT16, BFLOAT16, TABLE = range(5)
+"""What scales are stored in; `TABLE`: bytes, whose numbers a table has."""
+
+_KINDS: Mapping[torch.dtype, int] = MappingProxyType(
+    {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+)
+
+HAS_CODES = has_panels(torch.bfloat16)
+"""Whether codes are expanded for panels here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """Scales or minimums of a stack: bytes [E, panels, groups, 32] in their dtype. `table`: float32 [256], of those of
+    a byte. `outer`: float32 [E, panels, n, 32], what they are multiplied with, or divided by."""
+
+    values: Tensor
+    kind: int
+    table: Tensor | None
+    outer: Tensor | None
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """For a kernel: see `CodeFactors`."""
+        table = 0 if self.table is None else self.table.data_ptr()
+        outer, num_outer = (0, 0) if self.outer is None else (self.outer.data_ptr(), self.outer.shape[2])
+        return self.values.data_ptr(), self.kind, table, outer, num_outer
+
+
+@dataclass(frozen=True, slots=True)
+class PackedCodes:
+    """A weight, or a stack of experts' ones, in codes.
+
+    `shape`, `dtype`: those of the tensor that it stands for. `matrices`: int32 [panels, words, 32] of each expert, one
+    after the other in memory. `form`: see `expanding`. `fifths`: int32 [E, panels, in / 32, 32] where it has them.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    matrices: tuple[Tensor, ...]
+    form: int
+    group: int
+    scales: Factors
+    divides: bool
+    zero: int
+    zeros: Tensor | None
+    minimums: Factors | None
+    order: Tensor | None
+    fifths: Tensor | None
+    layout: Literal["panels"] = "panels"
+
+    @property
+    def words(self) -> int:
+        """Of two inputs each, of a row."""
+        return self.matrices[0].shape[1] * in_word(self.form) // 2
+
+
+@dataclass(frozen=True, slots=True)
+class CodedRows:
+    """A weight, or a stack of experts' ones, that is dequantized in blocks of rows whenever it is multiplied with."""
+
+    weight: QuantizedWeight
+    layout: Literal["rows"] = "rows"
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+
+def pack_codes(weight: QuantizedWeight) -> PackedCodes | CodedRows:
+    """See `Kernels.pack_stored`."""
+    form = _form_of(weight)
+    # Groups begin with a word, of fifth bits as well.
+    whole = WORD_OF_FIFTHS if form == INTEGER_5 else in_word(form)
+    fits = weight.shape[-1] % whole == 0 and (weight.group % whole == 0 or weight.scales.shape[-1] == 1)
+    if not HAS_CODES or not fits or weight.dtype not in ELEMENTS:
+        step_work().add_weight(weight.nbytes, "rows")
+        return CodedRows(weight)
+    stacked = weight if weight.codes.dim() == 3 else weight.changed(lambda part: part[None])
+    count, outputs, inputs = stacked.shape
+    panels, unit = -(-outputs // PANEL), 32 if HAS_AMX else whole
+    words = -(-inputs // unit) * unit // in_word(form)
+    stack = weight_memory().empty((count, panels, words, PANEL), torch.int32)
+    for packed, codes in zip(stack, stacked.codes, strict=True):
+        lines = _in_panels(codes.contiguous().view(torch.int32), panels)
+        packed[:, : lines.shape[1]] = lines
+        packed[:, lines.shape[1] :] = 0
+    step_work().add_weight(weight.nbytes, "codes panels")
+    minimums = None
+    if stacked.minimums is not None:
+        minimums = _pack_factors(stacked.minimums, stacked.minimum_factors, panels)
+    return PackedCodes(
+        shape=weight.shape,
+        dtype=weight.dtype,
+        matrices=stack.unbind(),
+        form=form,
+        group=stacked.group,
+        scales=_pack_factors(stacked.scales, stacked.factors, panels),
+        divides=weight.divides,
+        zero=weight.zero,
+        zeros=None if stacked.zeros is None else _stack_panels(stacked.zeros, panels),
+        minimums=minimums,
+        order=weight.order,
+        fifths=None if stacked.fifths is None else _stack_panels(stacked.fifths.contiguous().view(torch.int32), panels),
+    )
+
+
+def in_word(form: int) -> int:
+    """Inputs of a word of codes."""
+    return 8 if form <= INTEGER_5 else 4
+
+
+def _form_of(weight: QuantizedWeight) -> int:
+    if weight.numbers == "integer":
+        return {4: INTEGER_4, 5: INTEGER_5, 8: INTEGER_8}[weight.bits]
+    return E2M1_4 if weight.numbers == "e2m1" else E4M3_8
+
+
+def as_codes(weight: Fp8Weight) -> QuantizedWeight | None:
+    """A weight in FP8 as one in codes; None where blocks do not divide its inputs, or where a number is none, which
+    nothing here expands."""
+    fits = not weight.is_blocked or weight.shape[-1] % BLOCK == 0
+    if not fits or bool((weight.numbers & 127 == 127).any()):
+        return None
+    return QuantizedWeight(weight.numbers, weight.scales, weight.dtype, bits=8, numbers="e4m3")
+
+
+def _pack_factors(values: Tensor, outer: Tensor | None, panels: int) -> Factors:
+    table = _table_of(values.dtype) if values.element_size() == 1 else None
+    packed = _stack_panels(values.view(torch.uint8) if table is not None else values, panels)
+    outer = None if outer is None else _stack_panels(outer, panels)
+    return Factors(packed, _KINDS.get(values.dtype, TABLE), table, outer)
+
+
+@cache
+def _table_of(dtype: torch.dtype) -> Tensor:
+    """The numbers of all bytes."""
+    return torch.arange(256, dtype=torch.uint8).view(dtype).float()
+
+
+def _stack_panels(values: Tensor, panels: int) -> Tensor:
+    """[E, out, n] -> [E, panels, n, 32]."""
+    return torch.stack([_in_panels(each, panels) for each in values])
+
+
+def _in_panels(values: Tensor, panels: int) -> Tensor:
+    """[out, n] -> [panels, n, 32], zeros where there are no more outputs."""
+    missing = panels * PANEL - values.shape[0]
+    padded = F.pad(values, (0, 0, 0, missing)) if missing else values
+    return padded.reshape(panels, PANEL, -1).transpose(1, 2).contiguous()
