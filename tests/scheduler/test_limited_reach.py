@@ -48,7 +48,7 @@ def test_a_long_context_holds_its_window_alone(length):
 def test_tables_have_entries_of_pages_that_are_gone():
     """Many more than there are pages, where those of windows hold few tokens."""
     narrow = AttentionGroup("window", 2, 20)
-    driver = Driver(num_pages=500, limited=(narrow,), max_num_batched_tokens=64, max_in_flight=1, max_model_len=4_000)
+    driver = Driver(num_pages=500, limited=(narrow,), max_num_batched_tokens=128, max_in_flight=1, max_model_len=4_000)
     request = driver.ask(LONG[:3_000])
     assert request.output == alone(LONG[:3_000], False, max_tokens=4, limited=(narrow,))
 
