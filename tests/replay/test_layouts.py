@@ -7,6 +7,7 @@ import pytest
 
 from cairn.errors import ConfigError
 from cairn.models.families import FAMILIES, family_of
+from cairn.models.layer_sizes import LimitedScores
 from cairn.replay.layouts import LAYOUT_NAMES, UNNEEDED, layout_for, sizes_for
 from models.decoder_families import (
     dense_granite,
@@ -157,8 +158,21 @@ def test_what_a_config_comes_to(name, tmp_path):
     path.write_text(json.dumps(raw | {"dtype": "bfloat16"}))
     sizes, layout, half = sizes_for(str(path)), layout_for(str(path)), layout_for(str(path), state_dtype="bfloat16")
     found = (layout.page_bytes, layout.checkpoint_bytes, half.checkpoint_bytes)
-    assert (sizes.active_weights, sizes.score_numbers, *found) == NUMBERS[name]
+    scores = sizes.score_numbers + sum(limited.score_numbers for limited in sizes.limited_scores)
+    assert (sizes.active_weights, scores, *found) == NUMBERS[name]
     assert half.page_bytes == layout.page_bytes
+
+
+def test_scores_of_limited_reach_are_counted_apart():
+    limited = {
+        "gemma3": (64, (LimitedScores(128, window=20),)),
+        "llama4": (64, (LimitedScores(192, chunk=20),)),
+        "lfm3": (64, (LimitedScores(64, window=12),)),
+        "gpt_oss of full reach": (768, ()),
+    }
+    for name, wanted in limited.items():
+        sizes = family_of(CONFIGS[name]).parse(CONFIGS[name]).forward_sizes()
+        assert (sizes.score_numbers, sizes.limited_scores) == wanted
 
 
 def without(raw, fields):
