@@ -190,8 +190,8 @@ class Driver:
     def tables(self, seq: Track) -> tuple[Pages, ...]:
         """The pages of each attention group."""
         groups = self.layout.groups
-        if len(groups) == 1:
-            return (seq.pages,)
+        if len(groups) < 2:
+            return (seq.pages,) * len(groups)
         return tuple(np.split(seq.pages, np.cumsum([group.pages_for(seq.length) for group in groups])[:-1]))
 
     def row(self, seq: Track, tokens: Sequence[int] | int, sample: bool = True, decode: bool = False) -> WholeRow:
