@@ -15,7 +15,7 @@ import numpy as np
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.runner.contract import StepRunner
-from cairn.runner.input_batch import InputBatch, block_table_updates
+from cairn.runner.input_batch import InputBatch, block_table_updates, pages_of_table
 from cairn.runner.plan_check import PlanCheck, PlanLimits
 from cairn.step import (
     GRID,
@@ -106,7 +106,7 @@ class SimulatedRunner(StepRunner):
     def __init__(self, layout: CacheLayout, num_pages: int, num_slots: int, vocab_size: int, numerics: bool) -> None:
         self.forward_passes = 0
         self.steps = 0
-        self.tables = BlockTables(layout.groups, num_slots, num_pages)
+        self.tables = BlockTables(layout.groups, num_slots, pages_of_table(layout, num_pages))
         aligned = numerics and layout.state_bytes > 0
         self._check = PlanCheck(PlanLimits(layout, num_pages, num_slots, _ANY_TOKEN, aligned))
         self._input_batch = InputBatch(MAX_SLOTS)

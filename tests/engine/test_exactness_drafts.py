@@ -120,7 +120,7 @@ def test_a_request_preempted_between_verify_and_fold(loaded, room, steps):
     assert request.output == tokens_of(expected)
 
 
-@pytest.mark.parametrize("max_examples", [2, more(8)])
+@pytest.mark.parametrize("max_examples", [2, more(5)])
 def test_random_mixes_in_a_tiny_pool(loaded, max_examples):
     @settings(max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck))
     @given(

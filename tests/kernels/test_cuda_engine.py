@@ -36,7 +36,7 @@ SAMPLED_AGAIN = ({"temperature": 0.9, "top_k": 20, "seed": 3}, {"temperature": 1
 
 @pytest.fixture(scope="module", params=ON_GPU.families)
 def folder(request, tmp_path_factory) -> Path:
-    """Short convolutions, the gated delta rule, and Mamba2 with experts; each with attention."""
+    """Short convolutions, the gated delta rule, Mamba2 with experts, and windows; each with attention."""
     pytest.importorskip("tokenizers", reason="the engine needs what `make gpu-wheels` collects")
     from cairn.models.random_weights.make_model import make_model
 

@@ -220,18 +220,32 @@ def test_gdn_is_a_product_of_matrices(call: Call) -> None:
 
 @FEW
 @given(call=calls("attention", F64))
-def test_attention_is_torchs_on_contiguous_keys(call: Call) -> None:
-    o = call.operands
+def test_attention_is_torchs_softmax_of_the_keys_within_reach(call: Call) -> None:
+    o, rule, sinks = call.operands, call.operands["rule"], call.operands.get("sinks")
     (found,) = call.run(reference)
-    page_size = o["keys"].shape[2]
+    page_size, kv_heads, dim = o["keys"].shape[2], o["keys"].shape[1], o["keys"].shape[3]
     for index, sequence in enumerate(call.batch.sequences):
-        pages = call.block_tables[1][sequence.slot, : -(-sequence.end // page_size)].long()
+        first_page = rule.first_key(sequence.start) // page_size
+        pages = call.block_tables[1][sequence.slot, first_page : -(-sequence.end // page_size)].long()
+        positions = torch.arange(first_page * page_size, sequence.end)
         k, v = (
-            o[name][pages].transpose(1, 2).flatten(0, 1)[: sequence.end].transpose(0, 1) for name in ("keys", "values")
+            o[name][pages].transpose(1, 2).flatten(0, 1)[: len(positions)].transpose(0, 1)
+            for name in ("keys", "values")
         )
         q = o["q"][call.batch.rows_of(index)].transpose(0, 1)
-        sees = torch.arange(sequence.end) <= torch.arange(sequence.start, sequence.end)[:, None]
-        wanted = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=sees, enable_gqa=True)[0]
+        per_key = len(q) // kv_heads
+        scores = q @ k.repeat_interleave(per_key, 0).mT * (dim**-0.5 if rule.scale is None else rule.scale)
+        if rule.softcap is not None:
+            scores = torch.tanh(scores / rule.softcap) * rule.softcap
+        rows = torch.arange(sequence.start, sequence.end)[:, None]
+        since = torch.tensor([rule.first_key(row) for row in range(sequence.start, sequence.end)])[:, None]
+        seen = (positions <= rows) & (positions >= since)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, len(rows), 1)], dim=-1)
+        weights = scores.softmax(-1)[..., : len(positions)]
+        # What lies in pages before the reach may read as NaN.
+        wanted = weights @ v.masked_fill(~seen.any(0)[None, :, None], 0).repeat_interleave(per_key, 0)
         close(found[call.batch.rows_of(index)], wanted.transpose(0, 1))
 
 

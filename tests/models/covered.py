@@ -99,7 +99,9 @@ STATES = Coverage(
 
 IMAGES = Coverage("images", "CPU", ("engine/test_images_served.py",), ("qwen3_5_vl",))
 
-ON_GPU = Coverage("answers in float32", "GPU", ("kernels/test_cuda_engine.py",), ("lfm2", "qwen3_5", "nemotron_h"))
+ON_GPU = Coverage(
+    "answers in float32", "GPU", ("kernels/test_cuda_engine.py",), ("lfm2", "qwen3_5", "nemotron_h", "gemma3")
+)
 
 LOGITS_ON_GPU = Coverage(
     "logits in float32 and bfloat16",

@@ -63,7 +63,8 @@ def test_qwen35_takes_what_its_files_have(tmp_path: Path, raw: dict[str, Any], b
     assert report.settings.quantization == "modelopt"
     assert 0.97 * file_bytes < report.weight_bytes < 1.03 * file_bytes
     on_gpu = check(tmp_path, CheckSettings(dtype="bfloat16", gpu_memory_bytes=200 << 30))
-    assert on_gpu.weight_bytes > report.weight_bytes
+    # Where nothing is drafted there is no head.
+    assert on_gpu.weight_bytes < report.weight_bytes if report.has_head else on_gpu.weight_bytes == report.weight_bytes
 
 
 def test_nemotron_nano_takes_what_its_files_have(tmp_path: Path, bfloat16_products: None) -> None:

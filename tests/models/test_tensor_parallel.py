@@ -221,7 +221,7 @@ def test_a_ranks_weights_are_counted(tiny_model: Path, size: int) -> None:
     opened, taken = open_model(tiny_model), []
     for communicator in thread_ranks(size) if size > 1 else [SINGLE_RANK]:
         model = opened.build(exact=False, communicator=communicator, backend="reference")
-        taken.append(sum(tensor.nbytes for tensor in parts_of(replace(model, rotary=None), Tensor)))
+        taken.append(sum(tensor.nbytes for tensor in parts_of(replace(model, rotaries=()), Tensor)))
     assert report.weight_bytes == taken[0] == max(taken)
     assert report.layout == opened.layout(16, size)
     spec = opened.config.cache_spec(0, size).memory_spec(opened.dtype, torch.device("cpu"))

@@ -7,6 +7,7 @@ import pytest
 
 from cairn.errors import ConfigError
 from cairn.models.families import FAMILIES, family_of
+from cairn.models.layer_sizes import LimitedScores
 from cairn.replay.layouts import LAYOUT_NAMES, UNNEEDED, layout_for, sizes_for
 from models.decoder_families import (
     dense_granite,
@@ -123,21 +124,21 @@ NUMBERS = {
     "lfm2_moe of experts alone": (34_560, 32, 1_024, 448, 448),
     "olmo_hybrid": (38_144, 32, 1_024, 9_280, 5_440),
     "olmo_hybrid with sizes of its heads": (32_000, 32, 1_024, 3_520, 2_368),
-    "gemma3": (32_256, 64, 4_096, 64, 64),
-    "gemma3 by pattern": (72_960, 192, 9_216, 64, 64),
-    "gemma3 that sees": (34_560, 64, 4_096, 64, 64),
-    "lfm3": (42_240, 64, 2_048, 832, 832),
-    "llama4": (44_928, 64, 6_144, 64, 64),
-    "llama4 that sees": (34_560, 64, 4_096, 64, 64),
+    "gemma3": (32_256, 192, 4_096, 64, 64),
+    "gemma3 by pattern": (72_960, 480, 9_216, 64, 64),
+    "gemma3 that sees": (34_560, 192, 4_096, 64, 64),
+    "lfm3": (42_240, 128, 2_048, 832, 832),
+    "llama4": (44_928, 256, 6_144, 64, 64),
+    "llama4 that sees": (34_560, 192, 4_096, 64, 64),
     "lfm3 without gates": (36_864, 32, 1_024, 640, 640),
-    "gemma2": (46_080, 128, 4_096, 64, 64),
+    "gemma2": (46_080, 256, 4_096, 64, 64),
     "qwen3": (34_560, 192, 6_144, 64, 64),
     "qwen3 with heads of 128": (163_584, 1_536, 49_152, 64, 64),
-    "gpt_oss": (39_744, 64, 4_096, 64, 64),
+    "gpt_oss": (39_744, 192, 4_096, 64, 64),
     "gpt_oss of full reach": (95_040, 768, 24_576, 64, 64),
 }
-"""Active weights, score numbers of layers that see all, and bytes of a page, which has 16 tokens of the group with the
-most layers, and of a checkpoint with a state in float32 and in bfloat16, pages and convolutions in bfloat16: from sums
+"""Active weights, score numbers, and bytes of a page, which has 16 tokens of the group with the most layers, and of a
+checkpoint with a state in float32 and in bfloat16, pages and convolutions in bfloat16: from sums
 over the layers, matrix by matrix, and not over a checkpoint's tensors."""
 
 
@@ -157,8 +158,21 @@ def test_what_a_config_comes_to(name, tmp_path):
     path.write_text(json.dumps(raw | {"dtype": "bfloat16"}))
     sizes, layout, half = sizes_for(str(path)), layout_for(str(path)), layout_for(str(path), state_dtype="bfloat16")
     found = (layout.page_bytes, layout.checkpoint_bytes, half.checkpoint_bytes)
-    assert (sizes.active_weights, sizes.score_numbers, *found) == NUMBERS[name]
+    scores = sizes.score_numbers + sum(limited.score_numbers for limited in sizes.limited_scores)
+    assert (sizes.active_weights, scores, *found) == NUMBERS[name]
     assert half.page_bytes == layout.page_bytes
+
+
+def test_scores_of_limited_reach_are_counted_apart():
+    limited = {
+        "gemma3": (64, (LimitedScores(128, window=20),)),
+        "llama4": (64, (LimitedScores(192, chunk=20),)),
+        "lfm3": (64, (LimitedScores(64, window=12),)),
+        "gpt_oss of full reach": (768, ()),
+    }
+    for name, wanted in limited.items():
+        sizes = family_of(CONFIGS[name]).parse(CONFIGS[name]).forward_sizes()
+        assert (sizes.score_numbers, sizes.limited_scores) == wanted
 
 
 def without(raw, fields):

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import torch
 
+from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans
 from cairn.errors import ConfigError, EngineDead
 from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.runner import memory
 from cairn.runner.batch_builder import MOST_STOP_TOKENS
-from cairn.runner.input_batch import block_table_updates
+from cairn.runner.input_batch import block_table_updates, pages_of_table
 from cairn.runner.memory import ALIGNMENT, PoolPopulation, allocate_pool
 from cairn.runner.runner import Runner, slot_bytes
 from cairn.step import Admit, StepPlan, TableUpdate
@@ -152,6 +153,13 @@ def test_block_tables_are_as_wide_as_the_longest_sequence_or_the_pool():
         assert [table.shape for table in runner._slot_tensors.block_tables] == [(5, width)]
     none = tiny("M-", exact=False)
     assert Runner(none.model, none.layout, 9, 4, exact=False, max_model_len=512)._slot_tensors.block_tables == []
+
+
+def test_entries_of_windows_are_not_bounded_by_the_pool():
+    """Pages that a sequence has let go of have theirs, too."""
+    layout = CacheLayout(16, 64, 1, (AttentionGroup("full", 92), AttentionGroup("window", 16, 128)), 8, 0, 0)
+    for num_pages, max_model_len, width in ((600, 32_000, 2_000), (600, 1_000, 63), (10, None, 58)):
+        assert pages_of_table(layout, num_pages, max_model_len) == width
 
 
 def test_pages_beyond_a_slots_own_are_refused():

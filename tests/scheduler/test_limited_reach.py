@@ -45,6 +45,14 @@ def test_a_long_context_holds_its_window_alone(length):
     assert driver.cache.clear()
 
 
+def test_tables_have_entries_of_pages_that_are_gone():
+    """Many more than there are pages, where those of windows hold few tokens."""
+    narrow = AttentionGroup("window", 2, 20)
+    driver = Driver(num_pages=500, limited=(narrow,), max_num_batched_tokens=128, max_in_flight=1, max_model_len=4_000)
+    request = driver.ask(LONG[:3_000])
+    assert request.output == alone(LONG[:3_000], False, max_tokens=4, limited=(narrow,))
+
+
 @pytest.mark.parametrize("num_pages", [2_000, 260])
 def test_sharing_that_nobody_announced_is_hit_as_without_windows(num_pages):
     """While memory is idle, and in a full pool."""

@@ -106,6 +106,11 @@ class CacheLayout:
         """Bytes of keys and values of one token, over all groups."""
         return sum(self.page_bytes / group.tokens_per_page for group in self.groups)
 
+    @property
+    def lasting_bytes_per_token(self) -> float:
+        """The same, over the groups of unlimited reach: what a token takes for good."""
+        return sum(self.page_bytes / group.tokens_per_page for group in self.groups if group.reach is None)
+
     def running_pages_for(self, num_tokens: int, num_in_flight: int) -> int:
         """Pages that a sequence of `num_tokens` tokens holds at most, of which `num_in_flight` at a time are being
         computed: of groups of limited reach those within reach of these."""

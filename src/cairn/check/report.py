@@ -136,7 +136,7 @@ class CheckReport:
     @property
     def checkpoint_tokens(self) -> float:
         """How many tokens of keys and values one checkpoint costs; 0 for a model without attention."""
-        per_token = self.layout.bytes_per_token
+        per_token = self.layout.lasting_bytes_per_token
         return self.layout.pages_per_checkpoint * self.layout.page_bytes / per_token if per_token else 0.0
 
     @property
@@ -265,7 +265,7 @@ def _served_in(report: CheckReport) -> str:
 
 def _token_row(layout: CacheLayout) -> str:
     limited = [group for group in layout.groups if group.reach is not None]
-    lasting = layout.bytes_per_token - sum(layout.page_bytes / group.tokens_per_page for group in limited)
+    lasting = layout.lasting_bytes_per_token
     rows = [f"{lasting:,.0f} bytes per token"] if lasting or not limited else []
     for group in limited:
         # as many pages as going on needs where it begins in the middle of one

@@ -192,7 +192,7 @@ def _engine_info(
             num_pages=sizes.num_pages,
             block_size=config.block_size,
             page_bytes=layout.page_bytes,
-            bytes_per_token=layout.bytes_per_token,
+            bytes_per_token=layout.lasting_bytes_per_token,
             checkpoint_bytes=layout.checkpoint_bytes,
             pages_per_checkpoint=layout.pages_per_checkpoint,
             checkpoint_dtype=layout.checkpoint_dtype,

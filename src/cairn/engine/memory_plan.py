@@ -12,8 +12,8 @@ from cairn.errors import ConfigError
 from cairn.kernels.cuda_support import sampling_bytes
 from cairn.layers.memory import MemorySpec
 from cairn.layers.model import logits_room
-from cairn.runner.input_batch import TABLE_ENTRY_BYTES
-from cairn.runner.runner import pages_of_table, slot_bytes
+from cairn.runner.input_batch import TABLE_ENTRY_BYTES, pages_of_table
+from cairn.runner.runner import slot_bytes
 
 STEPS_IN_FLIGHT = 2
 """On a GPU, where the host plans one step while the device computes another."""

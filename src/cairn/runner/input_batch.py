@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cairn.cache.layout import CacheLayout
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.keys import KeyBuffer
 from cairn.step import SAMPLED, Admit, DecodeRows, StepPlan, TokenMask, TokenMasks, VerifiedTokens
@@ -112,6 +113,18 @@ class InputBatch:
         if state is None:
             raise LookupError(f"nobody was admitted to slot {slot}")
         return state
+
+
+def pages_of_table(layout: CacheLayout, num_pages: int, max_model_len: int | None = None) -> int:
+    """The most entries of a sequence in one group: as many as the longest sequence needs, and no more than there are
+    pages, as they are distinct; of a group of limited reach also those of pages that it has let go of."""
+    sizes = [group.tokens_per_page for group in layout.groups if group.reach is None]
+    longest = num_pages * max(sizes, default=layout.block_size) if max_model_len is None else max_model_len
+    entries = [
+        group.pages_for(longest) if group.reach is not None else min(num_pages, group.pages_for(longest))
+        for group in layout.groups
+    ]
+    return max(entries, default=num_pages if max_model_len is None else 0)
 
 
 def block_table_updates(

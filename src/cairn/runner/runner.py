@@ -27,7 +27,7 @@ from cairn.runner.checkpoint import CheckpointPages
 from cairn.runner.contract import EncoderCounters, StepRunner
 from cairn.runner.decode_graphs import DecodeGraphs
 from cairn.runner.head_drafting import HeadDrafter
-from cairn.runner.input_batch import InputBatch
+from cairn.runner.input_batch import InputBatch, pages_of_table
 from cairn.runner.launched_step import LaunchedStep, StepInputs
 from cairn.runner.logprobs import SampledLogprobs
 from cairn.runner.memory import (
@@ -449,14 +449,6 @@ def last_new_page(plan: StepPlan) -> int:
     pages += [snapshot.pages for snapshot in plan.snapshots]
     pages += [save.pages for save in plan.saves]
     return max((int(each.max()) for each in pages if len(each)), default=-1)
-
-
-def pages_of_table(layout: CacheLayout, num_pages: int, max_model_len: int | None = None) -> int:
-    """The most pages that a sequence has in one group: no more than there are, as they are distinct, and no more than
-    the longest sequence needs."""
-    if max_model_len is None:
-        return num_pages
-    return min(num_pages, max((group.pages_for(max_model_len) for group in layout.groups), default=0))
 
 
 def slot_bytes(spec: MemorySpec, layout: CacheLayout, num_pages: int, max_model_len: int | None = None) -> int:
