@@ -18,7 +18,8 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _HALVES = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
 """Codes of half of a square's side, and the bits of every second such half of a word."""
 
-_WORDS_AT_A_TIME = 1 << 16
+_WORDS_AT_A_TIME = 1 << 15
+"""Of more of them torch gives some to other threads, for which each of many short operations would wait."""
 
 
 class _Words(PackedLayout):
@@ -212,20 +213,23 @@ def transpose_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
     """
     blocks, width = words.shape[0] // 8, words.shape[1]
     out = words.new_empty(width, 8, blocks)
-    # A few rows at a time, which stay in a cache.
-    step = max(1, _WORDS_AT_A_TIME // (8 * max(1, width)))
-    for begin in range(0, 0 if words.is_meta or not width else blocks, step):
-        part = words[8 * begin : 8 * (begin + step)].clone(memory_format=torch.contiguous_format)
+    if out.is_meta or not out.numel():
+        return out.view(8 * width, blocks)
+    # A few rows at a time, in memory that stays in a cache.
+    step = min(blocks, max(1, _WORDS_AT_A_TIME // (8 * width)))
+    buffer, half = words.new_empty(8 * step, width), words.new_empty(4 * step, width)
+    for begin in range(0, blocks, step):
+        count = min(step, blocks - begin)
+        part = buffer[: 8 * count].copy_(words[8 * begin : 8 * (begin + count)])
         for size, mask in _HALVES:
             # Of squares of 2 * size codes, the two quarters that lie across from each other.
-            pairs = part.view(-1, 2, size, width)
-            upper, lower = pairs[:, 0], pairs[:, 1]
-            changed = (upper >> 4 * size).bitwise_xor_(lower).bitwise_and_(mask)
-            lower.bitwise_xor_(changed)
+            upper, lower = part.view(-1, 2, size, width).unbind(1)
+            changed = torch.bitwise_right_shift(upper, 4 * size, out=half[: 4 * count].view(upper.shape))
+            lower.bitwise_xor_(changed.bitwise_xor_(lower).bitwise_and_(mask))
             upper.bitwise_xor_(changed.bitwise_left_shift_(4 * size))
         rows = part.view(-1, 8, width)
         for place, column in enumerate(order):
-            out[:, column, begin : begin + step] = rows[:, place].t()
+            out[:, column, begin : begin + count] = rows[:, place].t()
     return out.view(8 * width, blocks)
 
 
