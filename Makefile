@@ -196,6 +196,7 @@ benchmarks: $(NIXL)
 	@$(RUN) -m benchmarks.step_overhead --json build/benchmarks/step_overhead.json \
 		--plot build/benchmarks/step_overhead.svg
 	@$(RUN) -m benchmarks.quantization --json build/benchmarks/quantization.json
+	@PYTHONPATH=tests $(RUN) -m benchmarks.quantized_start --json build/benchmarks/quantized_start.json
 	@$(RUN) -m benchmarks.state_dtypes --json build/benchmarks/state_dtypes.json --plot build/benchmarks/state_dtypes.svg
 	@$(RUN) -m benchmarks.sampler --json build/benchmarks/sampler.json
 	@$(RUN) -m benchmarks.idle_cpu --json build/benchmarks/idle_cpu.json

@@ -28,6 +28,9 @@ _KINDS: Mapping[torch.dtype, int] = MappingProxyType(
     {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 )
 
+_NAN = 127
+"""In FP8, of either sign."""
+
 HAS_CODES = has_panels(torch.bfloat16)
 """Whether codes are expanded for panels here."""
 
@@ -109,7 +112,7 @@ def pack_codes(weight: QuantizedWeight) -> PackedCodes | CodedRows:
     words = -(-inputs // unit) * unit // in_word(form)
     stack = weight_memory().empty((count, panels, words, PANEL), torch.int32)
     for packed, codes in zip(stack, stacked.codes, strict=True):
-        lines = _in_panels(codes.contiguous().view(torch.int32), panels)
+        lines = _by_panels(codes.contiguous().view(torch.int32), panels)
         packed[:, : lines.shape[1]] = lines
         packed[:, lines.shape[1] :] = 0
     step_work().add_weight(weight.nbytes, "codes panels")
@@ -147,7 +150,8 @@ def as_codes(weight: Fp8Weight) -> QuantizedWeight | None:
     """A weight in FP8 as one in codes; None where blocks do not divide its inputs, or where a number is none, which
     nothing here expands."""
     fits = not weight.is_blocked or weight.shape[-1] % BLOCK == 0
-    if not fits or bool((weight.numbers & 127 == 127).any()):
+    # Without the bit of the sign.
+    if not fits or (weight.numbers.numel() and int((weight.numbers << 1).amax()) == _NAN << 1):
         return None
     return QuantizedWeight(weight.numbers, weight.scales, weight.dtype, bits=8, numbers="e4m3")
 
@@ -167,11 +171,11 @@ def _table_of(dtype: torch.dtype) -> Tensor:
 
 def _stack_panels(values: Tensor, panels: int) -> Tensor:
     """[E, out, n] -> [E, panels, n, 32]."""
-    return torch.stack([_in_panels(each, panels) for each in values])
+    return torch.stack([_by_panels(each, panels).contiguous() for each in values])
 
 
-def _in_panels(values: Tensor, panels: int) -> Tensor:
-    """[out, n] -> [panels, n, 32], zeros where there are no more outputs."""
+def _by_panels(values: Tensor, panels: int) -> Tensor:
+    """[out, n] -> a view [panels, n, 32], zeros where there are no more outputs."""
     missing = panels * PANEL - values.shape[0]
     padded = F.pad(values, (0, 0, 0, missing)) if missing else values
-    return padded.reshape(panels, PANEL, -1).transpose(1, 2).contiguous()
+    return padded.reshape(panels, PANEL, -1).transpose(1, 2)

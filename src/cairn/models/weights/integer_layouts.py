@@ -5,11 +5,21 @@ from dataclasses import dataclass
 from math import lcm
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.errors import ModelError
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.weights.packed_layouts import FLOATS, Coding, PackedLayout, Read, Wanted, divided
+
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""The outputs of a word, from its lowest bits on."""
+
+_HALVES = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
+"""Codes of half of a square's side, and the bits of every second such half of a word."""
+
+_WORDS_AT_A_TIME = 1 << 15
+"""Of more of them torch gives some to other threads, for which each of many short operations would wait."""
 
 
 class _Words(PackedLayout):
@@ -101,7 +111,7 @@ class CompressedBytes(PackedLayout):
 
 
 class AwqWords(_Words):
-    """A word has outputs 0 2 4 6 1 3 5 7, from its lowest bits on."""
+    """A word has eight outputs in an order of their own."""
 
     __slots__ = ()
     key = "qweight"
@@ -122,12 +132,10 @@ class AwqWords(_Words):
         """See `PackedLayout`."""
         (rows, columns), groups = place, divided(place[1], coding.group)
         words = divided(rows, coding.in_word)
-        codes, zeros = (
-            _in_awq_order(_unpack(read(role, (inputs, words)), coding.bits)).t()
-            for role, inputs in (("qweight", columns), ("qzeros", groups))
-        )
+        codes = transpose_codes(read("qweight", (columns, words)), _AWQ_ORDER)
+        zeros = _in_awq_order(_unpack(read("qzeros", (groups, words)), coding.bits)).t()
         scales = read("scales", (groups, rows)).t().contiguous()
-        return QuantizedWeight(_pack_pairs(codes), scales, dtype, zeros=zeros.contiguous())
+        return QuantizedWeight(codes.view(torch.uint8), scales, dtype, zeros=zeros.contiguous())
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,13 +203,34 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 def _in_awq_order(codes: Tensor) -> Tensor:
     """[n, outputs] as they lie in words -> in the order of outputs."""
     words = codes.reshape(codes.shape[0], -1, 8)
-    return words[..., [0, 4, 1, 5, 2, 6, 3, 7]].flatten(1)
+    return words[..., [_AWQ_ORDER.index(output) for output in range(8)]].flatten(1)
 
 
-def _pack_pairs(codes: Tensor) -> Tensor:
-    """uint8 [n, in] of four bits -> [n, in / 2]."""
-    pairs = codes.reshape(codes.shape[0], -1, 2)
-    return (pairs[..., 0] | pairs[..., 1] << 4).contiguous()
+def transpose_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """Codes of four bits, eight a word: int32 [8 n, m], of 8 m columns -> [8 m, n].
+
+    `order`: of the columns in a word, from its lowest bits on.
+    """
+    blocks, width = words.shape[0] // 8, words.shape[1]
+    out = words.new_empty(width, 8, blocks)
+    if out.is_meta or not out.numel():
+        return out.view(8 * width, blocks)
+    # A few rows at a time, in memory that stays in a cache.
+    step = min(blocks, max(1, _WORDS_AT_A_TIME // (8 * width)))
+    buffer, half = words.new_empty(8 * step, width), words.new_empty(4 * step, width)
+    for begin in range(0, blocks, step):
+        count = min(step, blocks - begin)
+        part = buffer[: 8 * count].copy_(words[8 * begin : 8 * (begin + count)])
+        for size, mask in _HALVES:
+            # Of squares of 2 * size codes, the two quarters that lie across from each other.
+            upper, lower = part.view(-1, 2, size, width).unbind(1)
+            changed = torch.bitwise_right_shift(upper, 4 * size, out=half[: 4 * count].view(upper.shape))
+            lower.bitwise_xor_(changed.bitwise_xor_(lower).bitwise_and_(mask))
+            upper.bitwise_xor_(changed.bitwise_left_shift_(4 * size))
+        rows = part.view(-1, 8, width)
+        for place, column in enumerate(order):
+            out[:, column, begin : begin + count] = rows[:, place].t()
+    return out.view(8 * width, blocks)
 
 
 def _order(groups: Tensor, coding: Coding, role: str) -> Tensor | None:
@@ -220,12 +249,13 @@ def _with_order(weight: QuantizedWeight, order: Tensor | None) -> QuantizedWeigh
     """The columns of codes, which lie in the order of inputs, brought into another one."""
     if order is None:
         return weight
-    codes = weight.codes
     if weight.bits == 4:
-        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(1)[:, order]
-        codes = _pack_pairs(codes)
+        missing = -weight.shape[0] % 8
+        words = (F.pad(weight.codes, (0, 0, 0, missing)) if missing else weight.codes).view(torch.int32)
+        ordered = transpose_codes(transpose_codes(words)[order])
+        codes = ordered.view(torch.uint8)[: weight.shape[0]]
     else:
-        codes = codes[:, order].contiguous()
+        codes = weight.codes[:, order].contiguous()
     return QuantizedWeight(
         codes, weight.scales, weight.dtype, weight.bits, zero=weight.zero, zeros=weight.zeros, order=order
     )

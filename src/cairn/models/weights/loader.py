@@ -225,12 +225,22 @@ class WeightReader:
         matrix = find_matrix(self.headers, name, shape, self._quantization)
         if matrix is None:
             return None
+        given: set[int] = set()
+
+        def read_part(stored: str, part: tuple[slice, ...]) -> torch.Tensor:
+            values = self._stored(stored, part)
+            given.add(_memory_of(values))
+            return values
+
+        def copy_given(part: torch.Tensor) -> torch.Tensor:
+            return part.clone() if _memory_of(part) in given else part
+
         with self._naming(name):
             if isinstance(matrix, str):
                 raise ModelError(matrix)
-            weight = matrix.read_shard(self._stored, shard, self._dtype)
-        # A copy where parts are still the files' memory.
-        return None if weight is None else weight.changed(torch.Tensor.clone)
+            weight = matrix.read_shard(read_part, shard, self._dtype)
+        # Parts may still be the files' memory.
+        return None if weight is None else weight.changed(copy_given)
 
     def load_stored(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> StoredRows | None:
         """As `load_codes` or as `load_fp8`, whichever of the two the matrix is stored in."""
@@ -302,3 +312,8 @@ class WeightReader:
 
     def _stored(self, name: str, part: tuple[slice, ...]) -> torch.Tensor:
         return self._source.read(name, part, None)
+
+
+def _memory_of(values: torch.Tensor) -> int:
+    """Where it begins, equal for all views of it."""
+    return values.untyped_storage().data_ptr()

@@ -1,0 +1,290 @@
+"""How long quantized checkpoints take to be read and laid out for products, and what memory that needs.
+
+    PYTHONPATH=tests python -m benchmarks.quantized_start [--formats AWQ GPTQ ...] [--rounds 3] [--cpu-threads N]
+                                                          [--folder DIR] [--seed N] [--json FILE]
+
+A Qwen3.5 of 333 M random parameters is written in bfloat16, and then with the matrices of its layers in each published
+form: codes are random, scales small. GGUF files are written by the tests' writer. Each load is a process of its own,
+the formats by turns. Baselines of the same run: the same bytes of the files copied into memory once, when the
+system has them in its own, and the checkpoint in bfloat16.
+  seconds   the fastest of --rounds, by the wall: `open_model` and `build`, as a server does them
+  memory    what the process takes more than before, at most and in the end, without pages of the files, over the
+            files' bytes. It is looked at every 2 ms.
+"""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+import torch
+from benchmarks.made_model import make_peer_model
+from benchmarks.reporting import as_json, check_positive, circumstances, make_console
+from rich.table import Table
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from cairn.engine.cpu_threads import thread_variables
+from cairn.models.registry import open_model
+from cairn.models.weights.packed_layouts import WHOLE, Coding, PackedLayout
+from cairn.models.weights.quantization import FP8
+from cairn.models.weights.quantization_config import read_quantization
+from cairn.models.weights.tensor_source import TORCH_DTYPES
+
+__all__ = ["FORMATS", "write_format"]
+
+PLAIN, TINY = "bfloat16", "tiny"
+BLOCK = 128
+WATCH_SECONDS = 0.002
+GGUF = ("Q8_0", "Q4_K")
+"""By ggml's names."""
+
+_NEVER_QUANTIZED = re.compile(r"(in_proj_[ab]|conv1d)\.weight$")
+
+
+def _compressed(form: str, bits: int = 4, kind: str = "int", **weights: Any) -> dict[str, Any]:
+    """compressed-tensors' config of one group of layers."""
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": kind, **weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": group}}
+
+
+_BY_GROUPS = {"strategy": "group", "group_size": BLOCK}
+_GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "checkpoint_format": "gptq"}
+
+FORMATS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "W4A16": _compressed("pack-quantized", **_BY_GROUPS),
+        "W8A8": _compressed("int-quantized", bits=8, strategy="channel"),
+        "AWQ": {"quant_method": "awq", "bits": 4, "group_size": BLOCK, "zero_point": True, "version": "gemm"},
+        "GPTQ": {**_GPTQ, "desc_act": False},
+        "GPTQ desc_act": {**_GPTQ, "desc_act": True},
+        "NVFP4": _compressed("nvfp4-pack-quantized", kind="float", strategy="tensor_group", group_size=16),
+        "MXFP4": _compressed("mxfp4-pack-quantized", kind="float", strategy="group", group_size=32),
+        "FP8": {"quant_method": "fp8", "weight_block_size": [BLOCK, BLOCK]},
+        "compressed FP8": _compressed("float-quantized", bits=8, kind="float", strategy="channel"),
+    }
+)
+"""`quantization_config` by names for people."""
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def write_format(plain: Path, out: Path, name: str, generator: torch.Generator) -> None:
+    """The checkpoint in `plain` with the matrices of its layers in one of FORMATS, whose numbers are random."""
+    config = dict(FORMATS[name])
+    quantization = read_quantization(out, {"quantization_config": config})
+    layouts = () if quantization is None else quantization.layouts
+    stored: dict[str, Tensor] = {}
+    for file in plain.glob("*.safetensors"):
+        for tensor_name, tensor in load_file(file).items():
+            if tensor.ndim != 2 or ".layers." not in tensor_name or _NEVER_QUANTIZED.search(tensor_name):
+                stored[tensor_name] = tensor
+            elif layouts:
+                ordered = bool(config.get("desc_act"))
+                stored |= draw_matrix(tensor_name, tuple(tensor.shape), layouts[0], ordered, generator)
+            else:
+                stored |= draw_fp8(tensor_name, tuple(tensor.shape), "weight_block_size" in config, generator)
+    shutil.copytree(plain, out, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
+    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+    raw = json.loads((plain / "config.json").read_text())
+    (out / "config.json").write_text(json.dumps(raw | {"quantization_config": config}))
+
+
+def draw_matrix(
+    name: str, shape: tuple[int, ...], layout: PackedLayout, ordered: bool, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The tensors that a layout wants of a matrix. `ordered`: groups of inputs that do not lie together."""
+    size = layout.sizes[0]
+    coding = Coding(shape, layout.bits[0], shape[-1] if size == WHOLE else size)
+    drawn = {}
+    for role, wanted in layout.wanted(coding).items():
+        if role == "g_idx":
+            groups = torch.arange(coding.inputs) // coding.group
+            mixed = torch.randperm(coding.inputs, generator=generator) if ordered else slice(None)
+            tensor = groups[mixed].to(torch.int32)
+        elif wanted.optional:
+            continue
+        else:
+            tensor = draw_numbers(wanted.shapes[0], wanted.dtypes[0], generator)
+        drawn[str(layout.stored_name(name, role))] = tensor
+    return drawn
+
+
+def draw_fp8(name: str, shape: tuple[int, ...], in_blocks: bool, generator: torch.Generator) -> dict[str, Tensor]:
+    """A matrix in FP8, with a factor for each block or row."""
+    scale = "weight_scale_inv" if in_blocks else "weight_scale"
+    factor_shape = tuple(-(-length // BLOCK) for length in shape) if in_blocks else (shape[0], 1)
+    factors = draw_numbers(factor_shape, "F32", generator)
+    return {name: draw_numbers(shape, FP8, generator), f"{name.removesuffix('weight')}{scale}": factors}
+
+
+def draw_numbers(shape: tuple[int, ...], dtype_name: str, generator: torch.Generator) -> Tensor:
+    """Codes of any bits; scales and FP8 numbers that are finite and small. `dtype_name`: safetensors'."""
+    dtype = TORCH_DTYPES[dtype_name]
+    if dtype_name in ("BF16", "F16", "F32"):
+        return torch.rand(shape, generator=generator).mul_(0.01).add_(0.001).to(dtype)
+    drawn = torch.empty((*shape[:-1], shape[-1] * dtype.itemsize), dtype=torch.uint8).random_(generator=generator)
+    # Without the bit of the largest exponents there is no NaN.
+    return (drawn & 0xBF if dtype_name == FP8 else drawn).view(dtype)
+
+
+def write_all(folder: Path, names: Sequence[str], seed: int) -> dict[str, Path]:
+    """By name the folder or GGUF file of each format, and of the checkpoint in bfloat16; those that are there stay."""
+    places = {name: folder / (f"model-{name}.gguf" if name in GGUF else name) for name in (PLAIN, *names)}
+    for name, size in ((PLAIN, "small"), (TINY, "tiny")):
+        if not (folder / name).exists():
+            make_peer_model(folder / name, size=size, vocab_size=None, seed=seed)
+    for name, place in places.items():
+        if place.exists():
+            continue
+        if name in GGUF:
+            from models.gguf_files import write_gguf  # of the tests
+
+            write_gguf(places[PLAIN], place, name)
+        else:
+            write_format(places[PLAIN], place, name, torch.Generator().manual_seed(seed))
+    return places
+
+
+# -- loads -------------------------------------------------------------------------------------------------------------
+
+
+def anonymous_bytes() -> int:
+    """That this process takes, without pages of files."""
+    text = Path("/proc/self/status").read_text()
+    return sum(1024 * int(kib) for kib in re.findall(r"(?:RssAnon|RssShmem):\s+(\d+)", text))
+
+
+@contextmanager
+def watching_memory() -> Iterator[Callable[[], int]]:
+    """Gives what returns the most bytes that there were since."""
+    most, done = [anonymous_bytes()], threading.Event()
+
+    def watch() -> None:
+        while not done.wait(WATCH_SECONDS):
+            most[0] = max(most[0], anonymous_bytes())
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield lambda: max(most[0], anonymous_bytes())
+    finally:
+        done.set()
+        thread.join()
+
+
+def load_once(place: Path, first: Path) -> dict[str, float]:
+    """Seconds of a copy of the files, and of `open_model` and `build`; and bytes of memory that the latter takes.
+    `first`: a small checkpoint, with which all is imported that is needed."""
+    open_model(first, dtype="bfloat16", keeps="codes").build(exact=False)
+    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    for file in files:  # until the system has them in its memory
+        np.fromfile(file, np.uint8)
+    begin = time.perf_counter()
+    copies = [np.fromfile(file, np.uint8) for file in files]
+    copied = time.perf_counter() - begin
+    num_bytes = sum(copy.nbytes for copy in copies)
+    del copies
+    before = anonymous_bytes()
+    with watching_memory() as most:
+        begin, begin_computing = time.perf_counter(), time.process_time()
+        model = open_model(place, dtype="bfloat16", keeps="codes").build(exact=False)
+        seconds, computing = time.perf_counter() - begin, time.process_time() - begin_computing
+        peak = most() - before
+    kept = anonymous_bytes() - before
+    del model
+    return {
+        "bytes": num_bytes,
+        "copy_seconds": copied,
+        "seconds": seconds,
+        "processor_seconds": computing,
+        "peak_bytes": peak,
+        "kept_bytes": kept,
+    }
+
+
+def load_in_process(place: Path, num_threads: int) -> dict[str, float]:
+    """`load_once` of a process of its own, with the threads of a server."""
+    words = "--load", str(place), "--folder", str(place.parent)
+    command = [sys.executable, "-m", "benchmarks.quantized_start", *words]
+    variables = {**os.environ, **thread_variables(num_threads, os.environ)}
+    answer = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True)
+    loaded: dict[str, float] = json.loads(answer.stdout.splitlines()[-1])
+    return loaded
+
+
+def measure(places: Mapping[str, Path], rounds: int, num_threads: int) -> dict[str, dict[str, float]]:
+    """Of each format the fastest of so many turns, beside the baselines."""
+    turns: dict[str, list[dict[str, float]]] = {name: [] for name in places}
+    for _ in range(rounds):
+        for name, place in places.items():
+            turns[name].append(load_in_process(place, num_threads))
+    best = {}
+    for name, loads in turns.items():
+        best[name] = min(loads, key=lambda load: load["seconds"])
+        best[name]["copy_seconds"] = min(load["copy_seconds"] for load in loads)
+        best[name]["processor_seconds"] = min(load["processor_seconds"] for load in loads)
+    for load in best.values():
+        load["over_copy"] = load["seconds"] / load["copy_seconds"]
+        load["over_bfloat16"] = load["seconds"] / best[PLAIN]["seconds"]
+        load["peak_over_file"] = load["peak_bytes"] / load["bytes"]
+        load["kept_over_file"] = load["kept_bytes"] / load["bytes"]
+    return best
+
+
+def table_of(formats: Mapping[str, Mapping[str, float]]) -> Table:
+    columns = ("file, MB", "copy, s", "load, s", "/ copy", "/ bfloat16", "processor, s", "most memory / file", "kept")
+    table = Table("", *columns, title="Start from quantized checkpoints")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, load in formats.items():
+        seconds = (f"{load[field]:.2f}" for field in ("copy_seconds", "seconds"))
+        ratios = (f"{load[field]:.2f}" for field in ("over_copy", "over_bfloat16", "processor_seconds"))
+        memory = (f"{load[field]:.2f}" for field in ("peak_over_file", "kept_over_file"))
+        table.add_row(name, f"{load['bytes'] / 1e6:,.0f}", *seconds, *ratios, *memory)
+    return table
+
+
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known = (*FORMATS, *GGUF)
+    parser.add_argument("--formats", nargs="+", choices=known, default=known)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--cpu-threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written and looked for; 4 GB")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args(words)
+    check_positive(parser, arguments, "rounds", "cpu_threads")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
+    if arguments.load is not None:
+        print(json.dumps(load_once(arguments.load, arguments.folder / TINY)))
+        return
+    with tempfile.TemporaryDirectory(prefix="cairn-start-") as scratch:
+        places = write_all(arguments.folder or Path(scratch), arguments.formats, arguments.seed)
+        formats = measure(places, arguments.rounds, arguments.cpu_threads)
+    make_console().print(table_of(formats))
+    if arguments.json:
+        shown = {name: getattr(arguments, name) for name in ("rounds", "cpu_threads", "seed")}
+        arguments.json.write_text(as_json({**circumstances(), **shown, "formats": formats}))
+
+
+if __name__ == "__main__":
+    main()

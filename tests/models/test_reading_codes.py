@@ -1,0 +1,96 @@
+"""Matrices in codes are read in bounded memory, and become memory of their own."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cairn.kernels.quantized import QuantizedWeight
+from cairn.models.registry import open_model
+from cairn.models.weights.integer_layouts import transpose_codes
+from cairn.models.weights.loader import WeightReader
+from cairn.models.weights.tensor_source import MappedFiles
+from models.covered import PACKED
+from models.packed_checkpoints import FORMATS, write_packed
+from tiers import more
+
+LAYOUTS = ("W4A16", "AWQ", "GPTQ", "GPTQ desc_act")
+OTHERS = ("W4A16 actorder", "W8A16", "W8A8", "GPTQ 8 bits", "compressed NVFP4", "compressed MXFP4")
+
+
+class LargestResult(TorchDispatchMode):
+    """The bytes of the largest tensor that any operation makes."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(made, Tensor):
+                self.num_bytes = max(self.num_bytes, made.numel() * made.itemsize)
+        return result
+
+
+@pytest.fixture(params=[*LAYOUTS, *map(more, OTHERS)])
+def folder(request: pytest.FixtureRequest, made_model: Any, tmp_path: Path) -> Path:
+    form = FORMATS[request.param]
+    write_packed(made_model(PACKED.families[form.stacks]), tmp_path / "codes", tmp_path / "same", form)
+    return tmp_path / "codes"
+
+
+def read_matrices(folder: Path) -> Iterator[tuple[QuantizedWeight, int]]:
+    """Each in codes, and the bytes of the largest tensor that reading it takes."""
+    opened = open_model(folder, "bfloat16", keeps="codes")
+    with WeightReader(folder, torch.bfloat16, (), opened.quantization) as reader:
+        for name, shape in opened.tensors(reader.names).items():
+            with LargestResult() as largest:
+                weight = reader.load_codes(name, shape)
+            if weight is not None:
+                yield weight, largest.num_bytes
+
+
+def test_no_step_of_reading_takes_more_than_the_codes(folder: Path) -> None:
+    """Neither numbers in float32 nor a byte for each code of four bits."""
+    matrices = list(read_matrices(folder))
+    assert len(matrices) > 8
+    # An order of inputs is sorted in int64, eight bytes an input.
+    assert all(largest <= max(weight.codes.nbytes, 8 * weight.shape[1]) for weight, largest in matrices)
+
+
+def test_nothing_is_left_in_the_files_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Tensor] = []
+    read = MappedFiles.read
+
+    def keep(self: MappedFiles, *part: Any) -> Tensor:
+        given.append(read(self, *part))
+        return given[-1]
+
+    monkeypatch.setattr(MappedFiles, "read", keep)
+    parts = [part for weight, _ in read_matrices(folder) for part in weight.row_tensors().values()]
+    places = {part.untyped_storage().data_ptr() for part in given}
+    assert len(places) > 16 and len(parts) > 16
+    assert not any(part.untyped_storage().data_ptr() in places for part in parts)
+    assert all(part.is_contiguous() for part in parts)
+
+
+@pytest.mark.parametrize("shape", [(8, 1), (16, 3), (64, 40), (72, 1024), (8, 9000), (0, 4), (16, 0)])
+def test_codes_are_transposed_in_their_words(shape: tuple[int, int]) -> None:
+    """Also more of them than are worked on at a time, and columns in an order of their own."""
+    words = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+    places = torch.arange(8, dtype=torch.int32) * 4
+    codes = words[:, :, None] >> places & 15
+    assert torch.equal(transpose_codes(words)[:, :, None] >> places & 15, unpacked(codes.flatten(1)))
+    ordered = torch.empty_like(codes)
+    ordered[:, :, order] = codes
+    assert torch.equal(transpose_codes(words, order)[:, :, None] >> places & 15, unpacked(ordered.flatten(1)))
+    assert transpose_codes(words.to("meta")).shape == transpose_codes(words).shape == (8 * shape[1], shape[0] // 8)
+
+
+def unpacked(codes: Tensor) -> Tensor:
+    """[rows, columns] -> the transpose, eight of a row together."""
+    return codes.t().reshape(codes.shape[1], codes.shape[0] // 8, 8)
