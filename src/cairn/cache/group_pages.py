@@ -29,8 +29,8 @@ class GroupPages:
         return self.first_token // self.group.tokens_per_page
 
     def upto(self, end: int) -> "GroupPages":
-        """The pages that tokens [first_token, end) touch: a view, and none where there are no such tokens."""
-        count = self.group.pages_for(end) - self.first_page if end > self.first_token else 0
+        """The pages from the first one here up to that of the last token before `end`: a view."""
+        count = max(0, self.group.pages_for(end) - self.first_page)
         return GroupPages(self.group, self.first_token, self.pages[:count])
 
     def drop_before(self, start: int) -> "GroupPages":
