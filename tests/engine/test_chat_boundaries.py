@@ -170,7 +170,8 @@ def test_a_long_chat_costs_a_few_renderings(folder_of: Any, tokenizers: dict[str
     messages = agent_messages(100, rounds=2, results=1)[-1]
     assert len(messages) == 600
     rendered = tokenizer.render_chat(messages, tools=TOOLS)
-    assert len(counting.sizes) <= MAX_RENDERINGS
+    # and two short ones, once a template, for what it takes of a message with calls
+    assert len(counting.sizes) <= MAX_RENDERINGS + 2
     if name != "resists":
         assert len(rendered.boundaries) == 600
         # all of it three times: the chat, its marked copy, and without its suffix; the rest is short
