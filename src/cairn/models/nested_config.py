@@ -1,6 +1,6 @@
 """config.json of a model that also sees, which keeps the text model's fields apart."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from cairn.errors import ModelError
 from cairn.models.config_schema import Fields
@@ -31,3 +31,15 @@ def text_config(tied: bool) -> Callable[[Mapping[str, object]], Fields]:
         return Fields({**text, **beside}, path_of=lambda name: name if name in beside else f"text_config.{name}")
 
     return flatten
+
+
+PREFIXES = ("model", "language_model.model", "model.language_model")
+"""Before the names of a text model's tensors: alone, in a published model that also sees, and as transformers writes
+one."""
+
+
+def text_prefix(stored: Collection[str], *, nested: bool) -> str:
+    """What stands before the names of the text model's tensors in a checkpoint that has these. `nested`: of a model
+    that also sees."""
+    prefixes = PREFIXES[1:] if nested else PREFIXES
+    return next((each for each in prefixes if f"{each}.embed_tokens.weight" in stored), prefixes[0])

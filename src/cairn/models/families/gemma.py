@@ -26,7 +26,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec
 from cairn.models.feed_forward import GeGLULayer
-from cairn.models.nested_config import INNER_EOS, text_config
+from cairn.models.nested_config import INNER_EOS, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import SCALED, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -36,10 +36,6 @@ KINDS: Mapping[str, str] = MappingProxyType({WINDOWED: WINDOWED, FULL: FULL})
 
 FULL_ROPE = RopeKind(FULL, ("default", *SCALED), theta="rope_theta", scaling="rope_scaling")
 WINDOWED_ROPE = RopeKind(WINDOWED, theta="rope_local_base_freq")
-
-PREFIXES = ("model", "language_model.model", "model.language_model")
-"""Before the names of a text model's tensors: alone, in a published model that also sees, and as transformers writes
-one."""
 
 
 def _every(fields: Fields, period: int) -> tuple[str, ...]:
@@ -107,8 +103,7 @@ class Gemma2Config(DecoderConfig):
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`. All norms are centred."""
-        prefixes = PREFIXES[1:] if self.nested else PREFIXES
-        prefix = next((each for each in prefixes if f"{each}.embed_tokens.weight" in stored), prefixes[0])
+        prefix = text_prefix(stored, nested=self.nested)
         layers = tuple(self._layers(prefix))
         return DecoderSpec(
             config=self,

@@ -26,16 +26,12 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import OUTPUT, DecoderSpec, NamedMixer
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SwiGLULayer
-from cairn.models.nested_config import INNER_EOS, text_config
+from cairn.models.nested_config import INNER_EOS, PREFIXES, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, TemperatureSpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
 
 CHUNKED, FULL = "chunked_attention", "full_attention"
-
-PREFIXES = ("model", "language_model.model", "model.language_model")
-"""Before the names of a text model's tensors: alone, in a published model that also sees, and as transformers writes
-one."""
 
 
 def _by_positions(fields: Fields) -> tuple[str, ...]:
@@ -118,8 +114,7 @@ class Llama4Config(DecoderConfig):
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
-        prefixes = PREFIXES[1:] if self.nested else PREFIXES
-        prefix = next((each for each in prefixes if f"{each}.embed_tokens.weight" in stored), prefixes[0])
+        prefix = text_prefix(stored, nested=self.nested)
         outer = "language_model." if prefix == PREFIXES[1] else ""
         return DecoderSpec(
             config=self,
