@@ -602,9 +602,6 @@ def test_the_layers_in_words() -> None:
         (falcon(mamba_rms_norm=True, mamba_norm_before_gate=None), "mamba_norm_before_gate is true"),
         (falcon(ssm_multipliers=[1.0, 1.0]), "ssm_multipliers must be a list of 5 numbers"),
         (falcon(mlp_multipliers=[1.0, "x"]), "mlp_multipliers must be a number"),
-        (gemma3(sliding_window=0), "sliding_window must be an integer in 1..1073741824, not 0"),
-        (gemma3(sliding_window=-4), "sliding_window must be an integer in 1..1073741824, not -4"),
-        (gemma3(sliding_window=None), "sliding_window is null, but layer_types has layers of limited reach"),
         (
             gemma3(layer_types=["sliding_attention", "full_attention", "chunked_attention"]),
             "layer_types has 'chunked_attention' for layer 2; each layer must be one of sliding_attention, full_att",
@@ -628,11 +625,6 @@ def test_the_layers_in_words() -> None:
             "rope_parameters.full_attention.rope_theta must be a number in 1",
         ),
         (gemma3(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_scaling.rope_type is 'dynamic'"),
-        (llama4(attention_chunk_size=0), "attention_chunk_size must be an integer in 1..1073741824, not 0"),
-        (
-            llama4(attention_chunk_size=None),
-            "attention_chunk_size is null, but layer_types has layers of limited reach",
-        ),
         (llama4(num_experts_per_tok=2), "num_experts_per_tok is 2, but only 1 is implemented"),
         (llama4(no_rope_layers=[1, 0, 1]), "no_rope_layers has 3 entries for num_hidden_layers 4"),
         (llama4(no_rope_layers=[1, 0, 1, 2]), "no_rope_layers must be an integer in 0..1, not 2"),
@@ -642,7 +634,6 @@ def test_the_layers_in_words() -> None:
         ),
         (llama4(layer_types=["sliding_attention"] * 4), "layer_types has 'sliding_attention' for layer 0; each layer"),
         (llama4(moe_layers=[4]), "moe_layers must be an integer in 0..3, not 4"),
-        (lfm3(sliding_window=0), "sliding_window must be an integer in 1..1073741824, not 0"),
         (
             lfm3(layer_types=["conv", "linear"]),
             "layer_types has 'linear' for layer 1; each layer must be one of conv, sl",
@@ -667,12 +658,6 @@ def test_the_layers_in_words() -> None:
         (granite(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
         (granite(logits_scaling=0), "logits_scaling must be a number"),
         (granite(normalization_function="layernorm"), "normalization_function is 'layernorm'"),
-        (gpt_oss(sliding_window=0), "sliding_window must be an integer in 1.*, not 0, as layer 0 is sliding_attention"),
-        (gpt_oss(sliding_window=-3), "sliding_window must be an integer in 1.*, not -3, as layer 0"),
-        (
-            gpt_oss(sliding_window=None, layer_types=["full_attention"] * 2 + ["sliding_attention"]),
-            "sliding_window is null, but layer 2 is sliding_attention",
-        ),
         (
             gpt_oss(layer_types=["chunked_attention"] * 3),
             "layer_types has 'chunked_attention' for layer 0; each layer must be one",
@@ -687,6 +672,47 @@ def test_the_layers_in_words() -> None:
 def test_refused(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         parsed(raw)
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "layer"),
+    [
+        (gemma2, "sliding_window", "layer 0 is sliding_attention"),
+        (gemma3, "sliding_window", "layer 0 is sliding_attention"),
+        (lfm3, "sliding_window", "layer 2 is sliding_attention"),
+        (gpt_oss, "sliding_window", "layer 0 is sliding_attention"),
+        (llama4, "attention_chunk_size", "layer 0 is chunked_attention"),
+    ],
+)
+def test_a_reach_that_is_none_is_refused_by_its_layer(make: Any, field: str, layer: str) -> None:
+    for value, shown in ((0, "0"), (-4, "-4"), (True, "true"), ("20", "'20'"), (1 << 31, "2147483648"), (2.5, "2.5")):
+        with pytest.raises(ModelError) as caught:
+            parsed(make(**{field: value}))
+        bounds = f"{field} must be an integer in 1..1073741824, not {shown}, as {layer}"
+        assert str(caught.value) == f"config.json: {bounds}"
+    with pytest.raises(ModelError) as caught:
+        parsed(make(**{field: None}))
+    assert str(caught.value) == f"config.json: {field} is null, but {layer}; give the number of tokens it reaches"
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        *product((dense_granite, granite, falcon, lfm2, lfm2_moe, olmo_hybrid), ("sliding_window",)),
+        *product((qwen3, qwen3_moe, dense_granite, lfm2, lfm3, gpt_oss, gemma3), ("attention_chunk_size",)),
+        (llama4, "sliding_window"),
+    ],
+)
+def test_a_reach_in_a_family_without_it_is_refused(make: Any, field: str) -> None:
+    with pytest.raises(ModelError, match=f"{field} is 20, but only absent is implemented"):
+        parsed(make(**{field: 20}))
+    parsed(make(**{field: None}))
+
+
+def test_a_window_that_is_switched_off_counts_for_nothing() -> None:
+    assert parsed(qwen3(sliding_window=20, use_sliding_window=False))[1].sliding_window is None
+    with pytest.raises(ModelError, match="use_sliding_window is true, but only false is implemented"):
+        parsed(qwen3_moe(sliding_window=20, use_sliding_window=True))
 
 
 def test_what_may_be_left_out() -> None:

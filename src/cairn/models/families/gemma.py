@@ -19,8 +19,8 @@ from cairn.models.config_schema import (
     layer_kinds,
     number,
     only,
+    reach,
     token_ids,
-    window,
 )
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
@@ -48,10 +48,6 @@ def _by_pattern(fields: Fields) -> tuple[str, ...]:
     return _every(fields, fields.integer("sliding_window_pattern", 1, MAX_LAYERS, default=6))
 
 
-def _has_windows(config: Any) -> bool:
-    return WINDOWED in config.layer_types
-
-
 def _cap(default: float | None) -> Any:
     """A field: null is none."""
 
@@ -75,7 +71,7 @@ class Gemma2Config(DecoderConfig):
     num_attention_heads: int = integer(1, MAX_HEADS, default=8)
     num_key_value_heads: int = integer(1, MAX_HEADS, default=4, divides="num_attention_heads")
     head_dim: int = integer(1, 1 << 12, default=256)
-    sliding_window: int = window(4096, when=_has_windows)
+    sliding_window: int = reach(WINDOWED, default=4096)
     query_pre_attn_scalar: float = number(1e-6, 1e9, default=256.0)
     attn_logit_softcapping: float | None = _cap(50.0)
     final_logit_softcapping: float | None = _cap(30.0)

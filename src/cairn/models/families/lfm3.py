@@ -9,7 +9,7 @@ from typing import Any
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer, AttentionSizes
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, number, window
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, number, reach
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec
@@ -66,7 +66,7 @@ class Lfm3Config(DecoderConfig):
     head_dim: int = integer(1, 1 << 12, default=128)
     use_attention_gate: bool = boolean(default=True)
     use_sandwich_norm: bool = boolean(default=True)
-    sliding_window: int = window(256, when=_has(WINDOWED))
+    sliding_window: int = reach(WINDOWED, default=256)
     conv_L_cache: int = integer(2, 64, default=7)
     conv_bias: bool = boolean(default=False)
     intermediate_size: int = integer(1, MAX_WIDTH, default=7680)

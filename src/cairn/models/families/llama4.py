@@ -19,8 +19,8 @@ from cairn.models.config_schema import (
     layer_kinds,
     number,
     only,
+    reach,
     token_ids,
-    window,
 )
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
@@ -66,10 +66,6 @@ def _sparse_layers(fields: Fields, name: str, config: Any) -> tuple[int, ...]:
     return tuple(range(step - 1, count, step))
 
 
-def _has_chunks(config: Any) -> bool:
-    return CHUNKED in config.layer_types
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4Config(DecoderConfig):
     """Defaults are transformers'. `intermediate_size`: of an expert; `intermediate_size_mlp`: of a layer without
@@ -90,7 +86,7 @@ class Llama4Config(DecoderConfig):
     rope_theta: float = rope_theta(5e5)
     rope_scaling: RopeScaling | None = rope_scaling()
     use_qk_norm: bool = boolean(default=True)
-    attention_chunk_size: int = window(8192, when=_has_chunks)
+    attention_chunk_size: int = reach(CHUNKED, default=8192)
     attn_temperature_tuning: bool = boolean(default=True)
     floor_scale: int = integer(1, 1 << 30, default=8192)
     attn_scale: float = number(0.0, 1e6, default=0.1)

@@ -106,7 +106,6 @@ class NemotronHConfig(DecoderConfig):
     mamba_proj_bias: bool = only(False)
     residual_in_fp32: bool = only(False)
     tie_word_embeddings: bool = custom(_untied)
-    sliding_window: None = only(None)
     mtp_pattern: str = custom(_mtp_pattern, default="", names=("mtp_hybrid_override_pattern",), fact=False)
 
     @property

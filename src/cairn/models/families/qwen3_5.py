@@ -9,7 +9,17 @@ from typing import Any, ClassVar
 
 from cairn.errors import ModelError
 from cairn.models.attention import AttentionLayer, AttentionSizes
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only, token_ids
+from cairn.models.config_schema import (
+    MAX_LAYERS,
+    Fields,
+    boolean,
+    custom,
+    integer,
+    layer_kinds,
+    only,
+    token_ids,
+    unread,
+)
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer
@@ -91,6 +101,7 @@ class Qwen35Config(DecoderConfig):
     `nested`: the text model is a part of one that also sees, in config.json as in tensors' names; `packed`: the delta
     net's projections are stored head by head in two tensors. `sparse_layers`: the layers that have a mixture of
     experts. `rotary_dim`: how many elements of a head are rotated; `mrope_section` None: by one position.
+    `sliding_window` counts where `use_sliding_window` is true.
     """
 
     nested: ClassVar[bool] = False
@@ -125,6 +136,7 @@ class Qwen35Config(DecoderConfig):
     attention_bias: bool = only(False)
     attn_output_gate: bool = only(True)
     use_sliding_window: bool = only(False)
+    sliding_window: int | None = unread()
 
     @property
     def attention(self) -> AttentionSizes:
