@@ -24,32 +24,48 @@ class SquaredReluMLP:
         return self.down(self.kernels.squared_relu(self.up(hidden, batch)), batch)
 
 
+class GatedActivation(Protocol):
+    """An activation of one half of the channels that multiplies the other one."""
+
+    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
+        """Both [rows, width] -> [rows, width]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class SwiGLU:
-    """down(silu(gate x) * up x) (arXiv 2002.05202), one rank's inner channels; `gate_up` gives gate | up."""
+class Silu:
+    """See `Kernels.silu_mul`: with it a gated MLP is a SwiGLU."""
 
     kernels: Kernels
+
+    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
+        """See `GatedActivation`."""
+        return self.kernels.silu_mul(gate, x)
+
+
+@dataclass(frozen=True, slots=True)
+class Gelu:
+    """See `Kernels.gelu_mul`: with it a gated MLP is a GeGLU."""
+
+    kernels: Kernels
+
+    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
+        """See `GatedActivation`."""
+        return self.kernels.gelu_mul(gate, x)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """down(activation(gate x) * up x) (arXiv 2002.05202), one rank's inner channels; `gate_up` gives gate | up."""
+
+    activation: GatedActivation
     gate_up: Projection
     down: Projection
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
         gate, up = self.gate_up(hidden, batch).chunk(2, dim=-1)
-        return self.down(self.kernels.silu_mul(gate, up), batch)
-
-
-@dataclass(frozen=True, slots=True)
-class GeGLU:
-    """down(gelu(gate x) * up x) (arXiv 2002.05202), one rank's inner channels; `gate_up` gives gate | up."""
-
-    kernels: Kernels
-    gate_up: Projection
-    down: Projection
-
-    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
-        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
-        gate, up = self.gate_up(hidden, batch).chunk(2, dim=-1)
-        return self.down(self.kernels.gelu_mul(gate, up), batch)
+        return self.down(self.activation(gate, up), batch)
 
 
 class Router(Protocol):
@@ -100,7 +116,7 @@ class SharedExpert:
     """sigmoid(gate x) * expert(x), for all tokens; `gate` has one output."""
 
     kernels: Kernels
-    expert: SwiGLU
+    expert: GatedMLP
     gate: Linear
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
@@ -117,7 +133,7 @@ class InputScaledExperts:
     gate: Linear
     gate_up: Weight
     down: Weight
-    shared: SwiGLU
+    shared: GatedMLP
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
@@ -144,7 +160,7 @@ class MixtureOfExperts:
     up: Weight
     down: Weight
     gated: bool
-    shared: SquaredReluMLP | SwiGLU | SharedExpert | None
+    shared: SquaredReluMLP | GatedMLP | SharedExpert | None
     to_latent: Linear | None = None
     from_latent: Linear | None = None
 

@@ -1,12 +1,13 @@
 """From a decoder as data to one rank's model."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, count
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -20,14 +21,16 @@ from cairn.layers.attention import Attention, HeadNorms, Positions
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.feed_forward import (
     ClampedExperts,
-    GeGLU,
+    GatedActivation,
+    GatedMLP,
+    Gelu,
     InputScaledExperts,
     MixtureOfExperts,
     SharedExpert,
     SigmoidRouter,
+    Silu,
     SoftmaxRouter,
     SquaredReluMLP,
-    SwiGLU,
 )
 from cairn.layers.gated_delta_net import GatedDeltaNet
 from cairn.layers.linear import Linear, Projection, ScaledLinear
@@ -52,11 +55,11 @@ from cairn.models.contract import StoredLoader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, ParallelMixers, ScaledMixer
 from cairn.models.feed_forward import (
+    Activation,
     ClampedExpertsLayer,
     ExpertsLayer,
-    GeGLULayer,
+    GatedMLPLayer,
     SquaredReluLayer,
-    SwiGLULayer,
 )
 from cairn.models.gated_delta_net import DeltaNetLayer
 from cairn.models.mamba2 import Mamba2Layer
@@ -67,6 +70,8 @@ from cairn.models.short_conv import ShortConvLayer
 from cairn.models.weight_specs import MixerSpec
 
 logger = logging.getLogger(__name__)
+
+ACTIVATIONS: Mapping[Activation, Callable[[Kernels], GatedActivation]] = MappingProxyType({"silu": Silu, "gelu": Gelu})
 
 Backend = Literal["cpu", "cuda", "cuda_exact", "exact", "reference"]
 
@@ -362,19 +367,14 @@ class _DecoderBuilder:
         return SquaredReluMLP(self._kernels, **self._draw(layer))
 
     @_build.register
-    def _(self, layer: SwiGLULayer) -> Mixer:
+    def _(self, layer: GatedMLPLayer) -> Mixer:
         drawn = self._draw(layer)
         gate_up: Projection = drawn["gate_up"]
         if layer.gate_factor != 1.0:
             rows = drawn["gate_up"].shape[0] // 2
             gate_up = self._scaled(drawn["gate_up"], [(rows, layer.gate_factor), (rows, 1.0)])
-        mlp = SwiGLU(self._kernels, gate_up, drawn["down"])
+        mlp = GatedMLP(ACTIVATIONS[layer.activation](self._kernels), gate_up, drawn["down"])
         return SharedExpert(self._kernels, mlp, drawn["gate"]) if "gate" in drawn else mlp
-
-    @_build.register
-    def _(self, layer: GeGLULayer) -> Mixer:
-        drawn = self._draw(layer)
-        return GeGLU(self._kernels, drawn["gate_up"], drawn["down"])
 
     @_build.register
     def _(self, layer: ExpertsLayer) -> Mixer:

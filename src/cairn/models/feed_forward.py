@@ -4,6 +4,7 @@ A rank has a share of the inner channels, of every expert, too.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import Slice, shard_even
@@ -20,6 +21,9 @@ from cairn.models.weight_specs import (
     row_parallel,
     transposed,
 )
+
+Activation = Literal["silu", "gelu"]
+"""Of a gate: see `Kernels.silu_mul` and `Kernels.gelu_mul`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +74,19 @@ class ExpertSizes(LayerSizes):
 
 
 @dataclass(frozen=True, slots=True)
-class SwiGLULayer(MixerSpec):
-    """`parts`: the tensors of gate, up and down below `name`, or of gate and up as one matrix, in this order, and down.
+class GatedMLPLayer(MixerSpec):
+    """A SwiGLU, or with another `activation` a GeGLU.
+
+    `parts`: the tensors of gate, up and down below `name`, or of gate and up as one matrix, in this order, and down.
     `gate_factor`: a constant multiplier of the gate. `outcome_gate`: the tensor of a gate on the outcome, if there is
-    one."""
+    one.
+    """
 
     sizes: FeedForwardSizes
     name: str
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     bias: bool = False
+    activation: Activation = "silu"
     gate_factor: float = 1.0
     outcome_gate: str | None = None
 
@@ -97,12 +105,6 @@ class SwiGLULayer(MixerSpec):
         if self.outcome_gate is not None:
             weights["gate"] = ProductSpec((StoredTensor(self.outcome_gate, (1, hidden)),), precision="dtype")
         return weights
-
-
-class GeGLULayer(SwiGLULayer):
-    """As `SwiGLULayer`, with a gelu in the place of the silu; see `Kernels.gelu_mul`."""
-
-    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from cairn.models.config_schema import (
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec
-from cairn.models.feed_forward import GeGLULayer
+from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.nested_config import INNER_EOS, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import SCALED, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
@@ -127,7 +127,7 @@ class Gemma2Config(DecoderConfig):
                 rule=self.rule(kind),
             )
             yield f"{name}.input_layernorm", attention, f"{name}.post_attention_layernorm"
-            mlp = GeGLULayer(self.feed_forward("intermediate_size"), f"{name}.mlp")
+            mlp = GatedMLPLayer(self.feed_forward("intermediate_size"), f"{name}.mlp", activation="gelu")
             yield f"{name}.pre_feedforward_layernorm", mlp, f"{name}.post_feedforward_layernorm"
 
     def layer_counts(self) -> dict[str, int]:

@@ -13,7 +13,7 @@ from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, lay
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec
-from cairn.models.feed_forward import SwiGLULayer
+from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import PROPORTIONAL, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.short_conv import ShortConvLayer, ShortConvSizes
@@ -116,7 +116,7 @@ class Lfm3Config(DecoderConfig):
             name = f"model.layers.{index}"
             mixer = ShortConvLayer(self.conv, f"{name}.conv") if kind == CONV else self._attention(name, kind)
             yield f"{name}.operator_norm", mixer, f"{name}.post_operator_norm"
-            mlp = SwiGLULayer(self.feed_forward("intermediate_size"), f"{name}.feed_forward", ("w1", "w3", "w2"))
+            mlp = GatedMLPLayer(self.feed_forward("intermediate_size"), f"{name}.feed_forward", ("w1", "w3", "w2"))
             yield f"{name}.ffn_norm", mlp, f"{name}.post_ffn_norm"
 
     def _attention(self, layer: str, kind: str) -> MixerSpec:

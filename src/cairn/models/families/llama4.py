@@ -25,7 +25,7 @@ from cairn.models.config_schema import (
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import OUTPUT, DecoderSpec, NamedMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SwiGLULayer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer
 from cairn.models.nested_config import INNER_EOS, PREFIXES, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, TemperatureSpec, rope_scaling, rope_theta
@@ -136,14 +136,14 @@ class Llama4Config(DecoderConfig):
 
     def _feed_forward(self, name: str, index: int) -> MixerSpec:
         if index not in self.moe_layers:
-            return SwiGLULayer(self.feed_forward("intermediate_size_mlp"), name)
+            return GatedMLPLayer(self.feed_forward("intermediate_size_mlp"), name)
         experts = f"{name}.experts"
         return ExpertsLayer(
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.router",
             stacks=(f"{experts}.gate_up_proj", f"{experts}.down_proj"),
-            shared=SwiGLULayer(self.feed_forward("intermediate_size"), f"{name}.shared_expert"),
+            shared=GatedMLPLayer(self.feed_forward("intermediate_size"), f"{name}.shared_expert"),
             inputs_first=True,
             scales_inputs=True,
         )

@@ -10,7 +10,7 @@ from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, only, u
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
-from cairn.models.feed_forward import SwiGLULayer
+from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -49,7 +49,7 @@ class Qwen3Config(DecoderConfig):
             yield f"{name}.post_attention_layernorm", self._feed_forward(index, f"{name}.mlp", stored)
 
     def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
-        return SwiGLULayer(self.feed_forward("intermediate_size"), name)
+        return GatedMLPLayer(self.feed_forward("intermediate_size"), name)
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""

@@ -23,7 +23,7 @@ from cairn.models.config_schema import (
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SwiGLULayer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
 from cairn.models.nested_config import INNER_EOS, text_config
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
@@ -215,7 +215,7 @@ class Qwen35Config(DecoderConfig):
         """Experts are published as a tensor for each expert and matrix, and as two stacks."""
         norm, name = f"{layer}.post_attention_layernorm", f"{layer}.mlp"
         if not sparse:
-            return norm, SwiGLULayer(self.feed_forward("intermediate_size"), name)
+            return norm, GatedMLPLayer(self.feed_forward("intermediate_size"), name)
         experts, shared = f"{name}.experts", f"{name}.shared_expert"
         stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
         mixture = ExpertsLayer(
@@ -225,7 +225,7 @@ class Qwen35Config(DecoderConfig):
             normalize=self.norm_topk_prob,
             experts=experts,
             stacks=stacks if stacks[0] in stored else None,
-            shared=SwiGLULayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
+            shared=GatedMLPLayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
         )
         return norm, mixture
 
