@@ -24,8 +24,9 @@ from cairn.layers.feed_forward import (
     GatedActivation,
     GatedMLP,
     Gelu,
-    InputScaledExperts,
+    InputScalingRouter,
     MixtureOfExperts,
+    Router,
     SharedExpert,
     SigmoidRouter,
     Silu,
@@ -59,6 +60,10 @@ from cairn.models.feed_forward import (
     ClampedExpertsLayer,
     ExpertsLayer,
     GatedMLPLayer,
+    InputScalingRule,
+    RouterRule,
+    SigmoidRule,
+    SoftmaxRule,
     SquaredReluLayer,
 )
 from cairn.models.gated_delta_net import DeltaNetLayer
@@ -378,30 +383,33 @@ class _DecoderBuilder:
 
     @_build.register
     def _(self, layer: ExpertsLayer) -> Mixer:
-        sizes, drawn, rule = layer.sizes, self._draw(layer), layer.sigmoid
-        router: SoftmaxRouter | SigmoidRouter
-        if rule is None:
-            router = SoftmaxRouter(self._kernels, drawn["gate"], sizes.top_k, layer.normalize)
-        else:
-            nothing = torch.zeros(sizes.count, device=self._execution.device)
-            router = SigmoidRouter(
-                self._kernels,
-                drawn["gate"],
-                drawn.get("correction", nothing).float(),
-                sizes.top_k,
-                rule.num_groups,
-                rule.top_groups,
-                layer.normalize,
-                rule.scale,
-                rule.epsilon,
-            )
+        drawn = self._draw(layer)
         up, down = drawn["experts"]
         shared: Any = None if layer.shared is None else self._build(layer.shared)
-        if layer.scales_inputs:
-            return InputScaledExperts(self._kernels, drawn["gate"], up, down, shared)
         gated = layer.stacks is not None or len(layer.parts) == 2
         latent = drawn.get("to_latent"), drawn.get("from_latent")
+        router = self._router(layer.rule, drawn["gate"], layer.sizes.top_k, drawn)
         return MixtureOfExperts(self._kernels, router, up, down, gated, shared, *latent)
+
+    @singledispatchmethod
+    def _router(self, rule: RouterRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
+        """`gate`: gives a logit of each expert."""
+        raise TypeError(f"no router is built of {rule!r:.200}")
+
+    @_router.register
+    def _(self, rule: SoftmaxRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
+        return SoftmaxRouter(self._kernels, gate, top_k, rule.normalize)
+
+    @_router.register
+    def _(self, rule: SigmoidRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
+        nothing = torch.zeros(gate.shape[0], device=self._execution.device)
+        correction = drawn.get("correction", nothing).float()
+        groups = rule.num_groups, rule.top_groups
+        return SigmoidRouter(self._kernels, gate, correction, top_k, *groups, rule.normalize, rule.scale, rule.epsilon)
+
+    @_router.register
+    def _(self, rule: InputScalingRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
+        return InputScalingRouter(self._kernels, gate)
 
     @_build.register
     def _(self, layer: ClampedExpertsLayer) -> Mixer:

@@ -25,7 +25,7 @@ from cairn.models.config_schema import (
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import OUTPUT, DecoderSpec, NamedMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer, InputScalingRule
 from cairn.models.nested_config import INNER_EOS, PREFIXES, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, TemperatureSpec, rope_scaling, rope_theta
@@ -142,10 +142,10 @@ class Llama4Config(DecoderConfig):
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.router",
+            rule=InputScalingRule(),
             stacks=(f"{experts}.gate_up_proj", f"{experts}.down_proj"),
             shared=GatedMLPLayer(self.feed_forward("intermediate_size"), f"{name}.shared_expert"),
             inputs_first=True,
-            scales_inputs=True,
         )
 
     def layer_counts(self) -> dict[str, int]:

@@ -181,10 +181,13 @@ class NemotronHConfig(DecoderConfig):
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
-            sigmoid=SigmoidRule(
-                self.n_group, self.topk_group, self.routed_scaling_factor, f"{name}.gate.e_score_correction_bias"
+            rule=SigmoidRule(
+                self.n_group,
+                self.topk_group,
+                self.routed_scaling_factor,
+                f"{name}.gate.e_score_correction_bias",
+                normalize=self.norm_topk_prob,
             ),
-            normalize=self.norm_topk_prob,
             experts=f"{name}.experts",
             parts=("up_proj",),
             latent=latent,

@@ -23,7 +23,7 @@ from cairn.models.config_schema import (
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer, SoftmaxRule
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
 from cairn.models.nested_config import INNER_EOS, text_config
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
@@ -222,7 +222,7 @@ class Qwen35Config(DecoderConfig):
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
-            normalize=self.norm_topk_prob,
+            rule=SoftmaxRule(self.norm_topk_prob),
             experts=experts,
             stacks=stacks if stacks[0] in stored else None,
             shared=GatedMLPLayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
