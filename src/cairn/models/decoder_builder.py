@@ -388,7 +388,7 @@ class _DecoderBuilder:
         shared: Any = None if layer.shared is None else self._build(layer.shared)
         gated = layer.stacks is not None or len(layer.parts) == 2
         latent = drawn.get("to_latent"), drawn.get("from_latent")
-        router = self._router(layer.rule, drawn["gate"], layer.sizes.top_k, drawn)
+        router = self._router(layer.routing, drawn["gate"], layer.sizes.top_k, drawn)
         return MixtureOfExperts(self._kernels, router, up, down, gated, shared, *latent)
 
     @singledispatchmethod

@@ -167,8 +167,8 @@ class InputScalingRule(RouterRule):
 class ExpertsLayer(MixerSpec):
     """A mixture of experts, beside a `shared` one if there is any.
 
-    `router`: the name of the gate over `hidden` channels, by which `rule` chooses. `experts`: the name below which an
-    expert's matrices are by number, `parts` those into its inner channels, gate and up of a SwiGLU or up alone of a
+    `router`: the name of the gate over `hidden` channels, by which `routing` chooses. `experts`: the name below which
+    an expert's matrices are by number, `parts` those into its inner channels, gate and up of a SwiGLU or up alone of a
     squared-ReLU MLP, and `down` the one out of them. `stacks`: instead of these the tensors of all experts' gate and up
     [count, 2 * inner, hidden] and down [count, hidden, inner], or with `inputs_first` the last two dimensions the other
     way round. `latent`: the names of the products into the space in which routed experts work, and back; `bias`: of
@@ -178,7 +178,7 @@ class ExpertsLayer(MixerSpec):
     sizes: ExpertSizes
     hidden: int
     router: str
-    rule: RouterRule = SoftmaxRule()
+    routing: RouterRule = SoftmaxRule()
     experts: str = ""
     parts: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
@@ -198,7 +198,7 @@ class ExpertsLayer(MixerSpec):
         count, width = self.sizes.count, self.sizes.expert.hidden
         gate = StoredTensor(f"{self.router}.weight", (count, self.hidden))
         weights: dict[str, WeightSpec] = {"gate": ProductSpec((gate,), precision="float32")}
-        weights |= self.rule.weights(count)
+        weights |= self.routing.weights(count)
         if self.latent is not None:
             to, back = self.latent
             weights["to_latent"] = column_parallel(to, (width, self.hidden), (0, width), bias=self.bias)

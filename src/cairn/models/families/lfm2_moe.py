@@ -58,7 +58,7 @@ class Lfm2MoeConfig(Lfm2Config):
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
-            rule=SigmoidRule(1, 1, self.routed_scaling_factor, bias, NORM_EPSILON, self.norm_topk_prob),
+            routing=SigmoidRule(1, 1, self.routed_scaling_factor, bias, NORM_EPSILON, self.norm_topk_prob),
             experts=experts,
             parts=("w1", "w3"),
             down="w2",

@@ -142,7 +142,7 @@ class Llama4Config(DecoderConfig):
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.router",
-            rule=InputScalingRule(),
+            routing=InputScalingRule(),
             stacks=(f"{experts}.gate_up_proj", f"{experts}.down_proj"),
             shared=GatedMLPLayer(self.feed_forward("intermediate_size"), f"{name}.shared_expert"),
             inputs_first=True,

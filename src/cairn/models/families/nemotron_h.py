@@ -181,7 +181,7 @@ class NemotronHConfig(DecoderConfig):
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
-            rule=SigmoidRule(
+            routing=SigmoidRule(
                 self.n_group,
                 self.topk_group,
                 self.routed_scaling_factor,

@@ -222,7 +222,7 @@ class Qwen35Config(DecoderConfig):
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
-            rule=SoftmaxRule(self.norm_topk_prob),
+            routing=SoftmaxRule(self.norm_topk_prob),
             experts=experts,
             stacks=stacks if stacks[0] in stored else None,
             shared=GatedMLPLayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),

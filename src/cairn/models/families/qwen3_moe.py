@@ -54,7 +54,7 @@ class Qwen3MoeConfig(Qwen3Config):
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
-            rule=SoftmaxRule(self.norm_topk_prob),
+            routing=SoftmaxRule(self.norm_topk_prob),
             experts=experts,
             stacks=stacks if stacks[0] in stored else None,
         )
