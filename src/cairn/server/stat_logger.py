@@ -22,8 +22,8 @@ def format_startup_lines(info: EngineInfo) -> list[str]:
         lines.append("cache: this model has no attention layers: tokens cost nothing")
     if cache.window_bytes:
         lines.append(
-            f"cache: {_size(cache.window_bytes)} within the reach of windows: what each sequence has, and each checkpoint "
-            "that is kept when memory is full"
+            f"cache: {_size(cache.window_bytes)} within the reach of windows: what each sequence has, and each "
+            "checkpoint that is kept when memory is full"
         )
     if cache.checkpoint_bytes:
         count = cache.num_pages // cache.pages_per_checkpoint
