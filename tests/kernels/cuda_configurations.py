@@ -3,7 +3,7 @@ which ptxas makes wrong code more easily: what `test_cuda_compiles` compiles."""
 
 from collections.abc import Callable, Iterator, Mapping
 from importlib import import_module
-from itertools import product
+from itertools import chain, product
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -366,20 +366,27 @@ def experts(module: Any) -> Iterator[Configuration]:
                 for kernel, constants, options in expert_products(module, dtype, sizes, gated, bool(form["BLOCKED"])):
                     types = {**types, "alpha": "fp32", "limit": "fp32"}
                     yield kernel, signature(kernel, model, **types), {**form, **constants}, {**options, **apart}
-        # gpt-oss's.
-        for kernel, constants, options in expert_products(
-            module, dtype, (32, 4, 2880, 2880), True, False, clamped=True
+        # gpt-oss's, and Gemma 4's.
+        for kernel, constants, options in chain(
+            expert_products(module, dtype, (32, 4, 2880, 2880), True, False, clamped=True),
+            expert_products(module, dtype, (128, 8, 2816, 704), True, False, gelu=True),
         ):
             types = signature(kernel, model, alpha="fp32", limit="fp32")
             yield kernel, types, {**plain, **constants}, options
 
 
 def expert_products(
-    module: Any, dtype: torch.dtype, sizes: tuple[int, int, int, int], gated: bool, blocked: bool, clamped: bool = False
+    module: Any,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int],
+    gated: bool,
+    blocked: bool,
+    clamped: bool = False,
+    gelu: bool = False,
 ) -> Iterator[tuple[Any, dict[str, object], dict[str, int]]]:
     num_experts, top_k, width, inner_width = sizes
     cores = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
-    of_up, of_down = {"GATED": gated, "CLAMPED": clamped}, {"BIASED": clamped}
+    of_up, of_down = {"GATED": gated, "CLAMPED": clamped, "GELU": gelu}, {"BIASED": clamped}
     for rows in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16, 32):
         tile, options = module._tile(rows, inner_width, width, dtype, gated=gated)
         yield module._up_kernel, {**of_up, **cores, **tile}, options

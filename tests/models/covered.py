@@ -33,7 +33,7 @@ LOGITS = Coverage(
     (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe"),
         *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
+        *("gpt_oss", "gemma4", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -50,6 +50,7 @@ INT8 = Coverage(
             "lfm2_moe",
             "olmo_hybrid",
             "gpt_oss",
+            "gemma4",
             "gemma3",
             "lfm3",
             "gemma2",
@@ -148,7 +149,7 @@ WHOLE_EXACTNESS = Coverage(
     (
         *("nemotron_h", "qwen3_5"),
         *("qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe"),
-        *("olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
+        *("olmo_hybrid", "gpt_oss", "gemma4", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 """The first two in `make test`, all others in `make test-long`."""
@@ -159,7 +160,7 @@ EXACTNESS = Coverage(
     ("engine/test_exactness_families.py",),
     (
         *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
+        *("gpt_oss", "gemma4", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -170,7 +171,7 @@ DRAFTS = Coverage(
     (
         *("nemotron_h+mtp", "qwen3_5+mtp", "lfm2", "nemotron_h", "qwen3_5", "falcon_h1", "granitemoehybrid"),
         *("qwen3_5_moe+mtp", "qwen3_5_moe", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
+        *("gpt_oss", "gemma4", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -180,7 +181,7 @@ RECORDED = Coverage(
     ("engine/test_recorded_decodes.py", "engine/test_nothing_is_compiled_late.py"),
     (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "falcon_h1", "qwen3"),
-        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
+        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma4", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -197,6 +198,7 @@ HAND_OVERS = Coverage(
             "olmo_hybrid",
             "nemotron_h",
             "gpt_oss",
+            "gemma4",
             "gemma3",
             "lfm3",
             "gemma2",

@@ -722,7 +722,7 @@ def test_what_may_be_left_out() -> None:
 
 def test_gemmas_embeddings_are_scaled_in_the_models_dtype() -> None:
     """bfloat16 has no root of 32, and the models were trained with what it has in its place."""
-    scales = {dtype: tiny(gemma3()).model(False, dtype=dtype).embedding_scale for dtype in (F32, BF16)}
+    scales = {dtype: tiny(gemma3()).model(False, dtype=dtype).embedding.scale for dtype in (F32, BF16)}
     assert scales == {dtype: torch.tensor(32**0.5, dtype=dtype).item() for dtype in (F32, BF16)}
     assert scales[F32] != scales[BF16] == 5.65625
 

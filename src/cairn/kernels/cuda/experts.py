@@ -49,12 +49,16 @@ _BLOCK = tl.constexpr(BLOCK)
 
 
 @triton.jit
-def _activated(gate, up, alpha, limit, GATED: tl.constexpr, CLAMPED: tl.constexpr):
+def _activated(gate, up, alpha, limit, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr):
     if CLAMPED:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, up)
         up = tl.where(up < -limit, -limit, up)
         return (up + 1) * gate * tl.sigmoid(alpha * gate)
+    if GELU:
+        # As `gelu_mul` has it.
+        inner = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(tl.maximum(inner, -80.0)) * up
     if GATED:
         return gate * tl.sigmoid(gate) * up
     return tl.where(up < 0, 0.0, up * up)
@@ -82,7 +86,8 @@ def _up_rows(expert, column, inner_width, GATED: tl.constexpr):
 def _up_kernel(
     x, weight, scales, zeros, minimums, factors, minimum_factors, fifths, bias, alpha, limit, inner, order, starts,
     num_experts, top_k, inner_width, width, x_stride, expert_stride, weight_stride,
-    GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
+    FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -128,7 +133,7 @@ def _up_kernel(
         gate_bias, up_bias = _biases(bias, expert, column, inner_width, is_column)
         gate += gate_bias[None, :]
         up += up_bias[None, :]
-    result = _activated(gate, up, alpha, limit, GATED, CLAMPED).to(inner.dtype.element_ty)
+    result = _activated(gate, up, alpha, limit, GATED, CLAMPED, GELU).to(inner.dtype.element_ty)
     places = (pair.to(tl.int64) * inner_width)[:, None] + column[None, :]
     tl.store(inner + places, result, mask=(pair < end)[:, None] & (column < inner_width)[None, :])
 
@@ -201,7 +206,8 @@ def _sum_kernel(
 def _up_gemv_kernel(
     x, weight, scales, zeros, minimums, factors, minimum_factors, fifths, bias, alpha, limit,
     topk_ids, inner, top_k, inner_width, width, x_stride, expert_stride, weight_stride,
-    GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
+    FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -244,7 +250,7 @@ def _up_gemv_kernel(
         gate_bias, up_bias = _biases(bias, expert, column, inner_width, is_column)
         gate_sum += gate_bias
         up_sum += up_bias
-    result = _activated(gate_sum, up_sum, alpha, limit, GATED, CLAMPED).to(inner.dtype.element_ty)
+    result = _activated(gate_sum, up_sum, alpha, limit, GATED, CLAMPED, GELU).to(inner.dtype.element_ty)
     tl.store(inner + pair.to(tl.int64) * inner_width + column, result, mask=is_column)
 
 
@@ -322,6 +328,13 @@ def gated_experts(
     return _experts(x, topk_ids, topk_weights, _Form(gate_up, down, gated=True), batch)
 
 
+def gelu_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: WeightRows, down: WeightRows, batch: Batch
+) -> Tensor:
+    """See `Kernels.gelu_experts`."""
+    return _experts(x, topk_ids, topk_weights, _Form(gate_up, down, gated=True, gelu=True), batch)
+
+
 def clamped_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: WeightRows, down: WeightRows, gate_up_bias: Tensor,
     down_bias: Tensor | None, alpha: float, limit: float, batch: Batch,
@@ -333,7 +346,8 @@ def clamped_experts(
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """What experts are made of. `up_bias`: of those that are clamped, by `alpha` and `limit`."""
+    """What experts are made of. `up_bias`: of those that are clamped, by `alpha` and `limit`; `gelu`: in the place of
+    the silu."""
 
     up: WeightRows
     down: WeightRows
@@ -342,6 +356,7 @@ class _Form:
     down_bias: Tensor | None = None
     alpha: float = 0.0
     limit: float = 0.0
+    gelu: bool = False
 
     def of_up(self, no_bias: Tensor) -> tuple[Tensor, float, float]:
         """What the kernels of the first product get; `no_bias` where there is none."""
@@ -381,6 +396,7 @@ def _run_few_tokens(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, form: _Fo
         *(x, *weight, *form.of_up(x), topk_ids, inner, top_k, inner_width, width, x.stride(0), *strides),
         GATED=gated,
         CLAMPED=form.up_bias is not None,
+        GELU=form.gelu,
         **variant,
         **tile,
         **options,
@@ -426,6 +442,7 @@ def _run_many_tokens(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, form: _F
         ),
         GATED=gated,
         CLAMPED=form.up_bias is not None,
+        GELU=form.gelu,
         **variant,
         **common,
         **tile,
