@@ -24,6 +24,7 @@ from models.decoder_families import (
     falcon,
     gemma2,
     gemma3,
+    gemma4,
     gpt_oss,
     granite,
     lfm2,
@@ -52,6 +53,7 @@ MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
     "granite": dense_granite,
     "gemma2": gemma2,
     "gemma3_text": gemma3,
+    "gemma4_text": gemma4,
     "lfm3": lfm3,
     "llama4_text": llama4,
     "gpt_oss": gpt_oss,
@@ -62,7 +64,7 @@ SCALINGS = (
     "'default' or 'linear' or 'llama3' or 'yarn' is implemented; without it the model is served at the length that it "
     "was trained for"
 )
-WITH_ROPE = [name for name in MAKERS if name not in ("nemotron_h", "gemma3_text", "lfm3", "llama4_text")]
+WITH_ROPE = [name for name in MAKERS if name not in ("nemotron_h", "gemma3_text", "gemma4_text", "lfm3", "llama4_text")]
 """With one kind of rotary positions."""
 
 
