@@ -198,7 +198,6 @@ HAND_OVERS = Coverage(
             "olmo_hybrid",
             "nemotron_h",
             "gpt_oss",
-            "gemma4",
             "gemma3",
             "lfm3",
             "gemma2",

@@ -380,6 +380,10 @@ FAMILIES = (
 
 _FINAL = 10.0
 
+_AFTER = tuple(
+    f"{name}.weight" for name in ("post_attention_layernorm", "post_feedforward_layernorm", "post_per_layer_input_norm")
+)
+
 
 def _with_all_tokens(raw: dict[str, Any], options: CheckpointOptions) -> dict[str, Any]:
     return {**raw, "vocab_size_per_layer_input": options.vocab_size}
@@ -422,9 +426,12 @@ RECIPE = Recipe(
         "q_norm.weight": (0.25, 0.03),
         "per_layer_projection_norm.weight": (1.0, 0.1),
         "model.norm.weight": (_FINAL, 0.1),
+        # What layers add is less than what is there.
+        **dict.fromkeys(_AFTER, (0.5, 0.05)),
         "norm.weight": (1.0, 0.1),
         "layer_scalar": (0.9, 0.02),
-        "router.scale": (1.0, 0.1),
+        # Divided by the root of the width: no two experts are nearly equal for most tokens.
+        "router.scale": (32.0, 2.0),
         "per_expert_scale": (1.0, 0.1),
         "embed_tokens_per_layer.weight": (0.0, 0.2),
     },
