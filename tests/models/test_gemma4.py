@@ -14,11 +14,13 @@ from transformers import Gemma4TextConfig
 from cairn.check.report import check
 from cairn.errors import ConfigError, ModelError
 from cairn.models.families import FAMILIES
-from cairn.models.qwen3_5_vision import FILE, read_vision
+from cairn.models.image_processor import FILE
+from cairn.models.qwen3_5_vision import read_vision
 from cairn.models.registry import open_model
-from models.decoder_families import SHARING, TinyDriver, gemma4, logits_of, prompt, published, tiny
+from models.decoder_families import TinyDriver, logits_of, prompt, published, tiny
 from models.logits_bar import Truth
 from models.published_gemma4 import PUBLISHED, text_shapes
+from models.tiny_configs import SHARING, gemma4
 from tiers import more
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
@@ -95,8 +97,11 @@ def test_tensors_are_the_published_ones(name: str) -> None:
         (gemma4(num_kv_shared_layers=4), "num_kv_shared_layers 4 makes layer 0 read keys and values of an earlier"),
         (gemma4(num_kv_shared_layers=9), "num_kv_shared_layers 9 makes layer 0 read keys and values of an earlier"),
         (gemma4(num_kv_shared_layers=-1), "num_kv_shared_layers must be an integer in 0..512, not -1"),
-        (gemma4(sliding_window=0), "sliding_window must be an integer in 1..1073741824, not 0"),
-        (gemma4(sliding_window=None), "sliding_window is null, but layer_types has layers of limited reach"),
+        (gemma4(sliding_window=0), "sliding_window must be an integer in 1..1073741824, not 0, as layer 0 is sliding"),
+        (
+            gemma4(sliding_window=None),
+            "sliding_window is null, but layer 0 is sliding_attention; give the number of",
+        ),
         (gemma4(use_bidirectional_attention="all"), "use_bidirectional_attention is 'all', but only absent or"),
         (gemma4(hidden_activation="silu"), "hidden_activation is 'silu', but only 'gelu_pytorch_tanh'"),
         (

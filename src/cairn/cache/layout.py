@@ -14,15 +14,14 @@ are there where a state is stored in a smaller form than it has while it runs.
 
 from dataclasses import dataclass, field
 
-from cairn.types import Count, Positive, Size
+from cairn.types import Count, Positive, Size, first_in_reach
 
 __all__ = ["AttentionGroup", "CacheLayout"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Attention layers of one reach. `reach` None: a token sees every earlier one; otherwise the last `reach` tokens
-    with itself (a window) or, if `chunked`, those from the last multiple of `reach` on."""
+    """Attention layers of one reach, as `first_in_reach` takes it."""
 
     name: str
     tokens_per_page: Positive
@@ -31,9 +30,7 @@ class AttentionGroup:
 
     def needed_at(self, position: int) -> int:
         """The first token of which keys and values are needed to go on at `position`, which is computed next."""
-        if self.reach is None:
-            return 0
-        return position // self.reach * self.reach if self.chunked else max(0, position - self.reach + 1)
+        return first_in_reach(position, self.reach, self.chunked)
 
     def retained_pages(self, start: int, end: int) -> int:
         """How many pages of tokens [start, end) are needed to go on at `end`."""

@@ -46,7 +46,7 @@ from cairn.engine.tiers import EngineTiers, PoolEvents, allocate_arena, build_ti
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
-from cairn.kernels.contract import Graphs
+from cairn.kernels.graphs import Graphs
 from cairn.machine import Machine
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes

@@ -20,14 +20,14 @@ from cairn.models.config_schema import (
     integer,
     layer_kinds,
     only,
+    reach,
     token_ids,
-    window,
 )
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NormedMixer, SideBySideMixers
-from cairn.models.families.gemma import FULL, KINDS, WINDOWED, has_windows, softcap
-from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes, GeGLULayer, GeluExpertsLayer
+from cairn.models.families.gemma import FULL, KINDS, WINDOWED, softcap
+from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes, GatedMLPLayer, GeluExpertsLayer
 from cairn.models.layer_inputs import LayerInputLayer, LayerInputsSpec
 from cairn.models.nested_config import INNER_EOS, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, CheckpointOptions, Recipe, by_size
@@ -130,6 +130,10 @@ def _layer_input_width(fields: Fields, name: str, config: Any) -> int:
     return fields.integer(name, 0, MAX_WIDTH, default=0 if fields.says(name) else 256)
 
 
+def _has_windows(config: Any) -> bool:
+    return WINDOWED in config.layer_types
+
+
 def _has_layer_inputs(config: Any) -> bool:
     return bool(config.hidden_size_per_layer_input)
 
@@ -172,11 +176,11 @@ class Gemma4Config(DecoderConfig):
     )
     num_global_key_value_heads: int = _of_full_layers("num_key_value_heads", _global_kv_heads)
     heads_fit: bool = custom(_fits, fact=False)
-    sliding_window: int = window(512, when=has_windows)
+    sliding_window: int = reach(WINDOWED, default=512)
     final_logit_softcapping: float | None = softcap(None)
     # Of images' tokens: text is causal.
     use_bidirectional_attention: str | None = only(None, False, "vision")
-    rope_local_base_freq: float = rope_theta(1e4, WINDOWED_ROPE, when=has_windows)
+    rope_local_base_freq: float = rope_theta(1e4, WINDOWED_ROPE, when=_has_windows)
     rope_theta: float = rope_theta(1e6, FULL_ROPE)
     rope_scaling: RopeScaling | None = rope_scaling(FULL_ROPE)
     num_kv_shared_layers: int = custom(_sharing)
@@ -234,8 +238,8 @@ class Gemma4Config(DecoderConfig):
         """Each with the name of the norm after it, or under that name, where nothing is normed before."""
         name = f"{layers}.{index}"
         yield f"{name}.input_layernorm", self._attention(layers, index), f"{name}.post_attention_layernorm"
-        mlp, before = GeGLULayer(self._mlp(index), f"{name}.mlp"), f"{name}.pre_feedforward_layernorm"
-        after = f"{name}.post_feedforward_layernorm"
+        mlp = GatedMLPLayer(self._mlp(index), f"{name}.mlp", activation="gelu")
+        before, after = (f"{name}.{place}_feedforward_layernorm" for place in ("pre", "post"))
         if self.enable_moe_block:
             experts = GeluExpertsLayer(
                 sizes=self.experts,
@@ -337,7 +341,7 @@ class Gemma4UnifiedConfig(Gemma4Config):
     """Of the model with one encoder of all that is not text: without experts and inputs of layers."""
 
     max_position_embeddings: int = integer(1, 1 << 30, default=262_144, fact=False)
-    sliding_window: int = window(1024, when=has_windows)
+    sliding_window: int = reach(WINDOWED, default=1024)
     hidden_size_per_layer_input: int = custom(lambda fields, name, config: 0, fact=False)
     enable_moe_block: bool = custom(lambda fields, name, config: False, default=False, fact=False)
 

@@ -7,8 +7,8 @@
   const brief = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
   const REASONS = {
     no_checkpoint: "no checkpoint", evicted: "evicted", in_progress: "in progress", preempted: "preempted",
-    too_short: "too short", namespace: "other namespace", remote_failed: "transfer failed", disabled: "cache off",
-    rewritten: "answer rewritten", never_seen: "never seen", none: "nothing lost",
+    too_short: "too short", namespace: "other namespace", remote_failed: "transfer failed", tier_failed: "tier failed",
+    tier_slow: "tier slower", disabled: "cache off", rewritten: "answer rewritten", never_seen: "never seen", none: "nothing lost",
   };
   const tint = (reason) => (reason === "never_seen" ? "var(--new)" : reason === "none" ? "var(--hit)" : `var(--${reason})`);
   const known = (reason) => (reason in REASONS ? reason : "never_seen");
