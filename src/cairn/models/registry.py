@@ -139,6 +139,10 @@ class OpenModel:
         """Every tensor that the config calls for, with its shape, in the form in which these are stored."""
         return self.family.tensors(self.config, stored)
 
+    def ignored_tensors(self, stored: Collection[str]) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that are not served, where these are stored."""
+        return self.family.ignored(self.config, stored)
+
     def weight_bytes(
         self, stored: Mapping[str, TensorHeader], num_ranks: int = 1, packed_dtype: PackedDtype | None = None
     ) -> int:
@@ -213,7 +217,7 @@ class OpenModel:
         place = device or torch.device("cpu")
         with WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization) as reader:
             expected = self.tensors(reader.names)
-            reader.verify(expected, self.family.ignored_tensors)
+            reader.verify(expected, self.ignored_tensors(reader.names))
             if self.config.tie_word_embeddings and OUTPUT in reader.names and communicator.rank == 0:
                 logger.warning(
                     "config.json ties the output to the embedding (tie_word_embeddings), but %s is stored as well: "
