@@ -12,8 +12,9 @@ import torch
 from cairn.engine.transfers.device_pool import CudaStream, DevicePool, NoStream
 from cairn.kernels import exact
 from cairn.kernels.staging import Readback, StepBuffers, make_event
-from cairn.transfer.geometry import pair, staging_copies, staging_pages
+from cairn.transfer.geometry import pair, staging_pages
 from cairn.transfer.memory import HostPool
+from cairn.transfer.token_copies import staging_copies
 from doubles.counted_device import counted_device
 from transfer.test_geometry import geometry, model
 
@@ -44,7 +45,7 @@ class Recorded:
 def case(blocks, span, *, kv_heads=2, tp=(1, 1)):
     """A pairing, the copies of a span, the pool before, and where the slots are."""
     remote, local = (geometry(size, block, kv_heads) for size, block in zip(tp, blocks, strict=True))
-    pairing = pair(model(kv_heads), remote, local, 0)
+    (pairing,) = pair(model(kv_heads), remote, local, 0).groups
     count = -(-span[1] // local.block_size) - span[0] // local.block_size if span[0] < span[1] else 0
     first_page = count + 3
     rows = first_page + staging_pages(pairing, *span)
