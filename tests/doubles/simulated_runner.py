@@ -243,8 +243,7 @@ class SimulatedRunner(StepRunner):
                 if group.reach is None:
                     unlimited += self._read(group, pages[page], offset)
                 else:
-                    places = (divmod(p, group.tokens_per_page) for p in range(group.needed_at(position), position + 1))
-                    context += sum(self._read(group, pages[page], offset) for page, offset in places)
+                    context += self._read_span(group, pages, group.needed_at(position), position + 1)
             live = (state, hash((state, unlimited + context)))
             states.append(live)
             if position + 1 in files:
@@ -301,6 +300,11 @@ class SimulatedRunner(StepRunner):
         if tags is None or (tag := tags[offset]) is None:
             raise LookupError(f"token {offset} of page {page} was never written")
         return tag
+
+    def _read_span(self, group: AttentionGroup, pages: Sequence[int], start: int, end: int) -> int:
+        """The sum of the tags of tokens [start, end)."""
+        places = (divmod(token, group.tokens_per_page) for token in range(start, end))
+        return sum(self._read(group, pages[page], offset) for page, offset in places)
 
     def _read_first(self, group: AttentionGroup, pages: Sequence[int], count: int) -> int:
         """The sum of the tags of the first `count` tokens in `pages`. A context is read in each step: whole pages are

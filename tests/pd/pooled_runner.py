@@ -70,6 +70,15 @@ class PooledRunner(SimulatedRunner):
         # no number of 64 bits holds the sum
         return sum(tags.tolist())
 
+    def _read_span(self, group, pages, start, end) -> int:
+        first = start // group.tokens_per_page
+        used = self.halves[group][pages[first : -(-end // group.tokens_per_page)]]
+        tags = used.transpose(1, 0, 3, 2).copy().view(np.int64).reshape(used.shape[1], -1)
+        tags = tags[:, start - first * group.tokens_per_page :][:, : end - start]
+        if (tags != tags[0]).any():
+            raise LookupError(f"tokens [{start}, {end}) have other bytes in one layer than in another")
+        return sum(tags[0].tolist())
+
     def _write(self, group, page, offset, tag) -> None:
         self.halves[group][page, :, :, offset] = np.array([tag], np.int64).view(np.int32)
 
