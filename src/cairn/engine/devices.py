@@ -85,11 +85,11 @@ def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Mach
 
 
 def as_served(config: EngineConfig, opened: OpenModel) -> OpenModel:
-    """The checkpoint with what this server keeps of a sequence. Other servers and tiers have pages of one kind, so
-    where there are any those behind the reach of windows stay. Raises ConfigError as `with_states_in`."""
+    """The checkpoint with what this server keeps of a sequence. Tiers have pages of one kind, so where there are any
+    those behind the reach of windows stay. Raises ConfigError as `with_states_in`."""
     opened = opened.with_states_in(config.mamba_ssm_cache_dtype, config.exact)
-    goes_elsewhere = config.kv_transfer is not None or config.host_cache_bytes or config.disk_cache is not None
-    return opened.with_all_tokens() if goes_elsewhere else opened
+    has_tiers = config.host_cache_bytes or config.disk_cache is not None
+    return opened.with_all_tokens() if has_tiers else opened
 
 
 def open_head(config: EngineConfig, opened: OpenModel) -> OpenModel:
