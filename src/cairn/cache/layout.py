@@ -37,6 +37,11 @@ class AttentionGroup:
         first = max(start, self.needed_at(end))
         return self.pages_for(end) - first // self.tokens_per_page if first < end else 0
 
+    @property
+    def window_pages(self) -> int:
+        """How many pages going on needs at most of a limited reach, which may begin in the middle of one; else 0."""
+        return 0 if self.reach is None else self.pages_for(self.reach + self.tokens_per_page - 1)
+
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold the first `num_tokens` tokens."""
         return -(-num_tokens // self.tokens_per_page)
@@ -107,6 +112,11 @@ class CacheLayout:
     def lasting_bytes_per_token(self) -> float:
         """The same, over the groups of unlimited reach: what a token takes for good."""
         return sum(self.page_bytes / group.tokens_per_page for group in self.groups if group.reach is None)
+
+    @property
+    def window_bytes(self) -> int:
+        """What going on anywhere needs of groups of limited reach, at most."""
+        return self.page_bytes * sum(group.window_pages for group in self.groups)
 
     def running_pages_for(self, num_tokens: int, num_in_flight: int) -> int:
         """Pages that a sequence of `num_tokens` tokens holds at most, of which `num_in_flight` at a time are being

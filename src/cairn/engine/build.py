@@ -193,6 +193,7 @@ def _engine_info(
             block_size=config.block_size,
             page_bytes=layout.page_bytes,
             bytes_per_token=layout.lasting_bytes_per_token,
+            window_bytes=layout.window_bytes,
             checkpoint_bytes=layout.checkpoint_bytes,
             pages_per_checkpoint=layout.pages_per_checkpoint,
             checkpoint_dtype=layout.checkpoint_dtype,

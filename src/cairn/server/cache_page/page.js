@@ -104,7 +104,8 @@
     const { server, pool, tree } = latest;
     $("model").textContent = server.model;
     $("setup").textContent = `${server.mamba_cache_mode} placement${server.exact ? ", exact" : ""} · pages of ` +
-      `${server.block_size} tokens, ${size(pool.page_bytes)} · a checkpoint takes ${size(server.checkpoint_bytes)}`;
+      `${server.block_size} tokens, ${size(pool.page_bytes)} · a checkpoint takes ${size(server.checkpoint_bytes)}` +
+      (server.window_bytes ? `, and its windows ${size(server.window_bytes)}` : "");
     showSummary();
     showPool(pool);
     $("stones").textContent = brief.format(tree.checkpoints);
