@@ -105,6 +105,11 @@ class CacheLayout:
         return self.is_limited or not self.resumes_anywhere
 
     @property
+    def has_unlimited_groups(self) -> bool:
+        """Whether keys and values of all tokens are needed in some layers."""
+        return any(group.reach is None for group in self.groups)
+
+    @property
     def checkpoint_bytes(self) -> int:
         return self.header_bytes + self.state_bytes
 
@@ -139,6 +144,14 @@ class CacheLayout:
         num_pages = 0
         for group in self.groups:
             num_pages += group.retained_pages(start, end)
+        return num_pages
+
+    def window_pages(self, start: int, end: int) -> int:
+        """As `retained_pages`, over the groups of limited reach."""
+        num_pages = 0
+        for group in self.groups:
+            if group.reach is not None:
+                num_pages += group.retained_pages(start, end)
         return num_pages
 
     def unlimited_pages_for(self, num_tokens: int) -> int:
