@@ -233,7 +233,7 @@ TIERS = Coverage(
     ("engine/test_tiers.py",),
     (
         *("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"),
-        *("gemma3", "lfm3", "gpt_oss"),
+        *("gemma3", "lfm3", "gpt_oss", "gemma4"),
     ),
 )
 
