@@ -168,8 +168,8 @@ def check(
     if headers is None:
         headers = read_headers(folder)
     # As --speculative-config auto has it.
-    may_draft = settings.gpu_memory_bytes is None and settings.tensor_parallel_size == 1 and model.has_small_head
-    if may_draft and model.why_no_head(headers) is None:
+    may_draft = settings.gpu_memory_bytes is None and model.has_small_head
+    if may_draft and model.why_no_head(headers, settings.tensor_parallel_size) is None:
         model = model.with_head()
     stored = model.stored_names(headers)
     expected = model.tensors(stored)

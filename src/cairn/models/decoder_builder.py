@@ -211,7 +211,7 @@ class _DecoderBuilder:
     def _head(self, head: HeadSpec) -> MTPHead:
         """Its attention is the last of the model's attention layers."""
         embedding_norm, hidden_norm = self._norm(head.embedding_norm), self._norm(head.hidden_norm)
-        projection = self._weights.make(self._spec.product(head.projection))
+        projection = self._weights.make(self._spec.product(head.projection, self._rank, self._size))
         kv_projection = self._weights.make(head.attention.keys_and_values(self._rank, self._size))
         attention_norm, attention = self._norm(head.attention_norm), cast(Attention, self._build(head.attention))
         others = tuple((self._norm(norm), self._build(mixer)) for norm, mixer in head.others)
@@ -223,6 +223,7 @@ class _DecoderBuilder:
             attention=replace(attention, kv_projection=kv_projection),
             others=others,
             final_norm=self._norm(head.final_norm),
+            communicator=self._communicator,
         )
 
     def _vocabulary(self, stored: StoredTensor) -> Tensor | QuantizedWeight:

@@ -12,7 +12,7 @@ from cairn.models.attention import AttentionLayer
 from cairn.models.layer_inputs import LayerInputsSpec
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes, LimitedScores
 from cairn.models.rotary import RotarySpec
-from cairn.models.sharding import check_rank, shard_vocabulary
+from cairn.models.sharding import check_rank, shard_even, shard_vocabulary
 from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, column_parallel
 
 OUTPUT = "lm_head.weight"
@@ -164,10 +164,11 @@ class DecoderSpec:
         """The weight of a norm over hidden states."""
         return StoredTensor(f"{name}.weight", (self.config.hidden_size,))
 
-    def product(self, name: str) -> ProductSpec:
-        """The head's projection of an embedding and a hidden state."""
+    def product(self, name: str, rank: int, size: int) -> ProductSpec:
+        """The rank's outputs of the head's projection of an embedding and a hidden state. Raises ConfigError naming
+        --tensor-parallel-size and hidden_size."""
         hidden = self.config.hidden_size
-        return column_parallel(name, (hidden, 2 * hidden))
+        return column_parallel(name, (hidden, 2 * hidden), shard_even("hidden_size", hidden, rank, size))
 
     def layer_sizes(self) -> Counter[LayerSizes]:
         """How many layers of each kind there are, and their sizes, without the head's."""
@@ -178,7 +179,7 @@ class DecoderSpec:
         """What a head takes of each token's products while it does not draft."""
         if self.head is None:
             return 0.0
-        products = self.product(self.head.projection), self.head.attention.keys_and_values(0, 1)
+        products = self.product(self.head.projection, 0, 1), self.head.attention.keys_and_values(0, 1)
         weights = sum(math.prod(part.shape) for product in products for part in product.parts)
         return weights / self.forward_sizes().active_weights
 
@@ -230,7 +231,7 @@ class DecoderSpec:
         if head is not None:
             yield self.norm(head.embedding_norm)
             yield self.norm(head.hidden_norm)
-            yield self.product(head.projection)
+            yield self.product(head.projection, rank, size)
             yield head.attention.keys_and_values(rank, size)
             yield from self._layer_weights(head.layers, rank, size)
             yield self.norm(head.final_norm)

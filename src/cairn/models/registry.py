@@ -109,7 +109,7 @@ class OpenModel:
         """Whether there may be a head that drafts, whose part of each step is small enough not to be asked for."""
         return 0.0 < self.with_head().config.served().head_share <= MOST_HEAD_SHARE
 
-    def why_no_head(self, headers: Mapping[str, TensorHeader]) -> str | None:
+    def why_no_head(self, headers: Mapping[str, TensorHeader], num_ranks: int = 1) -> str | None:
         """Why the head that drafts cannot be served, in words that follow a colon; None where it can. `headers`:
         of the checkpoint's tensors."""
         stored = self.stored_names(headers)
@@ -125,6 +125,8 @@ class OpenModel:
             return f"the checkpoint has none: {missing} is not stored"
         if spec.cache_spec(0, 1).recurrent is None:
             return "the model has no recurrent layers, whose checkpoints have the hidden state that it goes on from"
+        if self.config.hidden_size % num_ranks:
+            return f"its hidden_size {self.config.hidden_size} does not divide among {num_ranks} ranks"
         return None
 
     def stored_tensors(self) -> Mapping[str, TensorHeader]:
