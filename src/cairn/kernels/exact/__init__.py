@@ -25,6 +25,7 @@ from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
 from cairn.kernels.exact.products import (
     embed,
+    lays_out,
     linear,
     lm_head,
     pack,
@@ -55,6 +56,7 @@ __all__ = [
     "gated_rms_norm",
     "gdn",
     "gelu_mul",
+    "lays_out",
     "linear",
     "lm_head",
     "load_states",

@@ -28,6 +28,7 @@ from cairn.kernels.reference.experts import clamped_experts, experts, gated_expe
 from cairn.kernels.reference.products import (
     build_metadata,
     embed,
+    lays_out,
     linear,
     lm_head,
     pack,
@@ -57,6 +58,7 @@ __all__ = [
     "gated_rms_norm",
     "gdn",
     "gelu_mul",
+    "lays_out",
     "linear",
     "lm_head",
     "load_states",
