@@ -5,17 +5,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from cairn.kernels.cpu.amx import HAS_AMX
-from cairn.kernels.cpu.compiled import ELEMENTS
+from cairn.kernels.cpu.compiled import ELEMENTS, INT, U8, kernel
 from cairn.kernels.cpu.expanding import E2M1_4, E4M3_8, INTEGER_4, INTEGER_5, INTEGER_8, WORD_OF_FIFTHS
 from cairn.kernels.cpu.huge_pages import weight_memory
 from cairn.kernels.cpu.packing import fill_panels
 from cairn.kernels.cpu.panels import has_panels
+from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.cpu.tiles import PANEL
 from cairn.kernels.fp8 import BLOCK, Fp8Weight
@@ -31,6 +33,9 @@ _KINDS: Mapping[torch.dtype, int] = MappingProxyType(
 
 _NAN = 127
 """In FP8, of either sign."""
+
+_LOOK_RATE = 8
+"""Bytes that one thread looks for it in a nanosecond."""
 
 HAS_CODES = has_panels(torch.bfloat16)
 """Whether codes are expanded for panels here."""
@@ -147,10 +152,29 @@ def as_codes(weight: Fp8Weight) -> QuantizedWeight | None:
     """A weight in FP8 as one in codes; None where blocks do not divide its inputs, or where a number is none, which
     nothing here expands."""
     fits = not weight.is_blocked or weight.shape[-1] % BLOCK == 0
-    # Without the bit of the sign.
-    if not fits or (weight.numbers.numel() and int((weight.numbers << 1).amax()) == _NAN << 1):
+    if not fits or _has_nan(weight.numbers):
         return None
     return QuantizedWeight(weight.numbers, weight.scales, weight.dtype, bits=8, numbers="e4m3")
+
+
+def _has_nan(numbers: Tensor) -> bool:
+    """Whether any of these bytes is one in FP8."""
+    rows = numbers.reshape(-1, numbers.shape[-1]).contiguous()
+    has_nan = torch.zeros(1, dtype=torch.uint8)
+    _find_nan["bytes"](len(rows), rows.numel() // _LOOK_RATE, rows.data_ptr(), rows.shape[1], has_nan.data_ptr())
+    return bool(has_nan)
+
+
+@kernel({"bytes": (U8, INT, U8)})
+def _find_nan(begin: int, end: int, numbers: Any, width: int, has_nan: Any) -> None:
+    """Items are rows."""
+    for item in range(begin, end):
+        row, most = advance(numbers, item * width), np.uint8(0)
+        for j in range(width):
+            size = np.uint8(row[j] & np.uint8(_NAN))
+            most = size if size > most else most
+        if most == _NAN:
+            has_nan[0] = np.uint8(1)
 
 
 def _pack_factors(values: Sequence[Tensor | None], outer: Sequence[Tensor | None]) -> Factors:
