@@ -131,7 +131,7 @@ EXPORTED = {
     "cairn.errors": "AuditError CairnError ConfigError DownloadError EngineDead InvalidBody InvalidRequest LeasesFull "
     "ModelError NotFound Overloaded QueueFull RequestError",
     "cairn.types": "Boundary BoundaryKind Clock Count Keys ManualClock Pages Positive RequestId SamplingParams Size "
-    "SystemClock",
+    "SystemClock first_in_reach",
     "cairn.step": "Admit DRAFTED DecodeRows Fold FoldSnapshot GRID Image Logprobs PageCopy PrefillRow Restore SAMPLED "
     "SampledToken Samples Save Score Scored Snapshot StepPlan StepResult TableUpdate TokenMask TokenMasks "
     "VerifiedTokens VerifyRow",

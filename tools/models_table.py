@@ -49,7 +49,8 @@ HEAD = """\
 
 Which families are served, in which formats and on which devices. `tools/models_table.py` makes this page of the
 lists that the tests take their parameters from (`tests/models/covered.py`), and a test fails where it is another
-one: a mark is a family that these tests run with. No mark means that nobody has tested it, not that it is refused.
+one: a mark is a family that these tests run with, `long run` where `make test-long` does and nothing that is run for
+each change. No mark means that nobody has tested it, not that it is refused.
 What is refused is refused by name when a checkpoint is opened: `cairn check MODEL` says it from config.json and the
 headers of files alone, and what serving takes on this machine, or with `--gpu` on another one
 ([flags.md](flags.md)). A family is a file: [adding-a-family.md](adding-a-family.md).
@@ -120,6 +121,8 @@ def _mark(name: str, coverage: Coverage) -> str:
     names = {name, *(made for made, row in MADE_AS.items() if row == name)}
     if not names & coverage.plain_families:
         return ""
+    if not names & {each.removesuffix("+mtp") for each in coverage.regular_families}:
+        return "long run"
     return "yes, head" if f"{name}+mtp" in coverage.families else "yes"
 
 

@@ -1,4 +1,4 @@
-"""Words that every room uses: ids, sizes, sampling parameters and the clock."""
+"""Words that every room uses: ids, sizes, sampling parameters, the reach of attention and the clock."""
 
 import time
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ __all__ = [
     "SamplingParams",
     "Size",
     "SystemClock",
+    "first_in_reach",
 ]
 
 RequestId = NewType("RequestId", str)
@@ -37,6 +38,14 @@ Keys = NDArray[np.int64]
 
 Pages = NDArray[np.int32]
 """Page numbers of the pool, shape [k], in the order of the bytes they hold."""
+
+
+def first_in_reach(position: int, reach: int | None, chunked: bool) -> int:
+    """The first position that attention at `position`, 0 or more, sees: that of the last `reach` tokens with itself
+    (a window) or, if `chunked`, the last multiple of `reach`; None: 0."""
+    if reach is None:
+        return 0
+    return position // reach * reach if chunked else max(0, position - reach + 1)
 
 
 BoundaryKind = Literal["system_end", "message_end", "image_end", "breakpoint"]

@@ -59,7 +59,9 @@ class TurnedChannel:
             left = until - time.monotonic()
             if self._incoming or left <= 0:
                 break
-            select.select([self.fileno()], [], [], min(left, 0.01))
+            readable = select.poll()
+            readable.register(self.fileno(), select.POLLIN)
+            readable.poll(min(left, 0.01) * 1000)
         incoming, self._incoming = self._incoming, []
         return incoming
 

@@ -162,7 +162,7 @@ class Engine:
 
 
 # The other families have a few cases in `test_exactness_families`, and all of these in the long run.
-FAMILIES, LONG_FAMILIES = WHOLE_EXACTNESS.families[:2], WHOLE_EXACTNESS.families[2:]
+FAMILIES, LONG_FAMILIES = WHOLE_EXACTNESS.regular_families, WHOLE_EXACTNESS.long_families
 
 
 @pytest.fixture(

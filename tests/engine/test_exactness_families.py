@@ -12,7 +12,7 @@ from cairn.models.registry import open_model
 from cairn.scheduler.preempt import preempt
 from engine.test_exactness import OTHER, TEXT, TOLERANCE, Engine, Loaded, assert_same, load
 from engine.test_ranks_exactness import LoadedRanks
-from models.covered import EXACTNESS
+from models.covered import EXACTNESS, RANKS
 from tiers import first, more
 
 
@@ -112,10 +112,10 @@ def test_every_shared_prefix_is_hit_within_63_tokens(loaded):
     assert hit == 319
 
 
-@pytest.fixture(scope="module", params=[("lfm2", 4), *(long((name, 2)) for name in EXACTNESS.families)])
+@pytest.fixture(scope="module", params=["lfm2-4", *(long(f"{name}-2") for name in ("lfm2", *RANKS.long_families))])
 def several(request, made_model) -> Iterator[LoadedRanks]:
-    family, size = request.param
-    loaded = LoadedRanks(open_model(made_model(family)), size)
+    family, size = request.param.split("-")
+    loaded = LoadedRanks(open_model(made_model(family)), int(size))
     yield loaded
     for engine in loaded.engines:
         engine.runner.close()

@@ -1,7 +1,7 @@
 """Variants of the CUDA backend's kernels that models of usual sizes ask for, and scans of the tests' small models, of
 which ptxas makes wrong code more easily: what `test_cuda_compiles` compiles."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import product
 from types import MappingProxyType, ModuleType
@@ -354,41 +354,58 @@ EXPERT_CODES = ("NVFP4", "Q4_K", "AWQ")
 
 
 def experts(module: Any) -> Iterator[Configuration]:
+    for (_, model), (_, top_k, width, _, _) in product(DTYPES, EXPERTS):
+        token = {"TOP_K": top_k, "CHOSEN": power_of_2(top_k), "COLUMNS": module._sum_columns(width)}
+        yield module._sum_kernel, signature(module._sum_kernel, model), token, {"num_warps": 4}
+    yield from expert_products(module, block_products)
+
+
+def expert_gemv(module: Any) -> Iterator[Configuration]:
+    yield from expert_products(module, row_products)
+
+
+EXPERTS = ((256, 8, 2048, 512, True), (128, 6, 2688, 1856, False))
+"""How many there are, and of a token; their width and inner one, and whether they have gates."""
+
+Products = Iterator[tuple[Any, dict[str, object], dict[str, int]]]
+
+
+def expert_products(module: Any, products: Callable[..., Products]) -> Iterator[Configuration]:
+    plain = {"FP8": "none", "BLOCKED": False, "CODES": None}
+    scalars = {"alpha": "fp32", "limit": "fp32"}
     for dtype, model in DTYPES:
-        for num_experts, top_k, width, inner_width, gated in ((256, 8, 2048, 512, True), (128, 6, 2688, 1856, False)):
-            token = {"TOP_K": top_k, "CHOSEN": power_of_2(top_k), "COLUMNS": module._sum_columns(width)}
-            yield module._sum_kernel, signature(module._sum_kernel, model), token, {"num_warps": 4}
-            sizes = num_experts, top_k, width, inner_width
-            plain = {"FP8": "none", "BLOCKED": False, "CODES": None}
+        for *sizes, gated in EXPERTS:
             variants = [({}, plain, {}), (FP8, fp8_form(gated), {})]
             variants += [code_variant(form) for form in EXPERT_CODES] if dtype == torch.bfloat16 else []
             for types, form, apart in variants:
-                for kernel, constants, options in expert_products(module, dtype, sizes, gated, bool(form["BLOCKED"])):
-                    types = {**types, "alpha": "fp32", "limit": "fp32"}
+                for kernel, constants, options in products(module, dtype, sizes, gated, bool(form["BLOCKED"])):
+                    types = {**types, **scalars}
                     yield kernel, signature(kernel, model, **types), {**form, **constants}, {**options, **apart}
         # gpt-oss's.
-        for kernel, constants, options in expert_products(
-            module, dtype, (32, 4, 2880, 2880), True, False, clamped=True
-        ):
-            types = signature(kernel, model, alpha="fp32", limit="fp32")
-            yield kernel, types, {**plain, **constants}, options
+        for kernel, constants, options in products(module, dtype, (32, 4, 2880, 2880), True, False, clamped=True):
+            yield kernel, signature(kernel, model, **scalars), {**plain, **constants}, options
 
 
-def expert_products(
-    module: Any, dtype: torch.dtype, sizes: tuple[int, int, int, int], gated: bool, blocked: bool, clamped: bool = False
-) -> Iterator[tuple[Any, dict[str, object], dict[str, int]]]:
-    num_experts, top_k, width, inner_width = sizes
+def block_products(
+    module: Any, dtype: torch.dtype, sizes: Sequence[int], gated: bool, blocked: bool, clamped: bool = False
+) -> Products:
+    num_experts, _, width, inner_width = sizes
     cores = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
-    of_up, of_down = {"GATED": gated, "CLAMPED": clamped}, {"BIASED": clamped}
     for rows in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16, 32):
         tile, options = module._tile(rows, inner_width, width, dtype, gated=gated)
-        yield module._up_kernel, {**of_up, **cores, **tile}, options
+        yield module._up_kernel, {"GATED": gated, "CLAMPED": clamped, **cores, **tile}, options
         tile, options = module._tile(rows, width, inner_width, dtype, gated=False)
-        yield module._down_kernel, {**of_down, **cores, **tile}, options
-    tile, options = module._few_up_tile(width, gated=gated, blocked=blocked)
-    yield module._up_gemv_kernel, {**of_up, **tile}, options
-    tile, options = module._few_down_tile(inner_width, top_k, blocked=blocked)
-    yield module._down_gemv_kernel, {"TOP_K": top_k, **of_down, **tile}, options
+        yield module._down_kernel, {"BIASED": clamped, **cores, **tile}, options
+
+
+def row_products(
+    module: Any, dtype: torch.dtype, sizes: Sequence[int], gated: bool, blocked: bool, clamped: bool = False
+) -> Products:
+    _, top_k, width, inner_width = sizes
+    tile, options = module._up_tile(width, gated=gated, blocked=blocked)
+    yield module._up_gemv_kernel, {"GATED": gated, "CLAMPED": clamped, **tile}, options
+    tile, options = module._down_tile(inner_width, top_k, blocked=blocked)
+    yield module._down_gemv_kernel, {"TOP_K": top_k, "BIASED": clamped, **tile}, options
 
 
 VOCABULARIES = (32_000, 131_072, 151_936, 248_320, 262_144)
@@ -456,7 +473,7 @@ def exact_products(module: Any) -> Iterator[Configuration]:
 
 
 MODULES = (
-    *(attention, checkpoint_files, conv, elementwise, exact_products, expert_order, experts),
+    *(attention, checkpoint_files, conv, elementwise, exact_products, expert_gemv, expert_order, experts),
     *(flashinfer_attention, fp8, gdn, gdn_decode, logprobs, norms, processors, routers, sample),
     *(ssd, ssd_decode, write_kv),
 )

@@ -27,7 +27,7 @@ pytestmark = [
 if INTERPRETED:
     from cairn.kernels import reference
     from cairn.kernels.batch import HostBatch
-    from cairn.kernels.contract import Graphs
+    from cairn.kernels.graphs import Graphs
     from cairn.kernels.staging import Staging
     from cairn.layers.attention import Attention, Positions
     from cairn.layers.rotary import make_rotary

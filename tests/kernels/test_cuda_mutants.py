@@ -351,14 +351,14 @@ MUTANTS = (
     ),
     Mutant(
         "an expert's scales are the first one's",
-        "experts",
+        "expert_gemv",
         "weight_rows = (experts * width)[None, :] + column",
         "weight_rows = (experts * 0)[None, :] + column",
         ("fp8 experts of few tokens", "codes of experts, few tokens"),
     ),
     Mutant(
         "up has gate's scales",
-        "experts",
+        "expert_form",
         "return first, first + inner_width",
         "return first, first",
         ("fp8 experts", "fp8 experts of few tokens", "codes of experts", "codes of experts, few tokens"),
@@ -456,8 +456,10 @@ MUTANTS = (
 
 SHARED = {
     "scalars": ("ssd", "gdn"),
-    "codes": ("fp8", "products", "experts"),
-    "fp8": ("products", "experts"),
+    "codes": ("fp8", "products", "expert_gemv", "experts"),
+    "fp8": ("products", "expert_gemv", "experts"),
+    "expert_form": ("expert_gemv", "experts"),
+    "expert_gemv": ("experts",),
     "ssd_decode": ("ssd",),
     "gdn_decode": ("gdn",),
 }
@@ -533,7 +535,7 @@ OWN_CALLS = {
     FILES: tuple(COPIES),
     "metadata": ("ssd", "gdn", "conv", "attention", "write_kv"),
     "attention": tuple(call for call in CALLS if call.startswith("attention")),
-    **{name: tuple(call for call in CALLS if call.startswith("fp8")) for name in ("fp8", "experts")},
+    **{name: tuple(call for call in CALLS if call.startswith("fp8")) for name in ("fp8", "experts", "expert_gemv")},
     "codes": tuple(call for call in CALLS if call.startswith("codes")),
 }
 """Of modules that are not held to the call of their name."""

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cairn.kernels import exact, reference
 from cairn.kernels.contract import Kernels
-from cairn.layers.feed_forward import MixtureOfExperts, SharedExpert, SoftmaxRouter, SwiGLU
+from cairn.layers.feed_forward import GatedMLP, MixtureOfExperts, SharedExpert, Silu, SoftmaxRouter
 from cairn.layers.linear import Linear
 from kernels.random_batches import RandomBatch, SequenceRows
 
@@ -36,7 +36,7 @@ def test_a_token_gets_its_experts_by_their_rates(normalize: bool, kernels: Kerne
         kernels.pack(gate_up),
         kernels.pack(down),
         True,
-        SharedExpert(kernels, SwiGLU(kernels, linear(torch.cat(shared[:2])), linear(shared[2])), linear(rate)),
+        SharedExpert(kernels, GatedMLP(Silu(kernels), linear(torch.cat(shared[:2])), linear(shared[2])), linear(rate)),
     )
     hidden = drawn(ROWS, WIDTH)
     found = mixture(hidden, RandomBatch((), (SequenceRows(0, 0, ROWS),)).batch(kernels), None)

@@ -13,12 +13,23 @@ __all__ = ["FORMATS", "WAYS", "Coverage"]
 class Coverage:
     """A column of the table. `device`: where it is tested; `tests`: the files, under tests/, whose parameters these
     are; `families`: names of `cairn make-model`, those first that `make test` runs; `+mtp`: with the checkpoint's head.
+    `num_regular`: the tests run with so many of them, the first, in `make test` and `make test-more`, and with the
+    others in `make test-long` alone; None: with all of them.
     """
 
     title: str
     device: str
     tests: tuple[str, ...]
     families: tuple[str, ...]
+    num_regular: int | None = None
+
+    @property
+    def regular_families(self) -> tuple[str, ...]:
+        return self.families[: self.num_regular]
+
+    @property
+    def long_families(self) -> tuple[str, ...]:
+        return self.families[len(self.regular_families) :]
 
     @property
     def plain_families(self) -> frozenset[str]:
@@ -150,17 +161,25 @@ WHOLE_EXACTNESS = Coverage(
         *("qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe"),
         *("olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
+    num_regular=2,
 )
-"""The first two in `make test`, all others in `make test-long`."""
 
 EXACTNESS = Coverage(
-    "hits, preemption and ranks with `--exact`",
+    "hits and preemption with `--exact`",
     "CPU",
     ("engine/test_exactness_families.py",),
     (
         *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
         *("gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
+)
+
+RANKS = Coverage(
+    "ranks with `--exact`",
+    "CPU",
+    ("engine/test_exactness_families.py", "engine/test_ranks_exactness.py"),
+    ("nemotron_h", "lfm2", *(name for name in EXACTNESS.families if name != "lfm2")),
+    num_regular=2,
 )
 
 DRAFTS = Coverage(
@@ -212,5 +231,5 @@ TIERS = Coverage(
     ("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "gemma3", "lfm3"),
 )
 
-WAYS = (WHOLE_EXACTNESS, EXACTNESS, DRAFTS, RECORDED, HAND_OVERS, TIERS)
+WAYS = (WHOLE_EXACTNESS, EXACTNESS, RANKS, DRAFTS, RECORDED, HAND_OVERS, TIERS)
 """What is held to the answers of an engine without it."""

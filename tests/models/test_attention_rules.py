@@ -21,8 +21,9 @@ from cairn.models.layer_sizes import LimitedScores
 from doubles.thread_ranks import thread_ranks
 from kernels.fixed_calls import paged_call
 from kernels.random_batches import RandomBatch, SequenceRows
-from models.decoder_families import Tiny, logits_of, prompt, published, qwen3, tiny
+from models.decoder_families import Tiny, logits_of, prompt, published, tiny
 from models.logits_bar import Truth
+from models.tiny_configs import qwen3
 from runner.harness import left_of
 
 LENGTH = 40

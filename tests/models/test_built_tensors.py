@@ -10,7 +10,7 @@ import pytest
 
 from cairn.models.families import family_of
 from cairn.models.layer_sizes import ForwardSizes
-from models.test_decoder_configs import PUBLISHED
+from models.published_families import PUBLISHED
 from replay.test_layouts import CONFIGS
 from runner.harness import tensors
 

@@ -21,8 +21,10 @@ from cairn.models.qwen3_5_vision import read_vision
 from cairn.models.registry import open_model
 from cairn.transfer.geometry import ModelUnits, geometry_of, pair
 from doubles.thread_ranks import thread_ranks
-from models.decoder_families import (
-    TinyDriver,
+from models.decoder_families import TinyDriver, prompt, published, tiny, write
+from models.published_families import GEMMA3_THAT_SEES, GPT_OSS, LFM3, PUBLISHED
+from models.tiny_configs import (
+    MAKERS,
     dense_granite,
     falcon,
     gemma2,
@@ -34,449 +36,12 @@ from models.decoder_families import (
     lfm3,
     llama4,
     olmo_hybrid,
-    prompt,
-    published,
     qwen3,
     qwen3_moe,
-    tiny,
-    write,
 )
 from tiers import first
 
 F32, BF16 = torch.float32, torch.bfloat16
-
-# As published, without the fields that only steer training.
-GRANITE = {
-    "model_type": "granitemoehybrid",
-    "architectures": ["GraniteMoeHybridForCausalLM"],
-    "layer_types": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4,
-    "vocab_size": 100352,
-    "hidden_size": 1536,
-    "max_position_embeddings": 131072,
-    "attention_multiplier": 0.0078125,
-    "embedding_multiplier": 12,
-    "eos_token_id": 100257,
-    "hidden_act": "silu",
-    "intermediate_size": 512,
-    "logits_scaling": 6,
-    "mamba_conv_bias": True,
-    "mamba_d_conv": 4,
-    "mamba_d_head": 64,
-    "mamba_d_state": 128,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 48,
-    "mamba_proj_bias": False,
-    "normalization_function": "rmsnorm",
-    "num_attention_heads": 12,
-    "num_experts_per_tok": 6,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 4,
-    "num_local_experts": 64,
-    "position_embedding_type": "nope",
-    "residual_multiplier": 0.22,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 10000,
-    "shared_intermediate_size": 1024,
-    "tie_word_embeddings": True,
-}
-FALCON = {
-    "model_type": "falcon_h1",
-    "architectures": ["FalconH1ForCausalLM"],
-    "attention_out_multiplier": 0.9375,
-    "embedding_multiplier": 5.656854249492381,
-    "eos_token_id": 11,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 2048,
-    "key_multiplier": 0.39062499999999994,
-    "lm_head_multiplier": 0.0390625,
-    "mamba_d_conv": 4,
-    "mamba_d_head": 64,
-    "mamba_d_ssm": 1536,
-    "mamba_d_state": 128,
-    "mamba_expand": 2,
-    "mamba_n_groups": 1,
-    "mamba_n_heads": 24,
-    "mamba_norm_before_gate": False,
-    "mamba_rms_norm": False,
-    "max_position_embeddings": 16384,
-    "mlp_multipliers": [0.8838834764831844, 0.5859375],
-    "num_attention_heads": 8,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 100000000000.0,
-    "vocab_size": 32784,
-}
-LFM2 = {
-    "model_type": "lfm2",
-    "architectures": ["Lfm2ForCausalLM"],
-    "block_auto_adjust_ff_dim": True,
-    "block_ff_dim": 12288,
-    "block_ffn_dim_multiplier": 1.0,
-    "block_multiple_of": 256,
-    "conv_L_cache": 3,
-    "conv_bias": False,
-    "eos_token_id": 7,
-    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
-    "hidden_size": 2048,
-    "max_position_embeddings": 128000,
-    "norm_eps": 1e-05,
-    "num_attention_heads": 32,
-    "num_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "rope_theta": 1000000.0,
-    "vocab_size": 65536,
-}
-QWEN3 = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "attention_bias": False,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 28,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 28,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": None,
-    "tie_word_embeddings": True,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-DENSE_GRANITE = {
-    "model_type": "granite",
-    "architectures": ["GraniteForCausalLM"],
-    "attention_bias": False,
-    "attention_multiplier": 0.015625,
-    "embedding_multiplier": 12.0,
-    "eos_token_id": 0,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "logits_scaling": 8.0,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 40,
-    "num_key_value_heads": 8,
-    "residual_multiplier": 0.22,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": None,
-    "rope_theta": 5000000.0,
-    "tie_word_embeddings": True,
-    "vocab_size": 49155,
-}
-QWEN3_MOE = {
-    "model_type": "qwen3_moe",
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "eos_token_id": 151645,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "max_window_layers": 48,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
-LFM2_MOE = {
-    "model_type": "lfm2_moe",
-    "architectures": ["Lfm2MoeForCausalLM"],
-    "conv_L_cache": 3,
-    "conv_bias": False,
-    "eos_token_id": 7,
-    "hidden_size": 2048,
-    "intermediate_size": 7168,
-    "layer_types": ["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
-    "max_position_embeddings": 128000,
-    "moe_intermediate_size": 1792,
-    "norm_eps": 1e-05,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_dense_layers": 2,
-    "num_experts": 32,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "rope_theta": 1000000.0,
-    "routed_scaling_factor": 1.0,
-    "use_expert_bias": True,
-    "vocab_size": 65536,
-}
-OLMO_HYBRID = {
-    "model_type": "olmo_hybrid",
-    "architectures": ["OlmoHybridForCausalLM"],
-    "attention_bias": False,
-    "eos_token_id": 100257,
-    "hidden_act": "silu",
-    "hidden_size": 3840,
-    "intermediate_size": 11008,
-    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 8,
-    "linear_allow_neg_eigval": True,
-    "linear_conv_kernel_dim": 4,
-    "linear_key_head_dim": 96,
-    "linear_num_key_heads": 30,
-    "linear_num_value_heads": 30,
-    "linear_value_head_dim": 192,
-    "max_position_embeddings": 65536,
-    "num_attention_heads": 30,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 30,
-    "rms_norm_eps": 1e-06,
-    "rope_parameters": {"rope_theta": None, "rope_type": "default"},
-    "tie_word_embeddings": False,
-    "vocab_size": 100352,
-}
-GEMMA3 = {
-    "model_type": "gemma3_text",
-    "architectures": ["Gemma3ForCausalLM"],
-    "attention_bias": False,
-    "attn_logit_softcapping": None,
-    "cache_implementation": "hybrid",
-    "eos_token_id": 1,
-    "final_logit_softcapping": None,
-    "head_dim": 256,
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 1152,
-    "intermediate_size": 6912,
-    "max_position_embeddings": 32768,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 1,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_local_base_freq": 10000,
-    "rope_scaling": None,
-    "rope_theta": 1000000,
-    "sliding_window": 512,
-    "sliding_window_pattern": 6,
-    "vocab_size": 262144,
-}
-# Of Gemma-3-4B: what is left out is transformers' own, and answers end as the outer object says.
-GEMMA3_THAT_SEES: dict[str, Any] = {
-    "model_type": "gemma3",
-    "architectures": ["Gemma3ForConditionalGeneration"],
-    "boi_token_index": 255999,
-    "eoi_token_index": 256000,
-    "eos_token_id": [1, 106],
-    "image_token_index": 262144,
-    "mm_tokens_per_image": 256,
-    "text_config": {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "model_type": "gemma3_text",
-        "num_hidden_layers": 34,
-        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
-        "sliding_window": 1024,
-    },
-    "vision_config": {"hidden_size": 1152, "image_size": 896, "model_type": "siglip_vision_model"},
-}
-GEMMA2 = {
-    "model_type": "gemma2",
-    "architectures": ["Gemma2ForCausalLM"],
-    "attention_bias": False,
-    "attn_logit_softcapping": 50.0,
-    "cache_implementation": "hybrid",
-    "eos_token_id": 1,
-    "final_logit_softcapping": 30.0,
-    "head_dim": 256,
-    "hidden_act": "gelu_pytorch_tanh",
-    "hidden_activation": "gelu_pytorch_tanh",
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "max_position_embeddings": 8192,
-    "num_attention_heads": 8,
-    "num_hidden_layers": 26,
-    "num_key_value_heads": 4,
-    "query_pre_attn_scalar": 256,
-    "rms_norm_eps": 1e-06,
-    "rope_theta": 10000.0,
-    "sliding_window": 4096,
-    "vocab_size": 256000,
-}
-LFM3 = {
-    "model_type": "lfm3",
-    "architectures": ["Lfm3ForCausalLM"],
-    "attention_bias": False,
-    "conv_L_cache": 7,
-    "conv_bias": False,
-    "eos_token_id": 124900,
-    "head_dim": 128,
-    "hidden_size": 2048,
-    "intermediate_size": 7680,
-    "layer_types": [
-        "conv",
-        "conv",
-        "full_attention",
-        "conv",
-        *["sliding_attention", "conv", "full_attention", "conv"] * 5,
-    ],
-    "max_position_embeddings": 128000,
-    "norm_eps": 1e-05,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 4,
-    "rope_parameters": {
-        "full_attention": {"partial_rotary_factor": 0.5, "rope_theta": 1000000.0, "rope_type": "proportional"},
-        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
-    },
-    "sliding_window": 256,
-    "tie_word_embeddings": True,
-    "use_attention_gate": True,
-    "use_sandwich_norm": True,
-    "vocab_size": 128000,
-}
-# Without its vision model.
-LLAMA4 = {
-    "model_type": "llama4_text",
-    "architectures": ["Llama4ForCausalLM"],
-    "attention_bias": False,
-    "attention_chunk_size": 8192,
-    "attn_scale": 0.1,
-    "attn_temperature_tuning": True,
-    "eos_token_id": 200001,
-    "floor_scale": 8192,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 5120,
-    "interleave_moe_layer_step": 1,
-    "intermediate_size": 8192,
-    "intermediate_size_mlp": 16384,
-    "max_position_embeddings": 10485760,
-    "no_rope_layers": [1, 1, 1, 0] * 12,
-    "num_attention_heads": 40,
-    "num_experts_per_tok": 1,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 8,
-    "num_local_experts": 16,
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "factor": 16.0,
-        "high_freq_factor": 1.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
-        "rope_type": "llama3",
-    },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
-    "use_qk_norm": True,
-    "vocab_size": 202048,
-}
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "architectures": ["GptOssForCausalLM"],
-    "attention_bias": True,
-    "eos_token_id": 200002,
-    "experts_per_token": 4,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2880,
-    "initial_context_length": 4096,
-    "intermediate_size": 2880,
-    "layer_types": ["sliding_attention", "full_attention"] * 12,
-    "max_position_embeddings": 131072,
-    "num_attention_heads": 64,
-    "num_experts_per_tok": 4,
-    "num_hidden_layers": 24,
-    "num_key_value_heads": 8,
-    "num_local_experts": 32,
-    "quantization_config": {
-        "modules_to_not_convert": [
-            "model.layers.*.self_attn",
-            "model.layers.*.mlp.router",
-            "model.embed_tokens",
-            "lm_head",
-        ],
-        "quant_method": "mxfp4",
-    },
-    "rms_norm_eps": 1e-05,
-    "rope_scaling": {
-        "beta_fast": 32.0,
-        "beta_slow": 1.0,
-        "factor": 32.0,
-        "original_max_position_embeddings": 4096,
-        "rope_type": "yarn",
-        "truncate": False,
-    },
-    "rope_theta": 150000,
-    "sliding_window": 128,
-    "swiglu_limit": 7.0,
-    "tie_word_embeddings": False,
-    "vocab_size": 201088,
-}
-GPT_OSS_120B = {
-    **GPT_OSS,
-    "layer_types": ["sliding_attention", "full_attention"] * 18,
-    "num_hidden_layers": 36,
-    "num_local_experts": 128,
-}
-PUBLISHED: dict[str, tuple[dict[str, Any], int, int, int, int]] = {
-    # config, parameters, bytes a token, header, state; in bfloat16
-    "Granite-4.0-H-Tiny": (GRANITE, 6_939_037_248, 4 * 4 * 2 * 128 * 2, 3072 + 36 * 3 * 256 * 2, 57_286_656),
-    "Falcon-H1-0.5B": (FALCON, 521_411_104, 36 * 2 * 2 * 64 * 2, 2048 + 36 * 3 * 256 * 2, 28_643_328),
-    "LFM2-1.2B": (LFM2, 1_170_340_608, 6 * 8 * 2 * 64 * 2, 4096, 10 * 2 * 2048 * 2),
-    "Granite-3.1-2B": (DENSE_GRANITE, 2_533_531_648, 40 * 8 * 2 * 64 * 2, 4096, 0),
-    "Qwen3-30B-A3B": (QWEN3_MOE, 30_532_122_624, 48 * 4 * 2 * 128 * 2, 4096, 0),
-    "LFM2-8B-A1B": (LFM2_MOE, 8_339_930_560, 6 * 8 * 2 * 64 * 2, 4096, 18 * 2 * 2048 * 2),
-    "Olmo-Hybrid-7B": (
-        OLMO_HYBRID,
-        7_430_870_688,
-        8 * 30 * 2 * 128 * 2,
-        7680,
-        24 * (3 * 11520 * 2 + 30 * 96 * 192 * 4),
-    ),
-    "Qwen3-0.6B": (QWEN3, 596_049_920, 28 * 8 * 2 * 128 * 2, 2048, 0),
-    "Gemma-3-1B": (GEMMA3, 999_885_952, 26 * 1 * 2 * 256 * 2, 2304, 0),
-    "Llama-4-Scout": (LLAMA4, 107_769_861_120, 48 * 8 * 2 * 128 * 2, 10240, 0),
-    "LFM3-1.7B": (LFM3, 1_728_801_536, 11 * 4 * 2 * 128 * 2, 4096, 13 * 6 * 2048 * 2),
-    "Gemma-2-2B": (GEMMA2, 2_614_341_888, 26 * 4 * 2 * 256 * 2, 4608, 0),
-    "gpt-oss-20b": (GPT_OSS, 20_914_757_184, 24 * 8 * 2 * 64 * 2, 5760, 0),
-    "gpt-oss-120b": (GPT_OSS_120B, 116_829_156_672, 36 * 8 * 2 * 64 * 2, 5760, 0),
-}
-
-
-MAKERS = [
-    granite,
-    falcon,
-    lfm2,
-    qwen3,
-    dense_granite,
-    qwen3_moe,
-    lfm2_moe,
-    olmo_hybrid,
-    gpt_oss,
-    gemma3,
-    gemma2,
-    lfm3,
-    llama4,
-]
 
 
 def parsed(raw: dict[str, Any]) -> tuple[Any, Any]:
@@ -602,9 +167,6 @@ def test_the_layers_in_words() -> None:
         (falcon(mamba_rms_norm=True, mamba_norm_before_gate=None), "mamba_norm_before_gate is true"),
         (falcon(ssm_multipliers=[1.0, 1.0]), "ssm_multipliers must be a list of 5 numbers"),
         (falcon(mlp_multipliers=[1.0, "x"]), "mlp_multipliers must be a number"),
-        (gemma3(sliding_window=0), "sliding_window must be an integer in 1..1073741824, not 0"),
-        (gemma3(sliding_window=-4), "sliding_window must be an integer in 1..1073741824, not -4"),
-        (gemma3(sliding_window=None), "sliding_window is null, but layer_types has layers of limited reach"),
         (
             gemma3(layer_types=["sliding_attention", "full_attention", "chunked_attention"]),
             "layer_types has 'chunked_attention' for layer 2; each layer must be one of sliding_attention, full_att",
@@ -628,11 +190,6 @@ def test_the_layers_in_words() -> None:
             "rope_parameters.full_attention.rope_theta must be a number in 1",
         ),
         (gemma3(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "rope_scaling.rope_type is 'dynamic'"),
-        (llama4(attention_chunk_size=0), "attention_chunk_size must be an integer in 1..1073741824, not 0"),
-        (
-            llama4(attention_chunk_size=None),
-            "attention_chunk_size is null, but layer_types has layers of limited reach",
-        ),
         (llama4(num_experts_per_tok=2), "num_experts_per_tok is 2, but only 1 is implemented"),
         (llama4(no_rope_layers=[1, 0, 1]), "no_rope_layers has 3 entries for num_hidden_layers 4"),
         (llama4(no_rope_layers=[1, 0, 1, 2]), "no_rope_layers must be an integer in 0..1, not 2"),
@@ -642,7 +199,6 @@ def test_the_layers_in_words() -> None:
         ),
         (llama4(layer_types=["sliding_attention"] * 4), "layer_types has 'sliding_attention' for layer 0; each layer"),
         (llama4(moe_layers=[4]), "moe_layers must be an integer in 0..3, not 4"),
-        (lfm3(sliding_window=0), "sliding_window must be an integer in 1..1073741824, not 0"),
         (
             lfm3(layer_types=["conv", "linear"]),
             "layer_types has 'linear' for layer 1; each layer must be one of conv, sl",
@@ -667,12 +223,6 @@ def test_the_layers_in_words() -> None:
         (granite(num_experts_per_tok=7), "num_experts_per_tok must be an integer in 1..6"),
         (granite(logits_scaling=0), "logits_scaling must be a number"),
         (granite(normalization_function="layernorm"), "normalization_function is 'layernorm'"),
-        (gpt_oss(sliding_window=0), "sliding_window must be an integer in 1.*, not 0, as layer 0 is sliding_attention"),
-        (gpt_oss(sliding_window=-3), "sliding_window must be an integer in 1.*, not -3, as layer 0"),
-        (
-            gpt_oss(sliding_window=None, layer_types=["full_attention"] * 2 + ["sliding_attention"]),
-            "sliding_window is null, but layer 2 is sliding_attention",
-        ),
         (
             gpt_oss(layer_types=["chunked_attention"] * 3),
             "layer_types has 'chunked_attention' for layer 0; each layer must be one",
@@ -687,6 +237,47 @@ def test_the_layers_in_words() -> None:
 def test_refused(raw: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         parsed(raw)
+
+
+@pytest.mark.parametrize(
+    ("make", "field", "layer"),
+    [
+        (gemma2, "sliding_window", "layer 0 is sliding_attention"),
+        (gemma3, "sliding_window", "layer 0 is sliding_attention"),
+        (lfm3, "sliding_window", "layer 2 is sliding_attention"),
+        (gpt_oss, "sliding_window", "layer 0 is sliding_attention"),
+        (llama4, "attention_chunk_size", "layer 0 is chunked_attention"),
+    ],
+)
+def test_a_reach_that_is_none_is_refused_by_its_layer(make: Any, field: str, layer: str) -> None:
+    for value, shown in ((0, "0"), (-4, "-4"), (True, "true"), ("20", "'20'"), (1 << 31, "2147483648"), (2.5, "2.5")):
+        with pytest.raises(ModelError) as caught:
+            parsed(make(**{field: value}))
+        bounds = f"{field} must be an integer in 1..1073741824, not {shown}, as {layer}"
+        assert str(caught.value) == f"config.json: {bounds}"
+    with pytest.raises(ModelError) as caught:
+        parsed(make(**{field: None}))
+    assert str(caught.value) == f"config.json: {field} is null, but {layer}; give the number of tokens it reaches"
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [
+        *product((dense_granite, granite, falcon, lfm2, lfm2_moe, olmo_hybrid), ("sliding_window",)),
+        *product((qwen3, qwen3_moe, dense_granite, lfm2, lfm3, gpt_oss, gemma3), ("attention_chunk_size",)),
+        (llama4, "sliding_window"),
+    ],
+)
+def test_a_reach_in_a_family_without_it_is_refused(make: Any, field: str) -> None:
+    with pytest.raises(ModelError, match=f"{field} is 20, but only absent is implemented"):
+        parsed(make(**{field: 20}))
+    parsed(make(**{field: None}))
+
+
+def test_a_window_that_is_switched_off_counts_for_nothing() -> None:
+    assert parsed(qwen3(sliding_window=20, use_sliding_window=False))[1].sliding_window is None
+    with pytest.raises(ModelError, match="use_sliding_window is true, but only false is implemented"):
+        parsed(qwen3_moe(sliding_window=20, use_sliding_window=True))
 
 
 def test_what_may_be_left_out() -> None:
@@ -863,7 +454,7 @@ def test_layers_that_are_absent_do_not_limit_the_size() -> None:
     assert config.layout(16, 4, 2).state_units == 0
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", MAKERS.values())
 def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -> None:
     family, config = parsed(make())
     facts = config.transfer_facts()
@@ -943,7 +534,7 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
     assert all(isinstance(value, str | int) for value in facts.values())
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("make", MAKERS.values())
 def test_every_tensor_is_asked_for_and_none_twice(make: Any) -> None:
     model = tiny(make())
     asked: list[str] = []
@@ -977,7 +568,7 @@ def test_an_untied_checkpoint_must_have_the_output(tmp_path: Any) -> None:
         open_model(tmp_path).build(exact=True)
 
 
-@pytest.mark.parametrize("make", first(4, MAKERS))
+@pytest.mark.parametrize("make", first(4, MAKERS.values()))
 def test_bfloat16_and_the_slow_kernels(make: Any) -> None:
     model, tokens = tiny(make(), 3), prompt(80, 3)
     logits = {}

@@ -10,8 +10,17 @@ import torch
 
 from cairn.step import Restore, Snapshot
 from models.covered import LOGITS
-from models.decoder_families import (
-    Tiny,
+from models.decoder_families import Tiny, logits_of, prompt, published, tiny
+from models.logits_bar import (
+    LENGTH,
+    Truth,
+    batches_of_mixed_lengths,
+    full_hits,
+    kept_everywhere,
+    resumed_at_every_position,
+    whole_in_chunks_and_token_by_token,
+)
+from models.tiny_configs import (
     dense_granite,
     falcon,
     gemma2,
@@ -22,22 +31,9 @@ from models.decoder_families import (
     lfm2_moe,
     lfm3,
     llama4,
-    logits_of,
     olmo_hybrid,
-    prompt,
-    published,
     qwen3,
     qwen3_moe,
-    tiny,
-)
-from models.logits_bar import (
-    LENGTH,
-    Truth,
-    batches_of_mixed_lengths,
-    full_hits,
-    kept_everywhere,
-    resumed_at_every_position,
-    whole_in_chunks_and_token_by_token,
 )
 from tiers import more
 

@@ -29,7 +29,7 @@ from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import TEXT, Loaded
 from engine.test_ranks_exactness import LoadedRanks
 from models.covered import FP8
-from models.decoder_families import Tiny, qwen3, tiny, write
+from models.decoder_families import Tiny, tiny, write
 from models.fp8_checkpoints import (
     by_blocks,
     by_row,
@@ -39,6 +39,7 @@ from models.fp8_checkpoints import (
     write_qwen_fp8,
 )
 from models.test_served_int8 import parts_of
+from models.tiny_configs import qwen3
 from runner.harness import left_of
 
 WRITERS = {

@@ -21,11 +21,12 @@ from cairn.models.weight_specs import ExpertStacks
 from doubles.thread_ranks import thread_ranks
 from kernels.test_int4 import NEEDS_INT4
 from models.covered import MXFP4_STACKS
-from models.decoder_families import Tiny, TinyDriver, gpt_oss, logits_of, prompt, published, tiny, write
+from models.decoder_families import Tiny, TinyDriver, logits_of, prompt, published, tiny, write
 from models.packed_checkpoints import mxfp4
+from models.published_families import GPT_OSS, GPT_OSS_120B
 from models.test_check import ITEM_BYTES, write_checkpoint
-from models.test_decoder_configs import GPT_OSS, GPT_OSS_120B
 from models.test_served_int8 import parts_of
+from models.tiny_configs import gpt_oss
 
 RAW = gpt_oss(hidden_size=64, intermediate_size=64)
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router"]}

@@ -1,6 +1,9 @@
 """docs/models.md is made of the lists that tests take their parameters from."""
 
 import importlib.util
+import re
+import subprocess
+import sys
 from types import ModuleType
 
 import pytest
@@ -49,6 +52,27 @@ def test_the_tests_that_a_list_names_take_it(name: str) -> None:
         texts.append((ROOT / "tests" / "conftest.py").read_text())
     assert any(f"import {name}" in text or f", {name}\n" in text or f", {name} " in text for text in texts)
     assert sum(text.count(f"{name}.") for text in texts) > 0
+
+
+TAKEN_OTHERWISE = ("LOGITS", "PACKED", "IMAGES")
+"""Lists whose families are no parameters of tests: the tests look through them themselves."""
+
+
+@pytest.mark.more
+def test_a_family_that_is_listed_is_run() -> None:
+    """By tests of the files that a list names, in the lane that the page says. Those of GPUs are collected there."""
+    listed = {name: each for name, each in LISTS.items() if each.device == "CPU" and name not in TAKEN_OTHERWISE}
+    files = sorted({f"tests/{file}" for each in listed.values() for file in each.tests})
+    for lane, attribute in (("not long", "regular_families"), ("long", "long_families")):
+        command = [sys.executable, "-m", "pytest", "--collect-only", "-n", "0", "-m", f"({lane}) and not ui", *files]
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=True)
+        run: dict[str, set[str]] = {}
+        for test in found.stdout.split():
+            file, _, words = test.partition("::")
+            run.setdefault(file, set()).update(re.split(r"[-@\[\]]", words))
+        for name, each in listed.items():
+            seen = set().union(*(run.get(f"tests/{file}", set()) for file in each.tests))
+            assert {*getattr(each, attribute)} <= seen, (name, lane)
 
 
 def test_what_is_drawn_is_what_is_listed() -> None:

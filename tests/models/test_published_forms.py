@@ -19,42 +19,17 @@ from cairn.errors import ModelError
 from cairn.models.families import FAMILIES
 from cairn.models.qwen3_5_vision import parse as parse_vision
 from cairn.models.registry import open_model
-from models.decoder_families import (
-    dense_granite,
-    falcon,
-    gemma2,
-    gemma3,
-    gpt_oss,
-    granite,
-    lfm2,
-    lfm2_moe,
-    lfm3,
-    llama4,
-    olmo_hybrid,
-    qwen3,
-    qwen3_moe,
-    tiny,
-)
+from models import tiny_configs
+from models.decoder_families import tiny
 from models.qwen3_5_truth import qwen_weights, raw_qwen
+from models.tiny_configs import olmo_hybrid, qwen3
 from runner.harness import Driver, parse, prompt, random_weights, raw_config
 
 Raw = Mapping[str, Any]
 
 QWENS = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 MAKERS: dict[str, Callable[..., dict[str, Any]]] = {
-    "granitemoehybrid": granite,
-    "falcon_h1": falcon,
-    "lfm2": lfm2,
-    "qwen3": qwen3,
-    "olmo_hybrid": olmo_hybrid,
-    "lfm2_moe": lfm2_moe,
-    "qwen3_moe": qwen3_moe,
-    "granite": dense_granite,
-    "gemma2": gemma2,
-    "gemma3_text": gemma3,
-    "lfm3": lfm3,
-    "llama4_text": llama4,
-    "gpt_oss": gpt_oss,
+    **tiny_configs.MAKERS,
     "nemotron_h": lambda **changes: raw_config("M*-E", **changes),
     **{name: partial(raw_qwen, name) for name in QWENS},
 }

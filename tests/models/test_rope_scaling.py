@@ -13,9 +13,9 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from cairn.errors import ModelError
 from cairn.layers.rotary import make_rotary
 from cairn.models.families import FAMILIES
-from models.decoder_families import qwen3
-from models.test_decoder_configs import QWEN3
+from models.published_families import QWEN3
 from models.test_published_forms import WITH_ROPE, with_positions
+from models.tiny_configs import qwen3
 
 LONG_QWEN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 """As Qwen's model cards have it for prompts of more than 32,768 tokens."""

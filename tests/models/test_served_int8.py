@@ -26,8 +26,9 @@ from engine.test_exactness import OTHER, TEXT, Engine
 from kernels.int8_products import NEEDS_INT8
 from kernels.test_int8 import bytes_of
 from models.covered import INT8
-from models.decoder_families import TinyDriver, granite, prompt, tiny
+from models.decoder_families import TinyDriver, prompt, tiny
 from models.fp8_checkpoints import write_qwen_fp8
+from models.tiny_configs import granite
 from tiers import first
 
 LENGTHS = (30, 65, 100, 180)

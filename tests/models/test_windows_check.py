@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from cairn.check.report import check
+from models.published_families import GEMMA2, GEMMA3, GEMMA3_THAT_SEES, LFM3, LLAMA4
 from models.test_check import Headers, write_checkpoint
-from models.test_decoder_configs import GEMMA2, GEMMA3, GEMMA3_THAT_SEES, LFM3, LLAMA4
 
 
 @pytest.fixture(autouse=True)

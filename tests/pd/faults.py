@@ -324,8 +324,11 @@ def play(fault, seed: int, on_failure: str = "recompute") -> Round:
         made.may_fail = _AllNames()
     if fault is not client_gone_from_p:
         made.warm()
-    fault(made)
-    made.finish()
+    try:
+        fault(made)
+        made.finish()
+    finally:
+        made.world.close()
     return made
 
 

@@ -166,7 +166,7 @@ class CoreProcess:
             except zmq.Again:
                 break
             self._take(message)
-        if self.alive and select.select([self._pidfd], [], [], 0)[0]:
+        if self.alive and self._has_ended(0):
             raise AssertionError(f"{self.name} has ended: {self.log.read_text()[-3000:]}")
 
     def wait(self, reached, what: str, seconds: float = ANSWER_SECONDS) -> None:
@@ -175,6 +175,12 @@ class CoreProcess:
             assert time.monotonic() < until, f"{self.name}: no {what} within {seconds:g} s: {self.tail()}"
             self.socket.poll(20)
             self.turn()
+
+    def _has_ended(self, seconds: float) -> bool:
+        """Waits for at most `seconds`."""
+        ended = select.poll()
+        ended.register(self._pidfd, select.POLLIN)
+        return bool(ended.poll(seconds * 1000))
 
     def tail(self) -> str:
         return self.log.read_text()[-2000:]
@@ -224,7 +230,7 @@ class CoreProcess:
             self.alive = False
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            assert select.select([self._pidfd], [], [], ANSWER_SECONDS)[0], f"{self.name} does not die"
+            assert self._has_ended(ANSWER_SECONDS), f"{self.name} does not die"
             os.close(self._pidfd)
             os.close(self._holds)
             self._context.destroy(linger=0)

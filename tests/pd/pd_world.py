@@ -72,6 +72,11 @@ class World:
             self.clock.advance(0.5)
             self.run(*servers)
 
+    def close(self) -> None:
+        """What its servers did is there to be read. Else a loop's files wait for the collector of garbage."""
+        for server in self.servers:
+            server.event_loop.close()
+
 
 class Server:
     """One incarnation of an engine. `answers`: tokens by request; `ended`: the finished requests by name."""

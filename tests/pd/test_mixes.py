@@ -158,6 +158,8 @@ def check(seeds) -> Counter:
             mix.play()
         except Exception as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+        finally:
+            mix.world.close()
         counters = [server.scheduler.state.counters for server in mix.servers]
         for each in counters:
             seen.update(hits=each.external_hits, preemptions=each.preemptions, failed=each.failed_pulls)

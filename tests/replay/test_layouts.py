@@ -9,7 +9,9 @@ from cairn.errors import ConfigError
 from cairn.models.families import FAMILIES, family_of
 from cairn.models.layer_sizes import LimitedScores
 from cairn.replay.layouts import LAYOUT_NAMES, UNNEEDED, layout_for, sizes_for
-from models.decoder_families import (
+from models.published import NANO
+from models.published_qwen3_5 import QWEN35
+from models.tiny_configs import (
     dense_granite,
     falcon,
     gemma2,
@@ -24,8 +26,6 @@ from models.decoder_families import (
     qwen3,
     qwen3_moe,
 )
-from models.published import NANO
-from models.published_qwen3_5 import QWEN35
 
 TEXT = {
     **QWEN35["text_config"],

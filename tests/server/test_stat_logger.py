@@ -129,6 +129,17 @@ def test_the_start_lines_of_other_models():
     assert "no attention layers" in text and "no recurrent state" in text and "prefix caching is off" in text
 
 
+def test_the_start_lines_of_models_with_windows():
+    info = build_echo_core(EngineConfig(model="echo")).info
+    for bytes_per_token, words in ((4.0, "4 bytes per token"), (0.0, None)):
+        cache = msgspec.structs.replace(
+            info.cache, bytes_per_token=bytes_per_token, checkpoint_bytes=0, window_bytes=3 << 20
+        )
+        text = "\n".join(format_startup_lines(msgspec.structs.replace(info, cache=cache)))
+        assert "3 MiB within the reach of windows" in text and "as long as there is memory for all windows" in text
+        assert "no attention layers" not in text and (words is None or words in text)
+
+
 def test_the_start_lines_of_a_server_that_takes_part_in_transfers():
     plain = "\n".join(format_startup_lines(build_echo_core(EngineConfig(model="echo")).info))
     assert "transfers" not in plain and "tensor parallel" not in plain

@@ -98,8 +98,36 @@ class TestPromotion:
         world.answer(PROMPT)
         world.driver.cache.clear()
         world.context.speed.seconds_per_token = 1e-9
-        assert world.answer(PROMPT, name="again") == alone(PROMPT, False)
-        assert hit_of(world, "again") == (0, 0)
+        longer = PROMPT + other(2, 70)
+        assert world.answer(longer, name="longer") == alone(longer, False)
+        assert hit_of(world, "longer") == (0, 0)
+        # of what comes after it, three tokens in the place of an answer, no tier knew anything
+        assert world.first("longer").lost == {Reason.TIER_SLOW: 200, Reason.REWRITTEN: 3, Reason.NEVER_SEEN: 67}
+        assert world.first("longer").reason is Reason.TIER_SLOW
+
+    def test_a_hit_of_the_pool_is_not_called_slow(self, tier):
+        world = TierWorld(**tier)
+        world.answer(PROMPT + other(3, 150), boundaries=[150])
+        world.driver.cache.clear()
+        world.answer(PROMPT[:150])
+        world.context.speed.seconds_per_token = 1e-9
+        world.answer(PROMPT + other(3, 150), name="whole")
+        assert hit_of(world, "whole") == (150, 0) and world.first("whole").lost == {Reason.TIER_SLOW: 200}
+
+    def test_what_was_given_up_says_so(self, tier):
+        world = TierWorld(immediate=False, **tier)
+        world.answer(PROMPT)
+        world.driver.cache.clear()
+        name = world.driver.submit(PROMPT)
+        world.driver.scheduler.poll()
+        world.lanes.names.run()
+        world.driver.scheduler.poll()
+        world.driver.clock.advance(1000.0)
+        world.driver.scheduler.poll()
+        self.finish(world)
+        assert world.driver.output(name) == alone(PROMPT, False)
+        assert world.first(name).lost == {Reason.TIER_FAILED: 200}
+        check_end(world)
 
     def test_salts_share_nothing(self, tier):
         world = TierWorld(**tier)
@@ -342,6 +370,7 @@ class TestFaults:
         second = TierWorld(folder=tmp_path)
         assert second.answer(PROMPT, name="again") == expected
         assert hit_of(second, "again") == (0, 0) and second.stores[0].counters.drops["damaged"] == 1
+        assert second.first("again").reason is Reason.TIER_FAILED
         second.driver.cache.clear()
         assert second.answer(PROMPT, name="third") == expected and hit_of(second, "third") == (0, 200)
         check_end(second)

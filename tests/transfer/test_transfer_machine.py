@@ -345,6 +345,7 @@ class Transfers(RuleBasedStateMachine):
         self.world.clock.advance(31.0)
         self.collect_leases()
         assert self.world.leases.num_pages == 0 and self.theirs == set(range(NUM_PAGES))
+        self.world.event_loop.close()
 
 
 TestTransfers = Transfers.TestCase

@@ -14,15 +14,14 @@ are there where a state is stored in a smaller form than it has while it runs.
 
 from dataclasses import dataclass, field
 
-from cairn.types import Count, Positive, Size
+from cairn.types import Count, Positive, Size, first_in_reach
 
 __all__ = ["AttentionGroup", "CacheLayout"]
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionGroup:
-    """Attention layers of one reach. `reach` None: a token sees every earlier one; otherwise the last `reach` tokens
-    with itself (a window) or, if `chunked`, those from the last multiple of `reach` on."""
+    """Attention layers of one reach, as `first_in_reach` takes it."""
 
     name: str
     tokens_per_page: Positive
@@ -31,14 +30,17 @@ class AttentionGroup:
 
     def needed_at(self, position: int) -> int:
         """The first token of which keys and values are needed to go on at `position`, which is computed next."""
-        if self.reach is None:
-            return 0
-        return position // self.reach * self.reach if self.chunked else max(0, position - self.reach + 1)
+        return first_in_reach(position, self.reach, self.chunked)
 
     def retained_pages(self, start: int, end: int) -> int:
         """How many pages of tokens [start, end) are needed to go on at `end`."""
         first = max(start, self.needed_at(end))
         return self.pages_for(end) - first // self.tokens_per_page if first < end else 0
+
+    @property
+    def window_pages(self) -> int:
+        """How many pages going on needs at most of a limited reach, which may begin in the middle of one; else 0."""
+        return 0 if self.reach is None else self.pages_for(self.reach + self.tokens_per_page - 1)
 
     def pages_for(self, num_tokens: int) -> int:
         """How many pages hold the first `num_tokens` tokens."""
@@ -110,6 +112,11 @@ class CacheLayout:
     def lasting_bytes_per_token(self) -> float:
         """The same, over the groups of unlimited reach: what a token takes for good."""
         return sum(self.page_bytes / group.tokens_per_page for group in self.groups if group.reach is None)
+
+    @property
+    def window_bytes(self) -> int:
+        """What going on anywhere needs of groups of limited reach, at most."""
+        return self.page_bytes * sum(group.window_pages for group in self.groups)
 
     def running_pages_for(self, num_tokens: int, num_in_flight: int) -> int:
         """Pages that a sequence of `num_tokens` tokens holds at most, of which `num_in_flight` at a time are being

@@ -33,6 +33,10 @@ class Reason(StrEnum):
     """The prompt is known without its `cache_salt`; entries of other salts are never looked at."""
     REMOTE_FAILED = "remote_failed"
     """Another server had more, and the transfer failed."""
+    TIER_FAILED = "tier_failed"
+    """This server's host memory or disk had more, and it could not be read, or not in time."""
+    TIER_SLOW = "tier_slow"
+    """This server's host memory or disk had more, and computing it was to take less time than reading it."""
     REWRITTEN = "rewritten"
     """It stands where an earlier request's answer was computed, and is not that answer."""
     NEVER_SEEN = "never_seen"
@@ -64,7 +68,8 @@ def hint(reason: Reason, depth: int, facts: HintFacts) -> str:
             at = depth // GRID * GRID if facts.exact else depth
             return f"a breakpoint (cache_control) at token {at:,}"
         case Reason.EVICTED:
-            return f"a pool of about {_gib(facts.all_bytes)} would hold all that is remembered as dropped"
+            pool = f"a pool of about {_gib(facts.all_bytes)} would hold all that is remembered as dropped"
+            return f"{pool}, or a tier below it (--host-cache-bytes, --disk-cache)"
         case Reason.PREEMPTED:
             return "a larger pool (--kv-cache-memory-bytes) or fewer requests at a time (--max-num-seqs)"
         case Reason.IN_PROGRESS:
@@ -75,6 +80,10 @@ def hint(reason: Reason, depth: int, facts: HintFacts) -> str:
             return f"a shared prefix of at least {facts.min_shared:,} tokens"
         case Reason.REMOTE_FAILED:
             return "a transfer that arrives: the log says what failed"
+        case Reason.TIER_FAILED:
+            return "a disk that answers in time: cairn:tier_drops_total says what could not be read"
+        case Reason.TIER_SLOW:
+            return "a faster disk, or more of it in host memory (--host-cache-bytes)"
         case Reason.DISABLED:
             return "a prefix cache that is switched on"
         case Reason.REWRITTEN:

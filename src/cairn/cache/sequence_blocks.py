@@ -329,6 +329,11 @@ class SequenceBlocks:
         """Give one reason for all tokens that were not hit."""
         self.match.miss_spans, self.match.miss_reason = (), reason
 
+    def set_first_miss(self, end: int, reason: Reason) -> None:
+        """Give another reason for the tokens that were not hit up to `end`, exclusive."""
+        if end > self.hit:
+            self.explain(((end, reason), *(span for span in self.match.miss_spans if span[0] > end)))
+
     def iter_misses(self) -> Iterator[tuple[int, int, Reason]]:
         """Start, end and reason of the spans of prompt tokens that were not hit: with `hit` they are the prompt."""
         position = self.hit

@@ -268,9 +268,7 @@ def _token_row(layout: CacheLayout) -> str:
     lasting = layout.lasting_bytes_per_token
     rows = [f"{lasting:,.0f} bytes per token"] if lasting or not limited else []
     for group in limited:
-        # as many pages as going on needs where it begins in the middle of one
-        pages = group.pages_for((group.reach or 0) + group.tokens_per_page - 1)
-        rows.append(f"{pages * layout.page_bytes:,} bytes for a {group.name} tokens")
+        rows.append(f"{group.window_pages * layout.page_bytes:,} bytes for a {group.name} tokens")
     return ", ".join(rows)
 
 

@@ -46,7 +46,7 @@ from cairn.engine.tiers import EngineTiers, PoolEvents, allocate_arena, build_ti
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
 from cairn.errors import ConfigError
-from cairn.kernels.contract import Graphs
+from cairn.kernels.graphs import Graphs
 from cairn.machine import Machine
 from cairn.models.decoder_builder import load_kernels
 from cairn.models.qwen3_5_vision import read_vision, tower_bytes
@@ -193,6 +193,7 @@ def _engine_info(
             block_size=config.block_size,
             page_bytes=layout.page_bytes,
             bytes_per_token=layout.lasting_bytes_per_token,
+            window_bytes=layout.window_bytes,
             checkpoint_bytes=layout.checkpoint_bytes,
             pages_per_checkpoint=layout.pages_per_checkpoint,
             checkpoint_dtype=layout.checkpoint_dtype,

@@ -13,7 +13,7 @@ from rich.progress import Progress
 from cairn.engine.contract import EngineConfig
 from cairn.engine.gpu_memory import DeviceMemory, taken_bytes
 from cairn.errors import ConfigError, EngineDead
-from cairn.kernels.contract import Graphs
+from cairn.kernels.graphs import Graphs
 from cairn.runner.runner import Runner
 from cairn.types import Clock
 

@@ -20,8 +20,9 @@ from cairn.engine.kernel_check import KernelCheck
 from cairn.engine.memory_plan import MOST_SEQS_ON_GPU, STEPS_IN_FLIGHT, MemoryPlan, choose_max_model_len
 from cairn.engine.profile_plans import SLOTS, num_profile_pages, profile_plans, warm_up_plans
 from cairn.errors import ConfigError
-from cairn.kernels.contract import Graphs, Kernels
+from cairn.kernels.contract import Kernels
 from cairn.kernels.cuda_support import check_device, check_vocabulary, is_interpreted
+from cairn.kernels.graphs import Graphs
 from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.decoder_builder import Backend

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from math import inf
 
+from cairn.types import first_in_reach
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionRule:
@@ -37,9 +39,7 @@ class AttentionRule:
 
     def first_key(self, position: int) -> int:
         """The first position that a token at `position`, 0 or more, sees."""
-        if self.window is not None:
-            return max(0, position - self.window + 1)
-        return 0 if self.chunk is None else position // self.chunk * self.chunk
+        return first_in_reach(position, self.reach, self.chunk is not None)
 
     def num_pairs(self, start: int, end: int) -> int:
         """How many keys the tokens at positions [start, end) see, all together."""

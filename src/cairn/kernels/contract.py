@@ -13,7 +13,7 @@ Unless a function says so they are left alone, and what is returned is a new con
 or float32 (the tests use float64, too); a norm, a gate or a state is computed in float32 or wider and rounded once.
 """
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Any, Protocol
 
 import torch
@@ -22,9 +22,10 @@ from torch import Tensor
 from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.batch import Batch, HostBatch
 from cairn.kernels.checkpoint_files import StateSpan
+from cairn.kernels.graphs import StepGraphs
 from cairn.kernels.int4 import Int4Weight
+from cairn.kernels.sampling.contract import Sampler, TokenCounts
 from cairn.kernels.sampling.logprobs import LogprobTensors
-from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.staging import Staging
 from cairn.kernels.state_encoding import EncodedStates
 from cairn.kernels.weight_rows import WeightRows
@@ -35,52 +36,6 @@ Weight = Any
 
 StateSpans = Any
 """What `Kernels.pack_state_spans` made of spans: a backend's own."""
-
-
-class Graphs(Protocol):
-    """What records the launches of a pass, to be made again with the same arguments."""
-
-    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Record what `run` launches; returns what launches it again. Memory that is allocated meanwhile is shared with
-        other graphs and holds nothing from one launch to the next."""
-        ...
-
-
-class StepGraphs(Graphs, Protocol):
-    """What records a pass while it is computed."""
-
-    def set_lengths(self, metadata: object, host: HostBatch) -> None:
-        """Bring what `Kernels.build_metadata` gave for a captured batch to the lengths of the step that comes next.
-        `host`: of as many decodes, without snapshots."""
-        ...
-
-
-def no_step_graphs() -> None:
-    """`Kernels.step_graphs` of a backend that records no steps."""
-
-
-class TokenCounts(Protocol):
-    """How often each slot's sequence has each token, for penalties: on the device. Memory of one sampler alone."""
-
-    def admit(self, histories: Sequence[TokenHistory], staging: Staging) -> Callable[[], None]:
-        """Sequences begin, or begin again, in slots that are all different. What is returned is to be called once
-        `staging` has been sent."""
-        ...
-
-
-class Sampler(Protocol):
-    """Draws the tokens of one step. `has_processors`: whether parameters of any row change logits."""
-
-    has_processors: bool
-
-    def sample(self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: Any) -> Tensor:
-        """Tokens, int64 [n], from float32 [n, vocab], which is not changed. `samples`: of each row, or empty where no
-        row has a logits processor. `slots`: of each row, in `counts` (the `TokenCounts` of the same backend), to which
-        new tokens of rows with penalties are added.
-
-        What processors need of the host is one copy of its own. Raises ValueError for a mask that does not fit.
-        """
-        ...
 
 
 class Kernels(Protocol):

@@ -24,39 +24,55 @@ class SquaredReluMLP:
         return self.down(self.kernels.squared_relu(self.up(hidden, batch)), batch)
 
 
+class GatedActivation(Protocol):
+    """An activation of one half of the channels that multiplies the other one."""
+
+    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
+        """Both [rows, width] -> [rows, width]."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class SwiGLU:
-    """down(silu(gate x) * up x) (arXiv 2002.05202), one rank's inner channels; `gate_up` gives gate | up."""
+class Silu:
+    """See `Kernels.silu_mul`: with it a gated MLP is a SwiGLU."""
 
     kernels: Kernels
+
+    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
+        """See `GatedActivation`."""
+        return self.kernels.silu_mul(gate, x)
+
+
+@dataclass(frozen=True, slots=True)
+class Gelu:
+    """See `Kernels.gelu_mul`: with it a gated MLP is a GeGLU."""
+
+    kernels: Kernels
+
+    def __call__(self, gate: Tensor, x: Tensor) -> Tensor:
+        """See `GatedActivation`."""
+        return self.kernels.gelu_mul(gate, x)
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLP:
+    """down(activation(gate x) * up x) (arXiv 2002.05202), one rank's inner channels; `gate_up` gives gate | up."""
+
+    activation: GatedActivation
     gate_up: Projection
     down: Projection
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
         gate, up = self.gate_up(hidden, batch).chunk(2, dim=-1)
-        return self.down(self.kernels.silu_mul(gate, up), batch)
-
-
-@dataclass(frozen=True, slots=True)
-class GeGLU:
-    """down(gelu(gate x) * up x) (arXiv 2002.05202), one rank's inner channels; `gate_up` gives gate | up."""
-
-    kernels: Kernels
-    gate_up: Projection
-    down: Projection
-
-    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
-        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
-        gate, up = self.gate_up(hidden, batch).chunk(2, dim=-1)
-        return self.down(self.kernels.gelu_mul(gate, up), batch)
+        return self.down(self.activation(gate, up), batch)
 
 
 class Router(Protocol):
-    """Which experts a token goes to, and the weight of each."""
+    """Which experts a token goes to, the weight of each, and what they get of it."""
 
-    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        """[rows, hidden] -> (topk_ids int64, topk_weights float32), both [rows, top_k]."""
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """[rows, hidden] -> (input [rows, hidden], topk_ids int64, topk_weights float32), the latter [rows, top_k]."""
         ...
 
 
@@ -74,11 +90,11 @@ class SigmoidRouter:
     scale: float
     epsilon: float
 
-    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """See `Router`."""
         logits = self.gate(hidden.float(), batch)
         rule = self.top_k, self.num_groups, self.top_groups, self.normalize, self.scale, self.epsilon
-        return self.kernels.sigmoid_router(logits, self.correction_bias, *rule)
+        return hidden, *self.kernels.sigmoid_router(logits, self.correction_bias, *rule)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +106,25 @@ class SoftmaxRouter:
     top_k: int
     normalize: bool
 
-    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """See `Router`."""
-        return self.kernels.softmax_router(self.gate(hidden.float(), batch), self.top_k, self.normalize)
+        return hidden, *self.kernels.softmax_router(self.gate(hidden.float(), batch), self.top_k, self.normalize)
+
+
+@dataclass(frozen=True, slots=True)
+class InputScalingRouter:
+    """Llama 4's: the expert with a token's largest logit, a float32 product, gets the token times that logit's
+    sigmoid."""
+
+    kernels: Kernels
+    gate: Linear
+
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Router`."""
+        logits = self.gate(hidden.float(), batch)
+        # Of one expert the weight is 1.
+        ids, ones = self.kernels.softmax_router(logits, 1, True)
+        return self.kernels.sigmoid_mul(hidden, logits.gather(1, ids).to(hidden.dtype)), ids, ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,33 +132,12 @@ class SharedExpert:
     """sigmoid(gate x) * expert(x), for all tokens; `gate` has one output."""
 
     kernels: Kernels
-    expert: SwiGLU
+    expert: GatedMLP
     gate: Linear
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
         return self.kernels.sigmoid_mul(self.expert(hidden, batch, memory), self.gate(hidden, batch))
-
-
-@dataclass(frozen=True, slots=True)
-class InputScaledExperts:
-    """Llama 4's mixture of SwiGLUs: the one with a token's largest logit gets the token times that logit's sigmoid; and
-    the `shared` one. `gate_up` [E, 2 * inner, in] and `down` [E, in, inner], packed, a rank's inner channels."""
-
-    kernels: Kernels
-    gate: Linear
-    gate_up: Weight
-    down: Weight
-    shared: SwiGLU
-
-    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
-        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
-        logits = self.gate(hidden.float(), batch)
-        # Of one expert the weight is 1.
-        ids, ones = self.kernels.softmax_router(logits, 1, True)
-        scaled = self.kernels.sigmoid_mul(hidden, logits.gather(1, ids).to(hidden.dtype))
-        routed = self.kernels.gated_experts(scaled, ids, ones, self.gate_up, self.down, batch)
-        return self.shared(hidden, batch, memory).add_(routed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,16 +155,17 @@ class MixtureOfExperts:
     up: Weight
     down: Weight
     gated: bool
-    shared: SquaredReluMLP | SwiGLU | SharedExpert | None
+    shared: SquaredReluMLP | GatedMLP | SharedExpert | None
     to_latent: Linear | None = None
     from_latent: Linear | None = None
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
-        topk_ids, topk_weights = self.router(hidden, batch)
-        inner = hidden if self.to_latent is None else self.to_latent(hidden, batch)
+        routed, topk_ids, topk_weights = self.router(hidden, batch)
+        if self.to_latent is not None:
+            routed = self.to_latent(routed, batch)
         run = self.kernels.gated_experts if self.gated else self.kernels.experts
-        routed = run(inner, topk_ids, topk_weights, self.up, self.down, batch)
+        routed = run(routed, topk_ids, topk_weights, self.up, self.down, batch)
         if self.from_latent is not None:
             routed = self.from_latent(routed, batch)
         return routed if self.shared is None else self.shared(hidden, batch, memory).add_(routed)
@@ -175,6 +187,6 @@ class ClampedExperts:
 
     def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
-        topk_ids, topk_weights = self.router(hidden, batch)
+        routed, topk_ids, topk_weights = self.router(hidden, batch)
         weights = self.gate_up, self.down, self.gate_up_bias, self.down_bias
-        return self.kernels.clamped_experts(hidden, topk_ids, topk_weights, *weights, self.alpha, self.limit, batch)
+        return self.kernels.clamped_experts(routed, topk_ids, topk_weights, *weights, self.alpha, self.limit, batch)

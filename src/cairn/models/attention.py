@@ -13,7 +13,7 @@ from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.rotary import RotarySpec, TemperatureSpec
 from cairn.models.sharding import HeadShard, Slice, shard_heads
-from cairn.models.weight_specs import MixerSpec, ProductSpec, Reach, StoredTensor, WeightSpec, fused, row_parallel
+from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, fused, row_parallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,6 @@ class AttentionLayer(MixerSpec):
         """See `MixerSpec`."""
         kv_heads = self.sizes.shard(rank, size).count
         return AttentionSpec(1, kv_heads, self.sizes.head_dim, self.rule.reach, self.rule.chunk is not None)
-
-    @property
-    def reach(self) -> Reach:
-        """See `MixerSpec`."""
-        return self.rule.window, self.rule.chunk
 
     def keys_and_values(self, rank: int, size: int) -> ProductSpec:
         """Keys and values by themselves, which `weights` has in one product with the queries."""

@@ -11,7 +11,7 @@ fact    whether two servers must agree on it before cached bytes may go from one
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Annotated, Any, NoReturn, TypedDict, TypeVar, Unpack
@@ -22,6 +22,9 @@ from msgspec import Meta
 from cairn.errors import ModelError
 
 MAX_LAYERS = 512
+
+REACHES = ("sliding_window", "attention_chunk_size")
+"""Fields that limit how many tokens attention sees: a family that does not read them would see too many."""
 
 
 class Fields:
@@ -137,9 +140,13 @@ class _Declaration:
     default: Any = 0
 
 
-def parse_config(config: type[Config], fields: Fields) -> Config:
-    """Raises ModelError that names the field and the fix."""
+def parse_config(config: type[Config], fields: Fields, unless_declared: Sequence[str] = ()) -> Config:
+    """`unless_declared`: fields that must be absent where the dataclass does not have them. Raises ModelError that
+    names the field and the fix."""
     declarations = _declarations(config)
+    for name in unless_declared:
+        if name not in declarations:
+            fields.only(name, None)
     lazy = _LazyConfig(declarations, fields)
     return config(**{name: getattr(lazy, name) for name in declarations})
 
@@ -228,15 +235,22 @@ def token_ids(**options: Unpack[Options]) -> Any:
     return custom(reader, **options)
 
 
-def window(default: int, **options: Unpack[Options]) -> Any:
-    """How many tokens attention reaches over in layers of limited reach, which null, no limit, does not fit."""
+def reach(kind: str, default: int) -> Any:
+    """How many tokens attention reaches over in layers of this kind, of the words in `layer_types`; 0 in a model
+    without them. Null would mean that there is no limit."""
 
     def reader(fields: Fields, name: str, config: Any) -> int:
+        layer = config.layer_types.index(kind)
         if fields.says(name) and not fields.has(name):
-            raise fields.error(f"{fields.path_of(name)} is null, but layer_types has layers of limited reach")
-        return fields.integer(name, 1, 1 << 30, default)
+            raise fields.error(
+                f"{fields.path_of(name)} is null, but layer {layer} is {kind}; give the number of tokens it reaches"
+            )
+        try:
+            return fields.integer(name, 1, 1 << 30, default)
+        except ModelError as error:
+            raise ModelError(f"{error}, as layer {layer} is {kind}") from None
 
-    return custom(reader, **options)
+    return custom(reader, when=lambda config: kind in config.layer_types)
 
 
 def only(*values: Any, **options: Unpack[Options]) -> Any:
@@ -249,6 +263,11 @@ def only(*values: Any, **options: Unpack[Options]) -> Any:
 
     options.setdefault("fact", False)
     return custom(reader, values[0], **options)
+
+
+def unread() -> Any:
+    """A field that changes nothing, whatever its value."""
+    return custom(lambda fields, name, config: None, default=None, fact=False)
 
 
 def layer_kinds(

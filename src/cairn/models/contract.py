@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from cairn.models.config_schema import Fields, parse_config
+from cairn.models.config_schema import REACHES, Fields, parse_config
 from cairn.models.decoder_config import DecoderConfig
 from cairn.models.decoder_spec import OUTPUT, DecoderSpec
 from cairn.models.sharding import TensorShard
@@ -53,7 +53,7 @@ class Family:
 
     def parse(self, raw: Mapping[str, object]) -> DecoderConfig:
         """config.json -> config, of the family's own class. Raises ModelError that names the field and the fix."""
-        return parse_config(self.config, self.flatten(raw))
+        return parse_config(self.config, self.flatten(raw), unless_declared=REACHES)
 
     def spec(self, config: DecoderConfig, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig.served`. An output that is stored is served, also where config.json ties it to the

@@ -1,12 +1,13 @@
 """From a decoder as data to one rank's model."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import singledispatchmethod
 from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, count
+from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -20,14 +21,17 @@ from cairn.layers.attention import Attention, HeadNorms, Positions
 from cairn.layers.communicator import SINGLE_RANK, Communicator
 from cairn.layers.feed_forward import (
     ClampedExperts,
-    GeGLU,
-    InputScaledExperts,
+    GatedActivation,
+    GatedMLP,
+    Gelu,
+    InputScalingRouter,
     MixtureOfExperts,
+    Router,
     SharedExpert,
     SigmoidRouter,
+    Silu,
     SoftmaxRouter,
     SquaredReluMLP,
-    SwiGLU,
 )
 from cairn.layers.gated_delta_net import GatedDeltaNet
 from cairn.layers.linear import Linear, Projection, ScaledLinear
@@ -52,11 +56,15 @@ from cairn.models.contract import StoredLoader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, ParallelMixers, ScaledMixer
 from cairn.models.feed_forward import (
+    Activation,
     ClampedExpertsLayer,
     ExpertsLayer,
-    GeGLULayer,
+    GatedMLPLayer,
+    InputScalingRule,
+    RouterRule,
+    SigmoidRule,
+    SoftmaxRule,
     SquaredReluLayer,
-    SwiGLULayer,
 )
 from cairn.models.gated_delta_net import DeltaNetLayer
 from cairn.models.mamba2 import Mamba2Layer
@@ -67,6 +75,8 @@ from cairn.models.short_conv import ShortConvLayer
 from cairn.models.weight_specs import MixerSpec
 
 logger = logging.getLogger(__name__)
+
+ACTIVATIONS: Mapping[Activation, Callable[[Kernels], GatedActivation]] = MappingProxyType({"silu": Silu, "gelu": Gelu})
 
 Backend = Literal["cpu", "cuda", "cuda_exact", "exact", "reference"]
 
@@ -370,46 +380,44 @@ class _DecoderBuilder:
         return SquaredReluMLP(self._kernels, **self._draw(layer))
 
     @_build.register
-    def _(self, layer: SwiGLULayer) -> Mixer:
+    def _(self, layer: GatedMLPLayer) -> Mixer:
         drawn = self._draw(layer)
         gate_up: Projection = drawn["gate_up"]
         if layer.gate_factor != 1.0:
             rows = drawn["gate_up"].shape[0] // 2
             gate_up = self._scaled(drawn["gate_up"], [(rows, layer.gate_factor), (rows, 1.0)])
-        mlp = SwiGLU(self._kernels, gate_up, drawn["down"])
+        mlp = GatedMLP(ACTIVATIONS[layer.activation](self._kernels), gate_up, drawn["down"])
         return SharedExpert(self._kernels, mlp, drawn["gate"]) if "gate" in drawn else mlp
 
     @_build.register
-    def _(self, layer: GeGLULayer) -> Mixer:
-        drawn = self._draw(layer)
-        return GeGLU(self._kernels, drawn["gate_up"], drawn["down"])
-
-    @_build.register
     def _(self, layer: ExpertsLayer) -> Mixer:
-        sizes, drawn, rule = layer.sizes, self._draw(layer), layer.sigmoid
-        router: SoftmaxRouter | SigmoidRouter
-        if rule is None:
-            router = SoftmaxRouter(self._kernels, drawn["gate"], sizes.top_k, layer.normalize)
-        else:
-            nothing = torch.zeros(sizes.count, device=self._execution.device)
-            router = SigmoidRouter(
-                self._kernels,
-                drawn["gate"],
-                drawn.get("correction", nothing).float(),
-                sizes.top_k,
-                rule.num_groups,
-                rule.top_groups,
-                layer.normalize,
-                rule.scale,
-                rule.epsilon,
-            )
+        drawn = self._draw(layer)
         up, down = drawn["experts"]
         shared: Any = None if layer.shared is None else self._build(layer.shared)
-        if layer.scales_inputs:
-            return InputScaledExperts(self._kernels, drawn["gate"], up, down, shared)
         gated = layer.stacks is not None or len(layer.parts) == 2
         latent = drawn.get("to_latent"), drawn.get("from_latent")
+        router = self._router(layer.routing, drawn["gate"], layer.sizes.top_k, drawn)
         return MixtureOfExperts(self._kernels, router, up, down, gated, shared, *latent)
+
+    @singledispatchmethod
+    def _router(self, rule: RouterRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
+        """`gate`: gives a logit of each expert."""
+        raise TypeError(f"no router is built of {rule!r:.200}")
+
+    @_router.register
+    def _(self, rule: SoftmaxRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
+        return SoftmaxRouter(self._kernels, gate, top_k, rule.normalize)
+
+    @_router.register
+    def _(self, rule: SigmoidRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
+        nothing = torch.zeros(gate.shape[0], device=self._execution.device)
+        correction = drawn.get("correction", nothing).float()
+        groups = rule.num_groups, rule.top_groups
+        return SigmoidRouter(self._kernels, gate, correction, top_k, *groups, rule.normalize, rule.scale, rule.epsilon)
+
+    @_router.register
+    def _(self, rule: InputScalingRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
+        return InputScalingRouter(self._kernels, gate)
 
     @_build.register
     def _(self, layer: ClampedExpertsLayer) -> Mixer:

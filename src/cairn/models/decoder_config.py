@@ -11,7 +11,7 @@ from cairn.cache.layout import CacheLayout
 from cairn.errors import ModelError
 from cairn.kernels.state_encoding import STATE_DTYPES, StateEncoding
 from cairn.models.attention import AttentionSizes
-from cairn.models.config_schema import Fields, boolean, custom, integer, number, token_ids, transfer_facts
+from cairn.models.config_schema import Fields, boolean, custom, integer, number, token_ids, transfer_facts, unread
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec
 from cairn.models.feed_forward import FeedForwardSizes
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes
@@ -103,7 +103,7 @@ class DecoderConfig(ABC):
     )
     head_dim: int = integer(1, 1 << 12, default=head_dim_by_hidden_size, when=HAS_ATTENTION)
     attention_bias: bool = boolean(default=False)
-    rope_scaling: RopeScaling | None = custom(lambda fields, name, config: None, default=None, fact=False)
+    rope_scaling: RopeScaling | None = unread()
     num_mtp_layers: int = integer(
         0, 1 << 8, default=0, names=("mtp_num_hidden_layers", "num_nextn_predict_layers"), fact=False
     )

@@ -12,7 +12,7 @@ from cairn.models.attention import AttentionLayer
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes, LimitedScores
 from cairn.models.rotary import RotarySpec
 from cairn.models.sharding import check_rank, shard_vocabulary
-from cairn.models.weight_specs import MixerSpec, ProductSpec, Reach, StoredTensor, WeightSpec, column_parallel
+from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, column_parallel
 
 OUTPUT = "lm_head.weight"
 """The output's tensor, in every family."""
@@ -162,9 +162,10 @@ class DecoderSpec:
     def forward_sizes(self) -> ForwardSizes:
         """See `DecoderConfig.forward_sizes`."""
         active = sum(count * sizes.active_weights for sizes, count in self.layer_sizes().items())
-        scores = Counter[Reach]()
+        scores = Counter[tuple[int | None, int | None]]()
         for mixer in _mixers(self.layers):
-            scores[mixer.reach] += 0 if mixer.sizes is None else mixer.sizes.score_numbers
+            reach = mixer.rule.window, mixer.rule.chunk
+            scores[reach] += 0 if mixer.sizes is None else mixer.sizes.score_numbers
         full = scores.pop((None, None), 0)
         return ForwardSizes(active, full, tuple(LimitedScores(count, *reach) for reach, count in scores.items()))
 

@@ -4,6 +4,7 @@ A rank has a share of the inner channels, of every expert, too.
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import Slice, shard_even
@@ -20,6 +21,9 @@ from cairn.models.weight_specs import (
     row_parallel,
     transposed,
 )
+
+Activation = Literal["silu", "gelu"]
+"""Of a gate: see `Kernels.silu_mul` and `Kernels.gelu_mul`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +74,19 @@ class ExpertSizes(LayerSizes):
 
 
 @dataclass(frozen=True, slots=True)
-class SwiGLULayer(MixerSpec):
-    """`parts`: the tensors of gate, up and down below `name`, or of gate and up as one matrix, in this order, and down.
+class GatedMLPLayer(MixerSpec):
+    """A SwiGLU, or with another `activation` a GeGLU.
+
+    `parts`: the tensors of gate, up and down below `name`, or of gate and up as one matrix, in this order, and down.
     `gate_factor`: a constant multiplier of the gate. `outcome_gate`: the tensor of a gate on the outcome, if there is
-    one."""
+    one.
+    """
 
     sizes: FeedForwardSizes
     name: str
     parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     bias: bool = False
+    activation: Activation = "silu"
     gate_factor: float = 1.0
     outcome_gate: str | None = None
 
@@ -99,12 +107,6 @@ class SwiGLULayer(MixerSpec):
         return weights
 
 
-class GeGLULayer(SwiGLULayer):
-    """As `SwiGLULayer`, with a gelu in the place of the silu; see `Kernels.gelu_mul`."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
 class SquaredReluLayer(MixerSpec):
     """`up_proj` and `down_proj` below `name`."""
@@ -122,37 +124,61 @@ class SquaredReluLayer(MixerSpec):
         }
 
 
+class RouterRule:
+    """How a mixture's experts are chosen and weighed by the outputs of its gate."""
+
+    __slots__ = ()
+
+    def weights(self, count: int) -> dict[str, WeightSpec]:
+        """What it has besides the gate, for `count` experts, by the names that its router gives them."""
+        return {}
+
+
 @dataclass(frozen=True, slots=True)
-class SigmoidRule:
+class SoftmaxRule(RouterRule):
+    """See `SoftmaxRouter`. `normalize`: the weights of a token's experts add up to 1."""
+
+    normalize: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class SigmoidRule(RouterRule):
     """See `SigmoidRouter`. `correction`: the tensor that is added to the rates where experts are chosen, None for
-    none."""
+    none; `normalize`: as in `SoftmaxRule`."""
 
     num_groups: int
     top_groups: int
     scale: float
     correction: str | None
     epsilon: float = 1e-20
+    normalize: bool = True
+
+    def weights(self, count: int) -> dict[str, WeightSpec]:
+        """See `RouterRule`."""
+        return {} if self.correction is None else {"correction": StoredTensor(self.correction, (count,))}
+
+
+@dataclass(frozen=True, slots=True)
+class InputScalingRule(RouterRule):
+    """See `InputScalingRouter`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsLayer(MixerSpec):
     """A mixture of experts, beside a `shared` one if there is any.
 
-    `router`: the name of the gate over `hidden` channels, which chooses by a softmax over all experts, or by the rule
-    of `sigmoid`; `normalize`: the weights of a token's experts add up to 1. `experts`: the name below which an expert's
-    matrices are by number, `parts` those into its inner channels, gate and up of a SwiGLU or up alone of a squared-ReLU
-    MLP, and `down` the one out of them. `stacks`: instead of these the tensors of all experts' gate and up
+    `router`: the name of the gate over `hidden` channels, by which `routing` chooses. `experts`: the name below which
+    an expert's matrices are by number, `parts` those into its inner channels, gate and up of a SwiGLU or up alone of a
+    squared-ReLU MLP, and `down` the one out of them. `stacks`: instead of these the tensors of all experts' gate and up
     [count, 2 * inner, hidden] and down [count, hidden, inner], or with `inputs_first` the last two dimensions the other
-    way round. `scales_inputs`: see `InputScaledExperts`. `latent`: the names of the products into the space in
-    which routed experts work, and back; `bias`: of these. The latter has all of its inputs, but its outputs are a
-    partial sum.
+    way round. `latent`: the names of the products into the space in which routed experts work, and back; `bias`: of
+    these. The latter has all of its inputs, but its outputs are a partial sum.
     """
 
     sizes: ExpertSizes
     hidden: int
     router: str
-    sigmoid: SigmoidRule | None = None
-    normalize: bool = True
+    routing: RouterRule = SoftmaxRule()
     experts: str = ""
     parts: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
@@ -161,7 +187,6 @@ class ExpertsLayer(MixerSpec):
     bias: bool = False
     shared: MixerSpec | None = None
     inputs_first: bool = False
-    scales_inputs: bool = False
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
@@ -173,8 +198,7 @@ class ExpertsLayer(MixerSpec):
         count, width = self.sizes.count, self.sizes.expert.hidden
         gate = StoredTensor(f"{self.router}.weight", (count, self.hidden))
         weights: dict[str, WeightSpec] = {"gate": ProductSpec((gate,), precision="float32")}
-        if self.sigmoid is not None and self.sigmoid.correction is not None:
-            weights["correction"] = StoredTensor(self.sigmoid.correction, (count,))
+        weights |= self.routing.weights(count)
         if self.latent is not None:
             to, back = self.latent
             weights["to_latent"] = column_parallel(to, (width, self.hidden), (0, width), bias=self.bias)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Literal
 
+from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.layers.memory import AttentionSpec
 from cairn.models.layer_sizes import LayerSizes
 from cairn.models.sharding import Slice, TensorShard
@@ -124,16 +125,15 @@ class ExpertMatrices:
 WeightSpec = StoredTensor | JoinedTensors | ProductSpec | ExpertStacks | ExpertMatrices
 """A part of a layer. Each kind has `tensors`, what it is made of in the order of the checkpoint."""
 
-Reach = tuple[int | None, int | None]
-"""The window and the chunk of an `AttentionRule`, None for none."""
-
 
 class MixerSpec:
-    """A layer as data: its kind, its sizes and its tensors' names. `sizes`: None where it is made of others alone."""
+    """A layer as data: its kind, its sizes and its tensors' names. `sizes`: None where it is made of others alone.
+    `rule`: of its attention."""
 
     __slots__ = ()
 
     sizes: LayerSizes | None
+    rule: AttentionRule = FULL
 
     def weights(self, rank: int, size: int) -> Mapping[str, WeightSpec]:
         """What one of `size` ranks has of it, its `mixers` aside. Raises ConfigError naming --tensor-parallel-size."""
@@ -142,11 +142,6 @@ class MixerSpec:
     def attention_spec(self, rank: int, size: int) -> AttentionSpec | None:
         """What a rank keeps of it, if it is attention; its `mixers` aside."""
         return None
-
-    @property
-    def reach(self) -> Reach:
-        """Of its attention."""
-        return None, None
 
     @property
     def mixers(self) -> "tuple[MixerSpec, ...]":

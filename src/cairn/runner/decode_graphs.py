@@ -37,7 +37,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
-from cairn.kernels.contract import Graphs, StepGraphs
+from cairn.kernels.graphs import Graphs, StepGraphs
 from cairn.kernels.staging import Staging
 from cairn.layers.memory import Memory
 from cairn.layers.model import Model

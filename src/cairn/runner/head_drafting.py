@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
-from cairn.kernels.contract import StepGraphs
+from cairn.kernels.graphs import StepGraphs
 from cairn.kernels.staging import Staging
 from cairn.layers.memory import Memory
 from cairn.layers.model import Model

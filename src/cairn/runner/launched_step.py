@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from cairn.kernels.contract import Kernels, Sampler
+from cairn.kernels.contract import Kernels
+from cairn.kernels.sampling.contract import Sampler
 from cairn.kernels.sampling.logprobs import LogprobTensors
 from cairn.kernels.staging import Readback, ReadbackArray, StagedArray, Staging, StepBuffers
 from cairn.runner.batch_builder import BatchBuilder

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
-from cairn.kernels.contract import Graphs, Kernels
+from cairn.kernels.contract import Kernels
+from cairn.kernels.graphs import Graphs
 from cairn.kernels.operations import operations_of
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
 from cairn.kernels.sampling.sampler import SampledRows

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch, HostBatch
-from cairn.kernels.contract import Kernels, TokenCounts
+from cairn.kernels.contract import Kernels
+from cairn.kernels.sampling.contract import TokenCounts
 from cairn.kernels.sampling.metadata import SamplingMetadata
 from cairn.kernels.sampling.sampler import SampledRows, has_processors
 from cairn.kernels.staging import Staging

@@ -6,7 +6,7 @@ from cairn.scheduler.fetch import (
     cancel_slow_fetch,
     count_bypassed,
     requeue_youngest_fetched,
-    set_failed_pull_reason,
+    set_fetch_reason,
 )
 from cairn.scheduler.kv_export import (
     fits_leases,
@@ -189,7 +189,7 @@ def _schedule_first_chunk(
 def _explain(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> None:
     """The request is about to begin, which may drop what is cached: say first why it has not hit more."""
     state.cache.explain(sequence)
-    set_failed_pull_reason(request, sequence)
+    set_fetch_reason(request, sequence)
 
 
 def _start_running(state: SchedulerState, builder: PlanBuilder, request: Request, sequence: SequenceBlocks) -> None:

@@ -145,8 +145,8 @@ def _start(state: SchedulerState, request: Request) -> bool:
 def _best_plan(
     state: SchedulerState, request: Request, sequence: SequenceBlocks
 ) -> tuple[PageSource, FetchPlan] | None:
-    """The plan that saves most time, and whose it is; None if there is none, or computing takes less. The plan of a
-    source that is the only one this server has is taken as it stands."""
+    """The plan that saves most time, and whose it is; None if there is none, or computing takes less, which is noted
+    where it is a tier's. A plan of other servers' is taken as it stands where this server has no other source."""
     if sequence.hit == request.num_prompt_tokens:
         return None
     wanted, plans = _fetch_request(request), []
@@ -157,7 +157,11 @@ def _best_plan(
     if not plans:
         return None
     saved, source, plan = max(plans, key=lambda choice: choice[0])
-    return (source, plan) if saved > 0 or len(state.transfers.sources) == 1 else None
+    if saved > 0 or (not plan.is_local and len(state.transfers.sources) == 1):
+        return source, plan
+    if plan.is_local:
+        request.transfer.tier_miss = plan.position, Reason.TIER_SLOW
+    return None
 
 
 def _compute_seconds(state: SchedulerState, plan: FetchPlan, sequence: SequenceBlocks) -> float:
@@ -230,6 +234,7 @@ def _finish(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> Request 
 def _failed(state: SchedulerState, fetch: Fetch, failure: str) -> Request | None:
     request = fetch.request
     if not fetch.plan.promised:
+        _note_failure(fetch)
         state.requeue(request)
         return None
     state.counters.failed_pulls += 1
@@ -247,6 +252,11 @@ def _failed(state: SchedulerState, fetch: Fetch, failure: str) -> Request | None
     return request
 
 
+def _note_failure(fetch: Fetch) -> None:
+    if fetch.plan.is_local:
+        fetch.request.transfer.tier_miss = fetch.plan.position, Reason.TIER_FAILED
+
+
 def _quarantine(state: SchedulerState, key: FetchKey, fetch: Fetch) -> None:
     """The source may still write to the target: nobody gets these pages before it says that it is over."""
     pages = np.concatenate([fetch.target.state_pages, page_numbers(fetch.target.pages)])
@@ -257,7 +267,9 @@ def cancel_fetch(state: SchedulerState, request: Request) -> None:
     """Nobody waits for the pages of this request any more: it has been aborted, or is going to be computed here."""
     fetching = state.transfers.fetching
     source, number = key = next(key for key, fetch in fetching.items() if fetch.request is request)
-    _quarantine(state, key, fetching.pop(key))
+    fetch = fetching.pop(key)
+    _note_failure(fetch)
+    _quarantine(state, key, fetch)
     source.abort(number)
     decline_sources(request)
 
@@ -301,7 +313,10 @@ def requeue_youngest_fetched(state: SchedulerState, before: Request | None = Non
     return True
 
 
-def set_failed_pull_reason(request: Request, sequence: SequenceBlocks) -> None:
-    """Say so in the reason when a hit is shorter because another server did not deliver."""
-    if request.transfer.remote_failed and sequence.hit < request.num_prompt_tokens:
+def set_fetch_reason(request: Request, sequence: SequenceBlocks) -> None:
+    """Say so in the reason when a hit is shorter because another server, or a tier of this one, did not deliver."""
+    transfer = request.transfer
+    if transfer.remote_failed and sequence.hit < request.num_prompt_tokens:
         sequence.set_miss_reason(Reason.REMOTE_FAILED)
+    elif transfer.tier_miss is not None:
+        sequence.set_first_miss(*transfer.tier_miss)

@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from cairn.cache.placement import PromptFacts
-from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
+from cairn.cache.sequence_blocks import MissSpan, Namespace, PagePin, SequenceBlocks
 from cairn.scheduler.page_source import PageSource
 from cairn.scheduler.slot_table import Column, Row, empty_row
 from cairn.step import Image, Logprobs, TokenMask
@@ -177,7 +177,7 @@ class RequestTransfer:
     Import: `sources`, who may still be asked for its pages, `num_fetches` how many have been; `num_bypassed`: requests
     that came in before this one while it found no pages for its fetch; `fetched`: how much sources have brought,
     `fetch_seconds` how long that took; `from_tier`: it was this server's own; `remote_failed`: one had promised more
-    and did not deliver.
+    and did not deliver; `tier_miss`: up to where this server's own had more, and why it was not brought.
     Export: `no_lease_room_since`: seconds, when the leases were found to leave no room for its prompt;
     `pinned_checkpoint`: the state at the prompt's end; `offered`: what became of it.
     """
@@ -189,6 +189,7 @@ class RequestTransfer:
     fetch_seconds: float = 0.0
     from_tier: bool = False
     remote_failed: bool = False
+    tier_miss: MissSpan | None = None
     no_lease_room_since: float | None = None
     pinned_checkpoint: PagePin | None = None
     offered: PromptOffer | None = None

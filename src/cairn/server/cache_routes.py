@@ -52,7 +52,7 @@ class CacheViews:
         # A file takes whole pages, and so does each checkpoint in the list.
         about |= {"block_size": cache.block_size, "checkpoint_bytes": cache.pages_per_checkpoint * cache.page_bytes}
         about |= {"bytes_per_token": cache.bytes_per_token, "checkpoint_dtype": cache.checkpoint_dtype}
-        about |= {"state_dtype": cache.state_dtype}
+        about |= {"state_dtype": cache.state_dtype, "window_bytes": cache.window_bytes}
         return {"object": "cairn.cache", "server": about, "spec_decode": drafts} | {
             name: getattr(view, name)
             for name in (

@@ -16,10 +16,15 @@ def format_startup_lines(info: EngineInfo) -> list[str]:
         f"cache: one pool of {cache.num_pages} pages of {cache.page_bytes} bytes ({_size(pool)} in all)",
     ]
     if cache.bytes_per_token:
-        tokens = cache.num_pages * cache.block_size
+        tokens = int(pool / cache.bytes_per_token)
         lines.append(f"cache: {cache.bytes_per_token:g} bytes per token; the pool alone would hold {tokens} tokens")
-    else:
+    elif not cache.window_bytes:
         lines.append("cache: this model has no attention layers: tokens cost nothing")
+    if cache.window_bytes:
+        lines.append(
+            f"cache: {_size(cache.window_bytes)} within the reach of windows: what each sequence has, and each "
+            "checkpoint that is kept when memory is full"
+        )
     if cache.checkpoint_bytes:
         count = cache.num_pages // cache.pages_per_checkpoint
         running = "" if cache.state_dtype == "float32" else f", running ones in {cache.state_dtype}"
@@ -29,7 +34,8 @@ def format_startup_lines(info: EngineInfo) -> list[str]:
             f"the pool alone would hold {count} checkpoints"
         )
     else:
-        lines.append("cache: this model has no recurrent state: every shared token is a hit")
+        there = ", as long as there is memory for all windows" if cache.window_bytes else ""
+        lines.append(f"cache: this model has no recurrent state: every shared token is a hit{there}")
     if cache.enable_prefix_caching:
         lines.append(
             f"cache: checkpoints by policy '{cache.mamba_cache_mode}'; "

@@ -223,9 +223,8 @@ class TierSource:
         seconds = LATENCY_SECONDS + num_bytes * self._rates[tier]
         compute_seconds = (position - sequence.hit) * self._context.speed.seconds_per_token
         if seconds >= compute_seconds:
-            # it may have been an accident that it was slow: one day it is tried again
+            # the scheduler computes it; that it was slow may have been an accident, and one day it is tried again
             self._rates[tier] *= _FORGIVENESS
-            return None
         plan = FetchPlan(position, num_bytes, seconds, origin=f"the {tier} cache", is_local=True)
         reads_pages = position > sequence.matched
         return _Choice(position, position - sequence.hit, reads_pages, chunks, chosen, tier, compute_seconds, plan)

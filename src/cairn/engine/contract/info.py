@@ -8,7 +8,8 @@ STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
     """The cache's configuration. `num_pages` of `page_bytes` each are the whole pool; bytes are those of one rank.
-    `bytes_per_token`: of keys and values that stay, without those of a limited reach.
+    `bytes_per_token`: of keys and values that stay, without those of a limited reach, of which a sequence and each
+    checkpoint have `window_bytes`.
 
     `min_cacheable_tokens`: a shorter prompt cannot be hit. `shares_in_flight`: requests may wait for others' prefill.
     `state_dtype`: what the recurrent state is in while it runs; `checkpoint_dtype`: its form in checkpoints.
@@ -26,6 +27,7 @@ class CacheInfo(msgspec.Struct, frozen=True, kw_only=True):
     shares_in_flight: bool = False
     checkpoint_dtype: str = "float32"
     state_dtype: str = "float32"
+    window_bytes: int = 0
 
 
 class ServedModelInfo(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,6 +1,5 @@
 """The CUDA backend: Triton kernels, and cuBLAS's products."""
 
-from cairn.kernels.contract import no_step_graphs as step_graphs
 from cairn.kernels.cuda.attention import attention
 from cairn.kernels.cuda.checkpoint_files import copy_pages, copy_tokens, load_states, pack_state_spans, store_states
 from cairn.kernels.cuda.conv import conv
@@ -28,6 +27,7 @@ from cairn.kernels.cuda.sampling import CudaTokenCounts as token_counts
 from cairn.kernels.cuda.ssd import ssd
 from cairn.kernels.cuda.write_kv import write_kv
 from cairn.kernels.cuda_support import sampling_bytes
+from cairn.kernels.graphs import no_step_graphs as step_graphs
 
 __all__ = [
     "add_rms_norm",

@@ -34,7 +34,6 @@ from dataclasses import replace
 
 from cairn.kernels import cuda
 from cairn.kernels.batch import HostBatch
-from cairn.kernels.contract import no_step_graphs as step_graphs
 from cairn.kernels.cuda import (
     copy_pages,
     copy_tokens,
@@ -58,6 +57,7 @@ from cairn.kernels.cuda_exact.operands import with_rows_laid_out
 from cairn.kernels.cuda_exact.products import find_dependent_height as find_dependent_height
 from cairn.kernels.cuda_exact.products import linear, lm_head
 from cairn.kernels.exact.products import pack_stored
+from cairn.kernels.graphs import no_step_graphs as step_graphs
 from cairn.kernels.staging import Staging
 
 add_rms_norm = with_rows_laid_out(cuda.add_rms_norm, "x")

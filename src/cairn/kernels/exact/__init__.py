@@ -5,7 +5,6 @@ products are free, and nothing is promised.
 """
 
 from cairn.kernels.checkpoint_files import copy_pages, copy_tokens, load_states, pack_state_spans, store_states
-from cairn.kernels.contract import no_step_graphs as step_graphs
 from cairn.kernels.exact.attention import attention, write_kv
 from cairn.kernels.exact.conv import conv
 from cairn.kernels.exact.elementwise import (
@@ -37,6 +36,7 @@ from cairn.kernels.exact.products import (
 )
 from cairn.kernels.exact.products import find_dependent_height as find_dependent_height
 from cairn.kernels.exact.ssd import ssd
+from cairn.kernels.graphs import no_step_graphs as step_graphs
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
 from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs
 from cairn.kernels.sampling.sampler import TorchSampler as sampler

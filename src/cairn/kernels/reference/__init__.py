@@ -3,7 +3,7 @@
 Where the contract says float32, a float64 model has float64.
 """
 
-from cairn.kernels.contract import no_step_graphs as step_graphs
+from cairn.kernels.graphs import no_step_graphs as step_graphs
 from cairn.kernels.reference.attention import attention, write_kv
 from cairn.kernels.reference.checkpoint_files import (
     copy_pages,

@@ -11,7 +11,7 @@ from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, inte
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ParallelMixers, ScaledMixer
-from cairn.models.feed_forward import SwiGLULayer
+from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer, Mamba2Sizes, expanded_inner
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
@@ -88,7 +88,7 @@ class FalconH1Config(Mamba2Config):
             )
             yield f"{name}.input_layernorm", ParallelMixers(mixers)
             sizes = self.feed_forward("intermediate_size")
-            mlp = SwiGLULayer(sizes, f"{name}.feed_forward", bias=self.mlp_bias, gate_factor=of_gate)
+            mlp = GatedMLPLayer(sizes, f"{name}.feed_forward", bias=self.mlp_bias, gate_factor=of_gate)
             yield f"{name}.pre_ff_layernorm", ScaledMixer(mlp, of_mlp)
 
     def layer_counts(self) -> dict[str, int]:

@@ -19,13 +19,13 @@ from cairn.models.config_schema import (
     layer_kinds,
     number,
     only,
+    reach,
     token_ids,
-    window,
 )
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec
-from cairn.models.feed_forward import GeGLULayer
+from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.nested_config import INNER_EOS, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import SCALED, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
@@ -46,10 +46,6 @@ def _every(fields: Fields, period: int) -> tuple[str, ...]:
 
 def _by_pattern(fields: Fields) -> tuple[str, ...]:
     return _every(fields, fields.integer("sliding_window_pattern", 1, MAX_LAYERS, default=6))
-
-
-def _has_windows(config: Any) -> bool:
-    return WINDOWED in config.layer_types
 
 
 def _cap(default: float | None) -> Any:
@@ -75,7 +71,7 @@ class Gemma2Config(DecoderConfig):
     num_attention_heads: int = integer(1, MAX_HEADS, default=8)
     num_key_value_heads: int = integer(1, MAX_HEADS, default=4, divides="num_attention_heads")
     head_dim: int = integer(1, 1 << 12, default=256)
-    sliding_window: int = window(4096, when=_has_windows)
+    sliding_window: int = reach(WINDOWED, default=4096)
     query_pre_attn_scalar: float = number(1e-6, 1e9, default=256.0)
     attn_logit_softcapping: float | None = _cap(50.0)
     final_logit_softcapping: float | None = _cap(30.0)
@@ -131,7 +127,7 @@ class Gemma2Config(DecoderConfig):
                 rule=self.rule(kind),
             )
             yield f"{name}.input_layernorm", attention, f"{name}.post_attention_layernorm"
-            mlp = GeGLULayer(self.feed_forward("intermediate_size"), f"{name}.mlp")
+            mlp = GatedMLPLayer(self.feed_forward("intermediate_size"), f"{name}.mlp", activation="gelu")
             yield f"{name}.pre_feedforward_layernorm", mlp, f"{name}.post_feedforward_layernorm"
 
     def layer_counts(self) -> dict[str, int]:

@@ -5,12 +5,10 @@ recurrent state, so any matched length is a hit."""
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
-from cairn.errors import ModelError
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, number, only
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, number, only, reach
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
@@ -37,24 +35,13 @@ def _in_turn(fields: Fields) -> tuple[str, ...]:
     return tuple(FULL if index % 2 else SLIDING for index in range(count))
 
 
-def _sliding_window(fields: Fields, name: str, config: Any) -> int:
-    """Null would mean windows without an end."""
-    layer = config.layer_types.index(SLIDING)
-    if fields.says(name) and not fields.has(name):
-        raise fields.error(f"{name} is null, but layer {layer} is {SLIDING}; give the number of tokens it reaches")
-    try:
-        return fields.integer(name, 1, 1 << 30, default=128)
-    except ModelError as error:
-        raise ModelError(f"{error}, as layer {layer} is {SLIDING}") from None
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GptOssConfig(DecoderConfig):
     """`sliding_window`: tokens that a token of a layer with a window sees, itself among them; 0 where no layer has
     one."""
 
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({SLIDING: SLIDING, FULL: FULL}), default=_in_turn)
-    sliding_window: int = custom(_sliding_window, when=lambda config: SLIDING in config.layer_types)
+    sliding_window: int = reach(SLIDING, default=128)
     eps: float = number(1e-12, 1.0, default=1e-5, names=("rms_norm_eps",))
     head_dim: int = integer(1, 1 << 12, default=64)
     attention_bias: bool = boolean(default=True)

@@ -12,7 +12,7 @@ from cairn.models.config_schema import MAX_LAYERS, boolean, integer, layer_kinds
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ScaledMixer
-from cairn.models.feed_forward import SwiGLULayer
+from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 
@@ -55,7 +55,7 @@ class DenseGraniteConfig(DecoderConfig):
             name = f"model.layers.{index}"
             attention = AttentionLayer(self.attention, f"{name}.self_attn", factors=factors)
             yield f"{name}.input_layernorm", ScaledMixer(attention, by)
-            mlp = SwiGLULayer(sizes, f"{name}.mlp", bias=self.mlp_bias)
+            mlp = GatedMLPLayer(sizes, f"{name}.mlp", bias=self.mlp_bias)
             yield f"{name}.post_attention_layernorm", ScaledMixer(mlp, by)
 
     def layer_counts(self) -> dict[str, int]:

@@ -12,7 +12,7 @@ from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, number,
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ScaledMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SwiGLULayer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
@@ -82,7 +82,7 @@ class GraniteConfig(Mamba2Config):
 
     def _feed_forward(self, name: str) -> MixerSpec:
         sizes, moe = self.feed_forward("shared_intermediate_size"), f"{name}.block_sparse_moe"
-        shared = SwiGLULayer(sizes, f"{name}.shared_mlp", ("input_linear", "output_linear"))
+        shared = GatedMLPLayer(sizes, f"{name}.shared_mlp", ("input_linear", "output_linear"))
         if not self.num_local_experts:
             return shared
         return ExpertsLayer(

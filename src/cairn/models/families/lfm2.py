@@ -11,7 +11,7 @@ from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, inte
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
-from cairn.models.feed_forward import SwiGLULayer
+from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.short_conv import ShortConvLayer, ShortConvSizes
@@ -84,7 +84,7 @@ class Lfm2Config(DecoderConfig):
             yield f"{name}.ffn_norm", self._feed_forward(index, f"{name}.feed_forward", stored)
 
     def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
-        return SwiGLULayer(self.feed_forward("intermediate_size"), name, ("w1", "w3", "w2"))
+        return GatedMLPLayer(self.feed_forward("intermediate_size"), name, ("w1", "w3", "w2"))
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""

@@ -9,11 +9,11 @@ from typing import Any
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer, AttentionSizes
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, number, window
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, layer_kinds, number, reach
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec
-from cairn.models.feed_forward import SwiGLULayer
+from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import PROPORTIONAL, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.short_conv import ShortConvLayer, ShortConvSizes
@@ -66,7 +66,7 @@ class Lfm3Config(DecoderConfig):
     head_dim: int = integer(1, 1 << 12, default=128)
     use_attention_gate: bool = boolean(default=True)
     use_sandwich_norm: bool = boolean(default=True)
-    sliding_window: int = window(256, when=_has(WINDOWED))
+    sliding_window: int = reach(WINDOWED, default=256)
     conv_L_cache: int = integer(2, 64, default=7)
     conv_bias: bool = boolean(default=False)
     intermediate_size: int = integer(1, MAX_WIDTH, default=7680)
@@ -116,7 +116,7 @@ class Lfm3Config(DecoderConfig):
             name = f"model.layers.{index}"
             mixer = ShortConvLayer(self.conv, f"{name}.conv") if kind == CONV else self._attention(name, kind)
             yield f"{name}.operator_norm", mixer, f"{name}.post_operator_norm"
-            mlp = SwiGLULayer(self.feed_forward("intermediate_size"), f"{name}.feed_forward", ("w1", "w3", "w2"))
+            mlp = GatedMLPLayer(self.feed_forward("intermediate_size"), f"{name}.feed_forward", ("w1", "w3", "w2"))
             yield f"{name}.ffn_norm", mlp, f"{name}.post_ffn_norm"
 
     def _attention(self, layer: str, kind: str) -> MixerSpec:

@@ -19,13 +19,13 @@ from cairn.models.config_schema import (
     layer_kinds,
     number,
     only,
+    reach,
     token_ids,
-    window,
 )
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import OUTPUT, DecoderSpec, NamedMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SwiGLULayer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer, InputScalingRule
 from cairn.models.nested_config import INNER_EOS, PREFIXES, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, TemperatureSpec, rope_scaling, rope_theta
@@ -66,10 +66,6 @@ def _sparse_layers(fields: Fields, name: str, config: Any) -> tuple[int, ...]:
     return tuple(range(step - 1, count, step))
 
 
-def _has_chunks(config: Any) -> bool:
-    return CHUNKED in config.layer_types
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama4Config(DecoderConfig):
     """Defaults are transformers'. `intermediate_size`: of an expert; `intermediate_size_mlp`: of a layer without
@@ -90,7 +86,7 @@ class Llama4Config(DecoderConfig):
     rope_theta: float = rope_theta(5e5)
     rope_scaling: RopeScaling | None = rope_scaling()
     use_qk_norm: bool = boolean(default=True)
-    attention_chunk_size: int = window(8192, when=_has_chunks)
+    attention_chunk_size: int = reach(CHUNKED, default=8192)
     attn_temperature_tuning: bool = boolean(default=True)
     floor_scale: int = integer(1, 1 << 30, default=8192)
     attn_scale: float = number(0.0, 1e6, default=0.1)
@@ -140,16 +136,16 @@ class Llama4Config(DecoderConfig):
 
     def _feed_forward(self, name: str, index: int) -> MixerSpec:
         if index not in self.moe_layers:
-            return SwiGLULayer(self.feed_forward("intermediate_size_mlp"), name)
+            return GatedMLPLayer(self.feed_forward("intermediate_size_mlp"), name)
         experts = f"{name}.experts"
         return ExpertsLayer(
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.router",
+            routing=InputScalingRule(),
             stacks=(f"{experts}.gate_up_proj", f"{experts}.down_proj"),
-            shared=SwiGLULayer(self.feed_forward("intermediate_size"), f"{name}.shared_expert"),
+            shared=GatedMLPLayer(self.feed_forward("intermediate_size"), f"{name}.shared_expert"),
             inputs_first=True,
-            scales_inputs=True,
         )
 
     def layer_counts(self) -> dict[str, int]:

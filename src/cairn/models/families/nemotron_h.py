@@ -106,7 +106,6 @@ class NemotronHConfig(DecoderConfig):
     mamba_proj_bias: bool = only(False)
     residual_in_fp32: bool = only(False)
     tie_word_embeddings: bool = custom(_untied)
-    sliding_window: None = only(None)
     mtp_pattern: str = custom(_mtp_pattern, default="", names=("mtp_hybrid_override_pattern",), fact=False)
 
     @property
@@ -182,10 +181,13 @@ class NemotronHConfig(DecoderConfig):
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
-            sigmoid=SigmoidRule(
-                self.n_group, self.topk_group, self.routed_scaling_factor, f"{name}.gate.e_score_correction_bias"
+            routing=SigmoidRule(
+                self.n_group,
+                self.topk_group,
+                self.routed_scaling_factor,
+                f"{name}.gate.e_score_correction_bias",
+                normalize=self.norm_topk_prob,
             ),
-            normalize=self.norm_topk_prob,
             experts=f"{name}.experts",
             parts=("up_proj",),
             latent=latent,

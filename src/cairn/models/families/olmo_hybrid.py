@@ -11,7 +11,7 @@ from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, inte
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
-from cairn.models.feed_forward import SwiGLULayer
+from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.gated_delta_net import DeltaNetSizes, SeparateDeltaNetLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
@@ -103,7 +103,7 @@ class OlmoHybridConfig(DecoderConfig):
     def _layers(self, stored: Collection[str]) -> Iterator[NamedMixer]:
         for index, kind in enumerate(self.layer_types):
             name = f"model.layers.{index}"
-            mlp = SwiGLULayer(self.feed_forward("intermediate_size"), f"{name}.mlp")
+            mlp = GatedMLPLayer(self.feed_forward("intermediate_size"), f"{name}.mlp")
             # The second names are those under which transformers writes a model that it has read.
             second = _stored_norm(stored, name, "post_attention_layernorm", "feedforward_layer_norm")
             if kind == FULL:

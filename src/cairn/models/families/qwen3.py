@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cairn.models.attention import AttentionLayer
-from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, only
+from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, only, unread
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
-from cairn.models.feed_forward import SwiGLULayer
+from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -20,7 +20,7 @@ ATTENTION = "full_attention"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3Config(DecoderConfig):
-    """What config.json says, checked."""
+    """`sliding_window` counts where `use_sliding_window` is true."""
 
     layer_types: tuple[str, ...] = layer_kinds(
         MappingProxyType({ATTENTION: ATTENTION}),
@@ -32,6 +32,7 @@ class Qwen3Config(DecoderConfig):
     intermediate_size: int = integer(1, MAX_WIDTH)
     hidden_act: str = only("silu")
     use_sliding_window: bool = only(False)
+    sliding_window: int | None = unread()
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
@@ -48,7 +49,7 @@ class Qwen3Config(DecoderConfig):
             yield f"{name}.post_attention_layernorm", self._feed_forward(index, f"{name}.mlp", stored)
 
     def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
-        return SwiGLULayer(self.feed_forward("intermediate_size"), name)
+        return GatedMLPLayer(self.feed_forward("intermediate_size"), name)
 
     def layer_counts(self) -> dict[str, int]:
         """See `DecoderConfig`."""

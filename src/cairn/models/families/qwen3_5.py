@@ -9,11 +9,21 @@ from typing import Any, ClassVar
 
 from cairn.errors import ModelError
 from cairn.models.attention import AttentionLayer, AttentionSizes
-from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only, token_ids
+from cairn.models.config_schema import (
+    MAX_LAYERS,
+    Fields,
+    boolean,
+    custom,
+    integer,
+    layer_kinds,
+    only,
+    token_ids,
+    unread,
+)
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, SwiGLULayer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer, SoftmaxRule
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
 from cairn.models.nested_config import INNER_EOS, text_config
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
@@ -91,6 +101,7 @@ class Qwen35Config(DecoderConfig):
     `nested`: the text model is a part of one that also sees, in config.json as in tensors' names; `packed`: the delta
     net's projections are stored head by head in two tensors. `sparse_layers`: the layers that have a mixture of
     experts. `rotary_dim`: how many elements of a head are rotated; `mrope_section` None: by one position.
+    `sliding_window` counts where `use_sliding_window` is true.
     """
 
     nested: ClassVar[bool] = False
@@ -125,6 +136,7 @@ class Qwen35Config(DecoderConfig):
     attention_bias: bool = only(False)
     attn_output_gate: bool = only(True)
     use_sliding_window: bool = only(False)
+    sliding_window: int | None = unread()
 
     @property
     def attention(self) -> AttentionSizes:
@@ -203,17 +215,17 @@ class Qwen35Config(DecoderConfig):
         """Experts are published as a tensor for each expert and matrix, and as two stacks."""
         norm, name = f"{layer}.post_attention_layernorm", f"{layer}.mlp"
         if not sparse:
-            return norm, SwiGLULayer(self.feed_forward("intermediate_size"), name)
+            return norm, GatedMLPLayer(self.feed_forward("intermediate_size"), name)
         experts, shared = f"{name}.experts", f"{name}.shared_expert"
         stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
         mixture = ExpertsLayer(
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
-            normalize=self.norm_topk_prob,
+            routing=SoftmaxRule(self.norm_topk_prob),
             experts=experts,
             stacks=stacks if stacks[0] in stored else None,
-            shared=SwiGLULayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
+            shared=GatedMLPLayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
         )
         return norm, mixture
 

@@ -12,7 +12,7 @@ from cairn.models.decoder_config import MAX_WIDTH, head_dim_by_hidden_size
 from cairn.models.families import qwen3
 from cairn.models.families.qwen3 import Qwen3Config
 from cairn.models.families.qwen3_5 import sparse_layers
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SoftmaxRule
 from cairn.models.random_weights.recipe import by_size
 from cairn.models.weight_specs import MixerSpec
 
@@ -54,7 +54,7 @@ class Qwen3MoeConfig(Qwen3Config):
             sizes=self.experts,
             hidden=self.hidden_size,
             router=f"{name}.gate",
-            normalize=self.norm_topk_prob,
+            routing=SoftmaxRule(self.norm_topk_prob),
             experts=experts,
             stacks=stacks if stacks[0] in stored else None,
         )

@@ -7,8 +7,8 @@
   const brief = new Intl.NumberFormat("en", { notation: "compact", maximumFractionDigits: 1 });
   const REASONS = {
     no_checkpoint: "no checkpoint", evicted: "evicted", in_progress: "in progress", preempted: "preempted",
-    too_short: "too short", namespace: "other namespace", remote_failed: "transfer failed", disabled: "cache off",
-    rewritten: "answer rewritten", never_seen: "never seen", none: "nothing lost",
+    too_short: "too short", namespace: "other namespace", remote_failed: "transfer failed", tier_failed: "tier failed",
+    tier_slow: "tier slower", disabled: "cache off", rewritten: "answer rewritten", never_seen: "never seen", none: "nothing lost",
   };
   const tint = (reason) => (reason === "never_seen" ? "var(--new)" : reason === "none" ? "var(--hit)" : `var(--${reason})`);
   const known = (reason) => (reason in REASONS ? reason : "never_seen");
@@ -104,7 +104,8 @@
     const { server, pool, tree } = latest;
     $("model").textContent = server.model;
     $("setup").textContent = `${server.mamba_cache_mode} placement${server.exact ? ", exact" : ""} · pages of ` +
-      `${server.block_size} tokens, ${size(pool.page_bytes)} · a checkpoint takes ${size(server.checkpoint_bytes)}`;
+      `${server.block_size} tokens, ${size(pool.page_bytes)} · a checkpoint takes ${size(server.checkpoint_bytes)}` +
+      (server.window_bytes ? `, and its windows ${size(server.window_bytes)}` : "");
     showSummary();
     showPool(pool);
     $("stones").textContent = brief.format(tree.checkpoints);
