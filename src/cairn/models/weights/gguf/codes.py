@@ -103,10 +103,16 @@ def _q5_1(blocks: Bytes) -> dict[str, Any]:
 
 def _two_levels(blocks: Bytes) -> dict[str, Any]:
     """Scales and minimums of Q4_K and Q5_K: eight of each in six bits, and a factor for all of either."""
-    first, second, third = (blocks[..., begin : begin + 4] for begin in (4, 8, 12))
+    # Four of them at a time, in words.
+    words = np.ascontiguousarray(blocks[..., 4:16]).view(np.uint32)
+    first, second, third = words[..., 0], words[..., 1], words[..., 2]
+    low, high = third & 0x0F0F0F0F, third >> 4 & 0x0F0F0F0F
+    levels = {
+        name: np.stack([part & 0x3F3F3F3F, rest | (part >> 6 & 0x03030303) << 4], axis=-1).view(np.uint8)
+        for name, part, rest in (("scales", first, low), ("minimums", second, high))
+    }
     return {
-        "scales": np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=-1),
-        "minimums": np.concatenate([second & 63, third >> 4 | (second >> 6) << 4], axis=-1),
+        **levels,
         "factors": _float16(blocks, 0).astype(np.float32),
         "minimum_factors": -_float16(blocks, 2).astype(np.float32),
     }
