@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.transfer.contract import ContentName, OfferedCheckpoint
-from cairn.transfer.geometry import ModelUnits
+from cairn.transfer.geometry import AttentionUnits, ModelUnits
 from cairn.types import Keys, Pages
 
 __all__ = ["LAYOUTS", "PLACEMENTS", "Model", "Placement", "Share", "filled"]
@@ -35,23 +35,25 @@ class Model:
         return tuple(GroupPages(group, 0, pages) for group in self.layout.groups)
 
 
-def _model(page_bytes: int, header_bytes: int, state_bytes: int, units: ModelUnits) -> Model:
+def _model(header_bytes: int, state_bytes: int, attention: AttentionUnits, state_units: int) -> Model:
     layout = CacheLayout(
         block_size=BLOCK,
-        page_bytes=page_bytes,
-        page_units=units.kv_heads,
+        page_bytes=attention.kv_heads * attention.runs * BLOCK * attention.row_bytes,
+        page_units=attention.kv_heads,
         groups=(AttentionGroup("full", BLOCK),),
         header_bytes=header_bytes,
         state_bytes=state_bytes,
-        state_units=units.state_units,
+        state_units=state_units,
     )
-    return Model(layout, units, b"\7" * 32)
+    return Model(layout, ModelUnits((attention,), state_units), b"\7" * 32)
 
 
 LAYOUTS: Mapping[str, Model] = MappingProxyType(
     {
-        "tiny": _model(32_768, 1_024, 186_880, ModelUnits(kv_heads=2, attention_layers=2, state_units=2)),
-        "nemotron-3-nano": _model(98_304, 5_376, 49_082_368, ModelUnits(kv_heads=2, attention_layers=6, state_units=8)),
+        "tiny": _model(1_024, 186_880, AttentionUnits(kv_heads=2, layers=2, row_bytes=256), state_units=2),
+        "nemotron-3-nano": _model(
+            5_376, 49_082_368, AttentionUnits(kv_heads=2, layers=6, row_bytes=256), state_units=8
+        ),
     }
 )
 """As `cairn check` counts them, in float32 and in bfloat16 with float32 states, on one rank."""

@@ -72,7 +72,6 @@ def worker(model: Model, share: Share, pool: NDArray[np.uint8], source: Source) 
     order = ReadOrder(
         pull=PullId(1),
         peer=peer,
-        start=0,
         end=len(share.keys),
         remote=model.parts(share.remote_pages),
         local=model.parts(share.local_pages),

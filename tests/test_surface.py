@@ -141,7 +141,7 @@ EXPORTED = {
     "cairn.cache.checkpoint": "Kind Lineage Origin",
     "cairn.cache.divergence": "DivergenceStats",
     "cairn.cache.eviction": "CheckpointFacts EvictionPolicy LeastRecentlyUsed ValuePerByte eviction_for",
-    "cairn.cache.layout": "AttentionGroup CacheLayout",
+    "cairn.cache.layout": "AttentionGroup CacheLayout reach_name",
     "cairn.cache.sequence_blocks": "MissSpan Namespace PagePin PageTable PageTables PendingState "
     "PrefixMatch SequenceBlocks",
     "cairn.cache.placement": "Align All Auto CheckpointPoint Granular Junction PlacementPolicy PromptFacts "

@@ -11,9 +11,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.transfer.geometry import Pairing, TokenCopies, lay_out
+from cairn.transfer.geometry import GroupPairing
 from cairn.transfer.links.contract import Region
 from cairn.transfer.memory import Fence
+from cairn.transfer.token_copies import TokenCopies, lay_out
 
 __all__ = ["FakeDevicePool", "Stream"]
 
@@ -84,7 +85,7 @@ class FakeDevicePool:
         if not self._is_late:
             self._show(self._num_written)
 
-    def lay_out(self, pairing: Pairing, copies: TokenCopies, first_page: int) -> None:
+    def lay_out(self, pairing: GroupPairing, copies: TokenCopies, first_page: int) -> None:
         num_written = self._num_written
 
         def copy() -> None:

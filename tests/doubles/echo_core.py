@@ -23,7 +23,7 @@ from cairn.engine.transfers.kv_transfer import KvTransfer, RankMemory, build_tra
 from cairn.errors import AuditError, InvalidRequest, ModelError
 from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
-from cairn.transfer.geometry import ModelUnits, geometry_of
+from cairn.transfer.geometry import AttentionUnits, ModelUnits, geometry_of
 from cairn.transfer.memory import HostPool
 from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
@@ -36,7 +36,7 @@ __all__ = ["BYTES_PER_TOKEN", "EchoCore", "build_echo_core"]
 
 BYTES_PER_TOKEN = 8192
 _STATE_BYTES = 1024
-_UNITS = ModelUnits(kv_heads=1, attention_layers=1, state_units=1)
+_UNITS = ModelUnits((AttentionUnits(kv_heads=1, layers=1, row_bytes=BYTES_PER_TOKEN // 2),), state_units=1)
 _LAYOUT_HASH = b"echo" * 8
 _PAUSED_SECONDS = 0.002
 

@@ -239,12 +239,11 @@ class SimulatedRunner(StepRunner):
             for group, pages in zip(groups, tables, strict=True):
                 page, offset = divmod(position, group.tokens_per_page)
                 if position >= row.kv_write_from:
-                    self._write(pages[page], offset, hash((state, token)))
+                    self._write(group, pages[page], offset, hash((state, token)))
                 if group.reach is None:
-                    unlimited += self._read(pages[page], offset)
+                    unlimited += self._read(group, pages[page], offset)
                 else:
-                    places = (divmod(p, group.tokens_per_page) for p in range(group.needed_at(position), position + 1))
-                    context += sum(self._read(pages[page], offset) for page, offset in places)
+                    context += self._read_span(group, pages, group.needed_at(position), position + 1)
             live = (state, hash((state, unlimited + context)))
             states.append(live)
             if position + 1 in files:
@@ -296,24 +295,29 @@ class SimulatedRunner(StepRunner):
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def _read(self, page: int, offset: int) -> int:
+    def _read(self, group: AttentionGroup, page: int, offset: int) -> int:
         tags = self._tags.get(page)
         if tags is None or (tag := tags[offset]) is None:
             raise LookupError(f"token {offset} of page {page} was never written")
         return tag
 
+    def _read_span(self, group: AttentionGroup, pages: Sequence[int], start: int, end: int) -> int:
+        """The sum of the tags of tokens [start, end)."""
+        places = (divmod(token, group.tokens_per_page) for token in range(start, end))
+        return sum(self._read(group, pages[page], offset) for page, offset in places)
+
     def _read_first(self, group: AttentionGroup, pages: Sequence[int], count: int) -> int:
         """The sum of the tags of the first `count` tokens in `pages`. A context is read in each step: whole pages are
         summed up once."""
         whole, rest = divmod(count, group.tokens_per_page)
-        found = sum(self._read(pages[whole], offset) for offset in range(rest))
+        found = sum(self._read(group, pages[whole], offset) for offset in range(rest))
         for page in pages[:whole]:
             if page not in self._sums:
-                self._sums[page] = sum(self._read(page, offset) for offset in range(group.tokens_per_page))
+                self._sums[page] = sum(self._read(group, page, offset) for offset in range(group.tokens_per_page))
             found += self._sums[page]
         return found
 
-    def _write(self, page: int, offset: int, tag: int) -> None:
+    def _write(self, group: AttentionGroup, page: int, offset: int, tag: int) -> None:
         self._files.pop(page, None)
         self._sums.pop(page, None)
         size = max(group.tokens_per_page for group in self._layout.groups)

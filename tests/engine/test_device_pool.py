@@ -12,9 +12,11 @@ import torch
 from cairn.engine.transfers.device_pool import CudaStream, DevicePool, NoStream
 from cairn.kernels import exact
 from cairn.kernels.staging import Readback, StepBuffers, make_event
-from cairn.transfer.geometry import pair, staging_copies, staging_pages
+from cairn.transfer.geometry import pair, staging_pages
 from cairn.transfer.memory import HostPool
+from cairn.transfer.token_copies import staging_copies
 from doubles.counted_device import counted_device
+from transfer import test_group_geometry as group_geometry
 from transfer.test_geometry import geometry, model
 
 SPANS = ((0, 64), (0, 200), (5, 6), (3, 131), (64, 129), (127, 128), (70, 70))
@@ -44,7 +46,7 @@ class Recorded:
 def case(blocks, span, *, kv_heads=2, tp=(1, 1)):
     """A pairing, the copies of a span, the pool before, and where the slots are."""
     remote, local = (geometry(size, block, kv_heads) for size, block in zip(tp, blocks, strict=True))
-    pairing = pair(model(kv_heads), remote, local, 0)
+    (pairing,) = pair(model(kv_heads), remote, local, 0).groups
     count = -(-span[1] // local.block_size) - span[0] // local.block_size if span[0] < span[1] else 0
     first_page = count + 3
     rows = first_page + staging_pages(pairing, *span)
@@ -68,6 +70,23 @@ def test_a_device_lays_out_what_the_host_does(blocks, tp):
             DevicePool(pool, NoStream(), exact).lay_out(pairing, copies, first_page)
         assert transferred.take() == (int(place is device and len(copies) > 0), 0)
         assert np.array_equal(pool.cpu().numpy(), expected), span
+
+
+@pytest.mark.parametrize("group", range(3))
+@pytest.mark.parametrize("blocks", [(64, 16), (16, 64)], ids=str)
+def test_units_that_leave_something_are_laid_out_one_by_one(blocks, group):
+    remote, local = (group_geometry.geometry(1, block) for block in blocks)
+    pairing = pair(group_geometry.MODEL, remote, local, 0).groups[group]
+    for start, end in SPANS[:5]:
+        count = -(-end // pairing.local_tokens) - start // pairing.local_tokens
+        first_page = count + 3
+        rows = first_page + staging_pages(pairing, start, end)
+        before = np.random.default_rng(end).integers(0, 256, (rows, local.page_bytes)).astype(np.uint8)
+        copies = staging_copies(pairing, start, end, np.arange(count, dtype=np.int32)[::-1] + 1)
+        expected, pool = before.copy(), torch.from_numpy(before.copy())
+        HostPool(expected).lay_out(pairing, copies, first_page)
+        DevicePool(pool, NoStream(), exact).lay_out(pairing, copies, first_page)
+        assert np.array_equal(pool.numpy(), expected) and not np.array_equal(expected, before)
 
 
 @pytest.mark.parametrize("row_bytes", [8, 4, 2, 1])

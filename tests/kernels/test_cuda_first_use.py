@@ -26,7 +26,8 @@ from cairn.engine.transfers.device_pool import DevicePool, NoStream
 from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
 from cairn.step import Admit, DecodeRows, Image, PageCopy, PrefillRow, Restore, Samples, Save, Score, Snapshot, StepPlan
-from cairn.transfer.geometry import geometry_of, pair, staging_copies
+from cairn.transfer.geometry import geometry_of, pair
+from cairn.transfer.token_copies import staging_copies
 from cairn.types import SamplingParams
 from doubles.launching_driver import Launch, launches_recorded
 from models.packed_checkpoints import FORMATS, write_packed
@@ -166,7 +167,7 @@ class Server:
         """What comes from a server with blocks of another size."""
         units = _model_units(self.opened)
         peer = layout_of(self.config.model_copy(update={"block_size": block_size}), self.opened)
-        pairing = pair(units, geometry_of(peer, 1), geometry_of(self.layout, 1), 0)
+        (pairing,) = pair(units, geometry_of(peer, 1), geometry_of(self.layout, 1), 0).groups
         for start, end in ((0, 1), (3, 131)):
             pages = np.arange(-(-end // self.layout.block_size), dtype=np.int32)
             copies = staging_copies(pairing, start, end, pages)

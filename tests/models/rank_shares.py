@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cairn.cache.layout import CacheLayout
 from cairn.step import Save
-from cairn.transfer.geometry import ModelUnits, geometry_of, pair
+from cairn.transfer.geometry import AttentionUnits, ModelUnits, geometry_of, pair
 from runner.harness import prompt, ranks
 
 SIZES = (1, 2, 4)
@@ -23,11 +23,19 @@ class Model:
 
     @property
     def units(self) -> ModelUnits:
-        spec = self.config.cache_spec()
-        return ModelUnits(spec.num_kv_heads, spec.num_attention_layers, spec.num_state_units)
+        return units_of(self.config, 2)
 
     def layout(self, block_size: int, size: int) -> CacheLayout:
         return self.config.layout(block_size, 2, size)
+
+
+def units_of(config: Any, itemsize: int) -> ModelUnits:
+    """The units of the whole model, whose numbers have `itemsize` bytes."""
+    spec = config.cache_spec()
+    attention = (
+        AttentionUnits(each.num_kv_heads, each.num_layers, each.head_dim * itemsize) for each in spec.attention
+    )
+    return ModelUnits(tuple(attention), spec.num_state_units)
 
 
 class Remembered:
@@ -65,10 +73,12 @@ def every_share_is_found(model: Model, weights: dict[str, Tensor]) -> None:
         sides = [geometry_of(each.layout, each.size) for each in (remote, local)]
         for rank in range(local.size):
             file, pages = np.zeros_like(local.files[rank]), np.zeros_like(local.pages[rank])
-            for source in pair(model.units, *sides, rank).sources:
-                for theirs, ours, count in zip(*source.state, strict=True):
+            pairing = pair(model.units, *sides, rank)
+            for source in pairing.states:
+                for theirs, ours, count in zip(*source.ranges, strict=True):
                     file[ours : ours + count] = remote.files[source.rank][theirs : theirs + count]
-                for theirs, ours, count in zip(*source.page, strict=True):
+            for source in (source for group in pairing.groups for source in group.sources):
+                for theirs, ours, count in zip(*source.ranges, strict=True):
                     pages[:, ours : ours + count] = remote.pages[source.rank][:, theirs : theirs + count]
             close(file[: local.layout.checkpoint_bytes], local.file(rank))
             close(pages, local.pages[rank])

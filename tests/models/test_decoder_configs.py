@@ -19,16 +19,18 @@ from cairn.models.families import FAMILIES
 from cairn.models.image_processor import FILE
 from cairn.models.qwen3_5_vision import read_vision
 from cairn.models.registry import open_model
-from cairn.transfer.geometry import ModelUnits, geometry_of, pair
+from cairn.transfer.geometry import geometry_of, pair
 from doubles.thread_ranks import thread_ranks
 from models.decoder_families import TinyDriver, prompt, published, tiny, write
 from models.published_families import GEMMA3_THAT_SEES, GPT_OSS, LFM3, PUBLISHED
+from models.rank_shares import units_of
 from models.tiny_configs import (
     MAKERS,
     dense_granite,
     falcon,
     gemma2,
     gemma3,
+    gemma4,
     gpt_oss,
     granite,
     lfm2,
@@ -70,16 +72,14 @@ def test_published_models(name: str) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("block_size", [16, 128])
 def test_the_transfer_takes_every_pair_of_sizes(name: str, block_size: int) -> None:
-    config = parsed(PUBLISHED[name][0])[1].asking(keeps_all_tokens=True)
-    spec = config.cache_spec()
+    config = parsed(PUBLISHED[name][0])[1]
     # 30 heads are not four ranks'.
     sizes = (1, 2) if name == "Olmo-Hybrid-7B" else (1, 2, 4)
     for remote, local in product(sizes, repeat=2):
         sides = [
             geometry_of(config.layout(16 if i else block_size, 2, size), size) for i, size in enumerate((remote, local))
         ]
-        whole = ModelUnits(spec.num_kv_heads, spec.num_attention_layers, spec.num_state_units)
-        pairings = [pair(whole, *sides, rank) for rank in range(local)]
+        pairings = [pair(units_of(config, 2), *sides, rank) for rank in range(local)]
         assert {source for pairing in pairings for source in pairing.ranks} <= set(range(remote))
 
 
@@ -313,7 +313,7 @@ def test_what_may_be_left_out() -> None:
 
 def test_gemmas_embeddings_are_scaled_in_the_models_dtype() -> None:
     """bfloat16 has no root of 32, and the models were trained with what it has in its place."""
-    scales = {dtype: tiny(gemma3()).model(False, dtype=dtype).embedding_scale for dtype in (F32, BF16)}
+    scales = {dtype: tiny(gemma3()).model(False, dtype=dtype).embedding.scale for dtype in (F32, BF16)}
     assert scales == {dtype: torch.tensor(32**0.5, dtype=dtype).item() for dtype in (F32, BF16)}
     assert scales[F32] != scales[BF16] == 5.65625
 
@@ -520,6 +520,7 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
             {"use_sandwich_norm": False},
             {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
         ],
+        gemma4: [{"attention_k_eq_v": False}, {"global_head_dim": 12}, {"num_kv_shared_layers": 1}],
         gemma2: [{"attn_logit_softcapping": None}, {"final_logit_softcapping": 5.0}, {"rope_theta": 1e5}],
         gpt_oss: [
             {"sliding_window": 13},

@@ -6,7 +6,7 @@ policy says so); nobody holds a page in the end; and no byte arrives in a page t
 
 import random
 
-from pd_world import REMOTE_DECODE, Server, World, alone
+from pd_world import REMOTE_DECODE, Server, World
 
 from cairn.cache.sequence_blocks import Namespace
 from cairn.transfer.pull import PullState
@@ -16,14 +16,15 @@ CLAIMED = (PullState.READING, PullState.CONFIRMING)
 
 
 class Round:
-    """Two servers, a prompt, and a hand-over under way. `turn` lets both move once."""
+    """Two servers, a prompt, and a hand-over under way. `turn` lets both move once. In every other round the model has
+    attention of limited reach."""
 
     def __init__(self, seed: int, on_failure: str = "recompute", **fabric) -> None:
         self.rng = random.Random(seed)
         self.on_failure = on_failure
         fabric.setdefault("descriptors_per_poll", self.rng.choice([1, 1, 2, 100]))
         fabric.setdefault("late_writes", self.rng.random() < 0.5)
-        self.world = World(seed, **fabric)
+        self.world = World(seed, limited=seed % 2 == 1, **fabric)
         blocks = self.rng.choice([(16, 16), (16, 16), (16, 32), (128, 16)])
         modes = self.rng.choice(["auto", "auto", "align", None]), self.rng.choice(["auto", "auto", "align", None])
         self.p = self.world.server(1, mode=modes[0], block_size=blocks[0])
@@ -48,7 +49,7 @@ class Round:
 
     def decode(self, server: Server, prompt, params=None, **arguments) -> str:
         name = server.submit(prompt, max_tokens=3, params=params, **arguments)
-        self.expected[name] = alone(prompt, 3)
+        self.expected[name] = self.world.alone(prompt, 3)
         return name
 
     def turn(self) -> bool:

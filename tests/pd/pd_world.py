@@ -6,7 +6,7 @@ import random
 from collections import Counter
 
 import numpy as np
-from pooled_runner import UNITS, PooledRunner, layout
+from pooled_runner import PooledRunner, layout, units
 
 from cairn.cache.audit import audit
 from cairn.cache.eviction import ValuePerByte
@@ -41,14 +41,20 @@ HOST = "127.0.0.1"
 
 
 class World:
-    """`network` and `fabric` join the servers of one test; `clock` moves only by `pass_time`."""
+    """`network` and `fabric` join the servers of one test; `clock` moves only by `pass_time`. `limited`: whether their
+    model has attention of limited reach beside the other."""
 
-    def __init__(self, seed: int = 0, **fabric) -> None:
+    def __init__(self, seed: int = 0, *, limited: bool = False, **fabric) -> None:
+        self.limited = limited
         self.rng = random.Random(seed)
         self.clock = ManualClock()
         self.network = MemoryNetwork()
         self.fabric = MemoryFabric(**fabric)
         self.servers: list[Server] = []
+
+    def alone(self, prompt, max_tokens=4, seed=0) -> list[int]:
+        """As `alone`, of this world's model."""
+        return alone(prompt, max_tokens, seed, limited=self.limited)
 
     def server(self, port: int, **arguments) -> "Server":
         """A new one at `port`; one that was there is gone."""
@@ -102,9 +108,9 @@ class Server:
         wait_seconds=None,
     ) -> None:
         self.world, self.engine_id, self.alive = world, engine_id, True
-        self.layout = layout(block_size)
+        self.layout, model = layout(block_size, world.limited), units(world.limited)
         geometry = geometry_of(self.layout, 1)
-        extra = staging_pages_for(UNITS, geometry)
+        extra = staging_pages_for(model, geometry)
         noise = np.random.default_rng(port)
         self.pool = noise.integers(0, 256, (num_pages + extra, self.layout.page_bytes), np.uint8)
         self.runner = PooledRunner(self.layout, self.pool, num_pages, max_num_seqs)
@@ -118,7 +124,7 @@ class Server:
         self.max_leased_pages = int(num_pages * lease_share)
         limits = _limits(self.max_leased_pages, lease_seconds)
         self.producer = Producer(identity, limits, world.clock, random_bytes, events.put)
-        pages = PairedPages(UNITS, geometry, 0, StagingArea(memory, num_pages, block_size))
+        pages = PairedPages(model, geometry, 0, StagingArea(memory, num_pages, block_size))
         worker = LinkWorker(self.link, pages, memory.fence)
         policy = PeerPolicy()
         ranks = RankedWorker(self.link, worker, ())
@@ -287,9 +293,9 @@ def prefill(server, prompt, hint=None, **arguments) -> dict:
     return server.params(name)
 
 
-def alone(prompt, max_tokens=4, seed=0) -> list[int]:
+def alone(prompt, max_tokens=4, seed=0, *, limited=False) -> list[int]:
     """The answer of a server that does nothing else and caches nothing."""
-    world = World()
+    world = World(limited=limited)
     server = world.server(9, mode=None, num_pages=2000)
     name = server.submit(prompt, max_tokens, seed=seed)
     world.run()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from real_servers import REMOTE_DECODE, RealServer, finish, hand_over, settle
 
+from cairn.models.registry import open_model
 from doubles.memory_link import MemoryFabric
 from models.covered import HAND_OVERS
 from tiers import first, more
@@ -66,5 +67,39 @@ def test_the_second_turn_comes_back_for_the_answer(made_model, family):
         assert last.cache.computed_tokens == length - cached - received
     finish(d, d.submit(turn[:249], 1, json.loads(last.kv_transfer_params)), p)
     settle(p, d)
+    for server in (p, d, one):
+        server.close()
+
+
+def window_of(server) -> int:
+    """The smallest reach of the model's layers."""
+    groups = open_model(server.folder).layout(16).groups
+    return min(group.reach for group in groups if group.reach is not None)
+
+
+@pytest.mark.parametrize("longest", [400, more(2001)])
+@pytest.mark.parametrize(("p_block", "d_block"), first(1, [(16, 64), (16, 16), (64, 16)]))
+@pytest.mark.parametrize("family", first(1, ["gpt_oss", "gemma3", "lfm3", "llama4"]))
+def test_a_prompt_of_any_length_goes_with_its_window_alone(made_model, family, p_block, d_block, longest):
+    fabric, folder = MemoryFabric(), made_model(family)
+    p, d = (RealServer(folder, fabric, name, block_size=size) for name, size in (("p", p_block), ("d", d_block)))
+    one, w = RealServer(folder, None, "alone", enable_prefix_caching=False), window_of(p)
+    for length in (1, w - 1, w, w + 1, longest):
+        prompt = [length, *TEXT, *TEXT[::-1], *TEXT[::2], *TEXT[::3], *TEXT, *TEXT[::-1]][:length]
+        before = d.core.stats().tokens.computed_prompt
+        tokens, last, _ = hand_over(p, d, prompt)
+        number = one.submit(prompt, 4)
+        assert tokens == finish(one, number)[0]
+        for found, wanted in zip(d.logits[d.count], one.logits[number], strict=True):
+            assert np.array_equal(found, wanted)
+        assert last.cache.cached_tokens + last.cache.received_tokens == length
+        # what came is in D's tree: the same again hits whole, bit for bit
+        number = d.submit(prompt, 4)
+        again, last = finish(d, number)
+        assert again == tokens and last.cache.cached_tokens == length
+        for found, wanted in zip(d.logits[number], one.logits[one.count], strict=True):
+            assert np.array_equal(found, wanted)
+        assert d.core.stats().tokens.computed_prompt == before
+        settle(p, d)
     for server in (p, d, one):
         server.close()

@@ -18,20 +18,23 @@ from tiers import more
 LIMIT = 20_000
 EVENTFUL = (2, 3, 5, 9, 10, 13, 15, 18, 19, 34)
 """Seeds of mixes in which, taken together, everything that is counted below has happened."""
+WITH_WINDOWS = (5, 15, 19)
+"""The same, of a model with attention of limited reach."""
 
 
 @cache
-def expected(prompt, max_tokens):
-    return alone(list(prompt), max_tokens)
+def expected(prompt, max_tokens, limited):
+    return alone(list(prompt), max_tokens, limited=limited)
 
 
 class Mix:
     """`references` and `hints`: what answers have said, with the tokens they are about. `shared_pages`: pages found
     in one lease more, summed over turns."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, limited: bool = False) -> None:
         self.rng = rng = random.Random(seed)
-        self.world = World(seed, descriptors_per_poll=rng.choice([1, 2, 100]), late_writes=rng.random() < 0.5)
+        fabric = {"descriptors_per_poll": rng.choice([1, 2, 100]), "late_writes": rng.random() < 0.5}
+        self.world = World(seed, limited=limited, **fabric)
         block_size = rng.choice([16, 16, 32])
         self.servers = [
             self.world.server(
@@ -140,7 +143,7 @@ class Mix:
         for name, (server, prompt, max_tokens) in self.wanted.items():
             if name in self.gone:
                 continue
-            request, answer = server.ended[name], expected(prompt, max_tokens)
+            request, answer = server.ended[name], expected(prompt, max_tokens, self.world.limited)
             assert (
                 request.outcome.refused
                 if request.outcome.finish_reason == "error"
@@ -149,11 +152,11 @@ class Mix:
             assert server.answers[name] == (answer[: len(request.output)] if request.outcome.refused else answer), name
 
 
-def check(seeds) -> Counter:
-    """What has occurred."""
+def check(seeds, limited=False) -> Counter:
+    """What has occurred. `limited`: of a model with attention of limited reach."""
     seen = Counter()
     for seed in seeds:
-        mix = Mix(seed)
+        mix = Mix(seed, limited)
         try:
             mix.play()
         except Exception as error:
@@ -176,7 +179,15 @@ def test_every_answer_is_right_whatever_the_two_are_doing(seeds):
     assert seen["shared"] > 100, "no leases have shared a page"
 
 
+@pytest.mark.parametrize("seeds", [WITH_WINDOWS, more(range(40))], ids=lambda seeds: f"{len(seeds)} mixes")
+def test_so_is_every_answer_of_a_model_with_windows(seeds):
+    seen = check(seeds, limited=True)
+    assert seen["hits"] > 500 and seen["preemptions"] >= 2 and seen["failed"] > 20 and seen["client"] >= 5
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_many_more_mixes():
-    check(range(1000, 1000 + int(os.environ.get("CAIRN_LONG_EXAMPLES", "5000"))))
+    seeds = range(1000, 1000 + int(os.environ.get("CAIRN_LONG_EXAMPLES", "5000")))
+    for limited in (False, True):
+        check(seeds, limited)

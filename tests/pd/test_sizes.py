@@ -45,6 +45,35 @@ def test_any_sizes_hand_over(tiny_model, p_size, d_size):
             server.close()
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("family", ["gpt_oss", "gemma3"])
+@pytest.mark.parametrize(("p_size", "d_size"), [((1, 16), (2, 64)), ((2, 64), (1, 16)), ((2, 16), (2, 16))], ids=str)
+def test_windows_go_to_any_sizes(made_model, family, p_size, d_size):
+    p, d = (
+        RealServer(
+            made_model(family),
+            nixl_link,
+            name,
+            tensor_parallel_size=tp,
+            block_size=block,
+            kv_cache_memory_bytes=16 << 20,
+        )
+        for name, (tp, block) in (("p", p_size), ("d", d_size))
+    )
+    try:
+        for length in (17, 129, 400):
+            tokens, last, _ = hand_over(p, d, TEXT[:length])
+            assert last.cache.received_tokens == length - last.cache.cached_tokens
+            remote = d.logits[d.count]
+            again, _ = finish(d, d.submit(TEXT[:length], 4, cache_salt="another"))
+            assert close_enough(remote, d.logits[d.count]) and tokens == again
+        assert d.core.stats().transfers.num_failed == 0
+        settle(p, d)
+    finally:
+        p.close()
+        d.close()
+
+
 SMALL = [("float16", 2e-3, (1, 16), (2, 64)), ("int8", 0.05, (2, 64), (1, 16)), ("int8", 0.05, (2, 16), (4, 32))]
 
 

@@ -42,7 +42,9 @@ class PageSourceContract:
         """What the runner reads in the target's pages now: the tags of the tokens, and the state."""
         (part,) = target.pages
         first = part.first_page
-        tags = [self.runner._read(part.pages[p // 16 - first], p % 16) for p in range(16 * first, len(PROMPT))]
+        tags = [
+            self.runner._read(part.group, part.pages[p // 16 - first], p % 16) for p in range(16 * first, len(PROMPT))
+        ]
         return tags, self.runner._read_file(target.state_pages)
 
     # -- the test's own ------------------------------------------------------------------------------------------
@@ -115,7 +117,7 @@ class PageSourceContract:
         """The pages have another owner."""
         for page in target.pages[0].pages.tolist():
             for offset in range(16):
-                self.runner._write(page, offset, 5)
+                self.runner._write(target.pages[0].group, page, offset, 5)
         self.runner._write_file(target.state_pages, (5, 5))
 
     def test_two_fetches_at_once_have_numbers_of_their_own(self):

@@ -4,9 +4,15 @@ import numpy as np
 
 from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup
+from cairn.transfer.wire import unpack_pages
 
 
 def parts(pages, start=0, block=16):
     """Those of the tokens from `start` on; none where there are no pages."""
     numbers = np.asarray(pages, np.int32)
     return (GroupPages(AttentionGroup("full", block), start, numbers),) if len(numbers) else ()
+
+
+def granted_numbers(granted):
+    """Per attention group the numbers that a grant lists."""
+    return [unpack_pages(each).tolist() for each in granted.pages]

@@ -9,7 +9,6 @@ import numpy as np
 
 from cairn.transfer.consumer import Consumer
 from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PullSpec
-from cairn.transfer.geometry import ModelUnits
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.memory import HostPool
 from cairn.transfer.peers import PeerPolicy
@@ -117,7 +116,7 @@ class Engine:
         pool=HostPool,
     ):
         self.world, self.name, self.port = world, name, port
-        units = ModelUnits(world.kv_heads, naive.LAYERS, world.state_units)
+        units = naive.model(world.kv_heads, world.state_units)
         self.geometry = naive.geometry(tp_size, block_size, world.kv_heads, world.state_units, HEADER, UNIT_BYTES)
         extra = staging_pages_for(units, self.geometry)
         if staging_blocks is not None:

@@ -21,9 +21,9 @@ from cairn.transfer.contract import (
 from cairn.transfer.digest import ContentDigest, SequenceIndex, content_digest
 from cairn.transfer.leases import Claimed, LeaseLimits, Leases, LeaseState
 from cairn.transfer.producer import ContentLookups, LookupLimits
-from cairn.transfer.wire import Claim, Granted, RefusalReason, pack_pages, unpack_pages
+from cairn.transfer.wire import Claim, Granted, RefusalReason, pack_pages
 from cairn.types import ManualClock
-from transfer.parts import parts
+from transfer.parts import granted_numbers, parts
 from transfer.ranked_world import LAYOUT, PLAIN, World, content_spec_of, leased_spec_of, moves, offer_of
 from transfer.world import keys
 from turned_loop import TurnedLoop
@@ -325,7 +325,7 @@ def test_a_grant_is_a_claimed_lease_like_any_other():
     side = Side()
     claimed = side.granted()
     assert (claimed.granted.position, claimed.lease.request_id) == (384, "answer-1")
-    assert unpack_pages(claimed.granted.pages).tolist() == [*range(8, 24)]
+    assert granted_numbers(claimed.granted) == [[*range(8, 24)]]
     assert side.leases.num_pages == 24 and next_end(side.leases) == 30.0
     side.clock.advance(20.0)
     assert side.leases.heartbeat(claimed.lease) is None
@@ -416,8 +416,11 @@ def test_broken_and_missing_marks_are_refused(marks):
         {"position": 383},
         {"position": 0},
         {"position": 128},  # not beyond the start
-        {"pages": b""},
-        {"pages": b"\xff" * 64},
+        {"pages": ()},
+        {"pages": (b"\xff" * 64,)},
+        {"pages": (), "first_tokens": ()},
+        {"first_tokens": (112,)},
+        {"pages": (pack_pages(np.arange(16)),) * 2, "first_tokens": (128,) * 2},  # there is one group
         {"checkpoint_position": 400},
         {"checkpoint_position": 0},
         {"checkpoint_position": None},
@@ -450,7 +453,7 @@ def test_a_grant_is_taken_at_marks_and_at_the_end_that_was_named_alone(position,
 
     def lie(self, *args):
         pages = pack_pages(np.arange(max(0, -(-position // 16) - 8)))
-        return Claimed(grant(self, *args).lease, Granted(position, pages, None, b""))
+        return Claimed(grant(self, *args).lease, Granted(position, (128,), (pages,), None, b""))
 
     monkeypatch.setattr(Leases, "grant", lie)
     case.answer_from_memory()
@@ -488,7 +491,7 @@ def test_an_end_that_is_no_position_of_the_prompt_is_as_none(end, monkeypatch):
 
     def lie(self, *args):
         pages = pack_pages(np.arange(max(0, -(-end // 16)) if end < 10**6 else 0))
-        return Claimed(grant(self, *args).lease, Granted(max(end, 0), pages, None, b""))
+        return Claimed(grant(self, *args).lease, Granted(max(end, 0), (0,), (pages,), None, b""))
 
     monkeypatch.setattr(Leases, "grant", lie)
     case.answer_from_memory()
@@ -506,7 +509,7 @@ def test_an_end_that_is_not_known_is_answered_at_a_mark():
     assert case.run()[0] == PullEnded(PullId(1), None, 384, None)
 
 
-@pytest.mark.parametrize("changed", [{"position": 383}, {"position": 385}, {"pages": pack_pages(np.arange(23))}])
+@pytest.mark.parametrize("changed", [{"position": 383}, {"position": 385}, {"pages": (pack_pages(np.arange(23)),)}])
 def test_a_grant_of_another_part_of_the_lease_is_refused(changed, monkeypatch):
     case = Case()
     reference = case.p.door.offer(case.held(384))

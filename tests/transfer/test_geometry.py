@@ -15,17 +15,18 @@ from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.errors import ConfigError
 from cairn.transfer.contract import PeerGeometry
 from cairn.transfer.geometry import (
+    AttentionUnits,
+    GroupPairing,
     ModelUnits,
     Pairing,
     geometry_of,
-    lay_out,
     page_reads,
     pair,
-    staging_copies,
     staging_pages,
     staging_reads,
     state_reads,
 )
+from cairn.transfer.token_copies import lay_out, staging_copies
 from tiers import first_of
 
 SIZES = (1, 2, 4)
@@ -60,7 +61,7 @@ def geometry(
 
 
 def model(kv_heads: int = 1, state_units: int = 1) -> ModelUnits:
-    return ModelUnits(kv_heads, LAYERS, state_units)
+    return ModelUnits((AttentionUnits(kv_heads, LAYERS, ROW),), state_units)
 
 
 def units_of(total: int, tp_size: int, rank: int) -> list[int]:
@@ -85,29 +86,37 @@ class Memory:
         return cls(np.full((num_pages, page_bytes), 255, np.uint8), np.zeros((num_pages, page_bytes), np.int64))
 
 
-def key_values(kv_heads: int, num_tokens: int, seed: int) -> np.ndarray:
+def key_values(kv_heads: int, num_tokens: int, seed: int, runs: int = RUNS) -> np.ndarray:
     """The whole model's keys and values, [head][run][token][byte], no byte 255."""
-    return np.random.default_rng(seed).integers(0, 255, (kv_heads, RUNS, num_tokens, ROW), np.uint8)
+    return np.random.default_rng(seed).integers(0, 255, (kv_heads, runs, num_tokens, ROW), np.uint8)
 
 
-def token_addresses(side: PeerGeometry, heads: list[int], token: int) -> list[tuple[int, int, tuple[int, int]]]:
-    """(block number, byte offset, (head, run)) of each row of one token on a rank that holds `heads`."""
-    found = []
+def tokens_of(side: PeerGeometry, group: int) -> int:
+    """Tokens of a page of this attention group."""
+    return side.groups[group].tokens_per_page if side.groups else side.block_size
+
+
+def token_addresses(
+    side: PeerGeometry, heads: list[int], token: int, group: int = 0, runs: int = RUNS
+) -> list[tuple[int, int, tuple[int, int]]]:
+    """(block number, byte offset, (head, run)) of each row of one token on a rank that holds `heads`, which share a
+    page evenly."""
+    found, size = [], tokens_of(side, group)
     for place, head in enumerate(heads):
-        for run in range(RUNS):
-            offset = ((place * RUNS + run) * side.block_size + token % side.block_size) * ROW
-            found.append((token // side.block_size, offset, (head, run)))
+        for run in range(runs):
+            offset = side.page_bytes // len(heads) * place + (run * size + token % size) * ROW
+            found.append((token // size, offset, (head, run)))
     return found
 
 
 def store_pages(
-    side: PeerGeometry, rank: int, values: np.ndarray, first: int, pages: np.ndarray, num_pages: int
+    side: PeerGeometry, rank: int, values: np.ndarray, first: int, pages: np.ndarray, num_pages: int, group: int = 0
 ) -> np.ndarray:
-    """What a rank's pool holds when `pages` are its blocks from `first` on."""
+    """What a rank's pool holds when `pages` are its blocks from `first` on, of this attention group."""
     pool = np.full((num_pages, side.page_bytes), 254, np.uint8)
-    heads = units_of(len(values), side.tp_size, rank)
-    for token in range(first * side.block_size, min(values.shape[2], (first + len(pages)) * side.block_size)):
-        for block, offset, (head, run) in token_addresses(side, heads, token):
+    heads, size = units_of(len(values), side.tp_size, rank), tokens_of(side, group)
+    for token in range(first * size, min(values.shape[2], (first + len(pages)) * size)):
+        for block, offset, (head, run) in token_addresses(side, heads, token, group, values.shape[1]):
             pool[pages[block - first], offset : offset + ROW] = values[head, run, token]
     return pool
 
@@ -128,26 +137,26 @@ def shuffled(count: int, total: int, seed: int) -> np.ndarray:
     return np.array(random.Random(seed).sample(range(total), count), np.int32)
 
 
-def blocks_of(side: PeerGeometry, start: int, end: int) -> tuple[int, int]:
+def blocks_of(side: PeerGeometry, start: int, end: int, group: int = 0) -> tuple[int, int]:
     """First block and number of blocks that tokens [start, end) touch."""
-    touched = sorted({token // side.block_size for token in range(start, end)})
+    touched = sorted({token // tokens_of(side, group) for token in range(start, end)})
     return (touched[0], len(touched)) if touched else (0, 0)
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------
 
 
-def check_pages(pairing: Pairing, rank: int, values: np.ndarray, start: int, end: int) -> None:
-    """Move tokens [start, end) to one rank and look at every byte of its pool."""
-    remote, local = pairing.remote, pairing.local
-    (first, count), (own_first, own_count) = blocks_of(remote, start, end), blocks_of(local, start, end)
+def check_pages(pairing: Pairing, rank: int, values: np.ndarray, start: int, end: int, group: int = 0) -> None:
+    """Move tokens [start, end) of an attention group to one rank and look at every byte of its pool."""
+    remote, local, each_page = pairing.remote, pairing.local, pairing.groups[group]
+    (first, count), (own_first, own_count) = (blocks_of(side, start, end, group) for side in (remote, local))
     remote_pages, local_pages = shuffled(count, count + 3, 1), shuffled(own_count, own_count + 3, 2)
-    pools = [store_pages(remote, each, values, first, remote_pages, count + 3) for each in range(remote.tp_size)]
-    if pairing.staged:
-        memory = by_staging(pairing, (start, end), pools, remote_pages, local_pages)
+    pools = [store_pages(remote, each, values, first, remote_pages, count + 3, group) for each in range(remote.tp_size)]
+    if each_page.is_staged:
+        memory = by_staging(each_page, (start, end), pools, remote_pages, local_pages)
     else:
         memory = Memory.empty(own_count + 3, local.page_bytes)
-        reads = page_reads(pairing, start, end, remote_pages, local_pages)
+        reads = page_reads(each_page, start, end, remote_pages, local_pages)
         transfer(reads, pools, memory)
         written = np.zeros_like(memory.writes)
         written[local_pages] = 1
@@ -157,28 +166,33 @@ def check_pages(pairing: Pairing, rank: int, values: np.ndarray, start: int, end
     expected = np.full_like(memory.bytes, 255)
     heads = units_of(len(values), local.tp_size, rank)
     for token in range(start, end):
-        for block, offset, (head, run) in token_addresses(local, heads, token):
+        for block, offset, (head, run) in token_addresses(local, heads, token, group, values.shape[1]):
             expected[local_pages[block - own_first], offset : offset + ROW] = values[head, run, token]
-    if pairing.staged:
+    if each_page.is_staged:
         np.testing.assert_array_equal(memory.bytes, expected)
     else:
         inside = expected != 255
         np.testing.assert_array_equal(memory.bytes[inside], expected[inside])
 
 
-def by_staging(pairing: Pairing, span, pools, remote_pages, local_pages) -> Memory:
+def by_staging(pairing: GroupPairing, span, pools, remote_pages, local_pages) -> Memory:
     """Through staging in the last pages of the same pool; what is returned leaves these out."""
     free = len(local_pages) + 3
     staging = staging_pages(pairing, *span)
-    memory = Memory.empty(free + staging, pairing.local.page_bytes)
+    memory = Memory.empty(free + staging, pairing.page_bytes)
     reads = staging_reads(pairing, *span, remote_pages, first_page=free)
     transfer(reads, pools, memory)
     slot_bytes = len(remote_pages) * pairing.slot_bytes
-    assert (staging - 1) * pairing.local.page_bytes < slot_bytes <= staging * pairing.local.page_bytes or not slot_bytes
+    assert (staging - 1) * pairing.page_bytes < slot_bytes <= staging * pairing.page_bytes or not slot_bytes
     assert not memory.writes[:free].any(), "no page but those of staging is written by a peer"
-    assert (memory.writes[free:].reshape(-1)[:slot_bytes] == 1).all()
+    used = pairing.units * pairing.runs * pairing.remote_tokens * pairing.row_bytes
+    slots = memory.writes[free:].reshape(-1)[:slot_bytes].reshape(len(remote_pages), pairing.slot_bytes)
+    assert (slots[:, :used] == 1).all() and not slots[:, used:].any()
     assert not memory.writes[free:].reshape(-1)[slot_bytes:].any()
-    pieces = max(1, pairing.remote.block_size // pairing.local.block_size)
+    pieces = max(1, -(-pairing.remote_tokens // pairing.local_tokens))
+    if pairing.unit_bytes > pairing.runs * pairing.local_tokens * pairing.row_bytes:
+        # what a unit leaves at its end is not read
+        pieces *= pairing.units
     for found in reads.values():
         assert len(remote_pages) <= len(found) <= len(remote_pages) * pieces
     copies = staging_copies(pairing, *span, local_pages)
@@ -210,7 +224,7 @@ def test_equal_sizes_take_one_descriptor_a_page_and_one_a_file_page(tp_size, blo
     for rank in range(tp_size):
         pairing = pair(model(kv_heads, 8), side, side, rank)
         assert pairing.ranks == (rank,)
-        reads = page_reads(pairing, 0, 9 * block_size, pages, pages[::-1])[rank]
+        reads = page_reads(pairing.groups[0], 0, 9 * block_size, pages, pages[::-1])[rank]
         assert len(reads) == 9
         assert (reads.num_bytes == side.page_bytes).all()
         assert reads.remote_page.tolist() == pages.tolist() and reads.local_page.tolist() == pages[::-1].tolist()
@@ -291,7 +305,7 @@ def test_every_byte_of_a_checkpoint_arrives_once_in_the_fewest_pieces(remote_tp,
 
 def test_a_model_without_recurrent_state_moves_its_header() -> None:
     side = PeerGeometry(16, RUNS * 16 * ROW, 1, 200, 0, 0, 1)
-    pairing = pair(ModelUnits(1, LAYERS, 0), side, side, 0)
+    pairing = pair(model(state_units=0), side, side, 0)
     check_file(pairing, 0, np.arange(200, dtype=np.uint8), np.zeros((0, 1), np.uint8))
 
 
@@ -299,10 +313,8 @@ def test_a_model_without_attention_has_no_pages_to_move() -> None:
     sides = [
         geometry_of(CacheLayout(block, 64, 1, (), 7, 50 * 4 // tp, 4 // tp), tp) for block, tp in ((16, 1), (24, 2))
     ]
-    pairing = pair(ModelUnits(0, 0, 4), *sides, 1)
-    empty = np.empty(0, np.int32)
-    assert page_reads(pairing, 0, 100, empty, empty) == {}
-    assert staging_pages(pairing, 0, 100) == 0
+    pairing = pair(ModelUnits((), 4), *sides, 1)
+    assert not pairing.groups
     rng = np.random.default_rng(0)
     check_file(pairing, 1, rng.integers(0, 254, 7, np.uint8), rng.integers(0, 254, (4, 50), np.uint8))
 
@@ -310,12 +322,13 @@ def test_a_model_without_attention_has_no_pages_to_move() -> None:
 def test_nothing_to_move_is_no_read() -> None:
     empty = np.empty(0, np.int32)
     pairing = pair(model(), geometry(1), geometry(1, 64), 0)
-    assert staging_reads(pairing, 40, 40, empty, 0) == {} and staging_pages(pairing, 40, 40) == 0
-    copies = staging_copies(pairing, 40, 40, empty)
+    (group,) = pairing.groups
+    assert staging_reads(group, 40, 40, empty, 0) == {} and staging_pages(group, 40, 40) == 0
+    copies = staging_copies(group, 40, 40, empty)
     assert len(copies) == 0
-    lay_out(pairing, copies, np.empty((0, 1), np.uint8), np.empty((0, pairing.local.page_bytes), np.uint8))
+    lay_out(group, copies, np.empty((0, 1), np.uint8), np.empty((0, pairing.local.page_bytes), np.uint8))
     equal = pair(model(), geometry(1), geometry(1), 0)
-    assert page_reads(equal, 40, 40, empty, empty) == {}
+    assert page_reads(equal.groups[0], 40, 40, empty, empty) == {}
 
 
 # -- which ranks -------------------------------------------------------------------------------------------------------
@@ -330,7 +343,7 @@ def test_as_few_ranks_as_hold_it_and_the_load_spread_evenly(remote_tp, local_tp,
     file_pages = [shuffled(-(-(7 + side.state_bytes) // side.page_bytes), 99, 0) for side in (remote, local)]
     load = dict.fromkeys(range(remote_tp), 0)
     for rank, pairing in enumerate(pairings):
-        page = page_reads(pairing, 0, 16, np.zeros(1, np.int32), np.zeros(1, np.int32))
+        page = page_reads(pairing.groups[0], 0, 16, np.zeros(1, np.int32), np.zeros(1, np.int32))
         file = state_reads(pairing, *file_pages)
         assert pairing.ranks == tuple(sorted(page.keys() | file.keys()))
         for reads, total in ((page, kv_heads), (file, state_units)):
@@ -372,11 +385,12 @@ def test_no_range_leaves_its_page() -> None:
             geometry(tp, block, 8, 8, 130, 999) for tp, block in ((remote_tp, remote_block), (local_tp, local_block))
         )
         pairing = pair(model(8, 8), remote, local, local_tp - 1)
-        reads = staging_reads(pairing, 0, 1024, shuffled(1024 // remote_block, 64, 0), 5)
+        (group,) = pairing.groups
+        reads = staging_reads(group, 0, 1024, shuffled(1024 // remote_block, 64, 0), 5)
         for found in reads.values():
             assert (found.remote_offset + found.num_bytes <= remote.page_bytes).all()
             assert (found.local_offset + found.num_bytes <= local.page_bytes).all()
-            assert found.local_page.min() >= 5 and found.local_page.max() < 5 + staging_pages(pairing, 0, 1024)
+            assert found.local_page.min() >= 5 and found.local_page.max() < 5 + staging_pages(group, 0, 1024)
 
 
 # -- what cannot be --------------------------------------------------------------------------------------------------
@@ -402,16 +416,16 @@ def test_no_range_leaves_its_page() -> None:
         (model(), geometry(1, unit_bytes=8), geometry(1, unit_bytes=9), 0, "bytes of a state unit: 8 at the peer, 9"),
         (model(), geometry(1), geometry(2), 2, "rank 2 is none of the 2"),
         (model(), geometry(1, 48), geometry(1, 32), 0, "--block-size 32 and the peer's 48"),
-        (model(), PeerGeometry(16, 192, 1, 7, 50, 1), geometry(1), 0, "bytes of one head of one token: 6"),
-        (model(), PeerGeometry(16, 97, 1, 7, 50, 1), geometry(1), 0, "the peer's pages have 1 kv heads in 97 bytes"),
+        (model(), PeerGeometry(16, 192, 1, 7, 50, 1), geometry(1), 0, "the peer's pages have 1 kv heads in 192 bytes"),
+        (model(), PeerGeometry(16, 102, 1, 7, 50, 1), geometry(1), 0, "the peer's pages have 1 kv heads in 102 bytes"),
         (
-            ModelUnits(0, 0, 1),
+            ModelUnits((), 1),
             PeerGeometry(16, 1, 1, 7, 50, 1),
             geometry(1),
             0,
             "page_bytes of a model without attention: 1 ",
         ),
-        (ModelUnits(1, LAYERS, 0), geometry(1), geometry(1), 0, "the peer's checkpoints have 1 units in 50 bytes"),
+        (model(state_units=0), geometry(1), geometry(1), 0, "the peer's checkpoints have 1 units in 50 bytes"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_words(units, remote, local, rank, words) -> None:
@@ -419,15 +433,22 @@ def test_what_does_not_fit_is_refused_in_words(units, remote, local, rank, words
         pair(units, remote, local, rank)
 
 
-def test_models_of_several_groups_are_refused() -> None:
-    groups = (AttentionGroup("full", 16), AttentionGroup("window", 16, 64))
-    for chosen in (groups, groups[1:]):
-        with pytest.raises(ConfigError, match="heads of several sizes"):
-            geometry_of(CacheLayout(16, 96, 1, chosen, 0, 0, 0), 1)
+def test_other_attention_groups_are_refused_by_name() -> None:
+    full, window = AttentionGroup("full", 16), AttentionGroup("window", 16, 64)
+    two, one = (geometry_of(CacheLayout(16, 96, 1, groups, 7, 50, 1), 1) for groups in ((full, window), (full,)))
+    units = ModelUnits((AttentionUnits(1, LAYERS, ROW),) * 2, 1)
+    assert len(pair(units, two, two, 0).groups) == 2
+    chunked = replace(two, groups=(two.groups[0], replace(two.groups[1], chunked=True)))
+    for remote, words in ((one, "full at the peer, full, window of 64 here"), (chunked, "full, chunk of 64 at the")):
+        with pytest.raises(ConfigError, match=words):
+            pair(units, remote, two, 0)
+    with pytest.raises(ConfigError, match="2 attention groups, the model has 1"):
+        pair(model(), two, two, 0)
 
 
 def test_lists_of_the_wrong_length_are_refused() -> None:
-    equal, unequal = pair(model(), geometry(1), geometry(1), 0), pair(model(), geometry(1), geometry(1, 64), 0)
+    whole, unequal_blocks = (pair(model(), geometry(1), geometry(1, block), 0) for block in (16, 64))
+    (equal,), (unequal,) = whole.groups, unequal_blocks.groups
     two, three = np.arange(2, dtype=np.int32), np.arange(3, dtype=np.int32)
     with pytest.raises(ValueError, match="remote_pages lists 2 pages, tokens \\[10, 40\\) take 3"):
         page_reads(equal, 10, 40, two, three)
@@ -440,8 +461,8 @@ def test_lists_of_the_wrong_length_are_refused() -> None:
     with pytest.raises(ValueError, match="local_pages lists 3 pages"):
         staging_copies(unequal, 0, 64, three)
     with pytest.raises(ValueError, match="remote_state lists 2 pages, a checkpoint takes 1"):
-        state_reads(equal, two, two[:1])
+        state_reads(whole, two, two[:1])
     with pytest.raises(ValueError, match="local_state lists 3 pages, a checkpoint takes 1"):
-        state_reads(equal, two[:1], three)
+        state_reads(whole, two[:1], three)
     with pytest.raises(ValueError, match="are no range"):
         page_reads(equal, 40, 10, two, two)

@@ -14,7 +14,7 @@ from cairn.transfer.digest import ContentDigest, content_digest
 from cairn.transfer.leases import TRANSITIONS, Claimed, LeaseLimits, Leases, LeaseState
 from cairn.transfer.wire import Claim, RefusalReason, unpack_pages
 from cairn.types import ManualClock
-from transfer.parts import parts
+from transfer.parts import granted_numbers, parts
 from transfer.world import BLOCK, LAYOUT, keys
 
 PROMPT = keys(400)
@@ -64,18 +64,22 @@ def granted_by(book, claim):
 
 def test_a_claim_gets_its_pages_and_the_deepest_checkpoint(book):
     granted, _ = granted_by(book, claim(book.offer(OFFER), first=21))
-    assert unpack_pages(granted.pages).tolist() == [41, 42, 43, 44]
+    assert granted_numbers(granted) == [[41, 42, 43, 44]] and granted.first_tokens == (21 * 16,)
     assert granted.checkpoint_position == 400 and unpack_pages(granted.checkpoint).tolist() == [53, 9]
 
 
 def test_a_claim_of_a_shorter_prefix_gets_the_deepest_checkpoint_below_it(book):
     granted, _ = granted_by(book, claim(book.offer(OFFER), prompt=PROMPT[:300]))
-    assert granted.checkpoint_position == 256 and len(unpack_pages(granted.pages)) == 19
+    assert granted.checkpoint_position == 256 and len(granted_numbers(granted)[0]) == 19
 
 
 def test_zero_pages_are_an_ordinary_claim(book):
     granted, _ = granted_by(book, claim(book.offer(OFFER), first=25, checkpoint=False))
-    assert granted.pages == b"" and granted.checkpoint_position is None and granted.checkpoint == b""
+    assert (
+        granted.pages == granted.first_tokens == ()
+        and granted.checkpoint_position is None
+        and granted.checkpoint == b""
+    )
 
 
 def test_a_reference_is_used_once(book):

@@ -112,7 +112,7 @@ def test_many_pulls_share_one_connection():
 def order(world, remote, local, *, geometry=GEOMETRY, ranks=None, pull=1):
     ranks = (world.p.link.describe(),) if ranks is None else ranks
     pages = (parts(list(remote)), parts(list(local)))
-    return ReadOrder(PullId(pull), Peer("p", geometry, ranks), 0, 160, *pages, None, None)
+    return ReadOrder(PullId(pull), Peer("p", geometry, ranks), 160, *pages, None, None)
 
 
 def test_a_read_of_many_chunks_keeps_two_handles_open():

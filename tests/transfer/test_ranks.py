@@ -40,7 +40,7 @@ class TestMemoryChannel(RankChannelContract):
 def order(pull=1, *, checkpoint=True, ranks=(b"r0", b"r1")):
     pages = np.arange(3, dtype=np.int32)
     file = (pages + 10, pages + 20) if checkpoint else (None, None)
-    return ReadOrder(PullId(pull), Peer("p", GEOMETRY, ranks), 5, 40, parts(pages, 5), parts(pages + 5, 5), *file)
+    return ReadOrder(PullId(pull), Peer("p", GEOMETRY, ranks), 40, parts(pages, 5), parts(pages + 5, 5), *file)
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
@@ -81,7 +81,6 @@ def test_records_come_back_and_every_truncation_is_dropped(record, frames):
     [
         {"pull": -1},
         {"pull": "1"},
-        {"start": -1},
         {"end": 2**40},
         {"remote": None},
         {"remote": [{"group": {"name": "full", "tokens_per_page": 16}, "first_token": 0, "pages": b"\xff" * 4}]},

@@ -67,12 +67,12 @@ def test_bays_go_round_among_those_who_wait():
 )
 def test_the_engine_is_told_how_many_pages_to_reserve(page_bytes, block_size, expected):
     local = dataclasses.replace(geometry(1, 16), block_size=block_size, page_bytes=page_bytes)
-    assert staging_pages_for(ModelUnits(1, 1, 1), local) == expected
+    assert staging_pages_for(model(), local) == expected
     StagingArea(HostPool(np.zeros((3 + expected, 1), np.uint8)), 3, block_size)
 
 
 def test_a_model_without_attention_needs_none():
-    assert staging_pages_for(ModelUnits(0, 0, 4), geometry(1)) == 0
+    assert staging_pages_for(ModelUnits((), 4), geometry(1)) == 0
 
 
 # -- the planner -------------------------------------------------------------------------------------------------------
@@ -82,7 +82,7 @@ def order(remote, num_tokens=400, *, ranks=None, start=0, local_pages=25):
     ranks = tuple(b"r%d" % rank for rank in range(remote.tp_size)) if ranks is None else ranks
     count = -(-num_tokens // remote.block_size)
     lists = parts(range(count), start, remote.block_size), parts(range(local_pages), start)
-    return ReadOrder(ONE, Peer("p", remote, ranks), start, num_tokens, *lists, None, None)
+    return ReadOrder(ONE, Peer("p", remote, ranks), num_tokens, *lists, None, None)
 
 
 @pytest.mark.parametrize(

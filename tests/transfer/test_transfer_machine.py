@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 from cairn.transfer.contract import ContentName, LeaseDemand, PagesFree, PullEnded
 from cairn.transfer.params import split_reference
 from doubles.memory_link import Fault
-from transfer.world import BLOCK, NUM_PAGES, STATE_PAGES, World, keys
+from transfer.world import BLOCK, FULL, LIMITED, NUM_PAGES, STATE_PAGES, World, keys
 
 CANARY = 0xEE
 LIES = ["prompt", "salt", "nonce", "request", "longer", "release"]
@@ -46,22 +46,26 @@ class Offered:
 
 @dataclass
 class Pulled:
-    """What the model knows of a transfer. `honest`: nothing of its reference was changed."""
+    """What the model knows of a transfer. `honest`: nothing of its reference was changed. `places`: of the offer's
+    pages, those that are wanted."""
 
     offer: Offered
     honest: bool
-    first_page: int
+    places: list
     local: list
     wants_state: bool
     ended: bool = False
 
 
 class Transfers(RuleBasedStateMachine):
+    groups = (FULL,)
+
     @initialize(
         seed=st.integers(0, 2**32), per_poll=st.sampled_from([1, 2, 100]), delay=st.integers(0, 2), late=st.booleans()
     )
     def start(self, seed, per_poll, delay, late):
-        self.world = World(seed, descriptors_per_poll=per_poll, delay=delay, late_writes=late, max_pages=NUM_PAGES // 2)
+        fabric = {"descriptors_per_poll": per_poll, "delay": delay, "late_writes": late}
+        self.world = World(seed, max_pages=NUM_PAGES // 2, groups=self.groups, **fabric)
         self.world.memory[:] = CANARY
         self.mine = set(range(NUM_PAGES))
         self.theirs = set(range(NUM_PAGES))
@@ -77,7 +81,7 @@ class Transfers(RuleBasedStateMachine):
     @rule(num_tokens=st.integers(1, 120), salted=st.booleans(), seed=st.integers(0, 3))
     def offer(self, num_tokens, salted, seed):
         self.collect_leases()
-        num_pages = -(-num_tokens // BLOCK)
+        num_pages = self.world.num_pages(num_tokens)
         prompt, name = keys(num_tokens, seed), ContentName("", "salt" if salted else None)
         shared = self.leased_pages_of(prompt, name)
         num_new = num_pages + STATE_PAGES - len(shared)
@@ -98,6 +102,8 @@ class Transfers(RuleBasedStateMachine):
     def leased_pages_of(self, prompt, name):
         """Full pages of another lease that begins like `prompt`."""
         found = []
+        if self.groups != (FULL,):
+            return found  # the groups of others have pages of their own
         for offered in self.leased.values():
             most = min(len(prompt), len(offered.prompt)) // BLOCK
             if offered.name == name and np.array_equal(prompt[: most * BLOCK], offered.prompt[: most * BLOCK]):
@@ -147,11 +153,9 @@ class Transfers(RuleBasedStateMachine):
     )
     def pull(self, which, have, wants_state, lie):
         offered = self.latest[-1 - which % len(self.latest)]
-        ref, prompt, name, num_pages = offered.ref, offered.prompt, offered.name, len(offered.pages)
-        first = min(have, num_pages)
-        num_local = num_pages - first + (STATE_PAGES if wants_state else 0)
-        if num_local > len(self.mine) or self.world.consumer.num_open >= 6:
-            return
+        ref, prompt, name, num_open = offered.ref, offered.prompt, offered.name, self.world.consumer.num_open
+        start = min(have * BLOCK, len(prompt))
+        places = self.world.places(len(prompt), start)
         match lie:
             case "prompt":
                 prompt = prompt.copy()
@@ -164,22 +168,25 @@ class Transfers(RuleBasedStateMachine):
                 ref = replace(ref, nonce=b"?" * 16)
             case "request":
                 ref = replace(ref, request_id="cmpl-9")
+        num_pages = self.world.num_pages(len(prompt), start)
+        num_local = num_pages + (STATE_PAGES if wants_state else 0)
+        if num_local > len(self.mine) or num_open >= 6:
+            return
         local = sorted(self.mine)[:num_local]
         self.mine -= set(local)
         spec = self.world.pull_spec(
             ref,
             prompt,
-            local[: num_pages - first],
-            start=min(first * BLOCK, len(prompt)) if first < num_pages else len(prompt),
-            checkpoint=local[num_pages - first :] if wants_state else None,
+            local[:num_pages],
+            start=start if num_pages else len(prompt),
+            checkpoint=local[num_pages:] if wants_state else None,
             name=name,
             release_only=lie == "release",
         )
         pull = self.world.pull(spec)
         self.world.event_loop.spin()
-        self.pulls[pull] = Pulled(offered, lie in (None, "release"), first, local, wants_state and lie is None)
-        if lie == "release":
-            self.pulls[pull].first_page = num_pages
+        places = [] if lie == "release" else places
+        self.pulls[pull] = Pulled(offered, lie in (None, "release"), places, local, wants_state and lie is None)
 
     @precondition(lambda self: self.pulls)
     @rule(which=st.integers(0, 5))
@@ -212,7 +219,7 @@ class Transfers(RuleBasedStateMachine):
     def accept(self, pulled, event):
         offered = pulled.offer
         assert pulled.honest
-        wanted = list(range(pulled.first_page, len(offered.pages)))
+        wanted = pulled.places.copy()
         if pulled.wants_state:
             assert event.checkpoint_position == len(offered.prompt)
             wanted += range(len(offered.pages), len(offered.pages) + STATE_PAGES)
@@ -348,10 +355,20 @@ class Transfers(RuleBasedStateMachine):
         self.world.event_loop.close()
 
 
+class TransfersOfWindows(Transfers):
+    """Of a model with a window and a chunk beside attention of unlimited reach, and a recurrent state."""
+
+    groups = LIMITED
+
+
 TestTransfers = Transfers.TestCase
 TestTransfers.settings = settings(max_examples=100, stateful_step_count=15, deadline=None)
 
+TestTransfersOfWindows = TransfersOfWindows.TestCase
+TestTransfersOfWindows.settings = settings(TestTransfers.settings, max_examples=40)
+
 
 @pytest.mark.more
-def test_more_transfers() -> None:
-    run_state_machine_as_test(Transfers, settings=settings(TestTransfers.settings, max_examples=250))
+@pytest.mark.parametrize("machine", [Transfers, TransfersOfWindows])
+def test_more_transfers(machine) -> None:
+    run_state_machine_as_test(machine, settings=settings(TestTransfers.settings, max_examples=250))

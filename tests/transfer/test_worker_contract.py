@@ -30,7 +30,7 @@ class Reader:
         remote = range(self.p.pages_of(TOKENS)) if remote is None else remote
         self.pages = range(first_page, first_page + self.d.pages_of(TOKENS))
         lists = parts(remote, block=self.p.geometry.block_size), parts(self.pages, block=self.d.geometry.block_size)
-        return ReadOrder(PullId(pull), Peer("p", self.p.geometry, descriptions), 0, TOKENS, *lists, None, None)
+        return ReadOrder(PullId(pull), Peer("p", self.p.geometry, descriptions), TOKENS, *lists, None, None)
 
     def drive(self, pull=1, polls=2000):
         for _ in range(polls):

@@ -9,8 +9,20 @@ import random
 
 import numpy as np
 
+from cairn.cache.group_pages import GroupPages
+from cairn.cache.layout import AttentionGroup
 from cairn.transfer.consumer import Consumer
-from cairn.transfer.contract import ContentName, KvSource, Offer, OfferedCheckpoint, Peer, PeerGeometry, PullSpec
+from cairn.transfer.contract import (
+    ContentName,
+    KvSource,
+    Offer,
+    OfferedCheckpoint,
+    Peer,
+    PeerGeometry,
+    PeerGroup,
+    PullSpec,
+    num_range_pages,
+)
 from cairn.transfer.leases import LeaseLimits
 from cairn.transfer.links.contract import Region
 from cairn.transfer.memory import HostPool
@@ -34,6 +46,15 @@ LAYOUT = b"L" * 32
 HOST, PORT = "127.0.0.1", 5600
 PLAIN = ContentName()
 GEOMETRY = PeerGeometry(BLOCK, PAGE_BYTES, 1, 8, 100, 1)
+FULL = AttentionGroup("full", BLOCK)
+LIMITED = (FULL, AttentionGroup("window", BLOCK, 40), AttentionGroup("chunk", BLOCK, 64, True))
+"""The groups of a model with a window and a chunk beside attention of unlimited reach."""
+
+
+def geometry_with(groups) -> PeerGeometry:
+    """Pages of these attention groups."""
+    peer_groups = tuple(PeerGroup(group.tokens_per_page, group.reach, group.chunked) for group in groups)
+    return GEOMETRY if groups == (FULL,) else dataclasses.replace(GEOMETRY, groups=peer_groups)
 
 
 def keys(num_tokens: int, seed: int = 0) -> np.ndarray:
@@ -51,7 +72,7 @@ class ProducerSide:
         self.memory = np.zeros((NUM_PAGES, PAGE_BYTES), np.uint8)
         self.link = fabric.link(name)
         self.link.register(Region.of(self.memory))
-        identity = Identity(Peer(name, GEOMETRY, (self.link.describe(),)), layout)
+        identity = Identity(Peer(name, geometry_with(world.groups), (self.link.describe(),)), layout)
         limits = LeaseLimits(max_pages=max_pages)
         self.producer = Producer(identity, limits, clock, rng.randbytes, self.events.put)
         self.channel.listen(self.producer.serve)
@@ -63,9 +84,13 @@ class ProducerSide:
 
 
 class World:
-    """`port` is the scheduler's door to D's pulls and P's leases; what is sent is under way until `deliver`."""
+    """`port` is the scheduler's door to D's pulls and P's leases; what is sent is under way until `deliver`. `groups`:
+    the model's attention groups."""
 
-    def __init__(self, seed=0, *, policy=None, layout=LAYOUT, max_pages=NUM_PAGES, links=None, **fabric):
+    def __init__(
+        self, seed=0, *, policy=None, layout=LAYOUT, max_pages=NUM_PAGES, links=None, groups=(FULL,), **fabric
+    ):
+        self.groups = groups
         self.rng = random.Random(seed)
         self.clock = ManualClock()
         self.event_loop = TurnedLoop(self.clock)
@@ -81,7 +106,7 @@ class World:
         pool = HostPool(self.memory)
         self.link.register(pool.region)
         self.worker = LinkWorker(self.link, whole_pages(0, PAGE_BYTES), pool.fence, chunk_bytes=3 * PAGE_BYTES)
-        identity = Identity(Peer("decode", GEOMETRY, (self.link.describe(),)), layout)
+        identity = Identity(Peer("decode", geometry_with(groups), (self.link.describe(),)), layout)
         self.events = EventQueue()
         self.consumer = Consumer(
             identity,
@@ -152,12 +177,41 @@ class World:
             self.deliver()
         return events
 
+    def spans(self, end, start=0):
+        """Of each group the first token that going on at `end` needs, none before `start`, and the number of pages."""
+        firsts = [min(end, max(start, group.needed_at(end))) for group in self.groups]
+        return [(first, num_range_pages(first, end, BLOCK)) for first in firsts]
+
+    def num_pages(self, end, start=0) -> int:
+        """Pages that going on at `end` takes, of the tokens from `start` on."""
+        return sum(count for _, count in self.spans(end, start))
+
+    def cut_pages(self, pages, end, start=0):
+        """Pages, of one group after the other, as records have them; of one group as many as there are."""
+        if self.groups == (FULL,):
+            return parts(list(pages), start)
+        numbers, made = np.asarray(list(pages), np.int32), []
+        for group, (first, count) in zip(self.groups, self.spans(end, start), strict=True):
+            made.append(GroupPages(group, first, numbers[:count]))
+            numbers = numbers[count:]
+        assert not len(numbers), "more pages than it takes"
+        return tuple(made) if any(len(part.pages) for part in made) else ()
+
+    def places(self, end, start=0) -> list[int]:
+        """Where the pages of the tokens from `start` on stand among all of an offer that ends at `end`."""
+        places, offset = [], 0
+        for (offered, total), (first, count) in zip(self.spans(end), self.spans(end, start), strict=True):
+            skipped = first // BLOCK - offered // BLOCK if count else 0
+            places += range(offset + skipped, offset + skipped + count)
+            offset += total
+        return places
+
     def offer(self, prompt, pages, checkpoints=(), *, request_id="cmpl-1", name=PLAIN, num_shared=0) -> KvSource:
         """Lease pages of fresh content, but for the first `num_shared`, which are leased already; returns what a decode
         server parses of the reference."""
         held = tuple(OfferedCheckpoint(position, np.array(file, np.int32)) for position, file in checkpoints)
         self.p.fill([*pages[num_shared:], *(page for _, file in checkpoints for page in file)], self.rng)
-        offer = Offer(request_id, name, prompt, parts(list(pages)), held)
+        offer = Offer(request_id, name, prompt, self.cut_pages(pages, len(prompt)), held)
         nonce = self.leases.offer(offer)
         return KvSource(self.p.name, HOST, PORT, request_id, nonce)
 
@@ -179,7 +233,7 @@ class World:
             name,
             prompt,
             start,
-            parts(list(pages), start),
+            self.cut_pages(pages, len(prompt), start),
             None if checkpoint is None else np.array(checkpoint, np.int32),
             release_only,
         )

@@ -39,6 +39,11 @@ class GroupPages:
             return self
         return GroupPages(self.group, start, self.pages[start // self.group.tokens_per_page - self.first_page :])
 
+    def span(self, start: int, end: int) -> "GroupPages":
+        """The pages that tokens [start, end) touch, as far as they are here: a view."""
+        part = self.upto(end).drop_before(start)
+        return part if part.first_token < end else GroupPages(self.group, end, part.pages[:0])
+
     def split(self, at: int) -> tuple["GroupPages", "GroupPages"]:
         """The pages of the tokens before `at`, and of those from there on; a page that holds some of each is in
         both. Of a group of limited reach all may be from there on."""

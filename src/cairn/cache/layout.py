@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 
 from cairn.types import Count, Positive, Size, first_in_reach
 
-__all__ = ["AttentionGroup", "CacheLayout"]
+__all__ = ["AttentionGroup", "CacheLayout", "reach_name"]
+
+
+def reach_name(reach: int | None, chunked: bool) -> str:
+    """What an `AttentionGroup` of this reach is called."""
+    return "full" if reach is None else f"{'chunk' if chunked else 'window'} of {reach}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +132,13 @@ class CacheLayout:
             if group.reach is not None:
                 pages = min(pages, group.pages_for(group.reach + num_in_flight) + 1)
             num_pages += pages
+        return num_pages
+
+    def retained_pages(self, start: int, end: int) -> int:
+        """How many pages of tokens [start, end) are needed to go on at `end`, over all groups."""
+        num_pages = 0
+        for group in self.groups:
+            num_pages += group.retained_pages(start, end)
         return num_pages
 
     def unlimited_pages_for(self, num_tokens: int) -> int:

@@ -275,6 +275,11 @@ class PrefixCache:
                 self.pinned.note_release()
                 self.pool.release(dropped)
 
+    def expect(self, sequence: SequenceBlocks, position: int) -> None:
+        """All tokens before `position` are going to be brought from elsewhere to `sequence`, which has only been looked
+        up: of groups of limited reach it needs nothing that lies behind."""
+        self.release_behind(sequence, position)
+
     def could_extend(
         self,
         sequence: SequenceBlocks,
@@ -322,6 +327,8 @@ class PrefixCache:
         )
         pending = sequence.pending_states.pop(wanted)
         kept = [] if self.layout.resumes_anywhere and position != wanted else [position]
+        # what was brought of groups of limited reach begins here
+        self.release_behind(sequence, num_tokens)
         if kept:
             sequence.pending_states[position] = pending
             self.pool.acquire(pending.pages)

@@ -107,17 +107,25 @@ class PageTable:
 
     def span(self, start: int, end: int) -> GroupPages:
         """The pages that tokens [start, end) touch, as far as they are here: a copy."""
-        part = self.upto(end).drop_before(start)
-        if part.first_token >= end:
-            return GroupPages(self.group, end, part.pages[:0])
+        part = self.upto(end).span(start, end)
         return GroupPages(self.group, part.first_token, part.pages.copy())
 
+    def whole_pages(self, part: GroupPages) -> GroupPages:
+        """The same pages of this table, from the first token on that is the sequence's in the first of them."""
+        if not len(part.pages):
+            return part
+        first_token = max(self.first_token, part.first_page * self.group.tokens_per_page)
+        return GroupPages(self.group, first_token, part.pages)
+
     def drop_before(self, token: int) -> Pages:
-        """Give up the pages before the one that holds `token`, for which there is one or which comes next. They become
-        the caller's: shape [n]."""
-        first_page = self.first_page
+        """Give up the pages before the one that holds `token`, which comes next where the table does not reach as far.
+        They become the caller's: shape [n]."""
+        first_page, length = self.first_page, self.length
         self.first_token = max(self.first_token, token)
-        return self._pages[first_page : self.first_page]
+        dropped = self._pages[first_page : min(self.first_page, length)]
+        if self.first_page > length:
+            self.append(np.zeros(self.first_page - length, np.int32))
+        return dropped
 
     def missing_pages(self, num_tokens: int) -> int:
         """How many pages `num_tokens` tokens need beyond those here; below 0 where there are more."""
@@ -185,6 +193,15 @@ class PageTables:
     def span(self, start: int, end: int) -> tuple[GroupPages, ...]:
         """Per group the pages that tokens [start, end) touch: copies, and none where there are no such tokens."""
         return tuple(table.span(start, end) for table in self.tables) if start < end else ()
+
+    def needed_at(self, position: int) -> tuple[GroupPages, ...]:
+        """Per group the pages that going on at token `position` needs, as far as they are here: copies."""
+        return tuple(table.span(table.group.needed_at(position), position) for table in self.tables)
+
+    def span_to_fill(self, start: int, end: int) -> tuple[GroupPages, ...]:
+        """As `span`, each part from the first token on that its pages may hold: whoever fills them fills them whole."""
+        parts = self.span(start, end)
+        return tuple(table.whole_pages(part) for table, part in zip(self.tables, parts, strict=False))
 
     @property
     def capacity(self) -> int:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from cairn.addresses import join_host_port
 from cairn.cache.events import BlockEvents
 from cairn.cache.eviction import eviction_for
-from cairn.cache.layout import CacheLayout
+from cairn.cache.layout import CacheLayout, reach_name
 from cairn.cache.placement import PlacementPolicy
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cpu_isa import max_cpu_isa
@@ -63,7 +63,7 @@ from cairn.scheduler.speculation import Drafter
 from cairn.scheduler.state import SchedulerConfig
 from cairn.scheduler.transfers import Transfers
 from cairn.transfer.digest import layout_hash
-from cairn.transfer.geometry import ModelUnits, geometry_of
+from cairn.transfer.geometry import AttentionUnits, ModelUnits, geometry_of
 from cairn.transfer.planner import staging_pages_for
 from cairn.types import Clock, SystemClock
 
@@ -248,7 +248,14 @@ def _build_ranks(
     if make_graphs is not None and records_decodes(config):
         # By name: the other ranks are processes of their own.
         graphs = f"{make_graphs.__module__}:{make_graphs.__qualname__}"
-    ranks = RankConfig(engine=config, extra_pages=extra, step_seconds=_STEP_SECONDS, services=services, graphs=graphs)
+    ranks = RankConfig(
+        engine=config,
+        serves_mtp=opened.config.serves_mtp,
+        extra_pages=extra,
+        step_seconds=_STEP_SECONDS,
+        services=services,
+        graphs=graphs,
+    )
     with load_ranks(ranks, device) as loaded:
         sizes = sizes or size_up(loaded.available_memory)
         ranked = loaded.allocate(sizes, observe)
@@ -306,6 +313,8 @@ def _cache_facts(config: EngineConfig, layout: CacheLayout) -> dict[str, str | i
     """What must be equal besides the model for bytes to mean the same on two servers. What all of them once were is
     not said, so that those pair which do not know of anything else."""
     facts: dict[str, str | int] = {"exact": config.exact}
+    if len(layout.groups) > 1 or layout.is_limited:
+        facts["attention"] = ", ".join(reach_name(group.reach, group.chunked) for group in layout.groups)
     if layout.checkpoint_dtype != "float32":
         facts["checkpoint_dtype"] = layout.checkpoint_dtype
     if layout.state_dtype != "float32":
@@ -344,8 +353,11 @@ def make_drafter(config: EngineConfig, device: Device, clock: Clock, has_head: b
 
 
 def _model_units(opened: OpenModel) -> ModelUnits:
-    spec = opened.config.cache_spec()
-    return ModelUnits(spec.num_kv_heads, spec.num_attention_layers, spec.num_state_units)
+    spec, itemsize = opened.config.cache_spec(), opened.dtype.itemsize
+    attention = (
+        AttentionUnits(each.num_kv_heads, each.num_layers, each.head_dim * itemsize) for each in spec.attention
+    )
+    return ModelUnits(tuple(attention), spec.num_state_units)
 
 
 def _events(publisher: EventPublisher, layout: CacheLayout, exact: bool, contents: ImageKeys | None) -> BlockEvents:

@@ -178,6 +178,12 @@ class Kernels(Protocol):
         of gate_up[e] x[t]; gate_up [E, 2 * inner, in], gate first."""
         ...
 
+    def gelu_experts(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, batch: Batch
+    ) -> Tensor:
+        """GeGLU experts, else as `gated_experts`: with the gelu of `gelu_mul` in the place of the silu."""
+        ...
+
     def clamped_experts(
         self,
         x: Tensor,
@@ -394,8 +400,9 @@ class Kernels(Protocol):
         self, target: Tensor, pages: Tensor, page_tokens: Tensor, source: Tensor, slots: Tensor, slot_tokens: Tensor
     ) -> None:
         """target[pages[i], :, page_tokens[i]] = source[slots[i], :, slot_tokens[i]] of every i: target [page, run,
-        token, row] and source [slot, run, token, row], both uint8 and contiguous, which may be parts of one pool; the
-        others int64 [n], n at least 1. Places that are written are all different, and none of them is read."""
+        token, row] and source [slot, run, token, row], both uint8, each page and slot contiguous, which may be parts of
+        one pool; the others int64 [n], n at least 1. Places that are written are all different, and none of them is
+        read."""
         ...
 
 

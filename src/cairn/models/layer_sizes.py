@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 
 from msgspec import Meta
 
-from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.errors import ConfigError
+from cairn.cache.layout import AttentionGroup, CacheLayout, reach_name
 from cairn.kernels.attention_rule import FULL, AttentionRule
 from cairn.kernels.state_encoding import FLOAT32, StateEncoding, plain_encoding
 from cairn.layers.memory import AttentionSpec, MemorySpec, RecurrentSpec
@@ -86,8 +85,7 @@ class ForwardSizes:
 
 
 def _group(spec: AttentionSpec, tokens_per_page: int) -> AttentionGroup:
-    kind = "full" if spec.reach is None else f"{'chunk' if spec.chunked else 'window'} of {spec.reach}"
-    return AttentionGroup(kind, tokens_per_page, spec.reach, spec.chunked)
+    return AttentionGroup(reach_name(spec.reach, spec.chunked), tokens_per_page, spec.reach, spec.chunked)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +96,6 @@ class CacheSpec:
     hidden_size: int
     recurrent: RecurrentSpec | None
     attention: tuple[AttentionSpec, ...]
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Of all attention. Raises ConfigError where layers have different numbers of them."""
-        heads = sorted({group.num_kv_heads for group in self.attention})
-        if len(heads) > 1:
-            raise ConfigError(
-                f"--kv-transfer-config: not for a model whose attention has {heads[0]} kv heads and {heads[-1]}"
-            )
-        return heads[0] if heads else 0
-
-    @property
-    def num_attention_layers(self) -> int:
-        return sum(group.num_layers for group in self.attention)
 
     @property
     def num_state_units(self) -> int:

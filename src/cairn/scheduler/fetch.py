@@ -116,6 +116,9 @@ def _start(state: SchedulerState, request: Request) -> bool:
         cache.discard(sequence)
         _compute_here(state, request)
         return True
+    source, plan = choice
+    if plan.promised:
+        cache.expect(sequence, plan.position)
     if not cache.could_extend(sequence, length, num_states=1, reserved_pages=_pages_before(state, request)):
         cache.discard(sequence)
         return False
@@ -125,7 +128,6 @@ def _start(state: SchedulerState, request: Request) -> bool:
     if copies is None or state_pages is None:
         cache.discard(sequence)
         return False
-    source, plan = choice
     state.waiting.remove(request)
     request.sequence = sequence
     request.transfer.sources = tuple(other for other in request.transfer.sources if other is not source)
@@ -133,7 +135,7 @@ def _start(state: SchedulerState, request: Request) -> bool:
     if request.transfer.num_fetches == MAX_FETCHES:
         decline_sources(request)
     request.set_phase(Phase.FETCHING)
-    target = FetchTarget(sequence.blocks.span(sequence.matched, length), state_pages)
+    target = FetchTarget(sequence.blocks.span_to_fill(sequence.matched, length), state_pages)
     began, deadline = state.clock.now(), None
     if len(state.transfers.sources) > 1:
         deadline = began + OVERDUE_FACTOR * max(plan.seconds, _compute_seconds(state, plan, sequence))
@@ -170,9 +172,12 @@ def _compute_seconds(state: SchedulerState, plan: FetchPlan, sequence: SequenceB
 
 def _pages_before(state: SchedulerState, request: Request) -> int:
     """Pages that the plain requests before it are going to need, at most; no more are counted than there are."""
-    layout, num_pages = state.cache.layout, 0
+    layout, num_in_flight, num_pages = state.cache.layout, state.config.most_in_flight, 0
     for other in state.waiting.plain.before(request):
-        num_pages += layout.pages_for(other.num_tokens) + layout.pages_per_checkpoint * other.spec.role.kv_export
+        num_pages += (
+            layout.running_pages_for(other.num_tokens, num_in_flight)
+            + layout.pages_per_checkpoint * other.spec.role.kv_export
+        )
         if num_pages > state.cache.pool.num_pages:
             break
     return num_pages

@@ -45,9 +45,9 @@ def pages_to_lease(state: SchedulerState) -> LeaseDemand:
 
 
 def num_pages(state: SchedulerState, request: Request) -> int:
-    """Pages that the request's prompt and the state at its end take."""
+    """Pages that going on at the prompt's end and the state there take."""
     layout = state.cache.layout
-    return layout.pages_for(request.num_prompt_tokens) + layout.pages_per_checkpoint
+    return layout.retained_pages(0, request.num_prompt_tokens) + layout.pages_per_checkpoint
 
 
 def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceBlocks) -> LeaseDemand:
@@ -55,9 +55,9 @@ def _pages_to_lease(state: SchedulerState, request: Request, sequence: SequenceB
     shared in part is copied before anything is written after what it holds."""
     length, pages = request.num_prompt_tokens, [np.zeros(0, np.int32)]
     stays = sequence.blocks.copied or length + request.spec.max_tokens - 1 <= sequence.matched
-    for part in sequence.blocks.upto(length):
-        shared = min(sequence.matched, length) // part.group.tokens_per_page
-        pages.append(part.pages if stays else part.pages[:shared])
+    for part in sequence.blocks.needed_at(length):
+        shared = min(sequence.matched, length) // part.group.tokens_per_page - part.first_page
+        pages.append(part.pages if stays else part.pages[: max(0, shared)])
     if request.transfer.pinned_checkpoint is not None:
         pages.append(request.transfer.pinned_checkpoint.pages)
     elif (state_pages := sequence.state_pages(length)) is not None:
@@ -97,7 +97,7 @@ def offer_prompt(state: SchedulerState, request: Request) -> None:
         request_id=request.id,
         name=content_name(request),
         keys=request.spec.prompt,
-        pages=sequence.blocks.span(0, length),
+        pages=sequence.blocks.needed_at(length),
         checkpoints=(OfferedCheckpoint(length, checkpoint.pages),),
     )
     reference = side.offer(made)

@@ -4,7 +4,7 @@ Nothing is pinned for it: `remember_sequence` notes which tokens were there, and
 cached when somebody who knows their digests asks.
 """
 
-from cairn.cache.sequence_blocks import Namespace
+from cairn.cache.sequence_blocks import Namespace, SequenceBlocks
 from cairn.scheduler.kv_export import pages_to_lease
 from cairn.scheduler.request import Request
 from cairn.scheduler.state import SchedulerState
@@ -12,6 +12,9 @@ from cairn.scheduler.transfers import OpenLease, content_name
 from cairn.step import GRID
 from cairn.transfer.contract import ContentName, LeaseDemand, LookupRequest, Offer, OfferedCheckpoint
 from cairn.types import Keys
+
+_MAX_LOOKUPS = 4
+"""Marks that are looked up for one claim."""
 
 
 def remember_sequence(state: SchedulerState, request: Request) -> None:
@@ -38,13 +41,12 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
     cache, side = state.cache, state.transfers.side
     assert side is not None
     purpose = f"lookup {request.lookup}"
-    sequence = cache.lookup(Namespace(name.adapter, name.salt), keys, purpose, probe=True)
-    position = len(keys) if sequence.matched == len(keys) else sequence.matched // GRID * GRID
+    sequence, position = _look_up(state, name, keys, purpose)
     checkpoint = sequence.restore if sequence.hit <= position else None
     # without a state keys and values are worth nothing to anybody, unless the model has none
     of_use = position > request.start and (checkpoint is not None or cache.layout.resumes_anywhere)
     checkpoints = () if checkpoint is None else (OfferedCheckpoint(sequence.hit, checkpoint),)
-    offer = Offer(purpose, name, keys[:position], sequence.blocks.span(0, position), checkpoints)
+    offer = Offer(purpose, name, keys[:position], sequence.blocks.needed_at(position), checkpoints)
     can_lease = state.num_leases < state.transfers.quota.max_leases
     if not of_use or not can_lease or not side.fits(LeaseDemand(offer.all_pages), pages_to_lease(state)):
         side.answer_lookup(request.lookup, None)
@@ -54,3 +56,19 @@ def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, key
             pin = cache.pin(f"leased after {purpose}", offer.all_pages)
             state.transfers.offers[reference] = OpenLease(pin)
     cache.discard(sequence)
+
+
+def _look_up(state: SchedulerState, name: ContentName, keys: Keys, purpose: str) -> tuple[SequenceBlocks, int]:
+    """A probe of the longest prefix of `keys` that can be named and is cached, and its tokens. Of groups of limited
+    reach a probe has what going on at its hit needs and no more, so a mark before that is looked up by itself."""
+    cache, end = state.cache, len(keys)
+    for _ in range(_MAX_LOOKUPS):
+        # without recurrent layers the last token of what is looked up is never hit
+        length = min(len(keys), end + cache.layout.resumes_anywhere)
+        sequence = cache.lookup(Namespace(name.adapter, name.salt), keys[:length], purpose, probe=True)
+        position = end if sequence.matched == end else min(sequence.matched, end - 1) // GRID * GRID
+        if position in (0, sequence.matched) or not cache.layout.is_limited:
+            return sequence, position
+        cache.discard(sequence)
+        end = position
+    return cache.lookup(Namespace(name.adapter, name.salt), keys, purpose, bypass=True, probe=True), 0

@@ -45,8 +45,10 @@ class FetchPlan:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FetchTarget:
-    """Where to: `pages`, per attention group, for the tokens that are not here, to the prompt's end; from the page on
-    that holds the first of them, and none where all are here. `state_pages`: for the state at the end of what comes."""
+    """Where to: `pages`, per attention group, for the tokens that are not here, to the prompt's end; from the first
+    token on of the page that holds the first of them, and none where all are here. Of groups of limited reach those
+    within reach of where the request is going to go on, where that is certain. `state_pages`: for the state at the end
+    of what comes."""
 
     pages: tuple[GroupPages, ...]
     state_pages: Pages

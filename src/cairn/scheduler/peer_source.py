@@ -74,7 +74,7 @@ class PeerSource:
         position = source.reach(length)
         if source.nonce is None and position <= sequence.matched:
             return None
-        num_pages = layout.pages_for(position) - layout.pages_for(min(position, sequence.matched))
+        num_pages = layout.retained_pages(min(position, sequence.matched), position)
         num_bytes = (num_pages + layout.pages_per_checkpoint) * layout.page_bytes
         return FetchPlan(
             position,
@@ -85,9 +85,8 @@ class PeerSource:
         )
 
     def start(self, request: FetchRequest, target: FetchTarget) -> FetchId:
-        source, start = self._peer(request), len(request.keys)
-        if target.pages:
-            start = target.pages[0].first_page * target.pages[0].group.tokens_per_page
+        source = self._peer(request)
+        start = min((part.first_token for part in target.pages), default=len(request.keys))
         spec = PullSpec(request.request_id, source, request.name, request.keys, start, target.pages, target.state_pages)
         pull = self._side.pull(spec)
         self._pulls[pull] = _OpenPull(source, self._clock.now())

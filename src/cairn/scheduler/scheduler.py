@@ -77,8 +77,7 @@ class Scheduler:
             observer=observer,
             drafting=Drafting(drafter),
         )
-        num_in_flight = config.max_in_flight * config.max_num_batched_tokens
-        self._capacity = capacity_tokens(cache.layout, cache.pool.num_pages, num_in_flight)
+        self._capacity = capacity_tokens(cache.layout, cache.pool.num_pages, config.most_in_flight)
         self._plans: deque[PlanBuilder] = deque()
         self._step = 0
         self._arrivals = 0
@@ -162,8 +161,8 @@ class Scheduler:
         return min(longest, longest if self._capacity is None else self._capacity) - num_prompt_tokens
 
     def _can_export_kv(self, num_tokens: int) -> bool:
-        layout = self.state.cache.layout
-        need = layout.pages_for(num_tokens) + layout.pages_per_checkpoint + len(layout.groups)
+        layout, num_in_flight = self.state.cache.layout, self.state.config.most_in_flight
+        need = layout.running_pages_for(num_tokens, num_in_flight) + layout.pages_per_checkpoint + len(layout.groups)
         return need <= self.state.cache.pool.num_pages
 
     def _length_error(self, length: int, max_tokens: int) -> str:

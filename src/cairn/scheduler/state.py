@@ -40,6 +40,11 @@ class SchedulerConfig:
     in_flight_sharing: bool = True
     policy: SchedulingPolicy = "fcfs"
 
+    @property
+    def most_in_flight(self) -> int:
+        """Tokens that may be being computed at a time."""
+        return self.max_in_flight * self.max_num_batched_tokens
+
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_waiting", "max_model_len", "max_in_flight"):
             if getattr(self, name) < 1:

@@ -42,15 +42,30 @@ def match_claim(claim: Claim, offer: Offer, layout: bytes) -> int | None:
     return position if hmac.compare_digest(digest, expected) else None
 
 
+def find_pages(offer: Offer, start: int, position: int) -> tuple[GroupPages, ...] | None:
+    """Per attention group the pages of the offer that going on at `position` needs, of the tokens from `start` on; none
+    where there are no such tokens. None if some are not in the offer: what is needed at an earlier position than its
+    own may be behind the reach."""
+    if start >= position:
+        return ()
+    parts = []
+    for part in offer.pages:
+        first = max(start, part.group.needed_at(position))
+        if part.first_token > first:
+            return None
+        parts.append(part.span(first, position))
+    return tuple(parts)
+
+
 def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted) -> ReadOrder | None:
     """What to read by a grant; None when the grant does not follow from the claim
     or contradicts itself."""
-    source, end, start = spec.source, granted.position, spec.start
-    pages, state_pages = unpack_pages(granted.pages), unpack_pages(granted.checkpoint)
-    has_state = granted.checkpoint_position is not None
-    if pages is None or state_pages is None or has_state != bool(len(state_pages)):
+    source, end, at = spec.source, granted.position, granted.checkpoint_position
+    state_pages = unpack_pages(granted.checkpoint)
+    has_state = at is not None
+    if state_pages is None or has_state != bool(len(state_pages)):
         return None
-    if granted.checkpoint_position is not None and not 0 < granted.checkpoint_position <= end:
+    if at is not None and not 0 < at <= end:
         return None
     if source.nonce is not None:
         # all of the lease
@@ -58,18 +73,46 @@ def plan_read(spec: PullSpec, pull: PullId, peer: Peer, granted: Granted) -> Rea
             return None
     else:
         is_mark = end % GRID == 0 and end <= min(len(spec.keys), MAX_MARK_BYTES // DIGEST_BYTES * GRID)
-        if end <= start or not (is_mark or end == _end(spec)) or (has_state and spec.checkpoint is None):
+        if end <= spec.start or not (is_mark or end == _end(spec)) or (has_state and spec.checkpoint is None):
             return None
-        if not spec.pages:
-            # No page is needed here, or the model has no attention: what the peer grants beyond the state is ignored.
-            start, pages = end, pages[:0]
-    if len(pages) != num_range_pages(start, end, peer.geometry.block_size):
+    if any(part.group.reach is not None for part in spec.pages) and at != end and (has_state or end == len(spec.keys)):
+        # what is within reach at `end` is not all that is within reach at an earlier token
         return None
-    local = tuple(part.upto(end) for part in spec.pages) if start < end else ()
-    remote_groups = (replace(part.group, tokens_per_page=peer.geometry.block_size) for part in local)
-    remote = tuple(GroupPages(group, start, pages) for group in remote_groups)
+    parts = _match_pages(spec, peer, granted)
+    if parts is None:
+        return None
+    remote, local = parts
     states = (state_pages, spec.checkpoint) if has_state else (None, None)
-    return ReadOrder(pull, peer, start, end, remote, local, *states)
+    return ReadOrder(pull, peer, end, remote, local, *states)
+
+
+def _match_pages(
+    spec: PullSpec, peer: Peer, granted: Granted
+) -> tuple[tuple[GroupPages, ...], tuple[GroupPages, ...]] | None:
+    """Per attention group the peer's pages and those that they go to, no group where there are none; None if the peer
+    grants others than were claimed."""
+    end, groups = granted.position, peer.geometry.attention_groups
+    if not spec.pages and spec.source.nonce is None:
+        # No page is needed here, or the model has no attention: what the peer grants beyond the state is ignored.
+        return (), ()
+    if not len(granted.pages) == len(granted.first_tokens) == (len(spec.pages) if spec.start < end else 0):
+        return None
+    if granted.pages and len(groups) != len(spec.pages):
+        return None
+    remote, local = list[GroupPages](), list[GroupPages]()
+    given = zip(granted.first_tokens, granted.pages, strict=True)
+    for (first_token, packed), part, theirs in zip(given, spec.pages, groups, strict=False):
+        group = replace(part.group, tokens_per_page=theirs.tokens_per_page)
+        first, pages = min(end, max(spec.start, group.needed_at(end))), unpack_pages(packed)
+        if pages is None or (theirs.reach, theirs.chunked) != (group.reach, group.chunked):
+            return None
+        if first_token != first or len(pages) != num_range_pages(first, end, group.tokens_per_page):
+            return None
+        remote.append(GroupPages(group, first, pages).span(part.first_token, end))
+        local.append(part.span(first, end))
+    if not any(len(part.pages) for part in remote):
+        return (), ()
+    return tuple(remote), tuple(local)
 
 
 def _end(spec: PullSpec) -> int:

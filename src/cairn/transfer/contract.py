@@ -14,6 +14,7 @@ import msgspec
 import numpy as np
 
 from cairn.cache.group_pages import GroupPages, page_numbers
+from cairn.cache.layout import reach_name
 from cairn.step import GRID
 from cairn.transfer.links.contract import ReadState
 from cairn.types import Keys, Pages
@@ -47,8 +48,25 @@ class ContentName:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerGroup:
+    """An attention group of a server: `tokens_per_page` may differ from another server's, the others may not. See
+    `cairn.cache.layout.AttentionGroup`."""
+
+    tokens_per_page: _Count
+    reach: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)] | None = None
+    chunked: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What must be equal, in words."""
+        return reach_name(self.reach, self.chunked)
+
+
+@dataclass(frozen=True, slots=True)
 class PeerGeometry:
-    """How one rank of a server cuts its pages and checkpoints. Sizes in bytes, see `cairn.cache.layout`."""
+    """How one rank of a server cuts its pages and checkpoints. Sizes in bytes, see `cairn.cache.layout`. `groups`:
+    empty for a server with one attention group of unlimited reach, whose pages have `block_size` tokens, or with
+    none."""
 
     block_size: _Count
     page_bytes: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
@@ -59,6 +77,12 @@ class PeerGeometry:
     tp_size: Annotated[int, msgspec.Meta(ge=1, le=1024)] = 1
     checkpoint_dtype: Annotated[str, msgspec.Meta(max_length=64)] = "float32"
     state_dtype: Annotated[str, msgspec.Meta(max_length=64)] = "float32"
+    groups: Annotated[tuple[PeerGroup, ...], msgspec.Meta(max_length=64)] = ()
+
+    @property
+    def attention_groups(self) -> tuple[PeerGroup, ...]:
+        """The attention groups; one of unlimited reach for a server without attention, too."""
+        return self.groups or (PeerGroup(self.block_size),)
 
 
 def num_range_pages(start: int, end: int, block_size: int) -> int:
@@ -155,10 +179,10 @@ class TransferRole:
 class PullSpec:
     """What to pull of `keys` from `source`, and where to.
 
-    `pages`, per attention group, are those of the tokens [start, len(keys)), or none when no page is needed; `start` is
-    a multiple of the own block size, or len(keys). `checkpoint`: the pages for the state, None when none is needed. A
-    lease delivers all of it. Without a lease the source may deliver less: tokens up to its `end` or a multiple of 64
-    beyond `start`, and a state only where it has one.
+    `pages`, per attention group, are those to be filled, from the first token on that is needed of the group up to
+    len(keys), or none when no page is needed; nothing is needed of tokens before `start`. `checkpoint`: the pages for
+    the state, None when none is needed. A lease delivers all of it. Without a lease the source may deliver less: tokens
+    up to its `end` or a multiple of 64 beyond `start`, and a state only where it has one.
     `release_only`: nothing is needed; the lease is given back unused. `request_id`: the own request's, for messages.
     """
 
@@ -267,13 +291,12 @@ class SchedulerSide(Protocol):
 
 
 class ReadOrder(msgspec.Struct, frozen=True, tag="read", eq=False):
-    """What a pull reads of a peer, the same for all ranks: tokens [start, end) from its `remote` pages into the own
-    `local` ones, each in its side's block size, and its checkpoint into the own state pages, or None.
-    Each rank reads its share."""
+    """What a pull reads of a peer, the same for all ranks: of each attention group the tokens from its first one up to
+    `end` from the peer's `remote` pages into the own `local` ones, each in its side's size, and its checkpoint into
+    the own state pages, or None. Each rank reads its share."""
 
     pull: Annotated[PullId, msgspec.Meta(ge=0, lt=1 << 62)]
     peer: Peer
-    start: _Tokens
     end: _Tokens
     remote: tuple[GroupPages, ...]
     local: tuple[GroupPages, ...]

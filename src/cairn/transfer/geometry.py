@@ -3,17 +3,18 @@
     remote   the server that is read from, `tp_size` ranks with pages of `block_size` tokens
     local    the server that reads; everything here is for one of its ranks
     unit     what tensor parallelism shares out: a key-value head, or a unit of the recurrent state
-    page     [unit][layer][k|v][token][dim]      the units of a rank are contiguous
+    page     [unit][layer][k|v][token][dim]      of one attention group; the units of a rank are contiguous
     state    [header | unit 0 | unit 1 | ...]    a checkpoint, cut into pages anywhere, by each side's page size
     slot     the local units of one remote page, as they lie in staging
 
 Units are assigned to ranks in order; with fewer units than ranks, neighbouring ranks have the same one. Where several
-remote ranks have a unit, the local ranks are spread evenly over them. `pair` works that out once per peer; from it
-follow, for each request:
+remote ranks have a unit, the local ranks are spread evenly over them. Every page has the same bytes, so a group whose
+tokens are smaller has more of them in a page, and may leave less than one token's bytes at the end of each unit. `pair`
+works that out once per peer; from it follow, for each request and attention group:
 
-    equal block sizes     page_reads: straight into the local pages
-    unequal block sizes   staging_reads into slots, then lay_out(staging_copies)
-    checkpoint            state_reads
+    equal sizes of pages     page_reads: straight into the local pages
+    unequal sizes of pages   staging_reads into slots, then `token_copies.lay_out`
+    checkpoint               state_reads
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from cairn.cache.layout import CacheLayout
 from cairn.errors import ConfigError
-from cairn.transfer.contract import PeerGeometry, num_range_pages
+from cairn.transfer.contract import PeerGeometry, PeerGroup, num_range_pages
 from cairn.transfer.links.contract import Descriptors
 from cairn.types import Pages
 
@@ -32,12 +33,26 @@ _Array = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class ModelUnits:
-    """Units that tensor parallelism shares out, counted over the whole model. `kv_heads` and `attention_layers` are 0
-    for a model without attention, `state_units` for one without recurrent state."""
+class AttentionUnits:
+    """An attention group of the whole model: its kv heads and layers. `row_bytes`: of one token's keys of one head in
+    one layer; its values have as many."""
 
     kv_heads: int
-    attention_layers: int
+    layers: int
+    row_bytes: int
+
+    @property
+    def runs(self) -> int:
+        """[token][dim] runs of one unit, two a layer."""
+        return 2 * self.layers
+
+
+@dataclass(frozen=True, slots=True)
+class ModelUnits:
+    """Units that tensor parallelism shares out, counted over the whole model. `attention`: by group, none for a model
+    without attention; `state_units` is 0 for one without recurrent state."""
+
+    attention: tuple[AttentionUnits, ...]
     state_units: int
 
 
@@ -51,45 +66,64 @@ class Ranges(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankSource:
-    """Byte ranges to read from remote rank `rank`: of each page, and of a state. Either may be empty."""
+    """Byte ranges to read from remote rank `rank`, of each page of a group or of a state."""
 
     rank: int
-    page: Ranges
-    state: Ranges
+    ranges: Ranges
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupPairing:
+    """How one local rank reads the pages of one attention group from a peer, for every request.
+
+    `remote_tokens`, `local_tokens`: of a page. `page_bytes`: of a local page, which has `units` units of `runs` runs,
+    where each token has `row_bytes`. `sources`: by rank. `slot_bytes`: from one slot to the next; where nothing is
+    staged a local page is the slot.
+    """
+
+    remote_tokens: int
+    local_tokens: int
+    page_bytes: int
+    units: int
+    runs: int
+    row_bytes: int
+    sources: tuple[RankSource, ...]
+    slot_bytes: int
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether pages are read into staging and laid out anew."""
+        return self.remote_tokens != self.local_tokens
+
+    @property
+    def unit_bytes(self) -> int:
+        """From one unit of a local page to the next."""
+        return self.page_bytes // self.units
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pairing:
-    """How one local rank reads from a peer, for every request.
-
-    `sources`: by rank. `slot_bytes`: the local units of one remote page. `runs`: [token][dim] runs of one unit, two a
-    layer. `row_bytes`: one token's bytes in such a run.
-    """
+    """How one local rank reads from a peer, for every request: `groups`, the pages of each attention group, and
+    `states`, by rank."""
 
     remote: PeerGeometry
     local: PeerGeometry
-    sources: tuple[RankSource, ...]
-    slot_bytes: int
-    runs: int
-    row_bytes: int
+    groups: tuple[GroupPairing, ...]
+    states: tuple[RankSource, ...]
 
     @property
     def ranks(self) -> tuple[int, ...]:
         """The remote ranks to read from."""
-        return tuple(source.rank for source in self.sources)
-
-    @property
-    def staged(self) -> bool:
-        """Whether pages are read into staging and laid out anew."""
-        return self.runs > 0 and self.remote.block_size != self.local.block_size
+        sources = [*self.states, *(source for group in self.groups for source in group.sources)]
+        return tuple(sorted({source.rank for source in sources}))
 
 
 def geometry_of(layout: CacheLayout, tp_size: int) -> PeerGeometry:
-    """The geometry of a server whose ranks have this layout. Raises ConfigError for more than one attention group."""
-    if len(layout.groups) > 1 or any(group.reach is not None for group in layout.groups):
-        raise ConfigError("--kv-transfer-config: not for a model whose attention has heads of several sizes")
+    """The geometry of a server whose ranks have this layout."""
+    groups = tuple(PeerGroup(group.tokens_per_page, group.reach, group.chunked) for group in layout.groups)
+    is_plain = not groups or groups == (PeerGroup(layout.block_size),)
     return PeerGeometry(
-        block_size=layout.groups[0].tokens_per_page if layout.groups else layout.block_size,
+        block_size=layout.block_size,
         page_bytes=layout.page_bytes,
         page_units=layout.page_units,
         header_bytes=layout.header_bytes,
@@ -98,6 +132,7 @@ def geometry_of(layout: CacheLayout, tp_size: int) -> PeerGeometry:
         tp_size=tp_size,
         checkpoint_dtype=layout.checkpoint_dtype,
         state_dtype=layout.state_dtype,
+        groups=() if is_plain else groups,
     )
 
 
@@ -106,24 +141,68 @@ def pair(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int
     if not 0 <= rank < local.tp_size:
         raise ConfigError(f"rank {rank} is none of the {local.tp_size} of --tensor-parallel-size")
     check_checkpoint_dtypes(remote, local)
+    check_groups(remote, local)
     _check_states(model, remote, local)
-    runs = 2 * model.attention_layers if model.kv_heads else 0
-    row_bytes = _checked_row_bytes(model, remote, local) if runs else 0
-    if not runs:
+    if model.attention:
+        _check_block_sizes(model, remote, local)
+    else:
         _check_equal("page_bytes of a model without attention", remote.page_bytes, local.page_bytes)
-    slot_bytes = local.page_units * runs * remote.block_size * row_bytes
-    pages = _page_ranges(model, remote, local, rank, runs * remote.block_size * row_bytes)
-    states = _state_ranges(model, remote, local, rank)
-    nothing = Ranges(*np.zeros((3, 0), np.int64))
-    sources = tuple(
-        RankSource(
-            rank=each,
-            page=_cut(pages.get(each, nothing), remote.page_bytes, local.page_bytes),
-            state=_cut(states.get(each, nothing), remote.page_bytes, local.page_bytes),
-        )
-        for each in sorted(pages.keys() | states.keys())
+    sides = zip(remote.attention_groups, local.attention_groups, strict=True)
+    groups = [
+        _pair_group(units, (remote, theirs), (local, ours), rank)
+        for units, (theirs, ours) in zip(model.attention, sides, strict=False)
+    ]
+    states = _sources(_state_ranges(model, remote, local, rank), remote.page_bytes, local.page_bytes)
+    return Pairing(remote, local, tuple(groups), states)
+
+
+def _pair_group(
+    units: AttentionUnits,
+    remote: tuple[PeerGeometry, PeerGroup],
+    local: tuple[PeerGeometry, PeerGroup],
+    rank: int,
+) -> GroupPairing:
+    """Of one attention group, as both sides have it."""
+    strides = [_unit_bytes(units, *side, name) for side, name in ((remote, "the peer's"), (local, "the own"))]
+    (there, theirs), (here, ours) = remote, local
+    held = here.page_bytes // strides[1]
+    size = units.runs * theirs.tokens_per_page * units.row_bytes
+    is_staged = theirs.tokens_per_page != ours.tokens_per_page
+    slot_stride, slot_bytes = strides[1], here.page_bytes
+    if is_staged:
+        slot_stride, slot_bytes = size, _slot_bytes(held * size, here.page_bytes)
+    elif strides[0] == strides[1]:
+        # what a unit leaves at its end comes along: so all are one run
+        size = strides[0]
+    owner, index = _owners(units.kv_heads, there.tp_size, here, held, rank)
+    ranges = Ranges(index * strides[0], np.arange(held) * slot_stride, np.full(held, size))
+    return GroupPairing(
+        remote_tokens=theirs.tokens_per_page,
+        local_tokens=ours.tokens_per_page,
+        page_bytes=here.page_bytes,
+        units=held,
+        runs=units.runs,
+        row_bytes=units.row_bytes,
+        sources=_sources(_by_rank(owner, ranges), there.page_bytes, here.page_bytes),
+        slot_bytes=slot_bytes,
     )
-    return Pairing(remote, local, sources, slot_bytes, runs, row_bytes)
+
+
+def _slot_bytes(used: int, page_bytes: int) -> int:
+    """From one slot of `used` bytes to the next, so that they lie alike in all pages of staging."""
+    if used < page_bytes:
+        return used if page_bytes % used == 0 else page_bytes
+    return -(-used // page_bytes) * page_bytes
+
+
+def check_groups(remote: PeerGeometry, local: PeerGeometry) -> None:
+    """Raises ConfigError for two servers that keep keys and values by other attention groups."""
+    there, here = (", ".join(group.kind for group in side.attention_groups) for side in (remote, local))
+    if there != here:
+        raise ConfigError(
+            f"attention groups: {there} at the peer, {here} here: both sides must serve the same model, and both or "
+            "neither with --host-cache-bytes or --disk-cache, which keep all tokens of layers with windows"
+        )
 
 
 def check_checkpoint_dtypes(remote: PeerGeometry, local: PeerGeometry) -> None:
@@ -161,41 +240,31 @@ def _check_states(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry) 
     _check_equal("bytes of a state unit", *unit_bytes)
 
 
-def _checked_row_bytes(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry) -> int:
-    """Bytes of one token in one unit, layer, and k or v."""
-    row_bytes = []
-    for name, side in (("the peer's", remote), ("the own", local)):
-        held = _units_per_rank("kv heads", model.kv_heads, side.tp_size)
-        rows = held * 2 * model.attention_layers * side.block_size
-        if side.page_units != held or side.page_bytes % rows:
-            raise ConfigError(
-                f"{name} pages have {side.page_units} kv heads in {side.page_bytes} bytes, but a rank of "
-                f"{side.tp_size} holds {held} of {model.kv_heads}, in {model.attention_layers} layers of "
-                f"{side.block_size} tokens"
-            )
-        row_bytes.append(side.page_bytes // rows)
-    _check_equal("bytes of one head of one token", *row_bytes)
+def _unit_bytes(units: AttentionUnits, side: PeerGeometry, group: PeerGroup, name: str) -> int:
+    """From one unit of a page to the next on this side, which has room for as many tokens as it says and no more."""
+    held, tokens = _units_per_rank("kv heads", units.kv_heads, side.tp_size), group.tokens_per_page
+    token_bytes = units.runs * units.row_bytes
+    left = side.page_bytes // held - tokens * token_bytes
+    if held % side.page_units or side.page_bytes % held or not 0 <= left < token_bytes:
+        raise ConfigError(
+            f"{name} pages have {side.page_units} kv heads in {side.page_bytes} bytes, but a rank of {side.tp_size} "
+            f"holds {held} of {units.kv_heads}, in {units.layers} layers of {tokens} tokens of {units.row_bytes} bytes"
+        )
+    return side.page_bytes // held
+
+
+def _check_block_sizes(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry) -> None:
+    if len(model.attention) != len(local.attention_groups):
+        raise ConfigError(f"{len(local.attention_groups)} attention groups, the model has {len(model.attention)}")
     if remote.block_size % local.block_size and local.block_size % remote.block_size:
         raise ConfigError(
             f"--block-size {local.block_size} and the peer's {remote.block_size}: one must be a multiple of the other"
         )
-    return row_bytes[0]
 
 
 def _check_equal(what: str, remote: int, local: int) -> None:
     if remote != local:
         raise ConfigError(f"{what}: {remote} at the peer, {local} here; both must serve the same model and dtype")
-
-
-def _page_ranges(
-    model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int, unit_bytes: int
-) -> dict[int, Ranges]:
-    """Of one remote page: by remote rank the runs that this rank needs."""
-    if not unit_bytes:
-        return {}
-    owner, index = _owners(model.kv_heads, remote.tp_size, local, local.page_units, rank)
-    size = np.full(len(owner), unit_bytes)
-    return _by_rank(owner, Ranges(index * unit_bytes, np.arange(len(owner)) * unit_bytes, size))
 
 
 def _state_ranges(model: ModelUnits, remote: PeerGeometry, local: PeerGeometry, rank: int) -> dict[int, Ranges]:
@@ -229,15 +298,19 @@ def _owners(total: int, remote_tp: int, local: PeerGeometry, held: int, rank: in
 
 
 def _by_rank(owner: _Array, ranges: Ranges) -> dict[int, Ranges]:
-    """Runs that follow each other at the peer joined (here they all do), empty ones left out, the rest by rank."""
+    """Runs that follow each other on both sides joined, empty ones left out, the rest by rank."""
     filled = ranges.num_bytes > 0
     owner, (remote, local, size) = owner[filled], (each[filled] for each in ranges)
     if not len(owner):
         return {}
-    apart = (np.diff(owner) != 0) | (np.diff(remote) != size[:-1])
+    apart = (np.diff(owner) != 0) | (np.diff(remote) != size[:-1]) | (np.diff(local) != size[:-1])
     heads = np.concatenate(([0], np.flatnonzero(apart) + 1))
     owner, joined = owner[heads], Ranges(remote[heads], local[heads], np.add.reduceat(size, heads))
     return {int(each): Ranges(*(part[owner == each] for part in joined)) for each in np.unique(owner)}
+
+
+def _sources(by_rank: dict[int, Ranges], remote_page: int, local_page: int) -> tuple[RankSource, ...]:
+    return tuple(RankSource(rank, _cut(by_rank[rank], remote_page, local_page)) for rank in sorted(by_rank))
 
 
 def _cut(ranges: Ranges, remote_page: int, local_page: int) -> Ranges:
@@ -253,86 +326,51 @@ def _cut(ranges: Ranges, remote_page: int, local_page: int) -> Ranges:
     return Ranges(*np.concatenate(parts, axis=1))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TokenCopies:
-    """Runs of tokens from slots to local pages, int64 [n] each; every run is there once for each unit, layer, k and v.
-
-        slots   [slot][unit][layer, k|v][slot_token ...][row]
-        pages   [page][unit][layer, k|v][page_token ...][row]
-
-    All but the first and the last run have `granule` tokens and lie at multiples of it on both sides.
-    """
-
-    slot: _Array
-    slot_token: _Array
-    page: _Array
-    page_token: _Array
-    num_tokens: _Array
-    granule: int
-
-    def __len__(self) -> int:
-        return len(self.num_tokens)
-
-    @property
-    def num_slots(self) -> int:
-        """How many slots they come from, the first one included."""
-        return int(self.slot[-1]) + 1 if len(self) else 0
-
-    def by_token(self) -> "tuple[_Array, _Array, _Array, _Array]":
-        """The same token by token: slot, token of it, page, and token of it, int64 [tokens] each."""
-        ends = np.cumsum(self.num_tokens)
-        within = np.arange(ends[-1] if len(self) else 0) - np.repeat(ends - self.num_tokens, self.num_tokens)
-        slot, slot_token, page, page_token = (
-            np.repeat(each, self.num_tokens) for each in (self.slot, self.slot_token, self.page, self.page_token)
-        )
-        return slot, slot_token + within, page, page_token + within
-
-
 def page_reads(
-    pairing: Pairing, start: int, end: int, remote_pages: Pages, local_pages: Pages
+    pairing: GroupPairing, start: int, end: int, remote_pages: Pages, local_pages: Pages
 ) -> dict[int, Descriptors]:
-    """By remote rank the reads that fill `local_pages` whole, for equal block sizes: one descriptor a page and rank.
+    """By remote rank the reads that fill `local_pages` whole, for equal sizes of pages: one descriptor a page and rank.
 
-    Tokens [start, end); the page lists cover them in each side's block size. Raises ValueError for lists of another
-    length, and for unequal block sizes.
+    Tokens [start, end); the page lists cover them in each side's size. Raises ValueError for lists of another length,
+    and for unequal sizes.
     """
-    if pairing.staged:
-        raise ValueError(f"blocks of {pairing.remote.block_size} and {pairing.local.block_size} tokens need staging")
-    check_page_list(pairing, "remote_pages", remote_pages, pairing.remote, start, end)
-    check_page_list(pairing, "local_pages", local_pages, pairing.local, start, end)
+    if pairing.is_staged:
+        raise ValueError(f"pages of {pairing.remote_tokens} and {pairing.local_tokens} tokens need staging")
+    check_page_list("remote_pages", remote_pages, pairing.remote_tokens, start, end)
+    check_page_list("local_pages", local_pages, pairing.local_tokens, start, end)
     return _reads_into(pairing, remote_pages, local_pages.astype(np.int64))
 
 
-def staging_pages(pairing: Pairing, start: int, end: int) -> int:
+def staging_pages(pairing: GroupPairing, start: int, end: int) -> int:
     """How many local pages of staging the tokens [start, end) take."""
-    return -(-num_range_pages(start, end, pairing.remote.block_size) * pairing.slot_bytes // pairing.local.page_bytes)
+    return -(-num_range_pages(start, end, pairing.remote_tokens) * pairing.slot_bytes // pairing.page_bytes)
 
 
 def staging_reads(
-    pairing: Pairing, start: int, end: int, remote_pages: Pages, first_page: int
+    pairing: GroupPairing, start: int, end: int, remote_pages: Pages, first_page: int
 ) -> dict[int, Descriptors]:
     """By remote rank the reads that fill the slots, which lie back to back from local page `first_page` on.
 
     Tokens [start, end), covered by `remote_pages`. Raises ValueError for a list of another length.
     """
-    check_page_list(pairing, "remote_pages", remote_pages, pairing.remote, start, end)
+    check_page_list("remote_pages", remote_pages, pairing.remote_tokens, start, end)
     staging = np.arange(first_page, first_page + staging_pages(pairing, start, end))
     return _reads_into(pairing, remote_pages, staging)
 
 
-def _reads_into(pairing: Pairing, remote_pages: Pages, local_pages: _Array) -> dict[int, Descriptors]:
+def _reads_into(pairing: GroupPairing, remote_pages: Pages, local_pages: _Array) -> dict[int, Descriptors]:
     count, reads = len(remote_pages), {}
     for source in pairing.sources:
-        pieces = len(source.page.num_bytes)
+        pieces = len(source.ranges.num_bytes)
         if count and pieces:
-            flat = (np.arange(count)[:, None] * pairing.slot_bytes + source.page.local).reshape(-1)
-            number, offset = np.divmod(flat, pairing.local.page_bytes)
+            flat = (np.arange(count)[:, None] * pairing.slot_bytes + source.ranges.local).reshape(-1)
+            number, offset = np.divmod(flat, pairing.page_bytes)
             reads[source.rank] = Descriptors(
                 remote_page=np.repeat(remote_pages.astype(np.int64), pieces),
-                remote_offset=np.tile(source.page.remote, count),
+                remote_offset=np.tile(source.ranges.remote, count),
                 local_page=local_pages[number],
                 local_offset=offset,
-                num_bytes=np.tile(source.page.num_bytes, count),
+                num_bytes=np.tile(source.ranges.num_bytes, count),
             )
     return reads
 
@@ -348,63 +386,24 @@ def state_reads(pairing: Pairing, remote_state: Pages, local_state: Pages) -> di
         if len(pages) != need:
             raise ValueError(f"{name} lists {len(pages)} pages, a checkpoint takes {need}")
     reads = {}
-    for source in pairing.sources:
-        if len(source.state.num_bytes):
-            remote, remote_offset = np.divmod(source.state.remote, pairing.remote.page_bytes)
-            local, local_offset = np.divmod(source.state.local, pairing.local.page_bytes)
+    for source in pairing.states:
+        if len(source.ranges.num_bytes):
+            remote, remote_offset = np.divmod(source.ranges.remote, pairing.remote.page_bytes)
+            local, local_offset = np.divmod(source.ranges.local, pairing.local.page_bytes)
             reads[source.rank] = Descriptors(
                 remote_page=remote_state.astype(np.int64)[remote],
                 remote_offset=remote_offset,
                 local_page=local_state.astype(np.int64)[local],
                 local_offset=local_offset,
-                num_bytes=source.state.num_bytes,
+                num_bytes=source.ranges.num_bytes,
             )
     return reads
 
 
-def staging_copies(pairing: Pairing, start: int, end: int, local_pages: Pages) -> TokenCopies:
-    """From the slots of tokens [start, end) to the `local_pages` that cover them; exactly these tokens, no others.
-
-    Raises ValueError for a list of another length.
-    """
-    check_page_list(pairing, "local_pages", local_pages, pairing.local, start, end)
-    remote_block, local_block = pairing.remote.block_size, pairing.local.block_size
-    granule = min(remote_block, local_block)
-    token = np.concatenate(([start], np.arange(start // granule + 1, -(-end // granule)) * granule))[: end - start]
-    return TokenCopies(
-        slot=token // remote_block - start // remote_block,
-        slot_token=token % remote_block,
-        page=local_pages.astype(np.int64)[token // local_block - start // local_block],
-        page_token=token % local_block,
-        num_tokens=np.diff(token, append=end),
-        granule=granule,
-    )
-
-
-def lay_out(pairing: Pairing, copies: TokenCopies, staging: NDArray[np.uint8], pool: NDArray[np.uint8]) -> None:
-    """Carry the copies out. `staging`: uint8, the pages that hold the slots, back to back and contiguous; `pool`: uint8
-    [num_pages, page_bytes], contiguous. The two may be parts of one array, but must not share a page of the copies."""
-    if not len(copies):
-        return
-    heads, row, granule = (pairing.local.page_units, pairing.runs), pairing.row_bytes, copies.granule
-    slots = staging.reshape(-1)[: copies.num_slots * pairing.slot_bytes]
-    source = slots.view().reshape(-1, *heads, pairing.remote.block_size // granule, granule * row)
-    target = pool.view()
-    target.shape = (len(pool), *heads, pairing.local.block_size // granule, granule * row)
-    whole = copies.num_tokens == granule
-    slot_part, page_part = copies.slot_token // granule, copies.page_token // granule
-    target[copies.page[whole], :, :, page_part[whole]] = source[copies.slot[whole], :, :, slot_part[whole]]
-    for index in np.flatnonzero(~whole):
-        skip = int(copies.slot_token[index]) % granule * row
-        part = slice(skip, skip + int(copies.num_tokens[index]) * row)
-        piece = source[copies.slot[index], :, :, slot_part[index], part]
-        target[copies.page[index], :, :, page_part[index], part] = piece
-
-
-def check_page_list(pairing: Pairing, name: str, pages: Pages, side: PeerGeometry, start: int, end: int) -> None:
-    """Raises ValueError unless `pages` are as many as the tokens [start, end) take on this side."""
+def check_page_list(name: str, pages: Pages, tokens_per_page: int, start: int, end: int) -> None:
+    """Raises ValueError unless `pages` are as many as the tokens [start, end) take."""
     if not 0 <= start <= end:
         raise ValueError(f"tokens [{start}, {end}) are no range")
-    need = num_range_pages(start, end, side.block_size) if pairing.runs else 0
+    need = num_range_pages(start, end, tokens_per_page)
     if len(pages) != need:
         raise ValueError(f"{name} lists {len(pages)} pages, tokens [{start}, {end}) take {need}")

@@ -24,8 +24,7 @@ from types import MappingProxyType
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.cache.group_pages import page_numbers
-from cairn.transfer.claim import match_claim
+from cairn.transfer.claim import find_pages, match_claim
 from cairn.transfer.contract import (
     NO_DEMAND,
     LeaseDemand,
@@ -248,6 +247,8 @@ class Leases:
             return RefusalReason.OUT_OF_RANGE
         if claim.checkpoint and _deepest(offer, claim.position) is None:
             return RefusalReason.OUT_OF_RANGE
+        if find_pages(offer, claim.start, claim.position) is None:
+            return RefusalReason.OUT_OF_RANGE
         # long prompts take a while: without the lock, which the scheduler waits for
         if (position := match_claim(claim, offer, self._layout)) is None:
             return RefusalReason.OTHER_CONTENT
@@ -302,15 +303,16 @@ class Leases:
         return lease if lease.state is LeaseState.OFFERED else _why_ended(lease)
 
     def _grant(self, lease: Lease, claim: Claim, offer: Offer, position: int) -> Claimed:
-        """Make the lease the claim's own."""
+        """Make the lease the claim's own. The offer has the pages that it names."""
         lease.to(LeaseState.CLAIMED)
         self._extend(lease)
-        parts = offer.pages if claim.start < position else ()
-        pages = page_numbers(part.drop_before(claim.start).upto(position) for part in parts)
+        parts = find_pages(offer, claim.start, position)
+        assert parts is not None, f"{offer.request_id}: pages of what is offered are missing"
+        listed = tuple(part.first_token for part in parts), tuple(pack_pages(part.pages) for part in parts)
         checkpoint = _deepest(offer, position) if claim.checkpoint else None
         if checkpoint is None:
-            return Claimed(lease, Granted(position, pack_pages(pages), None, b""))
-        return Claimed(lease, Granted(position, pack_pages(pages), checkpoint.position, pack_pages(checkpoint.pages)))
+            return Claimed(lease, Granted(position, *listed, None, b""))
+        return Claimed(lease, Granted(position, *listed, checkpoint.position, pack_pages(checkpoint.pages)))
 
     def _extend(self, lease: Lease) -> None:
         until = self._clock.now() + self._limits.extension

@@ -7,8 +7,9 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from cairn.transfer.geometry import Pairing, TokenCopies, lay_out
+from cairn.transfer.geometry import GroupPairing
 from cairn.transfer.links.contract import Region
+from cairn.transfer.token_copies import TokenCopies, lay_out
 
 Fence: TypeAlias = Callable[[], bool]
 """Whether it has been passed. Never waits: it is called again and again."""
@@ -28,7 +29,7 @@ class PoolMemory(Protocol):
     def enter_thread(self) -> None:
         """To be called first in a thread that drives a link on this memory."""
 
-    def lay_out(self, pairing: Pairing, copies: TokenCopies, first_page: int) -> None:
+    def lay_out(self, pairing: GroupPairing, copies: TokenCopies, first_page: int) -> None:
         """Carry the copies out, from slots that lie back to back from staging page `first_page` on. They may go on
         after the call: the slots must stay, and the pages are somebody's, until a fence made later has been passed."""
 
@@ -47,7 +48,7 @@ class HostPool:
     def enter_thread(self) -> None:
         """Nothing to do: all threads have the same memory."""
 
-    def lay_out(self, pairing: Pairing, copies: TokenCopies, first_page: int) -> None:
+    def lay_out(self, pairing: GroupPairing, copies: TokenCopies, first_page: int) -> None:
         lay_out(pairing, copies, self._pool[first_page:], self._pool)
 
     def fence(self) -> Fence:

@@ -2,7 +2,8 @@
 
 equal sizes             one piece: page for page, one descriptor each, so that a link's prepared lists serve
 other numbers of ranks  one piece: `geometry.page_reads` and `state_reads`, straight into the own pages
-other block sizes       a piece with the checkpoint, and pieces of whole remote pages that are read into staging
+other sizes of pages    a piece with the checkpoint, and of each attention group whose pages have another number of
+                        tokens pieces of whole remote pages that are read into staging
 
     rows of the rank's pool   [0, num_pages) the scheduler's | [num_pages, ...) staging: buffer 0 | buffer 1 | ...
 
@@ -14,25 +15,27 @@ shares with short ones, and one in quarantine costs one buffer.
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from cairn.cache.group_pages import page_numbers
+from cairn.cache.group_pages import GroupPages
 from cairn.errors import ConfigError
 from cairn.transfer.contract import PeerGeometry, PullId, ReadOrder
 from cairn.transfer.geometry import (
+    GroupPairing,
     ModelUnits,
     Pairing,
     check_page_list,
     page_reads,
     pair,
-    staging_copies,
     staging_reads,
     state_reads,
 )
 from cairn.transfer.links.contract import Descriptors, LinkError
 from cairn.transfer.memory import PoolMemory
+from cairn.transfer.token_copies import staging_copies
 from cairn.types import Pages
 
 STAGING_BYTES = 64 << 20
@@ -84,7 +87,7 @@ class DirectPiece:
 def staging_pages_for(model: ModelUnits, local: PeerGeometry) -> int:
     """Number of staging pages that a rank needs after its pool: room for 64 remote blocks of 128 tokens in at most 64
     MiB, but always for two; 0 for a model without attention."""
-    if not model.kv_heads:
+    if not model.attention:
         return 0
     block = _block_pages(local.block_size)
     blocks = STAGING_BYTES // (block * local.page_bytes)
@@ -138,24 +141,24 @@ class StagingArea:
         """Leave the queue; later calls do nothing."""
         self._waiting.pop(pull, None)
 
-    def pieces(self, pairing: Pairing, order: ReadOrder) -> "list[StagedPiece]":
-        """The order's pages, cut at remote blocks into pieces of at most a buffer each. Raises LinkError when no remote
-        block fits, ValueError for page lists of another length than the tokens take."""
-        remote, local = pairing.remote.block_size, pairing.local.block_size
-        blocks = self.buffer_pages * pairing.local.page_bytes // pairing.slot_bytes
-        if not blocks:
-            raise LinkError(f"a block of {remote} tokens at the peer does not fit {self.buffer_pages} staging pages")
-        remote_pages, local_pages = page_numbers(order.remote), page_numbers(order.local)
-        check_page_list(pairing, "remote_pages", remote_pages, pairing.remote, order.start, order.end)
-        check_page_list(pairing, "local_pages", local_pages, pairing.local, order.start, order.end)
-        first, first_local = order.start // remote, order.start // local
-        pieces = []
-        for block in range(first, -(-order.end // remote) if order.start < order.end else first, blocks):
-            start, end = max(order.start, block * remote), min(order.end, (block + blocks) * remote)
-            from_pages = remote_pages[block - first : -(-end // remote) - first]
-            to_pages = local_pages[start // local - first_local : -(-end // local) - first_local]
-            pieces.append(StagedPiece(self, pairing, order.pull, start, end, from_pages, to_pages))
-        return pieces
+    def pieces(
+        self, pairing: GroupPairing, pull: PullId, remote: GroupPages, local: GroupPages, end: int
+    ) -> "list[StagedPiece]":
+        """The pages of one attention group, of tokens up to `end`, cut at remote pages into pieces of at most a buffer
+        each. Raises LinkError when no remote page fits, ValueError for page lists of another length than the tokens
+        take."""
+        size, start = pairing.remote_tokens, local.first_token
+        count = self.buffer_pages * pairing.page_bytes // pairing.slot_bytes
+        if not count:
+            raise LinkError(f"a block of {size} tokens at the peer does not fit {self.buffer_pages} staging pages")
+        check_page_list("remote_pages", remote.pages, size, start, end)
+        check_page_list("local_pages", local.pages, pairing.local_tokens, start, end)
+        borders = [start, *range((start // size + count) * size, end, count * size), end]
+        return [
+            StagedPiece(self, pairing, pull, first, stop, remote.span(first, stop).pages, local.span(first, stop).pages)
+            for first, stop in pairwise(borders)
+            if first < stop
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +166,7 @@ class StagedPiece:
     """A `Piece`: tokens [start, end) by way of a staging buffer."""
 
     staging: StagingArea
-    pairing: Pairing
+    pairing: GroupPairing
     pull: PullId
     start: int
     end: int
@@ -199,7 +202,8 @@ def whole_pages(rank: int, page_bytes: int) -> Planner:
     """The planner of equal sizes: page for page, one descriptor each, from the peer's rank of the same number."""
 
     def plan(order: ReadOrder) -> Sequence[Piece]:
-        pairs = [(page_numbers(order.remote), page_numbers(order.local)), *_state_pages(order)]
+        groups = zip(order.remote, order.local, strict=True)
+        pairs = [*((remote.pages, local.pages) for remote, local in groups), *_state_pages(order)]
         for remote, local in pairs:
             if len(remote) != len(local):
                 raise LinkError(f"the peer gives {len(remote)} pages where {len(local)} were expected")
@@ -208,9 +212,9 @@ def whole_pages(rank: int, page_bytes: int) -> Planner:
                 f"the peer has {len(order.peer.ranks)} ranks and pages of {order.peer.geometry.page_bytes} bytes; "
                 f"rank {rank} here has pages of {page_bytes} bytes"
             )
-        reads = _pages(
-            np.concatenate([pair[0] for pair in pairs]), np.concatenate([pair[1] for pair in pairs]), page_bytes
-        )
+        nothing = [np.zeros(0, np.int32)]
+        there, here = (np.concatenate(nothing + [pair[side] for pair in pairs]) for side in (0, 1))
+        reads = _pages(there, here, page_bytes)
         return [DirectPiece([(rank, reads)])]
 
     return plan
@@ -243,18 +247,22 @@ class PairedPages:
             raise LinkError(f"the peer's pages do not fit what is to be read: {error}") from error
 
     def _pieces(self, pairing: Pairing, order: ReadOrder) -> Sequence[Piece]:
-        reads = [read for state_pages in _state_pages(order) for read in state_reads(pairing, *state_pages).items()]
-        if not pairing.staged:
-            remote, local = page_numbers(order.remote), page_numbers(order.local)
-            pages = page_reads(pairing, order.start, order.end, remote, local)
-            return [DirectPiece([*pages.items(), *reads])]
-        if self._staging is None:
-            raise LinkError(
-                f"blocks of {pairing.remote.block_size} tokens at the peer and {pairing.local.block_size} here need "
-                "staging pages, and there are none"
-            )
-        staged: list[Piece] = [*self._staging.pieces(pairing, order)]
-        return [DirectPiece(reads), *staged] if reads else staged
+        direct, staged = list[RankReads](), list[Piece]()
+        if order.remote and len(order.remote) != len(pairing.groups):
+            raise LinkError(f"pages of {len(order.remote)} attention groups where there are {len(pairing.groups)}")
+        for group, remote, local in zip(pairing.groups, order.remote, order.local, strict=False):
+            if not group.is_staged:
+                direct += page_reads(group, local.first_token, order.end, remote.pages, local.pages).items()
+            elif self._staging is not None:
+                staged += self._staging.pieces(group, order.pull, remote, local, order.end)
+            else:
+                raise LinkError(
+                    f"blocks of {group.remote_tokens} tokens at the peer and {group.local_tokens} here need "
+                    "staging pages, and there are none"
+                )
+        for state_pages in _state_pages(order):
+            direct += state_reads(pairing, *state_pages).items()
+        return [DirectPiece(direct), *staged] if direct else staged
 
     def _pairing(self, remote: PeerGeometry) -> Pairing:
         known = self._pairings.get(remote)

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from cairn.transfer.contract import PeerGeometry
 from cairn.types import Keys, Pages
 
-VERSION = 6
+VERSION = 7
 """Both sides must speak the same one. History: 1, the first; 2, claims without a lease are granted; 3, TLS below them;
 4, one record for all claims; 5, every claim names prefixes by marks and an end; 6, questions and answers
-with numbers. Every version reads the Hello, the Welcome and the Denied of all others."""
+with numbers; 7, pages by attention group. Every version reads the Hello, the Welcome and the Denied of all others."""
 
 NONCE_BYTES = 16
 """Random bytes that name a handshake or a lease."""
@@ -149,14 +149,17 @@ Request: TypeAlias = Claim | Heartbeat | Confirm | Release | Decline
 
 
 class Granted(msgspec.Struct, frozen=True, tag="granted"):
-    """Answers Claim: the pages, pinned until the lease ends, as int32 numbers, little endian.
+    """Answers Claim: by attention group the pages of the tokens from its first one on, pinned until the lease ends, as
+    int32 numbers, little endian; no group where nothing is needed but the checkpoint. The first token is `position`
+    where none of a group is within reach.
 
     `position`: tokens that may be used, at the claim's end or at one of its marks. `checkpoint_position` and
     `checkpoint` (page numbers) if one was claimed and there is one.
     """
 
     position: Number
-    pages: PageBytes
+    first_tokens: tuple[Number, ...]
+    pages: tuple[PageBytes, ...]
     checkpoint_position: Number | None
     checkpoint: PageBytes
 

@@ -9,6 +9,7 @@ the link has reported before is ordered by it, too: bytes that a network adapter
 ordered by CUDA's calls that submit work or synchronize, and by nothing else (NVIDIA's "GPUDirect RDMA", 2.7).
 """
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -18,9 +19,10 @@ from torch import Tensor
 from cairn.kernels import exact
 from cairn.kernels.contract import Kernels
 from cairn.kernels.staging import Staging
-from cairn.transfer.geometry import Pairing, TokenCopies
+from cairn.transfer.geometry import GroupPairing
 from cairn.transfer.links.contract import Region
 from cairn.transfer.memory import Fence, HostPool, PoolMemory
+from cairn.transfer.token_copies import TokenCopies
 
 
 class TransferStream(Protocol):
@@ -103,19 +105,34 @@ class DevicePool:
     def enter_thread(self) -> None:
         self._stream.enter_thread()
 
-    def lay_out(self, pairing: Pairing, copies: TokenCopies, first_page: int) -> None:
-        """Token by token, in one launch without memory on the way; no number goes back to the host."""
+    def lay_out(self, pairing: GroupPairing, copies: TokenCopies, first_page: int) -> None:
+        """Token by token, in one launch without memory on the way, or one for each unit where units leave something at
+        their ends; no number goes back to the host."""
         if not len(copies):
             return
-        runs = (pairing.local.page_units * pairing.runs, -1, pairing.row_bytes)
         with self._stream.use():
             staging = Staging()
             arrays = [staging.add(each) for each in copies.by_token()]
             staging.send(self._pool.device)
             slot, slot_token, page, page_token = (each.tensor for each in arrays)
             staged = self._pool[first_page:].view(-1)[: copies.num_slots * pairing.slot_bytes]
-            slots, pages = staged.view(copies.num_slots, *runs), self._pool.view(len(self._pool), *runs)
-            self._kernels.copy_tokens(pages, page, page_token, slots, slot, slot_token)
+            slots = staged.view(copies.num_slots, pairing.slot_bytes)
+            for target, source in _runs_of_units(self._pool, slots, pairing):
+                self._kernels.copy_tokens(target, page, page_token, source, slot, slot_token)
 
     def fence(self) -> Fence:
         return self._stream.record()
+
+
+def _runs_of_units(pool: Tensor, slots: Tensor, pairing: GroupPairing) -> Iterator[tuple[Tensor, Tensor]]:
+    """Pages and slots, uint8 [n, bytes], as [n, run, token, row]: of all units together where nothing lies between
+    them, else unit by unit."""
+    row, remote, local = pairing.row_bytes, pairing.remote_tokens, pairing.local_tokens
+    used = pairing.runs * local * row
+    num_parts = 1 if used == pairing.unit_bytes else pairing.units
+    runs = pairing.units // num_parts * pairing.runs
+    for unit in range(num_parts):
+        first = unit * runs * remote * row
+        target = pool[:, unit * pairing.unit_bytes :][:, : runs * local * row]
+        source = slots[:, first : first + runs * remote * row]
+        yield target.view(len(pool), runs, local, row), source.view(len(slots), runs, remote, row)

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import msgspec
 
-from cairn.cache.group_pages import page_numbers
 from cairn.cache.layout import CacheLayout
 from cairn.engine.contract import KvTransferConfig, TransferReport
 from cairn.engine.transfers.loop import ClockedLoop, EventQueue, TransferLoop, TransferPort
@@ -104,7 +103,7 @@ class KvTransfer:
         return {
             "do_remote_prefill": True,
             "do_remote_decode": False,
-            "remote_block_ids": [page_numbers(offer.pages).tolist(), *files],
+            "remote_block_ids": [*([part.pages.tolist() for part in offer.pages] or [[]]), *files],
             "remote_engine_id": self.engine_id,
             "remote_request_id": offered.reference,
             "remote_host": self.host,

@@ -1,0 +1,106 @@
+"""As `test_geometry`, of models with several attention groups: pages of equal bytes have other numbers of tokens in
+each, seldom multiples of one another, and leave something at the ends of their units."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from cairn.cache.layout import CacheLayout
+from cairn.errors import ConfigError
+from cairn.layers.memory import AttentionSpec
+from cairn.models.layer_sizes import CacheSpec
+from cairn.transfer.contract import PeerGeometry, PeerGroup
+from cairn.transfer.geometry import AttentionUnits, ModelUnits, geometry_of, pair
+from cairn.transfer.session import explain_layouts
+from tiers import first_of
+from transfer.test_geometry import ROW, check_pages, key_values
+
+ATTENTION = ((2, 2, None, False), (5, 4, 40, False), (3, 2, 64, True))
+"""Of each group the layers, kv heads, reach, and whether it is a chunk."""
+
+SIZES, BLOCKS = (1, 2, 4), (16, 64)
+SPANS = ((0, 200), (0, 1), (61, 101), (64, 100), (160, 199), (70, 70))
+MODEL = ModelUnits(tuple(AttentionUnits(heads, layers, ROW) for layers, heads, *_ in ATTENTION), 0)
+
+
+def layout(tp_size: int, block_size: int) -> CacheLayout:
+    """As a model has it, one byte a number."""
+    groups = (
+        AttentionSpec(layers, max(1, heads // tp_size), ROW, reach, chunked)
+        for layers, heads, reach, chunked in ATTENTION
+    )
+    return CacheSpec(7, None, tuple(groups)).layout(block_size, 1)
+
+
+def geometry(tp_size: int, block_size: int) -> PeerGeometry:
+    return geometry_of(layout(tp_size, block_size), tp_size)
+
+
+def test_groups_leave_something_and_do_not_divide_one_another():
+    sizes = [[group.tokens_per_page for group in geometry(1, block).groups] for block in BLOCKS]
+    assert sizes == [[80, 16, 53], [320, 64, 213]]
+
+
+@pytest.mark.parametrize(
+    ("remote_tp", "local_tp", "remote_block", "local_block"),
+    first_of(
+        [(1, 1, 64, 16), (2, 1, 16, 16), (1, 2, 16, 64), (4, 2, 16, 16), (1, 4, 64, 16)], SIZES, SIZES, *[BLOCKS] * 2
+    ),
+)
+def test_every_byte_of_every_group_arrives_once(remote_tp, local_tp, remote_block, local_block):
+    remote, local = geometry(remote_tp, remote_block), geometry(local_tp, local_block)
+    for group, (layers, heads, *_) in enumerate(ATTENTION):
+        values = key_values(heads, 200, seed=group, runs=2 * layers)
+        for rank in range(local_tp):
+            pairing = pair(MODEL, remote, local, rank)
+            for start, end in SPANS:
+                check_pages(pairing, rank, values, start, end, group)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_random_spans_of_random_pairs(seed):
+    rng = random.Random(seed)
+    remote, local = (geometry(rng.choice(SIZES), rng.choice((8, 16, 32, 128))) for _ in range(2))
+    group = rng.randrange(3)
+    layers, heads, *_ = ATTENTION[group]
+    values, start = key_values(heads, 300, seed, 2 * layers), rng.randrange(299)
+    for rank in range(local.tp_size):
+        check_pages(pair(MODEL, remote, local, rank), rank, values, start, rng.randrange(start, 300), group)
+
+
+def test_a_peer_whose_pages_cannot_be_those_is_refused():
+    side = geometry(1, 16)
+    for tokens in (79, 81):
+        groups = (PeerGroup(tokens), *side.groups[1:])
+        other = PeerGeometry(16, side.page_bytes, side.page_units, side.header_bytes, 0, 0, groups=groups)
+        with pytest.raises(ConfigError, match=f"the peer's pages have 2 kv heads in .* in 2 layers of {tokens} tokens"):
+            pair(MODEL, other, side, 0)
+
+
+def test_what_differs_is_named_at_the_handshake():
+    with_windows, whole = geometry(1, 16), PeerGeometry(16, 4000, 2, 7, 0, 0)
+    for remote, local, words in (
+        (whole, with_windows, "full at the peer, full, window of 40, chunk of 64 here"),
+        (with_windows, whole, "full, window of 40, chunk of 64 at the peer, full here"),
+    ):
+        assert words in explain_layouts(remote, local) and "--host-cache-bytes" in explain_layouts(remote, local)
+
+
+def test_a_server_of_one_group_says_of_it_what_it_always_said():
+    """So that older ones read it."""
+    plain = CacheSpec(7, None, (AttentionSpec(2, 2, ROW),)).layout(16, 1)
+    assert geometry_of(plain, 1).groups == () and geometry_of(plain, 1).attention_groups == (PeerGroup(16),)
+    window = CacheSpec(7, None, (AttentionSpec(2, 2, ROW, 40),)).layout(16, 1)
+    assert geometry_of(window, 1).groups == (PeerGroup(16, 40),)
+    assert np.prod([each.page_bytes for each in (plain, window)]) == (2 * 2 * 2 * ROW * 16) ** 2
+
+
+def test_reads_of_equal_sizes_are_pages_and_nothing_else():
+    for tp_size, block in itertools.product(SIZES, BLOCKS):
+        side = geometry(tp_size, block)
+        for rank in range(tp_size):
+            for group in pair(MODEL, side, side, rank).groups:
+                assert [source.rank for source in group.sources] == [rank] and not group.is_staged
+                assert [each.tolist() for each in group.sources[0].ranges] == [[0], [0], [side.page_bytes]]
