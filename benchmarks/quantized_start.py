@@ -5,9 +5,12 @@
 
 A Qwen3.5 of 333 M random parameters is written in bfloat16, and then with the matrices of its layers in each published
 form: codes are random, scales small. GGUF files are written by the tests' writer. Each load is a process of its own,
-the formats by turns. Baselines of the same run: the same bytes of the files copied into memory once, when the
-system has them in its own, and the checkpoint in bfloat16.
+the formats by turns. Baselines of the same run and process: the same bytes of the files, which the system has in its
+memory, read into new memory (`numpy.fromfile`, in huge pages), and mapped and copied by torch into new memory, by one
+thread and by all; and the checkpoint in bfloat16.
   seconds   the fastest of --rounds, by the wall: `open_model` and `build`, as a server does them
+  / copy    over the faster one of both copies by torch; on a machine that does other things as well, rather look at
+            the processor's time over that of the copy by one thread
   memory    what the process takes more than before, at most and in the end, without pages of the files, over the
             files' bytes. It is looked at every 2 ms.
 """
@@ -190,13 +193,16 @@ def load_once(place: Path, first: Path) -> dict[str, float]:
     `first`: a small checkpoint, with which all is imported that is needed."""
     open_model(first, dtype="bfloat16", keeps="codes").build(exact=False)
     files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
-    for file in files:  # until the system has them in its memory
-        np.fromfile(file, np.uint8)
-    begin = time.perf_counter()
-    copies = [np.fromfile(file, np.uint8) for file in files]
-    copied = time.perf_counter() - begin
-    num_bytes = sum(copy.nbytes for copy in copies)
-    del copies
+    num_bytes = sum(file.stat().st_size for file in files)
+    seconds_of(files, lambda file: np.fromfile(file, np.uint8))  # until the system has them in its memory
+    read = seconds_of(files, lambda file: np.fromfile(file, np.uint8))
+    num_threads = torch.get_num_threads()
+    copied_by_all = seconds_of(files, copy_mapped)
+    torch.set_num_threads(1)
+    begin_computing = time.process_time()
+    copied = seconds_of(files, copy_mapped)
+    copying = time.process_time() - begin_computing
+    torch.set_num_threads(num_threads)
     before = anonymous_bytes()
     with watching_memory() as most:
         begin, begin_computing = time.perf_counter(), time.process_time()
@@ -207,12 +213,30 @@ def load_once(place: Path, first: Path) -> dict[str, float]:
     del model
     return {
         "bytes": num_bytes,
+        "read_seconds": read,
         "copy_seconds": copied,
+        "threads_copy_seconds": copied_by_all,
+        "copy_processor_seconds": copying,
         "seconds": seconds,
         "processor_seconds": computing,
         "peak_bytes": peak,
         "kept_bytes": kept,
     }
+
+
+def seconds_of(files: Sequence[Path], read: Callable[[Path], object]) -> float:
+    """Of reading all of them, each to memory of its own."""
+    begin = time.perf_counter()
+    kept = [read(file) for file in files]
+    seconds = time.perf_counter() - begin
+    del kept
+    return seconds
+
+
+def copy_mapped(file: Path) -> Tensor:
+    """The file's bytes, mapped into memory and copied into new memory by torch."""
+    mapped = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+    return torch.empty_like(mapped).copy_(mapped)
 
 
 def load_in_process(place: Path, num_threads: int) -> dict[str, float]:
@@ -234,10 +258,12 @@ def measure(places: Mapping[str, Path], rounds: int, num_threads: int) -> dict[s
     best = {}
     for name, loads in turns.items():
         best[name] = min(loads, key=lambda load: load["seconds"])
-        best[name]["copy_seconds"] = min(load["copy_seconds"] for load in loads)
-        best[name]["processor_seconds"] = min(load["processor_seconds"] for load in loads)
+        for field in (field for field in best[name] if field.endswith("_seconds")):
+            best[name][field] = min(load[field] for load in loads)
     for load in best.values():
-        load["over_copy"] = load["seconds"] / load["copy_seconds"]
+        load["over_copy"] = load["seconds"] / min(load["copy_seconds"], load["threads_copy_seconds"])
+        load["processor_over_copy"] = load["processor_seconds"] / load["copy_processor_seconds"]
+        load["over_read"] = load["seconds"] / load["read_seconds"]
         load["over_bfloat16"] = load["seconds"] / best[PLAIN]["seconds"]
         load["peak_over_file"] = load["peak_bytes"] / load["bytes"]
         load["kept_over_file"] = load["kept_bytes"] / load["bytes"]
@@ -245,13 +271,15 @@ def measure(places: Mapping[str, Path], rounds: int, num_threads: int) -> dict[s
 
 
 def table_of(formats: Mapping[str, Mapping[str, float]]) -> Table:
-    columns = ("file, MB", "copy, s", "load, s", "/ copy", "/ bfloat16", "processor, s", "most memory / file", "kept")
+    copies, over = ("read, s", "copy, s", "by threads"), ("/ copy", "/ read", "/ bfloat16")
+    columns = "file, MB", *copies, "load, s", *over, "processor, s", "/ copy's", "most memory / file", "kept"
     table = Table("", *columns, title="Start from quantized checkpoints")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, load in formats.items():
-        seconds = (f"{load[field]:.2f}" for field in ("copy_seconds", "seconds"))
-        ratios = (f"{load[field]:.2f}" for field in ("over_copy", "over_bfloat16", "processor_seconds"))
+        fields = "read_seconds", "copy_seconds", "threads_copy_seconds", "seconds", "over_copy", "over_read"
+        seconds = (f"{load[field]:.2f}" for field in fields)
+        ratios = (f"{load[field]:.2f}" for field in ("over_bfloat16", "processor_seconds", "processor_over_copy"))
         memory = (f"{load[field]:.2f}" for field in ("peak_over_file", "kept_over_file"))
         table.add_row(name, f"{load['bytes'] / 1e6:,.0f}", *seconds, *ratios, *memory)
     return table

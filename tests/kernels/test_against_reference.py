@@ -34,6 +34,7 @@ def test_a_backend_has_the_contracts_functions_with_their_parameters(kernels: Mo
 def test_every_function_has_a_random_call() -> None:
     others = {
         "pack",
+        "lays_out",
         "pack_stored",
         "pack_int4",
         "pack_int8",

@@ -36,7 +36,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.full((x.shape[0] + 1, weight.shape[0]), torch.nan, dtype=dtype)
-    multiply_panels(x, pack_panels([weight])[0], bias, out[:-1], partition_rows(x.shape[0], -(-x.shape[1] // 2)))
+    multiply_panels(x, pack_panels([[weight]])[0], bias, out[:-1], partition_rows(x.shape[0], -(-x.shape[1] // 2)))
     assert out[-1].isnan().all()
     return out[:-1]
 
@@ -96,7 +96,7 @@ def test_not_a_number_stays_one() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
 def test_a_panel_has_its_outputs_side_by_side(dtype: torch.dtype) -> None:
     weight = torch.arange(40 * 10).remainder(119).view(40, 10).to(dtype)
-    found, per_word = pack_panels([weight])[0], 4 // dtype.itemsize
+    found, per_word = pack_panels([[weight]])[0], 4 // dtype.itemsize
     words = -(-10 // (per_word * RUN)) * RUN
     assert found.shape == (2, words, PANEL, per_word) and found.is_contiguous()
     for output in range(2 * PANEL):

@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.registry import open_model
-from cairn.models.weights.integer_layouts import transpose_codes
+from cairn.models.weights import transposes
 from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.tensor_source import MappedFiles
+from cairn.models.weights.transposes import transpose_codes, transpose_words
 from models.covered import PACKED
 from models.packed_checkpoints import FORMATS, write_packed
 from tiers import more
@@ -77,7 +78,17 @@ def test_nothing_is_left_in_the_files_memory(folder: Path, monkeypatch: pytest.M
     assert all(part.is_contiguous() for part in parts)
 
 
-@pytest.mark.parametrize("shape", [(8, 1), (16, 3), (64, 40), (72, 1024), (8, 9000), (0, 4), (16, 0)])
+@pytest.fixture(params=["compiled", "torch"])
+def each_transpose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "torch":
+        monkeypatch.setattr(transposes, "_compiled_loops", lambda: None)
+
+
+SHAPES = [(8, 1), (16, 3), (64, 40), (72, 1024), (136, 33), (8, 9000), (0, 4), (16, 0)]
+
+
+@pytest.mark.usefixtures("each_transpose")
+@pytest.mark.parametrize("shape", SHAPES)
 def test_codes_are_transposed_in_their_words(shape: tuple[int, int]) -> None:
     """Also more of them than are worked on at a time, and columns in an order of their own."""
     words = torch.randint(-(1 << 31), 1 << 31, shape, generator=torch.Generator().manual_seed(0)).to(torch.int32)
@@ -89,6 +100,15 @@ def test_codes_are_transposed_in_their_words(shape: tuple[int, int]) -> None:
     ordered[:, :, order] = codes
     assert torch.equal(transpose_codes(words, order)[:, :, None] >> places & 15, unpacked(ordered.flatten(1)))
     assert transpose_codes(words.to("meta")).shape == transpose_codes(words).shape == (8 * shape[1], shape[0] // 8)
+
+
+@pytest.mark.usefixtures("each_transpose")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_words_are_transposed(shape: tuple[int, int]) -> None:
+    """Also those of parts of longer rows."""
+    words = torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape) * 7_919
+    for part in (words, words[:, 1 : shape[1] // 2]):
+        assert torch.equal(transpose_words(part), part.t()) and transpose_words(part).is_contiguous()
 
 
 def unpacked(codes: Tensor) -> Tensor:

@@ -49,10 +49,15 @@ class Kernels(Protocol):
         ...
 
     def pack_stored(self, rows: Sequence[WeightRows]) -> Weight:
-        """As `pack`, of a weight [out, in] whose rows are those of all of these one after the other, or of a stack of
-        experts', which is one. For `linear` and the experts. A backend that computes with FP8 weights keeps the numbers
-        and scales of an `Fp8Weight`, and one that computes with codes those of a `QuantizedWeight`; others bring it to
-        the model's dtype, which is what products with it give in any case."""
+        """As `pack`, of a weight [out, in] whose rows are those of all of these one after the other, of one kind or of
+        several, or of a stack of experts', which is one. For `linear` and the experts. A backend that computes with FP8
+        weights keeps the numbers and scales of an `Fp8Weight`, and one that computes with codes those of a
+        `QuantizedWeight`; others bring it to the model's dtype, which is what products with it give in any case."""
+        ...
+
+    def lays_out(self, dtype: torch.dtype) -> bool:
+        """Whether `pack` and `pack_stored` write weights of models of this dtype, other than float32 ones of bfloat16
+        models, to memory of their own, in whatever form they are given: then they may be given rows of a file."""
         ...
 
     def pack_int8(self, weight: Tensor) -> Weight:

@@ -15,15 +15,20 @@ WeightRows = Tensor | StoredRows
 """Rows of a weight [out, in], as they are stored or in the model's dtype."""
 
 
-def join_rows(parts: Sequence[WeightRows]) -> tuple[WeightRows, ...]:
-    """The rows of several weights one after the other: neighbours of one kind become one part."""
+def runs_of(parts: Sequence[WeightRows]) -> list[list[WeightRows]]:
+    """Neighbours of one kind, of whose rows one weight can be made."""
     runs: list[list[WeightRows]] = []
     for part in parts:
         if runs and kind_of(runs[-1][0]) == kind_of(part):
             runs[-1].append(part)
         else:
             runs.append([part])
-    return tuple(run[0] if len(run) == 1 else _combine(torch.cat, run) for run in runs)
+    return runs
+
+
+def join_rows(parts: Sequence[WeightRows]) -> tuple[WeightRows, ...]:
+    """The rows of several weights one after the other: neighbours of one kind become one part."""
+    return tuple(run[0] if len(run) == 1 else _combine(torch.cat, run) for run in runs_of(parts))
 
 
 def stack_experts(matrices: Sequence[WeightRows]) -> WeightRows | None:

@@ -84,7 +84,7 @@ from cairn.models.feed_forward import (
 from cairn.models.gated_delta_net import DeltaNetLayer
 from cairn.models.layer_inputs import LayerInputLayer, LayerInputsSpec
 from cairn.models.mamba2 import Mamba2Layer
-from cairn.models.rank_weights import RankWeights
+from cairn.models.rank_weights import RankWeights, RowsLoader
 from cairn.models.rotary import RotarySpec, TemperatureSpec
 from cairn.models.sharding import HeadShard, shard_vocabulary
 from cairn.models.short_conv import ShortConvLayer
@@ -104,7 +104,7 @@ class Execution:
     """How a model is to be executed: `exact` in fixed shapes, in which dtype, as which rank, on which kernels
     (None: the fast ones, or with `exact` those; a name, or functions that are there), which work on `device`.
     `quantization`: what weights are kept in, instead of the dtype. `load_stored`: gives those that
-    stay as they are stored."""
+    stay as they are stored. `lend_rows`: gives matrices for kernels that lay them out, see `RankWeights`."""
 
     exact: bool
     dtype: torch.dtype
@@ -113,6 +113,7 @@ class Execution:
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - it cannot be changed
     quantization: ServedQuantization | None = None
     load_stored: StoredLoader | None = None
+    lend_rows: RowsLoader | None = None
 
 
 def build_decoder(spec: DecoderSpec, load: TensorLoader, execution: Execution) -> Model:
@@ -144,8 +145,14 @@ class _DecoderBuilder:
         self._rank, self._size = self._communicator.rank, self._communicator.size
         self._memory_spec = spec.cache_spec(self._rank, self._size).memory_spec(execution.dtype, execution.device)
         self._kernels = load_kernels(execution.backend or ("exact" if execution.exact else "cpu"))
+        lays_out = self._kernels.lays_out(execution.dtype)
         self._weights = RankWeights(
-            load, self._kernels, execution.device, execution.quantization, execution.load_stored
+            load,
+            self._kernels,
+            execution.device,
+            execution.quantization,
+            execution.load_stored,
+            execution.lend_rows if lays_out else None,
         )
         self._recurrent_layers = count()
         # Layers of one attention group follow one another in the model's memory.
@@ -166,7 +173,7 @@ class _DecoderBuilder:
         final_norm = self._of_scaled_sum(spec.final_norm, self._norm(spec.final_norm))
         output = embedding
         if spec.output != spec.embedding:
-            output = self._vocabulary(spec.vocabulary(spec.output, self._rank, self._size))
+            output = self._vocabulary(spec.vocabulary(spec.output, self._rank, self._size), stays=False)
         lm_head = self._weights.linear([output]).weight
         head = None if spec.head is None else self._head(spec.head)
         return Model(
@@ -226,9 +233,10 @@ class _DecoderBuilder:
             communicator=self._communicator,
         )
 
-    def _vocabulary(self, stored: StoredTensor) -> Tensor | QuantizedWeight:
-        """The rank's tokens, with zeros where it has fewer than the first one: [rows, width]."""
-        weight = self._weights.vocabulary(stored)
+    def _vocabulary(self, stored: StoredTensor, stays: bool = True) -> Tensor | QuantizedWeight:
+        """The rank's tokens, with zeros where it has fewer than the first one: [rows, width]. `stays`: see
+        `RankWeights.vocabulary`."""
+        weight = self._weights.vocabulary(stored, stays)
         _, rows = shard_vocabulary(self._spec.config.vocab_size, self._rank, self._size)
         missing = rows - weight.shape[0]
         if not missing:

@@ -1,7 +1,7 @@
 """One rank's weights, drawn from a checkpoint and made ready for the kernels' products."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import singledispatchmethod
 from typing import Any
 
@@ -28,6 +28,10 @@ def read_weight(weight: StoredTensor, load: TensorLoader, load_stored: StoredLoa
     return load(*place) if rows is None else rows
 
 
+RowsLoader = Callable[[StoredTensor], WeightRows]
+"""Gives the rank's share of a matrix."""
+
+
 class RankWeights:
     """Draws tensors and collects the matrix products that are made of them, `linears`. Raises what `load` raises."""
 
@@ -38,15 +42,18 @@ class RankWeights:
         device: torch.device,
         quantization: ServedQuantization | None = None,
         load_stored: StoredLoader | None = None,
+        lend_rows: RowsLoader | None = None,
     ) -> None:
         """What `load` gives is on `device`, or on the host and copied there. `quantization`: of products' weights.
-        `load_stored`: gives matrices that stay as they are stored, if there may be any."""
+        `load_stored`: gives matrices that stay as they are stored, if there may be any. `lend_rows`: gives either in
+        memory that is only there until products have been made of it; None: there is nothing of this kind."""
         self.linears: list[Linear] = []
         self._load = load
         self._kernels = kernels
         self._device = device
         self._quantization = quantization
         self._load_stored = load_stored
+        self._lend_rows = lend_rows or self._read
 
     @singledispatchmethod
     def make(self, weight: WeightSpec) -> Any:
@@ -71,18 +78,20 @@ class RankWeights:
         biases: list[WeightRows] = [self.tensor(part) for part in weight.biases]
         if weight.gated_heads:
             parts, biases = (_gates_last(each, weight.gated_heads) for each in (parts, biases))
-        rows, bias = join_rows(parts), dequantize_rows(biases) if biases else None
+        bias = dequantize_rows(biases) if biases else None
         if weight.precision == "float32":
-            rows = tuple(part.float() for part in rows if isinstance(part, Tensor))
+            parts = [part.to(torch.float32, copy=True) for part in parts if isinstance(part, Tensor)]
             bias = None if bias is None else bias.float()
-        return self.linear(rows, bias, weight.precision == "quantized")
+        return self.linear(parts, bias, weight.precision == "quantized")
 
     def linear(self, rows: Sequence[WeightRows], bias: Tensor | None = None, quantized: bool = True) -> Linear:
         """A product of rows one after the other, which are as they are stored or not."""
         shape = sum(part.shape[0] for part in rows), rows[0].shape[1]
-        if self._quantization in MADE_AT_LOAD and len(rows) > 1:
-            rows = (dequantize_rows(rows),)
-        packed = self._pack(rows[0], quantized) if len(rows) == 1 else self._kernels.pack_stored(rows)
+        if self._quantization in MADE_AT_LOAD:
+            joined = join_rows(rows)
+            packed = self._pack(joined[0] if len(joined) == 1 else dequantize_rows(joined), quantized)
+        else:
+            packed = self._kernels.pack_stored(rows)
         linear = Linear(self._kernels, packed, bias, shape)
         self.linears.append(linear)
         return linear
@@ -107,16 +116,21 @@ class RankWeights:
         ups = [_joined([self._rows(part) for part in parts]) for parts in weight.ups]
         return self._pack(_stacked(ups)), self._pack(_stacked([self._rows(part) for part in weight.downs]))
 
-    def vocabulary(self, weight: StoredTensor) -> Tensor | QuantizedWeight:
-        """The rows of an embedding or an output, in codes if they are stored so and weights stay as they are stored."""
+    def vocabulary(self, weight: StoredTensor, stays: bool = True) -> Tensor | QuantizedWeight:
+        """The rows of an embedding or an output, in codes if they are stored so and weights stay as they are stored.
+        `stays`: they are for more than a product that is made of them now."""
         if self._quantization in MADE_AT_LOAD:
             plain: Tensor = self.tensor(weight)
             return plain
-        rows = self._rows(weight)
+        rows = self._read(weight).to(self._device) if stays else self._rows(weight)
         return rows.dequantize() if isinstance(rows, Fp8Weight) else rows
 
     def _rows(self, weight: StoredTensor) -> WeightRows:
-        return read_weight(weight, self._load, self._load_stored).to(self._device)
+        """Of a product."""
+        return self._lend_rows(weight).to(self._device)
+
+    def _read(self, weight: StoredTensor) -> WeightRows:
+        return read_weight(weight, self._load, self._load_stored)
 
     def _pack(self, weight: WeightRows, quantized: bool = True) -> Weight:
         """A weight [out, in], or a stack of experts' [E, out, in], for the kernels' products."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -223,8 +224,17 @@ class OpenModel:
                     OUTPUT,
                 )
             load_stored = self._kept(reader.load_stored, reader.load_codes, warn_dequantized)
+            lend = partial(reader.load, copy=False)
+            lend_stored = self._kept(partial(reader.load_stored, copy=False), partial(reader.load_codes, copy=False))
             execution = Execution(
-                exact, self.dtype, communicator, backend, place, self.served_quantization, load_stored
+                exact,
+                self.dtype,
+                communicator,
+                backend,
+                place,
+                self.served_quantization,
+                load_stored,
+                lambda weight: read_weight(weight, lend, lend_stored),
             )
             spec = self.family.spec(self.config, reader.names)
 

@@ -12,7 +12,7 @@ from cairn.kernels.cpu.int4 import pack_int4
 from cairn.kernels.cpu.int8 import pack_int8
 from cairn.kernels.cpu.metadata import build_metadata
 from cairn.kernels.cpu.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
-from cairn.kernels.cpu.products import embed, linear, lm_head, pack, pack_stored, packed_dtype
+from cairn.kernels.cpu.products import embed, lays_out, linear, lm_head, pack, pack_stored, packed_dtype
 from cairn.kernels.cpu.routers import sigmoid_router, softmax_router
 from cairn.kernels.cpu.ssd import ssd
 from cairn.kernels.cpu.warm_up import warm_up
@@ -36,6 +36,7 @@ __all__ = [
     "gdn",
     "gelu_experts",
     "gelu_mul",
+    "lays_out",
     "linear",
     "lm_head",
     "load_states",

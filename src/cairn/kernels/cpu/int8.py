@@ -88,7 +88,7 @@ def pack_int8(weight: Tensor) -> Int8Weight:
         scale.copy_(wide.abs().amax(dim=1).div_(LARGEST).clamp_(min=float(_TINY)))
         numbers.append(wide.div(scale[:, None]).round_().to(torch.int8))
         zero.copy_(numbers[-1].sum(dim=1, dtype=torch.int32)).mul_(ZERO_POINT)
-    matrices = pack_panels(numbers) if layout == "panels" else tuple(map(reorder_int8, numbers))
+    matrices = pack_panels([[each] for each in numbers]) if layout == "panels" else tuple(map(reorder_int8, numbers))
     return Int8Weight(weight.shape, weight.dtype, matrices, scales.unbind(), zeros.unbind(), layout)
 
 

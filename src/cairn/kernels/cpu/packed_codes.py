@@ -1,25 +1,28 @@
 """Weights in codes as the CPU's products read them: 32 outputs' words side by side, and their scales; or the rows as
 they are stored, where codes cannot be expanded."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.kernels.cpu.amx import HAS_AMX
-from cairn.kernels.cpu.compiled import ELEMENTS
+from cairn.kernels.cpu.compiled import ELEMENTS, INT, U8, kernel
 from cairn.kernels.cpu.expanding import E2M1_4, E4M3_8, INTEGER_4, INTEGER_5, INTEGER_8, WORD_OF_FIFTHS
 from cairn.kernels.cpu.huge_pages import weight_memory
+from cairn.kernels.cpu.packing import fill_panels
 from cairn.kernels.cpu.panels import has_panels
+from cairn.kernels.cpu.scalars import advance
 from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.cpu.tiles import PANEL
 from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from cairn.kernels.quantized import QuantizedWeight
+from cairn.kernels.weight_rows import join_rows
 
 ABSENT, FLOAT32, FLOAT16, BFLOAT16, TABLE = range(5)
 """What scales are stored in; `TABLE`: bytes, whose numbers a table has."""
@@ -30,6 +33,9 @@ _KINDS: Mapping[torch.dtype, int] = MappingProxyType(
 
 _NAN = 127
 """In FP8, of either sign."""
+
+_LOOK_RATE = 8
+"""Bytes that one thread looks for it in a nanosecond."""
 
 HAS_CODES = has_panels(torch.bfloat16)
 """Whether codes are expanded for panels here."""
@@ -97,41 +103,37 @@ class CodedRows:
         return self.weight.dtype
 
 
-def pack_codes(weight: QuantizedWeight) -> PackedCodes | CodedRows:
-    """See `Kernels.pack_stored`."""
+def pack_codes(parts: Sequence[QuantizedWeight]) -> PackedCodes | CodedRows:
+    """See `Kernels.pack_stored`. `parts`: of one kind, their rows one after the other; or a single stack."""
+    weight, num_bytes = parts[0], sum(part.nbytes for part in parts)
     form = _form_of(weight)
     # Groups begin with a word, of fifth bits as well.
     whole = WORD_OF_FIFTHS if form == INTEGER_5 else in_word(form)
     fits = weight.shape[-1] % whole == 0 and (weight.group % whole == 0 or weight.scales.shape[-1] == 1)
     if not HAS_CODES or not fits or weight.dtype not in ELEMENTS:
-        step_work().add_weight(weight.nbytes, "rows")
-        return CodedRows(weight)
-    stacked = weight if weight.codes.dim() == 3 else weight.changed(lambda part: part[None])
-    count, outputs, inputs = stacked.shape
-    panels, unit = -(-outputs // PANEL), 32 if HAS_AMX else whole
+        step_work().add_weight(num_bytes, "rows")
+        (joined,) = join_rows(parts)
+        assert isinstance(joined, QuantizedWeight)
+        return CodedRows(joined.changed(torch.clone) if joined is weight and HAS_CODES else joined)
+    *outer, outputs, inputs = *weight.shape[:-2], sum(part.shape[-2] for part in parts), weight.shape[-1]
+    unit = 32 if HAS_AMX else whole
     words = -(-inputs // unit) * unit // in_word(form)
-    stack = weight_memory().empty((count, panels, words, PANEL), torch.int32)
-    for packed, codes in zip(stack, stacked.codes, strict=True):
-        lines = _by_panels(codes.contiguous().view(torch.int32), panels)
-        packed[:, : lines.shape[1]] = lines
-        packed[:, lines.shape[1] :] = 0
-    step_work().add_weight(weight.nbytes, "codes panels")
-    minimums = None
-    if stacked.minimums is not None:
-        minimums = _pack_factors(stacked.minimums, stacked.minimum_factors, panels)
+    step_work().add_weight(num_bytes, "codes panels")
     return PackedCodes(
-        shape=weight.shape,
+        shape=torch.Size((*outer, outputs, inputs)),
         dtype=weight.dtype,
-        matrices=stack.unbind(),
+        matrices=_stack_panels([part.codes for part in parts], torch.int32, words).unbind(),
         form=form,
-        group=stacked.group,
-        scales=_pack_factors(stacked.scales, stacked.factors, panels),
+        group=weight.group,
+        scales=_pack_factors([part.scales for part in parts], [part.factors for part in parts]),
         divides=weight.divides,
         zero=weight.zero,
-        zeros=None if stacked.zeros is None else _stack_panels(stacked.zeros, panels),
-        minimums=minimums,
+        zeros=None if weight.zeros is None else _stack_panels([part.zeros for part in parts]),
+        minimums=None
+        if weight.minimums is None
+        else _pack_factors([part.minimums for part in parts], [part.minimum_factors for part in parts]),
         order=weight.order,
-        fifths=None if stacked.fifths is None else _stack_panels(stacked.fifths.contiguous().view(torch.int32), panels),
+        fifths=None if weight.fifths is None else _stack_panels([part.fifths for part in parts], torch.int32),
     )
 
 
@@ -150,17 +152,36 @@ def as_codes(weight: Fp8Weight) -> QuantizedWeight | None:
     """A weight in FP8 as one in codes; None where blocks do not divide its inputs, or where a number is none, which
     nothing here expands."""
     fits = not weight.is_blocked or weight.shape[-1] % BLOCK == 0
-    # Without the bit of the sign.
-    if not fits or (weight.numbers.numel() and int((weight.numbers << 1).amax()) == _NAN << 1):
+    if not fits or _has_nan(weight.numbers):
         return None
     return QuantizedWeight(weight.numbers, weight.scales, weight.dtype, bits=8, numbers="e4m3")
 
 
-def _pack_factors(values: Tensor, outer: Tensor | None, panels: int) -> Factors:
-    table = _table_of(values.dtype) if values.element_size() == 1 else None
-    packed = _stack_panels(values.view(torch.uint8) if table is not None else values, panels)
-    outer = None if outer is None else _stack_panels(outer, panels)
-    return Factors(packed, _KINDS.get(values.dtype, TABLE), table, outer)
+def _has_nan(numbers: Tensor) -> bool:
+    """Whether any of these bytes is one in FP8."""
+    rows = numbers.reshape(-1, numbers.shape[-1]).contiguous()
+    has_nan = torch.zeros(1, dtype=torch.uint8)
+    _find_nan["bytes"](len(rows), rows.numel() // _LOOK_RATE, rows.data_ptr(), rows.shape[1], has_nan.data_ptr())
+    return bool(has_nan)
+
+
+@kernel({"bytes": (U8, INT, U8)})
+def _find_nan(begin: int, end: int, numbers: Any, width: int, has_nan: Any) -> None:
+    """Items are rows."""
+    for item in range(begin, end):
+        row, most = advance(numbers, item * width), np.uint8(0)
+        for j in range(width):
+            size = np.uint8(row[j] & np.uint8(_NAN))
+            most = size if size > most else most
+        if most == _NAN:
+            has_nan[0] = np.uint8(1)
+
+
+def _pack_factors(values: Sequence[Tensor | None], outer: Sequence[Tensor | None]) -> Factors:
+    dtype = _some(values)[0].dtype
+    table = _table_of(dtype) if dtype.itemsize == 1 else None
+    packed = _stack_panels(values, torch.uint8 if table is not None else dtype)
+    return Factors(packed, _KINDS.get(dtype, TABLE), table, _stack_panels(outer) if _some(outer) else None)
 
 
 @cache
@@ -169,13 +190,19 @@ def _table_of(dtype: torch.dtype) -> Tensor:
     return torch.arange(256, dtype=torch.uint8).view(dtype).float()
 
 
-def _stack_panels(values: Tensor, panels: int) -> Tensor:
-    """[E, out, n] -> [E, panels, n, 32]."""
-    return torch.stack([_by_panels(each, panels).contiguous() for each in values])
+def _stack_panels(parts: Sequence[Tensor | None], dtype: torch.dtype | None = None, lines: int | None = None) -> Tensor:
+    """The rows [..., out, n] of all parts, in words of their dtype or another one -> [E, panels, lines, 32]. `lines`:
+    None for as many as there are words of a row."""
+    given = _some(parts)
+    matrices = [given] if given[0].dim() == 2 else [[matrix] for part in given for matrix in part]
+    dtype, row = dtype or given[0].dtype, matrices[0][0][0]
+    panels = -(-sum(len(part) for part in matrices[0]) // PANEL)
+    lines = row.nbytes // dtype.itemsize if lines is None else lines
+    stack = weight_memory().empty((len(matrices), panels, lines, PANEL), dtype)
+    for packed, rows in zip(stack, matrices, strict=True):
+        fill_panels(rows, packed)
+    return stack
 
 
-def _by_panels(values: Tensor, panels: int) -> Tensor:
-    """[out, n] -> a view [panels, n, 32], zeros where there are no more outputs."""
-    missing = panels * PANEL - values.shape[0]
-    padded = F.pad(values, (0, 0, 0, missing)) if missing else values
-    return padded.reshape(panels, PANEL, -1).transpose(1, 2)
+def _some(parts: Sequence[Tensor | None]) -> list[Tensor]:
+    return [part for part in parts if part is not None]

@@ -27,7 +27,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from llvmlite import ir
 from torch import Tensor
 
@@ -48,6 +47,7 @@ from cairn.kernels.cpu.compiled import (
 )
 from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.huge_pages import weight_memory
+from cairn.kernels.cpu.packing import fill_panels
 from cairn.kernels.cpu.recording import kept
 from cairn.kernels.cpu.scalars import advance, load, store
 from cairn.kernels.cpu.tiles import (
@@ -125,16 +125,16 @@ _READ_RATE, _MULTIPLY_RATE = (35, 110 if _WIDENS else 440) if HAS_AVX512 else (1
 """Bytes of weights that one thread reads in a nanosecond, and that it multiplies with a row."""
 
 
-def pack_panels(matrices: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Matrices [out, in] of one shape, bfloat16 or int8 -> for each the same dtype [panels, words, 32, inputs of a
-    word], 0 where there are no more inputs or outputs, one after the other in memory. Words: a multiple of `RUN`."""
-    (outputs, inputs), size = matrices[0].shape, _INPUTS_OF_WORD(matrices[0].dtype)
+def pack_panels(matrices: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+    """Matrices [out, in] of one shape, bfloat16 or int8, each given as its rows in parts -> for each the same dtype
+    [panels, words, 32, inputs of a word], 0 where there are no more inputs or outputs, one after the other in memory.
+    Words: a multiple of `RUN`."""
+    dtype, inputs = matrices[0][0].dtype, matrices[0][0].shape[1]
+    outputs, size = sum(part.shape[0] for part in matrices[0]), _INPUTS_OF_WORD(dtype)
     panels, words = -(-outputs // PANEL), -(-inputs // (size * RUN)) * RUN
-    stack = weight_memory().empty((len(matrices), panels, words, PANEL, size), matrices[0].dtype)
-    for packed, matrix in zip(stack, matrices, strict=True):
-        if (panels * PANEL, words * size) != (outputs, inputs):
-            matrix = F.pad(matrix, (0, words * size - inputs, 0, panels * PANEL - outputs))
-        packed.copy_(matrix.reshape(panels, PANEL, words, size).transpose(1, 2))
+    stack = weight_memory().empty((len(matrices), panels, words, PANEL, size), dtype)
+    for packed, parts in zip(stack, matrices, strict=True):
+        fill_panels(parts, packed)
     return stack.unbind()
 
 

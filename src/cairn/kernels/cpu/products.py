@@ -16,7 +16,7 @@ from cairn.kernels.cpu.codes import group_of, multiply_codes, multiply_codes_pan
 from cairn.kernels.cpu.int4 import PackedInt4, multiply_int4, multiply_int4_panels
 from cairn.kernels.cpu.int8 import Int8Weight, multiply_int8, multiply_int8_panels
 from cairn.kernels.cpu.onednn import can_reorder, has_products, reorder, reordered_product
-from cairn.kernels.cpu.packed_codes import CodedRows, PackedCodes, as_codes, pack_codes
+from cairn.kernels.cpu.packed_codes import HAS_CODES, CodedRows, PackedCodes, as_codes, pack_codes
 from cairn.kernels.cpu.panels import (
     RowPartition,
     has_panels,
@@ -29,7 +29,7 @@ from cairn.kernels.cpu.threads import step_work
 from cairn.kernels.cpu.tiles import GROUP, VECTOR_GROUP
 from cairn.kernels.fp8 import Fp8Weight
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.kernels.weight_rows import WeightRows, dequantize_rows, join_rows
+from cairn.kernels.weight_rows import WeightRows, dequantize_rows, runs_of
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def pack(weight: Tensor) -> PackedWeight:
     if layout == "float32":
         matrices = tuple(matrix.float() for matrix in matrices)
     elif layout == "panels":
-        matrices = pack_panels(matrices)
+        matrices = pack_panels([[matrix] for matrix in matrices])
     elif layout == "onednn":
         matrices = tuple(map(reorder, matrices))
     return PackedWeight(weight.shape, weight.dtype, matrices, layout)
@@ -79,19 +79,35 @@ def pack(weight: Tensor) -> PackedWeight:
 
 def pack_stored(rows: Sequence[WeightRows]) -> AnyWeight:
     """See `Kernels.pack_stored`. What is in codes stays so, and FP8 where that can be expanded."""
-    joined = join_rows([(as_codes(part) or part) if isinstance(part, Fp8Weight) else part for part in rows])
-    packed = tuple(
-        pack_codes(part) if isinstance(part, QuantizedWeight) else pack(dequantize_rows([part])) for part in joined
-    )
+    runs = runs_of([(as_codes(part) or part) if isinstance(part, Fp8Weight) else part for part in rows])
+    packed = tuple(map(_pack_run, runs))
     if len(packed) == 1:
         return packed[0]
     shape = torch.Size((sum(part.shape[0] for part in packed), *packed[0].shape[1:]))
     return PackedParts(shape, packed[0].dtype, packed)
 
 
+def _pack_run(run: Sequence[WeightRows]) -> AnyWeight:
+    """Weights of one kind, whose rows are one after the other."""
+    codes = [part for part in run if isinstance(part, QuantizedWeight)]
+    if codes:
+        return pack_codes(codes)
+    plain = [dequantize_rows([part]) for part in run]
+    if len(plain) == 1 or _layout_for(plain[0].dtype) != "panels":
+        return pack(dequantize_rows(plain))
+    shape = torch.Size((sum(part.shape[0] for part in plain), plain[0].shape[1]))
+    step_work().add_weight(shape.numel() * plain[0].itemsize, "panels")
+    return PackedWeight(shape, plain[0].dtype, pack_panels([plain]), "panels")
+
+
 def packed_dtype(dtype: torch.dtype) -> torch.dtype:
     """See `Kernels.packed_dtype`."""
     return torch.float32 if _layout_for(dtype) == "float32" else dtype
+
+
+def lays_out(dtype: torch.dtype) -> bool:
+    """See `Kernels.lays_out`."""
+    return HAS_CODES and _layout_for(dtype) != "plain"
 
 
 @cache

@@ -12,7 +12,7 @@ from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 
-from cairn.kernels.cpu.compiled import BF16, F32, intrinsic, jit
+from cairn.kernels.cpu.compiled import BF16, F32, I32, U8, intrinsic, jit
 from cairn.kernels.cpu.features import cpu_features
 from cairn.kernels.cpu.scalars import advance
 
@@ -122,6 +122,70 @@ def aligned(typingctx: Any, array: Any) -> Any:
 
     pointer = types.CPointer(array.dtype)
     return (pointer(array), code) if array.dtype in (types.float32, types.int32) else None
+
+
+@intrinsic
+def transpose_16(typingctx: Any, source: Any, row: Any, target: Any, line: Any) -> Any:
+    """The first 16 numbers of 16 rows at `source`, `row` numbers apart, become 16 lines at `target`, `line` numbers
+    apart. Rows may begin anywhere."""
+    bits = source.dtype.bitwidth
+
+    def write(builder: Any, function: Any) -> None:
+        source, row, target, line = function.args
+        vector = ir.VectorType(ir.IntType(bits), LANES).as_pointer()
+
+        def place(pointer: Any, step: Any, number: int) -> Any:
+            return builder.bitcast(builder.gep(pointer, [builder.mul(step, ir.Constant(_I64, number))]), vector)
+
+        rows = [builder.load(place(source, row, number), align=1) for number in range(LANES)]
+        step = LANES // 2
+        while step:
+            for number in range(LANES):
+                if not number & step:
+                    pair = rows[number], rows[number + step]
+                    rows[number], rows[number + step] = _interleave(builder, *pair, step)
+            step //= 2
+        for number, each in enumerate(rows):
+            builder.store(each, place(target, line, number), align=1)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        call_shared(builder, f"cairn.transpose_16.{bits}", args, write)
+        return context.get_dummy_value()
+
+    return (types.void(source, types.int64, source, types.int64), code) if source in (I32, BF16, U8) else None
+
+
+@intrinsic
+def transpose_nibbles(typingctx: Any, source: Any, row: Any, target: Any, line: Any) -> Any:
+    """Of 16 squares side by side, each of 8 words with eight codes of four bits, the transposes: rows at `source` are
+    `row` words apart, and become 8 lines at `target`, `line` words apart."""
+
+    def write(builder: Any, function: Any) -> None:
+        source, row, target, line = function.args
+        words = ir.VectorType(ir.IntType(32), LANES)
+
+        def place(pointer: Any, step: Any, number: int) -> Any:
+            at = builder.gep(pointer, [builder.mul(step, ir.Constant(_I64, number))])
+            return builder.bitcast(at, words.as_pointer())
+
+        rows = [builder.load(place(source, row, number), align=1) for number in range(8)]
+        for size, mask in ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F)):
+            shift, kept = (ir.Constant(words, [value] * LANES) for value in (4 * size, mask))
+            for number in range(8):
+                if not number & size:
+                    # Of squares of 2 * size codes, the two quarters that lie across from each other.
+                    upper, lower = rows[number], rows[number + size]
+                    changed = builder.and_(builder.xor(builder.lshr(upper, shift), lower), kept)
+                    rows[number + size] = builder.xor(lower, changed)
+                    rows[number] = builder.xor(upper, builder.shl(changed, shift))
+        for number, each in enumerate(rows):
+            builder.store(each, place(target, line, number), align=1)
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        call_shared(builder, "cairn.transpose_nibbles", args, write)
+        return context.get_dummy_value()
+
+    return types.void(I32, types.int64, I32, types.int64), code
 
 
 @intrinsic

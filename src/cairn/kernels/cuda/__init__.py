@@ -10,7 +10,17 @@ from cairn.kernels.cuda.gdn import gdn
 from cairn.kernels.cuda.logprobs import logprobs
 from cairn.kernels.cuda.metadata import build_metadata
 from cairn.kernels.cuda.norms import add_rms_norm, gated_rms_norm, rms_norm, rms_norm_then_gate
-from cairn.kernels.cuda.products import embed, linear, lm_head, pack, pack_int4, pack_int8, packed_dtype, warm_up
+from cairn.kernels.cuda.products import (
+    embed,
+    lays_out,
+    linear,
+    lm_head,
+    pack,
+    pack_int4,
+    pack_int8,
+    packed_dtype,
+    warm_up,
+)
 from cairn.kernels.cuda.routers import sigmoid_router, softmax_router
 from cairn.kernels.cuda.sampling import CudaSampler as sampler
 from cairn.kernels.cuda.sampling import CudaTokenCounts as token_counts
@@ -34,6 +44,7 @@ __all__ = [
     "gdn",
     "gelu_experts",
     "gelu_mul",
+    "lays_out",
     "linear",
     "lm_head",
     "load_states",

@@ -21,7 +21,7 @@ from cairn.kernels.cuda.device import kernel, limits, power_of_2, takes_tensor_c
 from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from cairn.kernels.gpu_codes import warn_dequantized, why_no_codes
 from cairn.kernels.quantized import QuantizedWeight
-from cairn.kernels.weight_rows import StoredRows, WeightRows
+from cairn.kernels.weight_rows import StoredRows, WeightRows, join_rows
 
 Form = Literal["none", "native", "bytes"]
 """How kernels see weights: in x's dtype; in FP8; as bytes, on GPUs without FP8, whose compiler does not know it."""
@@ -213,7 +213,7 @@ def _expand_kernel(
 
 def pack_stored(rows: Sequence[WeightRows]) -> tuple[WeightRows, ...] | WeightRows:
     """See `Kernels.pack_stored`. Codes that there are no products with are dequantized, with a warning."""
-    packed = tuple(_packed(part) for part in rows)
+    packed = tuple(_packed(part) for part in join_rows(rows))
     return packed[0] if len(packed) == 1 else packed
 
 

@@ -31,6 +31,7 @@ from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
 from cairn.kernels.exact.products import (
     embed,
+    lays_out,
     linear,
     lm_head,
     pack,
@@ -63,6 +64,7 @@ __all__ = [
     "gdn",
     "gelu_experts",
     "gelu_mul",
+    "lays_out",
     "linear",
     "lm_head",
     "load_states",

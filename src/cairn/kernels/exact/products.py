@@ -25,6 +25,11 @@ def packed_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype
 
 
+def lays_out(dtype: torch.dtype) -> bool:
+    """See `Kernels.lays_out`. They stay where they are."""
+    return False
+
+
 def warm_up(
     dtype: torch.dtype | None = None,
     operations: Set[str] | None = None,

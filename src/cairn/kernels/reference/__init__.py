@@ -35,6 +35,7 @@ from cairn.kernels.reference.experts import (
 from cairn.kernels.reference.products import (
     build_metadata,
     embed,
+    lays_out,
     linear,
     lm_head,
     pack,
@@ -65,6 +66,7 @@ __all__ = [
     "gdn",
     "gelu_experts",
     "gelu_mul",
+    "lays_out",
     "linear",
     "lm_head",
     "load_states",

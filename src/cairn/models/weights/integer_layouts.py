@@ -11,15 +11,10 @@ from torch import Tensor
 from cairn.errors import ModelError
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.weights.packed_layouts import FLOATS, Coding, PackedLayout, Read, Wanted, divided
+from cairn.models.weights.transposes import transpose_codes, transpose_words
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs of a word, from its lowest bits on."""
-
-_HALVES = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
-"""Codes of half of a square's side, and the bits of every second such half of a word."""
-
-_WORDS_AT_A_TIME = 1 << 15
-"""Of more of them torch gives some to other threads, for which each of many short operations would wait."""
 
 
 class _Words(PackedLayout):
@@ -161,7 +156,7 @@ class GptqWords(_Words):
     ) -> QuantizedWeight:
         """See `PackedLayout`."""
         (rows, columns), groups = place, divided(place[1], coding.group)
-        codes = read("qweight", (divided(columns, coding.in_word), rows)).t()
+        codes = transpose_words(read("qweight", (divided(columns, coding.in_word), rows)))
         zeros = _unpack(read("qzeros", (groups, divided(rows, coding.in_word))), coding.bits).t()
         if self.zeros_less_one:
             zeros = (zeros + 1) & ((1 << coding.bits) - 1)
@@ -201,36 +196,8 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _in_awq_order(codes: Tensor) -> Tensor:
-    """[n, outputs] as they lie in words -> in the order of outputs."""
-    words = codes.reshape(codes.shape[0], -1, 8)
-    return words[..., [_AWQ_ORDER.index(output) for output in range(8)]].flatten(1)
-
-
-def transpose_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
-    """Codes of four bits, eight a word: int32 [8 n, m], of 8 m columns -> [8 m, n].
-
-    `order`: of the columns in a word, from its lowest bits on.
-    """
-    blocks, width = words.shape[0] // 8, words.shape[1]
-    out = words.new_empty(width, 8, blocks)
-    if out.is_meta or not out.numel():
-        return out.view(8 * width, blocks)
-    # A few rows at a time, in memory that stays in a cache.
-    step = min(blocks, max(1, _WORDS_AT_A_TIME // (8 * width)))
-    buffer, half = words.new_empty(8 * step, width), words.new_empty(4 * step, width)
-    for begin in range(0, blocks, step):
-        count = min(step, blocks - begin)
-        part = buffer[: 8 * count].copy_(words[8 * begin : 8 * (begin + count)])
-        for size, mask in _HALVES:
-            # Of squares of 2 * size codes, the two quarters that lie across from each other.
-            upper, lower = part.view(-1, 2, size, width).unbind(1)
-            changed = torch.bitwise_right_shift(upper, 4 * size, out=half[: 4 * count].view(upper.shape))
-            lower.bitwise_xor_(changed.bitwise_xor_(lower).bitwise_and_(mask))
-            upper.bitwise_xor_(changed.bitwise_left_shift_(4 * size))
-        rows = part.view(-1, 8, width)
-        for place, column in enumerate(order):
-            out[:, column, begin : begin + count] = rows[:, place].t()
-    return out.view(8 * width, blocks)
+    """[n, outputs] as they lie in words, those of even outputs first -> in the order of outputs."""
+    return codes.reshape(codes.shape[0], -1, 2, 4).transpose(2, 3).flatten(1)
 
 
 def _order(groups: Tensor, coding: Coding, role: str) -> Tensor | None:
@@ -252,7 +219,7 @@ def _with_order(weight: QuantizedWeight, order: Tensor | None) -> QuantizedWeigh
     if weight.bits == 4:
         missing = -weight.shape[0] % 8
         words = (F.pad(weight.codes, (0, 0, 0, missing)) if missing else weight.codes).view(torch.int32)
-        ordered = transpose_codes(transpose_codes(words)[order])
+        ordered = transpose_codes(transpose_codes(words).index_select(0, order))
         codes = ordered.view(torch.uint8)[: weight.shape[0]]
     else:
         codes = weight.codes[:, order].contiguous()

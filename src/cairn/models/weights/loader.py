@@ -135,7 +135,8 @@ class WeightReader:
     `load_codes` are `StoredLoader`s.
 
     Tensors whose last name part is in `float32` keep full precision. Every tensor is a copy in memory of its own: the
-    files may change or vanish afterwards, and alignment (so the rounding of vector kernels) is the allocator's. FP8
+    files may change or vanish afterwards, and alignment (so the rounding of vector kernels) is the allocator's. Only
+    without `copy`, which all loads take, it may be the file's memory: to be read at once. FP8
     weights are multiplied with their factors in float32 and then rounded to the serving dtype.
     """
 
@@ -188,7 +189,9 @@ class WeightReader:
             more = f"; and {len(problems) - 5} more, see `cairn check`" if len(problems) > 5 else ""
             raise ModelError(f"{self.folder}: {'; '.join(problems[:5])}{more}")
 
-    def load(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> torch.Tensor:
+    def load(
+        self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None, copy: bool = True
+    ) -> torch.Tensor:
         """The tensor in the serving dtype, or a shard of it: then only that is read.
 
         Raises ModelError naming tensor and file.
@@ -196,10 +199,15 @@ class WeightReader:
         dtype = torch.float32 if name.rpartition(".")[2] in self._float32 else self._dtype
         matrix = find_matrix(self.headers, name, shape, self._quantization)
         if matrix is not None and not isinstance(matrix, str):
-            return self._read(name, shape, shard, dtype, lambda _, part: matrix.read_part(self._stored, part, dtype))
-        return self._read(name, shape, shard, dtype, partial(self._numbers, dtype))
+            # What is dequantized is in memory of its own.
+            return self._read(
+                name, shape, shard, dtype, lambda _, part: matrix.read_part(self._stored, part, dtype), copy=False
+            )
+        return self._read(name, shape, shard, dtype, partial(self._numbers, dtype), copy)
 
-    def load_fp8(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> Fp8Weight | None:
+    def load_fp8(
+        self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None, copy: bool = True
+    ) -> Fp8Weight | None:
         """A matrix as it is stored in FP8, or a shard of it; None where it is not, or is cut inside a block.
 
         Raises ModelError as `load` does.
@@ -209,12 +217,14 @@ class WeightReader:
             return None
         if (columns := find_scale_columns(name, shape, shard, scale.block)) is None:
             return None
-        numbers = self._read(name, shape, shard, torch.uint8, lambda *part: self._stored(*part).view(torch.uint8))
+        numbers = self._read(name, shape, shard, torch.uint8, lambda *part: self._stored(*part).view(torch.uint8), copy)
         rows = shard.slices if shard is not None and shard.dim == 0 else ((0, shape[0]),)
         factors = self._read(scale.name, self.headers[scale.name].shape, None, torch.float32, self._stored)
         return Fp8Weight(numbers, row_scales(factors, rows, columns, shape, scale.block), self._dtype)
 
-    def load_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> QuantizedWeight | None:
+    def load_codes(
+        self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None, copy: bool = True
+    ) -> QuantizedWeight | None:
         """A matrix, or a stack of experts', in codes as it is stored, or a shard of it; None where it is not, or is cut
         inside a group.
 
@@ -240,12 +250,14 @@ class WeightReader:
                 raise ModelError(matrix)
             weight = matrix.read_shard(read_part, shard, self._dtype)
         # Parts may still be the files' memory.
-        return None if weight is None else weight.changed(copy_given)
+        return weight.changed(copy_given) if copy and weight is not None else weight
 
-    def load_stored(self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None) -> StoredRows | None:
+    def load_stored(
+        self, name: str, shape: tuple[int, ...], shard: TensorShard | None = None, copy: bool = True
+    ) -> StoredRows | None:
         """As `load_codes` or as `load_fp8`, whichever of the two the matrix is stored in."""
-        codes = self.load_codes(name, shape, shard)
-        return codes if codes is not None else self.load_fp8(name, shape, shard)
+        codes = self.load_codes(name, shape, shard, copy)
+        return codes if codes is not None else self.load_fp8(name, shape, shard, copy)
 
     def _gguf_codes(self, name: str, shape: tuple[int, ...], shard: TensorShard | None) -> QuantizedWeight | None:
         if problem := find_problem(self.headers, name, shape, self._quantization):
@@ -262,12 +274,13 @@ class WeightReader:
         shard: TensorShard | None,
         dtype: torch.dtype,
         read: Callable[[str, tuple[slice, ...]], torch.Tensor],
+        copy: bool = True,
     ) -> torch.Tensor:
-        """A copy of a tensor or of a shard of it, part by part as `read` gives it. Raises ModelError."""
+        """A tensor or a shard of it, part by part as `read` gives it; `copy`: in other memory. Raises ModelError."""
         if problem := find_problem(self.headers, name, shape, self._quantization):
             raise ModelError(f"{self.folder}: {problem}")
         with self._naming(name):
-            return self._read_parts(shape, shard, dtype, partial(read, name))
+            return self._read_parts(shape, shard, dtype, partial(read, name), copy)
 
     @contextmanager
     def _naming(self, name: str) -> Iterator[None]:
@@ -287,11 +300,12 @@ class WeightReader:
         shard: TensorShard | None,
         dtype: torch.dtype,
         read: Callable[[tuple[slice, ...]], torch.Tensor],
+        copy: bool,
     ) -> torch.Tensor:
         everything = tuple(slice(0, length) for length in shape)
         if shard is None:
             numbers = read(everything)
-            return numbers.to(dtype, copy=numbers.device.type == "cpu")
+            return numbers.to(dtype, copy=copy and numbers.device.type == "cpu")
         out = torch.empty(shard.shape(shape), dtype=dtype, device=self._source.device)
         place = 0
         for begin, end in shard.slices:

@@ -14,6 +14,14 @@ from cairn.kernels.quantized import QuantizedWeight
 Bytes = NDArray[Any]
 """uint8, of which numpy's types say something wider as soon as bits are shifted."""
 
+_RUNS: Mapping[int, Any] = MappingProxyType({8: np.uint64, 16: np.complex128})
+"""Numbers of so many bytes: as one of them numpy copies a run in an eighth of the time that its bytes take."""
+
+_LOW_NIBBLES, _LOW_PAIRS = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0303030303030303)
+
+_BIT_SWAPS = ((7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0))
+"""Of a square of 8 by 8 bits: how far two quarters of parts of it lie apart, and the bits of one of them."""
+
 
 def pack_blocks(type_name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWeight:
     """Whole rows of blocks, [rows, bytes], of one of `CODED`."""
@@ -43,20 +51,23 @@ def _split(part: Bytes, *sizes: int) -> Bytes:
     return part.reshape(*part.shape[:-1], *sizes)
 
 
-def _pairs(codes: Bytes) -> Bytes:
-    """Codes of four bits, two a byte, the first of both in the lower bits."""
-    pairs: Bytes = codes[..., ::2] | codes[..., 1::2] << 4
+def _pairs(words: Bytes) -> Bytes:
+    """Words of two bytes with a code of four bits each -> one byte with both, the first in the lower bits."""
+    pairs: Bytes = (words | words >> 4).astype(np.uint8)
     return pairs
-
-
-def _halves(nibbles: Bytes) -> Bytes:
-    """[..., n] bytes -> [..., 2, n] codes: those in the lower bits come first, all of them."""
-    return np.stack([nibbles & 15, nibbles >> 4], axis=-2)
 
 
 def _float16(blocks: Bytes, begin: int) -> NDArray[np.float16]:
     """[rows, blocks, 1]."""
     return np.ascontiguousarray(blocks[..., begin : begin + 2]).view(np.float16)
+
+
+def _transpose_bits(squares: Bytes) -> Bytes:
+    """uint64, each 8 rows of 8 bits -> bit n of each row is in row n (Warren, Hacker's Delight, section 7-3)."""
+    for distance, kept in _BIT_SWAPS:
+        changed = (squares ^ squares >> distance) & np.uint64(kept)
+        squares = squares ^ changed ^ changed << distance
+    return squares
 
 
 def _q8_0(blocks: Bytes) -> dict[str, Any]:
@@ -74,8 +85,9 @@ def _q4_1(blocks: Bytes) -> dict[str, Any]:
 
 def _neighbours(nibbles: Bytes) -> Bytes:
     """Bytes of which the lower bits are the first half of n codes -> two neighbours a byte, [..., n / 2]."""
-    low, high = nibbles & 15, nibbles >> 4
-    return np.concatenate([_pairs(low), _pairs(high)], axis=-1)
+    words, run = np.ascontiguousarray(nibbles).view(np.uint16), _RUNS[nibbles.shape[-1] // 2]
+    parts = [_pairs(part).view(run) for part in (words & 0x0F0F, words >> 4 & 0x0F0F)]
+    return np.concatenate(parts, axis=-1).view(np.uint8)
 
 
 def _q5_0(blocks: Bytes) -> dict[str, Any]:
@@ -91,10 +103,16 @@ def _q5_1(blocks: Bytes) -> dict[str, Any]:
 
 def _two_levels(blocks: Bytes) -> dict[str, Any]:
     """Scales and minimums of Q4_K and Q5_K: eight of each in six bits, and a factor for all of either."""
-    first, second, third = (blocks[..., begin : begin + 4] for begin in (4, 8, 12))
+    # Four of them at a time, in words.
+    words = np.ascontiguousarray(blocks[..., 4:16]).view(np.uint32)
+    first, second, third = words[..., 0], words[..., 1], words[..., 2]
+    low, high = third & 0x0F0F0F0F, third >> 4 & 0x0F0F0F0F
+    levels = {
+        name: np.stack([part & 0x3F3F3F3F, rest | (part >> 6 & 0x03030303) << 4], axis=-1).view(np.uint8)
+        for name, part, rest in (("scales", first, low), ("minimums", second, high))
+    }
     return {
-        "scales": np.concatenate([first & 63, (third & 15) | (first >> 6) << 4], axis=-1),
-        "minimums": np.concatenate([second & 63, third >> 4 | (second >> 6) << 4], axis=-1),
+        **levels,
         "factors": _float16(blocks, 0).astype(np.float32),
         "minimum_factors": -_float16(blocks, 2).astype(np.float32),
     }
@@ -106,19 +124,22 @@ def _q4_k(blocks: Bytes) -> dict[str, Any]:
 
 def _q5_k(blocks: Bytes) -> dict[str, Any]:
     # A bit of each of eight groups is in a byte of the 32.
-    fifths = np.stack([blocks[..., 16:48] >> group & 1 for group in range(8)], axis=-2)
-    packed = np.packbits(fifths, axis=-1, bitorder="little")
+    fifths = _transpose_bits(np.ascontiguousarray(blocks[..., 16:48]).view(np.uint64))
+    packed = np.ascontiguousarray(_split(fifths.view(np.uint8), 4, 8).swapaxes(-1, -2))
     return {"codes": _neighbours(_split(blocks[..., 48:], 4, 32)), "fifths": packed, **_two_levels(blocks), "bits": 5}
 
 
 def _q6_k(blocks: Bytes) -> dict[str, Any]:
     # Of each half of a block: four times 32 codes, whose nibbles are in 64 bytes, the first two in their lower bits.
-    low = _halves(_split(blocks[..., :128], 2, 64))
-    upper = _split(blocks[..., 128:192], 2, 32)
-    high = np.stack([(upper >> 2 * part & 3) << 4 for part in range(4)], axis=-2)
+    low, upper = (np.ascontiguousarray(part).view(np.uint64) for part in (blocks[..., :128], blocks[..., 128:192]))
+    low, upper = _split(low, 2, 8), _split(upper, 2, 4)
+    codes = np.stack([low & _LOW_NIBBLES, low >> 4 & _LOW_NIBBLES], axis=-2)
+    parts = _split(codes.reshape(*codes.shape[:-2], 16), 4, 4)
+    for part in range(4):
+        parts[..., part, :] |= (upper >> 2 * part & _LOW_PAIRS) << 4
     scales = np.ascontiguousarray(blocks[..., 192:208]).view(np.int8)
     factors = _float16(blocks, 208).astype(np.float32)
-    return {"codes": low.reshape(high.shape) | high, "scales": scales, "factors": factors, "zero": 32, "bits": 8}
+    return {"codes": parts.view(np.uint8), "scales": scales, "factors": factors, "zero": 32, "bits": 8}
 
 
 CODED: Mapping[str, tuple[int, Callable[[Bytes], dict[str, Any]]]] = MappingProxyType(

@@ -149,7 +149,8 @@ class GgufFiles:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _raw(self, view: GgufView, begin: int, end: int | None) -> NDArray[np.uint8]:
-        """The bytes of rows [begin, end) of a view of one type, in the order in which they are published."""
+        """The bytes of rows [begin, end) of a view of one type, in the order in which they are published; to be read,
+        as they may be the file's memory."""
         if view.row_order is not None:
             (piece,) = view.pieces
             return self._raw_rows(self._checkpoint.tensors[piece.tensor])[piece.begin + view.row_order[begin:end]]
@@ -157,14 +158,14 @@ class GgufFiles:
             self._raw_rows(self._checkpoint.tensors[name])[first:last]
             for name, first, last in _overlaps(view, begin, end)
         ]
-        return np.concatenate(parts)
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def _raw_rows(self, tensor: GgufTensor) -> NDArray[np.uint8]:
         """All rows of a stored tensor, [rows, bytes]."""
         file = self._open.get(tensor.file)
         if file is None:
             file = self._open[tensor.file] = np.memmap(self._folder / tensor.file, dtype=np.uint8, mode="r")
-        return file[tensor.begin : tensor.begin + tensor.num_bytes].reshape(prod(tensor.shape[:-1]), -1)
+        return np.asarray(file[tensor.begin : tensor.begin + tensor.num_bytes]).reshape(prod(tensor.shape[:-1]), -1)
 
 
 def _overlaps(view: GgufView, begin: int, end: int | None) -> Iterator[tuple[str, int, int]]:

@@ -1,0 +1,65 @@
+"""Transposes of words of codes, as layouts that have them across are brought into rows of outputs: on the host by the
+CPU's compiled loops where there are some, which take a tenth of torch's time, and on a device by torch."""
+
+from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_HALVES = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
+"""Codes of half of a square's side, and the bits of every second such half of a word."""
+
+_WORDS_AT_A_TIME = 1 << 15
+"""Of more of them torch gives some to other threads, for which each of many short operations would wait."""
+
+
+def transpose_words(words: Tensor) -> Tensor:
+    """int32 [n, m] -> [m, n], contiguous."""
+    loops = _loops_for(words)
+    transposed: Tensor = words.t().contiguous() if loops is None else loops.transpose_words(words)
+    return transposed
+
+
+def transpose_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
+    """Codes of four bits, eight a word: int32 [8 n, m], of 8 m columns -> [8 m, n].
+
+    `order`: of the columns in a word, from its lowest bits on.
+    """
+    if (loops := _loops_for(words)) is not None:
+        transposed: Tensor = loops.transpose_codes(words, order)
+        return transposed
+    blocks, width = words.shape[0] // 8, words.shape[1]
+    out = words.new_empty(width, 8, blocks)
+    if out.is_meta or not out.numel():
+        return out.view(8 * width, blocks)
+    # A few rows at a time, in memory that stays in a cache.
+    step = min(blocks, max(1, _WORDS_AT_A_TIME // (8 * width)))
+    buffer, half = words.new_empty(8 * step, width), words.new_empty(4 * step, width)
+    for begin in range(0, blocks, step):
+        count = min(step, blocks - begin)
+        part = buffer[: 8 * count].copy_(words[8 * begin : 8 * (begin + count)])
+        for size, mask in _HALVES:
+            # Of squares of 2 * size codes, the two quarters that lie across from each other.
+            upper, lower = part.view(-1, 2, size, width).unbind(1)
+            changed = torch.bitwise_right_shift(upper, 4 * size, out=half[: 4 * count].view(upper.shape))
+            lower.bitwise_xor_(changed.bitwise_xor_(lower).bitwise_and_(mask))
+            upper.bitwise_xor_(changed.bitwise_left_shift_(4 * size))
+        rows = part.view(-1, 8, width)
+        for place, column in enumerate(order):
+            out[:, column, begin : begin + count] = rows[:, place].t()
+    return out.view(8 * width, blocks)
+
+
+def _loops_for(words: Tensor) -> Any:
+    """The module of compiled transposes, None for words that it is not for."""
+    is_plain = words.device.type == "cpu" and words.numel() > 0 and words.stride(1) == 1
+    return _compiled_loops() if is_plain else None
+
+
+@cache
+def _compiled_loops() -> Any:
+    return None if find_spec("numba") is None else import_module("cairn.kernels.cpu.transposing")
