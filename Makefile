@@ -148,8 +148,9 @@ check-docker: $(MODEL)/config.json
 gpu-wheels: $(INSTALLED)
 	@$(BIN)/python deploy/gpu_wheels.py build/gpu-wheels
 
-test-long: $(NIXL)
+test-long: $(NIXL) $(TRITON)
 	@$(RUN) -m pytest -m long $(TEST_ARGS)
+	@$(WITH_TRITON) $(RUN) -m pytest -m long tests/kernels/test_cuda_compiles.py $(TEST_ARGS)
 
 # Starts of servers with NIXL, then rounds of every fault between real processes over it: build/soak.json. STARTS, ROUNDS,
 # SEED and FROM=fault_name are optional.

@@ -5,12 +5,18 @@ session asks one thing after the other: a request that the trace has before the 
 when it is.
 """
 
+import argparse
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
+from benchmarks.reporting import check_positive
+
+from cairn.cache.eviction import eviction_for
 from cairn.cache.layout import CacheLayout
+from cairn.cache.placement import placement_for
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.sequence_blocks import Namespace
 from cairn.replay.replay import result_of
@@ -21,9 +27,46 @@ from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.state import SchedulerConfig
 from cairn.types import ManualClock, RequestId, SamplingParams
 
-__all__ = ["Outcome", "QueuedServer", "Session", "StepTimes", "sessions_of"]
+__all__ = [
+    "Outcome",
+    "QueuedServer",
+    "Session",
+    "StepTimes",
+    "add_server_flags",
+    "check_server_flags",
+    "sessions_of",
+    "shipped_policies",
+]
 
 UNBOUNDED = 1 << 60
+TOKENS_A_STEP = 8192
+
+
+def add_server_flags(parser: argparse.ArgumentParser, footprint_of: str) -> None:
+    parser.add_argument("--budget-fraction", type=float, default=0.05, help=f"of {footprint_of} footprint")
+    parser.add_argument("--running", type=int, default=16, help="sequences at a time")
+    parser.add_argument("--layout", default="nemotron-3-nano")
+
+
+def check_server_flags(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
+    """Ends with exit code 2 and the flag's name where one of them is out of range."""
+    check_positive(parser, arguments, "running")
+    if not 0 < arguments.budget_fraction <= 1:
+        parser.error("--budget-fraction must be above 0 and at most 1")
+
+
+def shipped_policies(
+    layout: CacheLayout, running: int, policy: Literal["fcfs", "session"] = "fcfs"
+) -> tuple[CachePolicy, SchedulerConfig]:
+    """Those of `cairn serve`, for `running` sequences at a time, before a queue without an end."""
+    config = SchedulerConfig(
+        max_num_seqs=running,
+        max_num_batched_tokens=max(TOKENS_A_STEP, running + 64),
+        max_waiting=UNBOUNDED,
+        max_model_len=UNBOUNDED,
+        policy=policy,
+    )
+    return CachePolicy(placement_for("auto", layout.block_size, exact=False), eviction_for("value")), config
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,35 +16,28 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.queued_server import QueuedServer, StepTimes, sessions_of
+from benchmarks.queued_server import (
+    QueuedServer,
+    StepTimes,
+    add_server_flags,
+    check_server_flags,
+    sessions_of,
+    shipped_policies,
+)
 from benchmarks.reporting import as_json, check_positive, make_console, save_figure
 from rich.progress import Progress, TaskID
 from rich.table import Table
 
-from cairn.cache.eviction import eviction_for
-from cairn.cache.placement import placement_for
-from cairn.cache.prefix_cache import CachePolicy
 from cairn.replay.bounds import footprint_bytes, unlimited_hits
 from cairn.replay.layouts import layout_for
 from cairn.replay.trace import Trace
 from cairn.replay.traces import read_trace
-from cairn.scheduler.state import SchedulerConfig
-
-UNBOUNDED = 1 << 60
-TOKENS_A_STEP = 8192
 
 
 def serve(trace: Trace, arguments: argparse.Namespace, waiting: int, know_waiting: bool, progress: Any) -> dict:
     layout = layout_for(arguments.layout)
     budget = int(footprint_bytes(trace, layout) * arguments.budget_fraction)
-    policy = CachePolicy(placement_for("auto", layout.block_size, exact=False), eviction_for("value"))
-    config = SchedulerConfig(
-        max_num_seqs=arguments.running,
-        max_num_batched_tokens=max(TOKENS_A_STEP, arguments.running + 64),
-        max_waiting=UNBOUNDED,
-        max_model_len=UNBOUNDED,
-    )
-    server = QueuedServer(layout, budget, policy, config, StepTimes(), know_waiting)
+    server = QueuedServer(layout, budget, *shipped_policies(layout, arguments.running), StepTimes(), know_waiting)
     outcome = server.run(sessions_of(trace), waiting, progress)
     return {
         "know_waiting": know_waiting,
@@ -123,16 +116,13 @@ def plot(rows: list[dict], path: Path) -> None:
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path, metavar="TRACE")
-    parser.add_argument("--budget-fraction", type=float, default=0.05, help="of each trace's footprint")
     parser.add_argument("--waiting", nargs="+", type=int, default=[4, 16, 64])
-    parser.add_argument("--running", type=int, default=16, help="sequences at a time")
-    parser.add_argument("--layout", default="nemotron-3-nano")
+    add_server_flags(parser, "each trace's")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
     arguments = parser.parse_args(words)
-    check_positive(parser, arguments, "waiting", "running")
-    if not 0 < arguments.budget_fraction <= 1:
-        parser.error("--budget-fraction must be above 0 and at most 1")
+    check_positive(parser, arguments, "waiting")
+    check_server_flags(parser, arguments)
     return arguments
 
 

@@ -23,22 +23,24 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.queued_server import QueuedServer, Session, StepTimes, sessions_of
+from benchmarks.queued_server import (
+    QueuedServer,
+    Session,
+    StepTimes,
+    add_server_flags,
+    check_server_flags,
+    sessions_of,
+    shipped_policies,
+)
 from benchmarks.reporting import as_json, check_positive, make_console, save_figure
 from rich.progress import Progress
 from rich.table import Table
 
-from cairn.cache.eviction import eviction_for
-from cairn.cache.placement import placement_for
-from cairn.cache.prefix_cache import CachePolicy
 from cairn.replay.bounds import footprint_bytes
 from cairn.replay.layouts import layout_for
 from cairn.replay.traces import read_trace
 from cairn.scheduler.request import Request
-from cairn.scheduler.state import SchedulerConfig
 
-UNBOUNDED = 1 << 60
-TOKENS_A_STEP = 8192
 RAMP_SECONDS = 200.0
 CASES = ("fcfs before", "fcfs", "session")
 KINDS = ("long", "short")
@@ -126,15 +128,8 @@ def measure(arguments: argparse.Namespace) -> list[dict]:
     num_requests = sum(len(session.requests) for loop in loops for session in loop.sessions)
     with Progress(console=make_console(), transient=True) as progress:
         for case in CASES:
-            policy = CachePolicy(placement_for("auto", layout.block_size, exact=False), eviction_for("value"))
-            config = SchedulerConfig(
-                max_num_seqs=arguments.running,
-                max_num_batched_tokens=max(TOKENS_A_STEP, arguments.running + 64),
-                max_waiting=UNBOUNDED,
-                max_model_len=UNBOUNDED,
-                policy="session" if case == "session" else "fcfs",
-            )
-            server = ClosedLoops(layout, budget, policy, config, StepTimes(), know_waiting=case != "fcfs before")
+            policies = shipped_policies(layout, arguments.running, "session" if case == "session" else "fcfs")
+            server = ClosedLoops(layout, budget, *policies, StepTimes(), know_waiting=case != "fcfs before")
             task = progress.add_task(case, total=num_requests)
             server.serve(
                 loops,
@@ -209,17 +204,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sessions", type=int, default=[24, 300], help="of each trace", **two)
     parser.add_argument("--users", type=int, default=[20, 60], help="who have a session at a time", **two)
     parser.add_argument("--pauses", type=float, default=[3.0, 10.0], help="median seconds after an answer", **two)
-    parser.add_argument("--budget-fraction", type=float, default=0.05, help="of the sessions' footprint")
-    parser.add_argument("--running", type=int, default=16, help="sequences at a time")
-    parser.add_argument("--layout", default="nemotron-3-nano")
+    add_server_flags(parser, "the sessions'")
     parser.add_argument("--own-clients", action="store_true", help="each session is a client of its own")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
     arguments = parser.parse_args(words)
-    check_positive(parser, arguments, "sessions", "users", "pauses", "running")
-    if not 0 < arguments.budget_fraction <= 1:
-        parser.error("--budget-fraction must be above 0 and at most 1")
+    check_positive(parser, arguments, "sessions", "users", "pauses")
+    check_server_flags(parser, arguments)
     return arguments
 
 

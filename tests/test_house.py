@@ -21,7 +21,15 @@ NAMED_ELSEWHERE = frozenset(
     (
         *("ServeSettings", "ServerOptions", "ProxyOptions", "SamplingFields", "_LogLine"),
         *("ResponsesRequest", "ResponsesResponse", "ResponsesEvent"),
-        *("NemotronHConfig", "Qwen35Config", "FalconH1Config", "Gemma2Config", "Lfm3Config", "Llama4Config"),
+        *(
+            "NemotronHConfig",
+            "Qwen35Config",
+            "FalconH1Config",
+            "Gemma2Config",
+            "Gemma4Config",
+            "Lfm3Config",
+            "Llama4Config",
+        ),
     )
 )
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|work|opt|Users|mnt)/")

@@ -1,16 +1,21 @@
-"""Which parts of a matrix `make test` runs, and which `make test-more` runs besides."""
+"""Which parts of a matrix `make test` runs, which `make test-more` runs besides, and which `make test-long` alone."""
 
 from collections.abc import Iterable
 from itertools import product
 
 import pytest
 
-__all__ = ["first", "first_of", "more"]
+__all__ = ["first", "first_of", "long", "more"]
 
 
 def more(*values):
     """A case that only `make test-more` runs."""
     return pytest.param(*values, marks=pytest.mark.more)
+
+
+def long(*values):
+    """A case that only `make test-long` runs."""
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def first(count: int, cases: Iterable) -> list:

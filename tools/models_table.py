@@ -35,6 +35,7 @@ ROWS = {
     "granite": ("Granite 3", ("granite",)),
     "llama4": ("Llama 4", ("llama4_text", "llama4")),
     "lfm3": ("LFM3", ("lfm3",)),
+    "gemma4": ("Gemma 4", ("gemma4_text", "gemma4", "gemma4_unified_text", "gemma4_unified")),
     "gemma3": ("Gemma 3", ("gemma3_text", "gemma3")),
     "gemma2": ("Gemma 2", ("gemma2",)),
     "gpt_oss": ("gpt-oss", ("gpt_oss",)),

@@ -1,11 +1,12 @@
 """Drafters that know what comes, or lie about it."""
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
-from cairn.runner.runner import Runner
+from cairn.runner.contract import StepRunner
 from cairn.scheduler.request import Request
 from cairn.step import DRAFTED
 from cairn.types import Keys
@@ -46,28 +47,45 @@ class KnowingDrafter:
         self.ended.append(request.id)
 
 
+class LeftToTheHead(KnowingDrafter):
+    """Leaves `num_drafts` tokens to the model's head, whatever it makes of them, with `only_first` in the first step
+    of an answer alone."""
+
+    def __init__(self, num_drafts: int, only_first: bool = False) -> None:
+        super().__init__({}, num_drafts, lambda proposal: 0, 0)
+        self._only_first = only_first
+
+    def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
+        if self._only_first and len(request.output) > 1:
+            return np.zeros(0, np.int64)
+        return np.full(min(self._num_drafts, most), DRAFTED, np.int64)
+
+
 class KnowingHead(KnowingDrafter):
     """As `KnowingDrafter`, but that what it drafts is left to the head of `runner`'s model, which computes all that it
-    has to and then comes to these tokens."""
+    has to and then comes to these tokens: on each rank of a `RankThreads`. `num_made`: on rank 0."""
 
     def __init__(
-        self, answers: Mapping[str, list[int]], num_drafts: int, num_right: Pattern, vocab_size: int, runner: Runner
+        self, answers: Mapping[str, list[int]], num_drafts: int, num_right: Pattern, vocab_size: int, runner: StepRunner
     ) -> None:
         super().__init__(answers, num_drafts, num_right, vocab_size)
         self._drafts: dict[int, Keys] = {}
         self.num_made = 0
-        head = runner._head
+        for rank, each in enumerate(getattr(runner, "runners", (runner,))):
+            self._replace_drafts(each._head, rank)
+
+    def _replace_drafts(self, head: Any, rank: int) -> None:
         assert head is not None
         advance = type(head).advance
 
-        def replace_drafts(rows, depth):
+        def advance_to_known(rows, depth):
             advance(head, rows, depth)
             assert torch.isfinite(head.hidden[: len(rows)]).all()
-            self.num_made += len(rows)
+            self.num_made += len(rows) if rank == 0 else 0
             known = [int(self._drafts[row.slot][depth]) for row in rows]
             head.tokens[: len(rows)] = torch.tensor(known)
 
-        head.advance = replace_drafts
+        head.advance = advance_to_known
 
     def propose(self, request: Request, most: int, num_decodes: int) -> Keys:
         drafts = super().propose(request, most, num_decodes)

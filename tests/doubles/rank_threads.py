@@ -1,12 +1,13 @@
 """All ranks of a model as threads of one process, behind the face of one runner."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from cairn.errors import EngineDead
 from cairn.runner.contract import StepRunner
 from cairn.step import StepPlan, StepResult, TokenMasks
+from cairn.types import Keys
 from doubles.step_results import result_records
 
 __all__ = ["RankThreads"]
@@ -26,6 +27,15 @@ class RankThreads(StepRunner):
 
     def launch(self, plan: StepPlan) -> None:
         self._on_all(lambda runner: runner.launch(plan))
+
+    def drafts(self, step: int) -> Mapping[int, Keys]:
+        """Raises EngineDead when the ranks' heads have drafted different tokens, which would be a bug of cairn's."""
+        made = self._on_all(lambda runner: runner.drafts(step))
+        plain = [{slot: drafts.tolist() for slot, drafts in each.items()} for each in made]
+        if any(each != plain[0] for each in plain):
+            raise EngineDead(f"step {step}: the ranks' heads have drafted different tokens: {plain}")
+        drafts: Mapping[int, Keys] = made[0]
+        return drafts
 
     def sample(self, step: int, masks: TokenMasks) -> None:
         self._on_all(lambda runner: runner.sample(step, masks if runner is self.runners[0] else {}))

@@ -16,7 +16,7 @@ from doubles.drafters import KnowingDrafter, KnowingHead
 from engine.test_exactness import OTHER, PIECES, TEXT, TOLERANCE, Engine, Loaded, assert_same, load
 from engine.test_ranks_exactness import LoadedRanks
 from models.covered import DRAFTS
-from tiers import first, first_of, more
+from tiers import first, first_of, long, more
 
 PATTERNS = {
     "all": lambda proposal: 99,
@@ -26,7 +26,7 @@ PATTERNS = {
 }
 
 
-@pytest.fixture(scope="module", params=first(3, DRAFTS.families))
+@pytest.fixture(scope="module", params=[*first(3, DRAFTS.regular_families), *map(long, DRAFTS.long_families)])
 def loaded(request, made_model) -> Loaded:
     return load(request.param, made_model)
 

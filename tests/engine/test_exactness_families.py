@@ -13,12 +13,7 @@ from cairn.scheduler.preempt import preempt
 from engine.test_exactness import OTHER, TEXT, TOLERANCE, Engine, Loaded, assert_same, load
 from engine.test_ranks_exactness import LoadedRanks
 from models.covered import EXACTNESS, RANKS
-from tiers import first, more
-
-
-def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
-
+from tiers import first, long, more
 
 NAMES = [
     "falcon_h1",

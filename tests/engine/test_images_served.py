@@ -16,7 +16,7 @@ from cairn.engine.text.tokenizer import ModelTokenizer
 from cairn.errors import InvalidRequest
 from cairn.scheduler.speculation import SpeculativeConfig
 from cairn.types import SamplingParams
-from doubles.drafters import KnowingDrafter, KnowingHead
+from doubles.drafters import KnowingDrafter, KnowingHead, LeftToTheHead
 from doubles.engine_requests import generate_request
 from tiers import first_of, more
 
@@ -359,3 +359,24 @@ def test_images_on_two_ranks(tiny_vl_model, reference):
         assert report.cached_tokens == report.prompt_tokens
     finally:
         asker.core.close()
+
+
+@pytest.mark.long
+def test_a_head_drafts_after_images_on_two_ranks(made_model):
+    """By the same positions on both: one that drafted other tokens would spoil what both compute of them."""
+    shared = {"exact": True, "tensor_parallel_size": 2}
+    plain, headed = (
+        Asker(made_model("qwen3_5_vl+mtp"), speculative=SpeculativeConfig(method=method), **shared)
+        for method in ("none", "mtp")
+    )
+    try:
+        headed.core._scheduler.state.drafting.drafter = LeftToTheHead(4)
+        for parts in ([image(96, 64, seed=3), text("what is this?")], [text("a"), image(64, 96, seed=4)]):
+            expected, _, wanted = plain.ask(*parts, max_tokens=12)
+            for _ in range(2):
+                tokens, _, logits = headed.ask(*parts, max_tokens=12)
+                assert tokens == expected and torch.equal(logits, wanted)
+        assert headed.core.stats().spec_decode.num_draft_tokens > 40
+    finally:
+        plain.core.close()
+        headed.core.close()

@@ -88,7 +88,7 @@ def test_a_head_that_would_take_much_of_short_steps_is_not_served_unasked(made_m
         ("qwen3_5", {}, "the checkpoint has none: mtp.pre_fc_norm_embedding.weight is not stored; use suffix or ngram"),
         ("nemotron_h", {}, "the checkpoint has none: mtp.layers.0.enorm.weight is not stored; use suffix or ngram"),
         ("lfm2", {}, "there is none that is known of lfm2; use suffix or ngram, or leave it out"),
-        ("qwen3_5+mtp", {"tensor_parallel_size": 2}, "it is on one rank only, and --tensor-parallel-size is 2; use"),
+        ("qwen3_5+mtp", {"tensor_parallel_size": 3}, "its hidden_size 256 does not divide among 3 ranks; use suffix"),
     ],
 )
 def test_where_there_is_none_the_fix_is_named(made_model, family, config, said):
@@ -98,13 +98,13 @@ def test_where_there_is_none_the_fix_is_named(made_model, family, config, said):
     assert str(raised.value).startswith(start + said)
 
 
-def test_several_ranks_look_up(made_model, monkeypatch):
+@pytest.mark.parametrize(("num_ranks", "serves"), [(1, True), (2, True), (4, True), (3, False)])
+def test_several_ranks_have_a_head_that_divides(made_model, monkeypatch, num_ranks, serves):
     """With auto nobody is refused."""
     monkeypatch.setattr(registry, "MOST_HEAD_SHARE", 1.0)
     opened = open_model(made_model("nemotron_h+mtp"))
-    config = EngineConfig(model=str(opened.folder))
-    assert open_head(config, opened).config.serves_mtp
-    assert not open_head(config.model_copy(update={"tensor_parallel_size": 2}), opened).config.serves_mtp
+    config = EngineConfig(model=str(opened.folder), tensor_parallel_size=num_ranks)
+    assert open_head(config, opened).config.serves_mtp is serves
 
 
 def test_a_model_without_recurrent_layers_has_no_hidden_states_to_go_on_from(made_model, tmp_path):

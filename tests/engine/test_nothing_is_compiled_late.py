@@ -1,5 +1,7 @@
 """Once a server has started, no request waits for the CPU's compiler."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -10,26 +12,27 @@ from cairn.kernels.cpu.warm_up import KERNELS
 from doubles.engine_requests import generate_request
 from engine.test_recorded_decodes import FORMS, config_of
 from models.covered import RECORDED
-from tiers import first_of, more
+from tiers import more
+
+FIRST = [("qwen3_5+mtp", "bfloat16"), ("nemotron_h", "float32"), ("qwen3_5_moe", "int8")]
+DTYPES = [("float32", "float32"), ("float16", "float32"), ("int8", "float32"), ("auto", "float16")]
+"""Of checkpoints and states."""
+
+WITH_HEADS = ("qwen3_5+mtp", "nemotron_h+mtp", "qwen3_5_moe+mtp")
 
 
 @pytest.mark.parametrize(
-    ("checkpoint_dtype", "state_dtype"),
+    ("family", "form", "checkpoint_dtype", "state_dtype"),
+    # what states are in is of no matter to other kernels: each of these once
     [
-        ("float32", "float32"),
-        ("float16", "float32"),
-        ("int8", "float32"),
-        ("auto", "float16"),
-        more("auto", "bfloat16"),
+        *(case + dtypes for case, dtypes in product(FIRST, DTYPES)),
+        *(more(*case, "auto", "bfloat16") for case in FIRST),
+        *(
+            more(*case, "float16", "float32")
+            for case in product((*RECORDED.families, *WITH_HEADS), FORMS)
+            if case not in FIRST
+        ),
     ],
-)
-@pytest.mark.parametrize(
-    ("family", "form"),
-    first_of(
-        [("qwen3_5+mtp", "bfloat16"), ("nemotron_h", "float32"), ("qwen3_5_moe", "int8")],
-        (*RECORDED.families, "qwen3_5+mtp", "nemotron_h+mtp", "qwen3_5_moe+mtp"),
-        FORMS,
-    ),
 )
 def test_requests_wait_for_no_compiler(family, form, checkpoint_dtype, state_dtype, made_model, monkeypatch):
     for kernel in KERNELS.values():  # as if none had been asked for in this process

@@ -223,7 +223,7 @@ def test_all_ranks_replay_a_step_or_none(tiny_model, monkeypatch, num_stop_token
 
 def test_a_configuration_comes_through_whole():
     engine = EngineConfig(model="m", dtype="bfloat16", tensor_parallel_size=3)
-    config = RankConfig(engine=engine, extra_pages=7, rank=2, graphs="a.b:c")
+    config = RankConfig(engine=engine, serves_mtp=True, extra_pages=7, rank=2, graphs="a.b:c")
     assert frames_of_config().decode(frames_of_config().encode(config)) == config
 
 

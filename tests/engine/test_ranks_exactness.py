@@ -16,11 +16,7 @@ from cairn.scheduler.preempt import preempt
 from doubles.rank_threads import RankThreads
 from doubles.thread_ranks import thread_ranks
 from engine.test_exactness import ANSWER, OTHER, TEXT, Engine, assert_same
-from tiers import more
-
-
-def long(*values):
-    return pytest.param(*values, marks=pytest.mark.long)
+from tiers import long, more
 
 
 @dataclass

@@ -3,7 +3,7 @@ which ptxas makes wrong code more easily: what `test_cuda_compiles` compiles."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
-from itertools import product
+from itertools import chain, product
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -381,29 +381,44 @@ def expert_products(module: Any, products: Callable[..., Products]) -> Iterator[
                 for kernel, constants, options in products(module, dtype, sizes, gated, bool(form["BLOCKED"])):
                     types = {**types, **scalars}
                     yield kernel, signature(kernel, model, **types), {**form, **constants}, {**options, **apart}
-        # gpt-oss's.
-        for kernel, constants, options in products(module, dtype, (32, 4, 2880, 2880), True, False, clamped=True):
+        # gpt-oss's, and Gemma 4's.
+        for kernel, constants, options in chain(
+            products(module, dtype, (32, 4, 2880, 2880), True, False, clamped=True),
+            products(module, dtype, (128, 8, 2816, 704), True, False, gelu=True),
+        ):
             yield kernel, signature(kernel, model, **scalars), {**plain, **constants}, options
 
 
 def block_products(
-    module: Any, dtype: torch.dtype, sizes: Sequence[int], gated: bool, blocked: bool, clamped: bool = False
+    module: Any,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    gated: bool,
+    blocked: bool,
+    clamped: bool = False,
+    gelu: bool = False,
 ) -> Products:
     num_experts, _, width, inner_width = sizes
     cores = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
     for rows in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16, 32):
         tile, options = module._tile(rows, inner_width, width, dtype, gated=gated)
-        yield module._up_kernel, {"GATED": gated, "CLAMPED": clamped, **cores, **tile}, options
+        yield module._up_kernel, {"GATED": gated, "CLAMPED": clamped, "GELU": gelu, **cores, **tile}, options
         tile, options = module._tile(rows, width, inner_width, dtype, gated=False)
         yield module._down_kernel, {"BIASED": clamped, **cores, **tile}, options
 
 
 def row_products(
-    module: Any, dtype: torch.dtype, sizes: Sequence[int], gated: bool, blocked: bool, clamped: bool = False
+    module: Any,
+    dtype: torch.dtype,
+    sizes: Sequence[int],
+    gated: bool,
+    blocked: bool,
+    clamped: bool = False,
+    gelu: bool = False,
 ) -> Products:
     _, top_k, width, inner_width = sizes
     tile, options = module._up_tile(width, gated=gated, blocked=blocked)
-    yield module._up_gemv_kernel, {"GATED": gated, "CLAMPED": clamped, **tile}, options
+    yield module._up_gemv_kernel, {"GATED": gated, "CLAMPED": clamped, "GELU": gelu, **tile}, options
     tile, options = module._down_tile(inner_width, top_k, blocked=blocked)
     yield module._down_gemv_kernel, {"TOP_K": top_k, "BIASED": clamped, **tile}, options
 

@@ -59,6 +59,7 @@ OPERATIONS: Mapping[str, Operation] = MappingProxyType(
         "gated_experts": Operation(
             ("x", "topk_ids", "topk_weights"), ("model",), ("gate_up", "down"), takes_batch=True
         ),
+        "gelu_experts": Operation(("x", "topk_ids", "topk_weights"), ("model",), ("gate_up", "down"), takes_batch=True),
         "clamped_experts": Operation(
             ("x", "topk_ids", "topk_weights"), ("model",), ("gate_up", "down"), takes_batch=True
         ),
@@ -512,6 +513,7 @@ OPERANDS: Mapping[str, Callable[[st.DrawFn, RandomBatch, torch.dtype], Operands]
         "lm_head": _lm_head,
         "experts": _experts,
         "gated_experts": _gated_experts,
+        "gelu_experts": _gated_experts,
         "clamped_experts": _clamped_experts,
         "rms_norm": _rms_norm,
         "add_rms_norm": _add_rms_norm,

@@ -35,6 +35,9 @@ TENSOR_CORES = ("attention", "exact_products", "experts", "fp8", "gdn", "ssd")
 """Modules that are compiled for all of them: tensor cores are others in each, and so is what has to lie in shared
 memory. The others' kernels are loads, stores and sums, and are compiled for one of them."""
 
+WITHOUT_PRODUCTS = ("_combine_kernel", "_expand_kernel", "_sum_kernel")
+"""Kernels of those modules that are like the others'."""
+
 EVERYTHING = 90
 """The capability for which all is compiled; for the other ones pages are of 64 tokens only."""
 
@@ -57,7 +60,7 @@ class Variant:
     def model(self) -> str:
         """The type of a model's numbers."""
         types = dict(self.signature)
-        return types.get("x") or types["q"]
+        return types.get("x") or types.get("q") or ""
 
     @property
     def is_for_one_capability(self) -> bool:
@@ -66,7 +69,8 @@ class Variant:
         wide_fp8 = ("weight", "*u8") in self.signature and ("x", "*fp32") in self.signature
         form = constants.get("CODES")
         few_codes = form is not None and (form.numbers, form.scales, form.factors) != ("e2m1", "e4m3", "times")
-        return ("PAGE_SIZE", 16) in self.constants or wide_fp8 or few_codes or constants.get("S", 64) in (16, 32)
+        alike = few_codes or wide_fp8 or self.kernel.fn.__name__ in WITHOUT_PRODUCTS
+        return alike or ("PAGE_SIZE", 16) in self.constants or constants.get("S", 64) in (16, 32)
 
     @property
     def is_large(self) -> bool:
@@ -139,7 +143,9 @@ def every_variant() -> Iterator[Any]:
                     continue
                 if capability == EVERYTHING or not variant.is_for_one_capability:
                     label = f"{capability}-{name}{variant.kernel.fn.__name__}-{number}"
-                    yield pytest.param(capability, variant, id=label)
+                    # as much shared memory as for which all is compiled, and seldom with models in float32
+                    marks = pytest.mark.long if capability == 100 and variant.model == "*fp32" else ()
+                    yield pytest.param(capability, variant, id=label, marks=marks)
 
 
 def with_oldest_ptxas(ptx: str, folder: Path) -> bytes:

@@ -195,6 +195,13 @@ def test_experts(which: str, gated: bool, dtype: torch.dtype) -> None:
 
 @DTYPES
 @pytest.mark.parametrize("tokens", [2, 12])
+def test_gelu_experts(tokens: int, dtype: torch.dtype) -> None:
+    call = experts_call(random_choice(tokens, 3, 2), 3, (72, 40), True, dtype)
+    check_against_reference(CUDA, Call("gelu_experts", call.batch, call.operands), dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize("tokens", [2, 12])
 def test_clamped_experts(tokens: int, dtype: torch.dtype) -> None:
     call = clamped(experts_call(random_choice(tokens, 3, 2), 3, (333, 150), True, dtype))
     check_against_reference(CUDA, call, dtype)

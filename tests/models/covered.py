@@ -44,7 +44,7 @@ LOGITS = Coverage(
     (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe"),
         *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
+        *("gpt_oss", "gemma4", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -61,6 +61,7 @@ INT8 = Coverage(
             "lfm2_moe",
             "olmo_hybrid",
             "gpt_oss",
+            "gemma4",
             "gemma3",
             "lfm3",
             "gemma2",
@@ -159,7 +160,7 @@ WHOLE_EXACTNESS = Coverage(
     (
         *("nemotron_h", "qwen3_5"),
         *("qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe"),
-        *("olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
+        *("olmo_hybrid", "gpt_oss", "gemma4", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
     num_regular=2,
 )
@@ -170,7 +171,7 @@ EXACTNESS = Coverage(
     ("engine/test_exactness_families.py",),
     (
         *("granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
+        *("gpt_oss", "gemma4", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -187,10 +188,11 @@ DRAFTS = Coverage(
     "CPU",
     ("engine/test_exactness_drafts.py",),
     (
-        *("nemotron_h+mtp", "qwen3_5+mtp", "lfm2", "nemotron_h", "qwen3_5", "falcon_h1", "granitemoehybrid"),
-        *("qwen3_5_moe+mtp", "qwen3_5_moe", "qwen3", "granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid"),
-        *("gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
+        *("nemotron_h+mtp", "qwen3_5+mtp", "lfm2", "falcon_h1", "qwen3_5_moe", "qwen3", "gpt_oss", "gemma4", "llama4"),
+        *("nemotron_h", "qwen3_5", "granitemoehybrid", "qwen3_5_moe+mtp", "granite", "qwen3_moe", "lfm2_moe"),
+        *("olmo_hybrid", "gemma3", "lfm3", "gemma2"),
     ),
+    num_regular=9,
 )
 
 RECORDED = Coverage(
@@ -199,7 +201,7 @@ RECORDED = Coverage(
     ("engine/test_recorded_decodes.py", "engine/test_nothing_is_compiled_late.py"),
     (
         *("nemotron_h", "qwen3_5", "qwen3_5_moe", "granitemoehybrid", "lfm2", "falcon_h1", "qwen3"),
-        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma3", "lfm3", "gemma2", "llama4"),
+        *("granite", "qwen3_moe", "lfm2_moe", "olmo_hybrid", "gpt_oss", "gemma4", "gemma3", "lfm3", "gemma2", "llama4"),
     ),
 )
 
@@ -216,6 +218,7 @@ HAND_OVERS = Coverage(
             "olmo_hybrid",
             "nemotron_h",
             "gpt_oss",
+            "gemma4",
             "gemma3",
             "lfm3",
             "gemma2",
@@ -230,7 +233,7 @@ TIERS = Coverage(
     ("engine/test_tiers.py",),
     (
         *("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"),
-        *("gemma3", "lfm3", "gpt_oss"),
+        *("gemma3", "lfm3", "gpt_oss", "gemma4"),
     ),
 )
 

@@ -14,7 +14,7 @@ from models.published_families import PUBLISHED
 from replay.test_layouts import CONFIGS
 from runner.harness import tensors
 
-VOCABULARY = re.compile(r"(?:.+\.)?(?:embed_tokens|embeddings|lm_head)\.weight")
+VOCABULARY = re.compile(r"(?:.+\.)?(?:embed_tokens|embed_tokens_per_layer|embeddings|lm_head)\.weight")
 OF_ONE_EXPERT = re.compile(r".+\.experts\.(\d+)\..+")
 
 
@@ -34,7 +34,8 @@ def multiplied(name: str, shape: tuple[int, ...], experts_per_token: int) -> int
 @pytest.mark.parametrize("raw", [*CONFIGS.values(), *(raw for raw, *_ in PUBLISHED.values())])
 def test_a_token_meets_what_the_model_is_built_of(raw: dict[str, Any]) -> None:
     config = family_of(raw).parse(raw)
-    built, chosen = tensors(config), getattr(config, "num_experts_per_tok", 0)
+    built = tensors(config)
+    chosen = getattr(config, "num_experts_per_tok", getattr(config, "top_k_experts", 0))
     active = sum(multiplied(name, shape, chosen) for name, shape in built.items())
     scores = sum(shape[1] for name, shape in built.items() if re.search(r"self_attn\.(o|out)_proj\.weight", name))
     # Nemotron-H calls every mixer a mixer: those with queries have a q_proj.

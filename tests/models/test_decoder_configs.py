@@ -30,6 +30,7 @@ from models.tiny_configs import (
     falcon,
     gemma2,
     gemma3,
+    gemma4,
     gpt_oss,
     granite,
     lfm2,
@@ -312,7 +313,7 @@ def test_what_may_be_left_out() -> None:
 
 def test_gemmas_embeddings_are_scaled_in_the_models_dtype() -> None:
     """bfloat16 has no root of 32, and the models were trained with what it has in its place."""
-    scales = {dtype: tiny(gemma3()).model(False, dtype=dtype).embedding_scale for dtype in (F32, BF16)}
+    scales = {dtype: tiny(gemma3()).model(False, dtype=dtype).embedding.scale for dtype in (F32, BF16)}
     assert scales == {dtype: torch.tensor(32**0.5, dtype=dtype).item() for dtype in (F32, BF16)}
     assert scales[F32] != scales[BF16] == 5.65625
 
@@ -519,6 +520,7 @@ def test_transfer_facts_are_all_that_decides_keys_values_and_states(make: Any) -
             {"use_sandwich_norm": False},
             {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
         ],
+        gemma4: [{"attention_k_eq_v": False}, {"global_head_dim": 12}, {"num_kv_shared_layers": 1}],
         gemma2: [{"attn_logit_softcapping": None}, {"final_logit_softcapping": 5.0}, {"rope_theta": 1e5}],
         gpt_oss: [
             {"sliding_window": 13},

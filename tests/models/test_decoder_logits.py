@@ -21,10 +21,12 @@ from models.logits_bar import (
     whole_in_chunks_and_token_by_token,
 )
 from models.tiny_configs import (
+    SHARING,
     dense_granite,
     falcon,
     gemma2,
     gemma3,
+    gemma4,
     gpt_oss,
     granite,
     lfm2,
@@ -87,6 +89,13 @@ MODELS: Mapping[str, Callable[[], dict[str, Any]]] = {
     "gemma3": partial(gemma3, rope_scaling={"rope_type": "linear", "factor": 2.0}),
     "gemma3-biased": partial(
         gemma3, attention_bias=True, tie_word_embeddings=False, final_logit_softcapping=1.5, query_pre_attn_scalar=16
+    ),
+    "gemma4": partial(
+        gemma4, **SHARING, enable_moe_block=True, num_experts=6, top_k_experts=3, moe_intermediate_size=24
+    ),
+    "gemma4-dense": partial(gemma4, attention_bias=True, tie_word_embeddings=False),
+    "gemma4-sharing": partial(
+        gemma4, **{**SHARING, "num_kv_shared_layers": 1, "attention_k_eq_v": False, "sliding_window": 20}
     ),
     "gemma2": gemma2,
     # yarn makes turned heads longer, which the norm after that undoes.
@@ -169,6 +178,8 @@ MORE = (
     "qwen3_moe-tied",
     "lfm2_moe-plain",
     "olmo_hybrid-turned",
+    "gemma4-dense",
+    "gemma4-sharing",
     "gemma2",
     "lfm3-plain",
     "llama4-plain",

@@ -35,6 +35,16 @@ FAMILIES: dict[str, tuple[int, int, dict[str, int]]] = {
     ),
     "olmo_hybrid": (6, 10, {"gated delta net with MLP": 4, "attention with MLP": 2}),
     "qwen3": (1, 1, {"attention with MLP": 6}),
+    "gemma4": (
+        1,
+        1,
+        {
+            "windowed attention with MLP beside mixture of experts": 2,
+            "attention with MLP beside mixture of experts": 1,
+            "windowed attention to keys of an earlier layer with MLP beside mixture of experts": 2,
+            "attention to keys of an earlier layer with MLP beside mixture of experts": 1,
+        },
+    ),
     "gemma3": (1, 1, {"windowed attention with MLP": 4, "attention with MLP": 2}),
     "llama4": (
         1,

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from transformers.models.nemotron_h import modeling_nemotron_h
 
+from cairn.runner.runner import Runner
 from cairn.runner.vision import mrope_positions
 from cairn.step import DRAFTED, Image, StepPlan, VerifyRow
 from models.nemotron_h_truth import published
 from models.qwen3_5_truth import CLASSES, parse_qwen, published_qwen, qwen_weights, raw_qwen
 from models.test_qwen3_5_logits import GivenVectors, images_of
 from models.wide_float import wide_float
-from runner.harness import Driver, build_tiny, parse, prompt, random_weights, raw_config
-from tiers import more
+from runner.harness import Driver, build_tiny, parse, prompt, random_weights, ranks, raw_config
+from tiers import first, more
 
 LENGTH = 70
 DRAFTS = 3
@@ -146,26 +147,34 @@ def made(name: str) -> tuple[Any, dict[str, Tensor], Truth]:
 
 
 def drafted(driver: Driver, tokens: list[int], cuts: list[int], images: tuple[Image, ...] = ()) -> list[Tensor]:
-    """The head's own logits of each of its drafts after `tokens`, all but the last of which are computed in rows."""
+    """The head's own logits of each of its drafts after `tokens`, all but the last of which are computed in rows; of
+    several ranks rank 0's."""
     seen, sequence, begin = list[Tensor](), driver.sequence(0, LENGTH + DRAFTS), 0
     for end in cuts:
         row = driver.row(sequence, tokens[begin:end], sample=False, decode=end - begin == 1)
         driver.run(replace(row, images=images))
         begin = end
-    head = driver.runner._head
-    assert head is not None and begin == len(tokens) - 1
-    advance = head.advance
-
-    def see(rows: Any, depth: int) -> None:
-        advance(rows, depth)
-        seen.append(driver.model.logits(head.hidden[:1])[0])
-        assert head.tokens[0] == seen[-1].argmax()
-
-    head.advance = see  # type: ignore[method-assign]
+    assert begin == len(tokens) - 1
+    for runner in getattr(driver.runner, "runners", (driver.runner,)):
+        see_logits(runner, seen if runner.rank == 0 else [])
     row = VerifyRow(0, begin, np.array([tokens[-1]] + DRAFTS * [DRAFTED]), 0)
     driver.step += 1
     driver.checked.run(StepPlan(driver.step, verifies=(row,)))
     return seen
+
+
+def see_logits(runner: Runner, seen: list[Tensor]) -> None:
+    """Of each draft that the head makes from now on. All ranks take part."""
+    head = runner._head
+    assert head is not None
+    advance = head.advance
+
+    def see(rows: Any, depth: int) -> None:
+        advance(rows, depth)
+        seen.append(runner._model.logits(head.hidden[:1])[0])
+        assert head.tokens[0] == seen[-1].argmax()
+
+    head.advance = see  # type: ignore[method-assign]
 
 
 def check(truth: Truth, tokens: list[int], seen: list[Tensor]) -> Tensor:
@@ -187,6 +196,19 @@ def test_drafts_are_those_of_the_published_head(name: str, exact: bool) -> None:
     driver = Driver(config, build_tiny(config, weights, exact), exact)
     tokens = prompt(LENGTH, 3)
     check(truth, tokens, drafted(driver, tokens, [64, LENGTH - 2, LENGTH - 1]))
+
+
+SEVERAL = [("nemotron_h", 2), ("nemotron_h", 4), ("qwen3_5_text", 2), ("qwen3_5_moe_text", 2), ("qwen3_next", 4)]
+
+
+@pytest.mark.parametrize(("name", "size"), first(1, SEVERAL))
+def test_several_ranks_draft_what_the_published_head_does(name: str, size: int) -> None:
+    torch.manual_seed(1)
+    config, weights, truth = made(name)
+    several = ranks(config, weights, size, exact=True)
+    tokens = prompt(LENGTH, 3)
+    check(truth, tokens, drafted(several, tokens, [64, LENGTH - 2, LENGTH - 1]))
+    several.runner.close()
 
 
 @pytest.mark.parametrize("cuts", [[69], [12, 25, 69], more([20, 37, 50, 69])])

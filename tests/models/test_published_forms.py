@@ -37,7 +37,7 @@ SCALINGS = (
     "'default' or 'linear' or 'llama3' or 'yarn' is implemented; without it the model is served at the length that it "
     "was trained for"
 )
-WITH_ROPE = [name for name in MAKERS if name not in ("nemotron_h", "gemma3_text", "lfm3", "llama4_text")]
+WITH_ROPE = [name for name in MAKERS if name not in ("nemotron_h", "gemma3_text", "gemma4_text", "lfm3", "llama4_text")]
 """With one kind of rotary positions."""
 
 

@@ -36,15 +36,24 @@ def test_published_shapes(tmp_path: Path) -> None:
         assert open_model(tmp_path).layout(16, size).state_units == 16 // size
 
 
-@pytest.mark.parametrize("options", [{"tensor_parallel_size": 2}, {"gpu_memory_bytes": 1 << 40}])
-def test_a_head_that_is_not_served_is_ignored(tmp_path: Path, options: dict[str, int]) -> None:
+def test_a_head_is_counted_on_each_rank(tmp_path: Path) -> None:
     headers = qwen35_headers()
     write_checkpoint(tmp_path, QWEN35, headers, num_shards=14)
-    report = check(tmp_path, CheckSettings(**options))
+    whole, half = (check(tmp_path, CheckSettings(tensor_parallel_size=size)) for size in (1, 2))
+    assert half.ok and half.has_head and half.accounting.num_ignored == 0
+    assert 2 * half.layout.bytes_per_token == whole.layout.bytes_per_token == 22 * 1024
+    # what each has whole are norms, routers and the vision tower
+    assert whole.weight_bytes / 2 < half.weight_bytes < 0.52 * whole.weight_bytes
+
+
+def test_a_head_that_is_not_served_is_ignored(tmp_path: Path) -> None:
+    headers = qwen35_headers()
+    write_checkpoint(tmp_path, QWEN35, headers, num_shards=14)
+    report = check(tmp_path, CheckSettings(gpu_memory_bytes=1 << 40))
     assert report.accounting.num_ignored == 785 and not report.has_head
     served = (shape for name, (_, shape) in headers.items() if not name.startswith("mtp."))
     assert report.parameters == sum(map(_count, served)) and 35.0e9 < report.parameters < 35.2e9
-    assert report.layout.bytes_per_token == 20 * 1024 // options.get("tensor_parallel_size", 1)
+    assert report.layout.bytes_per_token == 20 * 1024
 
 
 def _count(shape: tuple[int, ...]) -> int:

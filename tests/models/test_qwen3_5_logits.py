@@ -24,7 +24,7 @@ from models.logits_bar import (
 )
 from models.qwen3_5_truth import parse_qwen, published_qwen, qwen_logits, qwen_truth, qwen_weights, raw_qwen
 from runner.harness import Driver, build_tiny, prompt, ranks
-from tiers import first_of, more
+from tiers import first_of, long, more
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "dense": ("qwen3_5_text", {}),
@@ -181,10 +181,6 @@ def test_images_stand_in_three_dimensions(scaling: dict[str, Any]) -> None:
             begin = end
     text = qwen_logits(published_qwen(raw, weights), [max(token, 0) for token in tokens], wide=True)
     assert t.error(text[-1], LENGTH) > 0.1
-
-
-def long(*values: Any) -> Any:
-    return pytest.param(*values, marks=pytest.mark.long)
 
 
 # One of each model, and both of one.

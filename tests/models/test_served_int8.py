@@ -34,7 +34,7 @@ from tiers import first
 LENGTHS = (30, 65, 100, 180)
 DENSE, MIXED = (
     ("qwen3_5", "falcon_h1", "lfm2", "qwen3", "granite", "olmo_hybrid", "gemma3", "lfm3", "gemma2"),
-    ("nemotron_h", "qwen3_5_moe", "granitemoehybrid", "qwen3_moe", "lfm2_moe", "gpt_oss", "llama4"),
+    ("nemotron_h", "qwen3_5_moe", "granitemoehybrid", "qwen3_moe", "lfm2_moe", "gpt_oss", "llama4", "gemma4"),
 )
 """MIXED: of experts. A router that has two nearly equal ones takes the other, here as with bfloat16 instead of float32
 (granitemoehybrid: 0.22)."""

@@ -1,6 +1,7 @@
 """A model cut among ranks: the same logits, the shares that the transfer expects, and sizes that are refused."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from cairn.check.report import CheckSettings, check
 from cairn.errors import ConfigError
 from cairn.layers.communicator import SINGLE_RANK
+from cairn.models import registry
 from cairn.models.decoder_builder import Execution, build_decoder
 from cairn.models.registry import open_model
 from cairn.models.sharding import TensorShard
@@ -124,12 +126,14 @@ SHARED = {
     "tiny": ("MEM*M-MEM*", {}),
     "one-group": ("M*-M*", ONE_GROUP),
     "eight-groups": ("M*ME", EIGHT_GROUPS),
+    "head": ("ME*", {"num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}),
 }
 
 
 def shared(name: str) -> Model:
+    """`head`: with one that drafts, whose keys and values are in the pages."""
     raw = NANO if name == "published" else raw_config(SHARED[name][0], **SHARED[name][1])
-    return Model(parse(raw))
+    return Model(parse(raw).asking(serves_mtp=name == "head"))
 
 
 @pytest.mark.parametrize("name", [*SHARED, "published"])
@@ -214,11 +218,17 @@ def test_one_rank_is_what_it_was(tiny_model: Path) -> None:
     assert sum(linear.weight.numel() for linear in model.linears) > 3e6
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_a_ranks_weights_are_counted(tiny_model: Path, size: int) -> None:
-    """Of the first one, which has most: what a GPU of each must have room for."""
-    report = check(tiny_model, CheckSettings(tensor_parallel_size=size))
-    opened, taken = open_model(tiny_model), []
+@pytest.mark.parametrize(("family", "size"), [("nemotron_h", 1), ("nemotron_h", 2), ("nemotron_h", 4), ("head", 2)])
+def test_a_ranks_weights_are_counted(
+    made_model: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, size: int
+) -> None:
+    """Of the first one, which has most: what a GPU of each must have room for. With a head that drafts, too."""
+    monkeypatch.setattr(registry, "MOST_HEAD_SHARE", 1.0)
+    folder = made_model("nemotron_h+mtp" if family == "head" else family)
+    report = check(folder, CheckSettings(tensor_parallel_size=size))
+    opened, taken = open_model(folder), list[int]()
+    assert report.has_head is (family == "head")
+    opened = opened.with_head() if report.has_head else opened
     for communicator in thread_ranks(size) if size > 1 else [SINGLE_RANK]:
         model = opened.build(exact=False, communicator=communicator, backend="reference")
         taken.append(sum(tensor.nbytes for tensor in parts_of(replace(model, rotaries=()), Tensor)))

@@ -7,6 +7,7 @@ import pytest
 
 from cairn.check.report import check
 from models.published_families import GEMMA2, GEMMA3, GEMMA3_THAT_SEES, LFM3, LLAMA4
+from models.published_gemma4 import OTHERS, PUBLISHED, text_shapes
 from models.test_check import Headers, write_checkpoint
 
 
@@ -93,11 +94,23 @@ def headers_that_see() -> Headers:
     return text | {name: ("BF16", shape) for name, shape in tower.items()}
 
 
+def gemma4(name: str, parameters: int, num_ignored: int) -> tuple[dict[str, Any], Headers, int, int, int]:
+    """`num_ignored`: keys and values that nothing is computed with, and what is not the text model's."""
+    raw = dict(PUBLISHED[name])
+    headers: Headers = {each: ("BF16", shape) for each, shape in (text_shapes(raw) | OTHERS).items()}
+    return raw, headers, parameters, raw["text_config"]["max_position_embeddings"], num_ignored
+
+
 CHECKPOINTS = {
     "Gemma-3-1B": (GEMMA3, gemma_headers("model", GEMMA3, head_norms=True), 999_885_952, 32768, 0),
     "Gemma-3-4B": (GEMMA3_THAT_SEES, headers_that_see(), 3_880_263_168, 131072, 2),
     "Gemma-2-2B": (GEMMA2, gemma_headers("model", GEMMA2, head_norms=False), 2_614_341_888, 8192, 0),
     "Llama-4-Scout": (LLAMA4_THAT_SEES, llama4_headers(), 107_769_861_120, 10485760, 2),
+    "Gemma-4-31B": gemma4("Gemma-4-31B", 30_697_345_340, 4),
+    "Gemma-4-26B-A4B": gemma4("Gemma-4-26B-A4B", 25_233_141_790, 4),
+    "Gemma-4-12B": gemma4("Gemma-4-12B", 11_907_350_320, 4),
+    "Gemma-4-E4B": gemma4("Gemma-4-E4B", 7_463_013_418, 4 + 18 * 3),
+    "Gemma-4-E2B": gemma4("Gemma-4-E2B", 4_628_569_379, 4 + 20 * 3),
     "LFM3-1.7B": (LFM3, lfm3_headers(), 1_728_801_536, 128000, 0),
 }
 

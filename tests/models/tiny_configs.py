@@ -232,6 +232,37 @@ def gemma3(**changes: Any) -> dict[str, Any]:
     }
 
 
+def gemma4(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "gemma4_text",
+        "architectures": ["Gemma4ForCausalLM"],
+        **COMMON,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        "num_hidden_layers": 4,
+        "rms_norm_eps": 1e-6,
+        "num_key_value_heads": 4,
+        "num_global_key_value_heads": 2,
+        "head_dim": 12,
+        "global_head_dim": 16,
+        "attention_k_eq_v": True,
+        "sliding_window": 12,
+        "final_logit_softcapping": 2.5,
+        "intermediate_size": 56,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        **changes,
+    }
+
+
+SHARING = {
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB + 3,
+}
+"""Of Gemma 4: keys and values of earlier layers, and inputs of each layer."""
+
+
 def gemma2(**changes: Any) -> dict[str, Any]:
     return {
         "model_type": "gemma2",
@@ -313,6 +344,7 @@ MAKERS: Mapping[str, Callable[..., dict[str, Any]]] = MappingProxyType(
         "olmo_hybrid": olmo_hybrid,
         "gpt_oss": gpt_oss,
         "gemma3_text": gemma3,
+        "gemma4_text": gemma4,
         "gemma2": gemma2,
         "lfm3": lfm3,
         "llama4_text": llama4,

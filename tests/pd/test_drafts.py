@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from real_servers import RealServer, finish, hand_over, settle
 
+from cairn.engine.transfers.kv_transfer import nixl_link
 from cairn.scheduler.speculation import SpeculativeConfig
-from cairn.step import DRAFTED
-from doubles.drafters import KnowingDrafter, KnowingHead
+from doubles.drafters import KnowingDrafter, KnowingHead, LeftToTheHead
 from doubles.memory_link import MemoryFabric
 from tiers import first
 
@@ -108,6 +108,43 @@ def test_a_head_drafts_at_once_from_what_was_handed_over(made_model, length):
         server.close()
 
 
+@pytest.mark.more
+@pytest.mark.parametrize(("p_size", "d_size"), [(2, 2), (1, 2), (4, 2)])
+def test_ranks_hand_over_to_ranks_that_draft_with_their_head(made_model, p_size, d_size):
+    """At once, and of equal numbers of ranks what a head drafts that has computed the prompt here, bit for bit."""
+    folder, prompt = made_model("qwen3_5+mtp"), TEXT[:130]
+    p, d = (
+        RealServer(folder, nixl_link, name, speculative=MTP, tensor_parallel_size=size, kv_cache_memory_bytes=16 << 20)
+        for name, size in (("p", p_size), ("d", d_size))
+    )
+    try:
+        d.core._scheduler.state.drafting.drafter = LeftToTheHead(4, only_first=True)
+        seen, runner = [], d.core._runner
+        drafts = runner.drafts
+
+        def see(step):
+            made = drafts(step)
+            seen.append([tokens.tolist() for tokens in made.values()])
+            return made
+
+        runner.drafts = see
+        before = d.core.stats().tokens.computed_prompt
+        tokens, last, _ = hand_over(p, d, prompt, max_tokens=6)
+        assert last.cache.received_tokens == len(prompt) and d.core.stats().tokens.computed_prompt == before
+        remote = d.logits[d.count]
+        again, _ = finish(d, d.submit(prompt, 6, cache_salt="another"))
+        local = d.logits[d.count]
+        assert tokens == again and len(seen) == 2 and len(seen[0][0]) == 4
+        if p_size == d_size:
+            assert seen[0] == seen[1]
+            assert all(np.array_equal(one, other) for one, other in zip(remote, local, strict=True))
+        assert d.core.stats().transfers.num_failed == 0
+        settle(p, d)
+    finally:
+        p.close()
+        d.close()
+
+
 def heads_own_drafts(server, prompt):
     """What the head drafts after the first token of an answer, on a hit or not."""
     seen, runner = [], server.core._runner
@@ -118,19 +155,9 @@ def heads_own_drafts(server, prompt):
         seen.append(int(head.tokens[0]))
 
     head.advance = see
-    server.core._scheduler.state.drafting.drafter = LeftToTheHead()
+    server.core._scheduler.state.drafting.drafter = LeftToTheHead(4, only_first=True)
     finish(server, server.submit(prompt, 6))
     return seen
-
-
-class LeftToTheHead(KnowingDrafter):
-    """Leaves four drafts of the first step to the model's head."""
-
-    def __init__(self):
-        super().__init__({}, 4, lambda proposal: 0, VOCAB)
-
-    def propose(self, request, most, num_decodes):
-        return np.full(4 if len(request.output) == 1 else 0, DRAFTED, np.int64)
 
 
 def test_a_server_that_drafts_with_a_head_and_one_that_does_not_do_not_pair(made_model, caplog):

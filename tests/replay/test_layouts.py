@@ -12,10 +12,12 @@ from cairn.replay.layouts import LAYOUT_NAMES, UNNEEDED, layout_for, sizes_for
 from models.published import NANO
 from models.published_qwen3_5 import QWEN35
 from models.tiny_configs import (
+    SHARING,
     dense_granite,
     falcon,
     gemma2,
     gemma3,
+    gemma4,
     gpt_oss,
     granite,
     lfm2,
@@ -93,6 +95,21 @@ CONFIGS = {
     "lfm3": lfm3(),
     "lfm3 without gates": lfm3(use_attention_gate=False, layer_types=None, conv_L_cache=4, head_dim=8),
     "gemma2": gemma2(layer_types=None, num_hidden_layers=4),
+    "gemma4": gemma4(),
+    "gemma4 that shares": gemma4(
+        **SHARING, enable_moe_block=True, num_experts=6, top_k_experts=3, moe_intermediate_size=24
+    ),
+    "gemma4 that sees": {
+        "model_type": "gemma4",
+        "text_config": {name: value for name, value in gemma4().items() if name not in ("model_type", "architectures")},
+    },
+    "gemma4 with one encoder": {
+        "model_type": "gemma4_unified",
+        "text_config": {name: value for name, value in gemma4().items() if name not in ("model_type", "architectures")},
+    },
+    "gemma4 without encoders": gemma4(
+        model_type="gemma4_unified_text", architectures=["Gemma4UnifiedForCausalLM"], hidden_size_per_layer_input=None
+    ),
     "qwen3": qwen3(),
     "qwen3 with heads of 128": qwen3(head_dim=None),
     "gpt_oss": gpt_oss(),
@@ -132,6 +149,11 @@ NUMBERS = {
     "llama4 that sees": (34_560, 192, 4_096, 64, 64),
     "lfm3 without gates": (36_864, 32, 1_024, 640, 640),
     "gemma2": (46_080, 256, 4_096, 64, 64),
+    "gemma4": (44_032, 224, 6_144, 64, 64),
+    "gemma4 that shares": (82_176, 224, 3_072, 64, 64),
+    "gemma4 that sees": (44_032, 224, 6_144, 64, 64),
+    "gemma4 with one encoder": (44_032, 224, 6_144, 64, 64),
+    "gemma4 without encoders": (44_032, 224, 6_144, 64, 64),
     "qwen3": (34_560, 192, 6_144, 64, 64),
     "qwen3 with heads of 128": (163_584, 1_536, 49_152, 64, 64),
     "gpt_oss": (39_744, 192, 4_096, 64, 64),
@@ -166,6 +188,7 @@ def test_what_a_config_comes_to(name, tmp_path):
 def test_scores_of_limited_reach_are_counted_apart():
     limited = {
         "gemma3": (64, (LimitedScores(128, window=20),)),
+        "gemma4": (128, (LimitedScores(96, window=12),)),
         "llama4": (64, (LimitedScores(192, chunk=20),)),
         "lfm3": (64, (LimitedScores(64, window=12),)),
         "gpt_oss of full reach": (768, ()),

@@ -20,7 +20,7 @@ from runner.test_exactness import (  # noqa: F401
     test_the_self_test_passes,
     test_tokens_fed_from_the_step_that_sampled_them,
 )
-from tiers import first
+from tiers import first, long
 
 
 def qwen(model_type: str, size: int = 1, **changes: Any) -> Driver:
@@ -51,10 +51,6 @@ def _driver(name: str) -> Iterator[Driver]:
     made = DRIVERS[name]()
     yield made
     made.runner.close()
-
-
-def long(name: str) -> Any:
-    return pytest.param(name, marks=pytest.mark.long)
 
 
 @pytest.fixture(params=[name if name in SHORT else long(name) for name in DRIVERS])

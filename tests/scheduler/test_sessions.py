@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from driver import Driver, alone
 from hypothesis import given, settings
-from hypothesis import strategies as st
-from test_turns import PROMPT, one_at_a_time, order_of, prompts
+from test_turns import MIXES, check_only_the_order_changes, one_at_a_time, order_of, prompts
 
 from cairn.engine.contract import EngineConfig
 from cairn.scheduler import sessions, turns
@@ -117,37 +116,19 @@ def test_priorities_come_before_sessions():
 
 
 @settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 1 << 16),
-    bound=st.integers(0, 4),
-    pages=st.sampled_from([60, 90, 140]),
-    seqs=st.integers(1, 3),
-    exact=st.booleans(),
-)
+@given(**MIXES)
 def test_nobody_starves_and_nothing_else_changes(seed, bound, pages, seqs, exact):
-    """Sessions of all kinds in small pools: each request has the answer that it has alone, and as many as the bound
-    allows go before it, at most."""
+    """Sessions of all kinds in small pools."""
     rng = np.random.default_rng(seed)
-    before, turns.MAX_BYPASSED_BY_SESSION = turns.MAX_BYPASSED_BY_SESSION, bound
-    try:
+
+    def names(number):
+        session = ("", "all", f"only {number}", f"s{number % 3}")[int(rng.integers(4))]
+        return {"session": session, "client": "ab"[int(rng.integers(2))]}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, "MAX_BYPASSED_BY_SESSION", bound)
         driver = by_session(pages, max_num_seqs=seqs, exact=exact)
-        stems, sent = prompts(3, seed), {}
-        for number in range(14):
-            stem = stems[int(rng.integers(len(stems)))][: int(rng.integers(1, PROMPT))]
-            prompt = (*stem, *rng.integers(0, 1000, int(rng.integers(1, 60))).tolist())
-            session = ("", "all", f"only {number}", f"s{number % 3}")[int(rng.integers(4))]
-            tokens, client = int(rng.integers(1, 20)), "ab"[int(rng.integers(2))]
-            sent[driver.submit(prompt, max_tokens=tokens, session=session, client=client)] = prompt, tokens
-            for _ in range(int(rng.integers(0, 4))):
-                if driver.scheduler.has_work:
-                    driver.step()
-        order = order_of(driver)
-    finally:
-        turns.MAX_BYPASSED_BY_SESSION = before
-    assert sorted(order) == sorted(sent)
-    for name, (prompt, tokens) in sent.items():
-        assert driver.output(name) == alone(prompt, exact, max_tokens=tokens)
-        assert driver.requests[name].place.num_bypassed <= bound
+        check_only_the_order_changes(driver, rng, seed, bound, names)
 
 
 @pytest.mark.parametrize("bound", [0, 1, 5])

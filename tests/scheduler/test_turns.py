@@ -84,37 +84,42 @@ def test_nobody_is_overtaken_more_often_than_that(monkeypatch, bound):
     assert max(request.place.num_bypassed for request in driver.requests.values()) == bound
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 1 << 16),
-    bound=st.integers(0, 4),
-    pages=st.sampled_from([60, 90, 140]),
-    seqs=st.integers(1, 3),
-    exact=st.booleans(),
-)
-def test_it_changes_nothing_but_the_order(seed, bound, pages, seqs, exact):
-    """Requests that share, in small pools: each answer is the one that it has alone, and each request is overtaken by
-    as many as the bound allows at most. Preempted ones are not admitted for the first time, so they do not count."""
-    rng = np.random.default_rng(seed)
-    before, turns.MAX_BYPASSED = turns.MAX_BYPASSED, bound
-    try:
-        driver = Driver(num_pages=pages, max_num_seqs=seqs, max_num_batched_tokens=512, exact=exact)
-        stems, sent, order = prompts(3, seed), {}, []
-        for _ in range(14):
-            stem = stems[int(rng.integers(len(stems)))][: int(rng.integers(1, PROMPT))]
-            prompt = (*stem, *rng.integers(0, 1000, int(rng.integers(1, 60))).tolist())
-            tokens = int(rng.integers(1, 20))
-            sent[driver.submit(prompt, max_tokens=tokens)] = prompt, tokens
-            for _ in range(int(rng.integers(0, 4))):
-                if driver.scheduler.has_work:
-                    driver.step()
-        order = order_of(driver)
-    finally:
-        turns.MAX_BYPASSED = before
-    assert sorted(order) == sorted(sent)
+MIXES = {
+    "seed": st.integers(0, 1 << 16),
+    "bound": st.integers(0, 4),
+    "pages": st.sampled_from([60, 90, 140]),
+    "seqs": st.integers(1, 3),
+    "exact": st.booleans(),
+}
+
+
+def check_only_the_order_changes(driver: Driver, rng: np.random.Generator, seed: int, bound: int, draw_names) -> None:
+    """Requests that share: each answer is the one that it has alone, and each request is overtaken by as many as the
+    bound allows at most. Preempted ones are not admitted for the first time, so they do not count. `draw_names`: the
+    number of a request -> what it is submitted with besides its prompt and length."""
+    stems, sent = prompts(3, seed), {}
+    for number in range(14):
+        stem = stems[int(rng.integers(len(stems)))][: int(rng.integers(1, PROMPT))]
+        prompt = (*stem, *rng.integers(0, 1000, int(rng.integers(1, 60))).tolist())
+        tokens = int(rng.integers(1, 20))
+        sent[driver.submit(prompt, max_tokens=tokens, **draw_names(number))] = prompt, tokens
+        for _ in range(int(rng.integers(0, 4))):
+            if driver.scheduler.has_work:
+                driver.step()
+    assert sorted(order_of(driver)) == sorted(sent)
     for name, (prompt, tokens) in sent.items():
-        assert driver.output(name) == alone(prompt, exact, max_tokens=tokens)
+        assert driver.output(name) == alone(prompt, driver.config.exact, max_tokens=tokens)
         assert driver.requests[name].place.num_bypassed <= bound
+
+
+@settings(max_examples=12, deadline=None)
+@given(**MIXES)
+def test_it_changes_nothing_but_the_order(seed, bound, pages, seqs, exact):
+    """In small pools."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(turns, "MAX_BYPASSED", bound)
+        driver = Driver(num_pages=pages, max_num_seqs=seqs, max_num_batched_tokens=512, exact=exact)
+        check_only_the_order_changes(driver, np.random.default_rng(seed), seed, bound, lambda number: {})
 
 
 def test_the_bound_is_what_the_help_says():

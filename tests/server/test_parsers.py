@@ -16,6 +16,8 @@ from cairn.engine.text.tokenizer import MARKS
 from cairn.errors import ConfigError
 from cairn.server.openai.chat_message import ChatMessage
 from cairn.server.options import ServerOptions
+from cairn.server.parsers.gemma4_tool_parser import MAX_VALUE as MAX_GEMMA_VALUE
+from cairn.server.parsers.gemma4_tool_parser import Gemma4ToolParser
 from cairn.server.parsers.harmony import MAX_HEADER, HarmonyParser, call_header
 from cairn.server.parsers.json_mender import JsonMender
 from cairn.server.parsers.json_tool_parser import MAX_CALL, JsonToolParser
@@ -33,7 +35,7 @@ from cairn.server.parsers.output_parser import (
 )
 from cairn.server.parsers.pythonic_tool_parser import PythonicToolParser
 from cairn.server.parsers.reasoning import ReasoningParser
-from cairn.server.parsers.registry import TOOL_PARSERS, ParserFactory, select_parsers
+from cairn.server.parsers.registry import CHANNELS, TOOL_PARSERS, ParserFactory, select_parsers
 from cairn.server.parsers.values import convert_value, get_json_types
 from cairn.server.parsers.xml_tool_parser import MAX_VALUE, XmlToolParser
 
@@ -65,6 +67,10 @@ def hermes(name, arguments):
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+def gemma(name, arguments=""):
+    return f"<|tool_call>call:{name}{{{arguments}}}<tool_call|>"
+
+
 def harmony(channel, text, end="<|end|>", to="", kind=""):
     return f"<|channel|>{channel}{to}{kind}<|message|>{text}{end}"
 
@@ -79,6 +85,13 @@ MAKE = {
     "nemotron": lambda: NemotronToolParser(TOOLS),
     "lfm2": lambda: Lfm2ToolParser(TOOLS),
     "pythonic": lambda: PythonicToolParser(TOOLS),
+    "gemma4": lambda: Gemma4ToolParser(TOOLS),
+    "channels+gemma4": lambda: ParserFactory(Gemma4ToolParser, has_reasoning=True, marks=CHANNELS).make_parser(
+        TOOLS, opened=False
+    ),
+    "opened channels+gemma4": lambda: ParserFactory(Gemma4ToolParser, has_reasoning=True, marks=CHANNELS).make_parser(
+        TOOLS, opened=True
+    ),
     "harmony": lambda: ParserFactory(HarmonyParser, has_reasoning=True).make_parser(TOOLS, opened=False),
     "opened+harmony": lambda: ParserFactory(HarmonyParser, has_reasoning=True).make_parser(TOOLS, opened=True),
     "harmony without tools": lambda: ParserFactory(HarmonyParser, has_reasoning=True).make_parser(None, opened=False),
@@ -560,6 +573,41 @@ EXAMPLES = [
     ),
     ("opened+xml", "so\n</think>\n\n" + xml("now"), ("", "so", [("now", "{}", True)])),
     ("opened+json", "so\n</think>\n\n" + hermes("now", '{"a": 1}'), ("", "so", [("now", '{"a": 1}', True)])),
+    # Gemma 4's
+    ("gemma4", gemma("now"), ("", "", [NOW])),
+    ("gemma4", f"So.\n{gemma('now')}", ("So.", "", [NOW])),
+    ("gemma4", gemma("now", " ") + gemma("now", "a:1"), ("", "", [NOW, A1])),
+    ("gemma4", gemma("now", 'a:<|"|>x, "y"} \\n<|"|>'), ("", "", [("now", '{"a": "x, \\"y\\"} \\\\n"}', True)])),
+    (
+        "gemma4",
+        gemma("now", 'b:true,c:null,d:-1.5,e:[1,<|"|>]<|"|>,{f:{}}],<|"|>g h<|"|>:{i:<|"|>}<|"|>}'),
+        ("", "", [("now", '{"b": true, "c": null, "d": -1.5, "e": [1, "]", {"f": {}}], "g h": {"i": "}"}}', True)]),
+    ),
+    (
+        "gemma4",
+        gemma("now", 'a:"x\\"}",b:["]"],"c":2'),
+        ("", "", [("now", '{"a": "x\\"}", "b": ["]"], "c": 2}', True)]),
+    ),
+    ("gemma4", gemma("now", "a:celsius, b: NaN"), ("", "", [("now", '{"a": "celsius", "b": "NaN"}', True)])),
+    ("gemma4", "<|tool_call>call:now{a:1<tool_call|>", ("", "", [A1])),
+    ("gemma4", "<|tool_call>call:now{<tool_call|>So", ("So", "", [NOW])),
+    ("gemma4", f"{gemma('now')}\nSo", ("So", "", [NOW])),
+    ("gemma4", "<|tool_call>call:now{a:1}", ("", "", [A1])),
+    ("gemma4", "<|tool_call>call:now{a:1", ("", "", [A1])),
+    (
+        "gemma4",
+        "<|tool_call>call:now{a:}<tool_call|>",
+        ("}<tool_call|>", "", [("now", '{"a": ', "<|tool_call>call:now{a:")]),
+    ),
+    ("gemma4", "<|tool_call>call now{}<tool_call|>", None),
+    ("gemma4", "see `<|tool_call>call:now{}` there", None),
+    ("gemma4", "<|channel>thought\nhm\n<channel|>", None),
+    ("channels+gemma4", "<|channel>thought\nhm\n<channel|>So.", ("So.", "hm", [])),
+    ("channels+gemma4", "<|channel>thought\n<channel|>So.", ("So.", "", [])),
+    ("channels+gemma4", f"<|channel>thought\nhm<channel|>{gemma('now')}", ("", "hm", [NOW])),
+    ("channels+gemma4", f"<|channel>thought\nhm{gemma('now')}", ("", "hm", [NOW])),
+    ("channels+gemma4", "<think>hm</think>", None),
+    ("opened channels+gemma4", "hm\n<channel|>So.", ("So.", "hm", [])),
 ]
 
 
@@ -608,6 +656,10 @@ CUT_OFF = [
     ("lfm2", "<|tool_call_start|>[now(", ("", "", [])),
     ("lfm2", "<|tool_call_start|>[now(a='b", ("", "", [("now", '{"a": ', False)])),
     ("lfm2", "<|tool_call_start|>[now(a=1, b", ("", "", [("now", '{"a": 1', False)])),
+    *(("gemma4", "So <|tool_call>call:now"[:end], ("So ", "", [])) for end in range(15, 24)),
+    ("gemma4", "<|tool_call>call:now{a:1", ("", "", [("now", '{"a": ', False)])),
+    ("gemma4", '<|tool_call>call:now{a:<|"|>x<|"', ("", "", [("now", '{"a": ', False)])),
+    ("gemma4", "<|tool_call>call:now{a:1, b", ("", "", [("now", '{"a": 1', False)])),
     ("opened+xml", "hm\n<tool_call>\n<function=now", ("", "hm", [])),
     *(("harmony", "So<|end|>" + call_header("now")[:end], ("So", "", [])) for end in range(11, 40)),
     ("harmony", call_header("now") + '{"a": 12', ("", "", [("now", '{"a": ', False)])),
@@ -635,6 +687,7 @@ def test_an_answer_that_ends_by_itself_says_what_it_means(text):
 
 
 WEATHER = {
+    "gemma4": gemma("weather", 'city:<|"|>Oslo<|"|>'),
     "granite4": hermes("weather", '{"city": "Oslo"}'),
     "lfm2": '<|tool_call_start|>[weather(city="Oslo")]<|tool_call_end|>',
     "openai": call_header("weather") + '{"city": "Oslo"}',
@@ -980,13 +1033,14 @@ def test_arguments_come_before_their_call_is_complete():
         ("<|tool_call_start|>[f()]<|tool_call_end|>", Lfm2ToolParser, False),
         ("<TOOLCALL>[...]</TOOLCALL> <think>", NemotronToolParser, True),
         ("<|start|>assistant<|channel|>analysis<|message|>", HarmonyParser, True),
+        ("<|channel>thought\n<channel|><|tool_call>call:f{}<tool_call|>", Gemma4ToolParser, True),
         ("List of tools: {{ content.split('</think>')[-1] }}", Lfm2ToolParser, True),
     ],
 )
 def test_parsers_follow_from_the_template(template, calls, reasoning, caplog):
     chosen = select_parsers("{% if tools %}" + template, None, None)
     assert (chosen.tool_parser, chosen.has_reasoning) == (calls, reasoning)
-    assert ("name the form with --tool-call-parser (one of granite4, hermes" in caplog.text) == (calls is None)
+    assert ("name the form with --tool-call-parser (one of gemma4, granite4, hermes" in caplog.text) == (calls is None)
     caplog.clear()
     assert select_parsers(template, None, None).tool_parser == calls
     named = select_parsers("{% if tools %}" + template, "qwen3_coder", "none")
@@ -996,7 +1050,7 @@ def test_parsers_follow_from_the_template(template, calls, reasoning, caplog):
 
 
 def test_an_unknown_parser_is_refused_by_its_flag():
-    with pytest.raises(ConfigError, match="--tool-call-parser: there is no 'x'; one of granite4, hermes"):
+    with pytest.raises(ConfigError, match="--tool-call-parser: there is no 'x'; one of gemma4, granite4, hermes"):
         select_parsers("", "x", None)
     with pytest.raises(ConfigError, match="--reasoning-parser: there is no 'x'; one of deepseek_r1"):
         select_parsers("", None, "x")
@@ -1017,6 +1071,48 @@ def test_answers_in_harmony_have_one_parser():
     assert not harmony.leaves_reasoning_open("<|channel|>analysis<|message|>hm<|end|><|start|>assistant")
     # Another form that is named counts, whatever the template is like.
     assert not select_parsers("<|channel|>", "hermes", None).is_harmony
+
+
+def test_gemma_4_reasons_in_a_channel():
+    template = "<|channel>thought <|tool_call>"
+    for tools, reasoning in ((None, None), (None, "gemma4"), ("gemma4", None), ("hermes", "gemma4")):
+        assert select_parsers(template, tools, reasoning).reasoning_marks == CHANNELS
+    # Another form that is named counts, whatever the template is like.
+    assert select_parsers(template, None, "qwen3").reasoning_marks == ("<think>", "</think>")
+    assert not select_parsers(template, None, "none").has_reasoning
+    chosen = select_parsers(template, None, None)
+    assert chosen.opens_reasoning("<|turn>model\n<|channel>thought\n")
+    assert not chosen.opens_reasoning("<|turn>model\n<|channel>thought\n<channel|>")
+    assert chosen.leaves_reasoning_open("<|channel>thought\nhm")
+    assert not chosen.leaves_reasoning_open("<|channel>thought\nhm<channel|>So")
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "taken", "refused"),
+    [
+        ("possible", ["yes", "<|channel>thought\nhm\n<channel|>yes"], ["no", "<think>hm</think>yes"]),
+        ("opened", ["hm<channel|>yes"], ["yes", "<|channel>thought\nhm", "hm</think>yes"]),
+    ],
+)
+def test_a_form_begins_after_the_channel(reasoning, taken, refused):
+    structure = Structure(
+        kind="choice", text='["yes"]', field="structured_outputs.choice", reasoning=reasoning, reasoning_marks=CHANNELS
+    )
+    matcher = LLMatcher(byte_tokenizer(), grammar_of(structure), log_level=0)
+    for answer in (*taken, *refused):
+        matcher.reset()
+        text = list(answer.encode())
+        is_taken = matcher.try_consume_tokens(text) == len(text) and matcher.is_accepting()
+        assert is_taken == (answer in taken)
+
+
+@pytest.mark.parametrize("beyond", [-1, 0, 1])
+def test_a_value_of_gemma_4_may_be_long(beyond):
+    value = '<|"|>' + "x" * (MAX_GEMMA_VALUE - 10 + beyond) + '<|"|>'
+    text = gemma("now", f"a:{value}")
+    whole = parsed("gemma4", [text])
+    assert [ended for _, _, ended in whole[2]] == ([True] if beyond <= 0 else [text[: text.index(":", 20) + 1]])
+    assert parsed("gemma4", [text[:-5], *text[-5:]]) == parsed("gemma4", [text[:99], text[99:-1], text[-1]]) == whole
 
 
 @pytest.mark.parametrize(

@@ -168,10 +168,11 @@ def check(
     if headers is None:
         headers = read_headers(folder)
     # As --speculative-config auto has it.
-    may_draft = settings.gpu_memory_bytes is None and settings.tensor_parallel_size == 1 and model.has_small_head
-    if may_draft and model.why_no_head(headers) is None:
+    may_draft = settings.gpu_memory_bytes is None and model.has_small_head
+    if may_draft and model.why_no_head(headers, settings.tensor_parallel_size) is None:
         model = model.with_head()
-    expected = model.tensors(model.stored_names(headers))
+    stored = model.stored_names(headers)
+    expected = model.tensors(stored)
     packed_dtype = load_kernels("cpu").packed_dtype if settings.gpu_memory_bytes is None else None
     weight_bytes = model.weight_bytes(headers, settings.tensor_parallel_size, packed_dtype)
     vision = read_vision(folder)
@@ -180,7 +181,7 @@ def check(
         weight_bytes += tower_bytes(vision, model.dtype)
     plan = _plan(model, settings, weight_bytes, 0 if vision is None else settings.mm_encoder_cache_bytes)
     # Where there is a vision model, nothing else may go by its name: the server accounts for all of it.
-    ignored = tuple(prefix for prefix in model.family.ignored_tensors if not (vision and prefix == PREFIX))
+    ignored = tuple(prefix for prefix in model.ignored_tensors(stored) if not (vision and prefix == PREFIX))
     return CheckReport(
         folder=folder,
         model_type=model.family.model_type,

@@ -248,7 +248,14 @@ def _build_ranks(
     if make_graphs is not None and records_decodes(config):
         # By name: the other ranks are processes of their own.
         graphs = f"{make_graphs.__module__}:{make_graphs.__qualname__}"
-    ranks = RankConfig(engine=config, extra_pages=extra, step_seconds=_STEP_SECONDS, services=services, graphs=graphs)
+    ranks = RankConfig(
+        engine=config,
+        serves_mtp=opened.config.serves_mtp,
+        extra_pages=extra,
+        step_seconds=_STEP_SECONDS,
+        services=services,
+        graphs=graphs,
+    )
     with load_ranks(ranks, device) as loaded:
         sizes = sizes or size_up(loaded.available_memory)
         ranked = loaded.allocate(sizes, observe)

@@ -91,21 +91,17 @@ def as_served(config: EngineConfig, opened: OpenModel) -> OpenModel:
 
 def open_head(config: EngineConfig, opened: OpenModel) -> OpenModel:
     """The checkpoint with the head that drafts, if it is to be served: where --speculative-config says mtp, and with
-    auto where there is one that takes little of each step, on the CPU and on one rank. Raises ConfigError where there
-    has to be one and is none."""
-    method, num_ranks = config.speculative.method, config.tensor_parallel_size
+    auto where there is one that takes little of each step, on the CPU. Raises ConfigError where there has to be one and
+    is none."""
+    method = config.speculative.method
     if method not in ("auto", "mtp") or config.device == "cuda":
         return opened
     if method == "auto" and not opened.has_small_head:
         return opened
-    if num_ranks > 1:
-        why = f"it is on one rank only, and --tensor-parallel-size is {num_ranks}"
-    else:
-        reason = opened.why_no_head(opened.stored_tensors())
-        if reason is None:
-            logger.info("--speculative-config: the checkpoint's head of multi-token prediction is served, and drafts")
-            return opened.with_head()
-        why = reason
+    why = opened.why_no_head(opened.stored_tensors(), config.tensor_parallel_size)
+    if why is None:
+        logger.info("--speculative-config: the checkpoint's head of multi-token prediction is served, and drafts")
+        return opened.with_head()
     if method == "auto":
         return opened
     raise ConfigError(

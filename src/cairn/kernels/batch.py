@@ -130,6 +130,7 @@ class Batch:
     `metadata`: what `Kernels.build_metadata` made of `host`; nobody else looks into it.
     `rotations`: for each kind of rotary positions that the model has, cos and sin of every row, float32 [T, pairs].
     `head_positions`: those of the entries of a head that drafts, where they are others than `positions`.
+    `layer_inputs`: what layers get of every row besides hidden states, [layers, T, width]: see `LayerInputs`.
     """
 
     tokens: Tensor
@@ -146,6 +147,7 @@ class Batch:
     multimodal_embeddings: "MultimodalEmbeddings | None" = None
     rotations: Sequence[tuple[Tensor, Tensor]] = ()
     head_positions: Tensor | None = None
+    layer_inputs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,12 @@ class Kernels(Protocol):
         of gate_up[e] x[t]; gate_up [E, 2 * inner, in], gate first."""
         ...
 
+    def gelu_experts(
+        self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, batch: Batch
+    ) -> Tensor:
+        """GeGLU experts, else as `gated_experts`: with the gelu of `gelu_mul` in the place of the silu."""
+        ...
+
     def clamped_experts(
         self,
         x: Tensor,

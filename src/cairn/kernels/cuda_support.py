@@ -87,7 +87,7 @@ def check_model(dtype: torch.dtype, head_dim: int) -> None:
     if head_dim > MAX_HEAD_DIM:
         raise ConfigError(
             f"the CUDA backend's attention takes heads of at most {MAX_HEAD_DIM} numbers, and the model's have "
-            f"{head_dim} (head_dim in its config.json): serve it with the CPU's kernels"
+            f"{head_dim} (head_dim or global_head_dim in its config.json): serve it with the CPU's kernels"
         )
 
 

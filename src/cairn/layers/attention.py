@@ -16,10 +16,11 @@ from cairn.layers.norms import RMSNorm, ShardedRMSNorm
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
     """Of `queries` and of `keys`: over one head, or with `over_all` over all heads together; `after_positions`: of what
-    has been turned by them."""
+    has been turned by them. Of `values`: over one head."""
 
     queries: RMSNorm | ShardedRMSNorm | None = None
     keys: RMSNorm | ShardedRMSNorm | None = None
+    values: RMSNorm | None = None
     over_all: bool = False
     after_positions: bool = False
 
@@ -41,8 +42,10 @@ class Positions:
 class Attention:
     """One rank's heads. `projection` gives queries | keys | values and after them `gate_width` logits of gates a head:
     0 for none, 1 for one on the whole head, `head_dim` for one on every output channel; `kv_projection` keys | values
-    alone, where these may be all that is wanted. `layer` counts the model's attention layers, `group` the attention
-    groups of the cache. `rule` and `sinks`, float32 of the rank's query heads: see `Kernels.attention`."""
+    alone, where these may be all that is wanted. `kv_parts`: 1 where values are what the keys' projection gives,
+    before their norm and positions; 0 where there are neither, as an earlier layer has written what this one reads.
+    `layer` counts the attention layers that have pages, `group` the attention groups of the cache. `rule` and `sinks`,
+    float32 of the rank's query heads: see `Kernels.attention`."""
 
     kernels: Kernels
     projection: Projection
@@ -56,6 +59,7 @@ class Attention:
     norms: HeadNorms = NO_NORMS
     gate_width: int = 0
     kv_projection: Projection | None = None
+    kv_parts: int = 2
     rule: AttentionRule = FULL
     sinks: Tensor | None = None
 
@@ -66,10 +70,11 @@ class Attention:
         shared pages need no case of their own.
         """
         queries, keys = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
-        widths = [queries, keys, keys, self.num_heads * self.gate_width]
-        q, k, v, gates = torch.split(self.projection(hidden, batch), widths, dim=-1)
+        widths = [queries, *(keys,) * self.kv_parts, self.num_heads * self.gate_width]
+        q, *entries, gates = torch.split(self.projection(hidden, batch), widths, dim=-1)
         q = self._placed(q, self.norms.queries, self.num_heads, batch)
-        self._write(k, v, batch, memory)
+        if entries:
+            self._write(entries[0], entries[-1], batch, memory)
         cache = memory.paged[self.layer]
         out = self.kernels.attention(q, cache.keys, cache.values, self.group, batch, self.rule, self.sinks).flatten(1)
         if self.gate_width == 1:
@@ -90,6 +95,8 @@ class Attention:
         k = self._placed(k, self.norms.keys, self.num_kv_heads, batch, are_keys=True)
         cache = memory.paged[self.layer]
         v = v.view(len(v), self.num_kv_heads, self.head_dim)
+        if self.norms.values is not None:
+            v = self.norms.values(v)
         self.kernels.write_kv(k, v, cache.keys, cache.values, self.group, batch)
 
     def _placed(

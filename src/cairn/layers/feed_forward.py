@@ -9,6 +9,7 @@ from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Kernels, Weight
 from cairn.layers.linear import Linear, Projection
 from cairn.layers.memory import Memory
+from cairn.layers.norms import RMSNorm
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +129,26 @@ class InputScalingRouter:
 
 
 @dataclass(frozen=True, slots=True)
+class NormedRouter:
+    """Gemma 4's: the logits, float32 products, are of what `norm` makes of the input, whose weight is float32, and
+    experts get what `experts_norm` makes of it. The weights of the chosen ones, which add up to 1, are multiplied by
+    each one's `expert_scales`, float32 [E]."""
+
+    kernels: Kernels
+    norm: RMSNorm
+    experts_norm: RMSNorm
+    gate: Linear
+    top_k: int
+    expert_scales: Tensor
+
+    def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Router`."""
+        logits = self.gate(self.norm(hidden).float(), batch)
+        ids, weights = self.kernels.softmax_router(logits, self.top_k, True)
+        return self.experts_norm(hidden), ids, weights * self.expert_scales[ids]
+
+
+@dataclass(frozen=True, slots=True)
 class SharedExpert:
     """sigmoid(gate x) * expert(x), for all tokens; `gate` has one output."""
 
@@ -190,3 +211,18 @@ class ClampedExperts:
         routed, topk_ids, topk_weights = self.router(hidden, batch)
         weights = self.gate_up, self.down, self.gate_up_bias, self.down_bias
         return self.kernels.clamped_experts(routed, topk_ids, topk_weights, *weights, self.alpha, self.limit, batch)
+
+
+@dataclass(frozen=True, slots=True)
+class GeluExperts:
+    """Routed GeGLUs: see `Kernels.gelu_experts`. A rank has all of them with a share of their channels, packed."""
+
+    kernels: Kernels
+    router: Router
+    gate_up: Weight
+    down: Weight
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
+        routed, topk_ids, topk_weights = self.router(hidden, batch)
+        return self.kernels.gelu_experts(routed, topk_ids, topk_weights, self.gate_up, self.down, batch)

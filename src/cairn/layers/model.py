@@ -6,16 +6,18 @@ partial sum.
 from dataclasses import dataclass, replace
 from functools import reduce
 
+import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Kernels, Weight
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.layers.communicator import Communicator
+from cairn.layers.layer_inputs import LayerInputs
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory, MemorySpec
 from cairn.layers.mtp_head import MTPHead, hidden_before
-from cairn.layers.norms import RMSNorm
+from cairn.layers.norms import RMSNorm, ScaledSum
 from cairn.layers.residual import Layer, Mixer
 from cairn.layers.rotary import Rotary, Temperature
 
@@ -47,6 +49,29 @@ class Parallel:
 
 
 @dataclass(frozen=True, slots=True)
+class SideBySide:
+    """Several mixers of the same input, for a norm of each of them: see `NormOfSum`."""
+
+    mixers: tuple[Mixer, ...]
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """[rows, hidden] -> the rank's partial sums of [mixers, rows, hidden]."""
+        return torch.stack([mixer(hidden, batch, memory) for mixer in self.mixers])
+
+
+@dataclass(frozen=True, slots=True)
+class Normed:
+    """mixer(norm(x)), inside a layer whose parts have norms of their own."""
+
+    norm: RMSNorm
+    mixer: Mixer
+
+    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
+        """See `Mixer`."""
+        return self.mixer(self.norm(hidden), batch, memory)
+
+
+@dataclass(frozen=True, slots=True)
 class Softcap:
     """Logits in (-cap, cap); see `Kernels.softcap`."""
 
@@ -63,16 +88,22 @@ class VocabParallelEmbedding:
     """Token ids to vectors. `weight` [tokens, hidden]: the rows of this rank, from token `first` on, in codes if they
     are stored so.
 
-    A token's vector comes from one rank and zeros from all others, so their sum is exact.
+    A token's vector comes from one rank and zeros from all others, so their sum is exact. `scale`: a constant
+    multiplier of some families.
     """
 
     kernels: Kernels
     weight: Tensor | QuantizedWeight
     first: int
     communicator: Communicator
+    scale: float = 1.0
 
     def __call__(self, tokens: Tensor) -> Tensor:
-        """[rows] int64 -> [rows, hidden]."""
+        """[rows] int64 -> [rows, hidden], a new tensor."""
+        vectors = self._of_all_ranks(tokens)
+        return vectors if self.scale == 1.0 else vectors.mul_(self.scale)
+
+    def _of_all_ranks(self, tokens: Tensor) -> Tensor:
         if self.communicator.size == 1:
             return self._take(tokens)
         local = tokens - self.first
@@ -92,9 +123,9 @@ class Model:
 
     `spec`: what this rank keeps between steps. `exact`: on a backend where a row's bits do not depend on the batch.
     `lm_head`: the output's weight, packed. `linears`: every matrix product of this rank, for the self test of exact
-    mode. `rotaries`: what turns queries and keys, each for some of the attention layers. `embedding_scale`,
-    `logit_scale`: constant multipliers of some families; `logit_cap`: bounds logits in others. `head`: drafts; None
-    where that is not served.
+    mode. `rotaries`: what turns queries and keys, each for some of the attention layers. `logit_scale`: a constant
+    multiplier of some families; `logit_cap`: bounds logits in others. `layer_inputs`: what layers get of a token
+    besides hidden states, None for nothing. `head`: drafts; None where that is not served.
     """
 
     kernels: Kernels
@@ -104,13 +135,13 @@ class Model:
     communicator: Communicator
     embedding: VocabParallelEmbedding
     layers: tuple[Layer, ...]
-    final_norm: RMSNorm
+    final_norm: RMSNorm | ScaledSum
     lm_head: Weight
     linears: tuple[Linear, ...]
     rotaries: tuple[Rotary | Temperature, ...] = ()
-    embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: Softcap | None = None
+    layer_inputs: LayerInputs | None = None
     head: MTPHead | None = None
 
     def forward(self, batch: Batch, memory: Memory) -> Tensor:
@@ -119,6 +150,8 @@ class Model:
         hidden = self.embed(batch)
         embeddings = None if self.head is None else self.head.embedding_norm(hidden)
         batch = self._turned(batch, batch.positions)
+        if self.layer_inputs is not None:
+            batch = replace(batch, layer_inputs=self.layer_inputs(hidden, batch))
         normed = self.layers[0][0](hidden)
         # A layer's sum and the next one's norm go through memory once.
         next_norms = [*(norm for norm, _ in self.layers[1:]), self.final_norm]
@@ -142,8 +175,6 @@ class Model:
     def embed(self, batch: Batch) -> Tensor:
         """What the first layer gets, [rows, hidden]."""
         hidden = self.embedding(batch.tokens)
-        if self.embedding_scale != 1.0:
-            hidden.mul_(self.embedding_scale)
         if batch.multimodal_embeddings is not None:
             hidden[batch.multimodal_embeddings.rows] = batch.multimodal_embeddings.values.to(hidden.dtype)
         return hidden

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.layers.attention import Attention
+from cairn.layers.communicator import Communicator
 from cairn.layers.linear import Linear
 from cairn.layers.memory import Memory
 from cairn.layers.norms import RMSNorm
@@ -27,7 +28,8 @@ from cairn.layers.residual import Layer
 
 @dataclass(frozen=True, slots=True)
 class MTPHead:
-    """Its layers: `attention` first, which alone has keys and values, then `others`. It is on one rank only."""
+    """Its layers: `attention` first, which alone has keys and values, then `others`; of each a rank has its share, as
+    of the model's. `projection` gives the rank's columns of an entry."""
 
     embedding_norm: RMSNorm
     hidden_norm: RMSNorm
@@ -36,6 +38,7 @@ class MTPHead:
     attention: Attention
     others: tuple[Layer, ...]
     final_norm: RMSNorm
+    communicator: Communicator
 
     def write_kv(self, embeddings: Tensor, hidden: Tensor, batch: Batch, memory: Memory) -> None:
         """Write keys and values of the entries of all rows. `embeddings`: of the rows' tokens, after `embedding_norm`;
@@ -46,13 +49,14 @@ class MTPHead:
     def __call__(self, embeddings: Tensor, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
         """As `write_kv`, and what the model's output and the next entries take: [rows, hidden]."""
         entries = self._entries(embeddings, hidden, batch)
-        inner = self.attention(self.attention_norm(entries), batch, memory)
+        inner = self.communicator.all_reduce(self.attention(self.attention_norm(entries), batch, memory))
         for norm, mixer in self.others:
-            inner = mixer(norm.add_norm(entries, inner), batch, memory)
+            inner = self.communicator.all_reduce(mixer(norm.add_norm(entries, inner), batch, memory))
         return self.final_norm.add_norm(entries, inner)
 
     def _entries(self, embeddings: Tensor, hidden: Tensor, batch: Batch) -> Tensor:
-        return self.projection(torch.cat([embeddings, self.hidden_norm(hidden)], dim=-1), batch)
+        columns = self.projection(torch.cat([embeddings, self.hidden_norm(hidden)], dim=-1), batch)
+        return self.communicator.gather_columns(columns)
 
 
 def hidden_before(hidden: Tensor, last: Tensor, batch: Batch) -> Tensor:

@@ -32,11 +32,26 @@ class RMSNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class NormOfSum:
+    """norm(sum of norm_i(x_i)), where several parts of a layer lie one after the other."""
+
+    norms: tuple[RMSNorm, ...]
+    norm: RMSNorm
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[parts, rows, width] -> [rows, width], a new tensor."""
+        first, *others = (norm(part) for norm, part in zip(self.norms, x, strict=True))
+        for other in others:
+            first.add_(other)
+        return self.norm(first)
+
+
+@dataclass(frozen=True, slots=True)
 class PostNorm:
     """In the place of an `RMSNorm` before a mixer: the norm of what the mixer gives, which gets hidden states as they
     are."""
 
-    norm: RMSNorm
+    norm: RMSNorm | NormOfSum
 
     def __call__(self, x: Tensor) -> Tensor:
         """x itself."""
@@ -69,6 +84,28 @@ class SandwichNorm:
     def norm_result(self, x: Tensor) -> Tensor:
         """All ranks' sum of what the mixer gives -> what is added to hidden states."""
         return self.after(x)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledSum:
+    """In the place of a `norm` where hidden states, with what the layer before has added, are multiplied by `scale` and
+    stay so."""
+
+    norm: RMSNorm | PostNorm | SandwichNorm
+    scale: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What the mixer gets of hidden states that nothing was added to."""
+        return self.norm(x)
+
+    def add_norm(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual = scale * (residual + x), in place; returns what the mixer gets of it."""
+        residual.add_(x).mul_(self.scale)
+        return self.norm(residual)
+
+    def norm_result(self, x: Tensor) -> Tensor:
+        """All ranks' sum of what the mixer gives -> what is added to hidden states."""
+        return self.norm.norm_result(x)
 
 
 @dataclass(frozen=True, slots=True)

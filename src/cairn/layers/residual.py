@@ -6,12 +6,12 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.layers.memory import Memory
-from cairn.layers.norms import PostNorm, RMSNorm, SandwichNorm
+from cairn.layers.norms import PostNorm, RMSNorm, SandwichNorm, ScaledSum
 
 Mixer = Callable[[Tensor, Batch, Memory], Tensor]
-"""[rows, hidden] -> the rank's partial sum of [rows, hidden], a new tensor."""
+"""[rows, hidden] -> the rank's partial sum of [rows, hidden], or of what the norm after it takes; a new tensor."""
 
-LayerNorm = RMSNorm | PostNorm | SandwichNorm
+LayerNorm = RMSNorm | PostNorm | SandwichNorm | ScaledSum
 """Before a mixer, after it, or both."""
 
 Layer = tuple[LayerNorm, Mixer]

@@ -18,8 +18,9 @@ from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, Weig
 
 @dataclass(frozen=True, slots=True)
 class AttentionSizes(LayerSizes):
-    """`gated`: with a gate on every output channel; `gated_heads`: with one on every head; `bias`: of all four
-    projections."""
+    """`gated`: with a gate on every output channel; `gated_heads`: with one on every head; `bias`: of all
+    projections. `kv_projections`: of keys and values; 1: of keys, which values are made of as well; 0: neither, as
+    those of an earlier layer are read. `kv_heads_field`: what config.json calls `num_kv_heads`."""
 
     check_order: ClassVar[int] = 0
 
@@ -30,6 +31,8 @@ class AttentionSizes(LayerSizes):
     gated: bool = False
     bias: bool = False
     gated_heads: bool = False
+    kv_projections: int = 2
+    kv_heads_field: str = "num_key_value_heads"
 
     @property
     def gate_width(self) -> int:
@@ -42,13 +45,13 @@ class AttentionSizes(LayerSizes):
 
     @property
     def active_weights(self) -> int:
-        heads = 2 * (self.num_heads + self.num_kv_heads)
+        heads = 2 * self.num_heads + self.kv_projections * self.num_kv_heads
         return self.hidden_size * (heads * self.head_dim + self.num_heads * self.gate_width)
 
     def shard(self, rank: int, size: int) -> HeadShard:
         """The rank's kv heads. Raises ConfigError naming --tensor-parallel-size and the field that does not divide."""
         per_kv_head = self.num_heads // self.num_kv_heads
-        return shard_heads("num_key_value_heads", self.num_kv_heads, "query heads", per_kv_head, rank, size)
+        return shard_heads(self.kv_heads_field, self.num_kv_heads, "query heads", per_kv_head, rank, size)
 
     def check_size(self, size: int) -> None:
         """See `LayerSizes`."""
@@ -67,7 +70,8 @@ class AttentionLayer(MixerSpec):
     stored less 1; `norms_all_heads`: they are over all heads together; `unit_norms`: heads of queries and keys are
     normed without weights, after they are turned; `out`: the name of the output projection; `factors`: constant
     multipliers of a projection's results, by its name; `rotary`: its positions, where they are not the model's. Gates
-    on channels are stored after each head's query, those on heads as `g_proj`.
+    on channels are stored after each head's query, those on heads as `g_proj`. `norms_values`: each head of values is
+    normed, without weights. `keys_of`: the attention before it whose keys and values it reads, where it has none.
     `rule`: what it sees, and its scores; `sinks`: the name of the logits [query heads] of attention sinks, or none.
     """
 
@@ -82,9 +86,13 @@ class AttentionLayer(MixerSpec):
     rotary: RotarySpec | TemperatureSpec | None = None
     rule: AttentionRule = FULL
     sinks: str | None = None
+    norms_values: bool = False
+    keys_of: str | None = None
 
-    def attention_spec(self, rank: int, size: int) -> AttentionSpec:
+    def attention_spec(self, rank: int, size: int) -> AttentionSpec | None:
         """See `MixerSpec`."""
+        if self.keys_of is not None:
+            return None
         kv_heads = self.sizes.shard(rank, size).count
         return AttentionSpec(1, kv_heads, self.sizes.head_dim, self.rule.reach, self.rule.chunk is not None)
 
@@ -109,8 +117,7 @@ class AttentionLayer(MixerSpec):
             "q_k_v": fused(
                 (
                     (f"{name}.q_proj", (wide * sizes.num_heads, hidden), ((first * wide, last * wide),)),
-                    (f"{name}.k_proj", kv_shape, (kv_rows,)),
-                    (f"{name}.v_proj", kv_shape, (kv_rows,)),
+                    *((f"{name}.{part}_proj", kv_shape, (kv_rows,)) for part in "kv"[: sizes.kv_projections]),
                     *([(f"{name}.g_proj", (sizes.num_heads, hidden), ((first, last),))] if sizes.gated_heads else []),
                 ),
                 sizes.bias,

@@ -66,6 +66,11 @@ class Family:
         for `spec`."""
         return {name: tensor.shape for name, tensor in self.spec(config, stored).tensors(0, 1).items()}
 
+    def ignored(self, config: DecoderConfig, stored: Collection[str] = ()) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that are not served: `ignored_tensors`, and what this model has no use
+        for."""
+        return (*self.ignored_tensors, *config.unused(stored))
+
     def keeps_float32(self, name: str) -> bool:
         """Whether a tensor has full precision in any serving dtype."""
         return name.rpartition(".")[2] in self.float32_tensors

@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from itertools import accumulate, count
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,10 @@ from cairn.layers.feed_forward import (
     GatedActivation,
     GatedMLP,
     Gelu,
+    GeluExperts,
     InputScalingRouter,
     MixtureOfExperts,
+    NormedRouter,
     Router,
     SharedExpert,
     SigmoidRouter,
@@ -34,16 +36,19 @@ from cairn.layers.feed_forward import (
     SquaredReluMLP,
 )
 from cairn.layers.gated_delta_net import GatedDeltaNet
+from cairn.layers.layer_inputs import LayerInputMixer, LayerInputs
 from cairn.layers.linear import Linear, Projection, ScaledLinear
 from cairn.layers.mamba2 import Mamba2
-from cairn.layers.model import Model, Parallel, Scaled, Softcap, VocabParallelEmbedding
+from cairn.layers.model import Model, Normed, Parallel, Scaled, SideBySide, Softcap, VocabParallelEmbedding
 from cairn.layers.mtp_head import MTPHead
 from cairn.layers.norms import (
     GatedNorm,
     GatedRMSNorm,
+    NormOfSum,
     PostNorm,
     RMSNorm,
     SandwichNorm,
+    ScaledSum,
     ShardedGatedRMSNorm,
     ShardedRMSNorm,
     SiluGate,
@@ -54,12 +59,22 @@ from cairn.layers.short_conv import ShortConv
 from cairn.models.attention import AttentionLayer
 from cairn.models.contract import StoredLoader, TensorLoader
 from cairn.models.decoder_config import ServedQuantization
-from cairn.models.decoder_spec import DecoderSpec, HeadSpec, ParallelMixers, ScaledMixer
+from cairn.models.decoder_spec import (
+    DecoderSpec,
+    EmbeddingScale,
+    HeadSpec,
+    NormedMixer,
+    ParallelMixers,
+    ScaledMixer,
+    SideBySideMixers,
+    scalar,
+)
 from cairn.models.feed_forward import (
     Activation,
     ClampedExpertsLayer,
     ExpertsLayer,
     GatedMLPLayer,
+    GeluExpertsLayer,
     InputScalingRule,
     RouterRule,
     SigmoidRule,
@@ -67,14 +82,17 @@ from cairn.models.feed_forward import (
     SquaredReluLayer,
 )
 from cairn.models.gated_delta_net import DeltaNetLayer
+from cairn.models.layer_inputs import LayerInputLayer, LayerInputsSpec
 from cairn.models.mamba2 import Mamba2Layer
 from cairn.models.rank_weights import RankWeights
 from cairn.models.rotary import RotarySpec, TemperatureSpec
 from cairn.models.sharding import HeadShard, shard_vocabulary
 from cairn.models.short_conv import ShortConvLayer
-from cairn.models.weight_specs import MixerSpec
+from cairn.models.weight_specs import MixerSpec, StoredTensor
 
 logger = logging.getLogger(__name__)
+
+AnyNorm = TypeVar("AnyNorm", RMSNorm, PostNorm, SandwichNorm)
 
 ACTIVATIONS: Mapping[Activation, Callable[[Kernels], GatedActivation]] = MappingProxyType({"silu": Silu, "gelu": Gelu})
 
@@ -137,40 +155,63 @@ class _DecoderBuilder:
             replace(group, num_layers=1): (number, count(first))
             for number, (group, first) in enumerate(zip(groups, firsts, strict=False))
         }
+        self._attention_places: dict[str, tuple[int, int]] = {}
         self._rotaries: dict[RotarySpec | TemperatureSpec, int] = {}
 
     def build(self) -> Model:
         spec = self._spec
-        embedding = self._vocabulary(spec.embedding)
+        embedding = self._vocabulary(spec.vocabulary(spec.embedding, self._rank, self._size))
+        layer_inputs = None if spec.layer_inputs is None else self._layer_inputs(spec.layer_inputs)
         layers = tuple(self._layer(norm, mixer) for norm, mixer in spec.layers)
-        final_norm = self._norm(spec.final_norm)
-        output = embedding if spec.output == spec.embedding else self._vocabulary(spec.output)
+        final_norm = self._of_scaled_sum(spec.final_norm, self._norm(spec.final_norm))
+        output = embedding
+        if spec.output != spec.embedding:
+            output = self._vocabulary(spec.vocabulary(spec.output, self._rank, self._size))
         lm_head = self._weights.linear([output]).weight
         head = None if spec.head is None else self._head(spec.head)
-        # Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank.
-        (first, _), _ = shard_vocabulary(spec.config.vocab_size, self._rank, self._size)
         return Model(
             kernels=self._kernels,
             spec=self._memory_spec,
             exact=self._execution.exact,
             vocab_size=spec.config.vocab_size,
             communicator=self._communicator,
-            embedding=VocabParallelEmbedding(self._kernels, embedding, first, self._communicator),
+            embedding=self._embedding(embedding, spec.embedding_scale),
             layers=layers,
             final_norm=final_norm,
             lm_head=lm_head,
             linears=tuple(self._weights.linears),
             rotaries=tuple(map(self._rotary, self._rotaries)),
-            embedding_scale=self._embedding_scale(),
             logit_scale=spec.logit_scale,
             logit_cap=None if spec.logit_cap is None else Softcap(self._kernels, spec.logit_cap),
+            layer_inputs=layer_inputs,
             head=head,
+        )
+
+    def _embedding(self, weight: Tensor | QuantizedWeight, scale: EmbeddingScale) -> VocabParallelEmbedding:
+        """Sharded like the output, which is as large: a sum over ranks a pass against a copy on every rank."""
+        (first, _), _ = shard_vocabulary(self._spec.config.vocab_size, self._rank, self._size)
+        value = torch.tensor(scale.value, dtype=self._execution.dtype).item() if scale.rounded else scale.value
+        return VocabParallelEmbedding(self._kernels, weight, first, self._communicator, value)
+
+    def _layer_inputs(self, spec: LayerInputsSpec) -> LayerInputs:
+        embedding, projection, norm = (
+            spec.vocabulary(self._spec.config.vocab_size, self._rank, self._size),
+            self._weights.make(spec.product),
+            self._weights.make(spec.norm_weight),
+        )
+        return LayerInputs(
+            embedding=self._embedding(self._vocabulary(embedding), EmbeddingScale(spec.width**0.5, rounded=True)),
+            projection=projection,
+            norm=self._rms_norm(norm, self._spec.centred),
+            num_layers=spec.num_layers,
+            projection_scale=spec.hidden**-0.5,
+            scale=2**-0.5,
         )
 
     def _head(self, head: HeadSpec) -> MTPHead:
         """Its attention is the last of the model's attention layers."""
         embedding_norm, hidden_norm = self._norm(head.embedding_norm), self._norm(head.hidden_norm)
-        projection = self._weights.make(self._spec.product(head.projection))
+        projection = self._weights.make(self._spec.product(head.projection, self._rank, self._size))
         kv_projection = self._weights.make(head.attention.keys_and_values(self._rank, self._size))
         attention_norm, attention = self._norm(head.attention_norm), cast(Attention, self._build(head.attention))
         others = tuple((self._norm(norm), self._build(mixer)) for norm, mixer in head.others)
@@ -182,11 +223,12 @@ class _DecoderBuilder:
             attention=replace(attention, kv_projection=kv_projection),
             others=others,
             final_norm=self._norm(head.final_norm),
+            communicator=self._communicator,
         )
 
-    def _vocabulary(self, name: str) -> Tensor | QuantizedWeight:
-        """The rank's tokens, with zeros where it has fewer than the first one: [rows, hidden]."""
-        weight = self._weights.vocabulary(self._spec.vocabulary(name, self._rank, self._size))
+    def _vocabulary(self, stored: StoredTensor) -> Tensor | QuantizedWeight:
+        """The rank's tokens, with zeros where it has fewer than the first one: [rows, width]."""
+        weight = self._weights.vocabulary(stored)
         _, rows = shard_vocabulary(self._spec.config.vocab_size, self._rank, self._size)
         missing = rows - weight.shape[0]
         if not missing:
@@ -197,17 +239,29 @@ class _DecoderBuilder:
 
         return pad(weight) if isinstance(weight, Tensor) else weight.changed(pad)
 
-    def _embedding_scale(self) -> float:
-        scale = self._spec.embedding_scale
-        rounds = self._spec.rounds_embedding_scale
-        return torch.tensor(scale, dtype=self._execution.dtype).item() if rounds else scale
-
     def _layer(self, name: str, mixer: MixerSpec) -> Layer:
         """The mixer with its norm `name`. Tensors are drawn in their order in the checkpoint."""
         norm, built, after = self._norm(name), self._build(mixer), self._spec.norms_after.get(name)
         if after is not None:
-            return SandwichNorm(norm, self._norm(after)), built
-        return PostNorm(norm) if name in self._spec.post_norms else norm, built
+            return self._of_scaled_sum(name, SandwichNorm(norm, self._norm(after))), built
+        if name not in self._spec.post_norms:
+            return self._of_scaled_sum(name, norm), built
+        parts = tuple(map(self._norm, mixer.result_norms))
+        return self._of_scaled_sum(name, PostNorm(NormOfSum(parts, norm) if parts else norm)), built
+
+    def _of_scaled_sum(self, name: str, norm: AnyNorm) -> AnyNorm | ScaledSum:
+        """The norm called `name`, with the scale of the hidden states that it is of, if they have one."""
+        scale = self._spec.sum_scales.get(name)
+        return norm if scale is None else ScaledSum(norm, self._weights.tensor(scalar(scale)).item())
+
+    def _place(self, layer: AttentionLayer) -> tuple[int, int]:
+        """The group, and the number of the layer, whose keys and values it reads."""
+        if layer.keys_of is not None:
+            return self._attention_places[layer.keys_of]
+        spec = self._spec.attention_spec(layer, self._rank, self._size)
+        assert spec is not None
+        group, numbers = self._attention_groups[spec]
+        return self._attention_places.setdefault(layer.name, (group, next(numbers)))
 
     def _positions_of(self, layer: AttentionLayer) -> Positions | None:
         spec = layer.rotary or self._spec.rotary
@@ -271,8 +325,9 @@ class _DecoderBuilder:
             rows = {"q_proj": last - first, "k_proj": shard.count, "v_proj": shard.count}
             factors = [(heads * sizes.head_dim, layer.factors.get(part, 1.0)) for part, heads in rows.items()]
             projection = self._scaled(drawn["q_k_v"], factors)
+        ones = torch.ones(sizes.head_dim, device=self._execution.device)
+        v_norm = self._rms_norm(ones, centred=False) if layer.norms_values else None
         if layer.unit_norms:
-            ones = torch.ones(sizes.head_dim, device=self._execution.device)
             drawn |= {"q_norm": ones, "k_norm": ones}
         q_norm, k_norm = (
             None if key not in drawn else self._query_norm(layer, drawn[key], heads, counts)
@@ -281,9 +336,7 @@ class _DecoderBuilder:
                 ("k_norm", sizes.num_kv_heads, shard.replica == 0),
             )
         )
-        spec = self._spec.attention_spec(layer, self._rank, self._size)
-        assert spec is not None
-        group, numbers = self._attention_groups[spec]
+        group, number = self._place(layer)
         return Attention(
             kernels=self._kernels,
             projection=projection,
@@ -291,14 +344,28 @@ class _DecoderBuilder:
             num_heads=last - first,
             num_kv_heads=shard.count,
             head_dim=sizes.head_dim,
-            layer=next(numbers),
+            layer=number,
             group=group,
             positions=self._positions_of(layer),
-            norms=HeadNorms(q_norm, k_norm, layer.norms_all_heads, layer.unit_norms),
+            norms=HeadNorms(q_norm, k_norm, v_norm, layer.norms_all_heads, layer.unit_norms),
+            kv_parts=sizes.kv_projections,
             gate_width=sizes.gate_width,
             rule=layer.rule,
             sinks=None if layer.sinks is None else drawn["sinks"].float(),
         )
+
+    @_build.register
+    def _(self, layer: NormedMixer) -> Mixer:
+        return Normed(self._rms_norm(self._draw(layer)["norm"], self._spec.centred), self._build(layer.mixer))
+
+    @_build.register
+    def _(self, layer: SideBySideMixers) -> Mixer:
+        return SideBySide(tuple(self._build(mixer) for mixer in layer.mixers))
+
+    @_build.register
+    def _(self, layer: LayerInputLayer) -> Mixer:
+        drawn, columns = self._draw(layer), slice(*layer.sizes.shard(self._rank, self._size))
+        return LayerInputMixer(self._kernels, drawn["gate"], drawn["out"], layer.layer, columns)
 
     @_build.register
     def _(self, layer: Mamba2Layer) -> Mixer:
@@ -410,6 +477,19 @@ class _DecoderBuilder:
     @_router.register
     def _(self, rule: InputScalingRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
         return InputScalingRouter(self._kernels, gate)
+
+    @_build.register
+    def _(self, layer: GeluExpertsLayer) -> Mixer:
+        drawn = self._draw(layer)
+        router = NormedRouter(
+            kernels=self._kernels,
+            norm=self._rms_norm(drawn["scale"].float() * layer.hidden**-0.5, centred=False),
+            experts_norm=self._rms_norm(drawn["norm"], self._spec.centred),
+            gate=drawn["gate"],
+            top_k=layer.sizes.top_k,
+            expert_scales=drawn["expert_scales"].float(),
+        )
+        return GeluExperts(self._kernels, router, *drawn["experts"])
 
     @_build.register
     def _(self, layer: ClampedExpertsLayer) -> Mixer:

@@ -1,7 +1,7 @@
 """What every family's config.json says, and all that follows from it without torch."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import MappingProxyType
@@ -136,6 +136,11 @@ class DecoderConfig(ABC):
     def head(self, stored: Collection[str] = ()) -> HeadSpec | None:
         """The head that drafts, as data; None where the family is published without any. `stored`: as of `decoder`."""
         return None
+
+    def unused(self, stored: Collection[str] = ()) -> Iterable[str]:
+        """Beginnings of the names of tensors that checkpoints have and nothing is computed with. `stored`: as of
+        `decoder`."""
+        return ()
 
     def served(self, stored: Collection[str] = ()) -> DecoderSpec:
         """`decoder` with the head, where that is served."""

@@ -9,9 +9,10 @@ from typing import Protocol
 
 from cairn.layers.memory import AttentionSpec
 from cairn.models.attention import AttentionLayer
+from cairn.models.layer_inputs import LayerInputsSpec
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes, LayerSizes, LimitedScores
 from cairn.models.rotary import RotarySpec
-from cairn.models.sharding import check_rank, shard_vocabulary
+from cairn.models.sharding import check_rank, shard_even, shard_vocabulary
 from cairn.models.weight_specs import MixerSpec, ProductSpec, StoredTensor, WeightSpec, column_parallel
 
 OUTPUT = "lm_head.weight"
@@ -69,6 +70,39 @@ class ParallelMixers(MixerSpec):
         return self.parts
 
 
+@dataclass(frozen=True, slots=True)
+class NormedMixer(MixerSpec):
+    """A part of a layer that has a norm of its own, over `hidden` channels."""
+
+    norm: str
+    hidden: int
+    mixer: MixerSpec
+    sizes: None = field(default=None, init=False)
+
+    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
+        """See `MixerSpec`."""
+        return {"norm": StoredTensor(f"{self.norm}.weight", (self.hidden,))}
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """See `MixerSpec`."""
+        return (self.mixer,)
+
+
+@dataclass(frozen=True, slots=True)
+class SideBySideMixers(MixerSpec):
+    """Several mixers of the same input: what they give is normed, each by its own of `result_norms`, and then added."""
+
+    parts: tuple[MixerSpec, ...]
+    result_norms: tuple[str, ...]
+    sizes: None = field(default=None, init=False)
+
+    @property
+    def mixers(self) -> tuple[MixerSpec, ...]:
+        """See `MixerSpec`."""
+        return self.parts
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
     """A head of multi-token prediction, which drafts; see `cairn.layers.mtp_head`. `embedding_norm`, `hidden_norm`: of
@@ -88,13 +122,22 @@ class HeadSpec:
         return ((self.attention_norm, self.attention), *self.others)
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingScale:
+    """What embeddings are multiplied with; `rounded` to the model's dtype."""
+
+    value: float = 1.0
+    rounded: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderSpec:
     """`centred`: the norms' weights are stored less 1. `post_norms`: those that are of what their mixers give, which
     get hidden states as they are. `norms_after`: of what mixers give that get normed hidden states, by the name of the
-    norm before. `rotary`: of attention layers without one of their own. `rounds_embedding_scale`: it is rounded to the
-    model's dtype. `logit_cap`: see `Softcap`. `output`: the output's tensor, which is the embedding's where they are
-    tied and none is stored. `head`: what drafts, where that is served."""
+    norm before. `sum_scales`: the tensors of what hidden states are multiplied with, by the name of the norm that is of
+    them then: see `ScaledSum`. `rotary`: of attention layers without one of their own. `logit_cap`: see `Softcap`.
+    `layer_inputs`: what layers get besides hidden states. `output`: the output's tensor, which is the embedding's where
+    they are tied and none is stored. `head`: what drafts, where that is served."""
 
     config: DecoderSizes
     layers: tuple[NamedMixer, ...]
@@ -103,11 +146,12 @@ class DecoderSpec:
     centred: bool = False
     post_norms: frozenset[str] = frozenset()
     norms_after: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    sum_scales: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     rotary: RotarySpec | None = None
-    embedding_scale: float = 1.0
-    rounds_embedding_scale: bool = False
+    embedding_scale: EmbeddingScale = EmbeddingScale()
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    layer_inputs: LayerInputsSpec | None = None
     output: str = OUTPUT
     head: HeadSpec | None = None
 
@@ -120,10 +164,11 @@ class DecoderSpec:
         """The weight of a norm over hidden states."""
         return StoredTensor(f"{name}.weight", (self.config.hidden_size,))
 
-    def product(self, name: str) -> ProductSpec:
-        """The head's projection of an embedding and a hidden state."""
+    def product(self, name: str, rank: int, size: int) -> ProductSpec:
+        """The rank's outputs of the head's projection of an embedding and a hidden state. Raises ConfigError naming
+        --tensor-parallel-size and hidden_size."""
         hidden = self.config.hidden_size
-        return column_parallel(name, (hidden, 2 * hidden))
+        return column_parallel(name, (hidden, 2 * hidden), shard_even("hidden_size", hidden, rank, size))
 
     def layer_sizes(self) -> Counter[LayerSizes]:
         """How many layers of each kind there are, and their sizes, without the head's."""
@@ -134,7 +179,7 @@ class DecoderSpec:
         """What a head takes of each token's products while it does not draft."""
         if self.head is None:
             return 0.0
-        products = self.product(self.head.projection), self.head.attention.keys_and_values(0, 1)
+        products = self.product(self.head.projection, 0, 1), self.head.attention.keys_and_values(0, 1)
         weights = sum(math.prod(part.shape) for product in products for part in product.parts)
         return weights / self.forward_sizes().active_weights
 
@@ -173,8 +218,10 @@ class DecoderSpec:
         """All that one of `size` ranks has, in the order of the checkpoint. Raises ConfigError naming
         --tensor-parallel-size and the field that does not divide."""
         yield self.vocabulary(self.embedding, rank, size)
+        if self.layer_inputs is not None:
+            yield from self.layer_inputs.weights(self.config.vocab_size, rank, size)
         yield from self._layer_weights(self.layers, rank, size)
-        yield self.norm(self.final_norm)
+        yield from self._norm_weights(self.final_norm)
         yield ProductSpec((self.vocabulary(self.output, rank, size),))
         yield from self.head_weights(rank, size)
 
@@ -184,7 +231,7 @@ class DecoderSpec:
         if head is not None:
             yield self.norm(head.embedding_norm)
             yield self.norm(head.hidden_norm)
-            yield self.product(head.projection)
+            yield self.product(head.projection, rank, size)
             yield head.attention.keys_and_values(rank, size)
             yield from self._layer_weights(head.layers, rank, size)
             yield self.norm(head.final_norm)
@@ -195,11 +242,23 @@ class DecoderSpec:
 
     def _layer_weights(self, layers: Iterable[NamedMixer], rank: int, size: int) -> Iterator[WeightSpec]:
         for norm, mixer in layers:
-            yield self.norm(norm)
+            yield from self._norm_weights(norm)
             for each in _all((mixer,)):
                 yield from each.weights(rank, size).values()
+            yield from map(self.norm, mixer.result_norms)
             if norm in self.norms_after:
                 yield self.norm(self.norms_after[norm])
+
+    def _norm_weights(self, name: str) -> Iterator[StoredTensor]:
+        """Of the norm, and of the scale of what it is of."""
+        if name in self.sum_scales:
+            yield scalar(self.sum_scales[name])
+        yield self.norm(name)
+
+
+def scalar(name: str) -> StoredTensor:
+    """A tensor of one number."""
+    return StoredTensor(name, (1,))
 
 
 def _count_sizes(layers: Iterable[NamedMixer]) -> Counter[LayerSizes]:

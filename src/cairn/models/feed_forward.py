@@ -257,3 +257,35 @@ class ClampedExpertsLayer(MixerSpec):
         biases += [StoredTensor(f"{names[1]}_bias", (count, expert.hidden))] if rank == 0 else []
         up, down = map(transposed, stacks) if self.inputs_first else stacks
         return ExpertStacks(up, down, tuple(biases), by_turns=True, inputs_first=self.inputs_first)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeluExpertsLayer(MixerSpec):
+    """Gemma 4's mixture of GeGLUs, which are chosen by a softmax over all of them: see `NormedRouter`.
+
+    `norm`: the name of the norm before experts; `router`, `experts`: below which the tensors of either are, experts' as
+    stacks of gate and up [count, 2 * inner, hidden] and of down [count, hidden, inner].
+    """
+
+    sizes: ExpertSizes
+    hidden: int
+    norm: str
+    router: str
+    experts: str
+
+    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
+        """See `MixerSpec`."""
+        count, expert = self.sizes.count, self.sizes.expert
+        inner = expert.shard(rank, size)
+        shapes = (count, 2 * expert.inner, expert.hidden), (count, expert.hidden, expert.inner)
+        gate = StoredTensor(f"{self.router}.proj.weight", (count, self.hidden))
+        return {
+            "norm": StoredTensor(f"{self.norm}.weight", (self.hidden,)),
+            "scale": StoredTensor(f"{self.router}.scale", (self.hidden,)),
+            "gate": ProductSpec((gate,), precision="float32"),
+            "expert_scales": StoredTensor(f"{self.router}.per_expert_scale", (count,)),
+            "experts": ExpertStacks(
+                StoredTensor(f"{self.experts}.gate_up_proj", shapes[0], expert.gate_and_up(inner), 1, is_matrix=True),
+                StoredTensor(f"{self.experts}.down_proj", shapes[1], (inner,), 2, is_matrix=True),
+            ),
+        }

@@ -105,7 +105,7 @@ class OpenModel:
         """Whether there may be a head that drafts, whose part of each step is small enough not to be asked for."""
         return 0.0 < self.with_head().config.served().head_share <= MOST_HEAD_SHARE
 
-    def why_no_head(self, headers: Mapping[str, TensorHeader]) -> str | None:
+    def why_no_head(self, headers: Mapping[str, TensorHeader], num_ranks: int = 1) -> str | None:
         """Why the head that drafts cannot be served, in words that follow a colon; None where it can. `headers`:
         of the checkpoint's tensors."""
         stored = self.stored_names(headers)
@@ -121,6 +121,8 @@ class OpenModel:
             return f"the checkpoint has none: {missing} is not stored"
         if spec.cache_spec(0, 1).recurrent is None:
             return "the model has no recurrent layers, whose checkpoints have the hidden state that it goes on from"
+        if self.config.hidden_size % num_ranks:
+            return f"its hidden_size {self.config.hidden_size} does not divide among {num_ranks} ranks"
         return None
 
     def stored_tensors(self) -> Mapping[str, TensorHeader]:
@@ -134,6 +136,10 @@ class OpenModel:
     def tensors(self, stored: Collection[str]) -> dict[str, tuple[int, ...]]:
         """Every tensor that the config calls for, with its shape, in the form in which these are stored."""
         return self.family.tensors(self.config, stored)
+
+    def ignored_tensors(self, stored: Collection[str]) -> tuple[str, ...]:
+        """Beginnings of the names of tensors that are not served, where these are stored."""
+        return self.family.ignored(self.config, stored)
 
     def weight_bytes(
         self, stored: Mapping[str, TensorHeader], num_ranks: int = 1, packed_dtype: PackedDtype | None = None
@@ -209,7 +215,7 @@ class OpenModel:
         place = device or torch.device("cpu")
         with WeightReader(self.folder, self.dtype, self.family.float32_tensors, self.quantization) as reader:
             expected = self.tensors(reader.names)
-            reader.verify(expected, self.family.ignored_tensors)
+            reader.verify(expected, self.ignored_tensors(reader.names))
             if self.config.tie_word_embeddings and OUTPUT in reader.names and communicator.rank == 0:
                 logger.warning(
                     "config.json ties the output to the embedding (tie_word_embeddings), but %s is stored as well: "

@@ -35,12 +35,13 @@ class RopeScaling:
 class RopeKind:
     """Attention layers of one kind, called `name`, for which `rope_parameters` has an object of their own. `types`: of
     scaling that are implemented for it; `theta`, `scaling`: the fields of config.json that are this kind's where there
-    is no such object, if there are any; without them there has to be one."""
+    is no such object, if there are any; without them there has to be one. `head_dim`: the field of its heads' size."""
 
     name: str
     types: tuple[str, ...] = ("default",)
     theta: str | None = None
     scaling: str | None = None
+    head_dim: str = "head_dim"
 
     def settings(self, fields: Fields) -> Fields:
         """This kind's alone, by the names that models with one kind have them under. Raises ModelError where
@@ -133,10 +134,9 @@ def rope_theta(default: float = 10000.0, kind: RopeKind | None = None, **options
         for each in (fields, rope):
             if rope.get("rope_type") != PROPORTIONAL:
                 each.only("partial_rotary_factor", 1.0)
-        if config.head_dim % 2:
-            raise ModelError(
-                f"config.json: head_dim {config.head_dim} must be even, as its elements are turned in pairs"
-            )
+        dim_field = "head_dim" if kind is None else kind.head_dim
+        if (head_dim := getattr(config, dim_field)) % 2:
+            raise ModelError(f"config.json: {dim_field} {head_dim} must be even, as its elements are turned in pairs")
         return rope.number(name, 1.0, 1e15, default=fields.number(name, 1.0, 1e15, default))
 
     return custom(reader, **options)
@@ -154,7 +154,8 @@ def rope_scaling(kind: RopeKind | None = None, missing: Mapping[str, object] | N
             rope = Fields(missing, path_of=lambda name: f"{fields.path_of('rope_parameters')}.{name}")
         rope_type = rope.get("rope_type")
         if rope_type == PROPORTIONAL:
-            return _proportional(rope, config)
+            dim_field = "head_dim" if kind is None else kind.head_dim
+            return _proportional(rope, dim_field, getattr(config, dim_field))
         if rope_type not in SCALED:
             return None
         settings: dict[str, float | bool] = {"factor": rope.number("factor", 1.0, 1e4)}
@@ -181,12 +182,12 @@ def rope_scaling(kind: RopeKind | None = None, missing: Mapping[str, object] | N
     return custom(reader, default=None, **options)
 
 
-def _proportional(rope: Fields, config: Any) -> RopeScaling:
+def _proportional(rope: Fields, dim_field: str, head_dim: int) -> RopeScaling:
     """The rotated share of a head has the frequencies that it would have of a head that is rotated whole."""
     settings = {"factor": rope.number("factor", 1.0, 1e4, default=1.0)}
     share = rope.number("partial_rotary_factor", 0.0, 1.0, default=1.0)
-    if int(share * config.head_dim // 2) < 1:
-        raise rope.error(f"{rope.path_of('partial_rotary_factor')} {share:g} of head_dim {config.head_dim} is no pair")
+    if int(share * head_dim // 2) < 1:
+        raise rope.error(f"{rope.path_of('partial_rotary_factor')} {share:g} of {dim_field} {head_dim} is no pair")
     return RopeScaling(PROPORTIONAL, tuple((settings | {"partial_rotary_factor": share}).items()), MAX_POSITIONS)
 
 

@@ -144,6 +144,11 @@ class MixerSpec:
         return None
 
     @property
+    def result_norms(self) -> tuple[str, ...]:
+        """Names of the norms of the parts of what it gives, where these lie one after the other: see `NormOfSum`."""
+        return ()
+
+    @property
     def mixers(self) -> "tuple[MixerSpec, ...]":
         """Those it is made of besides."""
         return ()

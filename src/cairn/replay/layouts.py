@@ -22,7 +22,9 @@ LAYOUT_NAMES = ("nemotron-3-nano", "qwen3.5-35b-a3b", "qwen3-next-80b-a3b", "gra
 HALF_BY_DEFAULT = "granite-4-h-small"
 """Its recurrent state is bfloat16 unless told otherwise: its config.json asks for no float32."""
 
-UNNEEDED = MappingProxyType({"vocab_size": 1 << 24, "max_position_embeddings": 1 << 20})
+UNNEEDED = MappingProxyType(
+    {"vocab_size": 1 << 24, "vocab_size_per_layer_input": 1 << 24, "max_position_embeddings": 1 << 20}
+)
 """Fields that decide no size here: a config.json written for a replay may leave them out."""
 
 

@@ -127,6 +127,7 @@ class ChatOptions(_Options):
     enable_auto_tool_choice: bool = Field(True, description="look for tool calls in answers when the model may choose")
     tool_call_parser: (
         Literal[
+            "gemma4",
             "granite4",
             "hermes",
             "json",
@@ -142,7 +143,7 @@ class ChatOptions(_Options):
         | None
     ) = Field(None, description="how tool calls are written; as in the chat template unless given")
     reasoning_parser: (
-        Literal["deepseek_r1", "nano_v3", "nemotron_v3", "none", "openai_gptoss", "qwen3", "think"] | None
+        Literal["deepseek_r1", "gemma4", "nano_v3", "nemotron_v3", "none", "openai_gptoss", "qwen3", "think"] | None
     ) = Field(None, description="how reasoning is written; as in the chat template unless given")
 
 

@@ -138,15 +138,16 @@ class Structure(msgspec.Struct, frozen=True, kw_only=True):
     `kind`: what `text` is: a JSON schema, a regular expression, a JSON list of texts to choose from, a grammar (Lark or
     GBNF), a structural tag as xgrammar has it, or `calls`: JSON, `{"tools": [{"name", "parameters", "place"}],
     "parallel"}`, one of which has to be called; `place`: its number in the request. `field`: where the client put it.
-    `reasoning`: the form begins after `</think>`, because the prompt has `opened` the reasoning, or it is `possible`
-    that the answer does. `is_harmony`: answers are messages in harmony, of which the last one has the form: `final`, or
-    what calls a function.
+    `reasoning`: the form begins after the second of the `reasoning_marks`, because the prompt has `opened` the
+    reasoning, or it is `possible` that the answer does. `is_harmony`: answers are messages in harmony, of which the
+    last one has the form: `final`, or what calls a function.
     """
 
     kind: Literal["json", "regex", "choice", "grammar", "structural_tag", "calls"]
     text: str
     field: str
     reasoning: Literal["none", "opened", "possible"] = "none"
+    reasoning_marks: tuple[str, str] = ("<think>", "</think>")
     is_harmony: bool = False
 
 

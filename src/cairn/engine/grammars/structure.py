@@ -46,11 +46,12 @@ _JSON_RULES = MappingProxyType(
 _REASONING = MappingProxyType(
     {
         "none": "start: @body",
-        "opened": 'start: thoughts @body\nthoughts: shut gap\nshut[lazy]: /(?s:.*)/ "</think>"\ngap: /\\n{0,4}/',
+        "opened": "start: thoughts @body\nthoughts: shut gap\nshut[lazy]: /(?s:.*)/ END\ngap: /\\n{0,4}/",
         "possible": "start: thoughts @body | @body\nthoughts: opening shut gap\n"
-        'opening: "<think>"\nshut[lazy]: /(?s:.*)/ "</think>"\ngap: /\\n{0,4}/',
+        "opening: START\nshut[lazy]: /(?s:.*)/ END\ngap: /\\n{0,4}/",
     }
 )
+"""START, END: the marks of reasoning."""
 
 
 _HARMONY_RULES = """
@@ -99,7 +100,8 @@ def grammar_of(structure: Structure) -> str:
         return json.dumps({"grammars": [whole, {"name": "body", **body}, *named]}, ensure_ascii=False)
     if structure.reasoning == "none":
         return json.dumps({"grammars": [body, *named]}, ensure_ascii=False)
-    whole = {"lark_grammar": _REASONING[structure.reasoning]}
+    start, end = map(json.dumps, structure.reasoning_marks)
+    whole = {"lark_grammar": _REASONING[structure.reasoning].replace("START", start).replace("END", end)}
     return json.dumps({"grammars": [whole, {"name": "body", **body}, *named]}, ensure_ascii=False)
 
 

@@ -22,7 +22,7 @@ GPUs, where no host waits for another rank within a step, by rank 0's wait for S
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,7 +52,7 @@ from cairn.engine.wire import BuildRefused, Fatal
 from cairn.errors import CairnError, EngineDead
 from cairn.runner.contract import StepRunner
 from cairn.step import StepPlan, StepResult, TokenMasks
-from cairn.types import Clock, SystemClock
+from cairn.types import Clock, Keys, SystemClock
 
 if TYPE_CHECKING:
     from cairn.engine.devices import Device
@@ -209,6 +209,10 @@ class RankedRunner(StepRunner):
         with self._handle_loss():
             self._followers.post(plan)
             self.local_runner.launch(plan)
+
+    def drafts(self, step: int) -> Mapping[int, Keys]:
+        """Rank 0's, which are every rank's. See `StepRunner`."""
+        return self.local_runner.drafts(step)
 
     def sample(self, step: int, masks: TokenMasks) -> None:
         """Rank 0 samples, and tells the others. Raises as `launch` does."""

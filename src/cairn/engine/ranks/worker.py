@@ -97,6 +97,8 @@ class LoadedRank:
         self._config = config
         opened = open_model(Path(engine.model), engine.dtype, engine.quantization, kept_weights(engine))
         opened = as_served(engine, opened)
+        if config.serves_mtp:
+            opened = opened.with_head()
         self.device = device or choose_device(engine, opened, config.rank)
         if self.device.is_gpu:
             # Ranks are of this machine: nobody else needs to reach the port at which NCCL's find each other.

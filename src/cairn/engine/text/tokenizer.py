@@ -29,6 +29,7 @@ MARKS = frozenset(
     (
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "<TOOLCALL>", "</TOOLCALL>"),
         *("<|tool_call_start|>", "<|tool_call_end|>"),
+        *("<|tool_call>", "<tool_call|>", "<|channel>", "<channel|>", '<|"|>'),
         *("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"),
     )
 )

@@ -5,7 +5,7 @@ from cairn.kernels.cpu.attention import attention, write_kv
 from cairn.kernels.cpu.checkpoint_files import load_states, pack_state_spans, store_states
 from cairn.kernels.cpu.conv import conv
 from cairn.kernels.cpu.elementwise import gelu_mul, rope, sigmoid_mul, silu_mul, softcap, squared_relu
-from cairn.kernels.cpu.experts import clamped_experts, experts, gated_experts
+from cairn.kernels.cpu.experts import clamped_experts, experts, gated_experts, gelu_experts
 from cairn.kernels.cpu.gdn import gdn
 from cairn.kernels.cpu.graphs import CpuGraphs as step_graphs
 from cairn.kernels.cpu.int4 import pack_int4
@@ -34,6 +34,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_experts",
     "gelu_mul",
     "linear",
     "lm_head",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.cpu.compiled import ELEMENTS, F32, FLOAT, I64, INT, kernel
-from cairn.kernels.cpu.elementwise import silu_mul, squared_relu
+from cairn.kernels.cpu.elementwise import gelu_mul, silu_mul, squared_relu
 from cairn.kernels.cpu.products import AnyWeight, ExpertRows, multiply_experts
 from cairn.kernels.cpu.recording import call_again
 from cairn.kernels.cpu.scalars import ONE, advance, load, sigmoid, store
@@ -26,6 +26,13 @@ def gated_experts(
 ) -> Tensor:
     """See `Kernels.gated_experts`."""
     return _mixed(x, topk_ids, topk_weights, gate_up, down, lambda inner: silu_mul(*inner.chunk(2, dim=-1)))
+
+
+def gelu_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: AnyWeight, down: AnyWeight, batch: Batch
+) -> Tensor:
+    """See `Kernels.gelu_experts`."""
+    return _mixed(x, topk_ids, topk_weights, gate_up, down, lambda inner: gelu_mul(*inner.chunk(2, dim=-1)))
 
 
 def clamped_experts(

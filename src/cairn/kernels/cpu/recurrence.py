@@ -1,6 +1,7 @@
 """What the compiled loops over sequences share: the sequences and their snapshots, gates, copies of blocks."""
 
 import math
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import Batch
-from cairn.kernels.cpu.compiled import I32, INT, STATE_ELEMENTS, intrinsic, jit, record
+from cairn.kernels.cpu.compiled import ELEMENTS, F32, I32, INT, STATE_ELEMENTS, StateKey, intrinsic, jit, record
 from cairn.kernels.cpu.recording import recording
 from cairn.kernels.cpu.scalars import ZERO, advance, load, rounded, store
 from cairn.kernels.cpu.vectors import LANES, aligned
@@ -67,9 +68,29 @@ class Sequences(NamedTuple):
     state_size: int
 
 
+KernelTypes = Mapping[Hashable, tuple[Any, ...]]
+"""Types of a kernel's arguments, by `StateKey`."""
+
+
 def sequences_type(state: Any) -> Any:
     """The type of `Sequences` whose states are numbers at pointers of type `state`."""
     return record(Sequences, I32, I32, I32, INT, INT, I32, I32, INT, state, INT, state, INT)
+
+
+def sequence_kernel_types(
+    types: Callable[[Any], tuple[Any, ...]],
+) -> tuple[KernelTypes, KernelTypes]:
+    """Of a kernel of one token a sequence, whose gates are in the model's dtype, and of one of whole prompts, whose
+    gates are float32, in any model. `types`: of the arguments before the `Sequences`, by the type of the gates."""
+    decode: KernelTypes = {
+        StateKey(model, state): (*types(gate), sequences_type(element))
+        for model, gate in ELEMENTS.items()
+        for state, element in STATE_ELEMENTS.items()
+    }
+    prefill: KernelTypes = {
+        StateKey(None, state): (*types(F32), sequences_type(element)) for state, element in STATE_ELEMENTS.items()
+    }
+    return decode, prefill
 
 
 def sequence_arguments(batch: Batch, states: Tensor, snapshots: Tensor, state_size: int) -> tuple[int, ...]:

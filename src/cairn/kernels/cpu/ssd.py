@@ -5,7 +5,6 @@ mask, between chunks the state. A thread goes through a whole sequence with some
 product of b and c, so that all it works on stays in its core's own cache.
 """
 
-from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +13,9 @@ from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
 from cairn.kernels.cpu.compiled import (
-    ELEMENTS,
     F32,
     FLOAT,
     INT,
-    STATE_ELEMENTS,
     StateKey,
     jit,
     kernel,
@@ -37,7 +34,7 @@ from cairn.kernels.cpu.recurrence import (
     round_block,
     scratch_state,
     sequence_arguments,
-    sequences_type,
+    sequence_kernel_types,
     softplus,
     store_snapshots,
     transpose,
@@ -130,22 +127,14 @@ def _heads_at_once(per_group: int, num_groups: int) -> int:
     return next((count for count in divisors if num_groups * per_group // count >= min_items), 1)
 
 
-def _types(gate: Any, state: Any) -> tuple[Any, ...]:
+def _types(gate: Any) -> tuple[Any, ...]:
     return (
         record(_Operands, F32, INT, gate, INT, F32, INT, F32, INT, F32),
         record(_Parameters, F32, F32, F32, FLOAT, FLOAT, INT, INT, INT, INT),
-        sequences_type(state),
     )
 
 
-_DECODE_TYPES: Mapping[Hashable, tuple[Any, ...]] = {
-    StateKey(model, state): _types(ELEMENTS[model], STATE_ELEMENTS[state])
-    for model in ELEMENTS
-    for state in STATE_ELEMENTS
-}
-_PREFILL_TYPES: Mapping[Hashable, tuple[Any, ...]] = {
-    StateKey(None, state): _types(F32, element) for state, element in STATE_ELEMENTS.items()
-}
+_DECODE_TYPES, _PREFILL_TYPES = sequence_kernel_types(_types)
 
 
 @jit

@@ -4,7 +4,7 @@ from cairn.kernels.cuda.attention import attention
 from cairn.kernels.cuda.checkpoint_files import copy_pages, copy_tokens, load_states, pack_state_spans, store_states
 from cairn.kernels.cuda.conv import conv
 from cairn.kernels.cuda.elementwise import gelu_mul, rope, sigmoid_mul, silu_mul, softcap, squared_relu
-from cairn.kernels.cuda.experts import clamped_experts, experts, gated_experts
+from cairn.kernels.cuda.experts import clamped_experts, experts, gated_experts, gelu_experts
 from cairn.kernels.cuda.fp8 import pack_stored
 from cairn.kernels.cuda.gdn import gdn
 from cairn.kernels.cuda.logprobs import logprobs
@@ -32,6 +32,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_experts",
     "gelu_mul",
     "linear",
     "lm_head",

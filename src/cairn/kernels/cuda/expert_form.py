@@ -12,7 +12,8 @@ from cairn.kernels.weight_rows import WeightRows
 
 @dataclass(frozen=True, slots=True)
 class ExpertForm:
-    """What experts are made of. `up_bias`: of those that are clamped, by `alpha` and `limit`."""
+    """What experts are made of. `up_bias`: of those that are clamped, by `alpha` and `limit`; `gelu`: in the place of
+    the silu."""
 
     up: WeightRows
     down: WeightRows
@@ -21,6 +22,7 @@ class ExpertForm:
     down_bias: Tensor | None = None
     alpha: float = 0.0
     limit: float = 0.0
+    gelu: bool = False
 
     def of_up(self, no_bias: Tensor) -> tuple[Tensor, float, float]:
         """What the kernels of the first product get; `no_bias` where there is none."""
@@ -38,12 +40,16 @@ def stack_operands(weight: WeightRows, no_scales: Tensor) -> tuple[tuple[Tensor,
 
 
 @triton.jit
-def activated(gate, up, alpha, limit, GATED: tl.constexpr, CLAMPED: tl.constexpr):
+def activated(gate, up, alpha, limit, GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr):
     if CLAMPED:
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, up)
         up = tl.where(up < -limit, -limit, up)
         return (up + 1) * gate * tl.sigmoid(alpha * gate)
+    if GELU:
+        # As `gelu_mul` has it.
+        inner = 1.5957691216 * (gate + 0.044715 * gate * gate * gate)
+        return gate * tl.sigmoid(tl.maximum(inner, -80.0)) * up
     if GATED:
         return gate * tl.sigmoid(gate) * up
     return tl.where(up < 0, 0.0, up * up)

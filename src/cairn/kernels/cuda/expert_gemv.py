@@ -20,7 +20,8 @@ _BLOCK = tl.constexpr(BLOCK)
 def _up_gemv_kernel(
     x, weight, scales, zeros, minimums, factors, minimum_factors, fifths, bias, alpha, limit,
     topk_ids, inner, top_k, inner_width, width, x_stride, expert_stride, weight_stride,
-    GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
+    FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +64,7 @@ def _up_gemv_kernel(
         gate_bias, up_bias = biases_of(bias, expert, column, inner_width, is_column)
         gate_sum += gate_bias
         up_sum += up_bias
-    result = activated(gate_sum, up_sum, alpha, limit, GATED, CLAMPED).to(inner.dtype.element_ty)
+    result = activated(gate_sum, up_sum, alpha, limit, GATED, CLAMPED, GELU).to(inner.dtype.element_ty)
     tl.store(inner + pair.to(tl.int64) * inner_width + column, result, mask=is_column)
 
 
@@ -138,6 +139,7 @@ def run_few_tokens(x: Tensor, topk_ids: Tensor, topk_weights: Tensor, form: Expe
         *(x, *weight, *form.of_up(x), topk_ids, inner, top_k, inner_width, width, x.stride(0), *strides),
         GATED=gated,
         CLAMPED=form.up_bias is not None,
+        GELU=form.gelu,
         **variant,
         **tile,
         **options,

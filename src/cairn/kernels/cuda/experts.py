@@ -45,7 +45,8 @@ _MOST_BLOCKS = 65_535
 def _up_kernel(
     x, weight, scales, zeros, minimums, factors, minimum_factors, fifths, bias, alpha, limit, inner, order, starts,
     num_experts, top_k, inner_width, width, x_stride, expert_stride, weight_stride,
-    GATED: tl.constexpr, CLAMPED: tl.constexpr, FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
+    GATED: tl.constexpr, CLAMPED: tl.constexpr, GELU: tl.constexpr,
+    FP8: tl.constexpr, BLOCKED: tl.constexpr, CODES: tl.constexpr,
     TENSOR_CORES: tl.constexpr,
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +92,7 @@ def _up_kernel(
         gate_bias, up_bias = biases_of(bias, expert, column, inner_width, is_column)
         gate += gate_bias[None, :]
         up += up_bias[None, :]
-    result = activated(gate, up, alpha, limit, GATED, CLAMPED).to(inner.dtype.element_ty)
+    result = activated(gate, up, alpha, limit, GATED, CLAMPED, GELU).to(inner.dtype.element_ty)
     places = (pair.to(tl.int64) * inner_width)[:, None] + column[None, :]
     tl.store(inner + places, result, mask=(pair < end)[:, None] & (column < inner_width)[None, :])
 
@@ -174,6 +175,13 @@ def gated_experts(
     return _experts(x, topk_ids, topk_weights, ExpertForm(gate_up, down, gated=True), batch)
 
 
+def gelu_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: WeightRows, down: WeightRows, batch: Batch
+) -> Tensor:
+    """See `Kernels.gelu_experts`."""
+    return _experts(x, topk_ids, topk_weights, ExpertForm(gate_up, down, gated=True, gelu=True), batch)
+
+
 def clamped_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: WeightRows, down: WeightRows, gate_up_bias: Tensor,
     down_bias: Tensor | None, alpha: float, limit: float, batch: Batch,
@@ -232,6 +240,7 @@ def _run_many_tokens(
         ),
         GATED=gated,
         CLAMPED=form.up_bias is not None,
+        GELU=form.gelu,
         **variant,
         **common,
         **tile,

@@ -20,7 +20,7 @@ All of them but the products are `cairn.kernels.cuda`'s. What makes them fit, on
   put together in their order, a fixed number at a time; there is no choice by the batch. A verify's tokens are decodes.
   Of a limited reach both begin at the block of the first key, which follows from the position; blocks of which a row
   sees nothing leave its sums as they are.
-- `experts`, `gated_experts`, `clamped_experts`: blocks of one height, of which a row is a chain of fused multiply-adds;
+- `experts` of all kinds: blocks of one height, of which a row is a chain of fused multiply-adds;
   the form for few tokens is not taken. A token's terms are added by one program in ascending order of the experts.
   Sorting gives the same order by counting and by torch's stable sort.
 - the sampler: weights are whole numbers, whose sums depend on no order.
@@ -67,6 +67,7 @@ experts = with_rows_laid_out(cuda.experts, "x")
 gated_experts = with_rows_laid_out(cuda.gated_experts, "x")
 gated_rms_norm = with_rows_laid_out(cuda.gated_rms_norm, "x", "gate")
 gdn = with_rows_laid_out(cuda.gdn, "q", "k", "v", "beta", "dt")
+gelu_experts = with_rows_laid_out(cuda.gelu_experts, "x")
 gelu_mul = with_rows_laid_out(cuda.gelu_mul, "gate", "x")
 rms_norm = with_rows_laid_out(cuda.rms_norm, "x")
 rms_norm_then_gate = with_rows_laid_out(cuda.rms_norm_then_gate, "x", "gate")
@@ -99,6 +100,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_experts",
     "gelu_mul",
     "linear",
     "lm_head",

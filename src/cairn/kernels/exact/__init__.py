@@ -19,7 +19,14 @@ from cairn.kernels.exact.elementwise import (
     softcap,
     squared_relu,
 )
-from cairn.kernels.exact.experts import clamped_experts, experts, gated_experts, sigmoid_router, softmax_router
+from cairn.kernels.exact.experts import (
+    clamped_experts,
+    experts,
+    gated_experts,
+    gelu_experts,
+    sigmoid_router,
+    softmax_router,
+)
 from cairn.kernels.exact.gdn import gdn
 from cairn.kernels.exact.metadata import build_metadata
 from cairn.kernels.exact.products import (
@@ -54,6 +61,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_experts",
     "gelu_mul",
     "linear",
     "lm_head",

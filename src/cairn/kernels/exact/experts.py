@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Weight
-from cairn.kernels.exact.elementwise import sigmoid, silu_, squared_relu, widen
+from cairn.kernels.exact.elementwise import gelu_mul, sigmoid, silu_, squared_relu, widen
 from cairn.kernels.exact.metadata import ROW_TILE
 from cairn.kernels.exact.products import has_fixed_shapes, multiply_tiles
 
@@ -61,6 +61,17 @@ def gated_experts(
     def run(expert: int, rows: Tensor) -> Tensor:
         gate, up = _multiply(rows, gate_up[expert]).chunk(2, dim=-1)
         return _multiply(silu_(gate.contiguous()).mul_(up), down[expert])
+
+    return _mix(x, topk_ids, topk_weights, run)
+
+
+def gelu_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, batch: Batch
+) -> Tensor:
+    """See `Kernels.gelu_experts`."""
+
+    def run(expert: int, rows: Tensor) -> Tensor:
+        return _multiply(gelu_mul(*_multiply(rows, gate_up[expert]).chunk(2, dim=-1)), down[expert])
 
     return _mix(x, topk_ids, topk_weights, run)
 

@@ -24,7 +24,14 @@ from cairn.kernels.reference.elementwise import (
     softcap,
     squared_relu,
 )
-from cairn.kernels.reference.experts import clamped_experts, experts, gated_experts, sigmoid_router, softmax_router
+from cairn.kernels.reference.experts import (
+    clamped_experts,
+    experts,
+    gated_experts,
+    gelu_experts,
+    sigmoid_router,
+    softmax_router,
+)
 from cairn.kernels.reference.products import (
     build_metadata,
     embed,
@@ -56,6 +63,7 @@ __all__ = [
     "gated_experts",
     "gated_rms_norm",
     "gdn",
+    "gelu_experts",
     "gelu_mul",
     "linear",
     "lm_head",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cairn.kernels.batch import Batch
 from cairn.kernels.contract import Weight
-from cairn.kernels.reference.elementwise import sigmoid, silu, widen
+from cairn.kernels.reference.elementwise import gelu, sigmoid, silu, widen
 from cairn.kernels.reference.products import multiply
 
 
@@ -63,6 +63,18 @@ def gated_experts(
     def run(expert: int, token: Tensor) -> Tensor:
         gate, up = torch.tensor_split(multiply(gate_up[expert], token), 2)
         return multiply(down[expert], silu(gate) * up)
+
+    return _mix(x, topk_ids, topk_weights, run)
+
+
+def gelu_experts(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, batch: Batch
+) -> Tensor:
+    """See `Kernels.gelu_experts`."""
+
+    def run(expert: int, token: Tensor) -> Tensor:
+        gate, up = torch.tensor_split(multiply(gate_up[expert], token), 2)
+        return multiply(down[expert], gelu(gate) * up)
 
     return _mix(x, topk_ids, topk_weights, run)
 

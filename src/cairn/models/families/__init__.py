@@ -8,6 +8,7 @@ from cairn.models.contract import Family
 from cairn.models.families import (
     falcon_h1,
     gemma,
+    gemma4,
     gpt_oss,
     granite,
     granitemoehybrid,
@@ -41,6 +42,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             gpt_oss.FAMILY,
             *qwen3_5.FAMILIES,
             *gemma.FAMILIES,
+            *gemma4.FAMILIES,
             *llama4.FAMILIES,
         )
     }

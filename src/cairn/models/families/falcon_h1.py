@@ -10,7 +10,7 @@ from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, number, numbers, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ParallelMixers, ScaledMixer
+from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NamedMixer, ParallelMixers, ScaledMixer
 from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer, Mamba2Sizes, expanded_inner
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
@@ -72,7 +72,7 @@ class FalconH1Config(Mamba2Config):
             layers=tuple(self._layers()),
             final_norm="model.final_layernorm",
             rotary=RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling),
-            embedding_scale=self.embedding_multiplier,
+            embedding_scale=EmbeddingScale(self.embedding_multiplier),
             logit_scale=self.lm_head_multiplier,
         )
 

@@ -24,7 +24,7 @@ from cairn.models.config_schema import (
 )
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
-from cairn.models.decoder_spec import DecoderSpec
+from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale
 from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.nested_config import INNER_EOS, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
@@ -48,7 +48,7 @@ def _by_pattern(fields: Fields) -> tuple[str, ...]:
     return _every(fields, fields.integer("sliding_window_pattern", 1, MAX_LAYERS, default=6))
 
 
-def _cap(default: float | None) -> Any:
+def softcap(default: float | None) -> Any:
     """A field: null is none."""
 
     def reader(fields: Fields, name: str, config: Any) -> float | None:
@@ -73,8 +73,8 @@ class Gemma2Config(DecoderConfig):
     head_dim: int = integer(1, 1 << 12, default=256)
     sliding_window: int = reach(WINDOWED, default=4096)
     query_pre_attn_scalar: float = number(1e-6, 1e9, default=256.0)
-    attn_logit_softcapping: float | None = _cap(50.0)
-    final_logit_softcapping: float | None = _cap(30.0)
+    attn_logit_softcapping: float | None = softcap(50.0)
+    final_logit_softcapping: float | None = softcap(30.0)
     use_bidirectional_attention: bool = only(False)
     rope_theta: float = rope_theta()
     rope_scaling: RopeScaling | None = rope_scaling()
@@ -109,8 +109,7 @@ class Gemma2Config(DecoderConfig):
             final_norm=f"{prefix}.norm",
             centred=True,
             rotary=self.rotary(FULL),
-            embedding_scale=self.hidden_size**0.5,
-            rounds_embedding_scale=True,
+            embedding_scale=EmbeddingScale(self.hidden_size**0.5, rounded=True),
             logit_cap=self.final_logit_softcapping,
         )
 
@@ -146,7 +145,7 @@ class Gemma3Config(Gemma2Config):
     eos_token_ids: tuple[int, ...] = token_ids(names=("eos_token_id", INNER_EOS), fact=False)
     # transformers reads it and leaves scores as they are.
     attn_logit_softcapping: float | None = only(None)
-    final_logit_softcapping: float | None = _cap(None)
+    final_logit_softcapping: float | None = softcap(None)
     rope_local_base_freq: float = rope_theta(1e4, WINDOWED_ROPE)
     rope_theta: float = rope_theta(1e6, FULL_ROPE)
     rope_scaling: RopeScaling | None = rope_scaling(FULL_ROPE)

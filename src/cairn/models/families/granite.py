@@ -11,7 +11,7 @@ from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, boolean, integer, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ScaledMixer
+from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NamedMixer, ScaledMixer
 from cairn.models.feed_forward import GatedMLPLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
@@ -43,7 +43,7 @@ class DenseGraniteConfig(DecoderConfig):
             config=self,
             layers=tuple(self._layers()),
             rotary=RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling),
-            embedding_scale=self.embedding_multiplier,
+            embedding_scale=EmbeddingScale(self.embedding_multiplier),
             logit_scale=1 / self.logits_scaling,
         )
 

@@ -11,7 +11,7 @@ from cairn.models.attention import AttentionLayer
 from cairn.models.config_schema import MAX_LAYERS, integer, layer_kinds, number, only
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH
-from cairn.models.decoder_spec import DecoderSpec, NamedMixer, ScaledMixer
+from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NamedMixer, ScaledMixer
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer
 from cairn.models.mamba2 import MAMBA2_FLOAT32, Mamba2Config, Mamba2Layer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
@@ -64,7 +64,7 @@ class GraniteConfig(Mamba2Config):
             config=self,
             layers=tuple(self._layers()),
             rotary=RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling) if self.rope_theta else None,
-            embedding_scale=self.embedding_multiplier,
+            embedding_scale=EmbeddingScale(self.embedding_multiplier),
             logit_scale=1 / self.logits_scaling,
         )
 

@@ -76,7 +76,9 @@ def parse_response_format(rules: FormatRules, body: SamplingFields, *, opened: b
     # Where the model may choose among some tools, the form is that of all messages.
     is_of_whole = parsers.is_harmony and structure is not None and structure.field == "tool_choice"
     if parsers.has_reasoning and structure is not None and not is_of_whole:
-        structure = msgspec.structs.replace(structure, reasoning="opened" if opened else "possible")
+        structure = msgspec.structs.replace(
+            structure, reasoning="opened" if opened else "possible", reasoning_marks=parsers.reasoning_marks
+        )
     if parsers.is_harmony and structure is not None and not is_of_whole:
         structure = msgspec.structs.replace(structure, is_harmony=True)
     names_one = isinstance(body.tool_choice, dict) and body.tool_choice["type"] == "function"

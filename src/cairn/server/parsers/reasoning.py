@@ -1,4 +1,4 @@
-"""Reasoning between `<think>` and `</think>`, before everything else."""
+"""Reasoning between two marks, before everything else: `<think>` and `</think>` in most models."""
 
 from collections.abc import Iterable
 
@@ -17,10 +17,11 @@ _QUOTES = ("`", "'", '"')
 
 
 class StrayTagRemover(OutputParser):
-    """Leaves `<think>` and `</think>` out of a text, and the newlines next to them, except where they are quoted."""
+    """Leaves the marks of reasoning out of a text, and the newlines next to them, except where they are quoted."""
 
-    def __init__(self) -> None:
+    def __init__(self, marks: tuple[str, str] = (THINK_START, THINK_END)) -> None:
         super().__init__()
+        self._marks = marks
         self._before = ""
         self._tag = ""
 
@@ -29,7 +30,7 @@ class StrayTagRemover(OutputParser):
         return len(self._text) + len(self._tag)
 
     def _parse_content(self, final: bool) -> bool:
-        text, self._tag = self._take_until((THINK_START, THINK_END), final)
+        text, self._tag = self._take_until(self._marks, final)
         self._before = text[-1:] or self._before
         self._emit_content(text)
         if self._tag:
@@ -48,23 +49,29 @@ class StrayTagRemover(OutputParser):
 
 
 class ReasoningParser(OutputParser):
-    """Reasoning up to `</think>`, then whatever `content_parser` finds.
+    """Reasoning up to the second of the `marks`, then whatever `content_parser` finds.
 
-    `opened`: the prompt ends within the reasoning. Otherwise an answer that does not begin with `<think>` has none.
+    `opened`: the prompt ends within the reasoning. Otherwise an answer that does not begin with the first one has none.
     Newlines next to the tags are dropped: chat templates write them again. Some models call a tool without closing
     their reasoning, or close it after the call: with `calls_end_reasoning` the head of a call of a known tool ends it,
     too. Tags that open or close nothing are left out, unless they are quoted.
     """
 
     looks_for_reasoning = True
-    reasoning_start = THINK_START
 
-    def __init__(self, content_parser: OutputParser, *, opened: bool, calls_end_reasoning: bool = True) -> None:
+    def __init__(
+        self,
+        content_parser: OutputParser,
+        *,
+        opened: bool,
+        calls_end_reasoning: bool = True,
+        marks: tuple[str, str] = (THINK_START, THINK_END),
+    ) -> None:
         super().__init__()
-        self.reasoning_end = THINK_END
+        self._marks = self.reasoning_start, self.reasoning_end = marks
         self._content_parser = content_parser
         self._thought_parser = content_parser if calls_end_reasoning else OutputParser()
-        self._stray_tags = StrayTagRemover()
+        self._stray_tags = StrayTagRemover(marks)
         self._may_have_stray_tags = False
         self._in_reasoning = False
         if opened:
@@ -83,20 +90,20 @@ class ReasoningParser(OutputParser):
         return events + self._take_events()
 
     def _parse_start(self, final: bool) -> bool:
-        """Wait until the text can no longer begin with `<think>`."""
+        """Wait until the text can no longer begin with the mark."""
         bare = self._text.lstrip("\n")
         near = len(self._text) - len(bare) <= MAX_NEWLINES
-        if near and bare.startswith(THINK_START):
-            self._text = bare.removeprefix(THINK_START)
+        if near and bare.startswith(self._marks[0]):
+            self._text = bare.removeprefix(self._marks[0])
             self._begin_reasoning()
             return True
-        if final or not near or not THINK_START.startswith(bare):
+        if final or not near or not self._marks[0].startswith(bare):
             self._state = self._parse_content
             return True
         return False
 
     def _parse_reasoning(self, final: bool) -> bool:
-        text, tag = self._take_until([THINK_END], final)
+        text, tag = self._take_until(self._marks[1:], final)
         self._pass_on(self._thought_parser.extract_streaming(text))
         if not self._in_reasoning:
             # A call has ended it; a tag within its arguments is theirs.

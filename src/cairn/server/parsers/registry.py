@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from cairn.errors import ConfigError
+from cairn.server.parsers import gemma4_tool_parser
+from cairn.server.parsers.gemma4_tool_parser import Gemma4ToolParser
 from cairn.server.parsers.harmony import CHANNEL, REASONING_END, REASONING_START, HarmonyParser
 from cairn.server.parsers.json_tool_parser import JsonToolParser
 from cairn.server.parsers.lfm2_tool_parser import Lfm2ToolParser
@@ -17,6 +19,7 @@ from cairn.server.parsers.xml_tool_parser import XmlToolParser
 
 TOOL_PARSERS: Mapping[str, type[ToolParser] | None] = MappingProxyType(
     {
+        "gemma4": Gemma4ToolParser,
         "granite4": JsonToolParser,
         "hermes": JsonToolParser,
         "json": JsonToolParser,
@@ -36,6 +39,7 @@ _TEMPLATE_MARKS = (
     (CHANNEL, HarmonyParser),
     ("<function=", XmlToolParser),
     ("<|tool_call_start|>", Lfm2ToolParser),
+    ("<|tool_call>", Gemma4ToolParser),
     ("<TOOLCALL>", NemotronToolParser),
     ("<tool_call>", JsonToolParser),
     ("List of tools: ", Lfm2ToolParser),  # LFM2's own templates write no calls
@@ -44,30 +48,41 @@ _TEMPLATE_MARKS = (
 
 _TAKES_TOOLS = re.compile(r"\{[{%][^{}]{0,200}\btools\b")
 
-HARMONY = "openai_gptoss"
+HARMONY, GEMMA4 = "openai_gptoss", "gemma4"
 
-REASONING_PARSERS = ("deepseek_r1", "nano_v3", "nemotron_v3", "none", HARMONY, "qwen3", "think")
-"""Names of `--reasoning-parser`, vLLM's among them. All but `none` and harmony's parse `<think>`."""
+THINK = THINK_START, THINK_END
+CHANNELS = gemma4_tool_parser.REASONING_START, gemma4_tool_parser.REASONING_END
+"""Marks of reasoning: of most models, and of Gemma 4."""
+
+REASONING_PARSERS = ("deepseek_r1", GEMMA4, "nano_v3", "nemotron_v3", "none", HARMONY, "qwen3", "think")
+"""Names of `--reasoning-parser`, vLLM's among them. All but `none`, harmony's and Gemma 4's parse `<think>`."""
 
 logger = logging.getLogger(__name__)
 
 
 class ParserFactory:
     """Makes the parser of each answer of one model. `tool_parser`: None if it writes no calls. `has_reasoning`: whether
-    answers may have reasoning. `is_harmony`: whether answers are messages in harmony, whatever is parsed of them."""
+    answers may have reasoning, between `marks`. `is_harmony`: whether answers are messages in harmony, whatever is
+    parsed of them."""
 
     def __init__(
-        self, tool_parser: type[ToolParser] | None, *, has_reasoning: bool, is_harmony: bool | None = None
+        self,
+        tool_parser: type[ToolParser] | None,
+        *,
+        has_reasoning: bool,
+        is_harmony: bool | None = None,
+        marks: tuple[str, str] = THINK,
     ) -> None:
         """`is_harmony` None: as calls are."""
         self.tool_parser = tool_parser
         self.has_reasoning = has_reasoning
         self.is_harmony = tool_parser is HarmonyParser if is_harmony is None else is_harmony
+        self._marks = marks
 
     @property
     def reasoning_marks(self) -> tuple[str, str]:
         """What reasoning begins and ends with."""
-        return (REASONING_START, REASONING_END) if self.is_harmony else (THINK_START, THINK_END)
+        return (REASONING_START, REASONING_END) if self.is_harmony else self._marks
 
     def make_parser(
         self,
@@ -90,7 +105,9 @@ class ParserFactory:
         parser = OutputParser() if tools is None or chosen is None else chosen(tools)
         if not self.has_reasoning:
             return parser
-        return ReasoningParser(parser, opened=opened, calls_end_reasoning=calls_end_reasoning)
+        return ReasoningParser(
+            parser, opened=opened, calls_end_reasoning=calls_end_reasoning, marks=self.reasoning_marks
+        )
 
     def opens_reasoning(self, prompt_end: str) -> bool:
         """Whether a prompt with this end has opened the reasoning of the answer."""
@@ -117,10 +134,12 @@ def select_parsers(template: str, tools: str | None, reasoning: str | None) -> P
     if reasoning == HARMONY or tools == "openai" or (CHANNEL in template and {tools, reasoning} <= {None, "none"}):
         return _harmony_parsers(tools, reasoning)
     # Templates that only cut earlier reasoning out of the history name its end alone.
-    writes_tags = THINK_START in template or THINK_END in template
+    has_channels = CHANNELS[0] in template if reasoning is None else reasoning == GEMMA4
+    writes_tags = has_channels or THINK_START in template or THINK_END in template
     has_reasoning = writes_tags if reasoning is None else reasoning != "none"
+    marks = CHANNELS if has_channels else THINK
     if tools is not None:
-        return ParserFactory(TOOL_PARSERS[tools], has_reasoning=has_reasoning)
+        return ParserFactory(TOOL_PARSERS[tools], has_reasoning=has_reasoning, marks=marks)
     tool_parser = next((parser for mark, parser in _TEMPLATE_MARKS if mark in template), None)
     if tool_parser is None and _TAKES_TOOLS.search(template):
         logger.warning(
@@ -128,7 +147,7 @@ def select_parsers(template: str, tools: str | None, reasoning: str | None) -> P
             "form with --tool-call-parser (one of %s)",
             ", ".join(TOOL_PARSERS),
         )
-    return ParserFactory(tool_parser, has_reasoning=has_reasoning)
+    return ParserFactory(tool_parser, has_reasoning=has_reasoning, marks=marks)
 
 
 def _harmony_parsers(tools: str | None, reasoning: str | None) -> ParserFactory:
