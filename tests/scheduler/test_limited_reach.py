@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 from driver import Driver, alone
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cairn.cache.audit import audit
+from cairn.cache.checkpoint_store import pages_freed
 from cairn.cache.layout import AttentionGroup
 
 WINDOW = AttentionGroup("window", 16, 128)
@@ -107,4 +109,42 @@ def test_windows_go_with_their_checkpoints():
         cache.checkpoints._drop(cache.checkpoints.queue.pop())
         cache.tree.drop_unneeded(cache.pool.num_pages)
         assert sum(len(node.pages[1].pages) for node in cache.tree.nodes() if node.pages) <= left * 9
+    assert cache.pool.num_free == cache.pool.num_pages
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    kept=st.sets(st.integers(1, 40).map(lambda block: 16 * block), min_size=2, max_size=12),
+    order=st.randoms(use_true_random=False),
+    reach=st.sampled_from([20, 128, 300]),
+    chunked=st.booleans(),
+)
+def test_no_window_is_priceless_in_any_order(kept, order, reach, chunked):
+    """A chain of checkpoints within one another's windows, or single ones: dropping one never seems to give much less
+    than it gives, and the last one gives back what is left."""
+    limited = (AttentionGroup("limited", 16, reach, chunked), AttentionGroup("narrow", 16, 40))
+    driver = Driver("all", num_pages=600, limited=limited, max_num_batched_tokens=512)
+    driver.ask(LONG[:640], max_tokens=1)
+    cache, store = driver.cache, driver.cache.checkpoints
+
+    def drop(checkpoint) -> int:
+        """The pages that it gives."""
+        before = cache.pool.num_free
+        store.queue.remove(checkpoint)
+        store._drop(checkpoint)
+        while cache.tree.trimmable:
+            cache.tree._trim(cache.tree.trimmable.popitem(last=False)[0])
+        cache.tree.drop_unneeded(cache.pool.num_pages)
+        audit(cache)
+        return cache.pool.num_free - before
+
+    there = {checkpoint.position: checkpoint for checkpoint in store.queue}
+    for position in sorted(there.keys() - kept):
+        drop(there[position])
+    positions = sorted(kept)
+    order.shuffle(positions)
+    for position in positions:
+        expected, whole = pages_freed(cache.layout, there[position]), cache.layout.window_pages(0, position)
+        freed = drop(there[position])
+        assert 2 * expected >= freed and 2 * (expected - 3) >= whole
     assert cache.pool.num_free == cache.pool.num_pages
