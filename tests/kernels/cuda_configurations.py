@@ -58,6 +58,7 @@ RULES: tuple[tuple[AttentionRule, bool, tuple[tuple[int, int, int], ...]], ...] 
     (FULL, False, ((32, 8, 64), (14, 2, 64), (32, 8, 128), (32, 2, 128), (16, 2, 256), (16, 4, 256))),
     (AttentionRule(window=128), True, ((64, 8, 64),)),
     (AttentionRule(window=1024, scale=1.0), False, ((16, 8, 256),)),
+    (AttentionRule(scale=1.0), False, ((32, 4, 512), (16, 1, 512))),
     (AttentionRule(chunk=8192), False, ((40, 8, 128),)),
     (AttentionRule(softcap=50.0, scale=0.0625), False, ((8, 4, 256),)),
 )
@@ -69,7 +70,7 @@ def attention(module: Any) -> Iterator[Configuration]:
     for dtype, model in DTYPES:
         for rule, has_sinks, shapes in RULES:
             sinks = {"sinks": "*fp32"} if has_sinks else {}
-            for shape, page_size in product(shapes, (16,) if rule.window is None and rule != FULL else (16, 64)):
+            for shape, page_size in product(shapes, (16,) if rule.chunk or rule.softcap else (16, 64)):
                 tile = module.prefill_tile(dtype, *shape, page_size, rule, has_sinks)
                 yield module._prefill_kernel, signature(module._prefill_kernel, model, **sinks), *tile
                 for is_split in (False, True):
@@ -92,7 +93,7 @@ def flashinfer_attention(module: Any) -> Iterator[Configuration]:
 
 
 def write_kv(module: Any) -> Iterator[Configuration]:
-    for dtype, dim, page_size in ((x, d, p) for _, x in DTYPES for d in (64, 128, 256) for p in (16, 64)):
+    for dtype, dim, page_size in ((x, d, p) for _, x in DTYPES for d in (64, 128, 256, 512) for p in (16, 64)):
         types, options = signature(module._write_kv_kernel, dtype), {"num_warps": module.NUM_WARPS}
         yield module._write_kv_kernel, types, dict(module._constants(dim, page_size)), options
 

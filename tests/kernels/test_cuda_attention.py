@@ -58,7 +58,9 @@ def test_groups_of_any_size(per_key: int, dtype: torch.dtype) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize("heads", [(4, 1, 64), (32, 2, 128), (16, 2, 256), (3, 3, 80), (5, 1, 24), (40, 1, 8)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(4, 1, 64), (32, 2, 128), (16, 2, 256), (8, 1, 512), (3, 3, 80), (5, 1, 24), (40, 1, 8)], ids=str
+)
 def test_models_heads_and_odd_ones(heads: Heads, dtype: torch.dtype) -> None:
     batch = RandomBatch(
         (SequenceRows(0, 40, 1), SequenceRows(1, 0, 1)), (SequenceRows(2, 0, 1), SequenceRows(3, 30, 5))
@@ -192,8 +194,8 @@ def test_keys_and_values_are_written_where_they_are_wanted(
 
 def test_what_attention_does_not_take_is_named() -> None:
     batch = decodes(3)
-    call = paged_call("attention", batch, (2, 1, 257), 16, torch.float32)
-    with pytest.raises(ConfigError, match="at most 256 numbers, and the model's have 257"):
+    call = paged_call("attention", batch, (2, 1, 513), 16, torch.float32)
+    with pytest.raises(ConfigError, match="at most 512 numbers, and the model's have 513"):
         call.run(CUDA)
     call = paged_call("attention", batch, (2, 1, 16), 16, torch.float64)
     with pytest.raises(ConfigError, match="in bfloat16 and float32, not in float64"):

@@ -83,7 +83,7 @@ class Variant:
             return True
         return (
             self.kernel.fn.__name__ == "_prefill_kernel"
-            and constants.get("DIM") == 256
+            and constants.get("DIM") in (256, 512)
             and ("q", "*bf16") in self.signature
         )
 

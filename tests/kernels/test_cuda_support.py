@@ -31,7 +31,7 @@ def test_what_can_run_is_let_through(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda rank: capability)
-    check_device(dtype, 256)
+    check_device(dtype, 512)
     check_device(dtype, 0)
 
 
@@ -93,8 +93,8 @@ def test_another_dtype(dtype: torch.dtype) -> None:
 
 
 def test_wider_heads() -> None:
-    with pytest.raises(ConfigError, match=r"at most 256 numbers, and the model's have 512 \(head_dim"):
-        check_device(BF16, 512)
+    with pytest.raises(ConfigError, match=r"at most 512 numbers, and the model's have 1024 \(head_dim"):
+        check_device(BF16, 1024)
 
 
 def test_interpreted_kernels_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,4 +102,4 @@ def test_interpreted_kernels_need_no_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.version, "cuda", None)
     check_device(BF16, 128)
     with pytest.raises(ConfigError, match="head_dim"):
-        check_device(BF16, 512)
+        check_device(BF16, 1024)

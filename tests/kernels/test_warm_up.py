@@ -87,6 +87,7 @@ def recorded_uses() -> Iterator[set[tuple[str, object]]]:
             "lfm3",
             "gemma2",
             "llama4",
+            "gemma4",
         ],
     ),
 )

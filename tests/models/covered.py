@@ -231,7 +231,10 @@ TIERS = Coverage(
     "tiers below the pool",
     "CPU",
     ("engine/test_tiers.py",),
-    ("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3", "gemma3", "lfm3"),
+    (
+        *("qwen3_5", "nemotron_h", "qwen3_5_moe", "granitemoehybrid", "falcon_h1", "lfm2", "qwen3"),
+        *("gemma3", "lfm3", "gpt_oss", "gemma4"),
+    ),
 )
 
 WAYS = (WHOLE_EXACTNESS, EXACTNESS, RANKS, DRAFTS, RECORDED, HAND_OVERS, TIERS)

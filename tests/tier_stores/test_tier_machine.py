@@ -3,6 +3,7 @@ computes it, no page leaks, both sides' books add up, and the disk never has a w
 
 import errno
 import os
+import random
 import shutil
 import tempfile
 from collections import Counter
@@ -27,16 +28,19 @@ from tier_world import IDENTITY, Router, TierWorld
 
 from cairn.cache.audit import audit
 from cairn.cache.group_pages import page_numbers
+from cairn.cache.layout import AttentionGroup
 from cairn.cache.sequence_blocks import Namespace
 from cairn.scheduler.request import Phase
 from cairn.tiers.announcements import MEDIA
 from cairn.tiers.disk import DiskFolder, DiskStore
 from cairn.tiers.host import HostStore
 from cairn.tiers.index import PathShape
+from tiers import more
 
 PARTS = tuple(tuple((17 * i + 5 * j) % 50 for j in range(length)) for i, length in enumerate((1, 16, 40, 64, 70, 130)))
 PROMPT = st.lists(st.integers(0, len(PARTS) - 1), min_size=1, max_size=4)
 PICK = st.integers(0, 1 << 16)
+LIMITED = (AttentionGroup("window", 16, 40), AttentionGroup("chunk", 4, 24, True))
 LANES = ("names", "copies", "reads", "writes")
 
 
@@ -45,8 +49,8 @@ def tokens(parts) -> tuple[int, ...]:
 
 
 @cache
-def reference(prompt, max_tokens, exact):
-    return alone(list(prompt), exact, max_tokens=max_tokens)
+def reference(prompt, max_tokens, exact, limited):
+    return alone(list(prompt), exact, limited, max_tokens=max_tokens)
 
 
 def check_store(store) -> None:
@@ -88,11 +92,12 @@ class TierMachine(RuleBasedStateMachine):
         ahead=st.sampled_from([1, 2]),
         exact=st.booleans(),
         mode=st.sampled_from(["auto", "auto", "align"]),
+        limited=st.sampled_from([(), LIMITED]),
     )
-    def build(self, num_pages, host_pages, disk_bytes, block_size, ahead, exact, mode):
+    def build(self, num_pages, host_pages, disk_bytes, block_size, ahead, exact, mode, limited):
         self.files = FaultyFiles()
         self.arguments = {
-            "num_pages": num_pages,
+            "num_pages": num_pages * (1 + len(limited)),
             "host_pages": host_pages if disk_bytes is not None else max(20, host_pages),
             "folder": None if disk_bytes is None else self.folder,
             "disk_bytes": disk_bytes or 0,
@@ -100,6 +105,7 @@ class TierMachine(RuleBasedStateMachine):
             "max_in_flight": ahead,
             "exact": exact,
             "mode": mode,
+            "limited": limited,
         }
         self.start()
 
@@ -237,10 +243,10 @@ class TierMachine(RuleBasedStateMachine):
         assert not driver.cache.pinned.pins and not driver.cache.pinned.sequences and not driver.cache.pinned.steps
         assert not self.world.source._known and not self.world.source._fetches
         assert driver.cache.clear(), "a page leaked"
-        exact = self.arguments["exact"]
+        exact, limited = self.arguments["exact"], self.arguments["limited"]
         for name, (prompt, max_tokens) in self.expected.items():
             assert driver.requests[name].phase is Phase.FINISHED
-            assert driver.output(name) == reference(prompt, max_tokens, exact), name
+            assert driver.output(name) == reference(prompt, max_tokens, exact, limited), name
         self.the_books_add_up()
         self.world.demoter.poll()
         self.router.follow(self.world)
@@ -252,6 +258,42 @@ class TierMachine(RuleBasedStateMachine):
             folder = DiskFolder(self.folder, IDENTITY, 64, 1 << 22)
             again = DiskStore(folder, PathShape(), FaultyFiles())
             assert again.counters.drops["damaged"] == 0
+
+
+def live(seed) -> int:
+    """A long life of a cache with windows, of which the machine's short ones hit little: hits in tiers."""
+    rng, life = random.Random(seed), TierMachine()
+    sizes = rng.choice([40, 60, 200]), rng.choice([20, 60, 1000]), rng.choice([None, 60_000, 1 << 20])
+    cuts = rng.choice([8, 16, 48]), rng.choice([1, 2]), rng.random() < 0.5, rng.choice(["auto", "align"])
+    life.build(*sizes, *cuts, LIMITED)
+    for _ in range(150):
+        kind, requests = rng.random(), life.driver.scheduler.state.requests
+        if kind < 0.12 and len(requests) < 6:
+            parts = [rng.randrange(len(PARTS)) for _ in range(rng.randint(1, 4))]
+            cut, most = rng.choice([0, 0, 1, 30]), rng.choice([1, 3, 20])
+            life.ask(parts, rng.randrange(99), rng.random() < 0.5, cut, most, None, rng.randrange(999))
+        elif kind < 0.2 and life.history and len(requests) < 6:
+            life.ask_again(rng.randrange(99))
+        elif kind < 0.6:
+            life.work_all(1)
+        elif kind < 0.9:
+            life.step(rng.choice([1, 3, 20]))
+        elif kind < 0.95:
+            life.clear()
+        elif kind < 0.96 and requests:
+            life.abort(rng.randrange(99))
+        elif kind < 0.97 and life.arguments["folder"] is not None:
+            life.restart(1.0)
+        life.the_books_add_up()
+        life.what_a_tier_may_write_to_is_nobodys()
+    hits = sum(store.counters.hits for store in life.world.stores)
+    life.teardown()
+    return hits
+
+
+@pytest.mark.parametrize("seeds", [range(6), more(range(100))], ids=lambda seeds: f"{len(seeds)} lives")
+def test_windows_come_back_in_long_lives(seeds):
+    assert sum(live(seed) for seed in seeds) >= len(seeds)
 
 
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}

@@ -9,6 +9,7 @@ from faulty_files import FaultyFiles
 from tier_world import TierWorld
 
 from cairn.cache.audit import audit
+from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
 from cairn.scheduler.request import Phase
@@ -410,4 +411,60 @@ class TestFaults:
             prompt = [token for part in draw.integers(0, 3, length) for token in other(int(part), 90)]
             assert world.answer(prompt) == alone(prompt, False)
         assert world.stores[0].counters.hits > 5
+        check_end(world)
+
+
+WINDOW, CHUNK = AttentionGroup("window", 16, 40), AttentionGroup("chunk", 8, 64, True)
+
+
+class TestWindows:
+    """A state below has the pages within its reach with it."""
+
+    @pytest.mark.parametrize("length", [1, 64, 100, 128, 199])
+    @pytest.mark.parametrize("states", [3, 0])
+    def test_a_prompt_comes_back_with_its_windows(self, tier, length, states):
+        fields = {"limited": (WINDOW, CHUNK), "pages_per_checkpoint": states}
+        world, prompt = TierWorld(num_pages=300, **tier, **fields), PROMPT[:length] if length > 1 else [*PROMPT, 5]
+        first = world.answer(prompt, max_tokens=30)
+        world.driver.cache.clear()
+        for extra in ([], other(2, 70)):
+            asked = [*prompt, *extra]
+            found = world.answer(asked, name=f"again {len(extra)}", max_tokens=30)
+            assert found == alone(asked, False, fields["limited"], max_tokens=30)
+            assert hit_of(world, f"again {len(extra)}") == ((0, len(prompt)) if not extra else (len(prompt), 0))
+        assert first == alone(prompt, False, fields["limited"], max_tokens=30)
+        check_end(world)
+
+    def test_of_the_windows_alone_is_read_what_is_within_reach(self, tier):
+        world = TierWorld(num_pages=900, limited=(WINDOW, CHUNK), **tier)
+        prompt = other(4, 1000)
+        world.answer(prompt)
+        world.driver.cache.clear()
+        world.answer(prompt, name="again")
+        assert hit_of(world, "again") == (0, 1000)
+        # tokens 961 to 999 of the window, 960 to 999 of the chunk
+        pages = -(-1000 // 16) + (63 - 60) + (125 - 120) + world.driver.layout.pages_per_checkpoint
+        assert world.stores[0].counters.read_bytes == pages * world.driver.layout.page_bytes
+        check_end(world)
+
+    def test_what_the_pool_has_of_a_window_is_not_read_again(self, tier):
+        world = TierWorld(num_pages=900, limited=(WINDOW, CHUNK), **tier)
+        prompt = other(4, 300)
+        world.answer(prompt)
+        for known in (290, 270, 200):
+            world.driver.cache.clear()
+            world.answer(prompt[:known], max_tokens=1)
+            assert world.answer(prompt, name=f"after {known}") == alone(prompt, False, limited=(WINDOW, CHUNK))
+            assert hit_of(world, f"after {known}") == (known, 300 - known)
+        check_end(world)
+
+    def test_no_prompt_resumes_between_states(self, tier):
+        """Without recurrent layers neither: keys and values of windows lie below with states alone."""
+        fields = {"limited": (WINDOW,), "pages_per_checkpoint": 0}
+        world = TierWorld(num_pages=300, **tier, **fields)
+        world.answer(PROMPT)
+        world.driver.cache.clear()
+        cut = PROMPT[:150]
+        assert world.answer(cut, name="cut") == alone(cut, False, fields["limited"])
+        assert hit_of(world, "cut")[1] in (0, 64, 128)
         check_end(world)

@@ -110,7 +110,7 @@ class TierWorld:
     def __init__(self, host_pages=0, folder=None, disk_bytes=1 << 22, immediate=True, files=None, **driver) -> None:
         self.driver = Driver(**driver)
         cache, layout = self.driver.cache, self.driver.layout
-        shape = PathShape(needs_states=not layout.resumes_anywhere, has_chunks=bool(layout.groups))
+        shape = PathShape(needs_states=layout.needs_checkpoints, has_chunks=layout.has_unlimited_groups)
         stores = []
         if host_pages:
             stores.append(HostStore(np.zeros((host_pages, layout.page_bytes), np.uint8), shape))
@@ -135,7 +135,7 @@ class TierWorld:
         )
         self.events: list[Event] = []
         blocks = BlockEvents(
-            layout.block_size, self.events.append, self.context.exact, resumes_anywhere=layout.resumes_anywhere
+            layout.block_size, self.events.append, self.context.exact, resumes_anywhere=not layout.needs_checkpoints
         )
         cache.observe(blocks)
         announced = TierEvents(self.stores, layout.block_size, blocks, self.events.append)

@@ -43,7 +43,7 @@ class AttentionGroup:
         return self.pages_for(end) - first // self.tokens_per_page if first < end else 0
 
     @property
-    def window_pages(self) -> int:
+    def most_window_pages(self) -> int:
         """How many pages going on needs at most of a limited reach, which may begin in the middle of one; else 0."""
         return 0 if self.reach is None else self.pages_for(self.reach + self.tokens_per_page - 1)
 
@@ -105,6 +105,11 @@ class CacheLayout:
         return self.is_limited or not self.resumes_anywhere
 
     @property
+    def has_unlimited_groups(self) -> bool:
+        """Whether keys and values of all tokens are needed in some layers."""
+        return any(group.reach is None for group in self.groups)
+
+    @property
     def checkpoint_bytes(self) -> int:
         return self.header_bytes + self.state_bytes
 
@@ -121,7 +126,7 @@ class CacheLayout:
     @property
     def window_bytes(self) -> int:
         """What going on anywhere needs of groups of limited reach, at most."""
-        return self.page_bytes * sum(group.window_pages for group in self.groups)
+        return self.page_bytes * sum(group.most_window_pages for group in self.groups)
 
     def running_pages_for(self, num_tokens: int, num_in_flight: int) -> int:
         """Pages that a sequence of `num_tokens` tokens holds at most, of which `num_in_flight` at a time are being
@@ -139,6 +144,14 @@ class CacheLayout:
         num_pages = 0
         for group in self.groups:
             num_pages += group.retained_pages(start, end)
+        return num_pages
+
+    def window_pages(self, start: int, end: int) -> int:
+        """As `retained_pages`, over the groups of limited reach."""
+        num_pages = 0
+        for group in self.groups:
+            if group.reach is not None:
+                num_pages += group.retained_pages(start, end)
         return num_pages
 
     def unlimited_pages_for(self, num_tokens: int) -> int:

@@ -269,7 +269,7 @@ def _token_row(layout: CacheLayout) -> str:
     lasting = layout.lasting_bytes_per_token
     rows = [f"{lasting:,.0f} bytes per token"] if lasting or not limited else []
     for group in limited:
-        rows.append(f"{group.window_pages * layout.page_bytes:,} bytes for a {group.name} tokens")
+        rows.append(f"{group.most_window_pages * layout.page_bytes:,} bytes for a {group.name} tokens")
     return ", ".join(rows)
 
 

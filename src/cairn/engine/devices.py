@@ -85,11 +85,8 @@ def open_for_device(config: EngineConfig, open_folder: OpenFolder, machine: Mach
 
 
 def as_served(config: EngineConfig, opened: OpenModel) -> OpenModel:
-    """The checkpoint with what this server keeps of a sequence. Tiers have pages of one kind, so where there are any
-    those behind the reach of windows stay. Raises ConfigError as `with_states_in`."""
-    opened = opened.with_states_in(config.mamba_ssm_cache_dtype, config.exact)
-    has_tiers = config.host_cache_bytes or config.disk_cache is not None
-    return opened.with_all_tokens() if has_tiers else opened
+    """The checkpoint with what this server keeps of a sequence. Raises ConfigError as `with_states_in`."""
+    return opened.with_states_in(config.mamba_ssm_cache_dtype, config.exact)
 
 
 def open_head(config: EngineConfig, opened: OpenModel) -> OpenModel:

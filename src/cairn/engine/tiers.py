@@ -67,8 +67,6 @@ def check_tiers(config: EngineConfig, layout: CacheLayout) -> None:
         raise ConfigError(f"{flag}: nothing is cached: leave it out, or switch the prefix cache on")
     if config.tensor_parallel_size > 1:
         raise ConfigError(f"{flag}: not with --tensor-parallel-size above 1 yet: leave one of them out")
-    if len(layout.groups) > 1:
-        raise ConfigError(f"{flag}: not for a model whose attention has heads of several sizes: leave it out")
     least = least_bytes(layout)
     host_bytes = int(config.host_cache_bytes or 0)
     if 0 < host_bytes < least:
@@ -89,8 +87,9 @@ def check_disk_cache(config: EngineConfig) -> None:
 
 def least_bytes(layout: CacheLayout) -> int:
     """Of the largest entry: a state with the pages that are filed with it, or a chunk."""
-    chunk = sum(stride_of(layout) // group.tokens_per_page for group in layout.groups)
-    return (layout.pages_per_checkpoint + chunk) * layout.page_bytes
+    windows = sum(group.pages_for(group.reach) + 1 for group in layout.groups if group.reach is not None)
+    chunk = layout.unlimited_pages_for(stride_of(layout))
+    return (layout.pages_per_checkpoint + chunk + windows) * layout.page_bytes
 
 
 def allocate_arena(num_bytes: int, page_bytes: int) -> PageBytes:
@@ -247,7 +246,7 @@ def build_tiers(
     layout, stores = cache.layout, list[TierStore]()
     facts = {**facts, "block_size": layout.block_size, "format": FORMAT, "version": __version__}
     identity = layout_hash(facts)
-    shape = PathShape(needs_states=not layout.resumes_anywhere, has_chunks=bool(layout.groups))
+    shape = PathShape(needs_states=layout.needs_checkpoints, has_chunks=layout.has_unlimited_groups)
     secret, lock, files = b"", None, Files()
     if config.host_cache_bytes:
         stores.append(HostStore(make_arena(int(config.host_cache_bytes), layout.page_bytes), shape))

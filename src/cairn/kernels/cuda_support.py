@@ -10,7 +10,7 @@ MIN_CAPABILITY = (8, 0)
 
 MIN_TRITON = (3, 6)
 
-MAX_HEAD_DIM = 256
+MAX_HEAD_DIM = 512
 """What a program of attention can keep of its queries and sums."""
 
 DTYPES = (torch.bfloat16, torch.float32)

@@ -97,10 +97,6 @@ class OpenModel:
         state_dtype = choose_state_dtype(asked, self.config.state_dtype, exact)
         return replace(self, config=replace(self.config, state_dtype=state_dtype))
 
-    def with_all_tokens(self) -> "OpenModel":
-        """The same with keys and values of all tokens kept, also of layers whose attention has a limited reach."""
-        return replace(self, config=self.config.asking(keeps_all_tokens=True))
-
     def with_head(self) -> "OpenModel":
         """The same with the checkpoint's head that drafts as a part of the model."""
         return replace(self, config=self.config.asking(serves_mtp=True))

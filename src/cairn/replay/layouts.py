@@ -46,8 +46,8 @@ def layout_for(
 ) -> CacheLayout:
     """The layout of a published model or of a config.json. `state_dtype`: what states are in while they run; None: what
     config.json names, for granite-4-h-small bfloat16. `checkpoint_dtype`: as the server's, of states that are float32
-    while they run; None for checkpoints that are as the state is. `keeps_all_tokens`: also of layers with windows, as
-    a server with tiers does.
+    while they run; None for checkpoints that are as the state is. `keeps_all_tokens`: also of layers with windows, to
+    compare with.
 
     Raises ConfigError naming --layout, --state-dtype, --checkpoint-dtype or --block-size, and the fix.
     """

@@ -117,7 +117,7 @@ def _start(state: SchedulerState, request: Request) -> bool:
         _compute_here(state, request)
         return True
     source, plan = choice
-    if plan.promised:
+    if plan.promised or plan.is_local:
         cache.expect(sequence, plan.position)
     if not cache.could_extend(sequence, length, num_states=1, reserved_pages=_pages_before(state, request)):
         cache.discard(sequence)

@@ -34,5 +34,19 @@ class TierContext:
 
     @property
     def pages_per_chunk(self) -> int:
-        """Pages of each chunk's entry."""
-        return sum(self.names.stride // group.tokens_per_page for group in self.layout.groups)
+        """Pages of each chunk's entry: of the groups of unlimited reach."""
+        return self.layout.unlimited_pages_for(self.names.stride)
+
+    def state_spans(self, position: int) -> tuple[tuple[int, int], ...]:
+        """Per attention group the first page, and the number of pages, that are filed with the state at `position`:
+        those from the mark below it on, of a group of limited reach those within reach."""
+        mark = position // self.names.stride * self.names.stride
+        starts = [mark if group.reach is None else group.needed_at(position) for group in self.layout.groups]
+        return tuple(
+            (start // group.tokens_per_page, group.retained_pages(start, position))
+            for group, start in zip(self.layout.groups, starts, strict=True)
+        )
+
+    def pages_of_state(self, position: int) -> int:
+        """Pages of the entry of the state at `position`."""
+        return self.layout.pages_per_checkpoint + sum(count for _, count in self.state_spans(position))

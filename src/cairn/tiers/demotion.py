@@ -298,13 +298,11 @@ class Demoter(TreeObserver):
         return _Named(parts, blocks)
 
     def _state_facts(self, names: PathNames, state: _Wanted, number: int, tail: int) -> EntryFacts:
-        layout = self._context.layout
-        num_pages = layout.pages_for(state.position) - layout.pages_for(number * names.stride)
         return EntryFacts(
             names.state_of(number, tail),
             names.mark(number),
             state.position,
-            layout.pages_per_checkpoint + num_pages,
+            self._context.pages_of_state(state.position),
             tail,
             state.origin,
             state.kind,
@@ -320,11 +318,12 @@ class Demoter(TreeObserver):
     def _pays(self, stores: Sequence[TierStore], state: _Wanted, above: int) -> bool:
         """Whether a state, `above` the next shallower one, is to be written with what belongs to it."""
         context, layout = self._context, self._context.layout
-        whole = (layout.pages_for(state.position) + layout.pages_per_checkpoint) * layout.page_bytes
+        whole = (layout.retained_pages(0, state.position) + layout.pages_per_checkpoint) * layout.page_bytes
         if all(whole > store.capacity for store in stores):
             return False
         num_tokens = state.position - above
-        num_bytes = (layout.pages_for(num_tokens) + layout.pages_per_checkpoint) * layout.page_bytes
+        num_pages = layout.unlimited_pages_for(num_tokens) + layout.window_pages(0, state.position)
+        num_bytes = (num_pages + layout.pages_per_checkpoint) * layout.page_bytes
         seconds = num_tokens * context.speed.seconds_per_token
         write_seconds = sum(store.counters.seconds_per_written_byte for store in stores) * num_bytes
         read_seconds = min(store.counters.seconds_per_read_byte for store in stores) * num_bytes
@@ -338,7 +337,7 @@ class Demoter(TreeObserver):
         page_bytes = self._context.layout.page_bytes
         most = min(SLICE_BYTES // page_bytes, self._cache.pool.num_pages // POOL_SHARE)
         parts, lists, num_pages = list[_Part](), list[Pages](), 0
-        runs: dict[Node, GroupPages | None] = {}
+        runs: dict[tuple[Node, int], GroupPages | None] = {}
         while job.parts and (not parts or num_pages + job.parts[0].facts.num_pages <= most):
             pages = self._pages(job.parts[0], runs)
             if pages is None:
@@ -357,20 +356,26 @@ class Demoter(TreeObserver):
         pin = self._cache.pin("copied to a tier", np.unique(named))
         job.copy = parts, pin, self._context.lanes.copies.submit(partial(self._context.memory.copy_out, named))
 
-    def _pages(self, part: _Part, runs: dict[Node, GroupPages | None]) -> Pages | None:
-        """The pages of an entry as the tree has them now; None if it has not. `runs`: those of the paths to nodes, from
-        the first entry of a slice on: a path is followed once a slice."""
-        node, state = part.node, list[Pages]()
-        if part.facts.tail is not None:
+    def _pages(self, part: _Part, runs: dict[tuple[Node, int], GroupPages | None]) -> Pages | None:
+        """The pages of an entry as the tree has them now, of the state first and then group by group; None if it has
+        not. `runs`: by group those of the paths to nodes, from the first entry of a slice on: a path is followed once a
+        slice."""
+        node, pages, is_state = part.node, [np.zeros(0, np.int32)], part.facts.tail is not None
+        if is_state:
             if node.checkpoint is None:
                 return None
-            state.append(node.checkpoint.pages)
-        if part.start == part.end or not self._context.layout.groups:
-            return np.concatenate(state)
-        if node not in runs:
-            runs[node] = _pages_from(node, part.start)
-        run = runs[node]
-        return None if run is None else np.concatenate([*state, run.upto(part.end).drop_before(part.start).pages])
+            pages.append(node.checkpoint.pages)
+        for index, group in enumerate(self._context.layout.groups):
+            start = part.start if group.reach is None else group.needed_at(part.end) if is_state else part.end
+            if start >= part.end:
+                continue
+            if (node, index) not in runs:
+                runs[node, index] = _pages_from(node, index, start)
+            run = runs[node, index]
+            if run is None:
+                return None
+            pages.append(run.span(start, part.end).pages)
+        return np.concatenate(pages)
 
     def _write(self, parts: Sequence[_Part], pages: PageBytes, kind: int) -> None:
         batch, at = list[NewEntry](), 0
@@ -392,13 +397,16 @@ class Demoter(TreeObserver):
         return blocks
 
 
-def _pages_from(node: Node, start: int) -> GroupPages | None:
-    """The pages of the path to `node`, from the one on that holds token `start`; None if some of them are gone."""
+def _pages_from(node: Node, index: int, start: int) -> GroupPages | None:
+    """The pages of group `index` of the path to `node`, from the one on that holds token `start`; None if some of them
+    are gone."""
     runs, step = list[GroupPages](), node
     while step.parent is not None and step.end > start:
         if step.pages is None:
             return None
-        runs.append(step.pages[0])
+        runs.append(step.pages[index])
+        if runs[-1].first_token > max(start, step.start):
+            return None
         step = step.parent
     return join(runs[::-1]).drop_before(start)
 

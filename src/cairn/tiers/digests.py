@@ -91,7 +91,8 @@ class PathNames:
 
 def stride_of(layout: CacheLayout) -> int:
     """Tokens of a chunk: whole pages that end where 64 tokens do."""
-    return lcm(GRID, *(group.tokens_per_page for group in layout.groups))
+    sizes = [group.tokens_per_page for group in layout.groups if group.reach is None]
+    return lcm(GRID, *sizes, *([layout.block_size] if layout.groups else []))
 
 
 def named_images(keys: Keys, names: KeyNames) -> tuple[NamedImage, ...] | None:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 import numpy as np
 
 from cairn.cache.checkpoint import Origin
+from cairn.cache.group_pages import GroupPages
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.page_source import (
     FetchEnded,
@@ -207,7 +208,7 @@ class TierSource:
             if reach.has_chunks(first, state.position // stride):
                 best = state.position, state
                 break
-        if layout.resumes_anywhere and layout.groups:
+        if not layout.needs_checkpoints and layout.groups:
             whole = reach.whole_until(first) * stride
             # the last token of the prompt has to be computed, if there is no state at its end
             if min(whole, len(reach.names.keys) - 1) > best[0]:
@@ -215,8 +216,10 @@ class TierSource:
         position, chosen = best
         if position <= sequence.hit:
             return None
-        chunks = range(first, position // stride) if layout.groups else range(0)
-        num_pages = layout.pages_for(position) - layout.pages_for(min(position, sequence.matched))
+        chunks = range(first, position // stride) if self._context.pages_per_chunk else range(0)
+        known = min(position, sequence.matched)
+        num_pages = layout.unlimited_pages_for(position) - layout.unlimited_pages_for(known)
+        num_pages += layout.window_pages(known, position)
         num_bytes = (num_pages + layout.pages_per_checkpoint * (chosen is not None)) * layout.page_bytes
         used = {reach.chunk_stores[number] for number in chunks} | (set() if chosen is None else {chosen.store})
         tier = max((self._context.stores[place].name for place in used), key=lambda name: self._rates[name])
@@ -243,26 +246,23 @@ class TierSource:
     def _order(self, reach: PathReach, choice: _Choice, target: FetchTarget) -> "list[_Read]":
         """What to read, and into which pages, in the order of the path."""
         context, order = self._context, list[_Read]()
-        first_page, pages = 0, np.zeros(0, np.int32)
-        for part in target.pages:
-            first_page, pages = part.first_page, part.pages
-        size = context.pages_per_chunk
+        stride, parts = context.names.stride, target.pages
         for number in choice.chunks:
-            skipped = max(0, first_page - number * size)
-            at = number * size + skipped - first_page
-            key = reach.names.chunks[number]
-            order.append(_Read(reach.chunk_stores[number], key, skipped, pages[at : at + size - skipped]))
+            entry, at = (reach.chunk_stores[number], reach.names.chunks[number]), 0
+            for part in parts:
+                if part.group.reach is None:
+                    size = stride // part.group.tokens_per_page
+                    order += _reads_into(part, number * size, size, entry, at)
+                    at += size
         state = choice.state
         if state is None:
             return order
         order.append(_Read(state.store, state.key, 0, target.state_pages))
-        if context.layout.groups and choice.reads_pages:
-            begin = state.position // context.names.stride * size
-            end = context.layout.pages_for(state.position)
-            skipped = max(0, first_page - begin)
-            if begin + skipped < end:
-                tail = pages[begin + skipped - first_page : end - first_page]
-                order.append(_Read(state.store, state.key, len(target.state_pages) + skipped, tail))
+        if choice.reads_pages:
+            at = len(target.state_pages)
+            for part, (first_page, count) in zip(parts, context.state_spans(state.position), strict=True):
+                order += _reads_into(part, first_page, count, (state.store, state.key), at)
+                at += count
         return order
 
     def _read(self, opened: _OpenFetch, order: "Sequence[_Read]") -> float | None:
@@ -345,6 +345,14 @@ class _Read:
     key: bytes
     first: int
     pages: Pages
+
+
+def _reads_into(part: GroupPages, first_page: int, count: int, entry: tuple[int, bytes], at: int) -> list[_Read]:
+    """The pages [first_page, first_page + count) of a sequence, as far as they are to be filled; an entry, of this
+    store and name, has them from its page `at` on."""
+    skipped = max(0, part.first_page - first_page)
+    begin, end = first_page + skipped - part.first_page, first_page + count - part.first_page
+    return [_Read(*entry, at + skipped, part.pages[begin:end])] if begin < end else []
 
 
 def _pieces(order: Sequence[_Read], most: int) -> list[list[_Read]]:

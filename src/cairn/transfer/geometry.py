@@ -199,10 +199,7 @@ def check_groups(remote: PeerGeometry, local: PeerGeometry) -> None:
     """Raises ConfigError for two servers that keep keys and values by other attention groups."""
     there, here = (", ".join(group.kind for group in side.attention_groups) for side in (remote, local))
     if there != here:
-        raise ConfigError(
-            f"attention groups: {there} at the peer, {here} here: both sides must serve the same model, and both or "
-            "neither with --host-cache-bytes or --disk-cache, which keep all tokens of layers with windows"
-        )
+        raise ConfigError(f"attention groups: {there} at the peer, {here} here: both sides must serve the same model")
 
 
 def check_checkpoint_dtypes(remote: PeerGeometry, local: PeerGeometry) -> None:

@@ -55,7 +55,8 @@ def prefill_tile(
     else:
         # Exact products are made without tensor cores, their operands lie in registers: little fits, and least of all
         # where a block's keys lie in several pages.
-        rows, block, options = 32 if dim <= 128 else 16, 16 if page_size % 32 else 32, {"num_warps": 8, "num_stages": 1}
+        block = 16 if page_size % 32 or dim > 256 else 32
+        rows, options = 32 if dim <= 128 else 16, {"num_warps": 8, "num_stages": 1}
     constants = {
         "KV_HEADS": kv_heads,
         "GROUP_BLOCK": group_block,
@@ -73,11 +74,21 @@ def _tensor_core_tile(width: int) -> tuple[int, int, dict[str, int]]:
     if width <= 128:
         return _TILE_ROWS[0], 64, {"num_warps": 4, "num_stages": 3}
     rows, room = _TILE_ROWS[1], limits().shared_memory
+    if width > 256:
+        return _widest_tile(width, room)
     if 2 * (2 * 64 * 2 + rows) * width + 4096 <= room:
         return rows, 64, {"num_warps": 8, "num_stages": 2}
     if 2 * (3 * 32 * 2 + rows) * width <= room:
         return rows, 32, {"num_warps": 8, "num_stages": 3}
     return rows // 2, 32, {"num_warps": 8, "num_stages": 2}
+
+
+def _widest_tile(width: int, room: int) -> tuple[int, int, dict[str, int]]:
+    """The same for heads of more than 256 numbers, whose sums take half of the registers with 64 rows."""
+    for rows, block in ((64, 32), (32, 32)):
+        if 2 * (2 * block * 2 + rows) * width + 2048 <= room:
+            return rows, block, {"num_warps": 8, "num_stages": 2}
+    return 32, 16, {"num_warps": 8, "num_stages": 1}
 
 
 def decode_tile(
@@ -87,9 +98,10 @@ def decode_tile(
     """Of decodes; `split`: whether their keys are cut into parts."""
     shapes = _shapes(heads, kv_heads, dim, page_size, rule, sinks)
     low = dtype == torch.bfloat16
+    block = 64 if low and dim <= 128 else 32 if dim <= 256 else 16
     constants = {
         "GROUP_BLOCK": power_of_2(shapes["GROUP"], 16),
-        "BLOCK": 64 if low and dim <= 128 else 32,
+        "BLOCK": block,
         "SPLIT": split,
         "LEAST": MIN_SPLIT,
         **shapes,
