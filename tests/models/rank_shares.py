@@ -69,11 +69,12 @@ def every_share_is_found(model: Model, weights: dict[str, Tensor]) -> None:
     """What the transfer would move from a server of another size is what the own ranks have computed, up to the
     rounding of their sums."""
     remembered = [Remembered(model.config, weights, size) for size in SIZES]
+    units = units_of(model.config, 4)
     for remote, local in product(remembered, repeat=2):
         sides = [geometry_of(each.layout, each.size) for each in (remote, local)]
         for rank in range(local.size):
             file, pages = np.zeros_like(local.files[rank]), np.zeros_like(local.pages[rank])
-            pairing = pair(model.units, *sides, rank)
+            pairing = pair(units, *sides, rank)
             for source in pairing.states:
                 for theirs, ours, count in zip(*source.ranges, strict=True):
                     file[ours : ours + count] = remote.files[source.rank][theirs : theirs + count]
