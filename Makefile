@@ -78,7 +78,7 @@ test-ui: $(UI)
 
 test-more: $(NIXL)
 	@$(COMPILE)
-	@$(RUN) -m pytest -m more -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+	@$(RUN) -m pytest -m "more and not long" -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
 # Of AVX512 without BF16 and VNNI as well, of AVX-VNNI, and of AVX512 without AMX, which have other products than either.
 PRODUCT_TESTS := $(patsubst %,tests/kernels/test_%.py,panels int8 int4 codes float32_weights against_reference)
