@@ -284,10 +284,11 @@ class SimulatedRunner(StepRunner):
     # -- what others write ---------------------------------------------------------------------------------------
 
     def write_tokens(self, page: int, tags: Sequence[int | None]) -> None:
-        """Somebody else writes a page: the tag of each of its tokens, None where there is none."""
+        """Somebody else writes a page: the tags of its first tokens, None where there is none."""
         self._files.pop(page, None)
         self._sums.pop(page, None)
-        self._tags[page] = list(tags)
+        size = max((group.tokens_per_page for group in self._layout.groups), default=0)
+        self._tags[page] = [*tags, *[None] * (size - len(tags))]
 
     def write_state(self, pages: Pages, state: State) -> None:
         """Somebody else writes the pages of a checkpoint."""
