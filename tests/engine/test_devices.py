@@ -693,6 +693,24 @@ def test_other_kernels_are_a_gpus(tiny_model, settings, said):
         choose_device(EngineConfig(model=str(tiny_model), **settings), open_model(tiny_model))
 
 
+def test_flashinfer_is_asked_for_the_layers_that_see_all_tokens(made_model):
+    """Which have heads of another size than those with windows, and so other pages."""
+    opened = open_model(made_model("gemma4"))
+    spec = opened.config.cache_spec().memory_spec(opened.dtype, torch.device("cpu"))
+    config = EngineConfig(model="m", block_size=16)
+    attention, page_size = devices.plain_attention(config, opened, spec)
+    layout = opened.config.layout(16, 4)
+    windowed = next(each for each in spec.attention if each.reach is not None)
+    assert attention.reach is None and attention.head_dim == 2 * windowed.head_dim
+    assert page_size == next(group.tokens_per_page for group in layout.groups if group.reach is None)
+    groups = tuple(group for group in layout.groups if group.reach is not None)
+    for number, said in ((1, "no layer of the model sees all tokens"), (0, "the model has no attention")):
+        kept = replace(layout, groups=groups[:number])
+        less = SimpleNamespace(dtype=opened.dtype, config=SimpleNamespace(layout=lambda *sizes, kept=kept: kept))
+        with pytest.raises(ConfigError, match=f"--attention-backend flashinfer: {said}: leave it out"):
+            devices.plain_attention(config, less, replace(spec, attention=(windowed,)[:number]))
+
+
 def test_a_model_without_attention_has_its_largest_step_measured():
     """Its sequences have no pages, and its checkpoints have."""
     driver = tiny("M-", exact=False)

@@ -23,6 +23,7 @@ from cairn.errors import ConfigError
 from cairn.kernels.contract import Kernels
 from cairn.kernels.cuda_support import check_device, check_vocabulary, is_interpreted
 from cairn.kernels.graphs import Graphs
+from cairn.layers.memory import AttentionSpec, MemorySpec
 from cairn.layers.model import Model
 from cairn.machine import Machine
 from cairn.models.decoder_builder import Backend
@@ -198,6 +199,18 @@ def _refuse_libraries(config: EngineConfig) -> None:
             raise ConfigError(f"{flag} {name}: there are other kernels with --device cuda only; leave it out")
 
 
+def plain_attention(config: EngineConfig, opened: OpenModel, spec: MemorySpec) -> tuple[AttentionSpec, int]:
+    """The attention that flashinfer is asked for, and the tokens of its pages: layers of a limited reach have cairn's
+    own kernels. Raises ConfigError where there are no others."""
+    if not spec.attention:
+        raise ConfigError("--attention-backend flashinfer: the model has no attention: leave it out")
+    layout = opened.config.layout(config.block_size, opened.dtype.itemsize, config.tensor_parallel_size)
+    for attention, group in zip(spec.attention, layout.groups, strict=True):
+        if attention.reach is None:
+            return attention, group.tokens_per_page
+    raise ConfigError("--attention-backend flashinfer: no layer of the model sees all tokens: leave it out")
+
+
 def _kernels(config: EngineConfig, opened: OpenModel, rank: int, place: torch.device) -> Backend | Kernels:
     """cairn's own, or some of libraries. Raises ConfigError that names the flag of a library which is not there or does
     not take the model."""
@@ -213,12 +226,9 @@ def _kernels(config: EngineConfig, opened: OpenModel, rank: int, place: torch.de
     attention = delta_rule = None
     spec = opened.config.cache_spec(rank, config.tensor_parallel_size).memory_spec(opened.dtype, place)
     if wants_flashinfer:
-        if not spec.attention:
-            raise ConfigError("--attention-backend flashinfer: the model has no attention: leave it out")
-        # Layers of a limited reach have cairn's own kernels.
-        heads = spec.attention[0].num_kv_heads, spec.attention[0].head_dim
+        plain, page_size = plain_attention(config, opened, spec)
         num_heads = opened.config.num_attention_heads // config.tensor_parallel_size
-        shape = AttentionShape(num_heads, *heads, config.block_size, opened.dtype)
+        shape = AttentionShape(num_heads, plain.num_kv_heads, plain.head_dim, page_size, opened.dtype)
         attention = load_flashinfer(shape, place, STEPS_IN_FLIGHT)
     if wants_fla:
         if spec.recurrent is None or "gated delta net" not in opened.config.layer_counts():
