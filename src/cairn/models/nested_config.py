@@ -43,3 +43,9 @@ def text_prefix(stored: Collection[str], *, nested: bool) -> str:
     that also sees."""
     prefixes = PREFIXES[1:] if nested else PREFIXES
     return next((each for each in prefixes if f"{each}.embed_tokens.weight" in stored), prefixes[0])
+
+
+def parts_beside(*names: str) -> tuple[str, ...]:
+    """Beginnings of the names of tensors of what a model has beside the text model, as published and as transformers
+    writes them."""
+    return tuple(f"{prefix}{name}." for prefix in ("", "model.") for name in names)

@@ -26,7 +26,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale
 from cairn.models.feed_forward import GatedMLPLayer
-from cairn.models.nested_config import INNER_EOS, text_config, text_prefix
+from cairn.models.nested_config import INNER_EOS, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import SCALED, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -178,9 +178,7 @@ FAMILIES = (
         model_type="gemma3",
         architecture="Gemma3ForConditionalGeneration",
         config=NestedGemma3Config,
-        ignored_tensors=tuple(
-            f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_tower", "multi_modal_projector")
-        ),
+        ignored_tensors=parts_beside("vision_tower", "multi_modal_projector"),
         flatten=text_config(tied=True),
     ),
 )

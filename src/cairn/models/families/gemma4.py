@@ -29,7 +29,7 @@ from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NormedMixer, 
 from cairn.models.families.gemma import FULL, KINDS, WINDOWED, softcap
 from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes, GatedMLPLayer, GeluExpertsLayer
 from cairn.models.layer_inputs import LayerInputLayer, LayerInputsSpec
-from cairn.models.nested_config import INNER_EOS, text_config, text_prefix
+from cairn.models.nested_config import INNER_EOS, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, CheckpointOptions, Recipe, by_size
 from cairn.models.rotary import PROPORTIONAL, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -353,10 +353,8 @@ class NestedGemma4UnifiedConfig(Gemma4UnifiedConfig):
     nested: ClassVar[bool] = True
 
 
-_OTHERS = tuple(
-    f"{prefix}{part}."
-    for prefix in ("", "model.")
-    for part in ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder")
+_OTHERS = parts_beside(
+    *("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder")
 )
 
 

@@ -26,7 +26,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import OUTPUT, DecoderSpec, NamedMixer
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer, InputScalingRule
-from cairn.models.nested_config import INNER_EOS, PREFIXES, text_config, text_prefix
+from cairn.models.nested_config import INNER_EOS, PREFIXES, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, TemperatureSpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -169,9 +169,7 @@ FAMILIES = (
         model_type="llama4",
         architecture="Llama4ForConditionalGeneration",
         config=NestedLlama4Config,
-        ignored_tensors=tuple(
-            f"{prefix}{part}." for prefix in ("", "model.") for part in ("vision_model", "multi_modal_projector")
-        ),
+        ignored_tensors=parts_beside("vision_model", "multi_modal_projector"),
         flatten=text_config(tied=False),
     ),
 )
