@@ -59,24 +59,26 @@ def gated_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, batch: Batch
 ) -> Tensor:
     """See `Kernels.gated_experts`."""
-
-    def run(expert: int, token: Tensor) -> Tensor:
-        gate, up = torch.tensor_split(multiply(gate_up[expert], token), 2)
-        return multiply(down[expert], silu(gate) * up)
-
-    return _mix(x, topk_ids, topk_weights, run)
+    return _mix(x, topk_ids, topk_weights, _gated_expert(gate_up, down, silu))
 
 
 def gelu_experts(
     x: Tensor, topk_ids: Tensor, topk_weights: Tensor, gate_up: Weight, down: Weight, batch: Batch
 ) -> Tensor:
     """See `Kernels.gelu_experts`."""
+    return _mix(x, topk_ids, topk_weights, _gated_expert(gate_up, down, gelu))
+
+
+def _gated_expert(
+    gate_up: Weight, down: Weight, activation: Callable[[Tensor], Tensor]
+) -> Callable[[int, Tensor], Tensor]:
+    """The output of an expert, by its number, for a token."""
 
     def run(expert: int, token: Tensor) -> Tensor:
         gate, up = torch.tensor_split(multiply(gate_up[expert], token), 2)
-        return multiply(down[expert], gelu(gate) * up)
+        return multiply(down[expert], activation(gate) * up)
 
-    return _mix(x, topk_ids, topk_weights, run)
+    return run
 
 
 def clamped_experts(
