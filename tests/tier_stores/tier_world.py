@@ -110,7 +110,7 @@ class TierWorld:
     def __init__(self, host_pages=0, folder=None, disk_bytes=1 << 22, immediate=True, files=None, **driver) -> None:
         self.driver = Driver(**driver)
         cache, layout = self.driver.cache, self.driver.layout
-        shape = PathShape(needs_states=layout.needs_checkpoints, has_chunks=layout.has_unlimited_groups)
+        shape = PathShape.of(layout)
         stores = []
         if host_pages:
             stores.append(HostStore(np.zeros((host_pages, layout.page_bytes), np.uint8), shape))

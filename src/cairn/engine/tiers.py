@@ -246,7 +246,7 @@ def build_tiers(
     layout, stores = cache.layout, list[TierStore]()
     facts = {**facts, "block_size": layout.block_size, "format": FORMAT, "version": __version__}
     identity = layout_hash(facts)
-    shape = PathShape(needs_states=layout.needs_checkpoints, has_chunks=layout.has_unlimited_groups)
+    shape = PathShape.of(layout)
     secret, lock, files = b"", None, Files()
     if config.host_cache_bytes:
         stores.append(HostStore(make_arena(int(config.host_cache_bytes), layout.page_bytes), shape))

@@ -62,7 +62,7 @@ class _CountedStore(HostStore):
     """A tier of `num_bytes`, called `name`."""
 
     def __init__(self, name: str, num_bytes: int, layout: CacheLayout) -> None:
-        shape = PathShape(needs_states=layout.needs_checkpoints, has_chunks=layout.has_unlimited_groups)
+        shape = PathShape.of(layout)
         super().__init__(np.zeros((max(1, num_bytes // layout.page_bytes), 1), np.uint8), shape)
         self.name = name
         self.counters = _NoTime(num_bytes=num_bytes)

@@ -15,6 +15,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from cairn.cache.layout import CacheLayout
 from cairn.tiers.store import EntryFacts
 
 MAX_WALK = 4096
@@ -28,6 +29,11 @@ class PathShape:
 
     needs_states: bool = True
     has_chunks: bool = True
+
+    @classmethod
+    def of(cls, layout: CacheLayout) -> "PathShape":
+        """What tiers below a cache of this layout keep."""
+        return cls(needs_states=layout.needs_checkpoints, has_chunks=layout.has_unlimited_groups)
 
 
 class StoredEntry:
