@@ -145,7 +145,7 @@ EXPORTED = {
     "cairn.cache.sequence_blocks": "MissSpan Namespace PagePin PageTable PageTables PendingState "
     "PrefixMatch SequenceBlocks",
     "cairn.cache.placement": "Align All Auto CheckpointPoint Granular Junction PlacementPolicy PromptFacts "
-    "placement_for retain_positions",
+    "placement_for",
     "cairn.cache.prefix_cache": "CacheCounters CachePolicy PrefixCache",
     "cairn.cache.reasons": "HintFacts Reason first_reason hint",
     "cairn.scheduler.state": "Counters RequestObserver SchedulerConfig SchedulerState SchedulingPolicy",

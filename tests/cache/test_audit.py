@@ -225,7 +225,7 @@ def checkpoint_without_a_record(w: World) -> None:
 
 def record_in_no_tree(w: World) -> None:
     stray = w.stray()
-    w.policy._records[stray.node] = ReuseStats(stray, Lineage())
+    w.policy._records[stray.node] = ReuseStats.of(stray, Lineage())
 
 
 def ghost_record_not_counted(w: World) -> None:

@@ -4,9 +4,9 @@ import pytest
 from simulation import Request, Simulation
 
 from cairn.cache.checkpoint import Kind
-from cairn.cache.checkpoint_store import RETAINED_SHARE
 from cairn.cache.eviction import LeastRecentlyUsed
 from cairn.cache.placement import Auto, placement_for
+from cairn.cache.retained import RETAINED_SHARE
 from cairn.types import Boundary
 
 LONG = tuple(range(1000, 1200))

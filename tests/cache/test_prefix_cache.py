@@ -6,13 +6,13 @@ from simulation import Simulation, small_layout
 
 from cairn.cache.audit import audit
 from cairn.cache.checkpoint import Kind, Origin
-from cairn.cache.checkpoint_store import pages_freed
 from cairn.cache.eviction import LeastRecentlyUsed, ValuePerByte
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import Align, Auto, CheckpointPoint, Junction
 from cairn.cache.prefix_cache import CachePolicy, PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
+from cairn.cache.tree_store import pages_freed
 
 LONG = tuple(range(1000, 1200))
 

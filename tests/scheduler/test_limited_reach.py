@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cairn.cache.audit import audit
-from cairn.cache.checkpoint_store import pages_freed
 from cairn.cache.layout import AttentionGroup
+from cairn.cache.tree_store import pages_freed
 
 WINDOW = AttentionGroup("window", 16, 128)
 LONG = tuple(np.random.default_rng(0).integers(0, 50, 32_000).tolist())

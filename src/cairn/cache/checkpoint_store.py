@@ -18,14 +18,10 @@ from cairn.cache.layout import CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.placement import PlacementPolicy, PromptFacts, grid_stride
 from cairn.cache.reasons import Reason
+from cairn.cache.retained import RetainedCheckpoints
 from cairn.cache.tree import Checkpoint, Node, next_above
-from cairn.cache.tree_store import TreeStore
+from cairn.cache.tree_store import TreeStore, pages_freed
 from cairn.types import Clock, Pages
-
-RETAINED_SHARE = 0.25
-"""Most of the pool that retained checkpoints may keep, with the keys and values below them: they are of no use to
-other clients, and a pool full of it would leave the eviction policy nothing to choose from."""
-
 
 Entry = tuple[bool, float, int, Checkpoint]
 
@@ -75,12 +71,11 @@ class EvictionQueue:
 
     def pop(self) -> Checkpoint | None:
         """Take out the checkpoint that goes next and return it; None if there is none."""
-        while self._heap:
-            _, _, version, checkpoint = heapq.heappop(self._heap)
-            if version in self._live:
-                self.remove(checkpoint)
-                return checkpoint
-        return None
+        first = self._first()
+        if first is None:
+            return None
+        self.remove(first[3])
+        return first[3]
 
     def is_next_victim(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> bool:
         """Whether a checkpoint that is not in, with these facts, would be the next to go."""
@@ -116,77 +111,6 @@ class EvictionQueue:
     def _place(self, checkpoint: Checkpoint, facts: CheckpointFacts) -> tuple[bool, float]:
         """Its place in the queue: the least goes first."""
         return facts.retained, self._policy.priority(checkpoint, facts)
-
-
-class RetainedCheckpoints:
-    """Checkpoints that clients retain: evicted after all others until the time is over. Each keeps its
-    state and the tokens of its path; tokens on the paths of several are counted once."""
-
-    def __init__(self, layout: CacheLayout, num_pages: int, clock: Clock) -> None:
-        """`num_pages`: those of the whole pool."""
-        self.quota = int(num_pages * RETAINED_SHARE)
-        self._layout = layout
-        self._clock = clock
-        self._checkpoints: dict[Checkpoint, None] = {}
-        self._next_end = inf
-
-    def __len__(self) -> int:
-        return len(self._checkpoints)
-
-    def __iter__(self) -> Iterator[Checkpoint]:
-        return iter(self._checkpoints)
-
-    def add(self, checkpoint: Checkpoint, seconds: int) -> bool:
-        """Retain `checkpoint` for `seconds` from now, longer if it is retained for longer. False if that is beyond the
-        quota; then nothing has changed."""
-        if checkpoint not in self._checkpoints and self.num_pages(checkpoint) > self.quota:
-            return False
-        self._checkpoints[checkpoint] = None
-        checkpoint.retain_seconds = max(checkpoint.retain_seconds, seconds)
-        self.renew(checkpoint)
-        return True
-
-    def renew(self, checkpoint: Checkpoint) -> None:
-        """Restart the time of a retained checkpoint."""
-        if checkpoint in self._checkpoints:
-            checkpoint.retained_until = self._clock.now() + checkpoint.retain_seconds
-            self._next_end = min(self._next_end, checkpoint.retained_until)
-
-    def replace(self, old: Checkpoint, new: Checkpoint) -> None:
-        """`new` takes the place of `old`, which is at the same node, with what is left of its time."""
-        if old in self._checkpoints:
-            new.retain_seconds, new.retained_until = old.retain_seconds, old.retained_until
-            self.remove(old)
-            self._checkpoints[new] = None
-
-    def remove(self, checkpoint: Checkpoint) -> None:
-        """Retain a checkpoint no longer, if it is retained."""
-        self._checkpoints.pop(checkpoint, None)
-        checkpoint.retained_until, checkpoint.retain_seconds = None, 0
-
-    def pop_expired(self) -> list[Checkpoint]:
-        """Retain those no longer whose time is over. Returns them."""
-        now = self._clock.now()
-        if now < self._next_end:
-            return []
-        over = [checkpoint for checkpoint in self._checkpoints if (checkpoint.retained_until or 0.0) <= now]
-        for checkpoint in over:
-            self.remove(checkpoint)
-        self._next_end = min((checkpoint.retained_until or 0.0 for checkpoint in self._checkpoints), default=inf)
-        return over
-
-    def num_pages(self, *more: Checkpoint) -> int:
-        """Pages that those retained, and `more`, keep together; a partly filled page counts by its tokens."""
-        counted: set[Node] = set()
-        tokens = 0
-        checkpoints = {*self._checkpoints, *more}
-        for checkpoint in checkpoints:
-            node = checkpoint.node
-            while node.parent is not None and node not in counted:
-                counted.add(node)
-                tokens += node.num_tokens
-                node = node.parent
-        return len(checkpoints) * self._layout.pages_per_checkpoint + self._layout.pages_for(tokens)
 
 
 class CheckpointStore:
@@ -382,10 +306,7 @@ class CheckpointStore:
     def renew(self, node: Node | None, upto: int) -> None:
         """Restart the time of the retained checkpoints on the path to `node`, which was hit up to token `upto`."""
         self.end_expired_retentions()
-        while node is not None and self.retained:
-            if node.checkpoint is not None and node.end <= upto:
-                self.retained.renew(node.checkpoint)
-            node = node.parent
+        self.retained.renew_path(node, upto)
 
     def end_expired_retentions(self) -> None:
         """Retain those no longer whose time is over."""
@@ -410,24 +331,3 @@ class CheckpointStore:
         """Put a checkpoint where it now belongs, if it waits to be dropped."""
         if checkpoint is not None and checkpoint in self.queue:
             self.queue.push(checkpoint, self.facts(checkpoint))
-
-
-def pages_freed(layout: CacheLayout, checkpoint: Checkpoint) -> int:
-    """How many pages dropping a checkpoint gives: those of its state and, where nothing below needs them, those of the
-    tokens up to the next branch or checkpoint above. Of groups of limited reach those that going on there needs; what
-    the checkpoint above needs as well counts half."""
-    node = checkpoint.node
-    pages = len(checkpoint.pages)
-    if node.resident_children == 0:
-        top = node
-        while top.parent is not None and top.parent.resident_children <= 1 and top.parent.checkpoint is None:
-            top = top.parent
-        pages += layout.unlimited_pages_for(node.end) - layout.unlimited_pages_for(top.start)
-    if layout.is_limited:
-        above = next_above(node)
-        start = 0 if above is None else above.position
-        for group in layout.groups:
-            if group.reach is not None:
-                unshared = group.retained_pages(start, node.end)
-                pages += (unshared + group.retained_pages(0, node.end)) // 2
-    return pages

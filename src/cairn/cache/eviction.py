@@ -10,10 +10,11 @@ not.
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from cairn.cache.checkpoint import Lineage, Origin
+from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.divergence import DivergenceStats
 from cairn.cache.hazard import PSEUDO_HITS, Class, HazardTable, TimesAtRisk, Watched
 from cairn.cache.tree import Checkpoint, Node, next_above, next_below
@@ -124,38 +125,34 @@ class EvictionPolicy(TreeObserver):
         return ()
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
 class ReuseStats(Watched):
     """The record of the checkpoint that is or was at the end of `node`.
 
-    `branches`: children that `node` ever had. `demoted_child`: the record of a deeper checkpoint that is gone, whose
-    hits would now be this one's. `share`: its part of its path's divergences, as it was for `share_of`: their version,
-    and where the next deeper one lies.
+    `turn`, `fresh`: the classes of its request's turn and new tokens. `branches`: children that `node` ever had.
+    `demoted_child`: the record of a deeper checkpoint that is gone, whose hits would now be this one's. `share`: its
+    part of its path's divergences, as it was for `share_of`: their version, and where the next deeper one lies.
     """
 
-    __slots__ = (
-        "branches",
-        "demoted_child",
-        "fresh",
-        "hits",
-        "kind",
-        "node",
-        "origin",
-        "share",
-        "share_of",
-        "turn",
-    )
+    node: Node
+    kind: Kind
+    origin: Origin
+    turn: int
+    fresh: int
+    branches: int
+    hits: int = 0
+    demoted_child: "ReuseStats | None" = None
+    share: float = 0.0
+    share_of: tuple[int, float] = (-1, 0.0)
 
-    def __init__(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
-        super().__init__()
-        self.node = checkpoint.node
-        self.kind = checkpoint.kind
-        self.origin = checkpoint.origin
-        self.turn = lineage.turn
-        self.fresh = bisect_right(_NEW_TOKEN_BINS, lineage.new_tokens)
-        self.hits = 0
-        self.branches = len(checkpoint.node.children)
-        self.demoted_child: ReuseStats | None = None
-        self.share, self.share_of = 0.0, (-1, 0.0)
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, lineage: Lineage) -> "ReuseStats":
+        """That of a checkpoint which a request of `lineage` has taken."""
+        node, fresh = checkpoint.node, bisect_right(_NEW_TOKEN_BINS, lineage.new_tokens)
+        branches = len(node.children)
+        return cls(
+            node=node, kind=checkpoint.kind, origin=checkpoint.origin, turn=lineage.turn, fresh=fresh, branches=branches
+        )
 
     def class_key(self) -> Class:
         """The class in the hazard table, from the general to the particular."""
@@ -240,7 +237,7 @@ class ValuePerByte(EvictionPolicy):
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         node = checkpoint.node
         before = self._records.get(node)
-        record = ReuseStats(checkpoint, lineage)
+        record = ReuseStats.of(checkpoint, lineage)
         if before is not None:  # what the ghost knew is kept
             record.hits, record.branches, record.demoted_child = before.hits, before.branches, before.demoted_child
             self.node_forgotten(node)
@@ -361,9 +358,7 @@ class LeastRecentlyUsed(ValuePerByte):
 
 def eviction_for(name: str) -> EvictionPolicy:
     """A new policy of the kind that `--eviction` names. Raises ValueError for an unknown name."""
-    match name:
-        case "lru":
-            return LeastRecentlyUsed()
-        case "value":
-            return ValuePerByte()
-    raise ValueError(f"unknown eviction policy {name!r}: lru or value")
+    policies = {"lru": LeastRecentlyUsed, "value": ValuePerByte}
+    if name not in policies:
+        raise ValueError(f"unknown eviction policy {name!r}: lru or value")
+    return policies[name]()

@@ -5,7 +5,7 @@ A policy sees facts of one prompt and answers with positions inside the chunk at
 scheduling step or a smaller chunk.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import lcm
 from typing import Protocol
@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cairn.cache.checkpoint import Kind
+from cairn.cache.retained import retain_positions
 from cairn.step import GRID
 from cairn.types import Boundary
 
@@ -27,7 +28,6 @@ __all__ = [
     "PlacementPolicy",
     "PromptFacts",
     "placement_for",
-    "retain_positions",
 ]
 
 MAX_UNALIGNED = 6
@@ -195,44 +195,28 @@ class Auto:
         return np.array(sorted(earned)), np.array(sorted(others - earned.keys()), np.int64)
 
     def _earned(self, facts: PromptFacts) -> dict[int, Kind]:
-        kinds = _by_worth(facts)
+        """Every position that earns a checkpoint by what it is, the most valuable first."""
+        n = facts.num_tokens
+        # what lies within the hit is computed by nobody, so it must not use up the positions off the grid
+        ends = [boundary for boundary in reversed(facts.boundaries) if facts.hit < boundary.position < n]
+        last = {end.kind: end.position for end in reversed(ends)}
+        kinds = {n: Kind.PROMPT_END}
+        if "message_end" in last:
+            kinds[last["message_end"]] = Kind.MESSAGE_END
+        kinds |= {end.position: Kind.BREAKPOINT for end in ends if end.retain_seconds}
+        for end in ends:
+            if end.kind == "system_end":
+                kinds.setdefault(end.position, Kind.SYSTEM_END)
+        if "image_end" in last:
+            kinds.setdefault(last["image_end"], Kind.IMAGE_END)
+        if facts.hit < facts.ever_matched < n:
+            kinds.setdefault(facts.ever_matched, Kind.JUNCTION)
         unaligned = [p for p in kinds if p % GRID][:MAX_UNALIGNED]
         earned = {p: kind for p, kind in kinds.items() if p % GRID == 0 or p in unaligned}
         if facts.exact:
             for position in unaligned:
                 earned.setdefault(position // GRID * GRID, earned[position])
         return earned
-
-
-def _by_worth(facts: PromptFacts) -> dict[int, Kind]:
-    """Every position that earns a checkpoint by what it is, the most valuable first."""
-    n = facts.num_tokens
-    # what lies within the hit is computed by nobody, so it must not use up the positions off the grid
-    ends = [boundary for boundary in reversed(facts.boundaries) if facts.hit < boundary.position < n]
-    kinds = {n: Kind.PROMPT_END}
-    for position in [end.position for end in ends if end.kind == "message_end"][:1]:
-        kinds[position] = Kind.MESSAGE_END
-    for end in ends:
-        if end.retain_seconds:
-            kinds[end.position] = Kind.BREAKPOINT
-    for position in [end.position for end in ends if end.kind == "system_end"]:
-        kinds.setdefault(position, Kind.SYSTEM_END)
-    for position in [end.position for end in ends if end.kind == "image_end"][:1]:
-        kinds.setdefault(position, Kind.IMAGE_END)
-    if facts.hit < facts.ever_matched < n:
-        kinds.setdefault(facts.ever_matched, Kind.JUNCTION)
-    return kinds
-
-
-def retain_positions(boundaries: Iterable[Boundary], exact: bool) -> dict[int, int]:
-    """Position to seconds of the checkpoints that a client wants retained. In exact mode no prompt goes on from a state
-    off the grid, so the one at the grid point below is retained for it."""
-    retentions: dict[int, int] = {}
-    for boundary in boundaries:
-        position = boundary.position // GRID * GRID if exact else boundary.position
-        if boundary.retain_seconds and position:
-            retentions[position] = max(retentions.get(position, 0), boundary.retain_seconds)
-    return retentions
 
 
 def grid_stride(num_tokens: int) -> int:
@@ -242,15 +226,9 @@ def grid_stride(num_tokens: int) -> int:
 
 def placement_for(mode: str, block_size: int, exact: bool) -> PlacementPolicy:
     """The policy that `--mamba-cache-mode` names. `none` is not a policy: it switches the cache off."""
-    match mode:
-        case "align":
-            return Align(block_size, exact)
-        case "all":
-            return All(block_size, exact)
-        case "granular":
-            return Granular(block_size, exact)
-        case "junction":
-            return Junction(block_size, exact)
-        case "auto":
-            return Auto()
+    blocks = {"align": Align, "all": All, "granular": Granular, "junction": Junction}
+    if mode in blocks:
+        return blocks[mode](block_size, exact)
+    if mode == "auto":
+        return Auto()
     raise ValueError(f"unknown mamba cache mode {mode!r}: align, all, granular, junction or auto")

@@ -27,8 +27,9 @@ from cairn.cache.journal import Journal
 from cairn.cache.layout import CacheLayout
 from cairn.cache.lookup import PrefixLookup, miss_reasons
 from cairn.cache.pages import PagePool
-from cairn.cache.placement import CheckpointPoint, PlacementPolicy, PromptFacts, retain_positions
+from cairn.cache.placement import CheckpointPoint, PlacementPolicy, PromptFacts
 from cairn.cache.reasons import Reason
+from cairn.cache.retained import retain_positions
 from cairn.cache.sequence_blocks import Namespace, PagePin, SequenceBlocks
 from cairn.cache.tree_store import TreeObserver, TreeStore
 from cairn.step import GRID, PageCopy

@@ -16,7 +16,7 @@ from cairn.cache.group_pages import GroupPages
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.cache.pages import PagePool
 from cairn.cache.sequence_blocks import Namespace, PageTables
-from cairn.cache.tree import Checkpoint, Node, split
+from cairn.cache.tree import Checkpoint, Node, next_above, split
 
 
 class TreeObserver:
@@ -297,3 +297,24 @@ class TreeStore:
             del self.roots[self._names.pop(node)]
             for observer in self.observers:
                 observer.root_forgotten(node)
+
+
+def pages_freed(layout: CacheLayout, checkpoint: Checkpoint) -> int:
+    """How many pages dropping a checkpoint gives: those of its state and, where nothing below needs them, those of the
+    tokens up to the next branch or checkpoint above. Of groups of limited reach those that going on there needs; what
+    the checkpoint above needs as well counts half."""
+    node = checkpoint.node
+    pages = len(checkpoint.pages)
+    if node.resident_children == 0:
+        top = node
+        while top.parent is not None and top.parent.resident_children <= 1 and top.parent.checkpoint is None:
+            top = top.parent
+        pages += layout.unlimited_pages_for(node.end) - layout.unlimited_pages_for(top.start)
+    if layout.is_limited:
+        above = next_above(node)
+        start = 0 if above is None else above.position
+        for group in layout.groups:
+            if group.reach is not None:
+                unshared = group.retained_pages(start, node.end)
+                pages += (unshared + group.retained_pages(0, node.end)) // 2
+    return pages

@@ -14,13 +14,13 @@ from typing import TypeAlias
 import numpy as np
 
 from cairn.cache.checkpoint import Kind
-from cairn.cache.checkpoint_store import pages_freed
 from cairn.cache.journal import NAMED_TOKENS
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import Auto
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import HintFacts, Reason, hint
 from cairn.cache.tree import Checkpoint, Node, last_keys
+from cairn.cache.tree_store import pages_freed
 from cairn.cache.view import (
     CacheView,
     CheckpointView,
