@@ -335,13 +335,14 @@ def test_places_from_the_start_and_shares_of_the_path_are_learned_as_well():
         assert 0 <= place(9000) - best < 128
 
 
-def test_before_anything_is_known_the_middle_is_likelier_than_the_ends():
+def test_before_anything_is_known_the_later_part_is_likelier_than_the_beginning():
     stats, path = DivergenceStats(), Lineage(start=1000, end=3000)
-    assert [stats.share(path, 0, end) for end in (500, 1000, 1500, 2000, 3000, inf)] == [0, 0, 10 / 64, 0.5, 1, 1]
+    shares = [stats.share(path, 0, end) for end in (500, 1000, 1500, 2000, 3000, inf)]
+    assert shares == pytest.approx([0, 0, 19 / 4096, 7 / 64, 1, 1])
     assert [stats.share(Lineage(start=9, end=9), 0, end) for end in (9, inf)] == [0, 0]
-    # where x (1 - 3x² + 2x³) is largest, and then again
-    assert chosen(stats, 4096, 1) == [1728]
-    assert np.diff([0, *sorted(chosen(stats, 4096, 7)), 4096]).max() <= 1024
+    # where x (1 - 6x⁵ + 5x⁶) is largest, and then again
+    assert chosen(stats, 4096, 1) == [2368]
+    assert np.diff([1024, *sorted(chosen(stats, 4096, 7)), 4096]).max() <= 640
 
 
 def test_shares_add_up_and_count_what_lies_on_the_path():
