@@ -22,11 +22,14 @@ from cairn.layers.feed_forward import (
     InputScalingRouter,
     MixtureOfExperts,
     NormedRouter,
+    RoutedExperts,
     Router,
     SharedExpert,
     SigmoidRouter,
     Silu,
+    SiluExperts,
     SoftmaxRouter,
+    SquaredReluExperts,
     SquaredReluMLP,
 )
 from cairn.layers.gated_delta_net import GatedDeltaNet
@@ -45,8 +48,8 @@ from cairn.models.feed_forward import (
     ClampedExpertsLayer,
     ExpertsLayer,
     GatedMLPLayer,
-    GeluExpertsLayer,
     InputScalingRule,
+    NormedRule,
     RouterRule,
     SigmoidRule,
     SoftmaxRule,
@@ -62,6 +65,10 @@ from cairn.models.short_conv import ShortConvLayer
 from cairn.models.weight_specs import MixerSpec
 
 ACTIVATIONS: Mapping[Activation, Callable[[Kernels], GatedActivation]] = MappingProxyType({"silu": Silu, "gelu": Gelu})
+
+EXPERTS: Mapping[Activation, Callable[[Kernels], RoutedExperts]] = MappingProxyType(
+    {"silu": SiluExperts, "gelu": GeluExperts}
+)
 
 
 class MixerBuilder:
@@ -280,10 +287,10 @@ class MixerBuilder:
         drawn = self._draw(layer)
         up, down = drawn["experts"]
         shared: Any = None if layer.shared is None else self.build(layer.shared)
-        gated = layer.stacks is not None or len(layer.parts) == 2
+        form = (EXPERTS[layer.activation] if layer.is_gated else SquaredReluExperts)(self._kernels)
         latent = drawn.get("to_latent"), drawn.get("from_latent")
         router = self._router(layer.routing, drawn["gate"], layer.sizes.top_k, drawn)
-        return MixtureOfExperts(self._kernels, router, up, down, gated, shared, *latent)
+        return MixtureOfExperts(form, router, up, down, shared, *latent)
 
     @singledispatchmethod
     def _router(self, rule: RouterRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
@@ -305,18 +312,17 @@ class MixerBuilder:
     def _(self, rule: InputScalingRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
         return InputScalingRouter(self._kernels, gate)
 
-    @build.register
-    def _(self, layer: GeluExpertsLayer) -> Mixer:
-        drawn = self._draw(layer)
-        router = NormedRouter(
+    @_router.register
+    def _(self, rule: NormedRule, gate: Linear, top_k: int, drawn: Mapping[str, Any]) -> Router:
+        scale: Tensor = drawn["scale"].float()
+        return NormedRouter(
             kernels=self._kernels,
-            norm=self.rms_norm(drawn["scale"].float() * layer.hidden**-0.5, centred=False),
+            norm=self.rms_norm(scale * len(scale) ** -0.5, centred=False),
             experts_norm=self.rms_norm(drawn["norm"], self._spec.centred),
-            gate=drawn["gate"],
-            top_k=layer.sizes.top_k,
+            gate=gate,
+            top_k=top_k,
             expert_scales=drawn["expert_scales"].float(),
         )
-        return GeluExperts(self._kernels, router, *drawn["experts"])
 
     @build.register
     def _(self, layer: ClampedExpertsLayer) -> Mixer:

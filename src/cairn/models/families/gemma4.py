@@ -27,7 +27,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NormedMixer, SideBySideMixers
 from cairn.models.families.gemma import FULL, KINDS, WINDOWED, softcap
-from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes, GatedMLPLayer, GeluExpertsLayer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer, NormedRule
 from cairn.models.layer_inputs import LayerInputLayer, LayerInputsSpec
 from cairn.models.nested_config import INNER_EOS, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, CheckpointOptions, Recipe, by_size
@@ -241,14 +241,16 @@ class Gemma4Config(DecoderConfig):
         mlp = GatedMLPLayer(self._mlp(index), f"{name}.mlp", activation="gelu")
         before, after = (f"{name}.{place}_feedforward_layernorm" for place in ("pre", "post"))
         if self.enable_moe_block:
-            experts = GeluExpertsLayer(
+            router, experts = f"{name}.router", f"{name}.experts"
+            mixture = ExpertsLayer(
                 sizes=self.experts,
                 hidden=self.hidden_size,
-                norm=f"{before}_2",
-                router=f"{name}.router",
-                experts=f"{name}.experts",
+                router=f"{router}.proj",
+                routing=NormedRule(f"{before}_2.weight", f"{router}.scale", f"{router}.per_expert_scale"),
+                stacks=(f"{experts}.gate_up_proj", f"{experts}.down_proj"),
+                activation="gelu",
             )
-            parts = NormedMixer(before, self.hidden_size, mlp), experts
+            parts = NormedMixer(before, self.hidden_size, mlp), mixture
             yield after, SideBySideMixers(parts, (f"{after}_1", f"{after}_2")), None
         else:
             yield before, mlp, after
@@ -354,7 +356,7 @@ class NestedGemma4UnifiedConfig(Gemma4UnifiedConfig):
 
 
 _OTHERS = parts_beside(
-    *("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder")
+    "vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder"
 )
 
 
