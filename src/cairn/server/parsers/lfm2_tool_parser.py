@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from cairn.server.parsers.json_tool_parser import JsonToolParser
-from cairn.server.parsers.output_parser import ToolSchemas
 from cairn.server.parsers.values import dump_json, parse_literal
 
 MAX_VALUE = 1 << 20
@@ -36,10 +35,7 @@ class Lfm2ToolParser(JsonToolParser):
     opening_tags = ("<|tool_call_start|>",)
     closing_tag = "<|tool_call_end|>"
 
-    def __init__(self, tools: ToolSchemas) -> None:
-        super().__init__(tools)
-        self._num_arguments = 0
-        self._expect_value()
+    _num_scanned, _quote, _depth = 0, "", 0  # of the value that is to be complete
 
     @classmethod
     def describe_calls(cls, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -71,7 +67,7 @@ class Lfm2ToolParser(JsonToolParser):
             return self._reject_call()
         self._begin_call(head[1], head.end())
         self._write_arguments("{")
-        self._num_arguments, self._closes_object = 0, False
+        self._closes_object = False
         self._state = self._parse_keyword
         return True
 
@@ -87,8 +83,7 @@ class Lfm2ToolParser(JsonToolParser):
         if keyword is None:
             return _KEYWORD_START.fullmatch(self._text) is None and self._break_call()
         self._take(keyword.end())
-        self._write_arguments((", " if self._num_arguments else "") + dump_json(keyword[1]) + ": ")
-        self._num_arguments += 1
+        self._write_argument_name(keyword[1])
         self._expect_value()
         self._state = self._parse_value
         return True
