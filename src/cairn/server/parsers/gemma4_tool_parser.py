@@ -74,16 +74,7 @@ class Gemma4ToolParser(ToolParser):
         return self._parse_head
 
     def _parse_head(self, final: bool) -> bool:
-        head = _HEAD.match(self._text)
-        if head is None:
-            is_open = not self._must_decide(final) and _HEAD_START.fullmatch(self._text) is not None
-            return not is_open and self._reject_call()
-        if not self._may_call(head[1]):
-            return self._reject_call()
-        self._begin_call(head[1], head.end())
-        self._write_arguments("{")
-        self._state = self._parse_key
-        return True
+        return self._parse_call_head(final, _HEAD, _HEAD_START, self._parse_key)
 
     def _parse_key(self, final: bool) -> bool:
         """The name of a parameter, or the call's end."""

@@ -59,17 +59,8 @@ class Lfm2ToolParser(JsonToolParser):
         return heads + super().list_heads(names)
 
     def _parse_other_call(self, final: bool) -> bool:
-        head = _HEAD.match(self._text)
-        if head is None:
-            is_open = not self._must_decide(final) and _HEAD_START.fullmatch(self._text) is not None
-            return not is_open and self._reject_call()
-        if not self._may_call(head[1]):
-            return self._reject_call()
-        self._begin_call(head[1], head.end())
-        self._write_arguments("{")
         self._closes_object = False
-        self._state = self._parse_keyword
-        return True
+        return self._parse_call_head(final, _HEAD, _HEAD_START, self._parse_keyword)
 
     def _parse_keyword(self, final: bool) -> bool:
         """The name of a parameter, or the call's end."""

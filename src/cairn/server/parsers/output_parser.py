@@ -1,5 +1,6 @@
 """Incremental parsing of a model's output: text in pieces of any size in; content, reasoning and tool calls out."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -282,6 +283,22 @@ class ToolParser(OutputParser, ABC):
         self._num_arguments = 0
         self.call_head = "".join(self._call_text)
         self._events.append(ToolCallStart(self._num_calls, name))
+
+    def _parse_call_head(
+        self, final: bool, head: re.Pattern[str], beginning: re.Pattern[str], next_state: State
+    ) -> bool:
+        """A call whose head is `head`, of which group 1 is the tool's name. `beginning`: what it may still become one
+        from. `next_state`: writes the arguments after their bracket."""
+        match = head.match(self._text)
+        if match is None:
+            is_open = not self._must_decide(final) and beginning.fullmatch(self._text) is not None
+            return not is_open and self._reject_call()
+        if not self._may_call(match[1]):
+            return self._reject_call()
+        self._begin_call(match[1], match.end())
+        self._write_arguments("{")
+        self._state = next_state
+        return True
 
     def _end_call(self, next_state: State) -> None:
         self._events.append(ToolCallEnd(self._num_calls))
