@@ -12,17 +12,7 @@ from typing import Any, ClassVar
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer, AttentionSizes
-from cairn.models.config_schema import (
-    MAX_LAYERS,
-    Fields,
-    boolean,
-    custom,
-    integer,
-    layer_kinds,
-    only,
-    reach,
-    token_ids,
-)
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only, reach, token_ids
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NormedMixer, SideBySideMixers

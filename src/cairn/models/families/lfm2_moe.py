@@ -76,10 +76,7 @@ class Lfm2MoeConfig(Lfm2Config):
 
 
 FAMILY = Family(
-    model_type="lfm2_moe",
-    architecture="Lfm2MoeForCausalLM",
-    config=Lfm2MoeConfig,
-    float32_tensors=("expert_bias",),
+    model_type="lfm2_moe", architecture="Lfm2MoeForCausalLM", config=Lfm2MoeConfig, float32_tensors=("expert_bias",)
 )
 
 RECIPE = Recipe(
