@@ -201,8 +201,7 @@ class Gemma4Config(DecoderConfig):
     @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture."""
-        expert = self.feed_forward("moe_intermediate_size")
-        return ExpertSizes(self.num_experts, self.top_k_experts, expert, self.num_experts * self.hidden_size)
+        return self.mixture("moe_intermediate_size", self.num_experts, self.top_k_experts)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
