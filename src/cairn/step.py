@@ -27,7 +27,7 @@ Plans go to the other ranks as they are (`cairn.engine.ranks.wire`), so integers
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated
 
 import msgspec
@@ -198,18 +198,17 @@ class PrefillRow:
 _NO_SLOTS, _NO_TOKENS, _NO_FLAGS = np.zeros(0, np.int32), np.zeros(0, np.int64), np.zeros(0, np.bool_)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class DecodeRows:
+class DecodeRows(msgspec.Struct, frozen=True, eq=False):
     """Sequences that go on by one token through the decode kernels, in columns of shape [rows].
 
     `positions`: where the token stands: so many were computed before. `tokens`: the input token, or SAMPLED.
     `kv_write_from`: as of a prefill row.
     """
 
-    slots: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
-    positions: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
-    tokens: Keys = field(default_factory=lambda: _NO_TOKENS)
-    kv_write_from: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
+    slots: NDArray[np.int32] = msgspec.field(default_factory=lambda: _NO_SLOTS)
+    positions: NDArray[np.int32] = msgspec.field(default_factory=lambda: _NO_SLOTS)
+    tokens: Keys = msgspec.field(default_factory=lambda: _NO_TOKENS)
+    kv_write_from: NDArray[np.int32] = msgspec.field(default_factory=lambda: _NO_SLOTS)
 
     @property
     def continues(self) -> bool:
@@ -283,8 +282,7 @@ class Snapshot:
     pages: Pages
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Samples:
+class Samples(msgspec.Struct, frozen=True, eq=False):
     """Tokens to sample, in columns of shape [samples]: each from the final hidden state that lies in its slot when the
     rows are through, or was restored (a full hit).
 
@@ -292,16 +290,15 @@ class Samples:
     may not come here.
     """
 
-    slots: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
-    positions: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
-    bans_stop_tokens: NDArray[np.bool_] = field(default_factory=lambda: _NO_FLAGS)
+    slots: NDArray[np.int32] = msgspec.field(default_factory=lambda: _NO_SLOTS)
+    positions: NDArray[np.int32] = msgspec.field(default_factory=lambda: _NO_SLOTS)
+    bans_stop_tokens: NDArray[np.bool_] = msgspec.field(default_factory=lambda: _NO_FLAGS)
 
     def __len__(self) -> int:
         return len(self.slots)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, eq=False):
     """One step. `step` numbers count up by one."""
 
     step: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
@@ -311,21 +308,23 @@ class StepPlan:
     folds: tuple[Fold, ...] = ()
     saves: tuple[Save, ...] = ()
     table_updates: tuple[TableUpdate, ...] = ()
-    decodes: DecodeRows = field(default_factory=DecodeRows)
+    decodes: DecodeRows = msgspec.field(default_factory=DecodeRows)
     verifies: tuple[VerifyRow, ...] = ()
     prefills: tuple[PrefillRow, ...] = ()
     snapshots: tuple[Snapshot, ...] = ()
-    samples: Samples = field(default_factory=Samples)
+    samples: Samples = msgspec.field(default_factory=Samples)
 
     @property
     def is_open(self) -> bool:
         """Whether drafts are still to be made: see `VerifyRow`."""
-        return any(row.is_open for row in self.verifies)
+        return bool(self.verifies) and any(row.is_open for row in self.verifies)
 
     def split(self) -> "tuple[StepPlan, StepPlan]":
         """What comes before the rows, and the rows with all that comes after them."""
-        moves = replace(self, decodes=DecodeRows(), verifies=(), prefills=(), snapshots=(), samples=Samples())
-        rows = replace(self, admits=(), copies=(), restores=(), folds=(), saves=(), table_updates=())
+        moves = msgspec.structs.replace(
+            self, decodes=DecodeRows(), verifies=(), prefills=(), snapshots=(), samples=Samples()
+        )
+        rows = msgspec.structs.replace(self, admits=(), copies=(), restores=(), folds=(), saves=(), table_updates=())
         return moves, rows
 
     @property
@@ -380,8 +379,7 @@ class VerifiedTokens:
     logprobs: Logprobs | None = field(default=None, compare=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True, eq=False):
     """What the step with the same number gave, in plan order.
 
     `slots`: of the plan's samples. `tokens`: what was sampled in each. `logprobs`: of these tokens, by slot, where they
@@ -395,11 +393,11 @@ class StepResult:
     """
 
     step: int
-    slots: NDArray[np.int32] = field(default_factory=lambda: _NO_SLOTS)
-    tokens: Keys = field(default_factory=lambda: _NO_TOKENS)
-    logprobs: Mapping[int, Logprobs] = field(default_factory=dict)
+    slots: NDArray[np.int32] = msgspec.field(default_factory=lambda: _NO_SLOTS)
+    tokens: Keys = msgspec.field(default_factory=lambda: _NO_TOKENS)
+    logprobs: Mapping[int, Logprobs] = msgspec.field(default_factory=dict)
     scored: tuple[Scored, ...] = ()
-    advanced: NDArray[np.bool_] = field(default_factory=lambda: _NO_FLAGS)
+    advanced: NDArray[np.bool_] = msgspec.field(default_factory=lambda: _NO_FLAGS)
     verified: tuple[VerifiedTokens, ...] = ()
     is_first: bool = False
 

@@ -8,11 +8,11 @@ whose result has a shape that depends on numbers. Kernels are of another kind: t
 import importlib
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import torch
 from torch.utils import _pytree as tree
 
@@ -176,6 +176,9 @@ def on_numbers(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _opened(value: Any) -> Any:
-    if isinstance(value, Batch | MultimodalEmbeddings):
-        return replace(value, **{field.name: _opened(getattr(value, field.name)) for field in fields(value)})
+    if isinstance(value, Batch):
+        opened = {field.name: _opened(getattr(value, field.name)) for field in msgspec.structs.fields(value)}
+        return msgspec.structs.replace(value, **opened)
+    if isinstance(value, MultimodalEmbeddings):
+        return MultimodalEmbeddings(_opened(value.rows), _opened(value.values))
     return _bare(value)

@@ -8,8 +8,9 @@ in a hundred lines what a step has to do.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
@@ -197,7 +198,9 @@ class SimulatedRunner(StepRunner):
         """What the oldest step that is out has given."""
         out = self._out.popleft()
         assert out.plan.step == step and out.sampled is not None, f"step {step} is not to be collected now"
-        result = replace(step_result(step, out.sampled, out.scored, out.advanced), verified=out.verified)
+        result = msgspec.structs.replace(
+            step_result(step, out.sampled, out.scored, out.advanced), verified=out.verified
+        )
         self._input_batch.append(result.slots, result.tokens)
         self._input_batch.append_verified(result.verified)
         return result

@@ -3,11 +3,11 @@
 The reference is a core that caches nothing and serves one request at a time.
 """
 
-from dataclasses import replace
 from functools import cached_property
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -435,7 +435,7 @@ def test_plans_are_checked_where_that_is_asked_for(tiny_model):
     assert core.stats().steps.forward_passes == 7
     core.submit(generate_request(request_id="c", prompt=prompt, max_tokens=4, ignore_eos=True))
     plan = core._scheduler.plan
-    core._scheduler.plan = lambda: replace(plan(), admits=(), step=1)
+    core._scheduler.plan = lambda: msgspec.structs.replace(plan(), admits=(), step=1)
     with pytest.raises(ValueError, match="step 1 does not follow step"):
         core.step()
 

@@ -118,8 +118,8 @@ def plain(value: object) -> object:
         return tuple(map(plain, value))
     if isinstance(value, dict):
         return {key: plain(own) for key, own in value.items()}
-    if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
+    if dataclasses.is_dataclass(value) or isinstance(value, msgspec.Struct):
+        fields = msgspec.structs.fields(value) if isinstance(value, msgspec.Struct) else dataclasses.fields(value)
         return type(value).__name__, *(plain(getattr(value, field.name)) for field in fields)
     return value
 
@@ -129,7 +129,7 @@ def through(plan: StepPlan) -> StepPlan:
 
 
 def test_a_plan_comes_through_whole():
-    values = (getattr(FULL_PLAN, field.name) for field in dataclasses.fields(StepPlan))
+    values = (getattr(FULL_PLAN, field.name) for field in msgspec.structs.fields(StepPlan))
     assert all(value if isinstance(value, int) else len(value) for value in values), "a record is not covered"
     assert plain(through(FULL_PLAN)) == plain(FULL_PLAN)
 
@@ -147,7 +147,7 @@ def test_the_others_are_not_told_what_only_the_draw_and_the_images_need():
             (image.start, image.end, image.grid) for image in whole.images
         ]
         assert not any(image.rgb or image.digest for image in admit.images)
-    same = [field.name for field in dataclasses.fields(StepPlan) if field.name != "admits"]
+    same = [field.name for field in msgspec.structs.fields(StepPlan) if field.name != "admits"]
     assert [plain(getattr(told, name)) for name in same] == [plain(getattr(FULL_PLAN, name)) for name in same]
 
 
@@ -204,7 +204,7 @@ def test_all_ranks_replay_a_step_or_none(tiny_model, monkeypatch, num_stop_token
         StepPlan(4, decodes=two, snapshots=(Snapshot(0, 6, pages(1)),)),
         StepPlan(5, decodes=two, prefills=FULL_PLAN.prefills),
         StepPlan(6, prefills=FULL_PLAN.prefills),
-        StepPlan(7, decodes=DecodeRows(*(np.resize(each, 3) for each in dataclasses.astuple(two)))),
+        StepPlan(7, decodes=DecodeRows(*(np.resize(each, 3) for each in msgspec.structs.astuple(two)))),
     ]
     found = []
     for plan in plans:

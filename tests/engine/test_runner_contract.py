@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -48,7 +49,9 @@ class Subject:
         """And draw, without masks: its stop tokens may come."""
         plan = self._writer.plan(step, rows)
         allowed = np.zeros(len(plan.samples), np.bool_)
-        self.runner.launch(replace(plan, samples=replace(plan.samples, bans_stop_tokens=allowed)))
+        self.runner.launch(
+            msgspec.structs.replace(plan, samples=msgspec.structs.replace(plan.samples, bans_stop_tokens=allowed))
+        )
         self.runner.sample(step, {})
 
     def collect(self, step):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from itertools import chain, product
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -371,6 +371,19 @@ EXPERTS = ((256, 8, 2048, 512, True), (128, 6, 2688, 1856, False))
 Products = Iterator[tuple[Any, dict[str, object], dict[str, int]]]
 
 
+class Form(NamedTuple):
+    """Of experts: whether they have gates, whose scales are of blocks, and which are gpt-oss's or Gemma 4's."""
+
+    gated: bool = True
+    blocked: bool = False
+    clamped: bool = False
+    gelu: bool = False
+
+    @property
+    def activation(self) -> dict[str, object]:
+        return {"GATED": self.gated, "CLAMPED": self.clamped, "GELU": self.gelu}
+
+
 def expert_products(module: Any, products: Callable[..., Products]) -> Iterator[Configuration]:
     plain = {"FP8": "none", "BLOCKED": False, "CODES": None}
     scalars = {"alpha": "fp32", "limit": "fp32"}
@@ -378,50 +391,35 @@ def expert_products(module: Any, products: Callable[..., Products]) -> Iterator[
         for *sizes, gated in EXPERTS:
             variants = [({}, plain, {}), (FP8, fp8_form(gated), {})]
             variants += [code_variant(form) for form in EXPERT_CODES] if dtype == torch.bfloat16 else []
-            for types, form, apart in variants:
-                for kernel, constants, options in products(module, dtype, sizes, gated, bool(form["BLOCKED"])):
+            for types, weights, apart in variants:
+                form = Form(gated, bool(weights["BLOCKED"]))
+                for kernel, constants, options in products(module, dtype, sizes, form):
                     types = {**types, **scalars}
-                    yield kernel, signature(kernel, model, **types), {**form, **constants}, {**options, **apart}
+                    yield kernel, signature(kernel, model, **types), {**weights, **constants}, {**options, **apart}
         # gpt-oss's, and Gemma 4's.
         for kernel, constants, options in chain(
-            products(module, dtype, (32, 4, 2880, 2880), True, False, clamped=True),
-            products(module, dtype, (128, 8, 2816, 704), True, False, gelu=True),
+            products(module, dtype, (32, 4, 2880, 2880), Form(clamped=True)),
+            products(module, dtype, (128, 8, 2816, 704), Form(gelu=True)),
         ):
             yield kernel, signature(kernel, model, **scalars), {**plain, **constants}, options
 
 
-def block_products(
-    module: Any,
-    dtype: torch.dtype,
-    sizes: Sequence[int],
-    gated: bool,
-    blocked: bool,
-    clamped: bool = False,
-    gelu: bool = False,
-) -> Products:
+def block_products(module: Any, dtype: torch.dtype, sizes: Sequence[int], form: Form) -> Products:
     num_experts, _, width, inner_width = sizes
     cores = {"TENSOR_CORES": dtype == torch.bfloat16, "EXPERTS": power_of_2(num_experts)}
     for rows in (16, 32, 64, 128) if dtype == torch.bfloat16 else (16, 32):
-        tile, options = module._tile(rows, inner_width, width, dtype, gated=gated)
-        yield module._up_kernel, {"GATED": gated, "CLAMPED": clamped, "GELU": gelu, **cores, **tile}, options
+        tile, options = module._tile(rows, inner_width, width, dtype, gated=form.gated)
+        yield module._up_kernel, {**form.activation, **cores, **tile}, options
         tile, options = module._tile(rows, width, inner_width, dtype, gated=False)
-        yield module._down_kernel, {"BIASED": clamped, **cores, **tile}, options
+        yield module._down_kernel, {"BIASED": form.clamped, **cores, **tile}, options
 
 
-def row_products(
-    module: Any,
-    dtype: torch.dtype,
-    sizes: Sequence[int],
-    gated: bool,
-    blocked: bool,
-    clamped: bool = False,
-    gelu: bool = False,
-) -> Products:
+def row_products(module: Any, dtype: torch.dtype, sizes: Sequence[int], form: Form) -> Products:
     _, top_k, width, inner_width = sizes
-    tile, options = module._up_tile(width, gated=gated, blocked=blocked)
-    yield module._up_gemv_kernel, {"GATED": gated, "CLAMPED": clamped, "GELU": gelu, **tile}, options
-    tile, options = module._down_tile(inner_width, top_k, blocked=blocked)
-    yield module._down_gemv_kernel, {"TOP_K": top_k, "BIASED": clamped, **tile}, options
+    tile, options = module._up_tile(width, gated=form.gated, blocked=form.blocked)
+    yield module._up_gemv_kernel, {**form.activation, **tile}, options
+    tile, options = module._down_tile(inner_width, top_k, blocked=form.blocked)
+    yield module._down_gemv_kernel, {"TOP_K": top_k, "BIASED": form.clamped, **tile}, options
 
 
 VOCABULARIES = (32_000, 131_072, 151_936, 248_320, 262_144)

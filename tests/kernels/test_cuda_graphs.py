@@ -8,6 +8,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -192,7 +193,7 @@ def check_captured(module: ModuleType, call: Call, rule: AttentionRule, greatest
     for longest in greatest:
         host = HostBatch.captured(len(LENGTHS) + 1, longest)
         metadata = CUDA.build_metadata(host, Staging())
-        captured = replace(batch, host=host, metadata=metadata, **padded)
+        captured = msgspec.structs.replace(batch, host=host, metadata=metadata, **padded)
         operands = q, call.operands["keys"], call.operands["values"], 0, captured, rule, call.operands["sinks"]
         found = module.attention(*operands)
         torch.testing.assert_close(found[:-1], wanted, rtol=1e-4, atol=1e-4)

@@ -2,10 +2,11 @@
 reference in float64; and prompts with many snapshots, each against a run that ends there."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -103,7 +104,7 @@ class Prompt(Load):
     places: tuple[int, ...] = ()
 
     def host(self) -> HostBatch:
-        return replace(
+        return msgspec.structs.replace(
             Load.host(self),
             snapshot_seqs=np.zeros(len(self.places), np.int32),
             snapshot_offsets=np.array(self.places, np.int32),

@@ -1,8 +1,8 @@
 """A pass that is recorded: what its record repeats, what memory it has, and what it refuses."""
 
 import threading
-from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 
@@ -152,7 +152,7 @@ def test_attention_that_is_recorded_follows_the_lengths_whatever_its_reach():
     operands = [call.operands[name] for name in ("q", "keys", "values", "group")]
     sinks = longest.numbers(4, salt=5).float()
     metadata = cpu.build_metadata(HostBatch.captured(2, 2048), Staging())
-    recorded = replace(longest.batch(cpu, call.block_tables), metadata=metadata)
+    recorded = msgspec.structs.replace(longest.batch(cpu, call.block_tables), metadata=metadata)
     results, graphs, repeat = [], CpuGraphs(), None
 
     def run():

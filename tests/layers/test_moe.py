@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cairn.kernels import exact, reference
 from cairn.kernels.contract import Kernels
-from cairn.layers.feed_forward import GatedMLP, MixtureOfExperts, SharedExpert, Silu, SoftmaxRouter
+from cairn.layers.feed_forward import GatedMLP, MixtureOfExperts, SharedExpert, Silu, SiluExperts, SoftmaxRouter
 from cairn.layers.linear import Linear
 from kernels.random_batches import RandomBatch, SequenceRows
 
@@ -31,11 +31,10 @@ def test_a_token_gets_its_experts_by_their_rates(normalize: bool, kernels: Kerne
     shared = (drawn(5, WIDTH), drawn(5, WIDTH) * 2, drawn(WIDTH, 5))
     rate = drawn(1, WIDTH)
     mixture = MixtureOfExperts(
-        kernels,
+        SiluExperts(kernels),
         SoftmaxRouter(kernels, linear(router), 2, normalize),
         kernels.pack(gate_up),
         kernels.pack(down),
-        True,
         SharedExpert(kernels, GatedMLP(Silu(kernels), linear(torch.cat(shared[:2])), linear(shared[2])), linear(rate)),
     )
     hidden = drawn(ROWS, WIDTH)

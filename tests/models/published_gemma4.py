@@ -9,11 +9,12 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 Shapes = dict[str, tuple[int, ...]]
 
 
-def _published(name: str, architecture: str, period: int, **text: Any) -> dict[str, Any]:
+def _published(*, name: str = "gemma4", period: int = 6, **text: Any) -> dict[str, Any]:
+    """`period`: the last of so many layers sees all tokens."""
     layers = text["num_hidden_layers"]
     return {
         "model_type": name,
-        "architectures": [f"{architecture}ForConditionalGeneration"],
+        "architectures": [f"{name.title().replace('_', '')}ForConditionalGeneration"],
         "audio_token_id": 258881,
         "boi_token_id": 255999,
         "dtype": "bfloat16",
@@ -69,9 +70,6 @@ _SMALL = {
 
 PUBLISHED: Mapping[str, Mapping[str, Any]] = {
     "Gemma-4-31B": _published(
-        "gemma4",
-        "Gemma4",
-        6,
         **_LARGE,
         hidden_size=5376,
         intermediate_size=21504,
@@ -81,9 +79,6 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         num_key_value_heads=16,
     ),
     "Gemma-4-26B-A4B": _published(
-        "gemma4",
-        "Gemma4",
-        6,
         **_LARGE,
         enable_moe_block=True,
         moe_intermediate_size=704,
@@ -97,9 +92,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         num_key_value_heads=8,
     ),
     "Gemma-4-12B": _published(
-        "gemma4_unified",
-        "Gemma4Unified",
-        6,
+        name="gemma4_unified",
         **_LARGE,
         hidden_size=3840,
         intermediate_size=15360,
@@ -109,9 +102,6 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         num_key_value_heads=8,
     ),
     "Gemma-4-E4B": _published(
-        "gemma4",
-        "Gemma4",
-        6,
         **_SMALL,
         hidden_size=2560,
         intermediate_size=10240,
@@ -121,9 +111,7 @@ PUBLISHED: Mapping[str, Mapping[str, Any]] = {
         num_kv_shared_layers=18,
     ),
     "Gemma-4-E2B": _published(
-        "gemma4",
-        "Gemma4",
-        5,
+        period=5,
         **{**_SMALL, "use_double_wide_mlp": True},
         hidden_size=1536,
         intermediate_size=6144,

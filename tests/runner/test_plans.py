@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -187,7 +188,10 @@ BAD: dict[str, tuple[Callable[[Driver], dict[str, Any]], str]] = {
     "row of nobody": (lambda d: NEW | {"prefills": (prefill(1),)}, "nobody was admitted to slot 1"),
     "empty row": (lambda d: NEW | {"prefills": (prefill(num_tokens=0),)}, "at least one token"),
     "negative start": (lambda d: NEW | {"prefills": (prefill(start=-20),)}, "from position 0 on"),
-    "columns": (lambda d: NEW | {"decodes": replace(decode(), positions=ints())}, "columns of different lengths"),
+    "columns": (
+        lambda d: NEW | {"decodes": msgspec.structs.replace(decode(), positions=ints())},
+        "columns of different lengths",
+    ),
     "token id": (lambda d: NEW | {"prefills": (replace(prefill(), tokens=np.arange(97, 99)),)}, "must be in 0..96"),
     "decode token id": (lambda d: NEW | {"decodes": decode(token=97)}, "must be in 0..96"),
     "no image": (lambda d: NEW | {"prefills": (replace(prefill(), tokens=np.array([3, -9])),)}, "where images are"),
@@ -295,8 +299,8 @@ def test_a_token_can_be_fed_only_where_the_slots_last_one_was_drawn_for(driver: 
     run, fed = driver.checked.run, decode(start=10, token=SAMPLED)
     same = {"admits": (Admit(0, (track.pages,), GREEDY),)}
     for plan in (
-        StepPlan(2, decodes=replace(fed, positions=ints(9))),
-        StepPlan(2, decodes=replace(fed, slots=ints(1)), admits=(admit(1),)),
+        StepPlan(2, decodes=msgspec.structs.replace(fed, positions=ints(9))),
+        StepPlan(2, decodes=msgspec.structs.replace(fed, slots=ints(1)), admits=(admit(1),)),
         StepPlan(2, decodes=fed, restores=(Restore(0, file),)),
         StepPlan(2, decodes=fed, **same),
         StepPlan(1, decodes=fed),
@@ -305,11 +309,11 @@ def test_a_token_can_be_fed_only_where_the_slots_last_one_was_drawn_for(driver: 
             run(plan)
     run(StepPlan(3, decodes=fed))
     with pytest.raises(ValueError, match="last sampled token stands at 10"):
-        run(StepPlan(4, decodes=replace(fed, positions=ints(11))))
+        run(StepPlan(4, decodes=msgspec.structs.replace(fed, positions=ints(11))))
     run(StepPlan(4, samples=samples((0,), (11,))))
     run(StepPlan(5, restores=(Restore(0, file),)))
     with pytest.raises(ValueError, match="last sampled token stands at None"):
-        run(StepPlan(6, decodes=replace(fed, positions=ints(11))))
+        run(StepPlan(6, decodes=msgspec.structs.replace(fed, positions=ints(11))))
 
 
 def test_exact_mode_refuses_a_prefill_off_the_grid() -> None:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 from driver import Driver, alone, layout
@@ -82,20 +83,24 @@ def test_who_is_preempted_is_admitted_again():
 
 
 def without_update(plan):
-    return replace(plan, table_updates=())
+    return msgspec.structs.replace(plan, table_updates=())
 
 
 def one_too_early(plan):
-    return replace(plan, table_updates=tuple(replace(own, first=own.first - 1) for own in plan.table_updates))
+    return msgspec.structs.replace(
+        plan, table_updates=tuple(replace(own, first=own.first - 1) for own in plan.table_updates)
+    )
 
 
 def one_too_late(plan):
-    return replace(plan, table_updates=tuple(replace(own, first=own.first + 1) for own in plan.table_updates))
+    return msgspec.structs.replace(
+        plan, table_updates=tuple(replace(own, first=own.first + 1) for own in plan.table_updates)
+    )
 
 
 def without_last_page(plan):
     short = (replace(own, tables=tuple(pages[:-1] for pages in own.tables)) for own in plan.admits)
-    return replace(plan, admits=tuple(short))
+    return msgspec.structs.replace(plan, admits=tuple(short))
 
 
 @pytest.mark.parametrize("twice", [False, True])

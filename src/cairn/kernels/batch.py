@@ -17,6 +17,7 @@ verify, for the functions that have states, which write those that as many decod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -28,8 +29,7 @@ every backend and whatever the batch, so that states at these positions do not d
 Int32Array = NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
-class HostBatch:
+class HostBatch(msgspec.Struct, frozen=True, eq=False):
     """A batch's lengths as plain integers: the host knows every one of them.
 
     `num_decodes`: sequences *planned* as decode, the first ones; a prefill of one token is none of them.
@@ -114,8 +114,7 @@ class HostBatch:
         return len(self.snapshot_seqs)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True, eq=False):
     """The same on the device, and what the layers need beside it.
 
     `tokens` int64 [T], 0 where `multimodal_embeddings` has the row. `positions` int64 [3, T]: where a token

@@ -81,11 +81,7 @@ class Kernels(Protocol):
         ...
 
     def pack_state_spans(
-        self,
-        spans: Sequence[StateSpan],
-        entry_bytes: Sequence[int],
-        pool: Tensor,
-        states: EncodedStates | None = None,
+        self, spans: Sequence[StateSpan], entry_bytes: Sequence[int], pool: Tensor, states: EncodedStates | None = None
     ) -> StateSpans:
         """Where the states of some tensors lie in checkpoint files, in the form that this backend copies with. At least
         one span; no byte is in two, neither of a file nor of an entry. `states`: what files have in another form than
@@ -129,12 +125,7 @@ class Kernels(Protocol):
         ...
 
     def logprobs(
-        self,
-        logits: Tensor,
-        tokens: Tensor,
-        num_top: int,
-        listed: Tensor | None = None,
-        rows: Tensor | None = None,
+        self, logits: Tensor, tokens: Tensor, num_top: int, listed: Tensor | None = None, rows: Tensor | None = None
     ) -> LogprobTensors:
         """Log-probabilities of `tokens`, int64 [n], and of the `num_top` best, or of the tokens `listed`, int64 [n, k].
         `logits`: float32 [n, vocab], before any logits processor; or of more rows, of which `rows`, int64 [n], are

@@ -53,7 +53,3 @@ class Fp8Weight:
         if self.is_blocked:
             scales = scales.repeat_interleave(BLOCK, dim=-1)[..., : self.shape[-1]]
         return wide.mul_(scales).to(self.dtype)
-
-
-Fp8Rows = Tensor | Fp8Weight
-"""Rows of a weight [out, in], in FP8 or in the model's dtype."""

@@ -1,7 +1,8 @@
 """Feed-forward layers: MLPs, and mixtures of experts with their routers."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -161,21 +162,58 @@ class SharedExpert:
         return self.kernels.sigmoid_mul(self.expert(hidden, batch, memory), self.gate(hidden, batch))
 
 
+RoutedExperts = Callable[[Tensor, Tensor, Tensor, Weight, Weight, Batch], Tensor]
+"""All experts of one form, each on the tokens that go to it: see `Kernels.experts`. A form is a class, which names the
+function of no other one: see `cairn.kernels.operations`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SquaredReluExperts:
+    """See `Kernels.experts`."""
+
+    kernels: Kernels
+
+    def __call__(self, *operands: Any) -> Tensor:
+        """See `RoutedExperts`."""
+        return self.kernels.experts(*operands)
+
+
+@dataclass(frozen=True, slots=True)
+class SiluExperts:
+    """See `Kernels.gated_experts`."""
+
+    kernels: Kernels
+
+    def __call__(self, *operands: Any) -> Tensor:
+        """See `RoutedExperts`."""
+        return self.kernels.gated_experts(*operands)
+
+
+@dataclass(frozen=True, slots=True)
+class GeluExperts:
+    """See `Kernels.gelu_experts`."""
+
+    kernels: Kernels
+
+    def __call__(self, *operands: Any) -> Tensor:
+        """See `RoutedExperts`."""
+        return self.kernels.gelu_experts(*operands)
+
+
 @dataclass(frozen=True, slots=True)
 class MixtureOfExperts:
     """Routed experts, and one shared expert if there is any.
 
-    A rank has all experts with a share of their inner channels, packed. `gated`: SwiGLUs, `up` [E, 2 * inner, in] with
-    the gate first; otherwise squared-ReLU MLPs, `up` [E, inner, in]. `down` [E, in, inner]. The routed experts work in
-    a latent space where `to_latent` and `from_latent` are given; `from_latent` is applied to the rank's partial sum,
-    which needs one sum over ranks less than the other order, so its bias is rank 0's alone.
+    A rank has all experts with a share of their inner channels, packed. `form`: of the routed ones, by which `up` is
+    [E, 2 * inner, in] with the gate first, or [E, inner, in] without one. `down` [E, in, inner]. The routed experts
+    work in a latent space where `to_latent` and `from_latent` are given; `from_latent` is applied to the rank's partial
+    sum, which needs one sum over ranks less than the other order, so its bias is rank 0's alone.
     """
 
-    kernels: Kernels
+    form: RoutedExperts
     router: Router
     up: Weight
     down: Weight
-    gated: bool
     shared: SquaredReluMLP | GatedMLP | SharedExpert | None
     to_latent: Linear | None = None
     from_latent: Linear | None = None
@@ -185,8 +223,7 @@ class MixtureOfExperts:
         routed, topk_ids, topk_weights = self.router(hidden, batch)
         if self.to_latent is not None:
             routed = self.to_latent(routed, batch)
-        run = self.kernels.gated_experts if self.gated else self.kernels.experts
-        routed = run(routed, topk_ids, topk_weights, self.up, self.down, batch)
+        routed = self.form(routed, topk_ids, topk_weights, self.up, self.down, batch)
         if self.from_latent is not None:
             routed = self.from_latent(routed, batch)
         return routed if self.shared is None else self.shared(hidden, batch, memory).add_(routed)
@@ -211,18 +248,3 @@ class ClampedExperts:
         routed, topk_ids, topk_weights = self.router(hidden, batch)
         weights = self.gate_up, self.down, self.gate_up_bias, self.down_bias
         return self.kernels.clamped_experts(routed, topk_ids, topk_weights, *weights, self.alpha, self.limit, batch)
-
-
-@dataclass(frozen=True, slots=True)
-class GeluExperts:
-    """Routed GeGLUs: see `Kernels.gelu_experts`. A rank has all of them with a share of their channels, packed."""
-
-    kernels: Kernels
-    router: Router
-    gate_up: Weight
-    down: Weight
-
-    def __call__(self, hidden: Tensor, batch: Batch, memory: Memory) -> Tensor:
-        """[rows, hidden] -> the rank's partial sum of [rows, hidden]."""
-        routed, topk_ids, topk_weights = self.router(hidden, batch)
-        return self.kernels.gelu_experts(routed, topk_ids, topk_weights, self.gate_up, self.down, batch)

@@ -3,9 +3,10 @@ at both places, so that a block of attention and feed-forward is two of them. On
 partial sum.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -151,7 +152,7 @@ class Model:
         embeddings = None if self.head is None else self.head.embedding_norm(hidden)
         batch = self._turned(batch, batch.positions)
         if self.layer_inputs is not None:
-            batch = replace(batch, layer_inputs=self.layer_inputs(hidden, batch))
+            batch = msgspec.structs.replace(batch, layer_inputs=self.layer_inputs(hidden, batch))
         normed = self.layers[0][0](hidden)
         # A layer's sum and the next one's norm go through memory once.
         next_norms = [*(norm for norm, _ in self.layers[1:]), self.final_norm]
@@ -183,7 +184,7 @@ class Model:
         """With the rotations of each row."""
         if not self.rotaries:
             return batch
-        return replace(batch, rotations=tuple(rotary.at(positions) for rotary in self.rotaries))
+        return msgspec.structs.replace(batch, rotations=tuple(rotary.at(positions) for rotary in self.rotaries))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, hidden] -> float32 [n, vocab]."""

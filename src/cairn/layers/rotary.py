@@ -26,9 +26,7 @@ class Rotary:
 
     def to(self, device: torch.device) -> "Rotary":
         return replace(
-            self,
-            frequencies=self.frequencies.to(device),
-            axes=None if self.axes is None else self.axes.to(device),
+            self, frequencies=self.frequencies.to(device), axes=None if self.axes is None else self.axes.to(device)
         )
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -37,10 +35,7 @@ class Rotary:
         padded = F.pad(positions, (0, -rows % _VECTOR))
         place = padded[0, :, None] if self.axes is None else padded[self.axes].t().contiguous()
         angles = place.double() * self.frequencies.double()
-        return (
-            angles.cos().mul_(self.scaling)[:rows].float(),
-            angles.sin().mul_(self.scaling)[:rows].float(),
-        )
+        return (angles.cos().mul_(self.scaling)[:rows].float(), angles.sin().mul_(self.scaling)[:rows].float())
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +59,7 @@ class Temperature:
 
 
 def make_rotary(
-    dim: int,
-    theta: float,
-    sections: tuple[int, int, int] | None = None,
-    scaling: Mapping[str, object] | None = None,
+    dim: int, theta: float, sections: tuple[int, int, int] | None = None, scaling: Mapping[str, object] | None = None
 ) -> Rotary:
     """The published frequencies theta^(-2i / dim) of the first `dim` (even) elements of a head.
 

@@ -3,12 +3,9 @@ say. Without torch."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal
 
 from cairn.errors import ConfigError
 from cairn.kernels.state_encoding import ENCODINGS, StateEncoding, plain_encoding
-
-CheckpointDtype = Literal["auto", "float32", "float16", "int8"]
 
 FLOAT16_ERRORS: Mapping[str, float] = MappingProxyType(
     {

@@ -13,7 +13,7 @@ from cairn.kernels.state_encoding import STATE_DTYPES, StateEncoding
 from cairn.models.attention import AttentionSizes
 from cairn.models.config_schema import Fields, boolean, custom, integer, number, token_ids, transfer_facts, unread
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec
-from cairn.models.feed_forward import FeedForwardSizes
+from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes
 from cairn.models.layer_sizes import CacheSpec, ForwardSizes
 from cairn.models.rotary import RopeScaling
 
@@ -156,6 +156,10 @@ class DecoderConfig(ABC):
     ) -> FeedForwardSizes:
         """Of a feed-forward layer, or of one expert, whose inner size is `field`; `hidden` None: of hidden states."""
         return FeedForwardSizes(field, hidden or self.hidden_size, getattr(self, field), matrices, extra_weights)
+
+    def mixture(self, field: str, count: int, top_k: int) -> ExpertSizes:
+        """Of `count` experts, whose inner size is `field`, and the router, a product of hidden states."""
+        return ExpertSizes(count, top_k, self.feed_forward(field), count * self.hidden_size)
 
     @property
     def attention(self) -> AttentionSizes:

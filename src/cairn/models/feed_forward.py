@@ -129,9 +129,10 @@ class RouterRule:
 
     __slots__ = ()
 
-    def weights(self, count: int) -> dict[str, WeightSpec]:
-        """What it has besides the gate, for `count` experts, by the names that its router gives them."""
-        return {}
+    def weights(self, gate: WeightSpec, count: int, hidden: int) -> dict[str, WeightSpec]:
+        """The gate, `gate`, and what else it has, for `count` experts of tokens of `hidden` channels, by the names that
+        its router gives them."""
+        return {"gate": gate}
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +154,10 @@ class SigmoidRule(RouterRule):
     epsilon: float = 1e-20
     normalize: bool = True
 
-    def weights(self, count: int) -> dict[str, WeightSpec]:
+    def weights(self, gate: WeightSpec, count: int, hidden: int) -> dict[str, WeightSpec]:
         """See `RouterRule`."""
-        return {} if self.correction is None else {"correction": StoredTensor(self.correction, (count,))}
+        correction = {} if self.correction is None else {"correction": StoredTensor(self.correction, (count,))}
+        return {"gate": gate, **correction}
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,16 +165,36 @@ class InputScalingRule(RouterRule):
     """See `InputScalingRouter`."""
 
 
+@dataclass(frozen=True, slots=True)
+class NormedRule(RouterRule):
+    """See `NormedRouter`. The tensors of the norm before experts, of what scales the gate's input, and of what scales
+    the experts' weights."""
+
+    norm: str
+    scale: str
+    expert_scales: str
+
+    def weights(self, gate: WeightSpec, count: int, hidden: int) -> dict[str, WeightSpec]:
+        """See `RouterRule`."""
+        return {
+            "norm": StoredTensor(self.norm, (hidden,)),
+            "scale": StoredTensor(self.scale, (hidden,)),
+            "gate": gate,
+            "expert_scales": StoredTensor(self.expert_scales, (count,)),
+        }
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertsLayer(MixerSpec):
     """A mixture of experts, beside a `shared` one if there is any.
 
     `router`: the name of the gate over `hidden` channels, by which `routing` chooses. `experts`: the name below which
-    an expert's matrices are by number, `parts` those into its inner channels, gate and up of a SwiGLU or up alone of a
-    squared-ReLU MLP, and `down` the one out of them. `stacks`: instead of these the tensors of all experts' gate and up
-    [count, 2 * inner, hidden] and down [count, hidden, inner], or with `inputs_first` the last two dimensions the other
-    way round. `latent`: the names of the products into the space in which routed experts work, and back; `bias`: of
-    these. The latter has all of its inputs, but its outputs are a partial sum.
+    an expert's matrices are by number, `parts` those into its inner channels, gate and up of a SwiGLU (or with another
+    `activation` a GeGLU) or up alone of a squared-ReLU MLP, and `down` the one out of them. `stacks`: instead of these
+    the tensors of all experts' gate and up [count, 2 * inner, hidden] and down [count, hidden, inner], or with
+    `inputs_first` the last two dimensions the other way round. `latent`: the names of the products into the space in
+    which routed experts work, and back; `bias`: of these. The latter has all of its inputs, but its outputs are a
+    partial sum.
     """
 
     sizes: ExpertSizes
@@ -187,6 +209,12 @@ class ExpertsLayer(MixerSpec):
     bias: bool = False
     shared: MixerSpec | None = None
     inputs_first: bool = False
+    activation: Activation = "silu"
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether experts have gates."""
+        return self.stacks is not None or len(self.parts) == 2
 
     @property
     def mixers(self) -> tuple[MixerSpec, ...]:
@@ -197,8 +225,7 @@ class ExpertsLayer(MixerSpec):
         """See `MixerSpec`."""
         count, width = self.sizes.count, self.sizes.expert.hidden
         gate = StoredTensor(f"{self.router}.weight", (count, self.hidden))
-        weights: dict[str, WeightSpec] = {"gate": ProductSpec((gate,), precision="float32")}
-        weights |= self.routing.weights(count)
+        weights = self.routing.weights(ProductSpec((gate,), precision="float32"), count, self.hidden)
         if self.latent is not None:
             to, back = self.latent
             weights["to_latent"] = column_parallel(to, (width, self.hidden), (0, width), bias=self.bias)
@@ -257,35 +284,3 @@ class ClampedExpertsLayer(MixerSpec):
         biases += [StoredTensor(f"{names[1]}_bias", (count, expert.hidden))] if rank == 0 else []
         up, down = map(transposed, stacks) if self.inputs_first else stacks
         return ExpertStacks(up, down, tuple(biases), by_turns=True, inputs_first=self.inputs_first)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeluExpertsLayer(MixerSpec):
-    """Gemma 4's mixture of GeGLUs, which are chosen by a softmax over all of them: see `NormedRouter`.
-
-    `norm`: the name of the norm before experts; `router`, `experts`: below which the tensors of either are, experts' as
-    stacks of gate and up [count, 2 * inner, hidden] and of down [count, hidden, inner].
-    """
-
-    sizes: ExpertSizes
-    hidden: int
-    norm: str
-    router: str
-    experts: str
-
-    def weights(self, rank: int, size: int) -> dict[str, WeightSpec]:
-        """See `MixerSpec`."""
-        count, expert = self.sizes.count, self.sizes.expert
-        inner = expert.shard(rank, size)
-        shapes = (count, 2 * expert.inner, expert.hidden), (count, expert.hidden, expert.inner)
-        gate = StoredTensor(f"{self.router}.proj.weight", (count, self.hidden))
-        return {
-            "norm": StoredTensor(f"{self.norm}.weight", (self.hidden,)),
-            "scale": StoredTensor(f"{self.router}.scale", (self.hidden,)),
-            "gate": ProductSpec((gate,), precision="float32"),
-            "expert_scales": StoredTensor(f"{self.router}.per_expert_scale", (count,)),
-            "experts": ExpertStacks(
-                StoredTensor(f"{self.experts}.gate_up_proj", shapes[0], expert.gate_and_up(inner), 1, is_matrix=True),
-                StoredTensor(f"{self.experts}.down_proj", shapes[1], (inner,), 2, is_matrix=True),
-            ),
-        }

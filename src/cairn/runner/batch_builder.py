@@ -154,7 +154,8 @@ class BatchBuilder:
         *,
         continues: bool,
     ) -> None:
-        """`inputs`: of each row, in their order; None for a row of text alone. `continues`: the decodes'."""
+        """`inputs`: of each row, in their order, None for a row of text alone; empty where all rows are. `continues`:
+        the decodes'."""
         self.snapshots = sorted(plan.snapshots, key=lambda snapshot: (snapshot.row, snapshot.position))
         host = self.host = host_batch(plan, self.snapshots)
         tokens, others = plan.decodes.tokens, plan.long_rows

@@ -42,7 +42,8 @@ class StepInputs:
         graphs: DecodeGraphs,
         kept: KeptInputs | None = None,
     ) -> None:
-        """`inputs`: of each row, in their order; None for a row of text alone. `kept`: by the plan before."""
+        """`inputs`: of each row, in their order, None for a row of text alone; empty where all rows are. `kept`: by the
+        plan before."""
         self.buffers, self.staging = buffers, Staging(buffers)
         self.snapshots = _EMPTY
         self.copies = list[tuple[StagedArray, StagedArray]]()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -136,6 +137,7 @@ class Runner(StepRunner):
         self._drafted: Collection[int] = ()
         self._population: PoolPopulation | None = None
         self._launched: deque[LaunchedStep] = deque()
+        self._inference_mode = torch.inference_mode()
         self._buffers: list[StepBuffers] = []
         no_pages = torch.zeros(0, layout.pages_per_checkpoint, dtype=torch.int64, device=model.spec.device)
         make_memory = partial(_StepMemory, self._paged, self._live, self._checkpoint_pages, no_pages)
@@ -197,7 +199,7 @@ class Runner(StepRunner):
         sampled; they need not be collected."""
         assert not self._launched or self._launched[-1].is_sampled, f"step {plan.step} before the last one was sampled"
         try:
-            with torch.inference_mode():
+            with self._inference_mode:
                 self._launched.append(self._launch(plan))
         except torch.OutOfMemoryError as error:
             raise explain_step_memory(error, plan) from error
@@ -229,7 +231,7 @@ class Runner(StepRunner):
         moves, rows = plan.split()
         self._buffers.append(self._prepare(moves).inputs.buffers)
         self._drafted = {row.slot for row in plan.verifies if row.is_open}
-        return replace(rows, verifies=self._head.draft(plan.verifies))
+        return msgspec.structs.replace(rows, verifies=self._head.draft(plan.verifies))
 
     def _prepare(self, plan: StepPlan) -> LaunchedStep:
         """Bring a plan's arrays to the device, and do what comes before its rows."""
@@ -254,7 +256,7 @@ class Runner(StepRunner):
         launched = self._launched[-1]
         assert launched.plan.step == step and not launched.is_sampled, f"step {step} is not to be sampled now"
         try:
-            with torch.inference_mode():
+            with self._inference_mode:
                 tokens = self._sample_all(launched, masks)
                 slots = launched.inputs.continuing_slots
                 launched.read_back(tokens, None if slots is None else self._slot_tensors.advanced(slots.tensor))
@@ -357,9 +359,9 @@ class Runner(StepRunner):
         self._checkpoint_pages.save(state_pages.tensor, slots.tensor)
 
     def _multimodal_inputs(self, plan: StepPlan) -> list[MultimodalInputs | None]:
-        """Of each row, in their order."""
+        """Of each row, in their order; empty where nobody has images."""
         if not self._input_batch.image_slots:
-            return [None] * plan.num_seqs
+            return []
         decodes = zip(plan.decodes.slots.tolist(), plan.decodes.positions.tolist(), strict=True)
         rows = [(slot, position, position + 1) for slot, position in decodes]
         rows += [(row.slot, row.start, row.end) for row in plan.long_rows]

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -52,8 +53,7 @@ class ScheduledSequence:
         return self.end > self.start
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PlainDecodes:
+class PlainDecodes(msgspec.Struct, frozen=True, eq=False):
     """The decodes with nothing but a token to them: no new page, no point of the placement, no constraint, no penalty,
     and `max_tokens` leaves a token to sample. Of many sequences nearly all are plain in nearly every step, so they have
     no records of their own.
@@ -62,8 +62,8 @@ class PlainDecodes:
     """
 
     requests: Sequence[Request] = ()
-    slots: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
-    rows: NDArray[np.intp] = field(default_factory=lambda: np.zeros(0, np.intp))
+    slots: NDArray[np.intp] = msgspec.field(default_factory=lambda: np.zeros(0, np.intp))
+    rows: NDArray[np.intp] = msgspec.field(default_factory=lambda: np.zeros(0, np.intp))
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -84,27 +84,26 @@ class _LongRows:
     prefills: list[PrefillRow] = field(default_factory=list)
 
 
-@dataclass(slots=True, eq=False)
-class PlanBuilder:
+class PlanBuilder(msgspec.Struct, eq=False):
     """Collects the records of step `step`; `budget` is what is left of its tokens. `scheduled`: who takes part, but for
     `plain`; each once, and once more for the checkpoints of its fold. `decodes`: complete when the running requests
     have got their rows."""
 
     step: int
     budget: int
-    copies: list[PageCopy] = field(default_factory=list)
-    restores: list[Restore] = field(default_factory=list)
-    folds: list[Fold] = field(default_factory=list)
-    saves: list[Save] = field(default_factory=list)
-    snapshots: list[Snapshot] = field(default_factory=list)
-    scheduled: list[ScheduledSequence] = field(default_factory=list)
+    copies: list[PageCopy] = msgspec.field(default_factory=list)
+    restores: list[Restore] = msgspec.field(default_factory=list)
+    folds: list[Fold] = msgspec.field(default_factory=list)
+    saves: list[Save] = msgspec.field(default_factory=list)
+    snapshots: list[Snapshot] = msgspec.field(default_factory=list)
+    scheduled: list[ScheduledSequence] = msgspec.field(default_factory=list)
     plain: PlainDecodes = _NO_PLAIN
     decodes: DecodeRows = _NO_DECODES
-    _slot_updates: _SlotUpdates = field(default_factory=_SlotUpdates)
-    _decoding: dict[int, ScheduledSequence] = field(default_factory=dict)  # by `running`'s index
-    _long_rows: _LongRows = field(default_factory=_LongRows)
+    _slot_updates: _SlotUpdates = msgspec.field(default_factory=_SlotUpdates)
+    _decoding: dict[int, ScheduledSequence] = msgspec.field(default_factory=dict)  # by `running`'s index
+    _long_rows: _LongRows = msgspec.field(default_factory=_LongRows)
     _decode_samples: Samples = _NO_SAMPLES
-    _samples: list[tuple[int, int, bool]] = field(default_factory=list)
+    _samples: list[tuple[int, int, bool]] = msgspec.field(default_factory=list)
 
     def add_admit(self, request: Request) -> None:
         """The request begins in its slot, with the pages that it has by now."""

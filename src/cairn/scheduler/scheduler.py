@@ -240,12 +240,12 @@ class Scheduler:
     @property
     def can_plan(self) -> bool:
         """Whether another plan may go out before the oldest one is applied."""
-        return self._open and len(self._plans) < self.state.config.max_in_flight
+        return len(self._plans) < self.state.config.max_in_flight and self._open
 
     @property
     def _open(self) -> bool:
         state = self.state
-        return not self._stalled and bool(state.waiting or state.running or state.ending or state.transfers.ready)
+        return not self._stalled and bool(state.running or state.waiting or state.ending or state.transfers.ready)
 
     # -- the step ------------------------------------------------------------------------------------------------
 

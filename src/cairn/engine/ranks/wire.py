@@ -153,4 +153,4 @@ def follower_plan(plan: StepPlan) -> StepPlan:
         )
         for admit in plan.admits
     )
-    return replace(plan, admits=admits)
+    return msgspec.structs.replace(plan, admits=admits)

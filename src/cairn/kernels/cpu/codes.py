@@ -27,25 +27,9 @@ from cairn.kernels.cpu.compiled import (
     record,
     row_args,
 )
-from cairn.kernels.cpu.expanding import (
-    INTEGER_5,
-    WORD_OF_FIFTHS,
-    as_floats,
-    as_halves,
-    as_numbers,
-    expand,
-)
+from cairn.kernels.cpu.expanding import INTEGER_5, WORD_OF_FIFTHS, as_floats, as_halves, as_numbers, expand
 from cairn.kernels.cpu.int8 import OUTPUTS
-from cairn.kernels.cpu.packed_codes import (
-    ABSENT,
-    BFLOAT16,
-    FLOAT32,
-    HAS_CODES,
-    TABLE,
-    CodedRows,
-    PackedCodes,
-    in_word,
-)
+from cairn.kernels.cpu.packed_codes import ABSENT, BFLOAT16, FLOAT32, HAS_CODES, TABLE, CodedRows, PackedCodes, in_word
 from cairn.kernels.cpu.panels import (
     NUMBERS_OF_SEGMENT,
     RowPartition,

@@ -17,12 +17,7 @@ _NEEDED = MappingProxyType({"avx2": "avx2", "avx_vnni": "avxvnni", "avx512": "av
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 _SKYLAKE = ("avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "evex512")
 _KEPT: Mapping[str, Collection[str]] = MappingProxyType(
-    {
-        "avx2": (),
-        "avx_vnni": ("avxvnni",),
-        "avx512": _SKYLAKE,
-        "avx512_bf16": (*_SKYLAKE, "avx512bf16", "avx512vnni"),
-    }
+    {"avx2": (), "avx_vnni": ("avxvnni",), "avx512": _SKYLAKE, "avx512_bf16": (*_SKYLAKE, "avx512bf16", "avx512vnni")}
 )
 
 

@@ -11,16 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
-from cairn.kernels.cpu.compiled import (
-    F32,
-    FLOAT,
-    INT,
-    StateKey,
-    jit,
-    kernel,
-    record,
-    row_args,
-)
+from cairn.kernels.cpu.compiled import F32, FLOAT, INT, StateKey, jit, kernel, record, row_args
 from cairn.kernels.cpu.recurrence import (
     begin_steps,
     check_states,
@@ -92,27 +83,13 @@ def gdn(
     if host.first_prefill:
         # In the gates' own dtype beside prefills, too: one variant is compiled for a model, and a row's bits are those
         # of one variant.
-        operands = (
-            *row_args(q),
-            *row_args(k),
-            *row_args(v),
-            *row_args(beta),
-            *row_args(dt),
-            y.data_ptr(),
-        )
+        operands = (*row_args(q), *row_args(k), *row_args(v), *row_args(beta), *row_args(dt), y.data_ptr())
         cost = host.num_decode_tokens * heads * size * dim // 4
         decode = _gdn_decode[StateKey(dt.dtype, states.dtype)]
         decode(host.first_prefill * heads, cost, *operands, *parameters, *sequences)
     if num_prefills:
         wide_beta, wide_dt = beta.float(), dt.float()
-        operands = (
-            *row_args(q),
-            *row_args(k),
-            *row_args(v),
-            *row_args(wide_beta),
-            *row_args(wide_dt),
-            y.data_ptr(),
-        )
+        operands = (*row_args(q), *row_args(k), *row_args(v), *row_args(wide_beta), *row_args(wide_dt), y.data_ptr())
         cost = (host.num_tokens - host.num_decode_tokens) * heads * size * dim // 16
         _gdn_prefill[StateKey(None, states.dtype)](num_prefills * key_heads, cost, *operands, *parameters, *sequences)
     return y, snapshots

@@ -1,10 +1,11 @@
 """Metadata of the CPU backend, once a step: a batch's work as integer tables, made by one compiled loop for others."""
 
-import itertools
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
+import torch
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.kernels.batch import HostBatch, Int32Array
@@ -47,8 +48,7 @@ WRITE_COLUMNS, TILE_COLUMNS, MERGE_COLUMNS = 3, 8, 3
 """Of the tables of `CpuMetadata` and `AttentionWork`."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionWork:
+class AttentionWork(msgspec.Struct, frozen=True, eq=False):
     """Attention's work over a batch, for layers of one reach.
 
     `tiles`: (first row, rows, slot, position of the first row, first key, end of the keys, partial, parts): without a
@@ -181,7 +181,7 @@ def _make_tables(host: HostBatch, reach: Reach) -> tuple[Table, AttentionWork]:
     num_seqs, num_tokens = host.num_seqs, host.num_tokens
     # There are at most as many: rows are cut by their number, and those alone by their keys.
     num_alone = host.num_decode_tokens + num_seqs
-    most_keys = int(host.seq_lens.sum(dtype=np.int64))
+    most_keys = int(np.add.reduce(host.seq_lens, dtype=np.int64))
     if host.num_verifies:
         verifies = slice(host.num_decodes, host.first_prefill)
         counts = np.diff(host.cu_seqlens)[verifies].astype(np.int64)
@@ -189,13 +189,18 @@ def _make_tables(host: HostBatch, reach: Reach) -> tuple[Table, AttentionWork]:
     most_tiles = num_alone + num_seqs + num_tokens // TILE_ROWS + most_keys // SPLIT_TOKENS
     # All in one piece of memory, whose address it takes longer to ask for than to copy a column.
     columns = (host.cu_seqlens, host.slots, host.seq_starts, host.kv_write_from)
-    sizes = (_COUNTS_SIZE, *map(len, columns), WRITE_COLUMNS * num_tokens, TILE_COLUMNS * most_tiles)
-    begins = list(itertools.accumulate(sizes, initial=0))
-    memory = np.empty(begins[-1] + MERGE_COLUMNS * num_alone, np.int32)
-    np.concatenate(columns, out=memory[begins[1] : begins[5]])
-    address = memory.ctypes.data
-    _, *lengths, writes, tiles, merges = (address + memory.itemsize * begin for begin in begins)
+    first_write = _COUNTS_SIZE + 4 * num_seqs + 1
+    first_tile = first_write + WRITE_COLUMNS * num_tokens
+    first_merge = first_tile + TILE_COLUMNS * most_tiles
+    tensor = torch.empty(first_merge + MERGE_COLUMNS * num_alone, dtype=torch.int32)
+    memory, address = tensor.numpy(), tensor.data_ptr()
+    np.concatenate(columns, out=memory[_COUNTS_SIZE:first_write])
+    edges = address + 4 * _COUNTS_SIZE
+    slots = edges + 4 * (num_seqs + 1)
+    starts, write_from = slots + 4 * num_seqs, slots + 8 * num_seqs
+    writes, tiles, merges = (address + 4 * first for first in (first_write, first_tile, first_merge))
     kinds = host.num_decodes, host.first_prefill, num_seqs
+    lengths = edges, slots, starts, write_from
     _tabulate[None](1, 0, *lengths, *kinds, *reach, writes, tiles, merges, address)
     num_writes, num_tiles, num_merges, *numbers = memory[:_COUNTS_SIZE].view(np.int64).tolist()
     tables = Table(memory, tiles, num_tiles), Table(memory, merges, num_merges)

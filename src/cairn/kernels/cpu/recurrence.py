@@ -77,9 +77,7 @@ def sequences_type(state: Any) -> Any:
     return record(Sequences, I32, I32, I32, INT, INT, I32, I32, INT, state, INT, state, INT)
 
 
-def sequence_kernel_types(
-    types: Callable[[Any], tuple[Any, ...]],
-) -> tuple[KernelTypes, KernelTypes]:
+def sequence_kernel_types(types: Callable[[Any], tuple[Any, ...]]) -> tuple[KernelTypes, KernelTypes]:
     """Of a kernel of one token a sequence, whose gates are in the model's dtype, and of one of whole prompts, whose
     gates are float32, in any model. `types`: of the arguments before the `Sequences`, by the type of the gates."""
     decode: KernelTypes = {

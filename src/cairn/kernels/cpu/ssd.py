@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from cairn.kernels.batch import CHUNK, Batch
-from cairn.kernels.cpu.compiled import (
-    F32,
-    FLOAT,
-    INT,
-    StateKey,
-    jit,
-    kernel,
-    record,
-    row_args,
-)
+from cairn.kernels.cpu.compiled import F32, FLOAT, INT, StateKey, jit, kernel, record, row_args
 from cairn.kernels.cpu.recurrence import (
     begin_steps,
     check_states,
@@ -94,25 +85,13 @@ def ssd(
     if host.first_prefill:
         # In dt's own dtype beside prefills, too: one variant is compiled for a model, and a row's bits are those of one
         # variant.
-        operands = (
-            *row_args(x),
-            *row_args(dt),
-            *row_args(b),
-            *row_args(c),
-            y.data_ptr(),
-        )
+        operands = (*row_args(x), *row_args(dt), *row_args(b), *row_args(c), y.data_ptr())
         cost = host.num_decode_tokens * heads * size * dim // 4
         decode = _ssd_decode[StateKey(dt.dtype, states.dtype)]
         decode(host.first_prefill * heads, cost, *operands, *parameters, *sequences)
     if num_prefills:
         wide_dt = dt.float()
-        operands = (
-            *row_args(x),
-            *row_args(wide_dt),
-            *row_args(b),
-            *row_args(c),
-            y.data_ptr(),
-        )
+        operands = (*row_args(x), *row_args(wide_dt), *row_args(b), *row_args(c), y.data_ptr())
         at_once = _heads_at_once(heads // groups, groups * num_prefills)
         num_tokens = host.num_tokens - host.num_decode_tokens
         items, cost = num_prefills * heads // at_once, num_tokens * heads * size * dim // 16

@@ -69,9 +69,7 @@ class Task:
 
 
 def warm_up(
-    dtype: torch.dtype | None = None,
-    operations: Set[str] | None = None,
-    state_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None, operations: Set[str] | None = None, state_dtype: torch.dtype = torch.float32
 ) -> int:
     """See `Kernels.warm_up`: the number of variants. What no earlier process compiled is compiled by several processes,
     as many as there are cores, and kept for the next one. Says in the log how long it took. From now on a step has as

@@ -354,11 +354,7 @@ def _copy_rows(
     word = word_of(row_bytes)
     target, source = target.view(word), source.view(word)
     tile = _rows_tile(row_bytes)
-    grid = (
-        triton.cdiv(len(targets), tile["ROWS"]),
-        target.shape[1],
-        triton.cdiv(target.shape[3], tile["COLUMNS"]),
-    )
+    grid = (triton.cdiv(len(targets), tile["ROWS"]), target.shape[1], triton.cdiv(target.shape[3], tile["COLUMNS"]))
     _rows_kernel[grid](
         *(target, source, targets, targets if target_tokens is None else target_tokens),
         *(sources, sources if source_tokens is None else source_tokens),

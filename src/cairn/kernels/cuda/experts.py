@@ -21,13 +21,7 @@ from cairn.kernels.cuda.device import kernel, power_of_2, takes_tensor_cores
 from cairn.kernels.cuda.expert_form import ExpertForm, activated, biases_of, stack_operands, up_rows
 from cairn.kernels.cuda.expert_gemv import run_few_tokens
 from cairn.kernels.cuda.expert_order import block_of_pairs, sort_pairs
-from cairn.kernels.cuda.fp8 import (
-    add_product,
-    form_of,
-    load_weights,
-    scaled,
-    scales_of,
-)
+from cairn.kernels.cuda.fp8 import add_product, form_of, load_weights, scaled, scales_of
 from cairn.kernels.cuda.metadata import CudaMetadata
 from cairn.kernels.weight_rows import WeightRows
 

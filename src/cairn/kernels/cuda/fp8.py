@@ -8,7 +8,7 @@ row of x is brought to FP8 with a scale of its own; codes become a plain weight,
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,6 @@ from cairn.kernels.fp8 import BLOCK, Fp8Weight
 from cairn.kernels.gpu_codes import warn_dequantized, why_no_codes
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.kernels.weight_rows import StoredRows, WeightRows, join_rows
-
-Form = Literal["none", "native", "bytes"]
-"""How kernels see weights: in x's dtype; in FP8; as bytes, on GPUs without FP8, whose compiler does not know it."""
 
 _FEW_ROWS = 2
 """Up to so many a row is a product of a matrix and a vector, and the second one finds the matrix in the cache."""

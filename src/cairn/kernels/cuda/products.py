@@ -48,9 +48,7 @@ def lays_out(dtype: torch.dtype) -> bool:
 
 
 def warm_up(
-    dtype: torch.dtype | None = None,
-    operations: Set[str] | None = None,
-    state_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None, operations: Set[str] | None = None, state_dtype: torch.dtype = torch.float32
 ) -> int:
     """See `Kernels.warm_up`. Kernels are compiled when they are first launched, and Triton keeps them on disk."""
     # NVIDIA's containers have TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1: 11 bits of each float32 operand.

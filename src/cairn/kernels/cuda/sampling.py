@@ -106,11 +106,7 @@ class CudaSampler:
         self.has_processors = rows.has_processors
 
     def sample(
-        self,
-        logits: Tensor,
-        slots: Sequence[int],
-        samples: Sequence[SamplingMetadata],
-        counts: CudaTokenCounts,
+        self, logits: Tensor, slots: Sequence[int], samples: Sequence[SamplingMetadata], counts: CudaTokenCounts
     ) -> Tensor:
         """See `Sampler.sample`."""
         staging = Staging()

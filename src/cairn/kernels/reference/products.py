@@ -71,9 +71,7 @@ def lays_out(dtype: torch.dtype) -> bool:
 
 
 def warm_up(
-    dtype: torch.dtype | None = None,
-    operations: Set[str] | None = None,
-    state_dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None, operations: Set[str] | None = None, state_dtype: torch.dtype = torch.float32
 ) -> int:
     """See `Kernels.warm_up`. Nothing is compiled."""
     return 0

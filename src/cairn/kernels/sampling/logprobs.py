@@ -18,13 +18,7 @@ class ComputeLogprobs(Protocol):
     """See `Kernels.logprobs`."""
 
     def __call__(
-        self,
-        logits: Tensor,
-        tokens: Tensor,
-        num_top: int,
-        listed: Tensor | None = None,
-        rows: Tensor | None = None,
-        /,
+        self, logits: Tensor, tokens: Tensor, num_top: int, listed: Tensor | None = None, rows: Tensor | None = None, /
     ) -> LogprobTensors: ...
 
 

@@ -76,15 +76,23 @@ _NO_DRAWS = Draws(np.zeros(0), np.zeros(0, np.int64), np.zeros(0), np.zeros(0), 
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
-    """Rows that are drawn in one way. `index`: `rows` as int64 [n]; None where they are contiguous. `has_processors`:
-    whether the sampling parameters have logits processors."""
+class SampledGroup:
+    """Rows that are drawn in one way, together. `index`: `rows` as int64 [n]; None where they are contiguous.
+    `has_processors`: whether the sampling parameters have logits processors."""
 
     sample_from: SampleFrom
     rows: list[int]
+    index: NDArray[np.int64] | None
+    has_processors: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _StagedGroup:
+    """What a step has of a `SampledGroup`."""
+
+    group: SampledGroup
     index: StagedArray | None
     draws: Draws
-    has_processors: bool
 
 
 class SampledRows(Sequence[SamplingParams]):
@@ -92,8 +100,9 @@ class SampledRows(Sequence[SamplingParams]):
     are given the same object.
 
     `columns`: float64 [3, n]: temperature, top_p and min_p. `top_k`: int64 [n], 0 for all tokens. `kinds`: what each is
-    drawn from. `groups`: rows that are drawn in one way, by whether they have logits processors and by kind.
-    `penalized`: rows with penalties.
+    drawn from. `groups`: all rows, by whether they have logits processors and by kind; `row_order`: where each is among
+    those of all groups, one after the other, int64 [n], None where it is its own place. `penalized`: rows with
+    penalties. `has_processors`: whether the parameters of any row have logits processors.
     """
 
     def __init__(self, params: Iterable[SamplingParams], vocab_size: int) -> None:
@@ -106,9 +115,19 @@ class SampledRows(Sequence[SamplingParams]):
         )
         self.kinds = [sample_from(row_params, vocab_size) for row_params in self._params]
         self.penalized = [row for row, row_params in enumerate(self._params) if row_params.has_penalties]
-        self.groups: dict[tuple[bool, SampleFrom], list[int]] = {}
+        alike: dict[tuple[bool, SampleFrom], list[int]] = {}
         for row, (row_params, kind) in enumerate(zip(self._params, self.kinds, strict=True)):
-            self.groups.setdefault((has_processors(row_params), kind), []).append(row)
+            alike.setdefault((has_processors(row_params), kind), []).append(row)
+        step = max(1, _MAX_GROUP_LOGITS // vocab_size)
+        self.groups = [
+            _group_of(kind, of_kind[start : start + step], is_processed)
+            for (is_processed, kind), of_kind in alike.items()
+            for start in range(0, len(of_kind), step)
+        ]
+        self.row_order: NDArray[np.int64] | None = None
+        if len(self.groups) > 1:
+            self.row_order = np.argsort([row for group in self.groups for row in group.rows])
+        self.has_processors = any(is_processed for is_processed, _ in alike)
         self._seeds = [row_params.seed or 0 for row_params in self._params]
         self._takes_largest = not self.columns[0].any()
 
@@ -126,11 +145,6 @@ class SampledRows(Sequence[SamplingParams]):
     def __getitem__(self, row: slice) -> list[SamplingParams]: ...
     def __getitem__(self, row: int | slice) -> SamplingParams | list[SamplingParams]:
         return self._params[row]
-
-    @property
-    def has_processors(self) -> bool:
-        """Whether the parameters of any row have logits processors."""
-        return any(is_processed for is_processed, _ in self.groups)
 
     def uniform(self, positions: Sequence[int]) -> NDArray[np.float64]:
         """The rows' uniform numbers, shape [n]; 0 where all of them take the largest logit."""
@@ -154,21 +168,15 @@ class TorchSampler:
         """Stages what is known when the step is launched; `staging` is to be sent before `sample`."""
         sampled = SampledRows.of(params, vocab_size)
         numbers = sampled.uniform(positions)
-        step = max(1, _MAX_GROUP_LOGITS // vocab_size)
         self._groups = []
-        for (is_processed, tokens), group in sampled.groups.items():
-            for rows in (group[start : start + step] for start in range(0, len(group), step)):
-                draws = _NO_DRAWS
-                if tokens is not SampleFrom.LARGEST:
-                    temperature, top_p, min_p = sampled.columns[:, rows]
-                    draws = Draws(temperature, sampled.top_k[rows], top_p, min_p, numbers[rows], staging)
-                scattered = rows[-1] - rows[0] >= len(rows)
-                index = staging.add(np.array(rows)) if scattered else None
-                self._groups.append(_Group(tokens, rows, index, draws, is_processed))
-        self._row_order: StagedArray | None = None
-        if len(self._groups) > 1:
-            order = np.array([row for group in self._groups for row in group.rows])
-            self._row_order = staging.add(np.argsort(order))
+        for group in sampled.groups:
+            draws, rows = _NO_DRAWS, group.rows
+            if group.sample_from is not SampleFrom.LARGEST:
+                temperature, top_p, min_p = sampled.columns[:, rows]
+                draws = Draws(temperature, sampled.top_k[rows], top_p, min_p, numbers[rows], staging)
+            index = None if group.index is None else staging.add(group.index)
+            self._groups.append(_StagedGroup(group, index, draws))
+        self._row_order = None if sampled.row_order is None else staging.add(sampled.row_order)
         self._penalized = sampled.penalized
         self._vocab_size = vocab_size
         self.has_processors = sampled.has_processors
@@ -182,7 +190,7 @@ class TorchSampler:
         Logits processors are staged in a copy of their own. Raises ValueError for a mask that does not fit.
         """
         staging, processors = Staging(), list[list[LogitsProcessor]]()
-        for group in self._groups:
+        for group in (staged.group for staged in self._groups):
             group_samples = [samples[row] for row in group.rows] if samples else []
             if group.has_processors or any(
                 sample.allowed_mask is not None or sample.banned_tokens for sample in group_samples
@@ -197,17 +205,18 @@ class TorchSampler:
             penalized = staging.add(np.array(self._penalized))
         staging.send(logits.device)
         parts = [
-            self._sample_group(logits, group, group_processors)
-            for group, group_processors in zip(self._groups, processors, strict=True)
+            self._sample_group(logits, staged, group_processors)
+            for staged, group_processors in zip(self._groups, processors, strict=True)
         ]
         tokens = parts[0] if self._row_order is None else torch.cat(parts)[self._row_order.tensor]
         if append is not None:
             append(tokens[penalized.tensor])
         return tokens
 
-    def _sample_group(self, logits: Tensor, group: _Group, processors: list[LogitsProcessor]) -> Tensor:
-        if group.index is not None:
-            group_logits = logits.index_select(0, group.index.tensor)
+    def _sample_group(self, logits: Tensor, staged: _StagedGroup, processors: list[LogitsProcessor]) -> Tensor:
+        group, draws = staged.group, staged.draws
+        if staged.index is not None:
+            group_logits = logits.index_select(0, staged.index.tensor)
         else:
             group_logits = logits[group.rows[0] : group.rows[-1] + 1]
             group_logits = group_logits.clone() if processors else group_logits.contiguous()
@@ -215,14 +224,19 @@ class TorchSampler:
             process(group_logits)
         if group_logits.shape[1] % BLOCK:
             group_logits = pad(group_logits, (0, -group_logits.shape[1] % BLOCK), value=-torch.inf)
-        tokens = _SAMPLE_ROWS[group.sample_from](group_logits, group.draws)
+        tokens = _SAMPLE_ROWS[group.sample_from](group_logits, draws)
         if group.sample_from in _FROM_SOME:
             if logits.device.type != "cpu":
-                tokens = torch.where(tokens < 0, sample_from_all(group_logits, group.draws), tokens)
+                tokens = torch.where(tokens < 0, sample_from_all(group_logits, draws), tokens)
             elif missing := (tokens < 0).nonzero()[:, 0].tolist():
-                tokens[missing] = sample_from_all(group_logits[missing], group.draws.take(missing))
+                tokens[missing] = sample_from_all(group_logits[missing], draws.take(missing))
         # NaN logits may lead past the last token, but for the largest one.
         return tokens if group.sample_from is SampleFrom.LARGEST else tokens.clamp_(max=self._vocab_size - 1)
+
+
+def _group_of(kind: SampleFrom, rows: list[int], is_processed: bool) -> SampledGroup:
+    is_scattered = rows[-1] - rows[0] >= len(rows)
+    return SampledGroup(kind, rows, np.array(rows) if is_scattered else None, is_processed)
 
 
 def has_processors(params: SamplingParams) -> bool:

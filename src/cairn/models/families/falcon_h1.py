@@ -97,10 +97,7 @@ class FalconH1Config(Mamba2Config):
 
 
 FAMILY = Family(
-    model_type="falcon_h1",
-    architecture="FalconH1ForCausalLM",
-    config=FalconH1Config,
-    float32_tensors=MAMBA2_FLOAT32,
+    model_type="falcon_h1", architecture="FalconH1ForCausalLM", config=FalconH1Config, float32_tensors=MAMBA2_FLOAT32
 )
 
 LM_HEAD_MULTIPLIER = 0.25

@@ -12,22 +12,12 @@ from typing import Any, ClassVar
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer, AttentionSizes
-from cairn.models.config_schema import (
-    MAX_LAYERS,
-    Fields,
-    boolean,
-    custom,
-    integer,
-    layer_kinds,
-    only,
-    reach,
-    token_ids,
-)
+from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, custom, integer, layer_kinds, only, reach, token_ids
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NormedMixer, SideBySideMixers
 from cairn.models.families.gemma import FULL, KINDS, WINDOWED, softcap
-from cairn.models.feed_forward import ExpertSizes, FeedForwardSizes, GatedMLPLayer, GeluExpertsLayer
+from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer, NormedRule
 from cairn.models.layer_inputs import LayerInputLayer, LayerInputsSpec
 from cairn.models.nested_config import INNER_EOS, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, CheckpointOptions, Recipe, by_size
@@ -211,8 +201,7 @@ class Gemma4Config(DecoderConfig):
     @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture."""
-        expert = self.feed_forward("moe_intermediate_size")
-        return ExpertSizes(self.num_experts, self.top_k_experts, expert, self.num_experts * self.hidden_size)
+        return self.mixture("moe_intermediate_size", self.num_experts, self.top_k_experts)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""
@@ -241,14 +230,16 @@ class Gemma4Config(DecoderConfig):
         mlp = GatedMLPLayer(self._mlp(index), f"{name}.mlp", activation="gelu")
         before, after = (f"{name}.{place}_feedforward_layernorm" for place in ("pre", "post"))
         if self.enable_moe_block:
-            experts = GeluExpertsLayer(
+            router, experts = f"{name}.router", f"{name}.experts"
+            mixture = ExpertsLayer(
                 sizes=self.experts,
                 hidden=self.hidden_size,
-                norm=f"{before}_2",
-                router=f"{name}.router",
-                experts=f"{name}.experts",
+                router=f"{router}.proj",
+                routing=NormedRule(f"{before}_2.weight", f"{router}.scale", f"{router}.per_expert_scale"),
+                stacks=(f"{experts}.gate_up_proj", f"{experts}.down_proj"),
+                activation="gelu",
             )
-            parts = NormedMixer(before, self.hidden_size, mlp), experts
+            parts = NormedMixer(before, self.hidden_size, mlp), mixture
             yield after, SideBySideMixers(parts, (f"{after}_1", f"{after}_2")), None
         else:
             yield before, mlp, after
@@ -354,7 +345,7 @@ class NestedGemma4UnifiedConfig(Gemma4UnifiedConfig):
 
 
 _OTHERS = parts_beside(
-    *("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder")
+    "vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder"
 )
 
 

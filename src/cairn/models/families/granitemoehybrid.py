@@ -54,9 +54,7 @@ class GraniteConfig(Mamba2Config):
     @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture, without the shared expert."""
-        expert = self.feed_forward("intermediate_size")
-        router = self.num_local_experts * self.hidden_size
-        return ExpertSizes(self.num_local_experts, self.num_experts_per_tok, expert, router)
+        return self.mixture("intermediate_size", self.num_local_experts, self.num_experts_per_tok)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""

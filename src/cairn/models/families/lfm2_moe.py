@@ -43,8 +43,7 @@ class Lfm2MoeConfig(Lfm2Config):
     @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture."""
-        expert = self.feed_forward("moe_intermediate_size")
-        return ExpertSizes(self.num_experts, self.num_experts_per_tok, expert, self.num_experts * self.hidden_size)
+        return self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok)
 
     def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
         """Experts are published as a tensor for each expert and matrix; programs that keep them as stacks write those,
@@ -76,10 +75,7 @@ class Lfm2MoeConfig(Lfm2Config):
 
 
 FAMILY = Family(
-    model_type="lfm2_moe",
-    architecture="Lfm2MoeForCausalLM",
-    config=Lfm2MoeConfig,
-    float32_tensors=("expert_bias",),
+    model_type="lfm2_moe", architecture="Lfm2MoeForCausalLM", config=Lfm2MoeConfig, float32_tensors=("expert_bias",)
 )
 
 RECIPE = Recipe(

@@ -105,8 +105,7 @@ class Llama4Config(DecoderConfig):
     @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture, without the shared one."""
-        router = self.num_local_experts * self.hidden_size
-        return ExpertSizes(self.num_local_experts, 1, self.feed_forward("intermediate_size"), router)
+        return self.mixture("intermediate_size", self.num_local_experts, 1)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`."""

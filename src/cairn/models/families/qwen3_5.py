@@ -161,8 +161,7 @@ class Qwen35Config(DecoderConfig):
     @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture, without the shared expert."""
-        expert = self.feed_forward("moe_intermediate_size")
-        return ExpertSizes(self.num_experts, self.num_experts_per_tok, expert, self.num_experts * self.hidden_size)
+        return self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok)
 
     @property
     def shared(self) -> FeedForwardSizes:

@@ -40,8 +40,7 @@ class Qwen3MoeConfig(Qwen3Config):
     @property
     def experts(self) -> ExpertSizes:
         """Of one layer's mixture."""
-        expert = self.feed_forward("moe_intermediate_size")
-        return ExpertSizes(self.num_experts, self.num_experts_per_tok, expert, self.num_experts * self.hidden_size)
+        return self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok)
 
     def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
         """Experts are published as a tensor for each expert and matrix; programs that keep them as stacks write those,

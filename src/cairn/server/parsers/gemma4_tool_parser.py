@@ -10,10 +10,8 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from cairn.server.parsers.output_parser import (
-    MAX_NEWLINES,
     State,
     ToolParser,
-    ToolSchemas,
     count_partial_tag,
     describe_call,
 )
@@ -62,10 +60,7 @@ class Gemma4ToolParser(ToolParser):
     opening_tags = ("<|tool_call>",)
     closing_tag = "<tool_call|>"
 
-    def __init__(self, tools: ToolSchemas) -> None:
-        super().__init__(tools)
-        self._num_arguments = 0
-        self._expect_value()
+    _num_scanned, _quote, _depth = 0, "", 0  # of the value that is to be complete
 
     @classmethod
     def describe_calls(cls, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -79,17 +74,7 @@ class Gemma4ToolParser(ToolParser):
         return self._parse_head
 
     def _parse_head(self, final: bool) -> bool:
-        head = _HEAD.match(self._text)
-        if head is None:
-            is_open = not self._must_decide(final) and _HEAD_START.fullmatch(self._text) is not None
-            return not is_open and self._reject_call()
-        if not self._may_call(head[1]):
-            return self._reject_call()
-        self._begin_call(head[1], head.end())
-        self._write_arguments("{")
-        self._num_arguments = 0
-        self._state = self._parse_key
-        return True
+        return self._parse_call_head(final, _HEAD, _HEAD_START, self._parse_key)
 
     def _parse_key(self, final: bool) -> bool:
         """The name of a parameter, or the call's end."""
@@ -106,8 +91,7 @@ class Gemma4ToolParser(ToolParser):
         except ValueError:
             return self._break_call()
         self._take(key.end())
-        self._write_arguments((", " if self._num_arguments else "") + dump_json(name) + ": ")
-        self._num_arguments += 1
+        self._write_argument_name(name)
         self._expect_value()
         self._state = self._parse_value
         return True
@@ -158,21 +142,6 @@ class Gemma4ToolParser(ToolParser):
     def _close_call(self) -> bool:
         self._write_arguments("}")
         self._end_call(self._parse_tail)
-        return True
-
-    def _parse_tail(self, final: bool) -> bool:
-        """The tag that closes the call."""
-        bare = self._text.lstrip()
-        spaces = len(self._text) - len(bare)
-        if spaces <= MAX_NEWLINES:
-            if bare.startswith(self.closing_tag):
-                self._take(spaces + len(self.closing_tag))
-            elif self.closing_tag.startswith(bare):
-                if not final:
-                    return False
-                # A truncated closing tag is no content.
-                self._take(len(self._text))
-        self._state, self._skip_newlines = self._parse_content, True
         return True
 
 

@@ -8,7 +8,7 @@
 import json
 import re
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from cairn.server.parsers.json_mender import JsonMender
 from cairn.server.parsers.output_parser import MAX_NEWLINES, State, ToolParser, ToolSchemas, describe_call
@@ -34,7 +34,7 @@ class JsonToolParser(ToolParser):
     other order is read when it is complete. `closing_tag` may be missing after a whole object."""
 
     opening_tags = ("<tool_call>",)
-    closing_tag: ClassVar[str] = "</tool_call>"
+    closing_tag = "</tool_call>"
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__(tools)
@@ -173,15 +173,7 @@ class JsonToolParser(ToolParser):
                 self._in_list = False
                 self._take(spaces + 1)
                 return True
-            if self.closing_tag and bare.startswith(self.closing_tag):
-                self._take(spaces + len(self.closing_tag))
-            elif self.closing_tag.startswith(bare):
-                if not final:
-                    return False
-                # A truncated closing tag is no content.
-                self._take(len(self._text))
-        self._state, self._skip_newlines = self._parse_content, True
-        return True
+        return super()._parse_tail(final)
 
     def _parse_extra(self, final: bool) -> bool:
         """What stands in the call after its arguments, an id for example, which says nothing to the client."""

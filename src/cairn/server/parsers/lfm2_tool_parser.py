@@ -9,7 +9,6 @@ from types import MappingProxyType
 from typing import Any
 
 from cairn.server.parsers.json_tool_parser import JsonToolParser
-from cairn.server.parsers.output_parser import ToolSchemas
 from cairn.server.parsers.values import dump_json, parse_literal
 
 MAX_VALUE = 1 << 20
@@ -36,10 +35,7 @@ class Lfm2ToolParser(JsonToolParser):
     opening_tags = ("<|tool_call_start|>",)
     closing_tag = "<|tool_call_end|>"
 
-    def __init__(self, tools: ToolSchemas) -> None:
-        super().__init__(tools)
-        self._num_arguments = 0
-        self._expect_value()
+    _num_scanned, _quote, _depth = 0, "", 0  # of the value that is to be complete
 
     @classmethod
     def describe_calls(cls, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -63,17 +59,8 @@ class Lfm2ToolParser(JsonToolParser):
         return heads + super().list_heads(names)
 
     def _parse_other_call(self, final: bool) -> bool:
-        head = _HEAD.match(self._text)
-        if head is None:
-            is_open = not self._must_decide(final) and _HEAD_START.fullmatch(self._text) is not None
-            return not is_open and self._reject_call()
-        if not self._may_call(head[1]):
-            return self._reject_call()
-        self._begin_call(head[1], head.end())
-        self._write_arguments("{")
-        self._num_arguments, self._closes_object = 0, False
-        self._state = self._parse_keyword
-        return True
+        self._closes_object = False
+        return self._parse_call_head(final, _HEAD, _HEAD_START, self._parse_keyword)
 
     def _parse_keyword(self, final: bool) -> bool:
         """The name of a parameter, or the call's end."""
@@ -87,8 +74,7 @@ class Lfm2ToolParser(JsonToolParser):
         if keyword is None:
             return _KEYWORD_START.fullmatch(self._text) is None and self._break_call()
         self._take(keyword.end())
-        self._write_arguments((", " if self._num_arguments else "") + dump_json(keyword[1]) + ": ")
-        self._num_arguments += 1
+        self._write_argument_name(keyword[1])
         self._expect_value()
         self._state = self._parse_value
         return True

@@ -1,9 +1,12 @@
 """Incremental parsing of a model's output: text in pieces of any size in; content, reasoning and tool calls out."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
+
+from cairn.server.parsers.values import dump_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +186,8 @@ class OutputParser:
 
 
 class ToolParser(OutputParser, ABC):
-    """Looks for tool calls, which begin with one of `opening_tags`. `tools`: those that may be called.
+    """Looks for tool calls, which begin with one of `opening_tags`, and end with `closing_tag` where there is one.
+    `tools`: those that may be called.
 
     What begins a call, its head, is pending until it is certain: nothing of a call is told before. What is quoted by
     backticks within a line is no call. One that can not become complete after its head is broken: the answer ended by
@@ -191,11 +195,12 @@ class ToolParser(OutputParser, ABC):
     """
 
     opening_tags: Sequence[str]
+    closing_tag: ClassVar[str] = ""
 
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__()
         self._tools = tools
-        self._num_calls = 0
+        self._num_calls = self._num_arguments = 0  # the latter: of the call that has begun
         self._before = ""  # the last characters before what is pending
         self._opening = ""  # markup of a call that is not certain yet
         self._call_text: list[str] | None = None  # of the call that has begun and not ended
@@ -275,8 +280,25 @@ class ToolParser(OutputParser, ABC):
         """`num_head`: characters of the pending text that belong to the head, too."""
         self._call_text, self._opening = [self._opening], ""
         self._take(num_head)
+        self._num_arguments = 0
         self.call_head = "".join(self._call_text)
         self._events.append(ToolCallStart(self._num_calls, name))
+
+    def _parse_call_head(
+        self, final: bool, head: re.Pattern[str], beginning: re.Pattern[str], next_state: State
+    ) -> bool:
+        """A call whose head is `head`, of which group 1 is the tool's name. `beginning`: what it may still become one
+        from. `next_state`: writes the arguments after their bracket."""
+        match = head.match(self._text)
+        if match is None:
+            is_open = not self._must_decide(final) and beginning.fullmatch(self._text) is not None
+            return not is_open and self._reject_call()
+        if not self._may_call(match[1]):
+            return self._reject_call()
+        self._begin_call(match[1], match.end())
+        self._write_arguments("{")
+        self._state = next_state
+        return True
 
     def _end_call(self, next_state: State) -> None:
         self._events.append(ToolCallEnd(self._num_calls))
@@ -294,6 +316,26 @@ class ToolParser(OutputParser, ABC):
         self._num_calls += 1
         self._skip_newlines = next_state == self._parse_content
         self._state = next_state
+
+    def _parse_tail(self, final: bool) -> bool:
+        """The tag that closes the call, which may be missing."""
+        bare = self._text.lstrip()
+        spaces = len(self._text) - len(bare)
+        if spaces <= MAX_NEWLINES:
+            if self.closing_tag and bare.startswith(self.closing_tag):
+                self._take(spaces + len(self.closing_tag))
+            elif self.closing_tag.startswith(bare):
+                if not final:
+                    return False
+                # A truncated closing tag is no content.
+                self._take(len(self._text))
+        self._state, self._skip_newlines = self._parse_content, True
+        return True
+
+    def _write_argument_name(self, name: str) -> None:
+        """After the bracket that opens the object; the argument's value is to follow."""
+        self._write_arguments((", " if self._num_arguments else "") + dump_json(name) + ": ")
+        self._num_arguments += 1
 
     def _write_arguments(self, text: str) -> None:
         if text:

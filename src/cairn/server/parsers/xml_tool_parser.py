@@ -50,7 +50,6 @@ class XmlToolParser(ToolParser):
     def __init__(self, tools: ToolSchemas) -> None:
         super().__init__(tools)
         self._name = ""
-        self._is_first = True
         self._in_junk = False
         self._types: frozenset[str] = frozenset()
         self._num_searched = 0
@@ -104,7 +103,7 @@ class XmlToolParser(ToolParser):
         if not name:
             return name is not None and self._reject_call()
         self._opening += self._take(len(name) + 1)
-        self._name, self._is_first = name, True
+        self._name = name
         self._state = self._parse_head_end
         return True
 
@@ -162,8 +161,7 @@ class XmlToolParser(ToolParser):
             self._state = self._parse_function
             return True
         self._take(len(name) + 1)
-        self._write_arguments(("" if self._is_first else ", ") + json.dumps(name, ensure_ascii=False) + ": ")
-        self._is_first = False
+        self._write_argument_name(name)
         self._types = get_json_types(name, self._tools.get(self._name, {}))
         self._state = self._parse_value_start
         return True
