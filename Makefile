@@ -66,12 +66,19 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 RUN := $(ONE_THREAD) $(OFFLINE) $(KEEP_COMPILED) $(ON_CPU) $(BIN)/python
 # Once a machine: else tests compile them side by side, and wait for each other.
 COMPILE := $(RUN) -m cairn.kernels.cpu.compile_worker
+# The same of what pytest makes of tests' sources, a third of a minute in each of its processes.
+COMPILE_TESTS := $(RUN) -m pytest -n 0 --collect-only
 
-.PHONY: test test-more test-avx2 test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm bench-llama clean
+.PHONY: test compiled test-more test-avx2 test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm bench-llama clean
 
-test: lint $(NIXL)
-	@$(COMPILE)
+# One core is busy with types meanwhile.
+test: $(NIXL)
+	@$(MAKE) --no-print-directory -j 2 lint compiled
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+
+compiled: $(NIXL)
+	@$(COMPILE)
+	@$(COMPILE_TESTS) >/dev/null || true
 
 test-ui: $(UI)
 	@$(RUN) -m pytest -m ui -n 0 tests/ui $(TEST_ARGS)
@@ -80,14 +87,17 @@ test-more: $(NIXL)
 	@$(COMPILE)
 	@$(RUN) -m pytest -m "more and not long" -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
+# Those of models in which what is served computes; others are of files, configs and the reference's numbers.
+SERVED_TESTS := $(wildcard tests/models/test_*_logits.py) \
+  $(patsubst %,tests/models/test_%.py,fp8 gemma4 gguf gguf_codes gpt_oss packed_checkpoints served_int4 served_int8 state_dtypes)
 # Of AVX512 without BF16 and VNNI as well, of AVX-VNNI, and of AVX512 without AMX, which have other products than either.
 PRODUCT_TESTS := $(patsubst %,tests/kernels/test_%.py,panels int8 int4 codes float32_weights against_reference)
 
 test-avx2: $(NIXL)
 	@if grep -qwE 'avx512f|avx_vnni' /proc/cpuinfo; then \
 	  CAIRN_MAX_CPU_ISA=avx2 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) \
-	    tests/kernels tests/runner tests/models tests/engine/test_exactness.py tests/engine/test_exactness_families.py \
-	    tests/engine/test_exactness_drafts.py && \
+	    tests/kernels tests/runner $(SERVED_TESTS) tests/engine/test_exactness.py \
+	    tests/engine/test_exactness_families.py tests/engine/test_exactness_drafts.py && \
 	  if grep -qw avx512f /proc/cpuinfo; then for isa in avx512 $$(grep -m 1 -ow avx_vnni /proc/cpuinfo) \
 	    $$(grep -m 1 -ow amx_bf16 /proc/cpuinfo | sed s/amx/avx512/); do \
 	    CAIRN_MAX_CPU_ISA=$$isa $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) $(PRODUCT_TESTS) || exit 1; \
