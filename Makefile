@@ -69,7 +69,7 @@ COMPILE := $(RUN) -m cairn.kernels.cpu.compile_worker
 # The same of what pytest makes of tests' sources, a third of a minute in each of its processes.
 COMPILE_TESTS := $(RUN) -m pytest -n 0 --collect-only
 
-.PHONY: test compiled test-more test-avx2 test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm bench-llama clean
+.PHONY: test compiled test-more test-avx2 test-clients clients-openai clients-litellm clients-programs test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm bench-llama clean
 
 # One core is busy with types meanwhile.
 test: $(NIXL)
@@ -105,12 +105,19 @@ test-avx2: $(NIXL)
 	else echo "SKIPPED make test-avx2: this processor has neither AVX512 nor AVX-VNNI, so make test has shown what it shows"; fi
 
 # Each client's own requirements hold: the openai package is there in its newest version, and in litellm's.
-test-clients: $(MODEL)/config.json $(CLIENTS)/openai/.installed $(CLIENTS)/litellm/.installed $(CLIENTS)/agents/.installed \
-  $(NODE_PROGRAMS:%=$(CLIENTS)/node/%/.installed)
+# Two at a time, each with servers of its own: they wait for programs and sockets more than they compute.
+test-clients:
+	@$(MAKE) --no-print-directory --output-sync -j 2 clients-programs clients-openai clients-litellm
+
+clients-openai: $(MODEL)/config.json $(CLIENTS)/openai/.installed
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/openai/bin/python -m pytest $(TEST_ARGS) \
 	  test_openai.py test_openai_responses.py test_anthropic.py test_langchain.py
+
+clients-litellm: $(MODEL)/config.json $(CLIENTS)/litellm/.installed
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/litellm/bin/python -m pytest $(TEST_ARGS) \
 	  test_openai.py test_openai_responses.py test_litellm.py test_instructor.py
+
+clients-programs: $(MODEL)/config.json $(CLIENTS)/agents/.installed $(NODE_PROGRAMS:%=$(CLIENTS)/node/%/.installed)
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/agents/bin/python -m pytest -rs $(TEST_ARGS) \
 	  test_openai_agents.py test_ai_sdk.py test_opencode.py test_codex.py test_claude_code.py
 
