@@ -796,9 +796,23 @@ FRAGMENTS = st.sampled_from(
 WORDS = st.integers(0, 999).map(lambda number: f"W{number}W")
 
 
-@given(st.sampled_from(sorted(MAKE)), st.lists(FRAGMENTS | WORDS, max_size=24), st.data())
-@settings(max_examples=1500, deadline=None, derandomize=True)
+ANY_TEXT = given(st.sampled_from(sorted(MAKE)), st.lists(FRAGMENTS | WORDS, max_size=24), st.data())
+
+
+@ANY_TEXT
+@settings(max_examples=250, deadline=None, derandomize=True)
 def test_no_text_raises_or_is_lost(kind, parts, data):
+    check_text(kind, parts, data)
+
+
+@pytest.mark.more
+@ANY_TEXT
+@settings(max_examples=1500, deadline=None, derandomize=True)
+def test_none_of_more_texts_raises_or_is_lost(kind, parts, data):
+    check_text(kind, parts, data)
+
+
+def check_text(kind, parts, data):
     text = "".join(parts)
     whole = parsed(kind, [text])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
