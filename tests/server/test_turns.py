@@ -283,14 +283,10 @@ def converse(agent, client):
     ("name", "api"),
     by_run(
         [
-            (NAMES[0], Chats),
-            (NAMES[0], StoredResponses),
             (NAMES[0], EncryptedResponses),
-            (NAMES[0], MessagesOfHiddenThoughts),
             (NAMES[1], Chats),
             (NAMES[2], APIS[1]),
-            (NAMES[3], Chats),
-            (NAMES[4], Chats),
+            (NAMES[3], StoredResponses),
             (NAMES[5], Messages),
         ],
         # a template that leaves reasoning out, one that keeps a hull of it, and one that knows none
