@@ -66,12 +66,19 @@ ON_CPU := CUDA_VISIBLE_DEVICES=
 RUN := $(ONE_THREAD) $(OFFLINE) $(KEEP_COMPILED) $(ON_CPU) $(BIN)/python
 # Once a machine: else tests compile them side by side, and wait for each other.
 COMPILE := $(RUN) -m cairn.kernels.cpu.compile_worker
+# The same of what pytest makes of tests' sources, a third of a minute in each of its processes.
+COMPILE_TESTS := $(RUN) -m pytest -n 0 --collect-only
 
-.PHONY: test test-more test-avx2 test-clients test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm bench-llama clean
+.PHONY: test compiled test-more test-avx2 test-clients clients-openai clients-litellm clients-programs test-ray test-vllm test-kernels test-gpu test-gpu-engine check-docker gpu-wheels test-ui test-long soak soak-server lint demo demo-pd demo-ray serve train-demo-model benchmarks bench-vllm bench-llama clean
 
-test: lint $(NIXL)
-	@$(COMPILE)
+# One core is busy with types meanwhile.
+test: $(NIXL)
+	@$(MAKE) --no-print-directory -j 2 lint compiled
 	@$(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
+
+compiled: $(NIXL)
+	@$(COMPILE)
+	@$(COMPILE_TESTS) >/dev/null || true
 
 test-ui: $(UI)
 	@$(RUN) -m pytest -m ui -n 0 tests/ui $(TEST_ARGS)
@@ -80,14 +87,17 @@ test-more: $(NIXL)
 	@$(COMPILE)
 	@$(RUN) -m pytest -m "more and not long" -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS)
 
+# Those of models in which what is served computes; others are of files, configs and the reference's numbers.
+SERVED_TESTS := $(wildcard tests/models/test_*_logits.py) \
+  $(patsubst %,tests/models/test_%.py,fp8 gemma4 gguf gguf_codes gpt_oss packed_checkpoints served_int4 served_int8 state_dtypes)
 # Of AVX512 without BF16 and VNNI as well, of AVX-VNNI, and of AVX512 without AMX, which have other products than either.
 PRODUCT_TESTS := $(patsubst %,tests/kernels/test_%.py,panels int8 int4 codes float32_weights against_reference)
 
 test-avx2: $(NIXL)
 	@if grep -qwE 'avx512f|avx_vnni' /proc/cpuinfo; then \
 	  CAIRN_MAX_CPU_ISA=avx2 $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) \
-	    tests/kernels tests/runner tests/models tests/engine/test_exactness.py tests/engine/test_exactness_families.py \
-	    tests/engine/test_exactness_drafts.py && \
+	    tests/kernels tests/runner $(SERVED_TESTS) tests/engine/test_exactness.py \
+	    tests/engine/test_exactness_families.py tests/engine/test_exactness_drafts.py && \
 	  if grep -qw avx512f /proc/cpuinfo; then for isa in avx512 $$(grep -m 1 -ow avx_vnni /proc/cpuinfo) \
 	    $$(grep -m 1 -ow amx_bf16 /proc/cpuinfo | sed s/amx/avx512/); do \
 	    CAIRN_MAX_CPU_ISA=$$isa $(RUN) -m pytest -n $(TEST_WORKERS) --dist worksteal $(TEST_ARGS) $(PRODUCT_TESTS) || exit 1; \
@@ -95,12 +105,19 @@ test-avx2: $(NIXL)
 	else echo "SKIPPED make test-avx2: this processor has neither AVX512 nor AVX-VNNI, so make test has shown what it shows"; fi
 
 # Each client's own requirements hold: the openai package is there in its newest version, and in litellm's.
-test-clients: $(MODEL)/config.json $(CLIENTS)/openai/.installed $(CLIENTS)/litellm/.installed $(CLIENTS)/agents/.installed \
-  $(NODE_PROGRAMS:%=$(CLIENTS)/node/%/.installed)
+# Two at a time, each with servers of its own: they wait for programs and sockets more than they compute.
+test-clients:
+	@$(MAKE) --no-print-directory --output-sync -j 2 clients-programs clients-openai clients-litellm
+
+clients-openai: $(MODEL)/config.json $(CLIENTS)/openai/.installed
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/openai/bin/python -m pytest $(TEST_ARGS) \
 	  test_openai.py test_openai_responses.py test_anthropic.py test_langchain.py
+
+clients-litellm: $(MODEL)/config.json $(CLIENTS)/litellm/.installed
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/litellm/bin/python -m pytest $(TEST_ARGS) \
 	  test_openai.py test_openai_responses.py test_litellm.py test_instructor.py
+
+clients-programs: $(MODEL)/config.json $(CLIENTS)/agents/.installed $(NODE_PROGRAMS:%=$(CLIENTS)/node/%/.installed)
 	@$(RUN_CLIENTS) $(CURDIR)/$(CLIENTS)/agents/bin/python -m pytest -rs $(TEST_ARGS) \
 	  test_openai_agents.py test_ai_sdk.py test_opencode.py test_codex.py test_claude_code.py
 

@@ -30,6 +30,16 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("repeatable")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is rare twice, by its model and by its sizes for one, is the long run's: `make test-more` has each of the
+    two beside what `make test` has of the other."""
+    for item in items:
+        marks = item.callspec.marks if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+        if sum(mark.name == "more" for mark in marks) > 1:
+            item.add_marker("long")
+
+
 def pytest_collection_finish() -> None:
     """Thousands of tests and modules, which stay to the end: the garbage collector need not look at them each time."""
     gc.collect()

@@ -5,11 +5,11 @@ from itertools import product
 
 import pytest
 
-__all__ = ["first", "first_of", "long", "more"]
+__all__ = ["by_run", "first", "first_of", "long", "more"]
 
 
 def more(*values):
-    """A case that only `make test-more` runs."""
+    """A case that only `make test-more` runs; where two parameters of a test say so, only `make test-long` does."""
     return pytest.param(*values, marks=pytest.mark.more)
 
 
@@ -31,3 +31,11 @@ def first_of(cases: Iterable[tuple], *factors: Iterable) -> list:
     cases, whole = list(cases), list(product(*factors))
     assert set(cases) <= set(whole), "a case that is in no product"
     return [*cases, *(more(*case) for case in whole if case not in cases)]
+
+
+def by_run(regular: Iterable[tuple], rare: Iterable[tuple], whole: Iterable[tuple]) -> list:
+    """The whole: the regular cases first, then the rare ones for `make test-more`, and all others for `make test-long`
+    alone."""
+    regular, rare, whole = list(regular), set(rare), list(whole)
+    assert {*regular} | rare <= {*whole}, "a case that is not in the whole"
+    return [*regular, *((more if case in rare else long)(*case) for case in whole if case not in regular)]

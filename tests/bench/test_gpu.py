@@ -12,7 +12,7 @@ from benchmarks.gpu_model import SHAPES, open_random, write_folder
 from demo.server import Child
 
 from cairn.errors import ConfigError
-from tiers import more
+from tiers import long, more
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +117,7 @@ def test_servers_that_would_not_be_done_in_time_are_not_started(tmp_path, monkey
     assert "server uncached" in rows.found["model"]
 
 
-@pytest.mark.parametrize("part", [more("server"), more("pd")])
+@pytest.mark.parametrize("part", [more("server"), long("pd")])
 def test_the_parts_with_servers(run, part):
     code, rows = run("--models", "tiny-nemotron", "--parts", part)
     assert code == 0 and rows["tiny-nemotron"].keys() == {f"{part} cached", f"{part} uncached"}

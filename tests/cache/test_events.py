@@ -159,7 +159,7 @@ class EventsMachine(CacheMachine):
 
 
 TestEventsMachine = EventsMachine.TestCase
-TestEventsMachine.settings = settings(max_examples=30, stateful_step_count=50, **COMMON)
+TestEventsMachine.settings = settings(max_examples=15, stateful_step_count=50, **COMMON)
 
 
 @pytest.mark.more

@@ -235,7 +235,7 @@ class CacheMachine(RuleBasedStateMachine):
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
 
 TestCacheMachine = CacheMachine.TestCase
-TestCacheMachine.settings = settings(max_examples=50, stateful_step_count=50, **COMMON)
+TestCacheMachine.settings = settings(max_examples=25, stateful_step_count=50, **COMMON)
 
 
 @pytest.mark.more

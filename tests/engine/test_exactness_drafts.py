@@ -26,7 +26,7 @@ PATTERNS = {
 }
 
 
-@pytest.fixture(scope="module", params=[*first(3, DRAFTS.regular_families), *map(long, DRAFTS.long_families)])
+@pytest.fixture(scope="module", params=[*first(2, DRAFTS.regular_families), *map(long, DRAFTS.long_families)])
 def loaded(request, made_model) -> Loaded:
     return load(request.param, made_model)
 

@@ -15,14 +15,12 @@ from engine.test_ranks_exactness import LoadedRanks
 from models.covered import EXACTNESS, RANKS
 from tiers import first, long, more
 
-NAMES = [
-    "falcon_h1",
-    "nemotron_h@device",
-    "granitemoehybrid",
-    *EXACTNESS.families[2:],
-    # what a device counts is no matter of the family; the last ones have nothing that others have not
-    *(f"{name}@device" for name in (*EXACTNESS.families[:9], "qwen3_5_moe")),
-]
+NAMES = ["falcon_h1", "qwen3_5@device", "nemotron_h@device", "granitemoehybrid", *EXACTNESS.families[2:]]
+DEVICES = tuple(f"{name}@device" for name in (*EXACTNESS.families[:9], "qwen3_5_moe"))
+"""The last families have no layers that these have not."""
+
+on_all_devices = pytest.mark.parametrize("loaded", first(2, (*NAMES, *DEVICES)), indirect=True, scope="module")
+"""What a device counts is no matter of a prompt: steps of every kind are enough."""
 
 
 @pytest.fixture(scope="module", params=first(2, NAMES))
@@ -49,6 +47,7 @@ def test_a_prompt_that_is_wholly_cached(loaded):
     assert engine.runner.forward_passes == passes + 3
 
 
+@on_all_devices
 def test_requests_side_by_side_in_chunks(loaded):
     engine = Engine(loaded, budget=100, ahead=2, block_size=48)
     prompts = [TEXT[:70], OTHER[:200], TEXT[:130] + OTHER[:33], TEXT[100:101], OTHER[:200]]
@@ -61,6 +60,7 @@ def test_requests_side_by_side_in_chunks(loaded):
         assert_same(engine.logits[number][:6], loaded.alone(prompt, 6))
 
 
+@on_all_devices
 def test_a_preempted_request(loaded):
     engine = Engine(loaded)
     number = engine.submit(TEXT[:150], 12)
@@ -72,6 +72,7 @@ def test_a_preempted_request(loaded):
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("loaded", ["falcon_h1", "lfm2", "qwen3", "gpt_oss", "gemma4"], indirect=True, scope="module")
 def test_a_chat_that_grows_to_the_end_of_the_pool(loaded):
     """Each turn leaves a copy of the page that it ends in, and all of them are on the path of the last one."""
     engine = Engine(loaded, num_pages=4)

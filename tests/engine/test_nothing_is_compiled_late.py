@@ -1,6 +1,6 @@
 """Once a server has started, no request waits for the CPU's compiler."""
 
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -10,25 +10,29 @@ from cairn.engine.contract import SpeculativeConfig
 from cairn.kernels.cpu.compiled import Kernel
 from cairn.kernels.cpu.warm_up import KERNELS
 from doubles.engine_requests import generate_request
-from engine.test_recorded_decodes import FORMS, config_of
+from engine.test_recorded_decodes import FORMS, SOME_FORMS, config_of
 from models.covered import RECORDED
-from tiers import more
+from tiers import by_run, long, more
 
 FIRST = [("qwen3_5+mtp", "bfloat16"), ("nemotron_h", "float32"), ("qwen3_5_moe", "int8")]
 DTYPES = [("float32", "float32"), ("float16", "float32"), ("int8", "float32"), ("auto", "float16")]
 """Of checkpoints and states."""
 
+CASES = [case + dtypes for case, dtypes in product(FIRST, DTYPES)]
+IN_TURN = [case + dtypes for case, dtypes in zip(cycle(FIRST), DTYPES, strict=False)]
+
 WITH_HEADS = ("qwen3_5+mtp", "nemotron_h+mtp", "qwen3_5_moe+mtp")
+RARE = {case for case in SOME_FORMS | {*product(WITH_HEADS, FORMS[:3])} if case not in FIRST}
 
 
 @pytest.mark.parametrize(
     ("family", "form", "checkpoint_dtype", "state_dtype"),
     # what states are in is of no matter to other kernels: each of these once
     [
-        *(case + dtypes for case, dtypes in product(FIRST, DTYPES)),
+        *by_run(IN_TURN, CASES, CASES),
         *(more(*case, "auto", "bfloat16") for case in FIRST),
         *(
-            more(*case, "float16", "float32")
+            (more if case in RARE else long)(*case, "float16", "float32")
             for case in product((*RECORDED.families, *WITH_HEADS), FORMS)
             if case not in FIRST
         ),

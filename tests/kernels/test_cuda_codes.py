@@ -3,6 +3,8 @@ against the reference; and the engine on checkpoints in codes."""
 
 import logging
 import sys
+from collections.abc import Iterable
+from itertools import cycle, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -29,7 +31,14 @@ pytestmark = [
 ]
 
 DTYPES = pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
-EVERY_FORM = pytest.mark.parametrize("form", FORMS)
+
+
+def in_dtypes(name: str, cases: Iterable[Any], first: torch.dtype) -> Any:
+    """Each case in both dtypes; where kernels are interpreted in one of them in turn."""
+    cases = list(cases)
+    both = [*product(cases, (F32, BF16))]
+    in_turn = [*zip(cases, cycle((first, BF16 if first is F32 else F32)), strict=False)]
+    return pytest.mark.parametrize((name, "dtype"), in_turn if INTERPRETED else both, ids=str)
 
 
 def on_device(x: Tensor) -> Tensor:
@@ -47,8 +56,7 @@ def numbers_of(weight: QuantizedWeight, dtype: torch.dtype, rows: slice) -> Tens
 # -- weights, bit for bit ----------------------------------------------------------------------------------------------
 
 
-@DTYPES
-@EVERY_FORM
+@in_dtypes("form", FORMS, F32)
 def test_weights_have_the_bits_of_dequantized_ones(form: str, dtype: torch.dtype) -> None:
     """Outputs and inputs that no tile ends with; by kernels of many rows and of few."""
     weight = drawn_weight(41, 192, dtype=dtype, **FORMS[form])
@@ -92,8 +100,7 @@ def test_codes_of_fp8_may_be_nan() -> None:
 # -- products ----------------------------------------------------------------------------------------------------------
 
 
-@DTYPES
-@EVERY_FORM
+@in_dtypes("form", FORMS, BF16)
 def test_products(form: str, dtype: torch.dtype) -> None:
     """Two forms of kernels, rows at their border, with a bias and without."""
     for rows, outputs, inputs in ((1, 33, 320), (2, 5, 64), (3, 50, 320), (17, 64, 64)):
@@ -106,8 +113,7 @@ def test_products_of_many_rows() -> None:
     check_against_reference(CUDA, code_linear_call("NVFP4", 150, (150, 192), BF16, bias=True), BF16)
 
 
-@DTYPES
-@EVERY_FORM
+@in_dtypes("form", FORMS, F32)
 def test_with_a_prompt_codes_become_a_plain_weight(
     form: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,9 +126,8 @@ def test_with_a_prompt_codes_become_a_plain_weight(
     check_against_reference(CUDA, code_linear_call(form, 5, (33, 320), dtype, bias=True), dtype)
 
 
-@DTYPES
+@in_dtypes("form", ["zeros", "K-quant, five bits", "eight bits", "NVFP4", "MXFP4"], BF16)
 @pytest.mark.parametrize("gated", [True, False])
-@pytest.mark.parametrize("form", ["zeros", "K-quant, five bits", "eight bits", "NVFP4", "MXFP4"])
 def test_experts(form: str, gated: bool, dtype: torch.dtype) -> None:
     for rows, sizes, top_k in ((1, (64, 192), 3), (12, (192, 64), 2)):
         check_against_reference(CUDA, code_experts_call(form, rows, sizes, dtype, gated=gated, top_k=top_k), dtype)

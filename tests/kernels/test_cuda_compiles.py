@@ -22,6 +22,7 @@ from cairn.kernels.cuda.device import Limits  # noqa: E402
 from cairn.kernels.cuda_support import MIN_CAPABILITY  # noqa: E402
 from kernels.cuda_configurations import CONFIGURATIONS, configurations, module_of  # noqa: E402
 from kernels.wgmma_descriptors import disassembled, num_products, wrong_descriptors  # noqa: E402
+from tiers import long  # noqa: E402
 
 GPUS: Mapping[int, Limits] = {
     80: Limits(108, 166_912, has_fp8=False),
@@ -40,6 +41,15 @@ WITHOUT_PRODUCTS = ("_combine_kernel", "_expand_kernel", "_sum_kernel")
 
 EVERYTHING = 90
 """The capability for which all is compiled; for the other ones pages are of 64 tokens only."""
+
+COUNTS = ("EXPERTS", "GROUP", "H", "KV_HEADS", "PER_GROUP", "SCALE")
+"""Constants that are one number or another in the same code."""
+
+SWITCHES = ("CHUNK", "SOFTCAP", "WINDOW")
+"""Those that are there or 0."""
+
+ENDS = ("BLOCKED", "CLAMPED", "GATED", "GELU")
+"""What is done behind a product: the same for every generation."""
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -86,6 +96,24 @@ class Variant:
             and constants.get("DIM") in (256, 512)
             and ("q", "*bf16") in self.signature
         )
+
+    def outline(self, capability: int) -> tuple[object, ...]:
+        """What its code depends on: variants of one outline are in tiles of one size, and take as much memory."""
+        outline: dict[str, object] = {}
+        for name, value in self.constants:
+            if name in SWITCHES:
+                outline[name] = bool(value)
+            elif name == "CODES" and capability != EVERYTHING:
+                form: Any = value
+                outline[name] = form and (form.numbers, form.scales)
+            elif name not in COUNTS and (name not in ENDS or capability == EVERYTHING):
+                outline[name] = value
+        return self.kernel.fn, self.signature, self.options, *sorted(outline.items())
+
+    def is_rare(self, capability: int) -> bool:
+        """A model in float32, where another capability or other pages say what there is to know."""
+        pages_of_16 = ("PAGE_SIZE", 16) in self.constants
+        return self.model == "*fp32" and (capability in (80, 100) or (capability == EVERYTHING and pages_of_16))
 
     @property
     def sort_key(self) -> str:
@@ -136,6 +164,8 @@ def variants(name: str, gpu: Limits) -> list[Variant]:
 
 
 def every_variant() -> Iterator[Any]:
+    """The first of each outline, all others for the long run."""
+    outlines = set()
     for capability, gpu in GPUS.items():
         for name in CONFIGURATIONS if capability == EVERYTHING else TENSOR_CORES:
             for number, variant in enumerate(variants(name, gpu)):
@@ -143,9 +173,10 @@ def every_variant() -> Iterator[Any]:
                     continue
                 if capability == EVERYTHING or not variant.is_for_one_capability:
                     label = f"{capability}-{name}{variant.kernel.fn.__name__}-{number}"
-                    # as much shared memory as for which all is compiled, and seldom with models in float32
-                    marks = pytest.mark.long if capability == 100 and variant.model == "*fp32" else ()
-                    yield pytest.param(capability, variant, id=label, marks=marks)
+                    outline = capability, variant.outline(capability)
+                    is_long = outline in outlines or variant.is_rare(capability)
+                    outlines.add(outline)
+                    yield pytest.param(capability, variant, id=label, marks=pytest.mark.long if is_long else ())
 
 
 def with_oldest_ptxas(ptx: str, folder: Path) -> bytes:
@@ -191,8 +222,17 @@ def arithmetic_of(variant: Variant, capability: int, folder: Path) -> Counter[st
     return Counter(match.group() for match in ARITHMETIC.finditer(sass))
 
 
-@pytest.mark.parametrize("name", ["conv", "gdn_decode", "ssd_decode"])
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    ("capability", "name"),
+    [
+        (80, "conv"),
+        (90, "conv"),
+        (90, "gdn_decode"),
+        (90, "ssd_decode"),
+        long(80, "gdn_decode"),
+        long(80, "ssd_decode"),
+    ],
+)
 def test_verifies_have_the_arithmetic_of_decodes(capability: int, name: str, tmp_path: Path) -> None:
     """`cuda` has a kernel of its own for decodes alone. Which products and sums are fused is the compilers' choice, and
     would change their bits; on these GPUs they make the same."""

@@ -263,7 +263,7 @@ def keep_layers(folder: Path, kept: tuple[int, ...]) -> None:
     raw["num_hidden_layers"] = len(kept)
     if "layer_types" in raw:
         raw["layer_types"] = [raw["layer_types"][index] for index in kept]
-    else:
+    elif "hybrid_override_pattern" in raw:
         raw["hybrid_override_pattern"] = "".join(raw["hybrid_override_pattern"][index] for index in kept)
     (folder / "config.json").write_text(json.dumps(raw))
 

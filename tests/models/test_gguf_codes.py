@@ -56,8 +56,6 @@ def matrices(model: OpenModel) -> dict[str, tuple[int, ...]]:
             ("Q4_K", "qwen3_5"),
             ("Q6_K", "granitemoehybrid"),
             ("Q8_0", "qwen3_5"),
-            ("Q5_K", "lfm2_moe"),
-            ("Q4_0", "qwen3_5"),
         ],
         MOST,
         FAMILIES,

@@ -230,7 +230,8 @@ def test_a_token_goes_to_the_hub_and_nowhere_else(machine, tiny):
     assert by_host == {("127.0.0.1", "Bearer hf_secret"), ("localhost", None)}
 
 
-@pytest.mark.parametrize("variables", [{"HF_TOKEN": "hf_mine"}, more({})])
+@pytest.mark.more
+@pytest.mark.parametrize("variables", [{"HF_TOKEN": "hf_mine"}, {}])
 def test_a_gated_repository(machine, tiny, variables):
     tiny.gated = True
     said = machine.find(**variables)
@@ -243,7 +244,7 @@ def test_a_gated_repository(machine, tiny, variables):
 @pytest.mark.parametrize(
     ("without", "added", "said"),
     [
-        (r"config\.json", {}, "the repository has no config.json"),
+        more(r"config\.json", {}, "the repository has no config.json"),
         more(r"tokenizer\.json", {}, "the repository has no tokenizer.json"),
         more(
             r"config\.json", {"config.json": b'{"model_type": "gpt2"}'}, "config.json: model_type 'gpt2' is not served"
@@ -256,7 +257,7 @@ def test_a_gated_repository(machine, tiny, variables):
             "safetensors; pytorch_model.bin is a pickle",
         ),
         more(r"model-00002.*", {}, "names model-00002-of-00006.safetensors, which the repository has not"),
-        (
+        more(
             r"model.*index\.json",
             {"model.safetensors.index.json": b'{"weight_map": {"a": "../b.safetensors"}}'},
             "must be",
@@ -271,6 +272,7 @@ def test_what_cannot_be_served_costs_no_weights(machine, tiny_files, without, ad
     assert not any(name.endswith((".safetensors", ".bin")) for name in machine.hub.fetched)
 
 
+@pytest.mark.more
 def test_a_single_file_needs_no_index(machine, tiny_files):
     files = {name: content for name, content in tiny_files.items() if "safetensors" not in name}
     machine.hub.repositories[NAME] = Repository({"main": files | {"model.safetensors": b"weights", "x.bin": b"x"}})
@@ -292,6 +294,7 @@ def test_no_network(machine):
     assert "check the network, HTTPS_PROXY and HF_ENDPOINT" in said and "password" not in said
 
 
+@pytest.mark.more
 def test_a_hub_that_does_not_answer(machine):
     machine.hub.silent = True
     said = machine.find(HF_HUB_DOWNLOAD_TIMEOUT="1")
@@ -303,7 +306,7 @@ def test_a_hub_that_does_not_answer(machine):
     [
         (403, "ConfigError: MODEL org/tiny: {} answers 403: check the token in HF_TOKEN (there is none)"),
         more(429, "DownloadError: MODEL org/tiny: {} answers 429, too many requests: try later, or with HF_TOKEN set"),
-        (500, "DownloadError: MODEL org/tiny: {} answers 500: try later, or check HF_ENDPOINT"),
+        more(500, "DownloadError: MODEL org/tiny: {} answers 500: try later, or check HF_ENDPOINT"),
     ],
 )
 def test_a_hub_in_trouble(machine, status, said):

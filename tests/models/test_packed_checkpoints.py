@@ -101,7 +101,7 @@ def test_every_number_is_the_published_rules(any_pair: Pair) -> None:
                         assert torch.equal(reader.load(name, shape, shard), left_of(whole, shard)), (name, shard)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [more("float32"), "bfloat16"])
 def test_a_model_of_kept_codes_is_the_same(pair: Pair, dtype: Any) -> None:
     """Joined, reordered and stacked as they are stored: the reference dequantizes them after that."""
     _, codes, same = pair
@@ -113,7 +113,7 @@ def test_a_model_of_kept_codes_is_the_same(pair: Pair, dtype: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tensors, wanted, strict=True))
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_ranks", [more(1), 2])
 def test_they_are_copied_to_a_device_as_they_are_read(pair: Pair, num_ranks: int, caplog: Any) -> None:
     """Part by part as was announced, and dequantized there."""
     assert check_model(pair[1], "bfloat16", num_ranks, caplog)

@@ -8,7 +8,7 @@ from pd_world import World, alone, prefill
 
 from tiers import long, more
 
-ROUNDS = (range(5), more(range(5, 80)), long(range(80, 300)))
+ROUNDS = (range(5), more(range(5, 50)), long(range(50, 300)))
 
 
 @pytest.mark.parametrize("rounds", ROUNDS, ids=lambda rounds: f"{len(rounds)} rounds")

@@ -46,8 +46,11 @@ def test_any_sizes_hand_over(tiny_model, p_size, d_size):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("family", ["gpt_oss", "gemma3"])
-@pytest.mark.parametrize(("p_size", "d_size"), [((1, 16), (2, 64)), ((2, 64), (1, 16)), ((2, 16), (2, 16))], ids=str)
+@pytest.mark.parametrize(
+    ("p_size", "d_size", "family"),
+    [((1, 16), (2, 64), "gpt_oss"), ((2, 64), (1, 16), "gemma3"), ((2, 16), (2, 16), "gpt_oss")],
+    ids=str,
+)
 def test_windows_go_to_any_sizes(made_model, family, p_size, d_size):
     p, d = (
         RealServer(
@@ -77,7 +80,8 @@ def test_windows_go_to_any_sizes(made_model, family, p_size, d_size):
 SMALL = [("float16", 2e-3, (1, 16), (2, 64)), ("int8", 0.05, (2, 64), (1, 16)), ("int8", 0.05, (2, 16), (4, 32))]
 
 
-@pytest.mark.parametrize(("dtype", "error", "p_size", "d_size"), first(1, SMALL), ids=str)
+@pytest.mark.more
+@pytest.mark.parametrize(("dtype", "error", "p_size", "d_size"), SMALL, ids=str)
 def test_states_in_small_forms_go_to_other_numbers_of_ranks(tiny_model, dtype, error, p_size, d_size):
     p, d = (
         RealServer(

@@ -796,9 +796,23 @@ FRAGMENTS = st.sampled_from(
 WORDS = st.integers(0, 999).map(lambda number: f"W{number}W")
 
 
-@given(st.sampled_from(sorted(MAKE)), st.lists(FRAGMENTS | WORDS, max_size=24), st.data())
-@settings(max_examples=1500, deadline=None, derandomize=True)
+ANY_TEXT = given(st.sampled_from(sorted(MAKE)), st.lists(FRAGMENTS | WORDS, max_size=24), st.data())
+
+
+@ANY_TEXT
+@settings(max_examples=250, deadline=None, derandomize=True)
 def test_no_text_raises_or_is_lost(kind, parts, data):
+    check_text(kind, parts, data)
+
+
+@pytest.mark.more
+@ANY_TEXT
+@settings(max_examples=1500, deadline=None, derandomize=True)
+def test_none_of_more_texts_raises_or_is_lost(kind, parts, data):
+    check_text(kind, parts, data)
+
+
+def check_text(kind, parts, data):
     text = "".join(parts)
     whole = parsed(kind, [text])
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -831,7 +845,7 @@ JSON_VALUES = st.recursive(
 
 
 @given(st.dictionaries(st.text(), JSON_VALUES, max_size=4), st.booleans(), st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_json_is_left_as_it_is(value, is_ascii, data):
     """Also in pieces; cut off behind a value, its brackets are closed."""
     text = json.dumps(value, ensure_ascii=is_ascii, indent=data.draw(st.sampled_from([None, 2])))
@@ -852,7 +866,7 @@ def test_json_is_left_as_it_is(value, is_ascii, data):
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z_]\w{0,9}", fullmatch=True), JSON_VALUES, max_size=4), st.data())
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 def test_python_literals_are_read_as_they_are_meant(value, data):
     """However they are cut, also with line breaks in short quotes."""
     written = ", ".join(f"{key}={data.draw(st.sampled_from([repr, json.dumps]))(one)}" for key, one in value.items())

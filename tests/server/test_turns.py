@@ -5,6 +5,7 @@ The server is the real one with a tiny model; only the drawn tokens are scripted
 """
 
 import json
+from itertools import product
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from engine.chat_templates import (
     TOOLS,
     tokenizer_with,
 )
-from tiers import first_of
+from tiers import by_run
 
 SLACK = 6
 """Tokens between what could be hit and what is, at most."""
@@ -280,20 +281,17 @@ def converse(agent, client):
 
 @pytest.mark.parametrize(
     ("name", "api"),
-    first_of(
+    by_run(
         [
-            (NAMES[0], Chats),
-            (NAMES[0], StoredResponses),
             (NAMES[0], EncryptedResponses),
-            (NAMES[0], MessagesOfHiddenThoughts),
             (NAMES[1], Chats),
             (NAMES[2], APIS[1]),
-            (NAMES[3], Chats),
-            (NAMES[4], Chats),
+            (NAMES[3], StoredResponses),
             (NAMES[5], Messages),
         ],
-        NAMES,
-        APIS,
+        # a template that leaves reasoning out, one that keeps a hull of it, and one that knows none
+        product((NAMES[0], NAMES[4], NAMES[5]), APIS),
+        product(NAMES, APIS),
     ),
 )
 def test_each_turn_hits_what_its_prompt_shares_with_what_was_computed(agent_with, name, api):

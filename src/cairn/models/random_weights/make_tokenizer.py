@@ -6,6 +6,7 @@ It is for random-weight checkpoints: real text, no download, and the same files 
 import json
 import sysconfig
 from collections.abc import Iterator
+from functools import lru_cache
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -70,7 +71,7 @@ def make_tokenizer(
     or too few for the vocabulary.
     """
     controls = (*CONTROL_TOKENS, *more)
-    trained = json.loads(_train(vocab_size, controls).to_str())["model"]
+    trained = json.loads(_train(Path(sysconfig.get_paths()["stdlib"]), vocab_size, controls))["model"]
     tokenizer = Tokenizer(models.BPE(vocab=trained["vocab"], merges=[tuple(merge) for merge in trained["merges"]]))
     _split_into_bytes(tokenizer)
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in controls])
@@ -101,7 +102,9 @@ def make_tokenizer(
     return {token.content: token_id for token_id, token in added}
 
 
-def _train(vocab_size: int, controls: tuple[str, ...]) -> Tokenizer:
+@lru_cache(maxsize=4)
+def _train(sources: Path, vocab_size: int, controls: tuple[str, ...]) -> str:
+    """A tokenizer as JSON. It takes a second, and most families ask for the same."""
     tokenizer = Tokenizer(models.BPE())
     _split_into_bytes(tokenizer)
     trainer = trainers.BpeTrainer(
@@ -110,8 +113,8 @@ def _train(vocab_size: int, controls: tuple[str, ...]) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_sources(), trainer)
-    return tokenizer
+    tokenizer.train_from_iterator(_texts(sources), trainer)
+    return tokenizer.to_str()
 
 
 def _split_into_bytes(tokenizer: Tokenizer) -> None:
@@ -124,8 +127,7 @@ def _split_into_bytes(tokenizer: Tokenizer) -> None:
     tokenizer.decoder = decoders.ByteLevel()
 
 
-def _sources() -> Iterator[str]:
-    folder = Path(sysconfig.get_paths()["stdlib"])
+def _texts(folder: Path) -> Iterator[str]:
     paths = sorted(folder.glob("*.py"))[:MAX_FILES]
     if not paths:
         raise ModelError(f"{folder}: holds no Python sources to train a tokenizer on")
