@@ -24,7 +24,7 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from benchmarks.closed_loops import ClosedLoops, Loop, LoopServer, ProxiedLoops
@@ -95,9 +95,15 @@ def measure(arguments: argparse.Namespace) -> list[dict]:
         for case in arguments.cases:
             if case in known:
                 continue
-            policies = shipped_policies(layout, arguments.running, "session" if case == "session" else "fcfs")
+            policy: Literal["fcfs", "session"] = "session" if case == "session" else "fcfs"
             servers = [
-                LoopServer(layout, budget, *policies, StepTimes(), know_waiting=case != "fcfs before")
+                LoopServer(
+                    layout,
+                    budget,
+                    *shipped_policies(layout, arguments.running, policy),
+                    StepTimes(),
+                    know_waiting=case != "fcfs before",
+                )
                 for _ in range(arguments.servers)
             ]
             served = ClosedLoops(servers, loops) if len(servers) == 1 else ProxiedLoops(servers, loops, arguments.seed)
