@@ -141,6 +141,11 @@ class QueuedServer:
         self._of_request: dict[RequestId, tuple[int, float]] = {}
         self.outcome = Outcome()
 
+    @property
+    def now(self) -> float:
+        """Seconds since the server began."""
+        return self._clock.now()
+
     def run(
         self, sessions: Sequence[Session], num_waiting: int, progress: Callable[[int], None] | None = None
     ) -> Outcome:
@@ -185,7 +190,7 @@ class QueuedServer:
             prompt=prompt,
             sampling=SamplingParams(),
             max_tokens=min(len(answer), max(1, self.scheduler.max_tokens_for(len(prompt)))),
-            namespace=Namespace(cache_salt=session.name.partition("/")[0]),
+            namespace=Namespace(adapter=session.name.partition("/")[0]),
             session=session.name,
             client=session.client,
             boundaries=request.boundaries,

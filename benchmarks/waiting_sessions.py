@@ -1,8 +1,8 @@
-"""Long and short sessions at one server: what `--scheduling-policy session` brings to whom.
+"""Long and short sessions at one server, or several: what `--scheduling-policy session` brings to whom.
 
     python -m benchmarks.waiting_sessions LONG SHORT [--sessions 24 300] [--users 20 60] [--pauses 3 10]
                                           [--budget-fraction 0.05] [--running 16] [--layout nemotron-3-nano]
-                                          [--own-clients] [--json FILE] [--plot FILE]
+                                          [--servers 8] [--own-clients] [--cases CASE ...] [--json FILE] [--plot FILE]
 
 LONG and SHORT are request traces, of agents and of chats, say. Of each so many sessions are served by so many users who
 each begin the next one when the last one has ended: closed loops. A user asks again a while after an answer, for an
@@ -12,19 +12,23 @@ agent as long as its tools take, for a chat as long as somebody thinks: log-norm
 The server is that of `benchmarks.waiting`, simulated: the same figures come on every machine. The baseline is first
 come first served with a cache that does not know who waits. `--own-clients`: each session is a client of its own; else
 all come from the same, as behind a gateway.
+
+`--servers`: each with so many sessions and users and as much memory, the traces repeated with other people in them
+where they have fewer sessions (`benchmarks.routing_trace`). A request goes where the proxy's rule sends it, which hears
+of the caches' blocks .1 s later, and of each server's load once a second. Cases that the JSON file has are not computed
+again.
 """
 
 import argparse
-import heapq
+import json
 import statistics
-from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
+from benchmarks.closed_loops import ClosedLoops, Loop, LoopServer, ProxiedLoops
 from benchmarks.queued_server import (
-    QueuedServer,
     Session,
     StepTimes,
     add_server_flags,
@@ -33,128 +37,104 @@ from benchmarks.queued_server import (
     shipped_policies,
 )
 from benchmarks.reporting import as_json, check_positive, make_console, save_figure
+from benchmarks.routing_trace import RepeatedTrace, num_copies
 from rich.progress import Progress
 from rich.table import Table
 
 from cairn.replay.bounds import footprint_bytes
 from cairn.replay.layouts import layout_for
+from cairn.replay.trace import Trace, TraceRequest
 from cairn.replay.traces import read_trace
-from cairn.scheduler.request import Request
 
-RAMP_SECONDS = 200.0
 CASES = ("fcfs before", "fcfs", "session")
 KINDS = ("long", "short")
+SIZES = ("servers", "sessions", "users", "pauses", "running", "budget_fraction", "own_clients", "layout", "seed")
 SHARES = np.linspace(0, 1, 201)
 
 
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """Sessions that so many users go through. `pauses`: seconds after each answer, by session."""
-
-    sessions: list[Session]
-    pauses: list[np.ndarray]
-    users: int
-
-
-class ClosedLoops(QueuedServer):
-    """Serves loops of users, once. `ttft` and `session_seconds`, from a session's first request to its last answer:
-    by the number of the loop."""
-
-    def serve(self, loops: list[Loop], rng: np.random.Generator, progress: Any = None) -> None:
-        self._sessions = [session for loop in loops for session in loop.sessions]
-        self._loop_of = [number for number, loop in enumerate(loops) for _ in loop.sessions]
-        self._pauses = [pauses for loop in loops for pauses in loop.pauses]
-        self._next_turn = dict.fromkeys(range(len(self._sessions)), 0)
-        self.ttft: list[list[float]] = [[] for _ in loops]
-        self.session_seconds: list[list[float]] = [[] for _ in loops]
-        self._began: dict[int, float] = {}
-        self._due: list[tuple[float, int]] = []
-        self._to_begin: list[deque[int]] = []
-        first = 0
-        for loop in loops:
-            self._to_begin.append(deque(range(first, first + len(loop.sessions))))
-            first += len(loop.sessions)
-            for at in rng.uniform(0, RAMP_SECONDS, loop.users):
-                self._begin(len(self._to_begin) - 1, float(at))
-        while self._due or self.scheduler.has_work:
-            while self._due and self._due[0][0] <= self._clock.now():
-                number = heapq.heappop(self._due)[1]
-                self._began.setdefault(number, self._clock.now())
-                self._submit(number)
-            if self.scheduler.has_work:
-                self._step(self._due[0][0] if self._due else np.inf)
-            elif self._due:
-                self._clock.advance(max(1e-6, self._due[0][0] - self._clock.now()))
-            if progress is not None:
-                progress(len(self.outcome.prompt))
-        self.outcome.seconds = self._clock.now()
-
-    def _begin(self, loop: int, at: float) -> None:
-        if self._to_begin[loop]:
-            heapq.heappush(self._due, (at, self._to_begin[loop].popleft()))
-
-    def _finish(self, request: Request) -> None:
-        number, now = self._of_request[request.id][0], self._clock.now()
-        super()._finish(request)
-        loop, turn = self._loop_of[number], self._next_turn[number]
-        self.ttft[loop].append(self.outcome.ttft[-1])
-        if turn < len(self._sessions[number].requests):
-            heapq.heappush(self._due, (now + self._pauses[number][turn - 1], number))
-        else:
-            self.session_seconds[loop].append(now - self._began[number])
-            self._begin(loop, now + self._pauses[number][-1])
-
-
 def make_loops(arguments: argparse.Namespace) -> tuple[list[Loop], int]:
-    """Long and short sessions, and the bytes of the pool."""
+    """Long and short sessions, and the bytes of each server's pool."""
     rng, loops, budget = np.random.default_rng(arguments.seed), list[Loop](), 0.0
-    layout = layout_for(arguments.layout)
     shapes = zip(arguments.sessions, arguments.users, arguments.pauses, strict=True)
     for path, (most, users, pause) in zip((arguments.long, arguments.short), shapes, strict=True):
-        trace = read_trace(path)
-        known = sessions_of(trace)
-        chosen = [known[index] for index in rng.permutation(len(known))[:most]]
+        known, footprint = known_sessions(read_trace(path), most, arguments)
+        chosen = [known[index] for index in rng.permutation(len(known))[: most * arguments.servers]]
         if arguments.own_clients:
             chosen = [replace(session, client=session.name) for session in chosen]
         pauses = [rng.lognormal(np.log(pause), 1.0, len(session.requests)) for session in chosen]
-        loops.append(Loop(chosen, pauses, users))
-        budget += footprint_bytes(trace, layout) * len(chosen) / len(known)
+        loops.append(Loop(chosen, pauses, users * arguments.servers))
+        budget += footprint * len(chosen) / len(known) / arguments.servers
     return loops, int(budget * arguments.budget_fraction)
 
 
+def known_sessions(trace: Trace, most: int, arguments: argparse.Namespace) -> tuple[list[Session], int]:
+    """A trace's sessions and their footprint: of several servers in as many copies as give each server `most`."""
+    known, layout = sessions_of(trace), layout_for(arguments.layout)
+    if arguments.servers == 1:
+        return known, footprint_bytes(trace, layout)
+    repeated = RepeatedTrace(trace, num_copies(trace, arguments.servers, most, 1), arguments.seed)
+    by_name: dict[str, list[TraceRequest]] = {}
+    for arrival in repeated.arrivals():
+        if len(arrival.request.path):
+            by_name.setdefault(f"{trace.name}/{arrival.session}", []).append(arrival.request)
+    known = [Session(name, trace.unit, requests) for name, requests in by_name.items()]
+    return known, repeated.footprint_bytes(layout)
+
+
 def measure(arguments: argparse.Namespace) -> list[dict]:
-    rows, layout = [], layout_for(arguments.layout)
+    """The rows of the cases; those that the JSON file has are not computed again."""
+    known, layout = dict[str, dict](), layout_for(arguments.layout)
+    sizes = {name: getattr(arguments, name) for name in SIZES}
+    if arguments.json is not None and arguments.json.exists():
+        text = json.loads(arguments.json.read_text())
+        if all(text.get(name) == value for name, value in sizes.items()):
+            known = {row["case"]: row for row in text["rows"]}
     loops, budget = make_loops(arguments)
     num_requests = sum(len(session.requests) for loop in loops for session in loop.sessions)
     with Progress(console=make_console(), transient=True) as progress:
-        for case in CASES:
-            policies = shipped_policies(layout, arguments.running, "session" if case == "session" else "fcfs")
-            server = ClosedLoops(layout, budget, *policies, StepTimes(), know_waiting=case != "fcfs before")
+        for case in arguments.cases:
+            if case in known:
+                continue
+            policy: Literal["fcfs", "session"] = "session" if case == "session" else "fcfs"
+            servers = [
+                LoopServer(
+                    layout,
+                    budget,
+                    *shipped_policies(layout, arguments.running, policy),
+                    StepTimes(),
+                    know_waiting=case != "fcfs before",
+                )
+                for _ in range(arguments.servers)
+            ]
+            served = ClosedLoops(servers, loops) if len(servers) == 1 else ProxiedLoops(servers, loops, arguments.seed)
             task = progress.add_task(case, total=num_requests)
-            server.serve(
-                loops,
+            served.serve(
                 np.random.default_rng(arguments.seed),
                 lambda done, task=task: progress.update(task, completed=done),
             )
             progress.remove_task(task)
-            rows.append(row_of(case, server, budget))
-    return rows
+            known[case] = row_of(case, served, budget)
+            if arguments.json is not None:
+                arguments.json.write_text(as_json({**sizes, "rows": list(known.values())}))
+    return [known[case] for case in CASES if case in known]
 
 
-def row_of(case: str, server: ClosedLoops, budget: int) -> dict:
-    outcome = server.outcome
+def row_of(case: str, served: ClosedLoops, budget: int) -> dict:
+    outcomes = [server.outcome for server in served.servers]
+    prompt_tokens = sum(sum(outcome.prompt) for outcome in outcomes)
+    seconds = max(server.now for server in served.servers)
     row: dict[str, Any] = {
         "case": case,
         "budget_bytes": budget,
-        "requests": len(outcome.prompt),
-        "prompt_tokens": sum(outcome.prompt),
-        "computed_tokens": sum(outcome.computed),
-        "seconds": outcome.seconds,
-        "prompt_tokens_per_second": sum(outcome.prompt) / outcome.seconds,
-        "most_bypassed": max(outcome.bypassed),
+        "requests": sum(len(outcome.prompt) for outcome in outcomes),
+        "prompt_tokens": prompt_tokens,
+        "computed_tokens": sum(sum(outcome.computed) for outcome in outcomes),
+        "seconds": seconds,
+        "prompt_tokens_per_second": prompt_tokens / seconds,
+        "most_bypassed": max(max(outcome.bypassed, default=0) for outcome in outcomes),
     }
-    row |= _spread("ttft", [*server.ttft[0], *server.ttft[1]])
-    for kind, ttft, seconds in zip(KINDS, server.ttft, server.session_seconds, strict=True):
+    row |= _spread("ttft", [*served.ttft[0], *served.ttft[1]])
+    for kind, ttft, seconds in zip(KINDS, served.ttft, served.session_seconds, strict=True):
         row |= _spread(f"{kind}_ttft", ttft) | _spread(f"{kind}_session", seconds)
         row[f"{kind}_ttft_s"] = sorted(ttft)
     return row
@@ -200,6 +180,8 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("long", type=Path, metavar="LONG")
     parser.add_argument("short", type=Path, metavar="SHORT")
+    parser.add_argument("--servers", type=int, default=1, help="each with as many sessions and users")
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=CASES, help="all of these unless given")
     two = {"nargs": 2, "metavar": ("LONG", "SHORT")}
     parser.add_argument("--sessions", type=int, default=[24, 300], help="of each trace", **two)
     parser.add_argument("--users", type=int, default=[20, 60], help="who have a session at a time", **two)
@@ -210,7 +192,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--plot", type=Path, help="write a PNG or SVG here")
     arguments = parser.parse_args(words)
-    check_positive(parser, arguments, "sessions", "users", "pauses")
+    check_positive(parser, arguments, "servers", "sessions", "users", "pauses")
     check_server_flags(parser, arguments)
     return arguments
 
@@ -219,9 +201,6 @@ def main() -> None:
     arguments = parse()
     rows = measure(arguments)
     show(rows)
-    if arguments.json:
-        sizes = {name: getattr(arguments, name) for name in ("sessions", "users", "pauses", "running", "own_clients")}
-        arguments.json.write_text(as_json({**sizes, "rows": rows}))
     if arguments.plot:
         plot(rows, arguments.plot)
 

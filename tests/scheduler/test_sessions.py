@@ -147,18 +147,18 @@ def test_one_that_is_always_bypassed_has_its_turn(monkeypatch, bound):
     assert order.index(waiting) - order.index(running) - 1 == bound == driver.requests[waiting].place.num_bypassed
 
 
-def test_hits_that_would_be_lost_go_first_among_equals_and_less_often():
-    """The policy of `fcfs` among sessions that are about equal, with its bound."""
+def test_hits_that_would_be_lost_go_first_among_equals():
+    """The policy of `fcfs` among sessions that are about equal."""
     driver = by_session(60)
     known, other, *new = prompts(4, seed=1)
     driver.ask(known, max_tokens=1)
     running = driver.submit(other[:100], max_tokens=30)
     driver.step()
     names = [driver.submit(prompt, max_tokens=2) for prompt in new]
-    again = [driver.submit((*known, *range(2000 + 100 * n, 2010 + 100 * n)), max_tokens=2) for n in range(20)]
+    again = [driver.submit((*known, *range(2000 + 100 * n, 2010 + 100 * n)), max_tokens=2) for n in range(36)]
     order = order_of(driver)
     assert order.index(again[0]) == order.index(running) + 1
-    assert [driver.requests[name].place.num_bypassed for name in names] == [MAX_BYPASSED] * 2
+    assert [driver.requests[name].place.num_bypassed for name in names] == [MAX_BYPASSED_BY_SESSION] * 2
 
 
 def test_service_is_bounded_and_fades(monkeypatch):

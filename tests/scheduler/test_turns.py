@@ -56,6 +56,19 @@ def test_where_nothing_is_lost_they_go_as_they_came():
     assert order_of(driver)[1:] == names
 
 
+def test_a_hit_far_back_is_not_in_danger_yet():
+    """Those before it lack more than is free, but the last 16 of them do not before the first ones have gone."""
+    driver = one_at_a_time(120)
+    known, *others = prompts(31)
+    driver.submit(known, max_tokens=1)
+    driver.run()
+    names = [driver.submit(prompt[:20], max_tokens=2) for prompt in others]
+    last = driver.submit((*known, *range(2000, 2010)), max_tokens=2)
+    order = order_of(driver)[1:]
+    assert order[:8] == names[:8] and order[-1] == names[-1]
+    assert driver.requests[last].stats.first_sequence.hit == PROMPT
+
+
 def test_priorities_come_before_hits():
     driver = one_at_a_time(80)
     known, *others = prompts(5)

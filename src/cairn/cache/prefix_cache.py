@@ -184,19 +184,22 @@ class PrefixCache:
             if node.checkpoint is not None
         }
 
-    def endangered_hits(self, prompts: Sequence[tuple[str, int]]) -> Mapping[str, int]:
+    def endangered_hits(self, prompts: Sequence[tuple[str, int]], num_before: int) -> Mapping[str, int]:
         """Which of these requests that wait, given in the order of their turns with their tokens, would lose what they
-        are going to hit to those before them: how many tokens that is, by request. No checkpoint is evicted for this
-        question."""
+        are going to hit to the last `num_before` before them: how many tokens that is, by request. No checkpoint is
+        evicted for this question."""
         nodes, layout = self._awaited.nodes, self.layout
-        pages, need = dict[str, int](), 0
-        for name, num_tokens in prompts:
-            pages[name] = need
+        sums, pages = [0], dict[str, int]()
+        for place, (name, num_tokens) in enumerate(prompts):
+            # what those before these leave behind will be evicted first, or is worth more than the hit
+            pages[name] = sums[place] - sums[max(0, place - num_before)]
             hit = nodes[name].end if name in nodes else 0
-            need += layout.pages_for(num_tokens) - layout.pages_for(hit) + layout.pages_per_checkpoint
-        if not nodes or need <= self.pool.num_free:
+            need = layout.pages_for(num_tokens) - layout.pages_for(hit) + layout.pages_per_checkpoint
+            sums.append(sums[place] + need)
+        most = max(pages.values(), default=0)
+        if not nodes or most <= self.pool.num_free:
             return {}
-        victims = self.checkpoints.next_victims(need)
+        victims = self.checkpoints.next_victims(most)
         return {
             name: nodes[name].end
             for name, before in pages.items()

@@ -74,7 +74,7 @@ def engine_stats(
         num_running=len(state.running),
         num_waiting=state.num_waiting,
         waiting_by_reason={"capacity": state.num_waiting - state.num_deferred, "deferred": state.num_deferred},
-        pending_prefill_tokens=_pending_prefill_tokens(state),
+        pending_prefill_tokens=pending_prefill_tokens(state),
         num_preemptions=counters.preemptions,
         queue=QueueStats(
             num_bypasses=counters.bypasses,
@@ -197,7 +197,7 @@ def draft_report(request: Request) -> DraftReport | None:
     return DraftReport(num_draft_tokens=stats.num_draft_tokens, num_accepted_tokens=stats.num_accepted_draft_tokens)
 
 
-def _pending_prefill_tokens(state: SchedulerState) -> int:
+def pending_prefill_tokens(state: SchedulerState) -> int:
     """What is cached of a waiting prompt is found out when its turn comes: until then it counts as prompts do in the
     mean."""
     counters = state.counters

@@ -5,13 +5,14 @@ from itertools import islice
 from cairn.cache.view import MAX_WAITING_SHOWN, QueueView, WaitingView
 from cairn.scheduler.request import Request
 from cairn.scheduler.state import SchedulerState
+from cairn.scheduler.turns import endangered_hits
 
 
 def queue_view(state: SchedulerState) -> QueueView:
     """The queue as it is, its first requests one by one."""
     head = list(islice(state.waiting, MAX_WAITING_SHOWN))
     hits, now = state.cache.awaited_hits(), state.clock.now()
-    endangered = state.cache.endangered_hits([(request.id, request.num_tokens) for request in head]) if hits else {}
+    endangered = endangered_hits(state, head) if hits else {}
     return QueueView(
         policy=state.config.policy,
         waiting=state.num_waiting,

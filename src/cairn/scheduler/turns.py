@@ -21,7 +21,7 @@ from cairn.scheduler.state import SchedulerState
 MAX_BYPASSED = 16
 """So many requests that came later may go before one, at most."""
 
-MAX_BYPASSED_BY_SESSION = 64
+MAX_BYPASSED_BY_SESSION = 32
 """The same with the policy `session`."""
 
 
@@ -52,6 +52,13 @@ def await_hits(state: SchedulerState) -> None:
     )
 
 
+def endangered_hits(state: SchedulerState, requests: Sequence[Request]) -> Mapping[str, int]:
+    """Which of these first requests of the queue would lose what they are going to hit to the last before them: to as
+    many as run at a time, or may be bypassed for it. How many tokens that is, by request."""
+    prompts = [(request.id, request.num_tokens) for request in requests]
+    return state.cache.endangered_hits(prompts, max(state.config.max_num_seqs, _bound(state)))
+
+
 def choose_turn(state: SchedulerState) -> None:
     """Let one of those that wait go before the head of the plain queue, where the bounds of all whom it would bypass
     allow it. To be called when the head could go."""
@@ -65,13 +72,17 @@ def choose_turn(state: SchedulerState) -> None:
     if by_session and head.resumed:
         return
     window = list(islice(takewhile(lambda other: other.spec.priority == head.spec.priority, plain), MAX_AWAITED))
-    endangered = state.cache.endangered_hits([(request.id, request.num_tokens) for request in window])
-    limit = MAX_BYPASSED_BY_SESSION if by_session else MAX_BYPASSED
-    bounds = (place for place, request in enumerate(window) if request.place.num_bypassed >= limit)
+    endangered = endangered_hits(state, window)
+    bound = _bound(state)
+    bounds = (place for place, request in enumerate(window) if request.place.num_bypassed >= bound)
     candidates = window[: next(bounds, len(window)) + 1]
     best = _least_served(state, candidates, endangered) if by_session else _most_endangered(candidates, endangered)
     if best is not head:
         _bypass(state, best, head)
+
+
+def _bound(state: SchedulerState) -> int:
+    return MAX_BYPASSED_BY_SESSION if state.config.policy == "session" else MAX_BYPASSED
 
 
 def _most_endangered(candidates: Sequence[Request], endangered: Mapping[str, int]) -> Request:
@@ -81,19 +92,16 @@ def _most_endangered(candidates: Sequence[Request], endangered: Mapping[str, int
 
 
 def _least_served(state: SchedulerState, candidates: Sequence[Request], endangered: Mapping[str, int]) -> Request:
-    """The one of the least level that may go before all those before it. One that was bypassed `MAX_BYPASSED` times is
-    bypassed for less service alone, and no more for hits that would be lost."""
-    best, best_rank, most = candidates[0], (1 << 62, 0), 1 << 62
+    """The one of the least level that may go before all those before it."""
+    best, best_rank = candidates[0], (1 << 62, 0)
     clients = set[str]()
     for request in candidates:
         clients.add(request.spec.client)
         lost = endangered.get(request.id, 0)
         level = state.waiting.sessions.level(request, lost)
-        may_bypass = level < most and (len(clients) == 1 or state.waiting.sessions.knows(request.spec))
+        may_bypass = len(clients) == 1 or state.waiting.sessions.knows(request.spec)
         if may_bypass and (level, -lost) < best_rank:
             best, best_rank = request, (level, -lost)
-        if request.place.num_bypassed >= MAX_BYPASSED:
-            most = min(most, level)
     return best
 
 

@@ -158,7 +158,7 @@ class SchedulingOptions(_Options):
         description="who of those that wait goes first, smaller `priority` always before larger: fcfs, which is also "
         "priority, goes by arrival, and before that who would lose what it is going to hit, past 16 others at most; "
         "session goes by the least service of the session lately, so that short sessions do not wait behind long ones, "
-        "and nobody is bypassed by more than 64 others",
+        "and nobody is bypassed by more than 32 others",
     )
     max_waiting: int = Field(1024, description="most requests waiting; more are answered with 429", ge=1, le=_MAX_COUNT)
     seed: int = Field(0, description="source that requests without a seed have theirs drawn from", ge=0, lt=1 << 63)
