@@ -18,6 +18,7 @@ from cairn.models.random_weights.make_model import RECIPES, SIZES, SavedDType, d
 
 __all__ = [
     "MODEL_SIZES",
+    "NARROW",
     "PEER_SHAPES",
     "PUBLISHED_VOCABULARY",
     "make_heavy_model",
@@ -39,8 +40,18 @@ WIDTHS = (
 """What `medium` has twice as much of as tiny."""
 
 PEER_FAMILY = "qwen3_5"
+NARROW = "narrow"
 PUBLISHED_VOCABULARY = 151_936
 """Entries of the published Qwen3 models' vocabulary."""
+
+_NARROW = {
+    "hidden_size": 512,
+    "intermediate_size": 1280,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+}
 
 _FOUR_LAYERS = ("linear_attention", "linear_attention", "linear_attention", "full_attention")
 PEER_SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -82,6 +93,9 @@ PEER_SHAPES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 """Fields of config.json of the Qwen3.5 models that are compared with other servers: 8 M and 333 M parameters."""
 
+NARROW_SHAPE: Mapping[str, Any] = MappingProxyType({**PEER_SHAPES["small"], **_NARROW})
+"""As many tensors as the one of 333 M has, and 78 M parameters."""
+
 _THIN: Mapping[str, Any] = MappingProxyType(
     {
         "hidden_size": 64,
@@ -119,12 +133,12 @@ def make_sized_model(out: Path, *, size: str, seed: int) -> None:
 
 
 def make_peer_model(out: Path, *, size: str, vocab_size: int | None, seed: int) -> None:
-    """Write a Qwen3.5 checkpoint in bfloat16 of one of PEER_SHAPES to `out`, a new or empty folder.
+    """Write a Qwen3.5 checkpoint in bfloat16 of one of PEER_SHAPES, or NARROW, to `out`, a new or empty folder.
 
     `vocab_size`: entries of its vocabulary, at least those of the tokenizer that comes with it; None for just those.
     """
     make_model(PEER_FAMILY, out, seed=seed, dtype="bfloat16")
-    fields = dict(PEER_SHAPES[size])
+    fields = dict(NARROW_SHAPE if size == NARROW else PEER_SHAPES[size])
     if vocab_size is not None:
         widen_vocabulary(out / "tokenizer.json", vocab_size)
         fields["vocab_size"] = vocab_size

@@ -1,7 +1,7 @@
 """How long quantized checkpoints take to be read and laid out for products, and what memory that needs.
 
     PYTHONPATH=tests python -m benchmarks.quantized_start [--formats AWQ GPTQ ...] [--rounds 3] [--cpu-threads N]
-                                                          [--folder DIR] [--seed N] [--json FILE]
+                                                          [--growth] [--folder DIR] [--seed N] [--json FILE]
 
 A Qwen3.5 of 333 M random parameters is written in bfloat16, and then with the matrices of its layers in each published
 form: codes are random, scales small. GGUF files are written by the tests' writer. Each load is a process of its own,
@@ -13,6 +13,9 @@ thread and by all; and the checkpoint in bfloat16.
             the processor's time over that of the copy by one thread
   memory    what the process takes more than before, at most and in the end, without pages of the files, over the
             files' bytes. It is looked at every 2 ms.
+  growth    with --growth: a narrower model of as many tensors is loaded as well, a quarter of the bytes. What both have
+            in common is constant (compiled loops, Python by tensor), and the rest grows with the bytes, at so many
+            GB/s: to be compared with a disk's. By the wall, and by the processor's time, which other work disturbs less
 """
 
 import argparse
@@ -33,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.made_model import make_peer_model
+from benchmarks.made_model import NARROW, make_peer_model
 from benchmarks.reporting import as_json, check_positive, circumstances, make_console
 from rich.table import Table
 from safetensors.torch import load_file, save_file
@@ -49,6 +52,7 @@ from cairn.models.weights.tensor_source import TORCH_DTYPES
 __all__ = ["FORMATS", "write_format"]
 
 PLAIN, TINY = "bfloat16", "tiny"
+SMALL = "small"
 BLOCK = 128
 WATCH_SECONDS = 0.002
 GGUF = ("Q8_0", "Q4_K")
@@ -143,10 +147,12 @@ def draw_numbers(shape: tuple[int, ...], dtype_name: str, generator: torch.Gener
     return (drawn & 0xBF if dtype_name == FP8 else drawn).view(dtype)
 
 
-def write_all(folder: Path, names: Sequence[str], seed: int) -> dict[str, Path]:
-    """By name the folder or GGUF file of each format, and of the checkpoint in bfloat16; those that are there stay."""
+def write_all(folder: Path, names: Sequence[str], seed: int, shape: str = SMALL) -> dict[str, Path]:
+    """By name the folder or GGUF file of each format, and of the checkpoint in bfloat16; those that are there stay.
+    `shape`: as `make_peer_model` has it."""
+    folder.mkdir(exist_ok=True)
     places = {name: folder / (f"model-{name}.gguf" if name in GGUF else name) for name in (PLAIN, *names)}
-    for name, size in ((PLAIN, "small"), (TINY, "tiny")):
+    for name, size in ((PLAIN, shape), (TINY, "tiny")):
         if not (folder / name).exists():
             make_peer_model(folder / name, size=size, vocab_size=None, seed=seed)
     for name, place in places.items():
@@ -195,7 +201,6 @@ def load_once(place: Path, first: Path) -> dict[str, float]:
     files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
     num_bytes = sum(file.stat().st_size for file in files)
     seconds_of(files, lambda file: np.fromfile(file, np.uint8))  # until the system has them in its memory
-    read = seconds_of(files, lambda file: np.fromfile(file, np.uint8))
     num_threads = torch.get_num_threads()
     copied_by_all = seconds_of(files, copy_mapped)
     torch.set_num_threads(1)
@@ -203,6 +208,9 @@ def load_once(place: Path, first: Path) -> dict[str, float]:
     copied = seconds_of(files, copy_mapped)
     copying = time.process_time() - begin_computing
     torch.set_num_threads(num_threads)
+    # Last, and twice: into huge pages, as loads have them. A virtual machine may have given back those that are free.
+    seconds_of(files, lambda file: np.fromfile(file, np.uint8))
+    read = seconds_of(files, lambda file: np.fromfile(file, np.uint8))
     before = anonymous_bytes()
     with watching_memory() as most:
         begin, begin_computing = time.perf_counter(), time.process_time()
@@ -270,6 +278,28 @@ def measure(places: Mapping[str, Path], rounds: int, num_threads: int) -> dict[s
     return best
 
 
+def growth_of(narrow: Mapping[str, float], wide: Mapping[str, float]) -> dict[str, float]:
+    """What is constant of two loads of a format, in seconds, and how many bytes a second the rest is."""
+    num_bytes, found = wide["bytes"] - narrow["bytes"], {}
+    for clock in ("seconds", "processor_seconds"):
+        slope = max(wide[clock] - narrow[clock], 1e-9) / num_bytes
+        found |= {f"constant_{clock}": wide[clock] - slope * wide["bytes"], f"{clock}_rate": 1 / slope}
+    return found
+
+
+def growth_table(formats: Mapping[str, Mapping[str, float]]) -> Table:
+    columns = "constant, s", "the rest, GB/s", "constant, processor s", "the rest, GB/s of one"
+    table = Table("", *columns, title="What grows with the bytes")
+    for name, load in formats.items():
+        cells = (
+            cell
+            for clock in ("seconds", "processor_seconds")
+            for cell in (f"{load[f'constant_{clock}']:.2f}", f"{load[f'{clock}_rate'] / 1e9:.2f}")
+        )
+        table.add_row(name, *cells)
+    return table
+
+
 def table_of(formats: Mapping[str, Mapping[str, float]]) -> Table:
     copies, over = ("read, s", "copy, s", "by threads"), ("/ copy", "/ read", "/ bfloat16")
     columns = "file, MB", *copies, "load, s", *over, "processor, s", "/ copy's", "most memory / file", "kept"
@@ -291,7 +321,8 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--formats", nargs="+", choices=known, default=known)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cpu-threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--folder", type=Path, help="where checkpoints are written and looked for; 4 GB")
+    parser.add_argument("--growth", action="store_true", help="what is constant and what grows with the bytes")
+    parser.add_argument("--folder", type=Path, help="for checkpoints, and looked at first; 4 GB, 5 with --growth")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
@@ -306,9 +337,16 @@ def main() -> None:
         print(json.dumps(load_once(arguments.load, arguments.folder / TINY)))
         return
     with tempfile.TemporaryDirectory(prefix="cairn-start-") as scratch:
-        places = write_all(arguments.folder or Path(scratch), arguments.formats, arguments.seed)
+        folder = arguments.folder or Path(scratch)
+        places = write_all(folder, arguments.formats, arguments.seed)
         formats = measure(places, arguments.rounds, arguments.cpu_threads)
+        if arguments.growth:
+            places = write_all(folder / NARROW, arguments.formats, arguments.seed, NARROW)
+            narrow = measure(places, arguments.rounds, arguments.cpu_threads)
+            formats = {name: load | growth_of(narrow[name], load) for name, load in formats.items()}
     make_console().print(table_of(formats))
+    if arguments.growth:
+        make_console().print(growth_table(formats))
     if arguments.json:
         shown = {name: getattr(arguments, name) for name in ("rounds", "cpu_threads", "seed")}
         arguments.json.write_text(as_json({**circumstances(), **shown, "formats": formats}))

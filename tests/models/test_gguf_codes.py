@@ -14,8 +14,9 @@ from cairn.errors import ConfigError
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.registry import OpenModel, open_model
 from cairn.models.sharding import TensorShard
+from cairn.models.weights.gguf import codes
 from cairn.models.weights.gguf.checkpoint import open_gguf
-from cairn.models.weights.gguf.codes import pack_blocks, take_columns
+from cairn.models.weights.gguf.codes import CODED, empty_codes, fill_codes, pack_blocks, take_columns
 from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.quantization import describe_codes
 from models.gguf_blocks import encode
@@ -171,6 +172,30 @@ def test_codes_are_one_kind(written) -> None:
         names = [f"model.layers.3.self_attn.{part}_proj.weight" for part in "qkv"]
         kinds = {loaded.kind for name in names if (loaded := reader.load_codes(name, matrices(model)[name]))}
     assert len(kinds) == 1
+
+
+@pytest.mark.parametrize("has_loops", [True, False])
+@pytest.mark.parametrize("type_name", CODED)
+def test_blocks_are_taken_apart_wherever_they_lie(
+    type_name: str, has_loops: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By loops or by numpy: any bits, of rows that are parts of longer ones, into rows of a larger matrix."""
+    if not has_loops:
+        monkeypatch.setattr(codes, "compiled_loops", lambda name: None)
+    size, _ = CODED[type_name]
+    rows = np.random.default_rng(0).integers(0, 256, (5, 4 * size + 3), dtype=np.uint8)[:, size : 4 * size]
+    made = empty_codes(type_name, 9, 3 * size, torch.float32)
+    before = made.changed(torch.clone).row_tensors()
+    fill_codes(type_name, rows, made, 2)
+    wanted = pack_blocks(type_name, np.ascontiguousarray(rows), torch.float32).row_tensors()
+    for name, part in made.row_tensors().items():
+        assert torch.equal(bits(part[2:7]), bits(wanted[name]))
+        assert torch.equal(bits(part[:2]), bits(before[name][:2]))
+        assert torch.equal(bits(part[7:]), bits(before[name][7:]))
+
+
+def bits(part: Tensor) -> Tensor:
+    return part.contiguous().view(torch.uint8)
 
 
 def test_columns_of_heads_are_put_in_order_whatever_blocks_they_are_in() -> None:

@@ -14,7 +14,7 @@ from cairn.models.registry import open_model
 from cairn.models.weights import transposes
 from cairn.models.weights.loader import WeightReader
 from cairn.models.weights.tensor_source import MappedFiles
-from cairn.models.weights.transposes import transpose_codes, transpose_words
+from cairn.models.weights.transposes import order_codes, transpose_codes, transpose_words
 from models.covered import PACKED
 from models.packed_checkpoints import FORMATS, write_packed
 from tiers import more
@@ -81,7 +81,7 @@ def test_nothing_is_left_in_the_files_memory(folder: Path, monkeypatch: pytest.M
 @pytest.fixture(params=["compiled", "torch"])
 def each_transpose(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param == "torch":
-        monkeypatch.setattr(transposes, "_compiled_loops", lambda: None)
+        monkeypatch.setattr(transposes, "compiled_loops", lambda name: None)
 
 
 SHAPES = [(8, 1), (16, 3), (64, 40), (72, 1024), (136, 33), (8, 9000), (0, 4), (16, 0)]
@@ -109,6 +109,22 @@ def test_words_are_transposed(shape: tuple[int, int]) -> None:
     words = torch.arange(shape[0] * shape[1], dtype=torch.int32).view(shape) * 7_919
     for part in (words, words[:, 1 : shape[1] // 2]):
         assert torch.equal(transpose_words(part), part.t()) and transpose_words(part).is_contiguous()
+
+
+@pytest.mark.usefixtures("each_transpose")
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_codes_are_put_in_order(shape: tuple[int, int], bits: int) -> None:
+    """Also those of parts of longer rows."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(1 << 31), 1 << 31, (shape[0], shape[1] + 3), generator=generator).to(torch.int32)[:, 3:]
+    order = torch.randperm(shape[0] * 32 // bits, generator=generator).int()
+    places = torch.arange(0, 32, bits)[None, :, None]
+    codes, ordered = (
+        (each.long()[:, None] >> places & (1 << bits) - 1).flatten(0, 1)
+        for each in (words, order_codes(words, order, bits))
+    )
+    assert torch.equal(ordered, codes[order.long()])
 
 
 def unpacked(codes: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Weights as quantized checkpoints hold them: codes of four, five or eight bits, with scales for groups of inputs."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal
 
@@ -73,8 +73,7 @@ class QuantizedWeight:
 
     def row_tensors(self) -> dict[str, Tensor]:
         """Those that have a row for each output, by their fields' names."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "order"}
-        return {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        return {name: part for name in _PER_ROW if (part := getattr(self, name)) is not None}
 
     def changed(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
         """With its rows put into another order, cut or placed elsewhere."""
@@ -158,6 +157,9 @@ class QuantizedWeight:
 def as_bytes(part: Tensor) -> Tensor:
     """What has FP8 as its bytes, of which torch can put parts together and pick some on every device."""
     return part.view(torch.uint8) if part.is_floating_point() and part.itemsize == 1 else part
+
+
+_PER_ROW = ("codes", "scales", "zeros", "factors", "minimums", "minimum_factors", "fifths")
 
 
 @cache

@@ -38,6 +38,15 @@ class WeightMemory:
         return tensor
 
 
+def passing_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Uninitialized, for what is read and soon packed: it goes back to the system with the tensor, where the heap would
+    keep holes as large as matrices."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _HUGE_PAGE // 2:
+        return torch.empty(shape, dtype=dtype)
+    return _map_region(-(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE)[:num_bytes].view(dtype).view(shape)
+
+
 @cache
 def weight_memory() -> WeightMemory:
     """One for the process."""

@@ -9,7 +9,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from cairn.kernels.cpu.compiled import BF16, F16, F32, exact_jit, intrinsic, jit
+from cairn.kernels.cpu.compiled import BF16, F16, F32, U8, exact_jit, intrinsic, jit
 
 ZERO: Any = np.float32(0)
 ONE: Any = np.float32(1)
@@ -90,6 +90,28 @@ def store(typingctx: Any, pointer: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def load_word(typingctx: Any, pointer: Any, place: Any) -> Any:
+    """uint64: eight bytes, wherever they lie, from byte `place` on."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        return builder.load(_word_at(builder, args[0], args[1], ir.IntType(64)), align=1)
+
+    return (types.uint64(pointer, types.int64), code) if pointer == U8 else None
+
+
+@intrinsic
+def store_word(typingctx: Any, pointer: Any, place: Any, word: Any) -> Any:
+    """A uint32 or uint64 becomes the bytes from byte `place` on, wherever they lie."""
+
+    def code(context: Any, builder: Any, _: Any, args: Any) -> Any:
+        builder.store(args[2], _word_at(builder, args[0], args[1], args[2].type), align=1)
+        return context.get_dummy_value()
+
+    is_word = pointer == U8 and word in (types.uint32, types.uint64)
+    return (types.void(pointer, types.int64, word), code) if is_word else None
+
+
+@intrinsic
 def rounded(typingctx: Any, pointer: Any, value: Any) -> Any:
     """A float32 as it would be read back from a pointer."""
 
@@ -97,6 +119,10 @@ def rounded(typingctx: Any, pointer: Any, value: Any) -> Any:
         return _widened(pointer, builder, _narrowed(pointer, builder, args[1]))
 
     return (types.float32(pointer, types.float32), code) if pointer in (F32, BF16, F16) else None
+
+
+def _word_at(builder: Any, pointer: Any, place: Any, word: Any) -> Any:
+    return builder.bitcast(builder.gep(pointer, [place]), word.as_pointer())
 
 
 def _widened(pointer: Any, builder: Any, value: Any) -> Any:

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from math import lcm
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from cairn.errors import ModelError
 from cairn.kernels.quantized import QuantizedWeight
+from cairn.models.weights.compiled_loops import passing_tensor
 from cairn.models.weights.packed_layouts import FLOATS, Coding, PackedLayout, Read, Wanted, divided
-from cairn.models.weights.transposes import transpose_codes, transpose_words
+from cairn.models.weights.transposes import order_codes, transpose_codes, transpose_words
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs of a word, from its lowest bits on."""
@@ -60,16 +60,16 @@ class CompressedIntegers(_Words):
             zeros = _unpack(packed.t(), coding.bits).t()[: words.shape[0]]
         if "weight_g_idx" in roles:
             order = _order(read("weight_g_idx", (columns,)), coding, "weight_g_idx")
-        return _with_order(
-            QuantizedWeight(
-                _bytes_of(words),
-                _read_scales(read, "weight_scale", coding, place),
-                dtype,
-                coding.bits,
-                zero=1 << (coding.bits - 1),
-                zeros=None if zeros is None else zeros.contiguous(),
-            ),
-            order,
+        if order is not None:
+            words = transpose_words(order_codes(transpose_words(words), order, coding.bits))
+        return QuantizedWeight(
+            _bytes_of(words),
+            _read_scales(read, "weight_scale", coding, place),
+            dtype,
+            coding.bits,
+            zero=1 << (coding.bits - 1),
+            zeros=None if zeros is None else zeros.contiguous(),
+            order=order,
         )
 
 
@@ -98,7 +98,9 @@ class CompressedBytes(PackedLayout):
         self, read: Read, coding: Coding, place: tuple[slice, ...], roles: Sequence[str], dtype: torch.dtype
     ) -> QuantizedWeight:
         """See `PackedLayout`."""
-        codes, zeros = read("weight", place).view(torch.uint8) ^ 128, None
+        stored, zeros = read("weight", place).view(torch.uint8), None
+        codes = passing_tensor(tuple(stored.shape), torch.uint8, stored.device)
+        torch.bitwise_xor(stored, 128, out=codes)
         if "weight_zero_point" in roles:
             zeros = _read_scales(read, "weight_zero_point", coding, place).view(torch.uint8) ^ 128
         scales = _read_scales(read, "weight_scale", coding, place)
@@ -156,14 +158,14 @@ class GptqWords(_Words):
     ) -> QuantizedWeight:
         """See `PackedLayout`."""
         (rows, columns), groups = place, divided(place[1], coding.group)
-        codes = transpose_words(read("qweight", (divided(columns, coding.in_word), rows)))
+        words = read("qweight", (divided(columns, coding.in_word), rows))
+        order = _order(read("g_idx", (columns,)), coding, "g_idx") if "g_idx" in roles else None
+        codes = _bytes_of(transpose_words(words if order is None else order_codes(words, order, coding.bits)))
         zeros = _unpack(read("qzeros", (groups, divided(rows, coding.in_word))), coding.bits).t()
         if self.zeros_less_one:
             zeros = (zeros + 1) & ((1 << coding.bits) - 1)
         scales = read("scales", (groups, rows)).t().contiguous()
-        order = _order(read("g_idx", (columns,)), coding, "g_idx") if "g_idx" in roles else None
-        weight = QuantizedWeight(_bytes_of(codes), scales, dtype, coding.bits, zeros=zeros.contiguous())
-        return _with_order(weight, order)
+        return QuantizedWeight(codes, scales, dtype, coding.bits, zeros=zeros.contiguous(), order=order)
 
 
 def _scales(coding: Coding) -> Wanted:
@@ -210,19 +212,3 @@ def _order(groups: Tensor, coding: Coding, role: str) -> Tensor | None:
     if not torch.equal(groups[order].long(), wanted):
         raise ModelError(f"{role} does not have {coding.group} inputs in each of {coding.groups} groups")
     return None if torch.equal(groups.long(), wanted) else order
-
-
-def _with_order(weight: QuantizedWeight, order: Tensor | None) -> QuantizedWeight:
-    """The columns of codes, which lie in the order of inputs, brought into another one."""
-    if order is None:
-        return weight
-    if weight.bits == 4:
-        missing = -weight.shape[0] % 8
-        words = (F.pad(weight.codes, (0, 0, 0, missing)) if missing else weight.codes).view(torch.int32)
-        ordered = transpose_codes(transpose_codes(words).index_select(0, order))
-        codes = ordered.view(torch.uint8)[: weight.shape[0]]
-    else:
-        codes = weight.codes[:, order].contiguous()
-    return QuantizedWeight(
-        codes, weight.scales, weight.dtype, weight.bits, zero=weight.zero, zeros=weight.zeros, order=order
-    )

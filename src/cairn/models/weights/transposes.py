@@ -1,14 +1,14 @@
-"""Transposes of words of codes, as layouts that have them across are brought into rows of outputs: on the host by the
-CPU's compiled loops where there are some, which take a tenth of torch's time, and on a device by torch."""
+"""Transposes of words of codes, as layouts that have them across are brought into rows of outputs, and codes in another
+order: on the host by the CPU's compiled loops where there are some, which take a tenth of torch's time, and on a device
+by torch."""
 
 from collections.abc import Sequence
-from functools import cache
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from cairn.models.weights.compiled_loops import compiled_loops
 
 _HALVES = ((4, 0x0000FFFF), (2, 0x00FF00FF), (1, 0x0F0F0F0F))
 """Codes of half of a square's side, and the bits of every second such half of a word."""
@@ -54,12 +54,21 @@ def transpose_codes(words: Tensor, order: Sequence[int] = range(8)) -> Tensor:
     return out.view(8 * width, blocks)
 
 
+def order_codes(words: Tensor, order: Tensor, bits: int) -> Tensor:
+    """Words whose columns have codes one below the other: int32 [n, m], 32 / bits n codes of a column, from the lowest
+    bits of the first row on -> the codes in this order."""
+    if (loops := _loops_for(words)) is not None:
+        ordered: Tensor = loops.order_codes(words, order, bits)
+        return ordered
+    in_word, kept, out = 32 // bits, (1 << bits) - 1, torch.zeros_like(words)
+    for place in range(in_word):
+        numbers = order[place::in_word].long()
+        codes = words[numbers // in_word].bitwise_right_shift_((bits * (numbers % in_word)).int()[:, None])
+        out.bitwise_or_(codes.bitwise_and_(kept).bitwise_left_shift_(bits * place))
+    return out
+
+
 def _loops_for(words: Tensor) -> Any:
     """The module of compiled transposes, None for words that it is not for."""
     is_plain = words.device.type == "cpu" and words.numel() > 0 and words.stride(1) == 1
-    return _compiled_loops() if is_plain else None
-
-
-@cache
-def _compiled_loops() -> Any:
-    return None if find_spec("numba") is None else import_module("cairn.kernels.cpu.transposing")
+    return compiled_loops("transposing") if is_plain else None

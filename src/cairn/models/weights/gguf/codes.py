@@ -2,6 +2,7 @@
 made without dequantizing them. Each is the number that the `gguf` package makes of it, bit for bit."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
@@ -10,12 +11,15 @@ import torch
 from numpy.typing import NDArray
 
 from cairn.kernels.quantized import QuantizedWeight
+from cairn.models.weights.compiled_loops import compiled_loops, passing_tensor
 
 Bytes = NDArray[Any]
 """uint8, of which numpy's types say something wider as soon as bits are shifted."""
 
 _RUNS: Mapping[int, Any] = MappingProxyType({8: np.uint64, 16: np.complex128})
 """Numbers of so many bytes: as one of them numpy copies a run in an eighth of the time that its bytes take."""
+
+_HOST = torch.device("cpu")
 
 _LOW_NIBBLES, _LOW_PAIRS = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0x0303030303030303)
 
@@ -31,6 +35,37 @@ def pack_blocks(type_name: str, rows: Bytes, dtype: torch.dtype) -> QuantizedWei
     # Group by group -> [rows, columns].
     tensors: dict[str, Any] = {name: torch.from_numpy(part.reshape(len(rows), -1)) for name, part in fields.items()}
     return QuantizedWeight(dtype=dtype, bits=bits, zero=zero, **tensors)
+
+
+def empty_codes(
+    type_name: str, num_rows: int, row_bytes: int, dtype: torch.dtype, device: torch.device = _HOST
+) -> QuantizedWeight:
+    """So many rows, of nothing yet."""
+    single = _single_row(type_name, row_bytes, dtype)
+    return single.changed(lambda part: passing_tensor((num_rows, part.shape[1]), part.dtype, device))
+
+
+@cache
+def _single_row(type_name: str, row_bytes: int, dtype: torch.dtype) -> QuantizedWeight:
+    return pack_blocks(type_name, np.zeros((1, row_bytes), np.uint8), dtype)
+
+
+def has_loops() -> bool:
+    """Whether `fill_codes` has compiled loops, which take all threads by themselves."""
+    return compiled_loops("ggml_blocks") is not None
+
+
+def fill_codes(type_name: str, rows: Bytes, made: QuantizedWeight, first: int) -> None:
+    """Whole rows of blocks, [rows, bytes], as those of `made` from `first` on."""
+    places = {field: part[first : first + len(rows)] for field, part in made.row_tensors().items()}
+    loops = compiled_loops("ggml_blocks")
+    if loops is not None and rows.strides[1] == 1:
+        block_bytes, _ = CODED[type_name]
+        blocks = rows.shape[1] // block_bytes
+        loops.take_apart(type_name, rows.ctypes.data, rows.strides[0], blocks, block_bytes, places)
+        return
+    for field, part in pack_blocks(type_name, np.ascontiguousarray(rows), made.dtype).row_tensors().items():
+        places[field].copy_(part)
 
 
 def take_columns(weight: QuantizedWeight, runs: NDArray[np.int64], length: int) -> QuantizedWeight:

@@ -26,6 +26,8 @@ _ALIGNMENT = 32
 _STRING, _ARRAY = 8, 9
 _SCALARS = MappingProxyType({0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"})
 """struct's letters by GGUF's numbers of its types."""
+_LENGTH = struct.Struct("<Q")
+"""Of a string, in bytes."""
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 
 
@@ -206,8 +208,14 @@ class _Parser:
             raise self._cut_short()
         if wanted:
             return [self._string() for _ in range(count)]
+        # A vocabulary and its merges are hundreds of thousands of them.
+        memory, place, last, length_at = self._memory, self._place, len(self._memory) - 8, _LENGTH.unpack_from
         for _ in range(count):
-            self._skip(self._unpack("Q")[0])
+            if place > last:
+                raise self._cut_short()
+            place += 8 + length_at(memory, place)[0]
+        self._place = place
+        self._skip(0)
         return None
 
     def _scalar(self, name: str, kind: int) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cairn.kernels.quantized import QuantizedWeight
 from cairn.models.sharding import Slice, TensorShard
 from cairn.models.weights.gguf.checkpoint import open_gguf
-from cairn.models.weights.gguf.codes import CODED, pack_blocks, take_columns
+from cairn.models.weights.gguf.codes import CODED, empty_codes, fill_codes, has_loops, pack_blocks, take_columns
 from cairn.models.weights.gguf.header import GgufTensor
 from cairn.models.weights.gguf.views import GgufView, Order
 
@@ -31,6 +31,8 @@ _DEQUANTIZED: Final = ("Q2_K", "Q3_K")
 
 _MOST_THREADS = 8
 _CODES_AT_A_TIME = 1 << 19
+_LOOP_CODES_AT_A_TIME = 1 << 22
+"""For all threads together: rows in another order are copied before."""
 _NUMBERS_AT_A_TIME = 1 << 15
 """In each thread. Of more numbers torch gives some to threads of its own, which would wait for each other."""
 
@@ -95,16 +97,14 @@ class GgufFiles:
         num_rows = sum(end - begin for begin, end in ranges)
         if self._advance is not None:
             self._advance(view.num_bytes * num_rows // prod(view.shape[:-1]))
-        made = _empty(view.type_name, num_rows, columns.stop - columns.start, dtype)
-        places = made.row_tensors()
+        made = empty_codes(view.type_name, num_rows, columns.stop - columns.start, dtype)
 
         def fill(place: tuple[int, int, int]) -> None:
             first, begin, end = place
-            blocks = np.ascontiguousarray(self._raw(view, begin, end)[:, columns])
-            for field, part in pack_blocks(view.type_name, blocks, dtype).row_tensors().items():
-                places[field][first : first + end - begin].copy_(part)
+            fill_codes(view.type_name, self._raw(view, begin, end)[:, columns], made, first)
 
-        for _ in self._threads.map(fill, _steps(ranges, max(1, _CODES_AT_A_TIME // view.shape[-1]))):
+        at_a_time, run = (_LOOP_CODES_AT_A_TIME, map) if has_loops() else (_CODES_AT_A_TIME, self._threads.map)
+        for _ in run(fill, _steps(ranges, max(1, at_a_time // view.shape[-1]))):
             pass
         return _stacked(made, view.shape)
 
@@ -118,7 +118,8 @@ class GgufFiles:
         blocks = np.concatenate([self._raw(view, begin, end) for begin, end in rows])
         if self._advance is not None:
             self._advance(blocks.nbytes)
-        whole = pack_blocks(view.type_name, blocks, dtype)
+        whole = empty_codes(view.type_name, len(blocks), blocks.shape[1], dtype)
+        fill_codes(view.type_name, blocks, whole, 0)
         taken = np.concatenate([view.column_order[begin:end] for begin, end in columns])
         unit = _run_of(taken)
         return None if unit % whole.group else take_columns(whole, taken[::unit] // unit, unit)
@@ -216,7 +217,8 @@ def describe_blocks(
     if cut is None:
         return None
     ranges, columns = cut
-    made = _empty(type_name, sum(end - begin for begin, end in ranges), columns.stop - columns.start, dtype, "meta")
+    num_rows = sum(end - begin for begin, end in ranges)
+    made = empty_codes(type_name, num_rows, columns.stop - columns.start, dtype, torch.device("meta"))
     return _stacked(made, shape)
 
 
@@ -239,12 +241,6 @@ def _cut_blocks(
     ranges = [(number * height + begin, number * height + end) for number in range(count) for begin, end in rows]
     first, last = (place // block * block_bytes for place in columns)
     return [each for each in ranges if each[0] < each[1]], slice(first, last)
-
-
-def _empty(type_name: str, num_rows: int, row_bytes: int, dtype: torch.dtype, device: str = "cpu") -> QuantizedWeight:
-    """So many rows, of nothing yet."""
-    single = pack_blocks(type_name, np.zeros((1, row_bytes), np.uint8), dtype)
-    return single.changed(lambda part: torch.empty(num_rows, part.shape[1], dtype=part.dtype, device=device))
 
 
 def _stacked(made: QuantizedWeight, shape: Sequence[int]) -> QuantizedWeight:

@@ -1,0 +1,173 @@
+"""Blocks of ggml's quantized numbers taken apart into codes, scales and factors, as GGUF files have them side by side.
+
+Words of eight bytes at a time, wherever they lie: eight codes of four bits are as many operations as one.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from cairn.kernels.cpu.compiled import BF16, F32, INT, U8, Kernel, jit, kernel, record
+from cairn.kernels.cpu.scalars import advance, load_word, store_word, widen_half
+
+_BYTE_RATE = 4
+"""Of blocks, that one thread takes apart in a nanosecond."""
+
+_BITS_4 = np.uint64(0x0F0F0F0F0F0F0F0F)
+_BITS_2 = np.uint64(0x0303030303030303)
+_BITS_6 = np.uint64(0x3F3F3F3F)
+_SIGNS = np.uint64(0x8080808080808080)
+_EVEN_BYTES, _EVEN_PAIRS = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000FFFF)
+_HALF = np.uint64(0xFFFFFFFF)
+_SQUARE_1, _SQUARE_2 = np.uint64(0x00AA00AA00AA00AA), np.uint64(0x0000CCCC0000CCCC)
+_SQUARE_4 = np.uint64(0x00000000F0F0F0F0)
+_1, _2, _4, _6, _7, _8, _14, _16, _28, _32 = map(np.uint64, (1, 2, 4, 6, 7, 8, 14, 16, 28, 32))
+
+
+class CodePlaces(NamedTuple):
+    """Where the fields of a `QuantizedWeight` are; 0: it has none of this name."""
+
+    codes: Any
+    scales: Any
+    minimums: Any
+    fifths: Any
+    factors: Any
+    minimum_factors: Any
+
+
+@jit
+def _with_neighbours(word: Any) -> Any:
+    """Eight bytes with a code of four bits each -> four with two each, the first in the lower bits."""
+    pairs = (word | word >> _4) & _EVEN_BYTES
+    quads = (pairs | pairs >> _8) & _EVEN_PAIRS
+    return np.uint32(quads | quads >> _16)
+
+
+@jit
+def _split_nibbles(source: Any, codes: Any, length: int) -> None:
+    """Bytes of which the lower bits are the first half of their codes -> two neighbours a byte."""
+    for j in range(0, length, 8):
+        word = load_word(source, j)
+        store_word(codes, j // 2, _with_neighbours(word & _BITS_4))
+        store_word(codes, (length + j) // 2, _with_neighbours(word >> _4 & _BITS_4))
+
+
+@jit
+def _transpose_bits(square: Any) -> Any:
+    """Eight rows of eight bits (Warren, Hacker's Delight, section 7-3)."""
+    changed = (square ^ square >> _7) & _SQUARE_1
+    square = square ^ changed ^ changed << _7
+    changed = (square ^ square >> _14) & _SQUARE_2
+    square = square ^ changed ^ changed << _14
+    changed = (square ^ square >> _28) & _SQUARE_4
+    return square ^ changed ^ changed << _28
+
+
+@jit
+def _half_at(source: Any, place: int) -> Any:
+    """uint16."""
+    return np.uint16(np.uint16(source[place]) | np.uint16(source[place + 1]) << np.uint16(8))
+
+
+@jit
+def _two_levels(block: Any, number: int, out: CodePlaces) -> None:
+    """Of Q4_K and Q5_K: eight scales and minimums in six bits, and a factor for all of either."""
+    words, third = load_word(block, 4), load_word(block, 12)
+    low, high = third & _BITS_4 & _HALF, third >> _4 & _BITS_4 & _HALF
+    first, second = words & _HALF, words >> _32
+    store_word(out.scales, 8 * number, first & _BITS_6 | (low | (first >> _6 & _BITS_2) << _4) << _32)
+    store_word(out.minimums, 8 * number, second & _BITS_6 | (high | (second >> _6 & _BITS_2) << _4) << _32)
+    out.factors[number] = widen_half(_half_at(block, 0))
+    out.minimum_factors[number] = -widen_half(_half_at(block, 2))
+
+
+_HALVES = record(CodePlaces, U8, BF16, BF16, U8, F32, F32)
+"""Scales and minimums are of two bytes."""
+_BYTES = record(CodePlaces, U8, U8, U8, U8, F32, F32)
+
+# Items are rows, `row` bytes from one to the next.
+
+
+@kernel({"blocks": (U8, INT, INT, INT, _HALVES)})
+def _take_q8_0(begin: int, end: int, source: Any, row: int, blocks: int, size: int, out: CodePlaces) -> None:
+    for item in range(begin, end):
+        for j in range(blocks):
+            block, number = advance(source, item * row + j * size), item * blocks + j
+            out.scales[number] = _half_at(block, 0)
+            for k in range(0, 32, 8):
+                # From int8 to codes whose zero is 128.
+                store_word(out.codes, 32 * number + k, load_word(block, 2 + k) ^ _SIGNS)
+
+
+@kernel({"blocks": (U8, INT, INT, INT, _HALVES)})
+def _take_32(begin: int, end: int, source: Any, row: int, blocks: int, size: int, out: CodePlaces) -> None:
+    """Q4_0, Q4_1, Q5_0 and Q5_1: a scale, the second of each two a minimum, four bytes of fifth bits, and nibbles."""
+    has_fifths = size > 20
+    has_minimums = size % 4 == 0
+    for item in range(begin, end):
+        for j in range(blocks):
+            block, number = advance(source, item * row + j * size), item * blocks + j
+            out.scales[number] = _half_at(block, 0)
+            if has_minimums:
+                out.minimums[number] = _half_at(block, 2)
+            if has_fifths:
+                store_word(out.fifths, 4 * number, np.uint32(load_word(block, size - 20)))
+            _split_nibbles(advance(block, size - 16), advance(out.codes, 16 * number), 16)
+
+
+@kernel({"blocks": (U8, INT, INT, INT, _BYTES)})
+def _take_q4_k(begin: int, end: int, source: Any, row: int, blocks: int, size: int, out: CodePlaces) -> None:
+    """Q5_K as well, with a bit of each of eight groups in a byte of 32."""
+    for item in range(begin, end):
+        for j in range(blocks):
+            block, number = advance(source, item * row + j * size), item * blocks + j
+            _two_levels(block, number, out)
+            if size > 144:
+                for k in range(4):
+                    square = _transpose_bits(load_word(block, 16 + 8 * k))
+                    for group in range(8):
+                        out.fifths[32 * number + 4 * group + k] = np.uint8(square >> np.uint64(8 * group))
+            for k in range(0, 128, 32):
+                _split_nibbles(advance(block, size - 128 + k), advance(out.codes, 128 * number + k), 32)
+
+
+@kernel({"blocks": (U8, INT, INT, INT, _BYTES)})
+def _take_q6_k(begin: int, end: int, source: Any, row: int, blocks: int, size: int, out: CodePlaces) -> None:
+    """Of each half of a block: four times 32 codes, whose nibbles are in 64 bytes, the first two in their lower bits,
+    and whose two upper bits are in 32."""
+    for item in range(begin, end):
+        for j in range(blocks):
+            block, number = advance(source, item * row + j * size), item * blocks + j
+            store_word(out.scales, 16 * number, load_word(block, 192))
+            store_word(out.scales, 16 * number + 8, load_word(block, 200))
+            out.factors[number] = widen_half(_half_at(block, 208))
+            for k in range(0, 64, 8):
+                half, place = k // 32, k % 32
+                codes, upper = advance(out.codes, 256 * number + 128 * half + place), load_word(block, 128 + k)
+                for part in range(2):
+                    low = load_word(block, 64 * half + 32 * part + place)
+                    first, second = upper >> np.uint64(2 * part), upper >> np.uint64(2 * part + 4)
+                    store_word(codes, 32 * part, low & _BITS_4 | (first & _BITS_2) << _4)
+                    store_word(codes, 32 * part + 64, low >> _4 & _BITS_4 | (second & _BITS_2) << _4)
+
+
+TAKEN_APART: Mapping[str, Kernel] = MappingProxyType(
+    {
+        **dict.fromkeys(("Q4_0", "Q4_1", "Q5_0", "Q5_1"), _take_32),
+        **dict.fromkeys(("Q4_K", "Q5_K"), _take_q4_k),
+        "Q8_0": _take_q8_0,
+        "Q6_K": _take_q6_k,
+    }
+)
+"""By ggml's name."""
+
+
+def take_apart(type_name: str, address: int, row: int, blocks: int, size: int, fields: Mapping[str, Tensor]) -> None:
+    """Rows of so many blocks of one of `TAKEN_APART`, each of `size` bytes, at an address and `row` bytes from one to
+    the next, into the fields of a `QuantizedWeight` [rows, n], contiguous."""
+    places = [fields[name].data_ptr() if name in fields else 0 for name in CodePlaces._fields]
+    rows = len(fields["codes"])
+    TAKEN_APART[type_name]["blocks"](rows, rows * blocks * size // _BYTE_RATE, address, row, blocks, size, *places)

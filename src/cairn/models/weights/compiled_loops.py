@@ -1,0 +1,24 @@
+"""Loops that weights are brought into another order with while they are read, and memory for what they make."""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@cache
+def compiled_loops(name: str) -> Any:
+    """The module of the CPU's backend that has them; None where numba, which compiles them, is not installed."""
+    return None if find_spec("numba") is None else import_module(f"cairn.kernels.cpu.{name}")
+
+
+def passing_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialized, for a matrix that is soon packed: see `passing_memory`."""
+    memory = compiled_loops("huge_pages") if device.type == "cpu" else None
+    if memory is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    passing: Tensor = memory.passing_memory(shape, dtype)
+    return passing
