@@ -78,6 +78,10 @@ class FixedDrafter:
         begin = request.num_tokens
         return self._texts[request.id][begin : begin + min(most, self.depth)]
 
+    def idle_tokens(self, request: Request) -> int:
+        """See `Drafter`."""
+        return 0
+
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """See `Drafter`."""
 

@@ -37,6 +37,9 @@ class KnowingDrafter:
         lies = [(token + 1) % self._vocab_size for token in drafts[num_right:]]
         return np.array([*drafts[:num_right], *lies], np.int64)
 
+    def idle_tokens(self, request: Request) -> int:
+        return 0
+
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         self.records.append((request.id, num_draft_tokens, num_accepted))
 

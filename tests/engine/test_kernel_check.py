@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from cairn.engine.kernel_check import NUM_TOKENS, KernelCheck
+from cairn.engine.kernel_check import NUM_TOKENS, NUM_VERIFIED, KernelCheck
 from cairn.engine.profile_plans import SLOTS, num_profile_pages
 from cairn.errors import ConfigError
 from cairn.models.registry import open_model
@@ -14,23 +14,24 @@ from cairn.runner.runner import Runner
 
 
 class Checked:
-    """A runner on which the check is carried out. `damage` is applied to the logits of what comes first, the prompt."""
+    """A runner on which the check is carried out. `damage` is applied to the logits of what comes first, the prompt, or
+    to those of number `damaged` of all that are drawn."""
 
-    def __init__(self, folder, damage=lambda logits: logits):
+    def __init__(self, folder, damage=lambda logits: logits, damaged=1):
         opened = open_model(folder)
         self.model, self.layout = opened.build(exact=False, backend="reference"), opened.layout(16)
         num_pages = num_profile_pages(self.layout, NUM_TOKENS)
-        self.check, self.positions, self._damage = KernelCheck(), [], damage
+        self.check, self.positions, self._damage, self._damaged = KernelCheck(), [], damage, damaged
         limits = PlanLimits(self.layout, num_pages, SLOTS, self.model.vocab_size, aligned=True)
         runner = Runner(self.model, self.layout, num_pages, SLOTS, False, self._observe)
         self.runner = CheckedRunner(runner, limits)
 
     def _observe(self, sample, logits):
         self.positions.append(sample.position)
-        self.check.observe(sample, self._damage(logits) if len(self.positions) == 1 else logits)
+        self.check.observe(sample, self._damage(logits) if len(self.positions) == self._damaged else logits)
 
-    def run(self):
-        for plan, masks in self.check.begin(self.layout, self.model.vocab_size, 0):
+    def run(self, drafts=False):
+        for plan, masks in self.check.begin(self.layout, self.model.vocab_size, 0, drafts):
             self.runner.launch(plan)
             self.runner.sample(plan.step, masks)
             self.runner.collect(plan.step)
@@ -43,6 +44,23 @@ def test_right_kernels_pass(tiny_model, caplog):
         checked.run()
     assert checked.positions == [NUM_TOKENS, NUM_TOKENS]
     assert "correlate by 1.0000" in caplog.text
+
+
+def test_drafts_are_verified_and_folded_where_there_are_any(tiny_model, caplog):
+    checked = Checked(tiny_model)
+    with caplog.at_level("INFO"):
+        checked.run(drafts=True)
+    verified = [*range(NUM_TOKENS - NUM_VERIFIED + 1, NUM_TOKENS + 1)]
+    assert checked.positions == [NUM_TOKENS, NUM_TOKENS, *verified, NUM_TOKENS]
+    assert caplog.text.count("correlate by 1.0000") == 3
+
+
+@pytest.mark.parametrize(
+    ("damaged", "name"), [(2 + NUM_VERIFIED, "verified drafts"), (3 + NUM_VERIFIED, "folded drafts")]
+)
+def test_wrong_kernels_of_drafts_are_refused(tiny_model, damaged, name):
+    with pytest.raises(ConfigError, match=f"^--device cuda: {name} and token by token"):
+        Checked(tiny_model, lambda logits: logits.roll(7), damaged).run(drafts=True)
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,15 @@ from tiers import first_of
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "mode"),
-    first_of([(1, "auto"), (1, None), (200, "auto"), (200, "align")], (1, 200), ("auto", "all", "align", None)),
+    ("num_tokens", "mode", "num_drafts"),
+    first_of(
+        [(1, "auto", 0), (1, None, 64), (200, "auto", 64), (200, "align", 0)],
+        (1, 200),
+        ("auto", "all", "align", None),
+        (0, 64),
+    ),
 )
-def test_they_can_be_carried_out(tiny_model, mode, num_tokens):
+def test_they_can_be_carried_out(tiny_model, mode, num_tokens, num_drafts):
     opened = open_model(tiny_model)
     model, layout = opened.build(exact=False, backend="reference"), opened.layout(16)
     num_pages = num_profile_pages(layout, num_tokens)
@@ -23,14 +28,17 @@ def test_they_can_be_carried_out(tiny_model, mode, num_tokens):
     runner = Runner(model, layout, num_pages, SLOTS, exact=False)
     checked = CheckedRunner(runner, limits)
     placement = None if mode is None else placement_for(mode, 16, False)
-    plans = [(plan, {}) for plan in profile_plans(layout, num_tokens, placement)]
-    plans += warm_up_plans(layout, num_tokens, placement, model.vocab_size)
+    plans = [(plan, {}) for plan in profile_plans(layout, num_tokens, placement, num_drafts)]
+    plans += warm_up_plans(layout, num_tokens, placement, model.vocab_size, len(plans), num_drafts)
     for plan, masks in plans:
         checked.launch(plan)
         checked.sample(plan.step, masks)
     assert [plan.step for plan, _ in plans] == [*range(len(plans))]
     assert [len(checked.collect(plan.step).sampled) for plan, _ in plans] == [1, 1, *[0] * (len(plans) - 3), 1]
     assert torch.isfinite(runner._live.hidden[:SLOTS]).all()
+    num_verified = [sum(len(row.tokens) for row in plan.verifies) for plan, _ in plans]
+    assert max(num_verified) == (min(65, max(6, num_tokens)) if num_drafts else 0)
+    assert len(plans[1][0].folds) == 0 and any(plan.folds for plan, _ in plans) is (num_drafts > 0)
 
 
 @pytest.mark.parametrize(("mode", "stride"), [("auto", 64), ("all", 16), ("align", 192)])

@@ -46,10 +46,21 @@ def folder(request, tmp_path_factory) -> Path:
     from kernels.test_cuda_fp8 import keep_layers
 
     made = tmp_path_factory.mktemp("models") / request.param
-    make_model(request.param, made)
+    make_model(request.param.removesuffix("+mtp"), made, mtp=request.param.endswith("+mtp"))
     if INTERPRETED and request.param in LAYERS:
         keep_layers(made, LAYERS[request.param])
     return made
+
+
+class KnownByTurn(dict):
+    """Answers by request, whose names nobody knows before: in the turn in which they are asked for first."""
+
+    def __init__(self, answers: list[list[int]]) -> None:
+        super().__init__()
+        self._left = iter(answers)
+
+    def get(self, name: str, default: list[int]) -> list[int]:
+        return self.setdefault(name, next(self._left) if name not in self else default)
 
 
 class Engine:
@@ -137,6 +148,47 @@ def test_enforce_eager_captures_nothing(folder):
     engine = Engine(folder, "cuda", make_graphs=lambda: graphs, enforce_eager=True)
     engine.core.close()
     assert graphs.num_captured == 0
+
+
+@pytest.mark.parametrize("folder", ["qwen3_5"], indirect=True)
+def test_cuda_gives_the_tokens_of_the_cpu_with_drafts(folder):
+    """Two at once, of both of which some drafts are right, beside decodes that are replayed and with one step out."""
+    from cairn.engine.contract import SpeculativeConfig
+    from cairn.scheduler.lookup_drafter import LookupDrafter
+    from doubles.drafters import KnowingDrafter
+    from doubles.recorded_graphs import RecordedGraphs
+
+    prompts, settings = (TEXT[:5], TEXT[5:9]), {"cudagraph_capture_sizes": [2], "max_model_len": 128}
+    plain = Engine(folder, "cpu", speculative=SpeculativeConfig(method="none"), **settings)
+    wanted = plain.ask(*prompts, max_tokens=4, more=1)[0]
+    plain.core.close()
+    make_graphs = RecordedGraphs if INTERPRETED else None
+    speculative = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    engine = Engine(folder, "cuda", make_graphs=make_graphs, speculative=speculative, **settings)
+    state = engine.core._scheduler.state
+    assert isinstance(state.drafting.drafter, LookupDrafter) and engine.max_in_flight == 1
+    answers = KnownByTurn(wanted)
+    state.drafting.drafter = KnowingDrafter(answers, 2, lambda proposal: proposal % 3, 1000)
+    assert engine.ask(*prompts, max_tokens=4, more=1)[0] == wanted
+    assert 0 < state.counters.spec_decode.num_accepted_tokens < state.counters.spec_decode.num_draft_tokens
+    engine.core.close()
+
+
+@pytest.mark.parametrize("folder", ["qwen3_5+mtp"], indirect=True)
+def test_cuda_gives_the_tokens_of_the_cpu_with_drafts_of_the_models_head(folder):
+    from cairn.engine.contract import SpeculativeConfig
+    from doubles.drafters import LeftToTheHead
+
+    answers = {}
+    for device, method in (("cpu", "none"), ("cuda", "mtp")):
+        engine = Engine(folder, device, speculative=SpeculativeConfig(method=method, num_speculative_tokens=2))
+        state = engine.core._scheduler.state
+        if state.drafting.drafter is not None:
+            state.drafting.drafter = LeftToTheHead(2)
+        answers[device] = engine.ask(TEXT[:9], max_tokens=4)
+        assert (state.counters.spec_decode.num_drafts > 0) is (device == "cuda")
+        engine.core.close()
+    assert answers["cuda"] == answers["cpu"]
 
 
 @pytest.mark.parametrize("folder", ["lfm2"], indirect=True)

@@ -20,12 +20,27 @@ if INTERPRETED or ON_GPU or find_spec("triton") is None:
 
 from cairn.engine import devices
 from cairn.engine.build import _model_units
-from cairn.engine.contract import EngineConfig
+from cairn.engine.contract import EngineConfig, SpeculativeConfig
 from cairn.engine.devices import Device, LoadedModel, kept_weights, layout_of
 from cairn.engine.transfers.device_pool import DevicePool, NoStream
 from cairn.models.registry import open_model
 from cairn.runner.runner import Runner
-from cairn.step import Admit, DecodeRows, Image, PageCopy, PrefillRow, Restore, Samples, Save, Score, Snapshot, StepPlan
+from cairn.step import (
+    Admit,
+    DecodeRows,
+    Fold,
+    FoldSnapshot,
+    Image,
+    PageCopy,
+    PrefillRow,
+    Restore,
+    Samples,
+    Save,
+    Score,
+    Snapshot,
+    StepPlan,
+    VerifyRow,
+)
 from cairn.transfer.geometry import geometry_of, pair
 from cairn.transfer.token_copies import staging_copies
 from cairn.types import SamplingParams
@@ -163,6 +178,42 @@ class Server:
         self.runner.collect(self._step)
         self._step += 1
 
+    def draft(
+        self, verifies: Sequence[tuple[int, int]], decodes: int = 0, prompt: int = 0, snapshots: int = 0, **asked: Any
+    ) -> None:
+        """Sequences that verify so many drafts behind so many tokens, beside decodes and a prompt; and in the next step
+        their folds, of which the first has so many checkpoints in it. `asked`: of an `Admit`."""
+        tables = tuple(np.zeros(group.pages_for(MAX_MODEL_LEN), np.int32) for group in self.layout.groups)
+        file = np.arange(self.layout.pages_per_checkpoint, dtype=np.int32)
+        slots, others = np.arange(decodes, dtype=np.int32), range(decodes, decodes + len(verifies))
+        ends = [6] * decodes + [start + 1 for start, _ in verifies] + [prompt] * bool(prompt)
+        admits = (
+            Admit(slot, tables, num_prompt_tokens=1, **{"sampling": GREEDY, "history": np.zeros(end, np.int64)} | asked)
+            for slot, end in enumerate(ends)
+        )
+        rows = (
+            VerifyRow(slot, start, np.zeros(1 + count, np.int64), 0)
+            for slot, (start, count) in zip(others, verifies, strict=True)
+        )
+        plan = StepPlan(
+            self._step,
+            admits=tuple(admits),
+            decodes=DecodeRows(slots, slots + 5 - slots, np.zeros(decodes, np.int64), slots - slots),
+            verifies=tuple(rows),
+            prefills=(PrefillRow(len(ends) - 1, 0, np.zeros(prompt, np.int64), 0),) if prompt else (),
+            samples=Samples(slots, slots - slots + 6, np.zeros(decodes, np.bool_)),
+        )
+        checkpoints = tuple(FoldSnapshot(verifies[0][0] + 1 + number, file) for number in range(snapshots))
+        folds = (
+            Fold(slot, 1 + max(0, snapshots - 1) * (slot == others[0]), checkpoints if slot == others[0] else ())
+            for slot in others
+        )
+        for each in (plan, StepPlan(self._step + 1, folds=tuple(folds))):
+            self.runner.launch(each)
+            self.runner.sample(each.step, {})
+            self.runner.collect(each.step)
+        self._step += 2
+
     def lay_out(self, block_size: int) -> None:
         """What comes from a server with blocks of another size."""
         units = _model_units(self.opened)
@@ -231,7 +282,26 @@ def steps(server: Server) -> Iterator[tuple[str, Callable[[], None]]]:
     yield "smaller blocks of another server", partial(server.lay_out, 8)
 
 
-def compiled_late(folder: Path, wanted: str = "", **settings: Any) -> dict[str, list[str]]:
+def drafting(server: Server) -> Iterator[tuple[str, Callable[[], None]]]:
+    """By name, what a server may have to do that drafts."""
+    draft = server.draft
+    for num_drafts in (1, 11, 15, 32):
+        for context in (1, 127, 1000, 4900):
+            yield f"{num_drafts} drafts behind {context}", partial(draft, [(context, num_drafts)])
+        yield f"{num_drafts} drafts beside decodes", partial(draft, [(9, num_drafts)], decodes=7)
+    for count in (2, 8):
+        yield f"drafts of {count}", partial(draft, [(70, 3)] * count)
+        yield f"drafts of {count} beside a prompt", partial(draft, [(70, 8)] * count, prompt=100)
+        yield f"drafts of {count} behind much", partial(draft, [(4900, 8)] * count)
+    for count in (1, 2, 3):
+        yield f"{count} checkpoints in a fold", partial(draft, [(70, 3), (9, 3)], snapshots=count)
+    yield "drafts with penalties", partial(draft, [(70, 3)], sampling=SamplingParams(1.0, seed=1, presence_penalty=1.0))
+    yield "drafts with logprobs", partial(draft, [(70, 3)], logprobs=3)
+
+
+def compiled_late(
+    folder: Path, wanted: str = "", steps: Callable[[Server], Iterator[Any]] = steps, **settings: Any
+) -> dict[str, list[str]]:
     """By step, of those whose name has `wanted` in it, what is launched that the start-up has not launched."""
     found = {}
     with launches_recorded() as launches:
@@ -253,6 +323,20 @@ def test_nothing_is_compiled_after_the_start(
     made_model: Callable[[str], Path], family: str, settings: dict[str, Any]
 ) -> None:
     found = compiled_late(made_model(family), **settings)
+    assert not found, "\n".join(f"{name}: {new}" for name, new in found.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [("nemotron_h", {}), ("qwen3_5", {"exact": True, "dtype": "float32"})],
+    ids=["Mamba2", "exact"],
+)
+def test_nothing_of_drafts_is_compiled_after_the_start(
+    made_model: Callable[[str], Path], family: str, settings: dict[str, Any]
+) -> None:
+    found = compiled_late(
+        made_model(family), steps=drafting, speculative=SpeculativeConfig(method="suffix"), **settings
+    )
     assert not found, "\n".join(f"{name}: {new}" for name, new in found.items())
 
 

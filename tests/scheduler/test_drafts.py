@@ -280,6 +280,30 @@ def test_a_drafter_is_told_how_long_steps_of_decodes_take():
     assert driver.scheduler.state.drafting.drafter.steps == [(1, 4, 0.25), (1, 4, 0.5)]
 
 
+def test_a_drafter_is_asked_again_when_it_said_or_when_others_run():
+    class Idle(KnowingDrafter):
+        asked = ()
+
+        def propose(self, request, most, num_decodes):
+            self.asked += (len(request.output),)
+            return super().propose(request, most, num_decodes)
+
+        def idle_tokens(self, request):
+            return 8
+
+    answers = {"late": alone(tuple(range(50, 90)), False, max_tokens=4)}
+    drafter = Idle(answers, 4, lambda proposal: 99, VOCAB)
+    driver = Driver(drafter=drafter)
+    driver.submit(PROMPT, max_tokens=30, name="r")
+    while len(driver.requests["r"].output) < 20:
+        driver.step()
+    assert drafter.asked == (1, 9, 17)
+    assert 0 < len(drafter.steps) < 8, "it learns from some of the steps alone"
+    driver.submit(tuple(range(50, 90)), max_tokens=4, name="late")
+    driver.run()
+    assert driver.output("late") == answers["late"] and driver.scheduler.state.counters.spec_decode.num_drafts == 1
+
+
 def test_in_steps_of_many_sequences_nobody_is_asked_for_drafts():
     prompts = {str(i): tuple(range(i, i + 40)) for i in range(4)}
     driver = drafted({name: alone(prompt, False, max_tokens=20) for name, prompt in prompts.items()})

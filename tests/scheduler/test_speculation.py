@@ -255,7 +255,7 @@ def test_an_edit_of_its_prompt_is_three_times_as_fast():
     assert steps_of(edited, verified, VerifyCost()) < len(edited) / 3
 
 
-@pytest.mark.parametrize(("lookup", "expected"), [(1e-6, 400), (2e-4, 4 + 396 / 4), (1.0, 4 + 396 / 16)])
+@pytest.mark.parametrize(("lookup", "expected"), [(1e-6, 400), (2e-4, 4 + 396 / 8), (1.0, 4 + 396 / 32)])
 def test_lookups_that_lead_nowhere_take_little_time(lookup, expected):
     """Of decode steps of 20 ms."""
     cost = MeasuredCost()
@@ -279,11 +279,30 @@ def test_a_draft_that_pays_has_every_token_looked_up_again():
         depth.may_draft(request, 1)
         depth.miss(request)
     assert depth.may_draft(request, 1) and not depth.may_look(request)
-    go_on(request, [3] * 16)
+    go_on(request, [3] * 32)
     assert depth.may_draft(request, 1) and depth.may_look(request)
     depth.record(request, 4, 4)
     go_on(request, [4])
     assert depth.may_draft(request, 1) and depth.may_look(request)
+
+
+def test_it_says_for_how_long_there_is_nothing_to_do():
+    """Until the next lookup; and until what each token earns, .01 of a step, pays for the draft that it lacks."""
+    depth, request = DraftDepth(VerifyCost(overhead=0.6, row=0.1), max_decodes=8), make_request([1, 2] * 8)
+    assert depth.idle_tokens(request) == 0
+    assert not depth.may_draft(request, 1) and depth.idle_tokens(request) == 5  # .7 of .65
+    go_on(request, [3] * 4)
+    assert not depth.may_draft(request, 1) and depth.idle_tokens(request) == 1
+    go_on(request, [3])
+    assert depth.may_draft(request, 1) and depth.may_look(request) and depth.idle_tokens(request) == 0
+    cost = MeasuredCost()
+    cost.record_step(1, 0, 0.02)
+    cost.record_lookup(2e-4)
+    depth = DraftDepth(cost, max_decodes=8)
+    for _ in range(5):
+        assert depth.may_draft(request, 1) and depth.idle_tokens(request) == 0
+        depth.miss(request)
+    assert depth.idle_tokens(request) == 8
 
 
 def test_with_many_sequences_nothing_is_drafted():

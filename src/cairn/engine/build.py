@@ -26,6 +26,7 @@ from cairn.engine.devices import (
     choose_device,
     explain_out_of_memory,
     layout_of,
+    most_step_drafts,
     open_encoder,
     open_for_device,
     open_head,
@@ -45,7 +46,6 @@ from cairn.engine.tier_memory import allocate_pinned, open_tier_memory
 from cairn.engine.tiers import EngineTiers, PoolEvents, allocate_arena, build_tiers, check_tiers, uses_tiers
 from cairn.engine.transfers.device_pool import open_pool
 from cairn.engine.transfers.kv_transfer import KvTransfer, MakeLink, RankMemory, build_transfer, nixl_link
-from cairn.errors import ConfigError
 from cairn.kernels.graphs import Graphs
 from cairn.machine import Machine
 from cairn.models.decoder_builder import load_kernels
@@ -337,18 +337,11 @@ def _scheduling(config: EngineConfig, info: EngineInfo, device: Device) -> Sched
 
 
 def make_drafter(config: EngineConfig, device: Device, clock: Clock, has_head: bool = False) -> Drafter | None:
-    """What drafts as --speculative-config says; None for nothing. `auto` drafts on the CPU, whose kernels verify.
-    `has_head`: whether the model is served with a head that drafts, see `open_head`. Raises ConfigError for a method
-    that the device has no kernels for; weights need not have been read for it."""
+    """What drafts as --speculative-config says; None for nothing. `has_head`: whether the model is served with a head
+    that drafts, see `open_head`. Weights need not have been read for it."""
     asked = config.speculative
-    verifies = device.backend is None and device.max_in_flight == 1
-    if asked.method == "none" or (asked.method == "auto" and not verifies):
+    if not most_step_drafts(config, on_cpu=device.backend is None and device.max_in_flight == 1):
         return None
-    if not verifies:
-        raise ConfigError(
-            f"--speculative-config: method: {asked.method!r} not with --device cuda yet, which auto is where there is "
-            "a GPU: nothing is drafted there; leave it out, or serve with --device cpu"
-        )
     return MTPDrafter(asked, clock=clock) if has_head else LookupDrafter(asked, clock=clock)
 
 

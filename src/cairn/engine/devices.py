@@ -32,6 +32,7 @@ from cairn.models.registry import Kept, OpenModel
 from cairn.models.weights.loader import DType
 from cairn.runner.runner import Observe, Runner, slot_bytes
 from cairn.runner.vision import VisionEncoder, open_vision
+from cairn.scheduler.verify import MAX_STEP_DRAFTS
 from cairn.step import StepPlan, TokenMasks
 from cairn.types import Clock
 
@@ -95,9 +96,9 @@ def open_head(config: EngineConfig, opened: OpenModel) -> OpenModel:
     auto where there is one that takes little of each step, on the CPU. Raises ConfigError where there has to be one and
     is none."""
     method = config.speculative.method
-    if method not in ("auto", "mtp") or config.device == "cuda":
+    if method not in ("auto", "mtp"):
         return opened
-    if method == "auto" and not opened.has_small_head:
+    if method == "auto" and (config.device == "cuda" or not opened.has_small_head):
         return opened
     why = opened.why_no_head(opened.stored_tensors(), config.tensor_parallel_size)
     if why is None:
@@ -109,6 +110,13 @@ def open_head(config: EngineConfig, opened: OpenModel) -> OpenModel:
         f"--speculative-config: method: 'mtp' drafts with a checkpoint's own head: {why}; use suffix or ngram, or "
         "leave it out"
     )
+
+
+def most_step_drafts(config: EngineConfig, on_cpu: bool) -> int:
+    """Draft tokens that a step may have, 0 where nothing is drafted. What `auto` would bring on a GPU has not been
+    measured: it drafts on the CPU alone."""
+    method = config.speculative.method
+    return 0 if method == "none" or (method == "auto" and not on_cpu) else MAX_STEP_DRAFTS
 
 
 def why_not_gpu(config: EngineConfig, opened: OpenModel) -> str | None:
@@ -175,7 +183,9 @@ def choose_device(config: EngineConfig, opened: OpenModel, rank: int = 0) -> Dev
     place = device()
     name = torch.cuda.get_device_name(place) if place.type == "cuda" else "the CPU, with kernels interpreted"
     logger.info("rank %d of %d computes on %s", rank, config.tensor_parallel_size, name)
-    return Device(_kernels(config, opened, rank, place), place, STEPS_IN_FLIGHT)
+    # What is drafted begins with the newest token: the step before has to be over.
+    in_flight = 1 if most_step_drafts(config, on_cpu=False) else STEPS_IN_FLIGHT
+    return Device(_kernels(config, opened, rank, place), place, in_flight)
 
 
 def _begin_on_gpu(number: int) -> None:
@@ -292,7 +302,7 @@ def measure_memory(
         usable=total if asked is not None else int(config.gpu_memory_utilization * total),
         process=total - free,
         step=step_bytes,
-        logits=model.logits_room(config.max_num_seqs or MOST_SEQS_ON_GPU),
+        logits=model.logits_room((config.max_num_seqs or MOST_SEQS_ON_GPU) + most_step_drafts(config, on_cpu=False)),
         images=0 if vision is None else vision.cache_bytes,
         graphs=graph_bytes,
     )
@@ -330,7 +340,8 @@ def _step_bytes(
     step's layers begin; and what graphs will take. Small steps of all kinds follow, and compile what requests would
     wait for."""
     num_tokens, placement = config.max_num_batched_tokens, placement_of(config)
-    plans, num_pages = profile_plans(layout, num_tokens, placement), num_profile_pages(layout, num_tokens)
+    num_drafts, has_head = most_step_drafts(config, on_cpu=False), model.head is not None
+    plans, num_pages = profile_plans(layout, num_tokens, placement, num_drafts), num_profile_pages(layout, num_tokens)
     memory.start_peak()
     check = KernelCheck() if _is_compiled(model) else None
     observe = check.observe if check is not None and model.communicator.rank == 0 else None
@@ -340,10 +351,10 @@ def _step_bytes(
     _run_plans(runner, [(plan, {}) for plan in plans], partial(barrier, "in the largest step"))
     counted_elsewhere = runner.pool.nbytes + (SLOTS + 1) * slot_bytes(model.spec, layout, num_pages)
     step_bytes = max(0, memory.peak_growth() - counted_elsewhere)
-    warm_up = [*warm_up_plans(layout, num_tokens, placement, model.vocab_size)]
+    warm_up = [*warm_up_plans(layout, num_tokens, placement, model.vocab_size, len(plans), num_drafts, has_head)]
     _run_plans(runner, warm_up, partial(barrier, "in the small steps"))
     if check is not None:
-        steps = check.begin(layout, model.vocab_size, warm_up[-1][0].step + 1)
+        steps = check.begin(layout, model.vocab_size, warm_up[-1][0].step + 1, num_drafts > 0)
         _run_plans(runner, steps, partial(barrier, "in the check of the kernels"))
         check.finish()
     return step_bytes, 0 if capture is None else capture.estimate_bytes(runner, memory, barrier)

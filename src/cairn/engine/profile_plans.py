@@ -11,10 +11,13 @@ import numpy as np
 from cairn.cache.layout import CacheLayout
 from cairn.cache.placement import PlacementPolicy, PromptFacts
 from cairn.step import (
+    DRAFTED,
     GRID,
     SAMPLED,
     Admit,
     DecodeRows,
+    Fold,
+    FoldSnapshot,
     PageCopy,
     PrefillRow,
     Restore,
@@ -23,6 +26,7 @@ from cairn.step import (
     Snapshot,
     StepPlan,
     TokenMasks,
+    VerifyRow,
 )
 from cairn.types import Pages, SamplingParams
 
@@ -45,10 +49,13 @@ def num_profile_pages(layout: CacheLayout, num_tokens: int) -> int:
     return max(layout.pages_for(_longest(num_tokens)), layout.pages_per_checkpoint, 2)
 
 
-def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPolicy | None) -> tuple[StepPlan, StepPlan]:
+def profile_plans(
+    layout: CacheLayout, num_tokens: int, placement: PlacementPolicy | None, num_drafts: int = 0
+) -> tuple[StepPlan, ...]:
     """A prompt of `num_tokens` tokens, with as many checkpoints as a step ever takes of it; and after it a step of all
-    kinds: a decode, a prompt after a hit, a checkpoint between grid points, a save, a copy, and a greedy draw.
-    `placement`: where checkpoints are kept; None without a cache."""
+    kinds: a decode, a prompt after a hit, a checkpoint between grid points, a save, a copy, and a greedy draw; and if
+    anything is drafted, a step of as many tokens with `num_drafts` drafts, whose inputs are kept. `placement`: where
+    checkpoints are kept; None without a cache."""
     tables = tuple(np.arange(group.pages_for(_longest(num_tokens)), dtype=np.int32) for group in layout.groups)
     state_pages = np.arange(layout.pages_per_checkpoint, dtype=np.int32)
     largest = StepPlan(
@@ -71,18 +78,35 @@ def profile_plans(layout: CacheLayout, num_tokens: int, placement: PlacementPoli
         snapshots=_snapshots(placement, 1, begin, end, state_pages),
         samples=_samples((1, end)),
     )
-    return largest, mixed
+    if not num_drafts:
+        return largest, mixed
+    tokens = np.zeros(max(2, min(1 + num_drafts, num_tokens)), np.int64)
+    rest = np.zeros(max(1, num_tokens - len(tokens)), np.int64)
+    verifying = StepPlan(
+        2,
+        admits=(Admit(1, tables, _GREEDY),),
+        verifies=(VerifyRow(0, 1, tokens, 0),),
+        prefills=(PrefillRow(1, 0, rest, 0),),
+    )
+    return largest, mixed, verifying
 
 
 def warm_up_plans(
-    layout: CacheLayout, num_tokens: int, placement: PlacementPolicy | None, vocab_size: int
+    layout: CacheLayout,
+    num_tokens: int,
+    placement: PlacementPolicy | None,
+    vocab_size: int,
+    step: int = 2,
+    num_drafts: int = 0,
+    has_head: bool = False,
 ) -> Iterator[tuple[StepPlan, TokenMasks]]:
-    """Behind `profile_plans`, small steps for what else kernels are compiled for: prompts of each power of 2 below
-    `num_tokens`, as tiles are as large as there are rows; a decode alone, whose one row lies otherwise than several do,
-    and whose attention is in one part or in many; and a draw with all that may be asked of one."""
+    """Behind `profile_plans`, from number `step` on, small steps for what else kernels are compiled for: prompts of
+    each power of 2 below `num_tokens`, as tiles are as large as there are rows; a decode alone, whose one row lies
+    otherwise than several do, and whose attention is in one part or in many; drafts, if there are any, perhaps of the
+    model's head; and a draw with all that may be asked of one."""
     tables = tuple(np.arange(group.pages_for(_longest(num_tokens)), dtype=np.int32) for group in layout.groups)
     state_pages = np.arange(layout.pages_per_checkpoint, dtype=np.int32)
-    step, count = 2, 1
+    count = 1
     while count < num_tokens:
         yield (
             StepPlan(
@@ -95,7 +119,11 @@ def warm_up_plans(
         )
         step, count = step + 1, 2 * count
     first = np.zeros(1, np.int32)
-    yield StepPlan(step, decodes=DecodeRows(first, first + _LONG, first.astype(np.int64), first)), {}
+    long = DecodeRows(first, first + _LONG, first.astype(np.int64), first)
+    yield StepPlan(step, admits=(Admit(0, tables, _GREEDY),), decodes=long), {}
+    if num_drafts:
+        yield from ((plan, {}) for plan in _drafting(step + 1, placement, state_pages, has_head))
+        step += 3
     asked = Admit(0, tables, _EVERYTHING, num_prompt_tokens=1, history=np.zeros(1, np.int64), logprobs=1)
     alone = StepPlan(
         step + 1,
@@ -104,6 +132,25 @@ def warm_up_plans(
         samples=_samples((0, 1)),
     )
     yield alone, {0: np.full(-(-vocab_size // 32), -1, np.int32)}
+
+
+def _drafting(step: int, placement: PlacementPolicy | None, state_pages: Pages, has_head: bool) -> tuple[StepPlan, ...]:
+    """Verifies of both sequences, whose attention is in one part and in many; folds, of which one has a checkpoint in
+    it, a decode, and a verify, perhaps of what the head drafts; and its fold."""
+    first, tokens = np.zeros(1, np.int32), np.zeros(3, np.int64)
+    drafts = np.array([0, DRAFTED, DRAFTED], np.int64) if has_head else tokens
+    start = _LONG - len(tokens)
+    snapshots = () if placement is None else (FoldSnapshot(start + 1, state_pages),)
+    return (
+        StepPlan(step, verifies=(VerifyRow(0, start, tokens, 0), VerifyRow(1, 1, tokens, 0))),
+        StepPlan(
+            step + 1,
+            folds=(Fold(0, 2, snapshots), Fold(1, 1)),
+            decodes=DecodeRows(first, first + start + 2, first.astype(np.int64), first),
+            verifies=(VerifyRow(1, 2, drafts, 0),),
+        ),
+        StepPlan(step + 2, folds=(Fold(1, 1),)),
+    )
 
 
 def _longest(num_tokens: int) -> int:

@@ -6,6 +6,7 @@ complete failure, and a balance that is used up grows again by a small share of 
 """
 
 from dataclasses import dataclass, field
+from math import ceil
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,8 +43,8 @@ _MARGIN = 1.05
 """A draft has to be expected to bring so many times the tokens that the step brings without, for its time."""
 
 _PATIENCE = 4
-_LOOKUP_SHARE = 0.0025
-_MOST_SKIPPED = 16
+_LOOKUP_SHARE = 0.00125
+_MOST_SKIPPED = 32
 """After so many lookups in a row that nothing came of, they are as rare as takes about this share of the time that
 decoding takes, but each request has one in so many tokens. It is only of a small model that a lookup takes more."""
 
@@ -70,12 +71,14 @@ class _Acceptance:
 
 @dataclass(slots=True)
 class _DraftHistory:
-    """Of one request. `balance`: see above, as of `num_tokens` tokens. `kind`: of its last draft. `num_decodes`: of its
-    last lookup. `num_misses`: lookups since a draft has paid; from `look_from` tokens on there is another one."""
+    """Of one request. `balance`: see above, as of `num_tokens` tokens; from `pays_from` tokens on it may pay for a
+    draft. `kind`: of its last draft. `num_decodes`: of its last lookup. `num_misses`: lookups since a draft has paid;
+    from `look_from` tokens on there is another one."""
 
     num_tokens: int
     num_misses: int = 0
     look_from: int = 0
+    pays_from: int = 0
     balance: float = _START
     kind: int = 0
     num_decodes: int = 1
@@ -108,13 +111,21 @@ class DraftDepth:
             self._histories[request] = history = _DraftHistory(request.num_tokens)
         history.num_decodes = num_decodes
         num_new, history.num_tokens = request.num_tokens - history.num_tokens, request.num_tokens
-        earned = _SHARE * num_new * self._cost.decode(num_decodes) / num_decodes
-        history.balance = min(_MOST, history.balance + earned)
-        return history.balance >= min(self._extra(cost, 1, num_decodes) for cost in (self._cost, self._head_cost))
+        earned = _SHARE * self._cost.decode(num_decodes) / num_decodes
+        history.balance = min(_MOST, history.balance + num_new * earned)
+        lacks = min(self._extra(cost, 1, num_decodes) for cost in (self._cost, self._head_cost)) - history.balance
+        if lacks > 0:
+            history.pays_from = request.num_tokens + min(_MOST_SKIPPED, ceil(lacks / earned))
+        return lacks <= 0
 
     def may_look(self, request: Request) -> bool:
         """Whether what came of the request's last lookups allows another one. `may_draft` has said yes."""
         return request.num_tokens >= self._histories[request].look_from
+
+    def idle_tokens(self, request: Request) -> int:
+        """How many tokens more it takes until there is another lookup: see `Drafter.idle_tokens`."""
+        history = self._histories.get(request)
+        return 0 if history is None else max(0, max(history.look_from, history.pays_from) - request.num_tokens)
 
     def miss(self, request: Request) -> None:
         """Learn that a lookup has led to no draft, or to one that did not pay."""

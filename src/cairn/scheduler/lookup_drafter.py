@@ -164,6 +164,10 @@ class LookupDrafter:
             self._depth.miss(request)
         return drafts
 
+    def idle_tokens(self, request: Request) -> int:
+        """See `Drafter`."""
+        return self._depth.idle_tokens(request)
+
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """See `Drafter`."""
         self._depth.record(request, num_draft_tokens, num_accepted)

@@ -71,6 +71,10 @@ class MTPDrafter:
             self._by_head[request] = True
         return np.full(num_drafts, DRAFTED, np.int64)
 
+    def idle_tokens(self, request: Request) -> int:
+        """See `Drafter`. Steps are counted here, and a head can be tried in each."""
+        return 0
+
     def record(self, request: Request, num_draft_tokens: int, num_accepted: int) -> None:
         """See `Drafter`."""
         self._depth.record(request, num_draft_tokens, num_accepted)

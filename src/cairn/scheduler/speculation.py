@@ -86,6 +86,11 @@ class Drafter(Protocol):
         where drafting does not pay. `num_decodes`: sequences that decode in this step."""
         ...
 
+    def idle_tokens(self, request: "Request") -> int:
+        """Of a request that nothing was proposed for just now: before it has so many tokens more it need not be asked
+        again in the same company; 0 where that is not known."""
+        ...
+
     def record(self, request: "Request", num_draft_tokens: int, num_accepted: int) -> None:
         """Learn that of `num_draft_tokens` that were verified the first `num_accepted` were accepted."""
         ...

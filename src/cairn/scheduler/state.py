@@ -100,10 +100,13 @@ class RequestObserver(Protocol):
 @dataclass(slots=True)
 class Drafting:
     """`drafter`: None where nothing is drafted. `pending_folds`: by how many tokens a request's state is behind its
-    `num_computed`, from the result of its verify row to the next plan."""
+    `num_computed`, from the result of its verify row to the next plan. `idle_steps`: in so many steps the drafter is
+    not asked, as long as those run that ran at `idle_version`."""
 
     drafter: Drafter | None = None
     pending_folds: dict[Request, int] = field(default_factory=dict)
+    idle_steps: int = 0
+    idle_version: int = 0
 
 
 @dataclass(eq=False)

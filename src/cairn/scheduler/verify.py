@@ -19,20 +19,28 @@ from cairn.types import Keys
 MAX_STEP_DRAFTS = 64
 """Draft tokens of one step: each has a row of logits."""
 
+_LEARNED_STEPS = 4
+"""While the drafter is not asked, it learns from one of so many steps."""
+
 
 def propose_drafts(
     state: SchedulerState, builder: PlanBuilder, running: Sequence[Request], num_plain: int
 ) -> Mapping[int, Keys]:
     """Drafts for running requests that have nothing but their newest token to compute, by their place in `running`.
     `num_plain`: of them, whose decodes are plain; where these are too many nobody else is looked at."""
-    drafter = state.drafting.drafter
+    drafting = state.drafting
+    drafter = drafting.drafter
     if drafter is None or num_plain > drafter.max_decodes:
+        return {}
+    if drafting.idle_steps and drafting.idle_version == state.running.version:
+        # most steps of a text that cannot be predicted: each microsecond is a thousandth of a small model's
+        drafting.idle_steps -= 1
         return {}
     decoding = [index for index, request in enumerate(running) if request.num_scheduled >= request.prefill_until]
     if len(decoding) > drafter.max_decodes:
         return {}
     left = min(MAX_STEP_DRAFTS, builder.budget - len(running))
-    drafts = dict[int, Keys]()
+    drafts, without = dict[int, Keys](), list[Request]()
     for index in decoding:
         request = running[index]
         if request.num_in_flight or request.num_scheduled + 1 != request.num_tokens:
@@ -45,6 +53,11 @@ def propose_drafts(
         if len(tokens):
             drafts[index] = tokens
             left -= len(tokens)
+        else:
+            without.append(request)
+    is_idle = without and len(without) == len(running)
+    drafting.idle_steps = max(0, min(map(drafter.idle_tokens, without)) - 1) if is_idle else 0
+    drafting.idle_version = state.running.version
     return drafts
 
 
@@ -135,10 +148,9 @@ def take_verified(
 def learn_step_time(state: SchedulerState, builder: PlanBuilder, seconds: float) -> None:
     """Tell the drafter how long a step has taken, if its rows are decodes and verify rows alone."""
     drafter = state.drafting.drafter
-    if drafter is None:
+    if drafter is None or state.drafting.idle_steps % _LEARNED_STEPS:
         return
     if not builder.scheduled and not builder.folds:
-        # most steps: each microsecond is a thousandth of a small model's
         if builder.plain:
             drafter.record_step(len(builder.plain), 0, seconds)
         return
