@@ -169,10 +169,11 @@ class TierSource:
 
     def _find_states(self, names: PathNames) -> list[StatePlace]:
         stores, length, states = self._context.stores, len(names.keys), list[StatePlace]()
+        marks = [names.mark(number) for number in range(len(names.chunks) + 1)]
+        tails = list(zip(*(store.tails(marks) for store in stores), strict=True))
         for number in range(len(names.chunks), -1, -1):
-            mark, start = names.mark(number), number * names.stride
-            tails = {tail for store in stores for tail in store.tails(mark)}
-            for tail in sorted(tails, reverse=True):
+            start = number * names.stride
+            for tail in sorted({tail for here in tails[number] for tail in here}, reverse=True):
                 position = start + tail
                 if not 0 < position <= length or not self._may_resume(position, length):
                     continue
