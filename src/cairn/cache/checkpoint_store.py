@@ -193,8 +193,7 @@ class CheckpointStore:
     """The checkpoints at the nodes of `tree`: `queue` has their order, `retained` those that clients retain.
 
     `taken` and `evicted`: how many there were so far, by kind, and `earned` the tokens that using them has saved.
-    `clock` says when the time of a retained one is over. `lost_share`: what part of its worth is lost when one is
-    dropped; less than all where it can come back from elsewhere.
+    `clock` says when the time of a retained one is over.
     """
 
     def __init__(
@@ -210,7 +209,6 @@ class CheckpointStore:
         self._layout = layout
         self.pool = pool
         self._tick = 0
-        self.lost_share = 1.0
         self._copy_price = COPY_TOKENS / (pool.num_pages * layout.page_bytes)
         self.divergences = DivergenceStats()
         eviction.start(pool.num_pages // layout.pages_per_checkpoint, self.divergences)
@@ -319,13 +317,13 @@ class CheckpointStore:
         answer_worth = chance * stride * stats.share(path, facts.num_tokens, inf)
         most = facts.num_tokens - facts.hit
         # no position saves more than all that is computed
-        may_pay = self.pool.num_free >= size or not most * chance < self._price() < inf
+        may_pay = self.pool.num_free >= size or not most * chance < self.queue.price() < inf
         places = placement.candidates(facts) if may_pay else None
         if places is None:
             return replace(facts, stride=stride, answer_worth=answer_worth)
         fixed, candidates = places
         idle = self.pool.num_free // size - len(fixed)
-        prices = [self._copy_price + self.lost_share * price for price in self.queue.prices()]
+        prices = [self._copy_price + price for price in self.queue.prices()]
 
         def pays(number: int, saved: float) -> bool:
             return number < idle or not prices or saved * chance > prices[min(number - max(0, idle), len(prices) - 1)]
@@ -339,11 +337,7 @@ class CheckpointStore:
         more than what goes next."""
         if self.pool.num_free >= num_pages or self.tree.drop_unneeded(num_pages):
             return True
-        return worth > self._copy_price + self._price()
-
-    def _price(self) -> float:
-        """What is lost when the next one goes."""
-        return self.lost_share * self.queue.price()
+        return worth > self._copy_price + self.queue.price()
 
     def use(self, checkpoint: Checkpoint) -> None:
         """Note that a request resumes from a checkpoint, unless that was dropped meanwhile."""

@@ -36,9 +36,6 @@ from cairn.types import Keys, Pages
 WEIGHT = 1000.0
 """Requests in which the uses of an entry are expected."""
 
-LOST_SHARE = 0.25
-"""What part of its worth is lost when the pool drops what a tier has: reading takes time, which routers count alike."""
-
 MAX_WAITING = 4096
 SLICE_BYTES = 16 << 20
 POOL_SHARE = 8
@@ -132,8 +129,6 @@ class Demoter(TreeObserver):
         self._waiting: OrderedDict[Node, None] = OrderedDict()
         self._job: _Job | None = None
         self._writes: list[Future[Sequence[ChunkBlocks]]] = []
-        if any(store.writable for store in context.stores):
-            cache.checkpoints.lost_share = LOST_SHARE
         self.dropped = {"queue_full": 0, "gone": 0, "failed": 0}
 
     # -- what the tree says --------------------------------------------------------------------------------------
@@ -253,7 +248,7 @@ class Demoter(TreeObserver):
             runs.append((each.raw, each.num_tokens))
             if each.checkpoint is not None and not (exact and each.checkpoint.origin is Origin.DECODE):
                 states.append(each)
-        wanted = [self._wanted(each) for each in choose_states(states)]
+        wanted = [self._wanted(each) for each in choose_states(states, node.end)]
         images: tuple[NamedImage, ...] | None = ()
         if self._contents is not None and wanted:
             path = _Path(namespace, runs, (), wanted)

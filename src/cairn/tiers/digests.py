@@ -7,7 +7,7 @@ Salted namespaces are named with a key besides, which only those have who may re
 anybody who guesses prompts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from math import lcm
@@ -29,21 +29,32 @@ answer."""
 
 _STATE = b"cairn/state/1"
 
+SLICE_TOKENS = 1 << 13
+"""Digested at a time: .3 ms."""
+
+
+def _nothing() -> None:
+    """Nobody waits."""
+
 
 @dataclass(frozen=True, slots=True)
 class EntryNames:
     """How entries of one model are named. `identity`: 32 bytes that say what bytes mean; `secret`: the key of salted
-    namespaces. `stride`: tokens of a chunk, whole pages and a multiple of 64. For one thread at a time."""
+    namespaces. `stride`: tokens of a chunk, whole pages and a multiple of 64. `give_way`: called between parts of a
+    long path, so that nobody waits long for the interpreter. For one thread at a time."""
 
     identity: bytes
     secret: bytes
     stride: int
+    give_way: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
     _recent: "list[_RecentPath]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, layout: CacheLayout, identity: bytes, secret: bytes) -> "EntryNames":
+    def of(
+        cls, layout: CacheLayout, identity: bytes, secret: bytes, give_way: Callable[[], None] = _nothing
+    ) -> "EntryNames":
         """The names of a layout's entries."""
-        return cls(identity, secret, stride_of(layout))
+        return cls(identity, secret, stride_of(layout), give_way)
 
     def path(self, name: ContentName, keys: Keys) -> "PathNames":
         """The names of all chunks of `keys`, shape [n], and of the states on the way. Takes some 30 microseconds for a
@@ -58,7 +69,7 @@ class EntryNames:
         else:
             known = _RecentPath(layout, name, whole[:0], [], ContentDigest(layout, name))
         if len(known.keys) < len(whole):
-            known = known.extended(whole, self.stride)
+            known = known.extended(whole, self.stride, self.give_way)
         self._remember(known)
         return PathNames(layout, name, keys, self.stride, known.chunks[:num_chunks])
 
@@ -88,10 +99,12 @@ class _RecentPath:
             return False
         return np.array_equal(self.keys[:length], keys[:length])
 
-    def extended(self, keys: Keys, stride: int) -> "_RecentPath":
+    def extended(self, keys: Keys, stride: int, give_way: Callable[[], None]) -> "_RecentPath":
         """The path of more chunks that begins with this one."""
         digest = self.digest.copy()
-        digest.append(keys[len(self.keys) :])
+        for start in range(len(self.keys), len(keys), SLICE_TOKENS):
+            digest.append(keys[start : start + SLICE_TOKENS])
+            give_way()
         marks, size = digest.marks, stride // GRID * DIGEST_BYTES
         ends = range(size * (len(self.chunks) + 1), len(marks) + 1, size)
         chunks = self.chunks + [marks[end - DIGEST_BYTES : end] for end in ends]

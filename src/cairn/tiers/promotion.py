@@ -240,12 +240,12 @@ class TierSource:
         fetch, choice = FetchId(self._number), known.choice
         opened = self._fetches[fetch] = _OpenFetch(choice)
         opened.deadline = self._context.clock.now() + max(LEAST_PATIENCE, choice.compute_seconds)
-        order = self._order(known.future.result(), choice, target)
-        opened.future = self._context.lanes.reads.submit(lambda: self._read(opened, order))
+        reach = known.future.result()
+        opened.future = self._context.lanes.reads.submit(lambda: self._read(opened, self._order(reach, choice, target)))
         return fetch
 
     def _order(self, reach: PathReach, choice: _Choice, target: FetchTarget) -> "list[_Read]":
-        """What to read, and into which pages, in the order of the path."""
+        """What to read, and into which pages, in the order of the path. For the readers' threads: there are many."""
         context, order = self._context, list[_Read]()
         stride, parts = context.names.stride, target.pages
         for number in choice.chunks:

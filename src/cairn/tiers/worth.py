@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from cairn.cache.checkpoint import Kind
 from cairn.cache.tree import Checkpoint, Node
+from cairn.step import GRID
 
 KEPT_BELOW = frozenset(
     (
@@ -17,7 +18,11 @@ KEPT_BELOW = frozenset(
         *(Kind.PROMPT_END, Kind.ANSWER_END, Kind.JUNCTION),
     )
 )
-"""Checkpoints of other kinds are written once they have been hit, but for the deepest one of those on probation."""
+"""Checkpoints of other kinds are written once they have been hit, but for some of those on probation."""
+
+PLACES_APART = 4
+"""Of the places on a path where nothing says that prompts diverge, the deepest one is written, and then one each time
+that it is so many times as far from the end: prompts do diverge there, mostly soon before the end."""
 
 PRIOR_SECONDS = 10.0
 """What each kind is believed to have earned and cost before anything was seen."""
@@ -72,16 +77,15 @@ def is_kept_below(checkpoint: Checkpoint) -> bool:
     return checkpoint.kind in KEPT_BELOW or checkpoint.hits > 0
 
 
-def choose_states(nodes: Sequence[Node]) -> list[Node]:
-    """Which of these nodes on a path, in its order, which have a state each, are written with theirs. Prompts diverge
-    where nothing says so, too, and mostly soon before the end."""
-    chosen, has_place = list[Node](), False
+def choose_states(nodes: Sequence[Node], end: int) -> list[Node]:
+    """Which of these nodes on a path of `end` tokens, which have a state each, are written with theirs."""
+    chosen, least = list[Node](), 0
     for node in reversed(nodes):
-        checkpoint = node.checkpoint
+        checkpoint, distance = node.checkpoint, end - node.end
         assert checkpoint is not None
         if not is_kept_below(checkpoint):
-            if has_place or not checkpoint.kind.on_probation:
+            if not checkpoint.kind.on_probation or distance < least:
                 continue
-            has_place = True
+            least = max(GRID, PLACES_APART * distance)
         chosen.append(node)
     return chosen[::-1]
