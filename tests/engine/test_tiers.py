@@ -91,7 +91,7 @@ def test_exact_logits_are_those_without_a_cache(family, made_model, tmp_path, en
             assert torch.equal(values, logits[place]), place
         assert cached(outputs)[0] == cached(outputs)[1]
         hits.append(cached(outputs)[1])
-    assert hits[0] == 300 and hits[3] == 400, hits
+    assert hits[0] == 300 and hits[2] >= 64 and hits[3] == 400, hits
 
 
 @pytest.mark.parametrize("checkpoint_dtype", ["float32", "float16", "int8"])

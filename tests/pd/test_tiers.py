@@ -1,11 +1,15 @@
-"""Tiers on both sides of a hand-over: P reads up what lies below its pool and leases it, D asks its own tiers first."""
+"""Tiers on both sides of a hand-over: P reads up what lies below its pool and leases it, D asks its own tiers first;
+what another server asks for by content is read up as well."""
 
+import json
+import threading
 import time
 
 import numpy as np
 import pytest
-from real_servers import DEADLINE, RealServer, finish, hand_over, settle
+from real_servers import DEADLINE, REMOTE_DECODE, RealServer, finish, hand_over, settle
 
+from cairn.scheduler import tier_lookup
 from cairn.scheduler.transfers import PrefillSpeed
 from doubles.memory_link import MemoryFabric
 from tiers import first
@@ -64,4 +68,58 @@ def test_a_decode_server_asks_its_own_tiers_first(serve):
     assert tokens == expected
     assert last.cache.tier_tokens == len(TEXT) and d.core.stats().tokens.computed_prompt == len(TEXT)
     assert last.cache.received_tokens == 0 and d.core.stats().transfers.received_tokens == 0
+    settle(p, d)
+
+
+@pytest.fixture
+def left_below(serve):
+    """A server that has decoded an answer whose prompt and state lie in its tier alone, another one that has nothing of
+    it, and the parameters by which that one finds the first."""
+    p, d = serve("p"), serve("d", host_cache_bytes=16 << 20)
+    _, last, _ = hand_over(p, d, TEXT[:320], 1)
+    settle(p, d)
+    write_all(d)
+    assert p.core.reset_cache() == 0
+    return p, d, json.loads(last.kv_transfer_params)
+
+
+@pytest.mark.parametrize("longer", first(1, (80, 0)))
+def test_what_is_asked_for_by_content_is_read_up(serve, left_below, longer):
+    p, d, hint = left_below
+    alone, turn = serve("alone", joined=False, enable_prefix_caching=False), TEXT[: 320 + longer]
+    number = p.submit(turn, 2, REMOTE_DECODE | hint)
+    tokens, last = finish(p, number, d)
+    assert tokens == finish(alone, alone.submit(turn, 2))[0]
+    assert last.cache.received_tokens == 320 and d.core.stats().tiers.hit_tokens["host"] == 320
+    for found, wanted in zip(p.logits[number], alone.logits[alone.count], strict=True):
+        assert np.array_equal(found, wanted)
+    assert finish(d, d.submit(TEXT[:320], 1))[1].cache.cached_tokens == 320
+    assert d.core.stats().tiers.hits["host"] == 1, "the second time the pool has it"
+    finish(d, d.submit(turn, 1, json.loads(last.kv_transfer_params)), p)
+    settle(p, d)
+
+
+@pytest.mark.parametrize("how", first(2, ("slow", "damaged", "busy", "worthless")))
+def test_what_cannot_be_read_up_is_computed(serve, left_below, monkeypatch, how):
+    p, d, hint = left_below
+    (store,) = d.core._tiers._stores
+    go_on = threading.Event()
+    match how:
+        case "slow":
+            monkeypatch.setattr(tier_lookup, "READ_SECONDS", 0.05)
+            monkeypatch.setattr(store, "read", lambda reads, deadline: go_on.wait(DEADLINE) and False)
+        case "damaged":
+            monkeypatch.setattr(store, "read", lambda reads, deadline: False)
+        case "busy":
+            monkeypatch.setattr(tier_lookup, "MAX_READS", 0)
+        case "worthless":
+            d.core._scheduler.state.transfers.prefill_speed.seconds_per_token = 0.0
+    tokens, last = finish(p, p.submit(TEXT[:320], 2), d)
+    assert p.core.reset_cache() == 0
+    found, last = finish(p, p.submit(TEXT[:320], 2, REMOTE_DECODE | hint), d)
+    assert found == tokens and last.cache.received_tokens == 0
+    assert d.core.stats().transfers.leased_pages == 0
+    assert (d.core.stats().transfers.quarantined_pages > 0) == (how == "slow")
+    go_on.set()
+    finish(d, d.submit(TEXT[:320], 1, json.loads(last.kv_transfer_params)), p)
     settle(p, d)

@@ -5,7 +5,7 @@ import pytest
 
 from cairn.cache.events import KeyName
 from cairn.cache.layout import AttentionGroup, CacheLayout
-from cairn.tiers.digests import EntryNames, named_images, stride_of
+from cairn.tiers.digests import MAX_RECENT, EntryNames, named_images, stride_of
 from cairn.transfer.contract import ContentName, NamedImage
 from cairn.transfer.digest import ContentDigest
 
@@ -37,6 +37,21 @@ def test_a_beginning_has_the_same_names():
     long, short = NAMES.path(ContentName(), KEYS), NAMES.path(ContentName(), KEYS[:200])
     assert long.chunks[:3] == short.chunks and long.mark(0) == short.mark(0)
     assert all(long.state(position) == short.state(position) for position in (1, 63, 64, 65, 200))
+
+
+@pytest.mark.parametrize("stride", [64, 128])
+def test_what_was_named_before_changes_no_name(stride):
+    random, names = np.random.default_rng(stride), EntryNames(bytes(32), b"", stride)
+    images = (NamedImage(70, 100, b"i" * 32),)
+    paths = [np.zeros(0, np.int64)]
+    for _ in range(200):
+        above = paths[random.integers(len(paths))]
+        keys = np.concatenate([above[: random.integers(len(above) + 1)], random.integers(0, 2, random.integers(300))])
+        name = ContentName(salt=random.choice([None, "a"]), images=images[: random.integers(2)])
+        ours, fresh = names.path(name, keys.copy()), EntryNames(bytes(32), b"", stride).path(name, keys)
+        assert ours.chunks == fresh.chunks and ours.state(len(keys)) == fresh.state(len(keys))
+        paths.append(keys)
+    assert 0 < len(names._recent) <= MAX_RECENT
 
 
 @pytest.mark.parametrize("place", [0, 63, 64, 130])

@@ -44,7 +44,7 @@ class TestRestart:
             assert usable(again, entries)
             assert [again.facts(entry.facts.key) for entry in entries] == [entry.facts for entry in entries]
         assert again.counters.num_bytes == store.counters.num_bytes
-        assert again.tails(paths[0][2].facts.key) == [5]
+        assert again.tails([paths[0][2].facts.key]) == [[5]]
 
     def test_it_goes_on_under_new_names(self, tmp_path):
         disk_store(tmp_path).write(path_entries("a", 2), later())

@@ -48,23 +48,22 @@ class StoreContract:
     def test_a_mark_lists_its_states(self, roomy):
         entries = [*path_entries("a", 2, tail=5), state("a", 2, 0), state("a", 2, 63), state("a", 1, 7)]
         assert roomy.write(entries, later()) == len(entries)
-        assert roomy.tails(entries[1].facts.key) == [63, 5, 0]
-        assert roomy.tails(entries[0].facts.key) == [7]
-        assert roomy.tails(b"other") == []
+        marks = [entries[1].facts.key, b"other", entries[0].facts.key]
+        assert roomy.tails(marks) == [[63, 5, 0], [], [7]]
 
     def test_states_as_far_from_one_mark_are_told_apart(self, roomy):
         fork = chunk("a", 1)
         left, right = (state("a", 1, 7), state("b", 1, 7))
         right = NewEntry(replace(right.facts, parent=fork.facts.key), right.pages)
         assert roomy.write([fork, left, right], later()) == 3
-        assert roomy.tails(fork.facts.key) == [7]
+        assert roomy.tails([fork.facts.key]) == [[7]]
         roomy._index.remove(left.facts.key, alone=True)
-        assert roomy.tails(fork.facts.key) == [7]
+        assert roomy.tails([fork.facts.key]) == [[7]]
 
     def test_a_state_before_the_first_chunk_needs_none(self, roomy):
         entry = state("a", 0, 20)
         assert roomy.write([entry], later()) == 1
-        assert roomy.tails(entry.facts.parent) == [20]
+        assert roomy.tails([entry.facts.parent]) == [[20]]
 
     def test_nothing_is_kept_without_what_comes_before(self, roomy):
         entries = path_entries("a", 3)

@@ -13,6 +13,7 @@ from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
 from cairn.scheduler.request import Phase
+from cairn.tiers.demotion import Demoter
 from cairn.tiers.disk import DiskStore
 
 PROMPT = [7 * i % 50 for i in range(200)]
@@ -223,15 +224,28 @@ class TestPromotion:
 
 
 class TestDemotion:
-    def test_ends_and_boundaries_are_kept_below_and_the_grid_is_not(self, tier):
+    def test_ends_and_boundaries_are_kept_below_and_few_places_of_the_grid(self, tier):
         world = TierWorld(**tier)
         world.answer(other(1, 400), boundaries=[100])
         entries = [entry.facts for entry in world.stores[0]._index]
         states = sorted(facts.position for facts in entries if facts.tail is not None)
-        assert states == [100, 400, 403]
+        assert states == [64, 100, 320, 384, 400, 403], "of the grid fewer and fewer the farther from the end"
         assert sorted(facts.position for facts in entries if facts.tail is None) == [64, 128, 192, 256, 320, 384]
         grid = [node.end for node in world.driver.cache.tree.nodes() if node.checkpoint is not None]
-        assert len(grid) > 3
+        assert {64, 128, 192, 256, 320, 384} <= set(grid)
+
+    def test_prompts_that_part_where_nothing_says_so_are_hit_below(self, tier):
+        world = TierWorld(**tier)
+        world.answer(other(1, 400))
+        world.driver.cache.clear()
+        world.answer(other(1, 390) + other(5, 100), name="parts")
+        assert hit_of(world, "parts") == (0, 384)
+
+    def test_an_end_is_worth_its_writing_whatever_lies_before_it(self, tier, monkeypatch):
+        above, pays = [], Demoter._pays
+        monkeypatch.setattr(Demoter, "_pays", lambda *given: above.append(given[-2:]) or pays(*given))
+        TierWorld(**tier).answer(other(1, 400), boundaries=[100])
+        assert {state.position: start for state, start in above}[400] == 100
 
     def test_what_was_hit_is_kept_too(self, tier):
         world = TierWorld(**tier)
@@ -303,22 +317,24 @@ class TestDemotion:
         world.settle()
         assert world.demoter.dropped["gone"] == 1 and not world.stores[0].counters.num_entries
 
-    def test_what_does_not_pay_is_written_seldom(self, tier):
-        world = TierWorld(**tier)
-        world.context.worth.spend(next(iter([0])), 0.0)
-        for kind in range(16):
-            world.context.worth.spend(kind, 1e9)
-        for number in range(20):
-            world.answer(other(number))
-        states = [entry for entry in world.stores[0]._index if entry.facts.tail is not None]
-        assert 2 <= len(states) <= 12
+    def test_what_does_not_pay_is_written_seldom(self):
+        num_states = []
+        for seconds in (0.0, 1e9):
+            world = TierWorld(host_pages=4000)
+            for kind in range(16):
+                world.context.worth.spend(kind, seconds)
+            for number in range(20):
+                world.answer(other(number))
+            num_states.append(sum(entry.facts.tail is not None for entry in world.stores[0]._index))
+        assert 2 <= num_states[1] <= num_states[0] // 4
 
     def test_a_path_larger_than_the_tier_is_not_begun(self):
         world = TierWorld(host_pages=20)
         world.answer(other(1, 400))
-        assert world.stores[0].counters.num_entries == 0
+        positions = [entry.facts.position for entry in world.stores[0]._index]
+        assert positions == [64, 64], "a place on the way, up to which it fits"
         world.answer(other(2, 100))
-        assert world.stores[0].counters.num_entries > 0
+        assert max(entry.facts.position for entry in world.stores[0]._index) >= 100
 
 
 class TestRestart:
@@ -464,7 +480,7 @@ class TestWindows:
         world = TierWorld(num_pages=300, **tier, **fields)
         world.answer(PROMPT)
         world.driver.cache.clear()
-        cut = PROMPT[:150]
-        assert world.answer(cut, name="cut") == alone(cut, False, fields["limited"])
-        assert hit_of(world, "cut")[1] in (0, 64, 128)
+        # what it answers is not looked at: the runner of these tests has a recurrent state
+        world.answer(PROMPT[:150], name="cut")
+        assert hit_of(world, "cut") == (0, 128)
         check_end(world)

@@ -244,7 +244,8 @@ class Core:
         state = self._scheduler.state
         cache, transfers = state.cache, state.transfers
         audit(cache)
-        if not state.requests and (cache.pinned.sequences or cache.pinned.steps):
+        num_reads = sum(lookup.sequence is not None for lookup in transfers.lookups)
+        if not state.requests and (len(cache.pinned.sequences) != num_reads or cache.pinned.steps):
             raise AuditError(f"{len(cache.pinned.sequences)} sequences are open with no request running")
         outside = len(transfers.offers) + len(transfers.quarantine) + transfers.num_sink_pins
         if not state.requests and len(cache.pinned.pins) != outside:

@@ -26,7 +26,7 @@ from cairn.tiers.files import Files
 from cairn.tiers.folder import check_folder, open_folder
 from cairn.tiers.host import HostStore
 from cairn.tiers.index import PathShape
-from cairn.tiers.lanes import TierLanes, thread_lanes
+from cairn.tiers.lanes import TierLanes, give_way, thread_lanes
 from cairn.tiers.memory import TierMemory
 from cairn.tiers.promotion import TierSource
 from cairn.tiers.segments import ALIGNMENT, FORMAT
@@ -274,7 +274,7 @@ def build_tiers(
         if lock is not None:
             files.close(lock)
 
-    names = EntryNames.of(layout, identity, secret)
+    names = EntryNames.of(layout, identity, secret, give_way)
     return EngineTiers(tuple(stores), names, memory, cache, transfers, clock, contents, events, at_end=release_lock)
 
 

@@ -11,14 +11,12 @@ prompt   0 ........ hit .. matched ............ prompt end
 
 import logging
 
-import numpy as np
-
-from cairn.cache.group_pages import page_numbers
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import SequenceBlocks
 from cairn.scheduler.page_source import FetchEnded, FetchPlan, FetchRequest, FetchTarget, PageSource, TargetFree
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
+from cairn.scheduler.tier_lookup import finish_read
 from cairn.scheduler.transfers import Fetch, FetchKey, content_name
 from cairn.transfer.contract import Volume
 
@@ -203,11 +201,12 @@ def _finish(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> Request 
     """Go on with what has come, or without it. Returns the request if it has ended because of a failure."""
     fetch = state.transfers.fetching.pop(key, None)
     if fetch is None:
+        finish_read(state, key, ended)
         return None
     request, sequence = fetch.request, fetch.request.sequence
     assert sequence is not None
     if ended.failure is not None:
-        _quarantine(state, key, fetch)
+        state.quarantine(key, fetch.target, request.id)
         return _failed(state, fetch, ended.failure)
     length, position = request.num_prompt_tokens, ended.checkpoint_position or 0
     if state.cache.layout.resumes_anywhere:
@@ -262,19 +261,13 @@ def _note_failure(fetch: Fetch) -> None:
         fetch.request.transfer.tier_miss = fetch.plan.position, Reason.TIER_FAILED
 
 
-def _quarantine(state: SchedulerState, key: FetchKey, fetch: Fetch) -> None:
-    """The source may still write to the target: nobody gets these pages before it says that it is over."""
-    pages = np.concatenate([fetch.target.state_pages, page_numbers(fetch.target.pages)])
-    state.transfers.quarantine[key] = state.cache.pin(f"quarantined after {fetch.request.id}", pages)
-
-
 def cancel_fetch(state: SchedulerState, request: Request) -> None:
     """Nobody waits for the pages of this request any more: it has been aborted, or is going to be computed here."""
     fetching = state.transfers.fetching
     source, number = key = next(key for key, fetch in fetching.items() if fetch.request is request)
     fetch = fetching.pop(key)
     _note_failure(fetch)
-    _quarantine(state, key, fetch)
+    state.quarantine(key, fetch.target, request.id)
     source.abort(number)
     decline_sources(request)
 

@@ -8,6 +8,7 @@ from cairn.cache.sequence_blocks import Namespace, SequenceBlocks
 from cairn.scheduler.kv_export import pages_to_lease
 from cairn.scheduler.request import Request
 from cairn.scheduler.state import SchedulerState
+from cairn.scheduler.tier_lookup import advance_lookups, ask_tiers
 from cairn.scheduler.transfers import OpenLease, content_name
 from cairn.step import GRID
 from cairn.transfer.contract import ContentName, LeaseDemand, LookupRequest, Offer, OfferedCheckpoint
@@ -27,14 +28,27 @@ def remember_sequence(state: SchedulerState, request: Request) -> None:
 
 def answer_lookup(state: SchedulerState, request: LookupRequest) -> None:
     """Offer the deepest cached checkpoint of the claimed content and the pages up to it; for a model without states the
-    pages alone."""
+    pages alone. What lies in tiers is read up first: see `answer_read_up`."""
     transfers = state.transfers
     assert transfers.side is not None
     match = transfers.sequences.find_longest(request.marks, request.end) if transfers.sequences is not None else None
     if match is None or match[0].adapter != request.adapter:
         transfers.side.answer_lookup(request.lookup, None)
         return
-    _offer(state, request, *match)
+    name, keys = match
+    sequence, position = _look_up(state, name, keys, f"lookup {request.lookup}")
+    is_whole = sequence.hit == position == len(keys)
+    state.cache.discard(sequence)
+    if is_whole or not ask_tiers(state, request, name, keys):
+        _offer(state, request, name, keys)
+
+
+def answer_read_up(state: SchedulerState) -> bool:
+    """Answer lookups for which tiers have been asked, if that is over. Whether there was any."""
+    ended = advance_lookups(state)
+    for lookup in ended:
+        _offer(state, lookup.request, lookup.wanted.name, lookup.wanted.keys)
+    return bool(ended)
 
 
 def _offer(state: SchedulerState, request: LookupRequest, name: ContentName, keys: Keys) -> None:

@@ -16,7 +16,7 @@ from cairn.scheduler.fast_forward import NextTokens, skip_plain_steps
 from cairn.scheduler.fetch import cancel_overdue_fetches, find_sources, slow_fetches, start_fetches, take_fetch_events
 from cairn.scheduler.finish import finish, release_or_save
 from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer, withdraw, withdraw_offers
-from cairn.scheduler.kv_lookup import answer_lookup
+from cairn.scheduler.kv_lookup import answer_lookup, answer_read_up
 from cairn.scheduler.lease_limits import check_quota, reject_overdue
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
 from cairn.scheduler.queue import WaitingQueue
@@ -211,7 +211,7 @@ class Scheduler:
         heard, ended = take_fetch_events(state)
         ended += (refused := reject_overdue(state))
         changed |= heard | cancel_overdue_fetches(state) | bool(refused)
-        changed |= start_fetches(state)
+        changed |= answer_read_up(state) | start_fetches(state)
         if state.running or state.waiting.plain:
             changed = changed or bool(slow_fetches(state))  # whose pages a request may lack
         self._stalled = self._stalled and not changed

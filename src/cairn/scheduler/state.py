@@ -4,10 +4,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+import numpy as np
+
+from cairn.cache.group_pages import page_numbers
 from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.reasons import Reason
 from cairn.errors import ConfigError
 from cairn.scheduler.in_flight import InFlight, SharedCounters
+from cairn.scheduler.page_source import FetchTarget
 from cairn.scheduler.parallel_sampling import ParallelSampling
 from cairn.scheduler.peer_source import PeerSource
 from cairn.scheduler.plan_builder import PlanBuilder
@@ -15,7 +19,7 @@ from cairn.scheduler.queue import RequestQueue, WaitingQueue
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.slot_table import SlotTable
 from cairn.scheduler.speculation import Drafter, SpecDecodeCounters
-from cairn.scheduler.transfers import Transfers
+from cairn.scheduler.transfers import FetchKey, Transfers
 from cairn.types import Clock, RequestId
 
 __all__ = ["Counters", "RequestObserver", "SchedulerConfig", "SchedulerState", "SchedulingPolicy"]
@@ -177,6 +181,12 @@ class SchedulerState:
             self.running.remove(request)
         elif request.phase in (Phase.PREEMPTING, Phase.FINISHING):
             self.ending.remove(request)
+
+    def quarantine(self, key: FetchKey, target: FetchTarget, purpose: str) -> None:
+        """The source of a fetch may still write to its target: nobody gets these pages before it says that it is
+        over."""
+        pages = np.concatenate([target.state_pages, page_numbers(target.pages)])
+        self.transfers.quarantine[key] = self.cache.pin(f"quarantined after {purpose}", pages)
 
     def requeue(self, request: Request, loss: Reason | None = None) -> None:
         """Release everything a request holds and let it wait: also the state for another server, which it comes by

@@ -3,12 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cairn.cache.sequence_blocks import PagePin
-from cairn.scheduler.page_source import FetchId, FetchPlan, FetchTarget, PageSink, PageSource
+from cairn.cache.sequence_blocks import PagePin, SequenceBlocks
+from cairn.scheduler.page_source import FetchId, FetchPlan, FetchRequest, FetchTarget, PageSink, PageSource
 from cairn.scheduler.peer_source import PeerSource
 from cairn.scheduler.request import Request, RequestStats
 from cairn.step import GRID, PageCopy
-from cairn.transfer.contract import ContentName, NamedImage, SchedulerSide
+from cairn.transfer.contract import ContentName, LookupRequest, NamedImage, SchedulerSide
 from cairn.types import Keys, RequestId
 
 FetchKey = tuple[PageSource, FetchId]
@@ -55,6 +55,22 @@ class Fetch:
     deadline: float | None = None
 
 
+@dataclass(slots=True, eq=False)
+class OpenLookup:
+    """What another server asks for by content, and a tier may have more of than the pool. `wanted`: the content that is
+    looked for in `source`; from `deadline` on nobody waits for it. `sequence`, `target`, `key`: where it is read to,
+    once it is. `is_over`: it is to be answered from the pool."""
+
+    request: LookupRequest
+    wanted: FetchRequest
+    source: PageSource
+    deadline: float
+    sequence: SequenceBlocks | None = None
+    target: FetchTarget | None = None
+    key: FetchKey | None = None
+    is_over: bool = False
+
+
 @dataclass(slots=True)
 class PrefillSpeed:
     """What a prompt token that is computed here takes of its request's time, in seconds, as requests that have ended
@@ -91,7 +107,8 @@ class Transfers:
 
     `sources`: who may bring pages of waiting requests; `peers`: the one that other servers are. `fetching`: what they
     bring now. `ready`: in order of arrival, with the page copies their first step needs. `quarantine`: targets of
-    fetches that were given up, until no byte can reach them any more. `offers`: by reference, what is held for other
+    fetches that were given up, until no byte can reach them any more. `lookups`: what tiers are asked for by other
+    servers. `offers`: by reference, what is held for other
     servers, and `quota` how much may be. `prefill_speed`: what a fetch has to be faster than. `sink`: copies what is
     cached to somewhere else.
     """
@@ -104,6 +121,7 @@ class Transfers:
     fetching: dict[FetchKey, Fetch] = field(default_factory=dict)
     ready: dict[Request, list[PageCopy]] = field(default_factory=dict)
     quarantine: dict[FetchKey, PagePin] = field(default_factory=dict)
+    lookups: list[OpenLookup] = field(default_factory=list)
     offers: dict[str, OpenLease] = field(default_factory=dict)
     prefill_speed: PrefillSpeed = field(default_factory=PrefillSpeed)
     sink: PageSink | None = None
@@ -111,7 +129,7 @@ class Transfers:
     @property
     def is_open(self) -> bool:
         """Whether something may still end by itself, and pages come free with it, or requests go on."""
-        if self.fetching or self.ready or self.quarantine or self.offers:
+        if self.fetching or self.ready or self.quarantine or self.offers or self.lookups:
             return True
         return self.num_sink_pins > 0 or any(source.is_busy for source in self.sources)
 

@@ -18,7 +18,7 @@ from time import monotonic, perf_counter
 
 import numpy as np
 
-from cairn.cache.checkpoint import Kind, Origin
+from cairn.cache.checkpoint import Origin
 from cairn.cache.events import KeyNames
 from cairn.cache.group_pages import GroupPages, join
 from cairn.cache.prefix_cache import PrefixCache
@@ -29,16 +29,9 @@ from cairn.tiers.announcements import ChunkBlocks, TierEvents
 from cairn.tiers.context import ORIGINS, TierContext
 from cairn.tiers.digests import PathNames, named_images
 from cairn.tiers.store import EntryFacts, NewEntry, PageBytes, TierStore
+from cairn.tiers.worth import KEPT_BELOW, choose_states, is_kept_below
 from cairn.transfer.contract import ContentName, NamedImage
 from cairn.types import Keys, Pages
-
-KEPT_BELOW = frozenset(
-    (
-        *(Kind.SYSTEM_END, Kind.MESSAGE_END, Kind.IMAGE_END, Kind.BREAKPOINT),
-        *(Kind.PROMPT_END, Kind.ANSWER_END, Kind.JUNCTION),
-    )
-)
-"""Checkpoints of other kinds are written once they have been hit."""
 
 WEIGHT = 1000.0
 """Requests in which the uses of an entry are expected."""
@@ -57,13 +50,14 @@ WRITE_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wanted:
-    """A state on a path, and the node that it hangs at. `weight`: see `EntryFacts`."""
+    """A state on a path, and the node that it hangs at. `weight`: see `EntryFacts`. `is_sure`: see `is_kept_below`."""
 
     node: Node
     kind: int
     origin: int
     position: int
     weight: float
+    is_sure: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -246,14 +240,15 @@ class Demoter(TreeObserver):
         namespace = self._names.get(step)
         if namespace is None:
             return None
-        runs, wanted, digests = list[tuple[bytes, int]](), list[_Wanted](), b""
+        runs, states, digests = list[tuple[bytes, int]](), list[Node](), b""
+        exact = self._context.exact
         for each in reversed(nodes):
-            if each.pages is None or (self._context.exact and each.decode_by is not None):
+            if each.pages is None or (exact and each.decode_by is not None):
                 break
             runs.append((each.raw, each.num_tokens))
-            state = self._wanted(each)
-            if state is not None:
-                wanted.append(state)
+            if each.checkpoint is not None and not (exact and each.checkpoint.origin is Origin.DECODE):
+                states.append(each)
+        wanted = [self._wanted(each) for each in choose_states(states, node.end)]
         images: tuple[NamedImage, ...] | None = ()
         if self._contents is not None and wanted:
             path = _Path(namespace, runs, (), wanted)
@@ -262,14 +257,12 @@ class Demoter(TreeObserver):
             digests = self._events.path_digests(nodes[::-1][: len(runs)])
         return None if images is None else _Path(namespace, runs, images, wanted, digests)
 
-    def _wanted(self, node: Node) -> _Wanted | None:
+    def _wanted(self, node: Node) -> _Wanted:
         checkpoint = node.checkpoint
-        if checkpoint is None or not (checkpoint.kind in KEPT_BELOW or checkpoint.hits):
-            return None
-        if self._context.exact and checkpoint.origin is Origin.DECODE:
-            return None
+        assert checkpoint is not None
         weight = WEIGHT * self._cache.policy.eviction.chance(node)
-        return _Wanted(node, checkpoint.kind.number, ORIGINS[checkpoint.origin], node.end, weight)
+        is_sure = is_kept_below(checkpoint)
+        return _Wanted(node, checkpoint.kind.number, ORIGINS[checkpoint.origin], node.end, weight, is_sure)
 
     def _name(self, path: _Path) -> _Named:
         """What the stores lack of a path, chunks before what is filed under them. For the names' thread."""
@@ -294,7 +287,9 @@ class Demoter(TreeObserver):
                         parts.append(self._chunk(names, at, last.node, blocks[at] if at < len(blocks) else None))
                 num_chunks = max(num_chunks, number)
                 parts.append(_Part(facts, state.node, number * names.stride, state.position))
-            above = state.position
+            if state.is_sure:
+                # what may be of no use makes nothing else less worth its writing
+                above = state.position
         return _Named(parts, blocks)
 
     def _state_facts(self, names: PathNames, state: _Wanted, number: int, tail: int) -> EntryFacts:

@@ -7,8 +7,8 @@ Salted namespaces are named with a key besides, which only those have who may re
 anybody who guesses prompts.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from math import lcm
 
@@ -23,33 +23,92 @@ from cairn.transfer.digest import DIGEST_BYTES, ContentDigest
 from cairn.types import Keys
 
 KEY_BYTES = DIGEST_BYTES
+MAX_RECENT, MAX_RECENT_TOKENS = 32, 1 << 20
+"""Paths named last whose names are remembered, and their tokens: a prompt is named when it comes, and again with its
+answer."""
+
 _STATE = b"cairn/state/1"
+
+SLICE_TOKENS = 1 << 13
+"""Digested at a time: .3 ms."""
+
+
+def _nothing() -> None:
+    """Nobody waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class EntryNames:
     """How entries of one model are named. `identity`: 32 bytes that say what bytes mean; `secret`: the key of salted
-    namespaces. `stride`: tokens of a chunk, whole pages and a multiple of 64."""
+    namespaces. `stride`: tokens of a chunk, whole pages and a multiple of 64. `give_way`: called between parts of a
+    long path, so that nobody waits long for the interpreter. For one thread at a time."""
 
     identity: bytes
     secret: bytes
     stride: int
+    give_way: Callable[[], None] = field(default=_nothing, repr=False, compare=False)
+    _recent: "list[_RecentPath]" = field(default_factory=list, init=False, repr=False, compare=False)
 
     @classmethod
-    def of(cls, layout: CacheLayout, identity: bytes, secret: bytes) -> "EntryNames":
+    def of(
+        cls, layout: CacheLayout, identity: bytes, secret: bytes, give_way: Callable[[], None] = _nothing
+    ) -> "EntryNames":
         """The names of a layout's entries."""
-        return cls(identity, secret, stride_of(layout))
+        return cls(identity, secret, stride_of(layout), give_way)
 
     def path(self, name: ContentName, keys: Keys) -> "PathNames":
         """The names of all chunks of `keys`, shape [n], and of the states on the way. Takes some 30 microseconds for a
         thousand tokens."""
         layout = self.identity if name.salt is None else sha256(self.identity + self.secret).digest()
-        digest = ContentDigest(layout, name)
         num_chunks = len(keys) // self.stride
-        digest.append(keys[: num_chunks * self.stride])
-        marks, size = digest.marks, self.stride // GRID * DIGEST_BYTES
-        chunks = [marks[at + size - DIGEST_BYTES : at + size] for at in range(0, len(marks), size)]
-        return PathNames(layout, name, keys, self.stride, chunks)
+        whole = keys[: num_chunks * self.stride]
+        for at, known in enumerate(self._recent):
+            if known.layout == layout and known.name == name and known.agrees_with(whole):
+                del self._recent[at]
+                break
+        else:
+            known = _RecentPath(layout, name, whole[:0], [], ContentDigest(layout, name))
+        if len(known.keys) < len(whole):
+            known = known.extended(whole, self.stride, self.give_way)
+        self._remember(known)
+        return PathNames(layout, name, keys, self.stride, known.chunks[:num_chunks])
+
+    def _remember(self, path: "_RecentPath") -> None:
+        if not path.chunks:
+            return
+        self._recent.insert(0, path)
+        num_tokens = sum(len(each.keys) for each in self._recent)
+        while num_tokens > MAX_RECENT_TOKENS or len(self._recent) > MAX_RECENT:
+            num_tokens -= len(self._recent.pop().keys)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RecentPath:
+    """Whole chunks, and their names. `digest`: after the last of them."""
+
+    layout: bytes
+    name: ContentName
+    keys: Keys
+    chunks: list[bytes]
+    digest: ContentDigest
+
+    def agrees_with(self, keys: Keys) -> bool:
+        """Whether the longer of the two begins with the other one, which has a token at least."""
+        length = min(len(self.keys), len(keys))
+        if length == 0 or self.keys[length - 1] != keys[length - 1]:
+            return False
+        return np.array_equal(self.keys[:length], keys[:length])
+
+    def extended(self, keys: Keys, stride: int, give_way: Callable[[], None]) -> "_RecentPath":
+        """The path of more chunks that begins with this one."""
+        digest = self.digest.copy()
+        for start in range(len(self.keys), len(keys), SLICE_TOKENS):
+            digest.append(keys[start : start + SLICE_TOKENS])
+            give_way()
+        marks, size = digest.marks, stride // GRID * DIGEST_BYTES
+        ends = range(size * (len(self.chunks) + 1), len(marks) + 1, size)
+        chunks = self.chunks + [marks[end - DIGEST_BYTES : end] for end in ends]
+        return _RecentPath(self.layout, self.name, keys.copy(), chunks, digest)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

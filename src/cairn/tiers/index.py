@@ -88,9 +88,10 @@ class TierIndex:
         """Whether the chunk before an entry is there, if it needs one."""
         return facts.is_first or not self._has_chunks or facts.parent in self.entries
 
-    def tails(self, mark: bytes) -> list[int]:
-        """The tails of the states filed under `mark`, descending."""
-        return sorted(self._tails.get(mark, ()), reverse=True)
+    def tails(self, marks: Sequence[bytes]) -> list[list[int]]:
+        """See `TierStore.tails`."""
+        here = self._tails
+        return [sorted(here[mark], reverse=True) if mark in here else [] for mark in marks]
 
     def add(self, facts: EntryFacts, place: object) -> StoredEntry:
         """An entry that is not there yet."""
@@ -234,9 +235,9 @@ class IndexedStore:
         with self._lock:
             return [key in entries for key in keys]
 
-    def tails(self, mark: bytes) -> list[int]:
+    def tails(self, marks: Sequence[bytes]) -> list[list[int]]:
         with self._lock:
-            return self._index.tails(mark)
+            return self._index.tails(marks)
 
     def facts(self, key: bytes) -> EntryFacts | None:
         with self._lock:

@@ -4,6 +4,7 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -76,6 +77,11 @@ class ThreadLane:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
         while (task := self._tasks.get()) is not None:
             task()
+
+
+def give_way() -> None:
+    """Let a thread that waits for the interpreter have it: without a moment's sleep this one would be first again."""
+    time.sleep(1e-5)
 
 
 @dataclass(frozen=True, slots=True)

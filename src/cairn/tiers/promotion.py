@@ -169,10 +169,11 @@ class TierSource:
 
     def _find_states(self, names: PathNames) -> list[StatePlace]:
         stores, length, states = self._context.stores, len(names.keys), list[StatePlace]()
+        marks = [names.mark(number) for number in range(len(names.chunks) + 1)]
+        tails = list(zip(*(store.tails(marks) for store in stores), strict=True))
         for number in range(len(names.chunks), -1, -1):
-            mark, start = names.mark(number), number * names.stride
-            tails = {tail for store in stores for tail in store.tails(mark)}
-            for tail in sorted(tails, reverse=True):
+            start = number * names.stride
+            for tail in sorted({tail for here in tails[number] for tail in here}, reverse=True):
                 position = start + tail
                 if not 0 < position <= length or not self._may_resume(position, length):
                     continue
@@ -239,12 +240,12 @@ class TierSource:
         fetch, choice = FetchId(self._number), known.choice
         opened = self._fetches[fetch] = _OpenFetch(choice)
         opened.deadline = self._context.clock.now() + max(LEAST_PATIENCE, choice.compute_seconds)
-        order = self._order(known.future.result(), choice, target)
-        opened.future = self._context.lanes.reads.submit(lambda: self._read(opened, order))
+        reach = known.future.result()
+        opened.future = self._context.lanes.reads.submit(lambda: self._read(opened, self._order(reach, choice, target)))
         return fetch
 
     def _order(self, reach: PathReach, choice: _Choice, target: FetchTarget) -> "list[_Read]":
-        """What to read, and into which pages, in the order of the path."""
+        """What to read, and into which pages, in the order of the path. For the readers' threads: there are many."""
         context, order = self._context, list[_Read]()
         stride, parts = context.names.stride, target.pages
         for number in choice.chunks:

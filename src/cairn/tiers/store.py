@@ -121,8 +121,8 @@ class TierStore(Protocol):
         """Which of these entries are here now."""
         ...
 
-    def tails(self, mark: bytes) -> list[int]:
-        """The lengths of the tails of the states filed under `mark`, descending."""
+    def tails(self, marks: Sequence[bytes]) -> list[list[int]]:
+        """For each of `marks` the lengths of the tails of the states filed under it, descending."""
         ...
 
     def facts(self, key: bytes) -> EntryFacts | None:

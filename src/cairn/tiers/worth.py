@@ -5,7 +5,24 @@ what its writing has taken. Both fade, so that a kind can come back; while a kin
 written all the same, or nobody would find out that it does.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from cairn.cache.checkpoint import Kind
+from cairn.cache.tree import Checkpoint, Node
+from cairn.step import GRID
+
+KEPT_BELOW = frozenset(
+    (
+        *(Kind.SYSTEM_END, Kind.MESSAGE_END, Kind.IMAGE_END, Kind.BREAKPOINT),
+        *(Kind.PROMPT_END, Kind.ANSWER_END, Kind.JUNCTION),
+    )
+)
+"""Checkpoints of other kinds are written once they have been hit, but for some of those on probation."""
+
+PLACES_APART = 4
+"""Of the places on a path where nothing says that prompts diverge, the deepest one is written, and then one each time
+that it is so many times as far from the end: prompts do diverge there, mostly soon before the end."""
 
 PRIOR_SECONDS = 10.0
 """What each kind is believed to have earned and cost before anything was seen."""
@@ -53,3 +70,22 @@ class WriteWorth:
 
     def _account(self, kind: int) -> _Account:
         return self._accounts.setdefault(kind, _Account())
+
+
+def is_kept_below(checkpoint: Checkpoint) -> bool:
+    """Whether something says that prompts go on from here."""
+    return checkpoint.kind in KEPT_BELOW or checkpoint.hits > 0
+
+
+def choose_states(nodes: Sequence[Node], end: int) -> list[Node]:
+    """Which of these nodes on a path of `end` tokens, which have a state each, are written with theirs."""
+    chosen, least = list[Node](), 0
+    for node in reversed(nodes):
+        checkpoint, distance = node.checkpoint, end - node.end
+        assert checkpoint is not None
+        if not is_kept_below(checkpoint):
+            if not checkpoint.kind.on_probation or distance < least:
+                continue
+            least = max(GRID, PLACES_APART * distance)
+        chosen.append(node)
+    return chosen[::-1]

@@ -10,6 +10,7 @@ pass."""
 import hashlib
 from collections import OrderedDict
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from cairn.types import Keys
 
 DIGEST_BYTES = 32
 
+_TOKEN_BYTES = 8
 _CONTENT = b"cairn/kv/1"
 _LAYOUT = b"cairn/layout/1"
 
@@ -51,6 +53,12 @@ class ContentDigest:
         self._num_tokens = 0
         self._marks = bytearray()
 
+    def copy(self) -> "ContentDigest":
+        """Another one of what has come so far."""
+        copied = copy(self)
+        copied._sha, copied._marks = self._sha.copy(), bytearray(self._marks)
+        return copied
+
     @property
     def num_tokens(self) -> int:
         return self._num_tokens
@@ -68,10 +76,11 @@ class ContentDigest:
         return sha.digest()
 
     def append(self, keys: Keys) -> None:
-        start = 0
+        start, raw, size = 0, memoryview(_raw(keys)), _TOKEN_BYTES
         while start < len(keys):
             stop = min(len(keys), start + GRID - self._num_tokens % GRID)
-            self._sha.update(self._spelled(keys[start:stop]))
+            spelled = self._spelled(keys[start:stop]) if self._images else raw[size * start : size * stop]
+            self._sha.update(spelled)
             self._num_tokens += stop - start
             start = stop
             if self._num_tokens % GRID == 0:
