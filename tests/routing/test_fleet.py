@@ -6,6 +6,8 @@ import json
 import numpy as np
 import pytest
 from benchmarks import routing
+from benchmarks.closed_loops import ClosedLoops, Loop, LoopServer, ProxiedLoops
+from benchmarks.queued_server import StepTimes, sessions_of, shipped_policies
 from benchmarks.routing_baselines import BASELINES, SHARED_CACHE, SHIPPED, make_router
 from benchmarks.routing_fleet import Fleet, FleetOptions, ReplayCache, ServerModel, SimulatedReplica
 from benchmarks.routing_trace import RepeatedTrace, num_copies
@@ -332,3 +334,53 @@ def test_the_cache_keeps_no_books_of_all_prompts():
     for request in chats(3, 2).requests:
         cache.serve(request, UNIT)
     assert cache._paths.num_units == 0
+
+
+# -- closed loops: one server, and two behind the proxy's rule -------------------------------------------------------
+
+TIMES = StepTimes(step=0.01, prompt_token=1e-3, sequence=0.01)
+
+
+def loops() -> list[Loop]:
+    sessions = sessions_of(chats())
+    pauses = [np.full(len(session.requests), 0.5) for session in sessions]
+    return [Loop(sessions[:4], pauses[:4], 2), Loop(sessions[4:], pauses[4:], 5)]
+
+
+def servers(number: int) -> list[LoopServer]:
+    return [LoopServer(LAYOUT, BIG, *shipped_policies(LAYOUT, 2), TIMES) for _ in range(number)]
+
+
+def test_each_session_is_served_whole_and_in_order():
+    served = ClosedLoops(servers(1), loops())
+    served.serve(np.random.default_rng(0))
+    assert [len(ttft) for ttft in served.ttft] == [16, 20]
+    assert [len(seconds) for seconds in served.session_seconds] == [4, 5]
+    assert all(served.next_turn[number] == 4 for number in range(9))
+
+
+def test_a_session_stays_where_its_prefix_is():
+    served = ProxiedLoops(servers(2), loops(), seed=0)
+    chosen: dict[int, set[LoopServer]] = {}
+    choose = served.choose
+
+    def note(number: int, when: float) -> LoopServer:
+        server = choose(number, when)
+        chosen.setdefault(number, set()).add(server)
+        return server
+
+    served.choose = note
+    served.serve(np.random.default_rng(0))
+    assert [len(ttft) for ttft in served.ttft] == [16, 20]
+    assert [len(places) for places in chosen.values()] == [1] * 9
+    assert len(set.union(*chosen.values())) == 2
+
+
+def test_servers_have_clocks_of_their_own():
+    """Two serve the same sooner than one, and nobody's request is lost between them."""
+    alone, both = ClosedLoops(servers(1), loops()), ProxiedLoops(servers(2), loops(), seed=0)
+    for served in (alone, both):
+        served.serve(np.random.default_rng(0))
+    mean = [np.mean([*served.ttft[0], *served.ttft[1]]) for served in (alone, both)]
+    assert mean[1] <= mean[0]
+    assert sum(len(server.outcome.prompt) for server in both.servers) == 36

@@ -189,13 +189,15 @@ class PrefixCache:
         are going to hit to the last `num_before` before them: how many tokens that is, by request. No checkpoint is
         evicted for this question."""
         nodes, layout = self._awaited.nodes, self.layout
-        sums, pages = [0], dict[str, int]()
-        for place, (name, num_tokens) in enumerate(prompts):
-            # what those before these leave behind will be evicted first, or is worth more than the hit
-            pages[name] = sums[place] - sums[max(0, place - num_before)]
+        needs, pages, need = list[int](), dict[str, int](), 0
+        for name, num_tokens in prompts:
+            pages[name] = need
             hit = nodes[name].end if name in nodes else 0
-            need = layout.pages_for(num_tokens) - layout.pages_for(hit) + layout.pages_per_checkpoint
-            sums.append(sums[place] + need)
+            needs.append(layout.pages_for(num_tokens) - layout.pages_for(hit) + layout.pages_per_checkpoint)
+            need += needs[-1]
+            if len(needs) > num_before:
+                # what those before these leave behind will be evicted first, or is worth more than the hit
+                need -= needs[-1 - num_before]
         most = max(pages.values(), default=0)
         if not nodes or most <= self.pool.num_free:
             return {}
