@@ -78,9 +78,12 @@ PACKED = Coverage(
     "compressed-tensors, AWQ, GPTQ, NVFP4, MXFP4",
     "CPU",
     ("models/test_packed_checkpoints.py",),
-    ("qwen3_5", "qwen3_5_moe"),
+    (
+        *("qwen3_5", "qwen3_5_moe", "nemotron_h"),
+        *("qwen3", "qwen3_moe", "lfm2", "lfm2_moe", "granite", "granitemoehybrid", "falcon_h1", "olmo_hybrid"),
+    ),
 )
-"""The second for stacks of experts."""
+"""All formats with the first, and stacks of experts with the second; the others with two formats."""
 
 MXFP4_STACKS = Coverage("stacks of experts in MXFP4", "CPU", ("models/test_gpt_oss.py",), ("gpt_oss",))
 

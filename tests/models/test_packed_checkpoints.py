@@ -36,7 +36,7 @@ from models.packed_checkpoints import FORMATS, write_packed
 from models.test_device_copy import check_model
 from models.test_served_int8 import Served, distance, parts_of
 from runner.harness import left_of
-from tiers import more
+from tiers import first, more
 
 Pair = tuple[str, Path, Path]
 
@@ -202,6 +202,19 @@ def test_logits_and_bytes_are_those_of_the_checkpoint(name: str, write_pair: Any
     # NVFP4's factor, once a matrix in the file, is there for each row: 2.8 % of rows as short as these.
     most = 1.06 if "NVFP4" in name or name in ("mixed", "MIXED_PRECISION") else 1.03
     assert 0.97 * in_file < kept < most * in_file
+
+
+@pytest.mark.parametrize("family", first(1, PACKED.families[2:]))
+@pytest.mark.parametrize("name", ["ModelOpt NVFP4", more("W4A16")])
+def test_every_family_answers_from_codes(name: str, family: str, made_model: Any, tmp_path: Path) -> None:
+    """Bit for bit as from the same numbers in bfloat16."""
+    write_packed(made_model(family), tmp_path / "codes", tmp_path / "same", FORMATS[name])
+    assert check(tmp_path / "codes").accounting.forms
+    codes, same = Served(tmp_path / "codes", "bfloat16", keeps="codes"), Served(tmp_path / "same", "bfloat16")
+    if has_panels(torch.bfloat16):
+        assert torch.equal(codes.logits(), same.logits())
+    else:  # sums in another order
+        assert distance(codes.logits(), same.logits()) < 0.02
 
 
 @NEEDS_INT4
