@@ -116,18 +116,19 @@ def test_one_of_the_grid_is_worth_the_part_of_its_path_up_to_the_next_deeper_one
     grid(policy, nodes[3], path, Kind.PROMPT_END)
     for node in (nodes[2], nodes[0]):  # the deepest first, as a step commits them
         grid(policy, node, path)
-    quarters = np.diff([0, 10 / 64, 1 / 2, 54 / 64, 1]) * whole  # of a beta distribution: 3x² - 2x³
+    quarters = np.diff([0, 19 / 4096, 7 / 64, 2187 / 4096, 1]) * whole  # of a beta distribution: 6x⁵ - 5x⁶
     assert policy.chance(nodes[0]) == pytest.approx(quarters[1] + quarters[2])
     assert policy.chance(nodes[2]) == pytest.approx(quarters[3])
     grid(policy, nodes[1], path)
-    assert policy.chance(nodes[0]) == pytest.approx(quarters[1]) == policy.chance(nodes[1])
+    assert policy.chance(nodes[0]) == pytest.approx(quarters[1])
+    assert policy.chance(nodes[1]) == pytest.approx(quarters[2])
     dropped(policy, nodes[1])
     assert policy.chance(nodes[0]) == pytest.approx(quarters[1] + quarters[2])
     dropped(policy, nodes[2])
     assert policy.chance(nodes[0]) == pytest.approx(quarters[1:].sum())
     dropped(policy, nodes[0])
     grid(policy, nodes[1], path)
-    assert policy.chance(nodes[1]) == pytest.approx(whole / 2)
+    assert policy.chance(nodes[1]) == pytest.approx(quarters[2:].sum())
     used(policy, nodes[1], 2)
     assert policy.chance(nodes[1]) == policy.table.index(policy._records[nodes[1]].row, 0), "from now on by itself"
 
