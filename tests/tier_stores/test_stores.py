@@ -107,6 +107,16 @@ class StoreContract:
             store.write(path_entries(number, 4), later())
         assert all(store.contains(keys_of(used)))
 
+    def test_a_single_use_outranks_none(self):
+        """A path that is written shares nothing that would let it weigh less than it does."""
+        store = self.store(4)
+        used = path_entries("used", 4)
+        store.write(used, later())
+        store.touch(used[-1].facts.key)
+        for number in range(4):
+            store.write(path_entries(number, 4), later())
+        assert all(store.contains(keys_of(used)))
+
     def test_what_is_not_used_any_more_goes_too(self):
         store = self.store(4)
         used = path_entries("used", 4)

@@ -231,6 +231,9 @@ class DiskStore(IndexedStore):
             self._number += 1
             stored = self._write_file(name, entries)
             with self._lock:
+                # first: an entry is worth less where nothing else keeps what is above it
+                while parents:
+                    self._index.release(parents.pop())
                 self._table.enter(name, size, stored)
                 self.counters.written_bytes += size
         except OSError as error:

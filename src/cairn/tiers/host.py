@@ -84,11 +84,12 @@ class HostStore(IndexedStore):
             for page, row in zip(pages.tolist(), new.pages, strict=True):
                 np.copyto(self._arena[page], row)
         with self._lock:
+            # first: an entry is worth less where nothing else keeps what is above it
+            self._index.release(facts.parent)
             if pages is not None:
                 self._index.add(facts, pages)
                 self.counters.written_bytes += new.pages.nbytes
                 self.counters.num_entries = len(self._index)
-            self._index.release(facts.parent)
         return None if pages is not None else "no_room"
 
     def _make_room(self, num_pages: int) -> bool:

@@ -3,10 +3,10 @@
 Entries form trees: a chunk under the chunk before it, a state under the chunk that ends at the mark below. What is
 dropped is always a leaf, so that what remains can be used; with a state go the chunks that only it made useful.
 
-The order is that of GreedyDual-Size-Frequency (Cherkasova 1998): the rank of a leaf is its weight, the uses that the
-pool's policy expects and those that it has had here, times the tokens that it saves per byte that goes with it, added
-to the rank of what was dropped last when it was written or used. So what was worth much and is not used any more goes
-after a while, too.
+The order is that of GreedyDual-Size-Frequency (Cherkasova 1998): the rank of a leaf is the tokens that it saves per
+byte that goes with it times the root of its weight, the uses that the pool's policy expects and those that it has had
+here, added to the rank of what was dropped last when it was written or used. So what was worth much and is not used any
+more goes after a while, too. The root, because weights are as old as the last writing.
 """
 
 import heapq
@@ -14,6 +14,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import sqrt
 
 from cairn.cache.layout import CacheLayout
 from cairn.tiers.store import EntryFacts
@@ -190,7 +191,7 @@ class TierIndex:
     def _last_rank_of(self, entry: StoredEntry) -> float:
         """Its rank as things are now."""
         num_tokens, num_pages = self._saved(entry)
-        return entry.rank + entry.weight * num_tokens / max(1, num_pages)
+        return entry.rank + sqrt(entry.weight) * num_tokens / max(1, num_pages)
 
     def _saved(self, entry: StoredEntry) -> tuple[int, int]:
         """Tokens that need not be computed thanks to a leaf, over the next shallower state, and the pages that go with
