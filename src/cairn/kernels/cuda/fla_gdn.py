@@ -10,10 +10,11 @@ Written against fla-core 0.6.0.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -160,7 +161,7 @@ class FlaDeltaRule:
 def _batch_of(part: SubBatch, batch: Batch, metadata: CudaMetadata | None) -> Batch:
     """As much of a batch of a part's sequences as the delta rule reads."""
     seqs = part.seqs.tensor
-    return replace(
+    return msgspec.structs.replace(
         batch,
         cu_seqlens=part.cu_seqlens.tensor,
         state_slots=batch.state_slots[seqs],
