@@ -23,7 +23,7 @@
 # SERVE_ARGS           more flags for `make serve`
 # TEST_ARGS            more arguments for pytest
 # TEST_WORKERS         processes that run tests at a time, 3 unless given: on two cores some wait for sockets; 0 runs all in one
-# GPU_PYTHON           what runs `make test-gpu`, python3 unless given: with torch for CUDA, pytest, hypothesis, numba
+# GPU_PYTHON           what runs `make test-gpu`, python3 unless given: with torch for CUDA, pytest, hypothesis, msgspec, numba
 # GPU_SECONDS          after how many it begins no further test, 420 unless given
 # GPU_WORKERS          in how many processes, 4 unless given; 14 ran 800 tests in three minutes on an H200 and 16 cores
 
