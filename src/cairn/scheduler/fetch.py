@@ -208,10 +208,8 @@ def _finish(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> Request 
     if ended.failure is not None:
         state.quarantine(key, fetch.target, request.id)
         return _failed(state, fetch, ended.failure)
-    length, position = request.num_prompt_tokens, ended.checkpoint_position or 0
-    if state.cache.layout.resumes_anywhere:
-        # keys and values alone are enough anywhere but at the prompt's end
-        position = max(position, min(ended.position, length - 1))
+    length = request.num_prompt_tokens
+    position = ended.resume_position(length, state.cache.layout.resumes_anywhere)
     if position <= sequence.hit:
         # another source, if there is one
         state.requeue(request)

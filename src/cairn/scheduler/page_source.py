@@ -66,6 +66,12 @@ class FetchEnded:
     checkpoint_position: int | None = None
     volume: Volume | None = None
 
+    def resume_position(self, num_prompt_tokens: int, resumes_anywhere: bool) -> int:
+        """Where a prompt of so many tokens goes on with what has come. `resumes_anywhere`: keys and values alone are
+        enough anywhere but at its end."""
+        position = self.checkpoint_position or 0
+        return max(position, min(self.position, num_prompt_tokens - 1)) if resumes_anywhere else position
+
 
 @dataclass(frozen=True, slots=True)
 class TargetFree:

@@ -61,9 +61,7 @@ def finish_read(state: SchedulerState, key: FetchKey, ended: FetchEnded) -> None
     if ended.failure is not None:
         state.quarantine(key, lookup.target, lookup.wanted.request_id)
     else:
-        position = ended.checkpoint_position or 0
-        if cache.layout.resumes_anywhere:
-            position = max(position, min(ended.position, length - 1))
+        position = ended.resume_position(length, cache.layout.resumes_anywhere)
         if position > sequence.hit:
             cache.receive(sequence, ended.position, length, position)
     cache.release(sequence)
