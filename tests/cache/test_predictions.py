@@ -53,6 +53,16 @@ def test_an_idle_pool_gets_the_whole_grid():
     assert run(cache, prompt(2, 500, 1)).hit == 448
 
 
+def test_checkpoints_of_one_commit_are_ranked_with_all_of_them_there():
+    cache = small_cache(num_files=12)
+    run(cache, prompt(1))
+    queue = cache.checkpoints.queue
+    ranked = {checkpoint: priority for _, priority, version, checkpoint in queue._heap if version in queue._live}
+    assert len(ranked) == LENGTH // 64
+    for checkpoint, priority in ranked.items():
+        assert priority == cache.policy.eviction.priority(checkpoint, cache.checkpoints.facts(checkpoint))
+
+
 def test_a_full_pool_hits_what_nobody_announced_at_the_second_sighting():
     cache, rng, hits, shares = small_cache(12), np.random.default_rng(3), [], []
     for number in range(1, 160, 3):
@@ -139,7 +149,7 @@ def test_chances_of_paths_are_learned_by_what_they_are():
         path, fork = Lineage(end=1000), Lineage(start=500, end=1000, forked=True)
         policy.begin_request(None, path, None)
         policy.begin_request(None, fork, path)
-    policy._learn()
+    policy.refresh_due(1)
     assert len(policy._paths) == 100 and policy.now == 600
     path, fork = Lineage(end=1000), Lineage(start=500, end=1000, forked=True)
     policy.begin_request(None, path, None)

@@ -140,10 +140,12 @@ class TreeWriter:
                 tree.lock(node)
                 if old is not None:
                     tree.unlock(old)
-        at, descending = sequence.node, sorted(positions, reverse=True)
+        at, descending, attached = sequence.node, sorted(positions, reverse=True), list[Node]()
         for position in descending:
             at = self._node_at(sequence, position, at)
-            self._attach(sequence, position, at)
+            if self._attach(sequence, position, at):
+                attached.append(at)
+        self.checkpoints.rank_attached(attached)
         if descending and sequence.match.last_checkpoint_node is not None:
             self.checkpoints.eviction.add_above(sequence.match.last_checkpoint_node)
 
@@ -184,18 +186,20 @@ class TreeWriter:
         assert node is not None and node.start < position <= node.end, f"{position} is not on the committed path"
         return self.checkpoints.tree.split(node, position) if position < node.end else node
 
-    def _attach(self, sequence: SequenceBlocks, position: int, node: Node) -> None:
-        """Attach the state wanted for `position` to the end of `node`."""
+    def _attach(self, sequence: SequenceBlocks, position: int, node: Node) -> bool:
+        """Attach the state wanted for `position` to the end of `node`. False if there is one already."""
         pending = sequence.pending_states.pop(position)
         origin = _origin(sequence, position)
         self.checkpoints.tree.provide(node, sequence.blocks)
-        if not self.checkpoints.attach(
+        attached = self.checkpoints.attach(
             node, pending.pages, pending.kind, origin, sequence.request_id, sequence.match.lineage
-        ):
+        )
+        if not attached:
             self.checkpoints.pool.release(pending.pages)
         assert node.checkpoint is not None
         if pending.retain_seconds and self.checkpoints.retain(node.checkpoint, pending.retain_seconds):
             sequence.retained_breakpoints.add(position)
+        return attached
 
 
 def _reaches_as_far(part: GroupPages, before: GroupPages) -> bool:

@@ -7,7 +7,7 @@ unreachable.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
@@ -147,7 +147,7 @@ class CheckpointStore:
     def attach(
         self, node: Node, pages: Pages, kind: Kind, origin: Origin, maker: str, lineage: Lineage | None = None
     ) -> bool:
-        """Attach a checkpoint to the end of `node`, taking over the caller's reference to its pages.
+        """Attach a checkpoint to the end of `node`, taking over the reference to its pages; `rank_attached` ranks it.
 
         False if one hangs there already that serves as well; then the caller keeps its pages.
         """
@@ -165,10 +165,18 @@ class CheckpointStore:
         if old is not None:
             self.queue.remove(old)
             self.retained.replace(old, checkpoint)
-        self._touch(checkpoint)
-        self._rank(next_above(node))
+        self._tick += 1
+        checkpoint.last_used = self._tick
         self.tree.changed(node)
         return True
+
+    def rank_attached(self, nodes: Iterable[Node]) -> None:
+        """Rank the checkpoints that have been attached to `nodes`, and the next ones above them: what each saves and
+        frees goes by its neighbours, so once all are there."""
+        nearby = (each for node in nodes for each in (node.checkpoint, next_above(node)))
+        for checkpoint in dict.fromkeys(nearby):
+            if checkpoint is not None:
+                self.queue.push(checkpoint, self.facts(checkpoint))
 
     def make_room(self, num_pages: int) -> bool:
         """Drop until `num_pages` pages are free. False if all that may go has gone and it is not enough."""
@@ -200,9 +208,8 @@ class CheckpointStore:
     def next_victims(self, num_pages: int) -> dict[Node, int]:
         """The nodes of the checkpoints that would go for `num_pages` pages, each with the pages that are there before
         it goes; about: what shares pages with another one frees them with the last."""
-        free, victims = self.pool.num_free, dict[Node, int]()
-        for node in self.tree.unreachable:
-            free += 0 if node.pages is None else sum(len(part.pages) for part in node.pages)
+        unreachable = sum(len(part.pages) for node in self.tree.unreachable for part in node.pages or ())
+        free, victims = self.pool.num_free + unreachable, dict[Node, int]()
         for checkpoint in self.queue.next():
             if free >= num_pages:
                 break

@@ -300,13 +300,10 @@ class ValuePerByte(EvictionPolicy):
         self._rank_at = self.now + max(1, num_ranked // RANKED_PER_REQUEST)
         if self.now >= self._learn_at:
             self._learn_at = self.now + max(MIN_REFRESH_INTERVAL, num_ranked // 4)
-            self._learn()
+            for times in (self._times, self._path_times):
+                times.count_all(self.now)
+                times.table.refresh()
         return True
-
-    def _learn(self) -> None:
-        for times in (self._times, self._path_times):
-            times.count_all(self.now)
-            times.table.refresh()
 
     def _demote(self, node: Node) -> None:
         """The hits of the ghost at `node` fall to the next shallower checkpoint."""
