@@ -243,3 +243,6 @@ class QueuedServer:
 
     def ended(self, request: Request) -> None:
         """There is nothing to note."""
+
+    def tools_awaited(self, request_id: RequestId) -> None:
+        """There is nothing to note."""

@@ -240,6 +240,10 @@ def ghost_without_a_record(w: World) -> None:
     w.policy._ghosts[w.stray().node] = None
 
 
+def answer_in_no_tree(w: World) -> None:
+    w.cache.answer_ends.add("r", w.stray().node, Lineage())
+
+
 def empty_root(w: World) -> None:
     w.tree.root(Namespace(cache_salt="gone"))
 
@@ -323,6 +327,7 @@ FAULTS: list[tuple[Callable[[World], None], str]] = [
     (ghost_record_not_counted, "the record of .* is wrong about its checkpoint"),
     (ghost_record_of_a_checkpoint, "the record of .* is wrong about its checkpoint"),
     (ghost_without_a_record, "there are records of nodes that are in no tree"),
+    (answer_in_no_tree, "the end of an answer is in no tree"),
     (empty_root, "an empty root was not forgotten"),
     (held_not_listed, "the list of retained checkpoints is not that of the tree"),
     (listed_not_held, "the list of retained checkpoints is not that of the tree"),

@@ -189,6 +189,14 @@ class CacheMachine(RuleBasedStateMachine):
     def abort(self, index: int) -> None:
         self.sim.end(self.pick(index))
 
+    @precondition(lambda self: self.count > 0)
+    @rule(index=PICK)
+    def await_tools(self, index: int) -> None:
+        """Word of any request that ever was, at any time: those that are open are always known."""
+        name = f"r{index % self.count + 1}"
+        known = self.sim.cache.await_tools(name)
+        assert known or name not in {request.name for request in self.sim.requests}
+
     @rule(num_pages=st.integers(1, 400))
     def evict(self, num_pages: int) -> None:
         self.sim.cache.checkpoints.make_room(min(num_pages, self.sim.cache.pool.num_pages))

@@ -6,8 +6,8 @@ import pytest
 
 from cairn.engine.client import CoreClient, EngineDeadlines, OutputQueue
 from cairn.engine.contract import EngineConfig, GenerateOutput, TokenLogprobs
-from cairn.engine.wire import Outputs
-from cairn.errors import EngineDead
+from cairn.engine.wire import AwaitTools, Outputs
+from cairn.errors import EngineDead, Overloaded
 from doubles.byte_tokenizer import ByteTokenizer
 from doubles.echo_core import build_echo_core
 from doubles.engine_requests import generate_request
@@ -98,5 +98,24 @@ def test_what_is_told_of_the_prompt_outlives_a_merge():
         queue.put(GenerateOutput(request_id="r", token_ids=[2], text="b"))
         output = await queue.get()
         assert (output.token_ids, output.prompt_logprobs) == ([1, 2], told)
+
+    run(play())
+
+
+def test_word_of_a_call_is_sent_once_and_never_in_the_way():
+    def refuse(message):
+        raise Overloaded("the core does not keep up")
+
+    async def play():
+        client = await started()
+        client.await_tools("r", 2)
+        assert client.transport.sent == [AwaitTools("r", 2)]
+        client.transport.send = refuse
+        client.await_tools("r")
+        client.transport.send = client.transport.sent.append
+        client.fail("it has ended")
+        client.await_tools("r")
+        assert len(client.transport.sent) == 1
+        await client.stop(0)
 
     run(play())

@@ -1,6 +1,10 @@
 """The replay of what a real core has served to eight clients at once with a runner of tags: the cached tokens that it
 comes to are those that the server has counted."""
 
+import os
+import random
+from dataclasses import replace
+
 import pytest
 from loads import Load, serve
 from logged import LoggedServer, hits_by_name, layout, logged_hits, replayed
@@ -101,6 +105,50 @@ def test_sessions_that_take_turns(seed, num_pages, tmp_path, monkeypatch):
     assert read_trace(tmp_path / "log").header.scheduling_policy == "session"
     assert_agrees(server, tmp_path / "log")
     assert not any(name in (tmp_path / "log").read_text() for name in ("session ", "only "))
+
+
+class _ToolUsers(LoggedServer):
+    """Most answers were calls, of which the cache is told up to three steps after their ends, if it goes on so long."""
+
+    def __init__(self, *arguments, **fields):
+        super().__init__(*arguments, **fields)
+        self._random, self._late = random.Random(1), list[tuple[int, str]]()
+
+    def step(self):
+        ended = super().step()
+        self._late += [(self._random.randrange(4), name) for name in ended if self._random.random() < 0.7]
+        for _, name in (each for each in self._late if not each[0]):
+            base, _, index = name.partition("/")
+            self.core.await_tools(base, int(index or 0))
+        self._late = [(steps - 1, name) for steps, name in self._late if steps]
+        return ended
+
+
+@pytest.mark.parametrize(
+    ("seed", "kind", "fields"),
+    [
+        (0, "agent", {}),
+        (1, "chat", {"max_in_flight": 2}),
+        *(more(seed, kind, {}) for seed in range(2, 5) for kind in ("mixed", "agent")),
+    ],
+)
+def test_sessions_that_wait_for_their_tools(seed, kind, fields, tmp_path, monkeypatch):
+    # with this key no two of these sequences seem to share a token more than they do
+    monkeypatch.setattr(os, "urandom", lambda size: bytes(range(size)))
+    server = _ToolUsers(tmp_path / "log", num_pages=POOL, **fields)
+    serve(server, Load(seed), kind, requests=150)
+    trace = read_trace(tmp_path / "log")
+    told = [each for each in trace.requests if each.tools_step is not None]
+    assert len(told) > 50 and all(each.tools_step >= each.timeline.finished_step for each in told)
+    assert_agrees(server, tmp_path / "log")
+    replay = replayed(trace)
+    untold = replace(trace, requests=tuple(replace(each, tools_step=None) for each in trace.requests))
+    assert 0 < waits(replay.cache) <= waits(server.cache), "word that came after the last request is in no line"
+    assert replayed(untold).outcome.evicted != replay.outcome.evicted == server.cache.checkpoints.evicted
+
+
+def waits(cache) -> int:
+    return sum(record.awaits_tools for record in cache.policy.eviction._records.values())
 
 
 @pytest.mark.parametrize("block_size", [48, more(1)])

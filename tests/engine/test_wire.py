@@ -20,6 +20,7 @@ from cairn.engine.specs import check_request, key_tokens, transfer_params
 from cairn.engine.wire import (
     MAX_FRAME_BYTES,
     Abort,
+    AwaitTools,
     BuildRefused,
     Fatal,
     Outputs,
@@ -64,6 +65,7 @@ def request(**fields):
         Submit([request(kv_transfer_params=b'{"do_remote_decode":true}')]),
         Submit([request(client="c" * 64)]),
         Abort("r"),
+        AwaitTools("r", 3),
         StatsQuery(7),
         Reset(8),
         Shutdown(),

@@ -3,6 +3,7 @@
 import random
 import sys
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -280,3 +281,20 @@ def below(root):
     yield root
     for child in root.children:
         yield from below(child)
+
+
+def test_an_answer_that_was_a_call_waits_from_its_end_until_it_is_used():
+    path = np.arange(20)
+    rows = [(path, [90, 91], []), (path + 100, [92, 93], []), (np.append(path, [90, 91, 7]), [], [])]
+    trace = made_trace(rows)
+    marked = replace(trace, requests=tuple(replace(each, tools_step=0) for each in trace.requests[:2]))
+    replay, _ = replayed(marked, 2000)
+    assert waits(replay) == [20 * UNIT, 20 * UNIT, 22 * UNIT, 22 * UNIT]
+    replay, outcome = replayed(replace(trace, requests=(*marked.requests, trace.requests[2])), 2000)
+    assert outcome.hits[-1] == 22 * UNIT and waits(replay) == [20 * UNIT, 20 * UNIT, 22 * UNIT]
+    assert waits(replayed(trace, 2000)[0]) == []
+
+
+def waits(replay):
+    records = replay.cache.policy.eviction._records.values()
+    return sorted(record.node.end for record in records if record.awaits_tools)

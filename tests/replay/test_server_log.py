@@ -364,3 +364,27 @@ def test_other_blocks_than_the_servers(theirs, ours, tmp_path):
     trace = read_trace(tmp_path / "log")
     trace = replace(trace, header=replace(trace.header, layout=layout(ours)))
     assert replayed(trace, budget_bytes=4000 * 64).outcome.hits == list(logged_hits(trace).values()) == [0, 192, 128]
+
+
+@pytest.mark.parametrize("same_line", [False, True])
+def test_word_of_a_call_comes_when_it_came(same_line, tmp_path):
+    """Told of before the third request, or with it in one line; of requests that are in no line it says nothing."""
+    waits = {"tool_waits": [["r1", 1700], ["nobody", 5]]}
+    lines = [line(1, range(100), 50), line(2, range(500, 600)), line(3, range(900, 1000))]
+    lines[0 if same_line else 2] |= waits
+    trace = read(tmp_path, *lines)
+    assert [each.tools_step for each in trace.requests] == [1700, None, None]
+    replay = replayed(trace)
+    records = replay.cache.policy.eviction._records.values()
+    assert sorted(record.node.end for record in records if record.awaits_tools) == [50, 64, 99], (
+        "and a place within the answer"
+    )
+    again = replayed(read(tmp_path, *lines, line(4, range(120))))
+    records = again.cache.policy.eviction._records.values()
+    assert again.outcome.hits[-1] == 99 and [r.node.end for r in records if r.awaits_tools] == [50, 64]
+
+
+def test_word_of_a_call_that_is_none_is_named(tmp_path):
+    for waits, said in (([["r1"]], r"tool_waits\[0\]"), ([["r1", -1]], r"tool_waits\[0\]\[1\]"), (3, "tool_waits")):
+        with pytest.raises(ConfigError, match=f"log:2.*{said}"):
+            read(tmp_path, line(1, range(100), tool_waits=waits))

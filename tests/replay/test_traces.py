@@ -42,6 +42,11 @@ def test_the_own_form(tmp_path, zipped):
     assert first.answer.tolist() == [-1] and second.answer.tolist() == [-2]
 
 
+def test_an_answer_may_be_a_call(tmp_path):
+    rows = [ROW, {**ROW, "called_tools": True}, {**ROW, "called_tools": False}]
+    assert [each.tools_step for each in read_trace(write(tmp_path, HEADER, *rows)).requests] == [None, 0, None]
+
+
 def test_an_answer_is_what_the_first_follower_says_it_is(tmp_path):
     rows = [
         {**ROW, "v": 1},
@@ -132,6 +137,7 @@ def test_mooncakes_form(tmp_path):
         ([HEADER, {**ROW, "h": [[1 << 60, 1]]}], "`h` must list"),
         ([HEADER, {**ROW, "h": [[1]]}], "`h` must list"),
         ([HEADER, {**ROW, "b": [41]}], "`b` must list"),
+        ([HEADER, {**ROW, "called_tools": 1}], "`called_tools` must be true or false"),
         ([{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": [-1]}], "`hash_ids` must list"),
         ([{"input_length": 9, "output_length": 1, "hash_ids": []}], "`timestamp` must be"),
     ],

@@ -69,6 +69,7 @@ def _audit_tree(cache: PrefixCache) -> None:
     _check(set(tree.trimmable) <= residents, "a node without pages is held to be trimmable")
     _check(num_checkpoints == len(checkpoints.queue), "the eviction queue has not one entry for each checkpoint")
     _audit_records(cache)
+    _check(set(cache.answer_ends) <= ghosts | residents, "the end of an answer is in no tree")
     for root in tree.roots.values():
         _check(bool(root.children) or root.locks > 0, "an empty root was not forgotten")
 

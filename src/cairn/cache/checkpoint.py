@@ -54,7 +54,8 @@ class Lineage(Watched):
     """What is known of the request that makes a checkpoint, and of the path that it adds: tokens `start` to `end` of
     its prompt were never seen before. `turn`: how many requests in a row went on from where the one before had ended,
     up to 2. `forked`: it begins inside the path of an earlier request. `message_end`: where the prompt's last message
-    ends, as far as that is known, and otherwise the prompt: its answer comes after that.
+    ends, as far as that is known, and otherwise the prompt: its answer comes after that. `awaits_tools`: the
+    answer was a call.
 
     `visits`: later requests that left the path at a place that was not known for that, each of which is a use of it.
     """
@@ -64,6 +65,7 @@ class Lineage(Watched):
     end: int = 0
     forked: bool = False
     message_end: int = 0
+    awaits_tools: bool = False
     visits: int = 0
 
     @property

@@ -300,6 +300,15 @@ class CheckpointStore:
             if node not in before or chances.get(node, 0.0) < before[node]:
                 self._rank(node.checkpoint)
 
+    def await_tools(self, node: Node | None, lineage: Lineage) -> None:
+        """The answer of a request of `lineage`, which ends at `node` as far as it is in the tree, was a call: what its
+        session can go on from once its tools are done is worth what is learned of such waits."""
+        lineage.awaits_tools = True
+        while node is not None and node.parent is not None and node.end >= lineage.message_end:
+            self.eviction.await_tools(node)
+            self._rank(node.checkpoint)
+            node = node.parent
+
     # -- what clients retain ------------------------------------------------------------------------------------
 
     def retain(self, checkpoint: Checkpoint, seconds: int) -> bool:

@@ -50,6 +50,9 @@ many hits that counts which is not known yet: more than of checkpoints, so that 
 _NEW_TOKEN_BINS = (512, 2048, 8192)
 """Where the classes of new tokens begin."""
 
+_AWAITS_TOOLS = 7
+"""In the place in a class where others have their turn or, from 3 to 6, how often they were used."""
+
 
 class CheckpointFacts(NamedTuple):
     """What the tree says of a checkpoint. `saved_tokens`: tokens that need not be computed thanks to it, over the next
@@ -108,6 +111,11 @@ class EvictionPolicy(TreeObserver):
     def drop(self, checkpoint: Checkpoint) -> None:
         """A checkpoint was dropped and is no longer at its node."""
 
+    def await_tools(self, node: Node) -> None:
+        """An answer at whose end, or whose prompt's, `node` is was a call: its session waits for its tools, from now
+        on until the checkpoint there is used. Those that the request has yet to take there are told by their
+        lineage."""
+
     def add_above(self, last_checkpoint_node: Node) -> None:
         """A request whose path goes through `last_checkpoint_node` has taken checkpoints, perhaps above that node."""
 
@@ -130,8 +138,9 @@ class ReuseStats(Watched):
     """The record of the checkpoint that is or was at the end of `node`.
 
     `turn`, `fresh`: the classes of its request's turn and new tokens. `branches`: children that `node` ever had.
-    `demoted_child`: the record of a deeper checkpoint that is gone, whose hits would now be this one's. `share`: its
-    part of its path's divergences, as it was for `share_of`: their version, and where the next deeper one lies.
+    `awaits_tools`: its session is to go on from there once its tools are done. `demoted_child`: the record of a deeper
+    checkpoint that is gone, whose hits would now be this one's. `share`: its part of its path's divergences, as it was
+    for `share_of`: their version, and where the next deeper one lies.
     """
 
     node: Node
@@ -140,6 +149,7 @@ class ReuseStats(Watched):
     turn: int
     fresh: int
     branches: int
+    awaits_tools: bool = False
     hits: int = 0
     demoted_child: "ReuseStats | None" = None
     share: float = 0.0
@@ -149,14 +159,21 @@ class ReuseStats(Watched):
     def of(cls, checkpoint: Checkpoint, lineage: Lineage) -> "ReuseStats":
         """That of a checkpoint which a request of `lineage` has taken."""
         node, fresh = checkpoint.node, bisect_right(_NEW_TOKEN_BINS, lineage.new_tokens)
-        branches = len(node.children)
         return cls(
-            node=node, kind=checkpoint.kind, origin=checkpoint.origin, turn=lineage.turn, fresh=fresh, branches=branches
+            node=node,
+            kind=checkpoint.kind,
+            origin=checkpoint.origin,
+            turn=lineage.turn,
+            fresh=fresh,
+            branches=len(node.children),
+            awaits_tools=lineage.awaits_tools and node.end >= lineage.message_end,
         )
 
     def class_key(self) -> Class:
         """The class in the hazard table, from the general to the particular."""
         kind, branches = self.kind.number, min(2, self.branches)
+        if self.awaits_tools:
+            return (kind, branches, _AWAITS_TOOLS, self.turn, self.fresh)
         if self.hits:
             return (kind, branches, 3 + min(3, self.hits.bit_length()))
         return (kind, branches, self.turn, self.fresh)
@@ -221,6 +238,7 @@ class ValuePerByte(EvictionPolicy):
             lineage.turn = 0 if record.branches else min(2, record.turn + 1)
             self._times.use(record, self.now)
             record.hits += 1
+            record.awaits_tools = False
             self._times.restart(record, self.table.row(record.class_key()), self.now)
         self._add_path(lineage)
 
@@ -250,6 +268,12 @@ class ValuePerByte(EvictionPolicy):
         record = self._records.get(checkpoint.node)
         if record is not None:
             record.kind = checkpoint.kind
+            self._reclassify(record)
+
+    def await_tools(self, node: Node) -> None:
+        record = self._records.get(node)
+        if record is not None:
+            record.awaits_tools = True
             self._reclassify(record)
 
     def drop(self, checkpoint: Checkpoint) -> None:
@@ -335,7 +359,7 @@ class ValuePerByte(EvictionPolicy):
         return self.path_chance(path) * record.share
 
     def _reclassify(self, record: ReuseStats) -> None:
-        """The kind of `record` or the number of its branches is another."""
+        """The kind of `record`, the number of its branches or what it waits for is another."""
         record.branches = max(record.branches, len(record.node.children))
         self._times.move(record, self.table.row(record.class_key()), self.now)
 

@@ -9,6 +9,7 @@
     release   the request's own references end
     pin       pages that outlive their sequence, because somebody outside, or a request to come, needs them
     retain_breakpoints   checkpoints that go after all others, because a client asked for it
+    await_tools   an answer that has ended was a call: its session comes back
 
 Pages that an unapplied step still names are kept by `pin_until(step)` until `release_step(step)`. Nothing here knows
 of tensors: pages are numbers, and what is in them is the runner's affair.
@@ -19,6 +20,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from cairn.cache.allocator import BlockAllocator, PinnedPages, TreeWriter
+from cairn.cache.answer_ends import AnswerEnds
 from cairn.cache.awaited import AwaitedHits, WaitingPrompt
 from cairn.cache.checkpoint import Kind, Lineage
 from cairn.cache.checkpoint_store import CheckpointStore
@@ -85,7 +87,9 @@ class PrefixCache:
         self.pool = PagePool(num_pages)
         tokens_per_page = max((group.tokens_per_page for group in layout.groups), default=layout.block_size)
         ghost_tokens = GHOST_FACTOR * num_pages * tokens_per_page
-        observers = (policy.eviction,) if observer is None else (policy.eviction, observer)
+        self.answer_ends = AnswerEnds()
+        told = (policy.eviction, self.answer_ends)
+        observers = told if observer is None else (*told, observer)
         clock = clock or SystemClock()
         self.tree = TreeStore(layout, self.pool, ghost_tokens, observers)
         self.checkpoints = CheckpointStore(layout, self.pool, self.tree, policy.eviction, clock)
@@ -363,7 +367,20 @@ class PrefixCache:
         if sequence.node is not None:
             if loss is not None and sequence.node.checkpoint is None and sequence.node.end == sequence.committed:
                 sequence.node.loss = loss
+            if sequence.node.parent is not None:
+                self.answer_ends.add(sequence.request_id, sequence.node, sequence.match.lineage)
             self.tree.unlock(sequence.node)
+
+    def await_tools(self, request_id: str) -> bool:
+        """The answer to this request was a call, so its session comes back once its tools are done. False if the
+        request is not known any more; then nothing changes."""
+        open_ones = (each for each in self.pinned.sequences.values() if each.request_id == request_id)
+        sequence = next(open_ones, None)
+        end = self.answer_ends.get(request_id) if sequence is None else (sequence.node, sequence.match.lineage)
+        if end is None:
+            return False
+        self.checkpoints.await_tools(*end)
+        return True
 
     def pin(self, purpose: str, pages: Pages, for_requests: bool = False) -> PagePin:
         """Keep `pages`, which are distinct and in use, until `unpin`: for somebody outside, or for requests that are

@@ -11,6 +11,7 @@ from cairn.engine.contract import CacheView, EngineInfo, EngineStats, GenerateOu
 from cairn.engine.detokenizer import Detokenizer
 from cairn.engine.wire import (
     Abort,
+    AwaitTools,
     CacheQuery,
     CacheReply,
     Fatal,
@@ -222,11 +223,17 @@ class CoreClient:
         reply = await self._ask(Reset(next(self._numbers)), "empty its cache", self._deadlines.view)
         return cast(int, reply)
 
+    def await_tools(self, request_id: str, index: int = 0) -> None:
+        self._tell(AwaitTools(request_id, index))
+
     def release_kv_transfer(self, kv_transfer_params: bytes) -> None:
+        self._tell(ReleaseKvTransfer(kv_transfer_params))
+
+    def _tell(self, message: AwaitTools | ReleaseKvTransfer) -> None:
         if self._dead is None:
             # a core that does not keep up has others to serve
             with contextlib.suppress(InvalidRequest, Overloaded):
-                self.transport.send(ReleaseKvTransfer(kv_transfer_params))
+                self.transport.send(message)
 
     async def _ask(self, query: StatsQuery | CacheQuery | Reset, what: str, seconds: float) -> _Reply:
         if self._dead is not None:

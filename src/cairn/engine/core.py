@@ -24,7 +24,7 @@ from cairn.engine.grammars.constraint import GrammarConstraint
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.output_processor import OutputProcessor
 from cairn.engine.request_log.log import RequestLog
-from cairn.engine.specs import SpecBuilder, as_prefill, check_request, transfer_params
+from cairn.engine.specs import SpecBuilder, answer_id, as_prefill, check_request, transfer_params
 from cairn.engine.step_pipeline import StepPipeline
 from cairn.engine.thinking import ThinkingConstraint
 from cairn.engine.tiers import EngineTiers
@@ -172,6 +172,10 @@ class Core:
             self._pending.cancel(request_id)
         self._outputs.abort(request_id)
         self._scheduler.withdraw_offers(lambda offered: offered == request_id)
+
+    def await_tools(self, request_id: str, index: int) -> None:
+        """Answer `index` to a request, which has ended, was a call. Unknown ids are ignored."""
+        self._scheduler.await_tools(answer_id(request_id, index))
 
     def release_kv_transfer(self, kv_transfer_params: bytes) -> None:
         """Let go of what was handed over with these parameters, here or by another server, if nobody has claimed it."""

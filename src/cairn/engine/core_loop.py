@@ -9,6 +9,7 @@ from cairn.engine.contract import MAX_LOGPROB_ENTRIES, CacheView, GenerateOutput
 from cairn.engine.core import Core
 from cairn.engine.wire import (
     Abort,
+    AwaitTools,
     CacheQuery,
     CacheReply,
     FromCore,
@@ -136,6 +137,8 @@ def _take(core: Core, link: CoreLink, views: _CacheViews, message: ToCore) -> bo
             _submit(core, link, requests)
         case Abort(request_id):
             core.abort(request_id)
+        case AwaitTools(request_id, index):
+            core.await_tools(request_id, index)
         case ReleaseKvTransfer(params):
             core.release_kv_transfer(params)
         case StatsQuery(number):

@@ -155,6 +155,11 @@ def seed_of(seed: int, index: int) -> int:
     return (seed + index + _INT64) % (2 * _INT64) - _INT64
 
 
+def answer_id(request_id: str, index: int) -> RequestId:
+    """What the scheduler calls answer `index` to a request."""
+    return RequestId(f"{request_id}/{index}" if index else request_id)
+
+
 def answers_to(spec: Spec, n: int) -> list[Spec]:
     """`spec` and n - 1 more of it, with seeds of their own. Only the first one reports on the prompt, or fetches it."""
     seed = spec.sampling.seed
@@ -162,7 +167,7 @@ def answers_to(spec: Spec, n: int) -> list[Spec]:
     more = [
         replace(
             spec,
-            request_id=RequestId(f"{spec.request_id}/{index}"),
+            request_id=answer_id(spec.request_id, index),
             sampling=replace(spec.sampling, seed=seed_of(seed, index)),
             prompt_logprobs=None,
             role=replace(spec.role, source=None),

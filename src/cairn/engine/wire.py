@@ -1,6 +1,6 @@
 """The process wire: msgpack frames between an engine client and its core, nothing else.
 
-    client -> core   Submit, Abort, ReleaseKvTransfer, StatsQuery, CacheQuery, Reset, Shutdown     (`ToCore`)
+    client -> core   Submit, Abort, AwaitTools, ReleaseKvTransfer, StatsQuery, CacheQuery, Reset, Shutdown  (`ToCore`)
     core -> client   Ready, BuildRefused | Outputs, Refusal, StatsReply, CacheReply, ResetReply, Fatal  (`FromCore`)
 
 The first frame to the core is its EngineConfig, as JSON; it answers Ready or BuildRefused. Key tokens travel as raw
@@ -69,6 +69,13 @@ class Abort(msgspec.Struct, frozen=True, tag="abort"):
     """Forget this request. Not answered."""
 
     request_id: RequestIdText
+
+
+class AwaitTools(msgspec.Struct, frozen=True, tag="await_tools"):
+    """Answer `index` to this request, which has ended, was a call. Not answered."""
+
+    request_id: RequestIdText
+    index: Number = 0
 
 
 class ReleaseKvTransfer(msgspec.Struct, frozen=True, tag="release_kv_transfer"):
@@ -170,7 +177,7 @@ class Fatal(msgspec.Struct, frozen=True, tag="fatal"):
     text: str
 
 
-ToCore: TypeAlias = Submit | Abort | ReleaseKvTransfer | StatsQuery | CacheQuery | Reset | Shutdown
+ToCore: TypeAlias = Submit | Abort | AwaitTools | ReleaseKvTransfer | StatsQuery | CacheQuery | Reset | Shutdown
 FromCore: TypeAlias = Ready | BuildRefused | Outputs | Refusal | StatsReply | CacheReply | ResetReply | Fatal
 
 Message = TypeVar("Message")

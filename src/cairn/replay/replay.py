@@ -14,7 +14,7 @@ import sys
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -58,13 +58,13 @@ class ReplayRequest:
 
 
 class _Event(NamedTuple):
-    """After so many steps, `indices` arrive: several are answers to one prompt. Or, with `leaves`, their client is
-    gone."""
+    """After so many steps, `indices` arrive: several are answers to one prompt. Or their client is gone, or the cache
+    is told that their answers were calls."""
 
     step: int
     seconds: float
     indices: list[int]
-    leaves: bool = False
+    kind: Literal["arrival", "leave", "call"] = "arrival"
 
 
 class Replay:
@@ -143,6 +143,8 @@ class Replay:
         self._advance_to(trace_request.arrived)
         self._submit({index: trace_request}, index)
         self._run_until(sys.maxsize)
+        if trace_request.tools_step is not None:
+            self._scheduler.await_tools(RequestId(str(index)))
         return self.outcome.hits[index]
 
     def _serve_log(self, trace: Trace, progress: Callable[[int], None]) -> None:
@@ -151,8 +153,11 @@ class Replay:
         for event in _events(requests):
             self._run_until(event.step)
             self._advance_to(event.seconds)
-            if event.leaves:
+            if event.kind == "leave":
                 self._leave(event.indices[0])
+            elif event.kind == "call":
+                self._scheduler.await_tools(RequestId(str(event.indices[0])))
+            if event.kind != "arrival":
                 continue
             counted = [index for index in event.indices if not requests[index].is_parallel_sample]
             self._submit({index: requests[index] for index in event.indices}, (counted or event.indices)[0])
@@ -260,6 +265,9 @@ class Replay:
     def ended(self, request: Request) -> None:
         self._ended.append(request.id)
 
+    def tools_awaited(self, request_id: RequestId) -> None:
+        """There is nothing to note."""
+
     # -- counts --------------------------------------------------------------------------------------------------
 
     def _count_admitted(self, replayed: ReplayRequest, request: Request) -> None:
@@ -351,9 +359,9 @@ def _session_of(trace_request: TraceRequest) -> str:
 
 
 def _events(requests: Sequence[TraceRequest]) -> Iterable[_Event]:
-    """Arrivals and departures of a log, in order. Answers to one prompt, which are named NAME, NAME/1, ..., arrive
-    together."""
-    arrivals, departures = dict[object, _Event](), list[_Event]()
+    """Arrivals, departures and calls of a log, in order. Answers to one prompt, which are named NAME, NAME/1, ...,
+    arrive together."""
+    arrivals, others = dict[object, _Event](), list[_Event]()
     for index in sorted(range(len(requests)), key=lambda index: requests[index].arrived):
         request, timeline = requests[index], requests[index].timeline
         base, _, number = request.name.rpartition("/")
@@ -361,5 +369,7 @@ def _events(requests: Sequence[TraceRequest]) -> Iterable[_Event]:
         event = _Event(timeline.arrived_step, request.arrived, [])
         arrivals.setdefault((event.step, prompt, request.path.tobytes()), event).indices.append(index)
         if not timeline.completed:
-            departures.append(_Event(timeline.finished_step, timeline.finished, [index], leaves=True))
-    return sorted([*departures, *arrivals.values()], key=lambda event: (event.step, event.seconds))
+            others.append(_Event(timeline.finished_step, timeline.finished, [index], "leave"))
+        if request.tools_step is not None:
+            others.append(_Event(request.tools_step, timeline.finished, [index], "call"))
+    return sorted([*others, *arrivals.values()], key=lambda event: (event.step, event.seconds))

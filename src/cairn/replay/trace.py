@@ -78,7 +78,8 @@ class TraceRequest:
     it, if anything. `namespace`: requests of different namespaces share nothing. `is_parallel_sample`: one of several
     answers to a prompt that is counted with another answer, so its own prompt is not counted. `timeline`: of a server's
     log; without one the request is served alone, at once, when it arrives. `session`: its number in the trace, None
-    where sessions are not known.
+    where sessions are not known. `tools_step`: its answer was a call, and so many steps of a log had been
+    planned when the cache was told; None: it was none.
     """
 
     arrived: float
@@ -91,6 +92,7 @@ class TraceRequest:
     is_parallel_sample: bool = False
     timeline: Timeline = UNLOGGED
     session: int | None = None
+    tools_step: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

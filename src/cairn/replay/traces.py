@@ -1,7 +1,8 @@
 """Reads the requests of a trace, of three forms.
 
 `cairn.trace_rows` explains two of them; in cairn's own form each line also has `s` (its session), `v` (whether its
-answer is part of a later prompt) and optionally `b` (where messages end).
+answer is part of a later prompt) and optionally `b` (where messages end) and `called_tools` (whether its answer is a
+call, so that its session goes on once its tools are done).
 
 The third form is a server's own log, whose fields `cairn.engine.request_log.log` describes. It has no tokens but a
 keyed hash of each token and all tokens before it. The hashes serve as token ids: two sequences share the first n hashes
@@ -50,12 +51,14 @@ _ANY = -1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _SessionRow:
-    """A row of a trace's file. `reappears`: whether its answer may be part of a later prompt of its session."""
+    """A row of a trace's file. `reappears`: whether its answer may be part of a later prompt of its session;
+    `called_tools`: whether it is a call."""
 
     row: TraceRow
     session: int | None
     reappears: bool = True
     boundaries: tuple[Boundary, ...] = ()
+    called_tools: bool = False
 
 
 def read_trace(path: Path) -> Trace:
@@ -93,7 +96,10 @@ def _parse_row(row: TraceRow, unit: int) -> _SessionRow:
     floored = {min(end // unit, len(row.ids)) * unit for end in ends} - {0}
     session = parse_integer(row.line, "s", row.where, 0, MAX_ID)
     reappears = parse_integer(row.line, "v", row.where, 0, 1) == 1
-    return _SessionRow(row, session, reappears, tuple(map(Boundary, sorted(floored))))
+    called_tools = row.line.get("called_tools", False)
+    if not isinstance(called_tools, bool):
+        raise ConfigError(f"{row.where}: `called_tools` must be true or false, not {called_tools!r:.40}")
+    return _SessionRow(row, session, reappears, tuple(map(Boundary, sorted(floored))), called_tools)
 
 
 def _add_answers(rows: list[_SessionRow], unit: int) -> tuple[TraceRequest, ...]:
@@ -108,7 +114,18 @@ def _add_answers(rows: list[_SessionRow], unit: int) -> tuple[TraceRequest, ...]
         else:
             answer = -1 - np.arange(num_private, num_private + end - start, dtype=np.int64)
             num_private += end - start
-        requests.append(TraceRequest(row.arrived, row.num_in, row.ids, answer, each.boundaries, session=each.session))
+        tools_step = 0 if each.called_tools else None
+        requests.append(
+            TraceRequest(
+                row.arrived,
+                row.num_in,
+                row.ids,
+                answer,
+                each.boundaries,
+                session=each.session,
+                tools_step=tools_step,
+            )
+        )
     return tuple(requests)
 
 
@@ -146,7 +163,8 @@ def _find_followers(rows: list[_SessionRow]) -> dict[int, int]:
 
 
 class _Prompt(msgspec.Struct, frozen=True, rename={"num_in": "in", "num_out": "out"}):
-    """What a line says of prompt and answer; a `Timeline` is the rest of it."""
+    """What a line says of prompt and answer; a `Timeline` is the rest of it. `tool_waits`: requests whose answers were
+    calls, each with the steps that had been planned when the cache was told, since the line before."""
 
     id: str
     t: Seconds
@@ -158,6 +176,7 @@ class _Prompt(msgspec.Struct, frozen=True, rename={"num_in": "in", "num_out": "o
     prefix: tuple[Number, Positive] | None = None
     boundaries: list[tuple[Positive, BoundaryKind, Count]] = []
     parallel_sample: bool = False
+    tool_waits: list[tuple[str, Number]] = []
 
     def __post_init__(self) -> None:
         if max((boundary[0] for boundary in self.boundaries), default=0) > self.num_in:
@@ -176,10 +195,13 @@ def _read_server_log(where: str, first: Mapping[str, Any], lines: Iterable[tuple
         )
     with _naming(where):
         header = msgspec.convert(first, ReplayedServer)
-    sequences, requests = _Sequences(header.unit), list[TraceRequest]()
+    sequences, requests, tool_waits = _Sequences(header.unit), list[TraceRequest](), dict[str, int]()
     for place, raw in lines:
         with _naming(place):
-            requests.append(_make_request(raw, sequences))
+            line = msgspec.convert(raw, _Prompt)
+            requests.append(_make_request(line, msgspec.convert(raw, Timeline), sequences))
+        tool_waits.update(line.tool_waits)
+    requests = [replace(each, tools_step=tool_waits.get(each.name)) for each in requests]
     requests.sort(key=lambda request: request.timeline.scheduled)
     num_served = sum(math.isfinite(request.timeline.scheduled) for request in requests)
     if not num_served:
@@ -224,9 +246,8 @@ class _Sequences:
         return sequence
 
 
-def _make_request(raw: Mapping[str, Any], sequences: _Sequences) -> TraceRequest:
+def _make_request(line: _Prompt, timeline: Timeline, sequences: _Sequences) -> TraceRequest:
     """Of a line. Raises ValueError naming the field."""
-    line, timeline = msgspec.convert(raw, _Prompt), msgspec.convert(raw, Timeline)
     if timeline.cached_tokens + timeline.received_tokens > line.num_in:
         raise ValueError("`cached_tokens` and `received_tokens` must be tokens of the prompt")
     tokens = sequences.add(line)

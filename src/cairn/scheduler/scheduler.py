@@ -178,6 +178,12 @@ class Scheduler:
         if request is not None:
             self.finish(request, "abort")
 
+    def await_tools(self, request_id: RequestId) -> None:
+        """The answer to a request, which has ended, was a call: its session comes back once its tools are done. Unknown
+        ids, those of requests that ended long ago among them, are ignored."""
+        if self.state.cache.await_tools(request_id) and self.state.observer is not None:
+            self.state.observer.tools_awaited(request_id)
+
     def withdraw_offers(self, matches: Callable[[RequestId], bool]) -> None:
         """Let go of the prompts that these requests have left for other servers, unless those have claimed them."""
         withdraw_offers(self.state, matches)

@@ -100,6 +100,10 @@ class RequestObserver(Protocol):
         """It holds nothing any more, and no step names it."""
         ...
 
+    def tools_awaited(self, request_id: RequestId) -> None:
+        """Its answer was a call, which the cache has been told."""
+        ...
+
 
 @dataclass(slots=True)
 class Drafting:

@@ -50,6 +50,11 @@ class EngineClient(Protocol):
         when no answer comes within the deadline."""
         ...
 
+    def await_tools(self, request_id: str, index: int = 0) -> None:
+        """Answer `index` to this request, which has ended, was a call: what its session comes back to once its tools
+        are done is kept by the time that tools take. Tried once, in the background; unknown ids are ignored."""
+        ...
+
     def release_kv_transfer(self, kv_transfer_params: bytes) -> None:
         """What another server, or this one, has handed over with these parameters is not going to be fetched: let go of
         it. Tried once, in the background; they are in nothing trusted."""

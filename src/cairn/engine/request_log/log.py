@@ -29,7 +29,7 @@ from cairn.engine.request_log.lines import LogEntry, LogLines
 from cairn.models.layer_sizes import ForwardSizes
 from cairn.scheduler.plan_builder import PlanBuilder
 from cairn.scheduler.request import Request
-from cairn.types import Clock
+from cairn.types import Clock, RequestId
 
 UNIT = 64
 """Tokens of a block hash."""
@@ -50,6 +50,8 @@ class RequestLog:
         self._last_steps: deque[float] = deque(maxlen=16)
         self._in_flight = 1
         self._arrived_steps: dict[str, int] = {}
+        # told since the last line: the request's own may have been written by then
+        self._tool_waits: dict[RequestId, int] = {}
 
     @property
     def dropped(self) -> int:
@@ -72,6 +74,9 @@ class RequestLog:
                 self._arrived_steps[request.id] = self._num_steps
         self._num_steps += 1
         self._last_steps.append(self._clock.now())
+
+    def tools_awaited(self, request_id: RequestId) -> None:
+        self._tool_waits.setdefault(request_id, self._num_steps)
 
     def ended(self, request: Request) -> None:
         spec, finished = request.spec, request.stats.finished_time or self._clock.now()
@@ -101,9 +106,11 @@ class RequestLog:
             "parallel_sample": request.stats.is_parallel_sample,
             "kv_export": spec.role.kv_export,
             "bypasses_cache": spec.prompt_logprobs is not None,
+            "tool_waits": list(self._tool_waits.items()),
             "dropped": self._sink.dropped,
         }
         fields |= {name: value for name, value in optional.items() if value}
+        self._tool_waits.clear()
         names = {"session": spec.session, "client": spec.client}
         self._sink.put(LogEntry(spec.namespace, spec.prompt, tuple(request.output), fields, names))
 

@@ -1,7 +1,7 @@
 """One request's way through the engine and back to its client: measured, with a deadline, whole or as a stream."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,7 @@ from cairn.http.error_responses import ClientDisconnected, make_error
 from cairn.server.error_handlers import to_request_error
 from cairn.server.metrics import Metrics, RequestMeter
 from cairn.server.openai.engine_request import rename_error_param
-from cairn.server.openai.response_writer import ResponseWriter
+from cairn.server.openai.response_writer import Choice, ResponseWriter
 from cairn.server.tokenizer_thread import TokenizerThread
 from cairn.types import Clock
 
@@ -110,7 +110,16 @@ class Generation:
         async with aclosing(self.outputs()) as outputs:
             async for prompt, output in outputs:
                 await self.write(partial(self.writer.add, prompt, output), output)
-        return await self.write(lambda: msgspec.json.encode(self.writer.write_response()))
+        content = await self.write(lambda: msgspec.json.encode(self.writer.write_response()))
+        self.tell_of_calls(self.writer.choices)
+        return content
+
+    def tell_of_calls(self, choices: Iterable[Choice]) -> None:
+        """Tell the engine which of these answers were calls, before their client knows: its next request comes after
+        that."""
+        for choice in choices:
+            if choice.calls_tools:
+                self.engine.await_tools(self.requests[choice.prompt].request_id, choice.index % self.writer.n)
 
     async def write(self, work: Callable[[], Result], output: GenerateOutput | None = None) -> Result:
         """What the writer makes of an output, or of all without one: in the tokenizer's thread, beside the event loop,
@@ -180,7 +189,9 @@ class Generation:
                 latest: PromptOutput | None = first
                 while latest is not None:
                     if (due := buffer.add(*latest)) is not None:
-                        for event in await self.write(partial(writer.output_events, latest[0], due), due):
+                        events = await self.write(partial(writer.output_events, latest[0], due), due)
+                        self.tell_of_calls([writer.choice_of(latest[0], due)])
+                        for event in events:
                             yield event
                     latest = await anext(outputs, None)
                 closing = writer.closing_events()

@@ -60,6 +60,11 @@ class Choice:
         """Whether it ended at `max_tokens`, a stop string or a stop token, not by itself."""
         return self.finish_reason == "length" or self.stop_reason is not None
 
+    @property
+    def calls_tools(self) -> bool:
+        """Whether it has ended, and its client is going to run tools before it goes on."""
+        return self.message is not None and self.message.finish_reason(self.finish_reason) == "tool_calls"
+
 
 @dataclass(slots=True)
 class ResponseWriter(ABC):
@@ -100,7 +105,7 @@ class ResponseWriter(ABC):
 
     def add(self, prompt: int, output: GenerateOutput) -> Choice:
         """Add an output for prompt number `prompt` to the choice that it belongs to."""
-        choice = self.choices[prompt * self.n + output.index]
+        choice = self.choice_of(prompt, output)
         choice.add(output)
         if output.cache is not None:
             self.caches[prompt] = output.cache
@@ -111,6 +116,10 @@ class ResponseWriter(ABC):
         if output.timings is not None:
             self.timings = output.timings
         return choice
+
+    def choice_of(self, prompt: int, output: GenerateOutput) -> Choice:
+        """The choice that an output for prompt number `prompt` belongs to."""
+        return self.choices[prompt * self.n + output.index]
 
     @property
     def is_complete(self) -> bool:

@@ -122,6 +122,7 @@ async def _make(generation: Generation, writer: ResponsesWriter) -> None:
                     has_begun = True
                 await generation.write(partial(writer.add, prompt, output), output)
         writer.write_response()
+        generation.tell_of_calls(writer.choices)
     except CairnError as error:
         writer.store_failure(to_request_error(error))
     except Exception as error:
