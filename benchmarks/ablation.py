@@ -93,7 +93,7 @@ class WithoutLineage(ValuePerByte):
     def add(self, checkpoint: Checkpoint, lineage: Lineage) -> None:
         super().add(checkpoint, lineage)
         record = self._records[checkpoint.node]
-        record.turn = record.fresh = 0
+        record.lineage = Lineage()
         self._reclassify(record)
 
 

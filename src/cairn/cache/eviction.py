@@ -137,19 +137,18 @@ class EvictionPolicy(TreeObserver):
 class ReuseStats(Watched):
     """The record of the checkpoint that is or was at the end of `node`.
 
-    `turn`, `fresh`: the classes of its request's turn and new tokens. `branches`: children that `node` ever had.
-    `awaits_tools`: its session is to go on from there once its tools are done. `demoted_child`: the record of a deeper
-    checkpoint that is gone, whose hits would now be this one's. `share`: its part of its path's divergences, as it was
-    for `share_of`: their version, and where the next deeper one lies.
+    `lineage`: of the request that took it. `branches`: children that `node` ever had. `awaits_tools`: its session is to
+    go on from there once its tools are done. `demoted_child`: the record of a deeper checkpoint that is gone, whose
+    hits would now be this one's. `share`: its part of its path's divergences, as it was for `share_of`: their version,
+    and where the next deeper one lies.
     """
 
     node: Node
     kind: Kind
     origin: Origin
-    turn: int
-    fresh: int
+    lineage: Lineage
     branches: int
-    awaits_tools: bool = False
+    awaits_tools: bool
     hits: int = 0
     demoted_child: "ReuseStats | None" = None
     share: float = 0.0
@@ -158,25 +157,18 @@ class ReuseStats(Watched):
     @classmethod
     def of(cls, checkpoint: Checkpoint, lineage: Lineage) -> "ReuseStats":
         """That of a checkpoint which a request of `lineage` has taken."""
-        node, fresh = checkpoint.node, bisect_right(_NEW_TOKEN_BINS, lineage.new_tokens)
-        return cls(
-            node=node,
-            kind=checkpoint.kind,
-            origin=checkpoint.origin,
-            turn=lineage.turn,
-            fresh=fresh,
-            branches=len(node.children),
-            awaits_tools=lineage.awaits_tools and node.end >= lineage.message_end,
-        )
+        node, kind, origin = checkpoint.node, checkpoint.kind, checkpoint.origin
+        awaits = lineage.awaits_tools and node.end >= lineage.message_end
+        branches = len(node.children)
+        return cls(node=node, kind=kind, origin=origin, lineage=lineage, branches=branches, awaits_tools=awaits)
 
     def class_key(self) -> Class:
         """The class in the hazard table, from the general to the particular."""
         kind, branches = self.kind.number, min(2, self.branches)
+        new = (self.lineage.turn, bisect_right(_NEW_TOKEN_BINS, self.lineage.new_tokens))
         if self.awaits_tools:
-            return (kind, branches, _AWAITS_TOOLS, self.turn, self.fresh)
-        if self.hits:
-            return (kind, branches, 3 + min(3, self.hits.bit_length()))
-        return (kind, branches, self.turn, self.fresh)
+            return (kind, branches, _AWAITS_TOOLS, *new)
+        return (kind, branches, 3 + min(3, self.hits.bit_length())) if self.hits else (kind, branches, *new)
 
 
 class ValuePerByte(EvictionPolicy):
@@ -235,7 +227,7 @@ class ValuePerByte(EvictionPolicy):
             left.visits += 1
             self._add_path(left)
         if record is not None:
-            lineage.turn = 0 if record.branches else min(2, record.turn + 1)
+            lineage.turn = 0 if record.branches else min(2, record.lineage.turn + 1)
             self._times.use(record, self.now)
             record.hits += 1
             record.awaits_tools = False
