@@ -15,7 +15,10 @@ Part `step`: processor time of a decode step in microseconds, by number of seque
   encode  the records as bytes for the HTTP process; `decode` is what that takes to read them
 Less what it takes to read the clock for that. Means over 64 steps, in which every cost that comes once a page or a
 checkpoint is there; medians of --windows such means. The baseline is the same number of sequences with the shortest
-contexts, measured in turn with the longest: what a step costs must not grow with contexts.
+contexts, measured in turn with the longest: what a step costs must not grow with contexts. Long prompts come in groups,
+a step's prefill each, and so are not at the ends of their pages all at once; where there are several groups, the
+baseline has as many (its row says so), each a token further than the one before: otherwise its pages and checkpoints
+would all be asked for in a few steps of 64, which is cheaper.
 
 Part `stream`: a real `cairn serve`, a process for HTTP and one for the core, and --streams answers at a time. As fast
 as it can go (what has not been read yet is then put together: several tokens an event), and with steps of 50 ms, where
@@ -85,11 +88,12 @@ EVENT, END = b"data: ", b"data: [DONE]"
 
 @dataclass(frozen=True, slots=True)
 class StepRow:
-    """One case: microseconds a step by part."""
+    """One case: microseconds a step by part. `groups`: so many of the sequences' contexts are of different lengths."""
 
     sequences: int
     context: int
     us: dict[str, float]
+    groups: int = 1
 
     @property
     def core_us(self) -> float:
@@ -150,13 +154,13 @@ def config_of(model: Path, sequences: int, context: int, steps: int) -> EngineCo
     )
 
 
-def requests_of(sequences: int, context: int, answer: int, seed: int) -> list[GenerateRequest]:
-    """Prompts that share nothing."""
+def requests_of(sequences: int, context: int, answer: int, seed: int, groups: int = 1) -> list[GenerateRequest]:
+    """Prompts that share nothing, in so many groups, each of which has a token more than the one before."""
     rng = np.random.default_rng(seed)
     return [
         GenerateRequest(
             request_id=str(number),
-            prompt=rng.integers(FIRST_TOKEN, 4_000, context).astype(np.int64).tobytes(),
+            prompt=rng.integers(FIRST_TOKEN, 4_000, context + number * groups // sequences).astype(np.int64).tobytes(),
             sampling=SamplingParams(temperature=0.0),
             stop_conditions=StopConditions(max_tokens=answer, ignore_eos=True),
         )
@@ -166,20 +170,27 @@ def requests_of(sequences: int, context: int, answer: int, seed: int) -> list[Ge
 
 def prefill_steps(sequences: int, context: int) -> int:
     """Steps after which all of them decode, at most. The first ones decode while the last ones are still in prefill."""
-    return -(-sequences * context // PREFILL_TOKENS) + SPARE_STEPS
+    return prefill_groups(sequences, context) + SPARE_STEPS
+
+
+def prefill_groups(sequences: int, context: int) -> int:
+    """In how many steps the prompts of all of them come in."""
+    return -(-sequences * context // PREFILL_TOKENS)
 
 
 class Decoding:
     """An engine whose sequences all decode; a window of steps at a time is measured."""
 
-    def __init__(self, engine: NoModelEngine, sequences: int, context: int, windows: int, seed: int) -> None:
+    def __init__(
+        self, engine: NoModelEngine, sequences: int, context: int, windows: int, seed: int, groups: int = 1
+    ) -> None:
         """So many windows can be measured. Raises RuntimeError if not all sequences come in."""
-        self.sequences, self.context = sequences, context
+        self.sequences, self.context, self.groups = sequences, context, groups
         self.windows: list[dict[str, float]] = []
         self._core, self._model, self._frames = engine.core, engine.model, frames_from_core()
         rounds = prefill_steps(sequences, context)
         answer = rounds + WARM_UP + windows * WINDOW + 1
-        self._core.submit(*requests_of(sequences, context, answer, seed))
+        self._core.submit(*requests_of(sequences, context, answer, seed, groups))
         self._watch = Stopwatch()
         self._watch.watch("plan", engine.scheduler, "plan")
         self._watch.watch("apply", engine.scheduler, "apply")
@@ -198,7 +209,7 @@ class Decoding:
         """Medians over the windows, and the core is closed."""
         self._core.close()
         medians = {part: 1e6 * statistics.median(window[part] for window in self.windows) for part in PARTS}
-        return StepRow(self.sequences, self.context, medians)
+        return StepRow(self.sequences, self.context, medians, self.groups)
 
     def _step(self) -> dict[str, float]:
         clock = self._watch.clock
@@ -217,12 +228,15 @@ class Decoding:
 
 
 def measure_steps(model: Path, sequences: int, contexts: Sequence[int], windows: int, seed: int) -> list[Decoding]:
-    """An engine for each length of contexts; window after window is measured in turn, so that whatever else the machine
-    does is in all of them."""
-    cases = []
-    for context in contexts:
+    """An engine for each length of contexts, and one for the baseline where that is another; window after window is
+    measured in turn, so that whatever else the machine does is in all of them."""
+    cases, wanted = [], [(context, 1) for context in contexts]
+    groups = prefill_groups(sequences, max(contexts))
+    if len(contexts) > 1 and groups > 1:
+        wanted.append((min(contexts), groups))
+    for context, num_groups in wanted:
         engine = build_engine(config_of(model, sequences, context, WARM_UP + windows * WINDOW))
-        cases.append(Decoding(engine, sequences, context, windows, seed))
+        cases.append(Decoding(engine, sequences, context, windows, seed, num_groups))
     for _ in range(windows):
         for case in cases:
             case.measure()
@@ -234,11 +248,11 @@ def core_seconds(window: dict[str, float]) -> float:
 
 
 def context_ratios(cases: Sequence[Decoding]) -> list[float]:
-    """What a step of the core costs with the longest contexts, over what it costs with the shortest, window by
-    window."""
-    longest, shortest = (choose(cases, key=lambda case: case.context) for choose in (max, min))
+    """What a step of the core costs with the longest contexts, over what it costs in the baseline, window by window."""
+    longest = max(cases, key=lambda case: case.context)
+    baseline = min(cases, key=lambda case: (case.context, -case.groups))
     return [
-        core_seconds(one) / core_seconds(other) for one, other in zip(longest.windows, shortest.windows, strict=True)
+        core_seconds(one) / core_seconds(other) for one, other in zip(longest.windows, baseline.windows, strict=True)
     ]
 
 
@@ -317,6 +331,10 @@ def count_body(body: bytes) -> tuple[int, int]:
 # -- what is shown ----------------------------------------------------------------------------------------------------
 
 
+def context_name(row: StepRow) -> str:
+    return f"{row.context:,}" if row.groups == 1 else f"{row.context:,}, {row.groups} groups"
+
+
 def step_table(rows: Sequence[StepRow]) -> Table:
     headings = ("sequences", "context", *PARTS[:-2], "encode", "core, all", "a token", "decode")
     table = Table(*headings, title="a decode step beside the kernels, microseconds of processor time")
@@ -325,7 +343,7 @@ def step_table(rows: Sequence[StepRow]) -> Table:
     for row in rows:
         of_core = [f"{row.us[part]:,.0f}" for part in OF_CORE]
         sums = (f"{row.core_us:,.0f}", f"{row.core_us / row.sequences:,.1f}", f"{row.us['decode']:,.0f}")
-        table.add_row(f"{row.sequences}", f"{row.context:,}", *of_core, *sums)
+        table.add_row(f"{row.sequences}", context_name(row), *of_core, *sums)
     return table
 
 
@@ -346,7 +364,7 @@ def plot(rows: Sequence[StepRow], path: Path) -> None:
     """Microseconds a token by part, one bar a case."""
     with save_figure(path, 7, 0.4 * len(rows) + 1.2) as figure:
         axes = figure.subplots()
-        names = [f"{row.sequences} x {row.context:,}" for row in rows][::-1]
+        names = [f"{row.sequences} x {context_name(row)}" for row in rows][::-1]
         left = np.zeros(len(rows))
         for part in OF_CORE:
             widths = np.array([row.us[part] / row.sequences for row in rows][::-1])
@@ -397,7 +415,7 @@ def main() -> None:
         console.print(step_table(steps))
         for count, own in ratios.items():
             spread = f"{statistics.median(own):.2f} ({min(own):.2f} to {max(own):.2f})"
-            console.print(f"{count} sequences, longest contexts over the baseline, the shortest: {spread}")
+            console.print(f"{count} sequences, longest contexts over the baseline: {spread}")
     if streams:
         console.print(stream_table(streams))
     if arguments.json:
@@ -406,7 +424,8 @@ def main() -> None:
             "seed": arguments.seed,
             "windows": arguments.windows,
             "steps": [{**asdict(row), "core_us": row.core_us} for row in steps],
-            "baseline": f"the same number of sequences with contexts of {min(arguments.contexts)} tokens",
+            "baseline": f"the same number of sequences with contexts of {min(arguments.contexts)} tokens, in as many "
+            "groups as the longest come in",
             "ratio_to_baseline": {count: statistics.median(own) for count, own in ratios.items()},
             "ratios_by_window": ratios,
             "streams": [{**asdict(row), "tokens_per_s": row.tokens_per_s} for row in streams],

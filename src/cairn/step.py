@@ -153,8 +153,7 @@ class Save:
     pages: Pages
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class TableUpdate:
+class TableUpdate(msgspec.Struct, frozen=True, eq=False):
     """From entry `first` on, the block table of `slot` for attention group `group` has `pages`, shape [n], n > 0.
 
     They follow what is there already, or take the place of its last entry (copy on write).
@@ -269,8 +268,7 @@ class Fold:
     snapshots: tuple[FoldSnapshot, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Snapshot:
+class Snapshot(msgspec.Struct, frozen=True, eq=False):
     """Write the state after token `position - 1` of row number `row` to state pages, inside the pass.
 
     Decode rows are numbered first, then verify rows, then prefill rows. `start < position <= end` of the row; the state
@@ -326,6 +324,12 @@ class StepPlan(msgspec.Struct, frozen=True, eq=False):
         )
         rows = msgspec.structs.replace(self, admits=(), copies=(), restores=(), folds=(), saves=(), table_updates=())
         return moves, rows
+
+    @property
+    def samples_rows(self) -> bool:
+        """Whether its rows are decodes alone, and its samples those after them, in the same order, as far as that is
+        seen at once: the same array says so."""
+        return self.samples.slots is self.decodes.slots and not (self.verifies or self.prefills)
 
     @property
     def num_seqs(self) -> int:

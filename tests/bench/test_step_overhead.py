@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+from benchmarks import step_overhead
 from benchmarks.made_model import make_thin_model
 from benchmarks.no_model import build_engine
 from benchmarks.step_overhead import (
@@ -80,6 +81,19 @@ def test_prompts_share_nothing_and_have_the_asked_length():
     assert {request.stop_conditions.max_tokens for request in requests} == {7}
     assert len({request.prompt[:64] for request in requests}) == 5
     assert requests_of(5, 48, 7, seed=1) == requests != requests_of(5, 48, 7, seed=2)
+    lengths = [len(request.prompt) // 8 for request in requests_of(7, 48, 7, seed=1, groups=3)]
+    assert lengths == [48, 48, 48, 49, 49, 50, 50]
+
+
+@pytest.mark.more
+def test_the_baseline_has_pages_in_as_many_steps_as_the_longest_contexts(model, monkeypatch):
+    monkeypatch.setattr(step_overhead, "PREFILL_TOKENS", 128)
+    cases = measure_steps(model, 3, (16, 80), 1, seed=0)
+    assert [(case.context, case.groups) for case in cases] == [(16, 1), (80, 1), (16, 2)]
+    cases[2].windows = [dict.fromkeys(PARTS, 2.0)]
+    cases[1].windows = [dict.fromkeys(PARTS, 3.0)]
+    assert context_ratios(cases) == [1.5]
+    assert [case.row().groups for case in cases] == [1, 1, 2]
 
 
 def test_prefill_is_over_before_the_answers_outgrow_the_model():

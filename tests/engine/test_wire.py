@@ -112,6 +112,16 @@ def test_messages_from_the_core_survive(message):
     assert frames.decode(frames.encode(message)) == message
 
 
+def test_an_output_of_tokens_alone_is_sent_without_what_it_has_not():
+    frames = frames_from_core()
+    frame = frames.encode(Outputs([GenerateOutput(request_id="a", token_ids=[5])]))
+    assert b"token_ids" in frame and not any(
+        name in frame for name in (b"finish_reason", b"timings", b"index", b"text")
+    )
+    (output,) = frames.decode(frame).outputs
+    assert (output.finish_reason, output.index, output.text, output.status) == (None, 0, "", 500)
+
+
 def test_the_configuration_survives():
     transfer = KvTransferConfig(host="::1", port=0, secret_file="/s", peers=("a", "10.0.0.0/8"), on_failure="fail")
     config = EngineConfig(

@@ -292,6 +292,28 @@ def test_the_last_page_may_be_another_one(driver: Driver) -> None:
     assert torch.equal(first, second)
 
 
+def test_rows_that_are_all_sampled_are_read_once_and_give_what_their_slots_give() -> None:
+    """The same array of slots says that no others are sampled: then hidden states are not looked up in the slots."""
+    seen = []
+    for is_same in (True, False):
+        driver = tiny("M*E", exact=False, num_pages=128, num_slots=4)
+        tracks = [driver.sequence(slot, 64) for slot in (2, 0, 3)]
+        driver.run(*(driver.row(track, prompt(9 + number, number)) for number, track in enumerate(tracks)))
+        slots, positions = ints(2, 0, 3), ints(9, 10, 11)
+        decodes = DecodeRows(slots, positions, np.array([5, 6, 7]), ints(0, 0, 0))
+        sampled = Samples(slots if is_same else slots.copy(), positions + 1, np.zeros(3, np.bool_))
+        plan = StepPlan(2, decodes=decodes, samples=sampled)
+        assert plan.samples_rows is is_same
+        driver.logits.clear()
+        result = driver.checked.run(plan)
+        logits = torch.stack([logits for _, logits in driver.logits])
+        seen.append((logits, driver.runner._live.hidden.clone(), result.tokens.tolist()))
+    (logits, hidden, tokens), (wanted_logits, wanted_hidden, wanted_tokens) = seen
+    assert torch.equal(logits, wanted_logits) and torch.equal(hidden, wanted_hidden) and tokens == wanted_tokens
+    row = PrefillRow(1, 0, np.array(prompt(4, 1)), 0)
+    assert not StepPlan(3, decodes=decodes, samples=sampled, prefills=(row,)).samples_rows
+
+
 def test_a_token_can_be_fed_only_where_the_slots_last_one_was_drawn_for(driver: Driver) -> None:
     track = driver.sequence(0, 64)
     driver.run(driver.row(track, prompt(10, 12)))

@@ -13,7 +13,8 @@ from cairn.kernels.sampling import sampler
 from cairn.kernels.sampling.logits_processors import LogitsProcessor, TorchTokenCounts
 from cairn.kernels.sampling.logprobs import compute_logprobs
 from cairn.kernels.sampling.metadata import SamplingMetadata, TokenHistory
-from cairn.kernels.sampling.sampler import TorchSampler, logits_processors
+from cairn.kernels.sampling.sampler import SampledRows, TorchSampler, logits_processors
+from cairn.kernels.staging import Staging
 from cairn.runner.logprobs import PromptLogprobs, SampledLogprobs
 from cairn.step import Score
 from cairn.types import SamplingParams
@@ -208,7 +209,17 @@ def test_rows_without_temperature_or_rules_cost_nothing_of_them(monkeypatch: pyt
     for name in ("uniform", "penalize", "sample_from_all"):
         monkeypatch.setattr(sampler, name, refuse)
     logits = torch.randn(5, 256)
-    assert draw_all(logits, [SamplingMetadata(SamplingParams(temperature=0), 3)] * 5) == logits.argmax(-1).tolist()
+    for most in (5 * 256, 2 * 256):  # all at once, and some at a time
+        monkeypatch.setattr(sampler, "_MAX_GROUP_LOGITS", most)
+        assert draw_all(logits, [SamplingMetadata(SamplingParams(temperature=0), 3)] * 5) == logits.argmax(-1).tolist()
+
+
+def test_of_the_same_greedy_rows_each_step_has_the_same_groups_and_stages_nothing() -> None:
+    rows, staging = SampledRows([SamplingParams(temperature=0)] * 3, 256), Staging()
+    first, second = (TorchSampler(rows, [position] * 3, 256, staging) for position in (3, 4))
+    assert first._groups is second._groups is rows.unstaged and not staging._staged
+    drawn = SampledRows([SamplingParams(temperature=0), SamplingParams(temperature=1.0)], 256)
+    assert drawn.unstaged is None and TorchSampler(drawn, [3, 3], 256, staging)._groups and staging._staged
 
 
 @pytest.mark.parametrize("filters", FILTERS)

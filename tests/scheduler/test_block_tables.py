@@ -88,13 +88,13 @@ def without_update(plan):
 
 def one_too_early(plan):
     return msgspec.structs.replace(
-        plan, table_updates=tuple(replace(own, first=own.first - 1) for own in plan.table_updates)
+        plan, table_updates=tuple(msgspec.structs.replace(own, first=own.first - 1) for own in plan.table_updates)
     )
 
 
 def one_too_late(plan):
     return msgspec.structs.replace(
-        plan, table_updates=tuple(replace(own, first=own.first + 1) for own in plan.table_updates)
+        plan, table_updates=tuple(msgspec.structs.replace(own, first=own.first + 1) for own in plan.table_updates)
     )
 
 

@@ -3,7 +3,7 @@
 import pytest
 from driver import Driver
 
-from cairn.scheduler import advance
+from cairn.scheduler import advance, plan_builder
 from cairn.step import TokenMask
 from cairn.types import SamplingParams
 
@@ -45,7 +45,7 @@ def run(num_pages, max_in_flight, mode, **config):
 def test_plans_are_the_same_as_by_the_long_way(monkeypatch, num_pages, max_in_flight, mode):
     plans, answers, preemptions = run(num_pages, max_in_flight, mode)
     assert (preemptions > 0) is (num_pages == 30), "preemption is a part of this"
-    monkeypatch.setattr(advance, "_plain_until", lambda state, request: 0)
+    monkeypatch.setattr(advance, "_plain_until", lambda state, request, start: 0)
     long_plans, long_answers, _ = run(num_pages, max_in_flight, mode)
     assert answers == long_answers
     assert plans == long_plans
@@ -65,6 +65,35 @@ def test_few_decodes_go_the_long_way(max_in_flight):
     # one point of the grid in 64, and the first decode, which may copy a page; one that lacks a page is plain with it
     assert num_decodes == DECODES - 1
     assert num_decodes - num_plain <= DECODES // 64 + 2
+
+
+def test_a_step_of_plain_decodes_alone_makes_no_records_of_them(monkeypatch):
+    driver = Driver("auto", 400, BLOCK)
+    for number, prompt in enumerate(PROMPTS):
+        driver.submit(list(prompt), DECODES, seed=number)
+    for _ in range(10):
+        driver.step()
+    made, num_steps = [], 0
+    for module, name in ((plan_builder, "ScheduledSequence"), (plan_builder, "TableUpdate"), (advance, "make_room")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name), made))
+    while driver.scheduler.has_work:
+        before = len(made)
+        plan = driver.pipeline.launch()
+        builder = driver.scheduler._plans[-1]
+        if not builder.scheduled and not plan.table_updates:
+            num_steps += 1
+            assert len(made) == before and len(builder.plain) == len(plan.decodes) and builder.plain.rows is None
+            assert plan.samples_rows and not driver.scheduler.masks()
+        driver.pipeline.collect()
+    assert made and num_steps > DECODES // 2
+
+
+def counted(call, made):
+    def calling(*arguments, **named):
+        made.append(call)
+        return call(*arguments, **named)
+
+    return calling
 
 
 class Anything:

@@ -66,13 +66,16 @@ class DivergenceStats:
         begin, length = path.start, path.end - path.start or 1
         first = start if start > begin else begin
         last = end if end > first else first
-        guess = PRIOR * (_guess(max(0.0, path.end - first) / length) - _guess(max(0.0, path.end - last) / length))
-        total = 0.0
+        guess = total = 0.0
+        if first < path.end:
+            guess = PRIOR * (_guess((path.end - first) / length) - _guess(max(0.0, path.end - last) / length))
         for view, weight in enumerate(self._weights):
             if weight > MIN_WEIGHT:
-                places, (scale, shift) = self._views[view], _in_view(view, path)
-                inside = bisect_left(places, last * scale + shift) - bisect_left(places, first * scale + shift)
-                seen = len(places) - bisect_left(places, begin * scale + shift)
+                inside = seen = 0
+                if places := self._views[view]:
+                    scale, shift = _in_view(view, path)
+                    inside = bisect_left(places, last * scale + shift) - bisect_left(places, first * scale + shift)
+                    seen = len(places) - bisect_left(places, begin * scale + shift)
                 total += weight * (inside + guess) / (seen + PRIOR)
         return total
 

@@ -107,8 +107,11 @@ class PageTable:
 
     def span(self, start: int, end: int) -> GroupPages:
         """The pages that tokens [start, end) touch, as far as they are here: a copy."""
-        part = self.upto(end).span(start, end)
-        return GroupPages(self.group, part.first_token, part.pages.copy())
+        group, first_token = self.group, max(self.first_token, start)
+        if first_token >= end:
+            return GroupPages(group, end, self._pages[:0])
+        pages = self._pages[first_token // group.tokens_per_page : min(self.length, group.pages_for(end))]
+        return GroupPages(group, first_token, pages.copy())
 
     def whole_pages(self, part: GroupPages) -> GroupPages:
         """The same pages of this table, from the first token on that is the sequence's in the first of them."""
@@ -206,8 +209,10 @@ class PageTables:
     @property
     def capacity(self) -> int:
         """Tokens for which there are pages in all groups; without groups as many as one likes."""
-        sizes = (table.group.tokens_per_page * table.length for table in self.tables)
-        return min(sizes, default=sys.maxsize)
+        capacity = sys.maxsize
+        for table in self.tables:
+            capacity = min(capacity, table.group.tokens_per_page * table.length)
+        return capacity
 
     def missing_pages(self, num_tokens: int, step_end: int | None = None) -> int:
         """How many pages `num_tokens` tokens need beyond those held. `step_end`: the tokens that count for groups of

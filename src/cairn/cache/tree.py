@@ -69,7 +69,7 @@ class TokenKey:
 
     def slice_raw(self, start: int, end: int) -> bytes:
         """The bytes of tokens [start, end), as a node keeps them."""
-        return bytes(memoryview(self.raw)[start * self.width : end * self.width])
+        return self.tokens[start:end].tobytes()
 
 
 def common_prefix(raw: bytes, num_tokens: int, key: TokenKey, position: int) -> int:

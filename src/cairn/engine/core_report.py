@@ -31,7 +31,9 @@ from cairn.step import StepPlan
 def num_step_tokens(plan: StepPlan) -> int:
     """Tokens of prompts that go through the model, and tokens of answers: one for each decode, drafts, and those that
     are drawn where a prompt ends, or for one more answer to it."""
-    num_tokens = len(plan.decodes) + sum(len(row.tokens) for row in plan.long_rows)
+    num_tokens = len(plan.decodes)
+    for row in plan.long_rows:
+        num_tokens += len(row.tokens)
     if not plan.admits and not plan.prefills:
         return num_tokens
     return num_tokens + len(set(plan.samples.slots.tolist()).difference(plan.decodes.slots.tolist()))

@@ -85,7 +85,7 @@ class RowGroup:
     def in_pool(self, pool: Tensor, files: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the pool, and which of them are the files'."""
         rows = pool.view(word_of(self.row_bytes)).view(-1, self._row_words)
-        index = files[:, self.pages] * (pool.shape[1] // self.row_bytes) + self.rows_in_page
+        index = files.index_select(1, self.pages) * (pool.shape[1] // self.row_bytes) + self.rows_in_page
         return rows, index.flatten()
 
     def in_tensor(self, tensor: Tensor, entries: Tensor | None, count: int) -> tuple[Tensor, Tensor | None]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Protocol
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -29,7 +30,6 @@ operands are aligned, and would be again when that changes."""
 
 
 _DEVICE_SECONDS, _POLL_SECONDS = 300.0, 50e-6
-_NOTHING = torch.empty(0)
 
 _LEAST_BYTES, MOST_KEPT_BYTES = 1 << 16, 1 << 28
 """Of a buffer that is kept from step to step, one of four: what a step needs beyond the second it has for itself."""
@@ -96,12 +96,21 @@ class _Buffer:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self._place, pin_memory=self._pins)
 
 
-class StagedArray:
-    """One array of a `Staging`; `tensor` is set by `Staging.send`."""
+class StagedArray(msgspec.Struct, eq=False):
+    """One array of a `Staging`; its `tensor` is there after `Staging.send`. `moved`: where it was copied to a
+    device."""
 
-    def __init__(self, array: NDArray[Any], begin: int) -> None:
-        self.array, self.begin = array, begin
-        self.tensor: Tensor = _NOTHING
+    array: NDArray[Any]
+    moved: Tensor | None = None
+
+    @property
+    def tensor(self) -> Tensor:
+        """On the host the array itself will do, unless it may not be written to."""
+        if self.moved is None:
+            flags = self.array.flags
+            array = self.array if flags.c_contiguous and flags.writeable else self.array.copy()
+            self.moved = torch.from_numpy(array)
+        return self.moved
 
 
 class Staging:
@@ -111,47 +120,43 @@ class Staging:
         """`buffers`: what they are copied through, without which it is memory of this copy's own."""
         self._buffers = buffers
         self._staged: list[StagedArray] = []
-        self._end = 0
 
     def add(self, array: NDArray[Any]) -> StagedArray:
         """Adds an array that is on the device after `send`, which is when it is read."""
-        staged = StagedArray(array, self._end)
+        staged = StagedArray(array)
         self._staged.append(staged)
-        self._end += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
         return staged
 
     def send(self, device: torch.device) -> None:
-        """One copy of everything that was added; none where nothing was. On the host the arrays themselves will do, but
-        for those that may not be written to."""
+        """One copy of everything that was added; none where nothing was, and none on the host."""
         staged_arrays, self._staged = self._staged, []
-        if device.type == "cpu":
-            for staged in staged_arrays:
-                flags = staged.array.flags
-                array = staged.array if flags.c_contiguous and flags.writeable else staged.array.copy()
-                staged.tensor = torch.from_numpy(array)
-        elif staged_arrays:
+        if staged_arrays and device.type != "cpu":
             self._copy(staged_arrays, device)
-        self._end = 0
 
     def _copy(self, staged_arrays: Sequence[StagedArray], device: torch.device) -> None:
+        begins = [0]
+        for staged in staged_arrays:
+            begins.append(begins[-1] + -(-staged.array.nbytes // _ALIGNMENT) * _ALIGNMENT)
         # torch sees no dtype in nothing
-        host, moved = (self._buffers or StepBuffers(device)).inputs(max(self._end, 1))
+        host, moved = (self._buffers or StepBuffers(device)).inputs(max(begins[-1], 1))
         buffer = host.numpy()
-        for staged in staged_arrays:
+        for staged, begin in zip(staged_arrays, begins, strict=False):
             array = np.ascontiguousarray(staged.array)
-            buffer[staged.begin : staged.begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+            buffer[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
         moved.copy_(host, non_blocking=True)
-        for staged in staged_arrays:
-            part = moved[staged.begin : staged.begin + staged.array.nbytes]
-            staged.tensor = part.view(_DTYPES[staged.array.dtype]).view(staged.array.shape)
+        for staged, begin in zip(staged_arrays, begins, strict=False):
+            part = moved[begin : begin + staged.array.nbytes]
+            staged.moved = part.view(_DTYPES[staged.array.dtype]).view(staged.array.shape)
 
 
-class ReadbackArray:
+_NO_ARRAY = np.empty(0)
+
+
+class ReadbackArray(msgspec.Struct, eq=False):
     """One tensor of a `Readback`; `array` is set by `Readback.wait`."""
 
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-        self.array: NDArray[Any] = np.empty(0)
+    tensor: Tensor
+    array: NDArray[Any] = msgspec.field(default_factory=lambda: _NO_ARRAY)
 
 
 class Readback:
@@ -171,7 +176,7 @@ class Readback:
         """One copy of everything that was added, none of what is on the host already; and the event of the step's
         end, also where there is nothing to copy."""
         tensors = [entry.tensor for entry in self._entries]
-        if not all(tensor.device.type == "cpu" for tensor in tensors):
+        if not all(tensor.is_cpu for tensor in tensors):
             flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors]
             whole, self._moved = self._buffers.outputs(sum(map(len, flat)))
             torch.cat(flat, out=whole)
@@ -189,15 +194,13 @@ class Readback:
         """Waits until the step is over. Raises EngineDead when the device has not done it in time."""
         if self._buffers.done is not None:
             self._wait_event(self._buffers.done)
-        tensors = [entry.tensor for entry in self._entries]
         if self._moved is not None:
-            parts = torch.split(self._moved, [tensor.nbytes for tensor in tensors])
-            # A copy of its own begins where its numbers may begin, and the buffer is the next step's.
-            tensors = [
-                part.clone().view(tensor.dtype).view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)
-            ]
-        for entry, tensor in zip(self._entries, tensors, strict=True):
-            entry.array = tensor.numpy()
+            parts = torch.split(self._moved, [entry.tensor.nbytes for entry in self._entries])
+            for entry, part in zip(self._entries, parts, strict=True):
+                # A copy of its own begins where its numbers may begin, and the buffer is the next step's.
+                entry.tensor = part.clone().view(entry.tensor.dtype).view(entry.tensor.shape)
+        for entry in self._entries:
+            entry.array = entry.tensor.numpy()
 
     @staticmethod
     def _wait_event(event: Event) -> None:

@@ -156,7 +156,9 @@ class BatchBuilder:
     ) -> None:
         """`inputs`: of each row, in their order, None for a row of text alone; empty where all rows are. `continues`:
         the decodes'."""
-        self.snapshots = sorted(plan.snapshots, key=lambda snapshot: (snapshot.row, snapshot.position))
+        self.snapshots: Sequence[Snapshot] = plan.snapshots
+        if self.snapshots:
+            self.snapshots = sorted(plan.snapshots, key=lambda snapshot: (snapshot.row, snapshot.position))
         host = self.host = host_batch(plan, self.snapshots)
         tokens, others = plan.decodes.tokens, plan.long_rows
         if others:
@@ -169,8 +171,9 @@ class BatchBuilder:
             positions[:] = np.arange(host.num_tokens) + np.repeat(host.seq_starts - first, np.diff(host.cu_seqlens))
         else:
             positions[:] = host.seq_starts
-        self._vectors, vector_rows = list[Tensor](), []
-        for begin, row in zip(first.tolist() if any(inputs) else (), inputs, strict=False):
+        self._vectors: list[Tensor] = []
+        vector_rows: list[NDArray[np.int64]] = []
+        for begin, row in zip(first.tolist(), inputs, strict=True) if inputs else ():
             if row is not None:
                 positions[:, begin : begin + row.positions.shape[1]] = row.positions
                 if len(row.offsets):
@@ -179,7 +182,7 @@ class BatchBuilder:
         self._vector_rows = staging.add(np.concatenate(vector_rows)) if vector_rows else None
         self._tokens, self._positions = staging.add(tokens), staging.add(positions)
         self._head_positions: StagedArray | None = None
-        if any(row is not None and row.head_positions is not None for row in inputs):
+        if inputs and any(row is not None and row.head_positions is not None for row in inputs):
             self._head_positions = staging.add(_head_positions(positions, first.tolist(), inputs))
         self._lengths: list[StagedArray] = [
             staging.add(array)

@@ -197,8 +197,10 @@ class DecodeGraphs:
         """The shape that the plan's rows are padded to; None where they are not replayed: prefill, more rows than the
         largest size, and drafts with more tokens or sequences than a mix has. None, too, from a request with more stop
         tokens than there was room for on: the tensor is another one then."""
+        if not self._sizes or plan.prefills:
+            return None
         num_decodes, verifies = len(plan.decodes), plan.verifies
-        if not self._sizes or plan.prefills or not 0 < num_decodes + len(verifies) <= self._sizes[-1]:
+        if not 0 < num_decodes + len(verifies) <= self._sizes[-1]:
             return None
         if verifies and self._recorder is None:
             return None

@@ -34,9 +34,9 @@ class InputBatch:
         # of the newest sampled token, or of the one that an uncollected step samples
         self._sampled_positions = np.full(num_slots, -1, np.int64)
 
-    def update(self, plan: StepPlan) -> None:
-        """Apply the admits and samples of a plan that is launched. Raises LookupError for a row that continues with a
-        token other than the newest one of its slot."""
+    def update(self, plan: StepPlan) -> bool:
+        """Apply the admits and samples of a plan that is launched. Whether a row of it continues with a token that was
+        sampled; raises LookupError where that is another than the newest one of the row's slot."""
         self.num_admits += len(plan.admits)
         for admit in plan.admits:
             history = None if admit.history is None else KeyBuffer(admit.history)
@@ -45,9 +45,11 @@ class InputBatch:
             (self.image_slots.add if admit.images else self.image_slots.discard)(admit.slot)
             (self._with_history.add if admit.history is not None else self._with_history.discard)(admit.slot)
         decodes, samples = plan.decodes, plan.samples
-        if decodes.continues:
+        continues = decodes.continues
+        if continues:
             self._check_continued(decodes)
         self._sampled_positions[samples.slots] = samples.positions
+        return continues
 
     def _check_continued(self, decodes: DecodeRows) -> None:
         sampled = self._sampled_positions[decodes.slots]

@@ -17,7 +17,7 @@ from cairn.runner.verification import FoldBatch, KeptInputs
 from cairn.runner.vision import MultimodalInputs
 from cairn.step import Logprobs, PageCopy, Restore, Save, Scored, Snapshot, StepPlan, StepResult, VerifiedTokens
 
-_EMPTY = StagedArray(np.zeros(0, np.int64), 0), StagedArray(np.zeros(0, np.int64), 0)
+_EMPTY = StagedArray(np.zeros(0, np.int64)), StagedArray(np.zeros(0, np.int64))
 
 
 class StepInputs:
@@ -41,16 +41,21 @@ class StepInputs:
         buffers: StepBuffers,
         graphs: DecodeGraphs,
         kept: KeptInputs | None = None,
+        *,
+        continues: bool,
     ) -> None:
         """`inputs`: of each row, in their order, None for a row of text alone; empty where all rows are. `kept`: by the
-        plan before."""
+        plan before. `continues`: see `DecodeRows`."""
         self.buffers, self.staging = buffers, Staging(buffers)
-        self.snapshots = _EMPTY
-        self.copies = list[tuple[StagedArray, StagedArray]]()
+        self.restores = self.saves = self.snapshots = _EMPTY
+        self.copies: list[tuple[StagedArray, StagedArray]] = []
         if plan.copies:
             groups = [np.array(group, np.int64) for group in independent_copies(plan.copies)]
             self.copies = [(self.staging.add(targets), self.staging.add(sources)) for targets, sources in groups]
-        self.restores, self.saves = self._slots_and_pages(plan.restores), self._slots_and_pages(plan.saves)
+        if plan.restores:
+            self.restores = self._slots_and_pages(plan.restores)
+        if plan.saves:
+            self.saves = self._slots_and_pages(plan.saves)
         self.folds: FoldBatch | None = None
         if plan.folds:
             if kept is None:
@@ -59,12 +64,12 @@ class StepInputs:
                 self.folds = FoldBatch(plan.folds, kept, kernels, self.staging)
         self.sampled_slots = self.staging.add(plan.samples.slots.astype(np.int64))
         self.continuing_slots: StagedArray | None = None
-        if plan.decodes.continues:
+        if continues:
             self.continuing_slots = self.staging.add(plan.decodes.slots.astype(np.int64))
         self.batch: BatchBuilder | None = None
         self.graph: tuple[PassShape, StagedArray] | None = None
         self.prompt_logprobs: list[tuple[int, int, int, PromptLogprobs]] = []
-        moved = any(row is not None and row.head_positions is not None for row in inputs)
+        moved = inputs and any(row is not None and row.head_positions is not None for row in inputs)
         shape = None if moved else graphs.shape_for(plan)
         if shape is not None:
             self.graph = shape, self.staging.add(graphs.pack(plan, inputs, shape))
@@ -80,17 +85,16 @@ class StepInputs:
         if plan.snapshots:
             last_rows = host.cu_seqlens[host.snapshot_seqs] + host.snapshot_offsets - 1
             self.snapshots = self.staging.add(last_rows.astype(np.int64)), self._checkpoint_pages(batch.snapshots)
-        first_rows = host.cu_seqlens[host.first_prefill :].tolist()
-        self.prompt_logprobs = [
-            (row.slot, row.start + 1, first, PromptLogprobs(row.score, self.staging, kernels.logprobs))
-            for row, first in zip(plan.prefills, first_rows, strict=False)
-            if row.score is not None
-        ]
+        if plan.prefills:
+            first_rows = host.cu_seqlens[host.first_prefill : -1].tolist()
+            self.prompt_logprobs = [
+                (row.slot, row.start + 1, first, PromptLogprobs(row.score, self.staging, kernels.logprobs))
+                for row, first in zip(plan.prefills, first_rows, strict=True)
+                if row.score is not None
+            ]
         return batch
 
     def _slots_and_pages(self, records: Sequence[Restore | Save]) -> tuple[StagedArray, StagedArray]:
-        if not records:
-            return _EMPTY
         return self.staging.add(np.array([record.slot for record in records])), self._checkpoint_pages(records)
 
     def _checkpoint_pages(self, records: Sequence[Restore | Save | Snapshot]) -> StagedArray:
@@ -165,21 +169,22 @@ class LaunchedStep:
         assert self.is_sampled, f"step {self.plan.step} has not been sampled"
         self._readback.wait()
         slots = self.plan.samples.slots
-        logprobs = {
-            int(slots[row]): Logprobs(*(each.array[i : i + 1] for each in arrays))
-            for rows, arrays in self._sampled_logprobs
-            for i, row in enumerate(rows)
-        }
+        logprobs: dict[int, Logprobs] = {}
+        for rows, arrays in self._sampled_logprobs:
+            for i, row in enumerate(rows):
+                logprobs[int(slots[row])] = Logprobs(*(each.array[i : i + 1] for each in arrays))
         return StepResult(
             self.plan.step,
             slots,
             np.zeros(0, np.int64) if self._tokens is None else self._tokens.array,
             logprobs,
-            tuple(
-                Scored(slot, position, Logprobs(*(each.array for each in arrays)))
-                for slot, position, arrays in self._prompt_logprobs
-            ),
+            tuple(map(_scored, self._prompt_logprobs)),
             ~np.zeros(len(self.plan.decodes), np.bool_) if self._advanced is None else self._advanced.array,
             self.verified,
             self.is_first,
         )
+
+
+def _scored(prompt_logprobs: tuple[int, int, list[ReadbackArray]]) -> Scored:
+    slot, position, arrays = prompt_logprobs
+    return Scored(slot, position, Logprobs(*(each.array for each in arrays)))

@@ -205,16 +205,15 @@ class Runner(StepRunner):
             raise explain_step_memory(error, plan) from error
 
     def _launch(self, plan: StepPlan) -> LaunchedStep:
-        self._input_batch.update(plan)
+        continues = self._input_batch.update(plan)
         if self._population is not None:
             self._population.reach(last_new_page(plan))
         if plan.is_open:
             plan = self._draft(plan)
-        step = self._prepare(plan)
-        if plan.num_seqs:
-            self._forward(step)
+        step = self._prepare(plan, continues=continues)
+        hidden = self._forward(step) if plan.num_seqs else None
         if len(plan.samples) or plan.verifies:
-            step.logits = self._logits(step.inputs)
+            step.logits = self._logits(step.inputs, hidden)
         return step
 
     def drafts(self, step: int) -> Mapping[int, Keys]:
@@ -229,20 +228,29 @@ class Runner(StepRunner):
         if self._head is None:
             raise LookupError(f"step {plan.step} leaves drafts to the model, which has no head for them")
         moves, rows = plan.split()
-        self._buffers.append(self._prepare(moves).inputs.buffers)
+        self._buffers.append(self._prepare(moves, continues=False).inputs.buffers)
         self._drafted = {row.slot for row in plan.verifies if row.is_open}
         return msgspec.structs.replace(rows, verifies=self._head.draft(plan.verifies))
 
-    def _prepare(self, plan: StepPlan) -> LaunchedStep:
-        """Bring a plan's arrays to the device, and do what comes before its rows."""
+    def _prepare(self, plan: StepPlan, *, continues: bool) -> LaunchedStep:
+        """Bring a plan's arrays to the device, and do what comes before its rows. `continues`: see `DecodeRows`."""
         # A set that no step uses any more: there are as many as steps were out at once.
         buffers = self._buffers.pop() if self._buffers else StepBuffers(self._model.spec.device)
-        inputs = StepInputs(plan, self._multimodal_inputs(plan), self._model.kernels, buffers, self._graphs, self._kept)
+        inputs = StepInputs(
+            plan,
+            self._multimodal_inputs(plan),
+            self._model.kernels,
+            buffers,
+            self._graphs,
+            self._kept,
+            continues=continues,
+        )
         step = LaunchedStep(plan, inputs)
         writes = [self._slot_tensors.stage_updates(plan, inputs.staging)]
         if self._model.communicator.rank == 0:
             self._stage_sampling(step)
-            writes += self._stage_histories(plan, inputs.staging)
+            if plan.admits:
+                writes += self._stage_histories(plan, inputs.staging)
         inputs.staging.send(self._model.spec.device)
         self._move_states(step)
         for write in writes:
@@ -373,7 +381,9 @@ class Runner(StepRunner):
             for slot, start, end in rows
         ]
 
-    def _forward(self, step: LaunchedStep) -> None:
+    def _forward(self, step: LaunchedStep) -> Tensor | None:
+        """Returns the final hidden states that the plan samples from, [samples, hidden], if these are all rows of the
+        pass; else they are those in the slots."""
         inputs = step.inputs
         self.forward_passes += 1
         if inputs.graph is not None:
@@ -382,10 +392,10 @@ class Runner(StepRunner):
             self._kept = self._graphs.replay(step.plan, shape, packed.tensor)
             if step.plan.snapshots:
                 self._save(*inputs.snapshots)
-            return
+            return None
         assert inputs.batch is not None
         batch = inputs.batch.batch(self._slot_tensors)
-        rows, state_pages = (each.tensor for each in inputs.snapshots)
+        rows, state_pages = inputs.snapshots
         host, verifies, slots = batch.host, step.plan.verifies, batch.state_slots
         if verifies:
             num_tokens = host.num_decode_tokens - host.num_decodes
@@ -394,24 +404,28 @@ class Runner(StepRunner):
             # of sequences whose states stay as they are the hidden state does, too: nobody's slot takes what came
             slots = slots.clone()
             slots[host.num_decodes : host.first_prefill] = self.num_slots
-        memory = _StepMemory(self._paged, self._live, self._checkpoint_pages, state_pages, self._kept)
+        memory = _StepMemory(self._paged, self._live, self._checkpoint_pages, state_pages.tensor, self._kept)
         hidden = self._model.forward(batch, memory)
         is_last = host.num_tokens == host.num_seqs
         last = hidden if is_last else hidden[batch.cu_seqlens[1:] - 1]
-        self._live.hidden.index_copy_(0, slots.long(), last)
+        # a row that goes on after a stop token leaves its slot as it was
+        samples_rows = step.plan.samples_rows and inputs.continuing_slots is None
+        self._live.hidden.index_copy_(0, inputs.sampled_slots.tensor if samples_rows else slots.long(), last)
         if self._kept is not None:
             self._kept.keep_hidden(hidden)
         if step.plan.snapshots:
-            self._checkpoint_pages.write_hidden(state_pages, hidden, rows)
+            self._checkpoint_pages.write_hidden(state_pages.tensor, hidden, rows.tensor)
         # All ranks take part: each has a share of the logits.
         for slot, position, first, prompt_logprobs in inputs.prompt_logprobs:
             for logprobs in prompt_logprobs.compute(hidden[first:], self._model.logits):
                 step.add_prompt_logprobs(slot, position, logprobs)
                 position += len(logprobs.ranks)
+        return last if samples_rows else None
 
-    def _logits(self, inputs: StepInputs) -> Tensor:
-        """Of the plan's samples, then of its verify rows: float32 [n, vocab]."""
-        hidden = self._live.hidden.index_select(0, inputs.sampled_slots.tensor)
+    def _logits(self, inputs: StepInputs, hidden: Tensor | None) -> Tensor:
+        """Of the plan's samples, then of its verify rows: float32 [n, vocab]. `hidden`: see `_forward`."""
+        if hidden is None:
+            hidden = self._live.hidden.index_select(0, inputs.sampled_slots.tensor)
         if self._kept is not None:
             hidden = torch.cat([hidden, self._kept.verified_hidden])
         return self._model.logits(hidden)
@@ -428,7 +442,8 @@ class Runner(StepRunner):
         return self._sample(step, logits[: len(samples)] if verifies else logits, masks)
 
     def _sample(self, step: LaunchedStep, logits: Tensor, masks: TokenMasks) -> Tensor:
-        samples, sampler, metadata = step.plan.samples, step.sampler, list[SamplingMetadata]()
+        samples, sampler = step.plan.samples, step.sampler
+        metadata: list[SamplingMetadata] = []
         bans = np.count_nonzero(samples.bans_stop_tokens)
         has_processors = masks or bans or (sampler is not None and sampler.has_processors)
         if has_processors or self._observe is not None:
@@ -451,7 +466,7 @@ def last_new_page(plan: StepPlan) -> int:
     pages += [table for admit in plan.admits for table in admit.tables]
     pages += [snapshot.pages for snapshot in plan.snapshots]
     pages += [save.pages for save in plan.saves]
-    return max((int(each.max()) for each in pages if len(each)), default=-1)
+    return int(np.concatenate(pages).max(initial=-1)) if pages else -1
 
 
 def slot_bytes(spec: MemorySpec, layout: CacheLayout, num_pages: int, max_model_len: int | None = None) -> int:

@@ -26,7 +26,7 @@ def admit_fully_fetched(state: SchedulerState, builder: PlanBuilder) -> bool:
     """Admit requests that have received all of their prompt from another server, while others run: their first tokens
     are sampled in a step without a forward pass, not at the end of one that the others need. False if there are
     none."""
-    if not state.running:
+    if not state.running or not state.transfers.ready:
         return False
     for request in sorted(state.transfers.ready, key=lambda request: request.sort_key):
         if request.sequence is None or request.sequence.hit < request.num_tokens or not _may_bypass(state, request):

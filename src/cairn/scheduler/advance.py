@@ -1,5 +1,7 @@
 """The next tokens of the requests that run already: a decode row, or a prefill chunk."""
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
@@ -8,6 +10,7 @@ from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.verify import add_verify, propose_drafts
 from cairn.step import GRID, PageCopy, Score
+from cairn.types import Keys
 
 
 def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
@@ -25,7 +28,9 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
     preemptions, enough, table = state.counters.preemptions, True, state.slots
     running, slots = list(state.running), state.running.slots
     plain = table.num_scheduled[slots] < table.plain_until[slots]
-    drafts = propose_drafts(state, builder, running, int(np.count_nonzero(plain)))
+    drafts: Mapping[int, Keys] = {}
+    if state.drafting.drafter is not None:
+        drafts = propose_drafts(state, builder, running, int(np.count_nonzero(plain)))
     if drafts:
         plain[list(drafts)] = False
     num_before = 0  # of those that are not plain
@@ -37,7 +42,10 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
         num_before += 1
         start = request.num_scheduled
         decode = start >= request.prefill_until
-        end = start + _can_decode(request) if decode else next_prefill_end(state, request, builder.budget - others)
+        if decode:
+            end = start + _can_decode(request, start)
+        else:
+            end = next_prefill_end(state, request, builder.budget - others)
         if end == start:
             continue
         copies = make_room(state, request, end)
@@ -50,7 +58,7 @@ def advance(state: SchedulerState, builder: PlanBuilder) -> bool:
             state, builder, request, drafts[index], copies, builder.budget - others - 1
         ):
             continue
-        elif _becomes_plain(state, request) and not copies:
+        elif _becomes_plain(state, request, start) and not copies:
             plain[index] = True
             num_before -= 1
             builder.update_tables(request)
@@ -89,39 +97,40 @@ def add_prefill(builder: PlanBuilder, request: Request, end: int, copies: list[P
     _record_row(builder, builder.add_prefill(request, end, score), copies, samples=end >= request.num_tokens)
 
 
-def _becomes_plain(state: SchedulerState, request: Request) -> bool:
-    """Whether the decode of the token at `num_scheduled` is plain, now that its page is there; sets `plain_until`."""
-    start, num_tokens = request.num_scheduled, request.num_tokens
+def _becomes_plain(state: SchedulerState, request: Request, start: int) -> bool:
+    """Whether the decode of the token at `start` is plain, now that its page is there; sets `plain_until`."""
+    num_tokens = request.num_tokens
     if start + 1 < num_tokens:
         request.plain_until = 0
         return False
-    request.plain_until = until = _plain_until(state, request)
+    request.plain_until = until = _plain_until(state, request, start)
     # a step that is out and samples nothing, with a known token after it, is no plain one's
     return start < until and (start < num_tokens) == (request.num_in_flight == 0)
 
 
-def _plain_until(state: SchedulerState, request: Request) -> int:
-    """Decodes of tokens from `num_scheduled` up to this one are plain (see `PlainDecodes`): the tokens after the last
-    one are sampled, pages are there, and no point of the placement is reached."""
+def _plain_until(state: SchedulerState, request: Request, start: int) -> int:
+    """Decodes of tokens from `start` up to this one are plain (see `PlainDecodes`): the tokens after the last one are
+    sampled, pages are there, and no point of the placement is reached."""
     spec, sequence = request.spec, request.sequence
     assert sequence is not None
     if spec.constraint is not None or spec.sampling.needs_history:
         return 0
-    return before_point(state, request, min(sequence.blocks.capacity, request.num_prompt_tokens + spec.max_tokens - 1))
+    return before_point(state, start, min(sequence.blocks.capacity, len(spec.prompt) + spec.max_tokens - 1))
 
 
-def before_point(state: SchedulerState, request: Request, end: int) -> int:
-    """`end`, or where the decode stands that reaches the placement's next point, if that comes sooner."""
+def before_point(state: SchedulerState, start: int, end: int) -> int:
+    """`end`, or where the decode stands, of those from token `start` on, that reaches the placement's next point, if
+    that comes sooner."""
     placement = state.cache.policy.placement
     stride = 0 if placement is None else placement.decode_stride
-    return min(end, (request.num_scheduled // stride + 1) * stride - 1) if stride else end
+    return min(end, (start // stride + 1) * stride - 1) if stride else end
 
 
-def _can_decode(request: Request) -> bool:
-    if request.num_scheduled < request.num_tokens:
+def _can_decode(request: Request, start: int) -> bool:
+    if start < request.num_tokens:
         return True
     # async decode: the input is the token that the in-flight step will sample, unless max_tokens ends there
-    return request.num_scheduled < request.num_prompt_tokens + request.spec.max_tokens - 1
+    return start < request.num_prompt_tokens + request.spec.max_tokens - 1
 
 
 def _record_row(builder: PlanBuilder, scheduled: ScheduledSequence, copies: list[PageCopy], *, samples: bool) -> None:

@@ -42,7 +42,7 @@ def _num_plain(state: SchedulerState, request: Request) -> int:
     if not request.plain_until or request.num_scheduled + 1 < request.num_tokens:
         return 0
     last = request.num_prompt_tokens + request.spec.max_tokens - 2
-    return before_point(state, request, last) - request.num_scheduled
+    return before_point(state, request.num_scheduled, last) - request.num_scheduled
 
 
 def _go_on(state: SchedulerState, request: Request, tokens: Sequence[int]) -> None:

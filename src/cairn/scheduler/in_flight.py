@@ -119,11 +119,13 @@ class InFlight:
 
     def refresh(self) -> None:
         """End the waits that are over; to be called when the running requests of a plan have got their rows."""
+        self._compared = 0
+        if not self._leaders and not self._waits:
+            return
         for request in [request for request, wait in self._waits.items() if wait.is_over()]:
             del self._waits[request]
         for leader in [leader for leader in self._leaders if not _in_prefill(leader)]:
             del self._leaders[leader]
-        self._compared = 0
 
     def should_wait_for_prefix(
         self, builder: PlanBuilder, request: Request, lookup: Callable[[Request], SequenceBlocks]

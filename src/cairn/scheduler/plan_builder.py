@@ -58,12 +58,13 @@ class PlainDecodes(msgspec.Struct, frozen=True, eq=False):
     and `max_tokens` leaves a token to sample. Of many sequences nearly all are plain in nearly every step, so they have
     no records of their own.
 
-    `requests`, in their order. `slots` and `rows`: the slot of each and its number among the decode rows, [n].
+    `requests`, in their order. `slots` and `rows`: the slot of each and its number among the decode rows, [n]; None
+    where these are all of the decode rows.
     """
 
     requests: Sequence[Request] = ()
     slots: NDArray[np.intp] = msgspec.field(default_factory=lambda: np.zeros(0, np.intp))
-    rows: NDArray[np.intp] = msgspec.field(default_factory=lambda: np.zeros(0, np.intp))
+    rows: NDArray[np.intp] | None = None
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -72,16 +73,14 @@ class PlainDecodes(msgspec.Struct, frozen=True, eq=False):
 _NO_PLAIN, _NO_DECODES, _NO_SAMPLES = PlainDecodes(), DecodeRows(), Samples()
 
 
-@dataclass(slots=True)
-class _SlotUpdates:
-    admits: list[Admit] = field(default_factory=list)
-    tables: list[TableUpdate] = field(default_factory=list)
+class _SlotUpdates(msgspec.Struct, eq=False):
+    admits: list[Admit] = msgspec.field(default_factory=list)
+    tables: list[TableUpdate] = msgspec.field(default_factory=list)
 
 
-@dataclass(slots=True)
-class _LongRows:
-    verifies: list[VerifyRow] = field(default_factory=list)
-    prefills: list[PrefillRow] = field(default_factory=list)
+class _LongRows(msgspec.Struct, eq=False):
+    verifies: list[VerifyRow] = msgspec.field(default_factory=list)
+    prefills: list[PrefillRow] = msgspec.field(default_factory=list)
 
 
 class PlanBuilder(msgspec.Struct, eq=False):
@@ -160,18 +159,22 @@ class PlanBuilder(msgspec.Struct, eq=False):
         """The decode rows of the running requests, in their order: for those that `plain` marks, bool [n], each with a
         sample of the next token, and those of `add_decode`. `slots`: of `running`, int [n]."""
         at = decoding = plain.nonzero()[0]
+        rows = None
         if self._decoding:
             decoding = np.sort(np.concatenate([at, list(self._decoding)]))
-        requests = [running[index] for index in at.tolist()]
-        self.plain = PlainDecodes(requests, slots[at], decoding.searchsorted(at))
-        self.budget -= len(requests)
-        table.num_scheduled[self.plain.slots] += 1
-        table.num_in_flight[self.plain.slots] += 1
-        slots = slots[decoding]
+            rows = decoding.searchsorted(at)
+        plain_slots = slots
+        if len(at) < len(running):
+            running = [running[index] for index in at.tolist()]
+            plain_slots, slots = slots[at], slots[decoding]
+        self.plain = PlainDecodes(running, plain_slots, rows)
+        self.budget -= len(at)
+        table.num_scheduled[plain_slots] += 1
+        table.num_in_flight[plain_slots] += 1
         ends, tokens = table.num_scheduled[slots], table.last_token[slots].astype(np.int64)
         # of the steps that name a plain one each samples a token
         tokens[table.num_in_flight[slots] > 1] = SAMPLED
-        silent = list[int]()
+        silent: list[int] = []
         for index, added in self._decoding.items():
             request, added.row = added.request, int(decoding.searchsorted(index))
             is_known = added.start < request.num_tokens

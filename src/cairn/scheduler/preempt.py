@@ -19,8 +19,10 @@ def make_room(state: SchedulerState, request: Request, num_tokens: int) -> list[
     further, to share what it holds twice. None: the request does not run in this step.
     """
     assert request.sequence is not None
-    # a checkpoint may yet be taken within what is to be folded
-    state.cache.release_behind(request.sequence, request.num_computed - state.drafting.pending_folds.get(request, 0))
+    if state.cache.layout.is_limited:
+        # a checkpoint may yet be taken within what is to be folded
+        num_pending = state.drafting.pending_folds.get(request, 0)
+        state.cache.release_behind(request.sequence, request.num_computed - num_pending)
     while (copies := state.cache.extend(request.sequence, num_tokens)) is None:
         if requeue_youngest_fetched(state) or state.parallel_sampling.release_last():
             continue

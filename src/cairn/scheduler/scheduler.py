@@ -18,7 +18,7 @@ from cairn.scheduler.finish import finish, release_or_save
 from cairn.scheduler.kv_export import pin_prompt_checkpoint, release_offer, withdraw, withdraw_offers
 from cairn.scheduler.kv_lookup import answer_lookup, answer_read_up
 from cairn.scheduler.lease_limits import check_quota, reject_overdue
-from cairn.scheduler.plan_builder import PlanBuilder, ScheduledSequence
+from cairn.scheduler.plan_builder import PlainDecodes, PlanBuilder, ScheduledSequence
 from cairn.scheduler.queue import WaitingQueue
 from cairn.scheduler.request import Finish, Phase, Request, RequestStats, Spec
 from cairn.scheduler.snapshots import add_saves, add_snapshots
@@ -274,8 +274,9 @@ class Scheduler:
         for scheduled in builder.scheduled:
             if scheduled.request.sequence is not None:
                 self.state.cache.pin_until(builder.step, scheduled.request.sequence)
-        empty = builder.is_empty and all(other.is_empty for other in self._plans)
-        self._stalled = empty and self.state.transfers.is_open
+        self._stalled = (
+            builder.is_empty and all(other.is_empty for other in self._plans) and self.state.transfers.is_open
+        )
         self._plans.append(builder)
         return builder.plan()
 
@@ -284,6 +285,8 @@ class Scheduler:
         the plans before it have been applied. `drafts`: by slot, what the model's head has made of those that the plan
         left to it."""
         scheduled_now = self._plans[-1].scheduled
+        if not scheduled_now:
+            return {}  # plain decodes have none
         drawing = [scheduled.request for scheduled in scheduled_now if scheduled.samples and not scheduled.is_verify]
         if len(self._plans) > 1 and any(
             request.spec.sampling.needs_history or request.spec.constraint is not None for request in drawing
@@ -311,14 +314,16 @@ class Scheduler:
         assert result.step == builder.step, f"step {result.step} applied, {builder.step} is next"
         state = self.state
         state.counters.steps += 1
-        if not result.is_first:
+        if not result.is_first and state.drafting.drafter is not None:
             learn_step_time(state, builder, state.clock.now() - self._planned_at)
-        owners = {scheduled.request.slot: scheduled.request for scheduled in builder.scheduled}
-        for scored in result.scored:
-            owners[scored.slot].outcome.prompt_logprobs.append(scored.logprobs)
+        if result.scored:
+            owners = {scheduled.request.slot: scheduled.request for scheduled in builder.scheduled}
+            for scored in result.scored:
+                owners[scored.slot].outcome.prompt_logprobs.append(scored.logprobs)
         state.slots.last_token[result.slots] = result.tokens
         # no plain one has another share of the plan, so their order does not matter
-        progress = self._apply_plain(builder, result)
+        progress = self._apply_plain(builder.plain, result)
+        num_tokens = len(progress)
         verified = {each.slot: each for each in result.verified}
         for scheduled in builder.scheduled:
             if scheduled.is_verify:
@@ -327,7 +332,8 @@ class Scheduler:
                 update = self._apply_sequence(scheduled, result)
             if update is not None:
                 progress.append(update)
-        state.counters.generation_tokens += sum(len(update.tokens) for update in progress)
+                num_tokens += len(update.tokens)
+        state.counters.generation_tokens += num_tokens
         state.cache.release_step(builder.step)
         return progress
 
@@ -336,12 +342,13 @@ class Scheduler:
         every running request that `next_tokens` knows. Returns how many that were; 0: plan the next step."""
         return 0 if self._plans else skip_plain_steps(self.state, limit, next_tokens)
 
-    def _apply_plain(self, builder: PlanBuilder, result: StepResult) -> list[Progress]:
-        state, plain, progress = self.state, builder.plain, list[Progress]()
+    def _apply_plain(self, plain: PlainDecodes, result: StepResult) -> list[Progress]:
+        state = self.state
+        progress: list[Progress] = []
         if not plain:
             return progress
         state.slots.num_in_flight[plain.slots] -= 1
-        state.slots.num_computed[plain.slots] += result.advanced[plain.rows]
+        state.slots.num_computed[plain.slots] += result.advanced if plain.rows is None else result.advanced[plain.rows]
         for request, token in zip(plain.requests, state.slots.last_token[plain.slots].tolist(), strict=True):
             if request.phase is Phase.RUNNING:
                 progress.append(self._take_token(request, token, result))

@@ -59,7 +59,8 @@ class Column:
         self._place = COLUMNS.index(name)
 
     def __get__(self, request: HasRow, owner: type | None = None) -> int:
-        return int(request.row.item(self._place))
+        value: int = request.row.item(self._place)
+        return value
 
     def __set__(self, request: HasRow, value: int) -> None:
         request.row[self._place] = value

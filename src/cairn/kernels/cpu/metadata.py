@@ -192,13 +192,13 @@ def _make_tables(host: HostBatch, reach: Reach) -> tuple[Table, AttentionWork]:
     first_write = _COUNTS_SIZE + 4 * num_seqs + 1
     first_tile = first_write + WRITE_COLUMNS * num_tokens
     first_merge = first_tile + TILE_COLUMNS * most_tiles
-    tensor = torch.empty(first_merge + MERGE_COLUMNS * num_alone, dtype=torch.int32)
-    memory, address = tensor.numpy(), tensor.data_ptr()
+    memory = np.empty(first_merge + MERGE_COLUMNS * num_alone, np.int32)
+    address = torch.from_numpy(memory).data_ptr()
     np.concatenate(columns, out=memory[_COUNTS_SIZE:first_write])
     edges = address + 4 * _COUNTS_SIZE
     slots = edges + 4 * (num_seqs + 1)
     starts, write_from = slots + 4 * num_seqs, slots + 8 * num_seqs
-    writes, tiles, merges = (address + 4 * first for first in (first_write, first_tile, first_merge))
+    writes, tiles, merges = address + 4 * first_write, address + 4 * first_tile, address + 4 * first_merge
     kinds = host.num_decodes, host.first_prefill, num_seqs
     lengths = edges, slots, starts, write_from
     _tabulate[None](1, 0, *lengths, *kinds, *reach, writes, tiles, merges, address)

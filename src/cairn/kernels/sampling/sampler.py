@@ -61,7 +61,7 @@ NUM_FEW, NUM_MORE = 64, 128
 SampleRows = Callable[[Tensor, Draws], Tensor]
 _SAMPLE_ROWS: Mapping[SampleFrom, SampleRows] = MappingProxyType(
     {
-        SampleFrom.LARGEST: lambda logits, draws: take_largest(logits, draws),
+        SampleFrom.LARGEST: take_largest,
         SampleFrom.FEW: lambda logits, draws: sample_from_best(logits, draws, NUM_FEW),
         SampleFrom.MORE: lambda logits, draws: sample_from_best(logits, draws, NUM_MORE),
         SampleFrom.NUCLEUS: lambda logits, draws: sample_from_nucleus(logits, draws, NUM_MORE),
@@ -87,7 +87,7 @@ class SampledGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class _StagedGroup:
+class StagedGroup:
     """What a step has of a `SampledGroup`."""
 
     group: SampledGroup
@@ -101,7 +101,8 @@ class SampledRows(Sequence[SamplingParams]):
 
     `columns`: float64 [3, n]: temperature, top_p and min_p. `top_k`: int64 [n], 0 for all tokens. `kinds`: what each is
     drawn from. `groups`: all rows, by whether they have logits processors and by kind; `row_order`: where each is among
-    those of all groups, one after the other, int64 [n], None where it is its own place. `penalized`: rows with
+    those of all groups, one after the other, int64 [n], None where it is its own place. `unstaged`: the groups of rows
+    that all take the largest logit, of which no step has anything to stage; None where any does. `penalized`: rows with
     penalties. `has_processors`: whether the parameters of any row have logits processors.
     """
 
@@ -124,12 +125,14 @@ class SampledRows(Sequence[SamplingParams]):
             for (is_processed, kind), of_kind in alike.items()
             for start in range(0, len(of_kind), step)
         ]
-        self.row_order: NDArray[np.int64] | None = None
-        if len(self.groups) > 1:
-            self.row_order = np.argsort([row for group in self.groups for row in group.rows])
+        order = [row for group in self.groups for row in group.rows]
+        self.row_order: NDArray[np.int64] | None = None if order == sorted(order) else np.argsort(order)
         self.has_processors = any(is_processed for is_processed, _ in alike)
         self._seeds = [row_params.seed or 0 for row_params in self._params]
         self._takes_largest = not self.columns[0].any()
+        self.unstaged: list[StagedGroup] | None = None
+        if self._takes_largest and self.row_order is None:
+            self.unstaged = [StagedGroup(group, None, _NO_DRAWS) for group in self.groups]
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int) -> "SampledRows":
@@ -167,15 +170,7 @@ class TorchSampler:
     ) -> None:
         """Stages what is known when the step is launched; `staging` is to be sent before `sample`."""
         sampled = SampledRows.of(params, vocab_size)
-        numbers = sampled.uniform(positions)
-        self._groups = []
-        for group in sampled.groups:
-            draws, rows = _NO_DRAWS, group.rows
-            if group.sample_from is not SampleFrom.LARGEST:
-                temperature, top_p, min_p = sampled.columns[:, rows]
-                draws = Draws(temperature, sampled.top_k[rows], top_p, min_p, numbers[rows], staging)
-            index = None if group.index is None else staging.add(group.index)
-            self._groups.append(_StagedGroup(group, index, draws))
+        self._groups = sampled.unstaged or _stage_groups(sampled, sampled.uniform(positions), staging)
         self._row_order = None if sampled.row_order is None else staging.add(sampled.row_order)
         self._penalized = sampled.penalized
         self._vocab_size = vocab_size
@@ -189,9 +184,11 @@ class TorchSampler:
 
         Logits processors are staged in a copy of their own. Raises ValueError for a mask that does not fit.
         """
+        if not samples:
+            return self._in_order([self._sample_group(logits, staged, ()) for staged in self._groups])
         staging, processors = Staging(), list[list[LogitsProcessor]]()
         for group in (staged.group for staged in self._groups):
-            group_samples = [samples[row] for row in group.rows] if samples else []
+            group_samples = [samples[row] for row in group.rows]
             if group.has_processors or any(
                 sample.allowed_mask is not None or sample.banned_tokens for sample in group_samples
             ):
@@ -204,21 +201,27 @@ class TorchSampler:
             append = counts.append([slots[row] for row in self._penalized], staging)
             penalized = staging.add(np.array(self._penalized))
         staging.send(logits.device)
-        parts = [
-            self._sample_group(logits, staged, group_processors)
-            for staged, group_processors in zip(self._groups, processors, strict=True)
-        ]
-        tokens = parts[0] if self._row_order is None else torch.cat(parts)[self._row_order.tensor]
+        tokens = self._in_order(
+            [
+                self._sample_group(logits, staged, group_processors)
+                for staged, group_processors in zip(self._groups, processors, strict=True)
+            ]
+        )
         if append is not None:
             append(tokens[penalized.tensor])
         return tokens
 
-    def _sample_group(self, logits: Tensor, staged: _StagedGroup, processors: list[LogitsProcessor]) -> Tensor:
+    def _in_order(self, parts: list[Tensor]) -> Tensor:
+        """The tokens of all rows, of those of each group."""
+        tokens = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return tokens if self._row_order is None else tokens[self._row_order.tensor]
+
+    def _sample_group(self, logits: Tensor, staged: StagedGroup, processors: Sequence[LogitsProcessor]) -> Tensor:
         group, draws = staged.group, staged.draws
         if staged.index is not None:
             group_logits = logits.index_select(0, staged.index.tensor)
         else:
-            group_logits = logits[group.rows[0] : group.rows[-1] + 1]
+            group_logits = logits if len(self._groups) == 1 else logits[group.rows[0] : group.rows[-1] + 1]
             group_logits = group_logits.clone() if processors else group_logits.contiguous()
         for process in processors:
             process(group_logits)
@@ -232,6 +235,19 @@ class TorchSampler:
                 tokens[missing] = sample_from_all(group_logits[missing], draws.take(missing))
         # NaN logits may lead past the last token, but for the largest one.
         return tokens if group.sample_from is SampleFrom.LARGEST else tokens.clamp_(max=self._vocab_size - 1)
+
+
+def _stage_groups(sampled: SampledRows, numbers: NDArray[np.float64], staging: Staging) -> list[StagedGroup]:
+    """`numbers`: the rows' uniform ones."""
+    staged = list[StagedGroup]()
+    for group in sampled.groups:
+        draws, rows = _NO_DRAWS, group.rows
+        if group.sample_from is not SampleFrom.LARGEST:
+            temperature, top_p, min_p = sampled.columns[:, rows]
+            draws = Draws(temperature, sampled.top_k[rows], top_p, min_p, numbers[rows], staging)
+        index = None if group.index is None else staging.add(group.index)
+        staged.append(StagedGroup(group, index, draws))
+    return staged
 
 
 def _group_of(kind: SampleFrom, rows: list[int], is_processed: bool) -> SampledGroup:
