@@ -10,12 +10,17 @@ and WINDOW steps are timed in which --sequences sequences decode, and the prompt
 of one step. Steps in which more is computed are not counted, in either engine.
 
 Step times by the wall, and by the processor's time of the thread that plans and runs steps; the latter stands where
-the machine is busy, but has nothing of waiting for the interpreter's lock or for a core. Medians and P99 over all
-rounds, and how much was written and read during the windows.
+the machine is busy, but has nothing of waiting for the interpreter's lock or for a core. The share of a core that the
+tiers' own threads took during a step: what a step may lose to them where all cores compute. Medians and P99 over all
+rounds, and how much was written and read during the windows. Threads of computation wait for each other as a server's
+do.
 """
 
 import argparse
+import gc
+import os
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -24,17 +29,31 @@ from pathlib import Path
 
 import numpy as np
 from benchmarks.hand_turned import HandTurned
+from benchmarks.quantization import wait_as_a_server_does
 from benchmarks.reporting import add_output_flags, as_json, check_positive, circumstances, make_console
 from rich.progress import track
 from rich.table import Table
 
 from cairn.engine.build import build_core
 from cairn.engine.contract import EngineConfig
+from cairn.engine.cpu_threads import choose_cpu_threads
 from cairn.setting_types import size_flag
 
 WINDOW = 64
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.thread_time}
 SETTLE_SECONDS = 120.0
+
+
+def tiers_time() -> float:
+    """The processor's time of the threads of tiers."""
+    threads = [each.ident for each in threading.enumerate() if each.name.startswith("tier-")]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in threads if ident is not None)
+
+
+CLOCKS: dict[str, Callable[[], float]] = {
+    "wall": time.perf_counter,
+    "processor": time.thread_time,
+    "tiers": tiers_time,
+}
 
 
 @dataclass
@@ -93,10 +112,15 @@ class Side:
     def figures(self) -> dict[str, float]:
         """Microseconds."""
         return {
-            f"{clock}_p{percent}": 1e6 * float(np.percentile(times, percent))
-            for clock, times in self.times.items()
+            f"{clock}_p{percent}": 1e6 * float(np.percentile(self.times[clock], percent))
+            for clock in ("wall", "processor")
             for percent in (50, 99)
         }
+
+    def tiers_share(self) -> dict[str, float]:
+        """Of a core, during a step."""
+        shares = np.array(self.times["tiers"]) / np.array(self.times["wall"])
+        return {f"p{percent}": float(np.percentile(shares, percent)) for percent in (50, 99)}
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
@@ -124,14 +148,23 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, object]:
                 side.prefill(prompt[:256], answer)
             for _ in range(WINDOW):
                 side.turn()
+        # as a server does when it starts
+        gc.collect()
+        gc.freeze()
         for number in track(range(rounds), "rounds"):
             for name in ("with", "without") if number % 2 else ("without", "with"):
-                sides[name].prefill(news[number])
-                sides[name].time_steps(olds[number])
+                side = sides[name]
+                side.prefill(news[number])
+                side.time_steps(olds[number])
+                # what is left to be written is not the other engine's
+                before = side.traffic()["written"]
+                side.settle()
+                side.moved["written_later"] = side.moved.get("written_later", 0) + side.traffic()["written"] - before
         rows = {name: side.figures() for name, side in sides.items()}
         moved, num_steps = sides["with"].moved, len(sides["with"].times["wall"])
+        share = sides["with"].tiers_share()
     ratios = {name: rows["with"][name] / rows["without"][name] for name in rows["with"]}
-    return {"us": rows, "ratios": ratios, "moved": moved, "steps": num_steps, **circumstances()}
+    return {"us": rows, "ratios": ratios, "share": share, "moved": moved, "steps": num_steps, **circumstances()}
 
 
 def main() -> None:
@@ -146,6 +179,7 @@ def main() -> None:
     add_output_flags(parser, with_plot=False)
     arguments = parser.parse_args()
     check_positive(parser, arguments, "sequences", "rounds", "prompt")
+    wait_as_a_server_does(choose_cpu_threads(None, 1, os.environ), "benchmarks.tier_steps")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         results = measure(arguments, Path(folder))
     if arguments.json:
@@ -156,6 +190,7 @@ def main() -> None:
     for name, ratio in ratios.items():
         table.add_row(name, f"{rows['with'][name]:.0f}", f"{rows['without'][name]:.0f}", f"{ratio:.3f}")
     console.print(table)
+    console.print("share of a core that tiers took:", results["share"])
     console.print(results["moved"], f"in {results['steps']} steps", circumstances())
 
 

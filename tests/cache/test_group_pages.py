@@ -36,6 +36,17 @@ def test_a_cut_leaves_every_token_in_its_page(size, start, length, data):
         assert one.first_token == other.first_token and np.array_equal(one.pages, other.pages)
 
 
+@given(SIZES, st.integers(0, 40), st.integers(1, 60), st.integers(0, 110), st.integers(0, 110))
+def test_a_span_has_the_pages_that_its_tokens_touch(size, first, length, start, end):
+    whole = run(size, first, first + length)
+    part = whole.span(start, end)
+    # the last page may have room for some more
+    tokens = range(max(start, first), min(end, whole.group.pages_for(first + length) * size))
+    assert part.pages.tolist() == sorted({page_of(whole, token) for token in tokens})
+    if tokens:
+        assert part.first_token == tokens[0]
+
+
 @given(SIZES, st.lists(st.integers(1, 20), min_size=1, max_size=6))
 def test_of_joined_parts_the_later_one_has_the_page_that_both_list(size, lengths):
     ends = np.cumsum(lengths).tolist()

@@ -1,6 +1,8 @@
 """Real models over tiers: what comes back from memory or from a disk, also after a restart, is what was computed."""
 
+import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ from turned_engine import Engine, answer
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
 from cairn.engine.contract import EngineConfig
-from cairn.engine.tiers import check_tiers, least_bytes
+from cairn.engine.tiers import RESTS, allocate_arena, check_tiers, least_bytes
 from cairn.errors import ConfigError
+from cairn.machine import Machine
 from cairn.scheduler.transfers import PrefillSpeed
 from models.covered import TIERS
 from tiers import first
@@ -135,6 +138,27 @@ def test_a_reset_does_not_wait_for_copies(tiny_model, engine):
     assert one.core.reset_cache() == 0
     one.run()
     assert one.state.cache.pool.num_free == one.state.cache.pool.num_pages
+
+
+@pytest.mark.parametrize(("more_cores", "rests"), [(0, RESTS), (1, 0.0)])
+def test_threads_that_write_rest_where_no_core_is_spare(more_cores, rests, tiny_model, engine, monkeypatch):
+    monkeypatch.setattr(Machine, "num_cores", lambda machine: torch.get_num_threads() + more_cores)
+    tiers = engine(tiny_model, host_cache_bytes=16 << 20).tiers
+    assert [tiers.lanes.copies.rests, tiers.lanes.writes.rests] == [rests] * 2
+    tiers.write_back()
+    assert [tiers.lanes.copies.rests, tiers.lanes.writes.rests] == [0.0] * 2, "at the end there are no steps"
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="/proc does not tell")
+def test_memory_of_the_host_tier_comes_in_huge_pages():
+    arena = allocate_arena(64 << 20, 1000)
+    address, advised = arena.ctypes.data, None
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if (region := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line)) is not None:
+            here = int(region[1], 16) <= address < int(region[2], 16)
+        elif here and line.startswith("VmFlags:"):
+            advised = "hg" in line.split()
+    assert advised
 
 
 def test_without_tiers_nothing_of_them_is_there(tiny_model):

@@ -13,6 +13,7 @@ from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
 from cairn.scheduler.request import Phase
+from cairn.tiers import demotion
 from cairn.tiers.demotion import Demoter
 from cairn.tiers.disk import DiskStore
 
@@ -271,6 +272,25 @@ class TestDemotion:
         assert not pins and world.lanes.writes.tasks, "nobody holds pages for a disk"
         world.settle()
         assert world.stores[0].counters.num_entries > 3
+
+    def test_there_is_little_to_do_between_two_steps(self, tier, monkeypatch):
+        monkeypatch.setattr(demotion, "SLICE_ENTRIES", 5)
+        world, asked, pages = TierWorld(immediate=False, **tier), [0], Demoter._pages
+        monkeypatch.setattr(Demoter, "_pages", lambda *given: asked.append(asked.pop() + 1) or pages(*given))
+        name = world.driver.submit(other(1, 3000), max_tokens=1)
+        while world.driver.requests[name].phase is not Phase.FINISHED:
+            world.driver.step()
+        lanes, looked, num_entries = world.lanes, [], 0
+        while not world.demoter.is_idle:
+            asked[0] = 0
+            world.driver.scheduler.poll()
+            assert sum(len(each.tasks) for each in (lanes.names, lanes.copies, lanes.writes)) <= 3
+            looked.append(asked[0])
+            num_entries = max(num_entries, world.stores[0].counters.num_entries)
+            world.run_lanes()
+        assert max(looked) == 5, "entries whose pages are looked up"
+        assert num_entries >= 3000 // 64 and sum(looked) == num_entries
+        check_end(world)
 
     def test_a_disk_that_stands_still_holds_nothing_up(self, tier):
         world = TierWorld(num_pages=60, immediate=False, **tier)

@@ -59,6 +59,9 @@ class ManualLane:
                 future.set_exception(error)
         return number
 
+    def hurry(self) -> None:
+        pass
+
     def close(self) -> None:
         self.tasks.clear()
 

@@ -41,8 +41,14 @@ class GroupPages:
 
     def span(self, start: int, end: int) -> "GroupPages":
         """The pages that tokens [start, end) touch, as far as they are here: a view."""
-        part = self.upto(end).drop_before(start)
-        return part if part.first_token < end else GroupPages(self.group, end, part.pages[:0])
+        # in one piece: tiers cut a path at each of its chunks
+        group, first_token, pages = self.group, self.first_token, self.pages
+        start = max(start, first_token)
+        if start >= end:
+            return GroupPages(group, end, pages[:0])
+        size = group.tokens_per_page
+        first_page = first_token // size
+        return GroupPages(group, start, pages[start // size - first_page : -(-end // size) - first_page])
 
     def split(self, at: int) -> tuple["GroupPages", "GroupPages"]:
         """The pages of the tokens before `at`, and of those from there on; a page that holds some of each is in

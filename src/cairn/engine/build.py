@@ -121,7 +121,7 @@ def build_core(
     transfers = Transfers() if transfer is None else transfer.transfers
     scheduler = Scheduler(_scheduling(config, info, device), cache, clock, transfers, request_log, drafter)
     pool_events = None if publisher is None or events is None else PoolEvents(events, publisher.publish)
-    tiers = _build_tiers(config, opened, ranks, cache, transfers, device, clock, image_keys, pool_events)
+    tiers = _build_tiers(config, opened, ranks, cache, transfers, device, clock, image_keys, pool_events, machine)
     if tiers is not None:
         info = replace(info, tiers=tiers.names)
     return Core(
@@ -295,6 +295,7 @@ def _build_tiers(
     clock: Clock,
     image_keys: ImageKeys | None,
     events: PoolEvents | None,
+    machine: Machine,
 ) -> EngineTiers | None:
     """None where nothing is kept below the pool."""
     if not uses_tiers(config):
@@ -306,7 +307,19 @@ def _build_tiers(
         facts |= {"computed_by": f"{device.place} {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {isa}"}
     memory = open_tier_memory(ranks.local_runner.pool, on_host=device.backend is None)
     make_arena = allocate_pinned if device.is_gpu else allocate_arena
-    return build_tiers(config, facts, memory, cache, transfers, clock, image_keys, events, make_arena)
+    has_spare_core = device.is_gpu or torch.get_num_threads() < machine.num_cores()
+    return build_tiers(
+        config,
+        facts,
+        memory,
+        cache,
+        transfers,
+        clock,
+        image_keys,
+        events,
+        make_arena,
+        has_spare_core=has_spare_core,
+    )
 
 
 def _cache_facts(config: EngineConfig, layout: CacheLayout) -> dict[str, str | int]:

@@ -5,6 +5,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +43,10 @@ MOST_DISK_BYTES = 64 << 30
 
 _SEGMENTS = 8
 """Of the largest entry, and what else a folder takes: less would be written anew all the time."""
+
+RESTS = 40.0
+"""How many times as long as they work the threads that write rest, where no core is spare: what is written takes some
+2 % of a core then. To compute it takes two cores a hundred times as long as to write it."""
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +105,10 @@ def allocate_arena(num_bytes: int, page_bytes: int) -> PageBytes:
         memory = mmap.mmap(-1, num_pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host-cache-bytes {num_bytes} does not fit into memory: lower it") from error
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # the first write to a small page takes longer than to copy it
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8).reshape(num_pages, page_bytes)
 
 
@@ -136,14 +145,15 @@ class EngineTiers:
         events: PoolEvents | None = None,
         lanes: TierLanes | None = None,
         at_end: Callable[[], None] = lambda: None,
+        rests: float = 0.0,
     ) -> None:
         """`contents`: the images behind key tokens below 0. `events`: those of the pool. `lanes`: threads, unless
-        given. `at_end`: called last."""
+        given, `rests` theirs. `at_end`: called last."""
         self._wake = _Wake()
         self._stores = stores
         self._at_end = at_end
         self._closed = False
-        self.lanes = lanes or thread_lanes(self._wake)
+        self.lanes = lanes or thread_lanes(self._wake, rests)
         exact = cache.policy.exact
         context = TierContext(cache.layout, stores, names, memory, self.lanes, clock, transfers.prefill_speed, exact)
         announced = None
@@ -166,6 +176,7 @@ class EngineTiers:
 
     def write_back(self) -> None:
         """Go on writing until nothing is left, for a short while."""
+        self.lanes.hurry()
         until = time.monotonic() + WRITE_BACK_SECONDS
         while not self.demoter.is_idle and time.monotonic() < until:
             self.demoter.poll()
@@ -238,9 +249,12 @@ def build_tiers(
     contents: KeyNames | None,
     events: PoolEvents | None = None,
     make_arena: Callable[[int, int], PageBytes] = allocate_arena,
+    *,
+    has_spare_core: bool = True,
 ) -> EngineTiers | None:
     """None where nothing is kept below. `facts`: what decides which bytes a page of the model has. `make_arena`: memory
-    of the host tier, which a GPU reaches best where it is pinned. Raises ConfigError that names the flag."""
+    of the host tier, which a GPU reaches best where it is pinned. `has_spare_core`: one that no step computes with.
+    Raises ConfigError that names the flag."""
     if not uses_tiers(config):
         return None
     layout, stores = cache.layout, list[TierStore]()
@@ -275,7 +289,18 @@ def build_tiers(
             files.close(lock)
 
     names = EntryNames.of(layout, identity, secret, give_way)
-    return EngineTiers(tuple(stores), names, memory, cache, transfers, clock, contents, events, at_end=release_lock)
+    return EngineTiers(
+        tuple(stores),
+        names,
+        memory,
+        cache,
+        transfers,
+        clock,
+        contents,
+        events,
+        at_end=release_lock,
+        rests=0.0 if has_spare_core else RESTS,
+    )
 
 
 def _disk_bytes(config: EngineConfig, folder: str, least: int, files: Files) -> int:

@@ -32,6 +32,9 @@ class _AtOnce:
         future.set_result(task())
         return future
 
+    def hurry(self) -> None:
+        """It never rests."""
+
     def close(self) -> None:
         """Nothing is left."""
 

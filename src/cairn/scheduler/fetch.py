@@ -13,7 +13,7 @@ import logging
 
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import SequenceBlocks
-from cairn.scheduler.page_source import FetchEnded, FetchPlan, FetchRequest, FetchTarget, PageSource, TargetFree
+from cairn.scheduler.page_source import FetchEnded, FetchPlan, FetchRequest, PageSource, TargetFree, open_target
 from cairn.scheduler.request import Phase, Request
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.tier_lookup import finish_read
@@ -115,17 +115,11 @@ def _start(state: SchedulerState, request: Request) -> bool:
         _compute_here(state, request)
         return True
     source, plan = choice
-    if plan.promised or plan.is_local:
-        cache.expect(sequence, plan.position)
-    if not cache.could_extend(sequence, length, num_states=1, reserved_pages=_pages_before(state, request)):
+    opened = open_target(cache, sequence, plan, length, _pages_before(state, request))
+    if opened is None:
         cache.discard(sequence)
         return False
-    cache.explain(sequence)
-    copies = cache.extend(sequence, length)
-    state_pages = cache.force_checkpoint(sequence, length) if copies is not None else None
-    if copies is None or state_pages is None:
-        cache.discard(sequence)
-        return False
+    target, copies = opened
     state.waiting.remove(request)
     request.sequence = sequence
     request.transfer.sources = tuple(other for other in request.transfer.sources if other is not source)
@@ -133,7 +127,6 @@ def _start(state: SchedulerState, request: Request) -> bool:
     if request.transfer.num_fetches == MAX_FETCHES:
         decline_sources(request)
     request.set_phase(Phase.FETCHING)
-    target = FetchTarget(sequence.blocks.span_to_fill(sequence.matched, length), state_pages)
     began, deadline = state.clock.now(), None
     if len(state.transfers.sources) > 1:
         deadline = began + OVERDUE_FACTOR * max(plan.seconds, _compute_seconds(state, plan, sequence))

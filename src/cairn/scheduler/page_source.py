@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from typing import NewType, Protocol
 
 from cairn.cache.group_pages import GroupPages
+from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.sequence_blocks import SequenceBlocks
+from cairn.step import PageCopy
 from cairn.transfer.contract import ContentName, KvSource, Volume
 from cairn.types import Keys, Pages, RequestId
 
@@ -52,6 +54,24 @@ class FetchTarget:
 
     pages: tuple[GroupPages, ...]
     state_pages: Pages
+
+
+def open_target(
+    cache: PrefixCache, sequence: SequenceBlocks, plan: FetchPlan, length: int, reserved_pages: int = 0
+) -> tuple[FetchTarget, list[PageCopy]] | None:
+    """Pages for what `sequence`, which has only been looked up, lacks of a prompt of `length` tokens, and for the state
+    at its end; and the page copies to be made first, should less come than is here. None if there is no room for them
+    and for `reserved_pages` that others are going to need: then the sequence is of no use any more."""
+    if plan.promised or plan.is_local:
+        cache.expect(sequence, plan.position)
+    if not cache.could_extend(sequence, length, num_states=1, reserved_pages=reserved_pages):
+        return None
+    cache.explain(sequence)
+    copies = cache.extend(sequence, length)
+    state_pages = cache.force_checkpoint(sequence, length) if copies is not None else None
+    if copies is None or state_pages is None:
+        return None
+    return FetchTarget(sequence.blocks.span_to_fill(sequence.matched, length), state_pages), copies
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ A read takes pages that no waiting request lacks, and is over before the other s
 """
 
 from cairn.cache.sequence_blocks import Namespace
-from cairn.scheduler.page_source import FetchEnded, FetchRequest, FetchTarget
+from cairn.scheduler.page_source import FetchEnded, FetchRequest, open_target
 from cairn.scheduler.state import SchedulerState
 from cairn.scheduler.transfers import FetchKey, OpenLookup
 from cairn.transfer.contract import ContentName, LookupRequest
@@ -76,15 +76,11 @@ def _start_read(state: SchedulerState, lookup: OpenLookup) -> bool:
     seconds_per_token = state.transfers.prefill_speed.seconds_per_token
     pays = plan is not None and plan.seconds < min(READ_SECONDS, (plan.position - sequence.hit) * seconds_per_token)
     if plan is not None and pays and not state.waiting.plain:
-        cache.expect(sequence, plan.position)
-        if cache.could_extend(sequence, length, num_states=1):
-            copies = cache.extend(sequence, length)
-            state_pages = cache.force_checkpoint(sequence, length) if copies is not None else None
-            if state_pages is not None:
-                lookup.sequence = sequence
-                lookup.target = FetchTarget(sequence.blocks.span_to_fill(sequence.matched, length), state_pages)
-                lookup.key = lookup.source, lookup.source.start(wanted, lookup.target)
-                return True
+        opened = open_target(cache, sequence, plan, length)
+        if opened is not None:
+            lookup.sequence, lookup.target = sequence, opened[0]
+            lookup.key = lookup.source, lookup.source.start(wanted, lookup.target)
+            return True
     cache.discard(sequence)
     lookup.source.decline(wanted)
     return False

@@ -5,8 +5,8 @@
     copying                         some pages are pinned, and copied out of the pool; another thread, then unpinned
     writing                         to the stores; another thread
 
-At most `SLICE_BYTES`, and an eighth of the pool, are pinned at a time, and only while they are copied: a disk that
-stands still holds no page of the pool.
+At most `SLICE_ENTRIES` of `SLICE_BYTES` together, and an eighth of the pool, are pinned at a time, and only while they
+are copied: a disk that stands still holds no page of the pool.
 """
 
 from collections import OrderedDict
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from time import monotonic, perf_counter
+from time import monotonic
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from cairn.cache.tree_store import TreeObserver
 from cairn.tiers.announcements import ChunkBlocks, TierEvents
 from cairn.tiers.context import ORIGINS, TierContext
 from cairn.tiers.digests import PathNames, named_images
+from cairn.tiers.lanes import busy_time
 from cairn.tiers.store import EntryFacts, NewEntry, PageBytes, TierStore
 from cairn.tiers.worth import KEPT_BELOW, choose_states, is_kept_below
 from cairn.transfer.contract import ContentName, NamedImage
@@ -38,6 +39,9 @@ WEIGHT = 1000.0
 
 MAX_WAITING = 4096
 SLICE_BYTES = 16 << 20
+SLICE_ENTRIES = 64
+"""The pages of so many are looked up between two steps, at most: some 0.1 ms."""
+
 POOL_SHARE = 8
 """Pinned at a time is at most one part in so many of the pool, but at least one entry."""
 
@@ -218,7 +222,8 @@ class Demoter(TreeObserver):
             if copied.cancelled() or copied.exception() is not None:
                 self._give_up("failed")
                 return True
-            self._write(parts, copied.result(), job.kind)
+            write = partial(self._write, parts, copied.result(), job.kind)
+            self._writes.append(self._context.lanes.writes.submit(write))
         if not job.parts:
             self._job = None
         elif len(self._writes) < MAX_WRITES:
@@ -333,7 +338,9 @@ class Demoter(TreeObserver):
         most = min(SLICE_BYTES // page_bytes, self._cache.pool.num_pages // POOL_SHARE)
         parts, lists, num_pages = list[_Part](), list[Pages](), 0
         runs: dict[tuple[Node, int], GroupPages | None] = {}
-        while job.parts and (not parts or num_pages + job.parts[0].facts.num_pages <= most):
+        while job.parts and len(parts) < SLICE_ENTRIES:
+            if parts and num_pages + job.parts[0].facts.num_pages > most:
+                break
             pages = self._pages(job.parts[0], runs)
             if pages is None:
                 # what comes after it cannot be used without it
@@ -341,8 +348,8 @@ class Demoter(TreeObserver):
                 job.parts = []
                 break
             parts.append(job.parts.pop(0))
-            lists.append(pages)
-            num_pages += len(pages)
+            lists += pages
+            num_pages += parts[-1].facts.num_pages
         if not parts:
             self._job = None
             return
@@ -351,11 +358,11 @@ class Demoter(TreeObserver):
         pin = self._cache.pin("copied to a tier", np.unique(named))
         job.copy = parts, pin, self._context.lanes.copies.submit(partial(self._context.memory.copy_out, named))
 
-    def _pages(self, part: _Part, runs: dict[tuple[Node, int], GroupPages | None]) -> Pages | None:
+    def _pages(self, part: _Part, runs: dict[tuple[Node, int], GroupPages | None]) -> list[Pages] | None:
         """The pages of an entry as the tree has them now, of the state first and then group by group; None if it has
         not. `runs`: by group those of the paths to nodes, from the first entry of a slice on: a path is followed once a
         slice."""
-        node, pages, is_state = part.node, [np.zeros(0, np.int32)], part.facts.tail is not None
+        node, pages, is_state = part.node, list[Pages](), part.facts.tail is not None
         if is_state:
             if node.checkpoint is None:
                 return None
@@ -370,26 +377,21 @@ class Demoter(TreeObserver):
             if run is None:
                 return None
             pages.append(run.span(start, part.end).pages)
-        return np.concatenate(pages)
+        return pages
 
-    def _write(self, parts: Sequence[_Part], pages: PageBytes, kind: int) -> None:
+    def _write(self, parts: Sequence[_Part], pages: PageBytes, kind: int) -> Sequence[ChunkBlocks]:
+        """Returns the blocks of the chunks among `parts`, whose pages lie one after the other in `pages`. For the
+        writers' thread."""
+        began, deadline = busy_time(), monotonic() + WRITE_SECONDS
         batch, at = list[NewEntry](), 0
         for part in parts:
             batch.append(NewEntry(part.facts, pages[at : at + part.facts.num_pages]))
             at += part.facts.num_pages
-        blocks = [part.blocks for part in parts if part.blocks is not None]
-        self._writes.append(self._context.lanes.writes.submit(partial(self._write_batch, batch, kind, blocks)))
-
-    def _write_batch(
-        self, batch: Sequence[NewEntry], kind: int, blocks: Sequence[ChunkBlocks]
-    ) -> Sequence[ChunkBlocks]:
-        """Returns `blocks`, those of the batch. For the writers' thread."""
-        began, deadline = perf_counter(), monotonic() + WRITE_SECONDS
         for store in self._context.stores:
             if store.writable:
                 store.write(batch, deadline)
-        self._context.worth.spend(kind, perf_counter() - began)
-        return blocks
+        self._context.worth.spend(kind, busy_time() - began)
+        return [part.blocks for part in parts if part.blocks is not None]
 
 
 def _pages_from(node: Node, index: int, start: int) -> GroupPages | None:

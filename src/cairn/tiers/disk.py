@@ -16,6 +16,7 @@ import numpy as np
 
 from cairn.tiers.files import Files
 from cairn.tiers.index import IndexedStore, PathShape
+from cairn.tiers.lanes import busy_time, rest
 from cairn.tiers.segment_table import EntryPlace, Segment, SegmentTable, place_of
 from cairn.tiers.segments import (
     HEAD_BYTES,
@@ -27,7 +28,7 @@ from cairn.tiers.segments import (
     page_checksum,
     segment_bytes,
 )
-from cairn.tiers.store import EntryFacts, EntryRead, NewEntry, TierCounters
+from cairn.tiers.store import PIECE_BYTES, EntryFacts, EntryRead, NewEntry, TierCounters
 
 SEGMENT, UNFINISHED = ".seg", ".tmp"
 """How names of segments end, and of those that are being written."""
@@ -167,7 +168,7 @@ class DiskStore(IndexedStore):
     # -- writing -------------------------------------------------------------------------------------------------
 
     def write(self, batch: Sequence[NewEntry], deadline: float) -> int:
-        began = time.perf_counter()
+        began = busy_time()
         with self._lock:
             fresh, num_here, num_orphans = self._choose(batch)
             self.counters.drops["no_parent"] += num_orphans
@@ -182,7 +183,7 @@ class DiskStore(IndexedStore):
         if len(self._table.segments) > MAX_SEGMENTS:
             self._rewrite(self._table.smallest(self._max_segment))
         with self._lock:
-            self.counters.write_seconds += time.perf_counter() - began
+            self.counters.write_seconds += busy_time() - began
         return num_here
 
     def _why_not(self, deadline: float) -> str | None:
@@ -257,7 +258,11 @@ class DiskStore(IndexedStore):
         try:
             descriptor = self._files.create(unfinished)
             try:
-                self._files.write_all(descriptor, parts, 0)
+                offset = 0
+                for piece in _pieces(parts):
+                    self._files.write_all(descriptor, piece, offset)
+                    offset += sum(len(part) for part in piece)
+                    rest()
                 self._files.sync(descriptor)
             finally:
                 self._files.close(descriptor)
@@ -321,6 +326,7 @@ class DiskStore(IndexedStore):
                 pages = np.empty((facts.num_pages, self._folder.page_bytes), np.uint8)
                 if self._read_entry(EntryRead(facts.key, 0, list(pages)), descriptors):
                     entries.append(NewEntry(facts, pages))
+                rest()
         finally:
             for descriptor in descriptors.values():
                 self._files.close(descriptor)
@@ -379,3 +385,18 @@ class DiskStore(IndexedStore):
 
     def _path(self, name: str) -> str:
         return f"{self._folder.path}/{name}"
+
+
+def _pieces(parts: Sequence[memoryview]) -> Iterable[list[memoryview]]:
+    """One after the other, in pieces of `PIECE_BYTES` at most."""
+    piece, left = list[memoryview](), PIECE_BYTES
+    for whole in parts:
+        part = whole
+        while len(part):
+            piece.append(part[:left])
+            part, left = part[left:], left - len(piece[-1])
+            if not left:
+                yield piece
+                piece, left = [], PIECE_BYTES
+    if piece:
+        yield piece

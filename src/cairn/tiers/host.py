@@ -7,7 +7,8 @@ import numpy as np
 
 from cairn.cache.pages import PagePool
 from cairn.tiers.index import IndexedStore, PathShape, StoredEntry
-from cairn.tiers.store import EntryRead, NewEntry, PageBytes, TierCounters
+from cairn.tiers.lanes import busy_time, rest
+from cairn.tiers.store import PIECE_BYTES, EntryRead, NewEntry, PageBytes, TierCounters
 from cairn.types import Pages
 
 
@@ -53,7 +54,7 @@ class HostStore(IndexedStore):
         return True
 
     def write(self, batch: Sequence[NewEntry], deadline: float) -> int:
-        began, num_here = time.perf_counter(), 0
+        began, num_here = busy_time(), 0
         for new in batch:
             reason = "too_late" if time.monotonic() > deadline else self._write(new)
             if reason is None:
@@ -62,7 +63,7 @@ class HostStore(IndexedStore):
                 with self._lock:
                     self.counters.drops[reason] += 1
         with self._lock:
-            self.counters.write_seconds += time.perf_counter() - began
+            self.counters.write_seconds += busy_time() - began
         return num_here
 
     def close(self) -> None:
@@ -81,8 +82,11 @@ class HostStore(IndexedStore):
             pages = self._pool.allocate(len(new.pages)) if fits else None
         if pages is not None:
             # nobody knows of these pages yet
-            for page, row in zip(pages.tolist(), new.pages, strict=True):
-                np.copyto(self._arena[page], row)
+            at, most = 0, max(1, PIECE_BYTES // self._arena.shape[1])
+            for run in _runs(pages, most):
+                np.copyto(self._arena[run.start : run.stop], new.pages[at : at + len(run)])
+                at += len(run)
+                rest()
         with self._lock:
             # first: an entry is worth less where nothing else keeps what is above it
             self._index.release(facts.parent)
@@ -109,6 +113,18 @@ class HostStore(IndexedStore):
         entry.readers -= 1
         if entry.readers == 0 and self._index.get(entry.facts.key) is not entry:
             self._pool.release(_place(entry))
+
+
+def _runs(pages: Pages, most: int) -> list[range]:
+    """Pages in runs that lie side by side, of so many at most: each copy lets go of the interpreter, and has to wait
+    for it afterwards."""
+    runs = list[range]()
+    for page in pages.tolist():
+        if runs and page == runs[-1].stop and len(runs[-1]) < most:
+            runs[-1] = range(runs[-1].start, page + 1)
+        else:
+            runs.append(range(page, page + 1))
+    return runs
 
 
 def _place(entry: StoredEntry) -> Pages:

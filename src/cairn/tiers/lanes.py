@@ -16,6 +16,9 @@ Result = TypeVar("Result")
 LOW_PRIORITY = 10
 """Niceness of what nobody waits for."""
 
+LITTLE_SECONDS = 0.0002
+"""Of the processor: less than this a thread that rests does at a time, as far as the calls of `rest` allow."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -26,6 +29,10 @@ class Lane(Protocol):
         """Have a task carried out some time later. Never waits. Whoever submits bounds how many there are."""
         ...
 
+    def hurry(self) -> None:
+        """Rest no more: somebody waits for the end."""
+        ...
+
     def close(self) -> None:
         """Begin no further task."""
         ...
@@ -33,9 +40,12 @@ class Lane(Protocol):
 
 class ThreadLane:
     """A `Lane` of `num_threads` threads, which ends with the process whatever they are doing: a disk may never answer.
-    `wake` is called after each task. `nice`: the niceness of its threads."""
+    `wake` is called after each task. `nice`: the niceness of its threads. `rests`: see `rest`."""
 
-    def __init__(self, name: str, wake: Callable[[], None], num_threads: int = 1, nice: int = 0) -> None:
+    def __init__(
+        self, name: str, wake: Callable[[], None], num_threads: int = 1, nice: int = 0, rests: float = 0.0
+    ) -> None:
+        self.rests = rests
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake = wake
         self._nice = nice
@@ -63,6 +73,9 @@ class ThreadLane:
         self._tasks.put(run)
         return future
 
+    def hurry(self) -> None:
+        self.rests = 0.0
+
     def close(self) -> None:
         self._closed = True
         for _ in self._threads:
@@ -75,6 +88,7 @@ class ThreadLane:
         if self._nice:
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), self._nice)
+        _worker.lane = self
         while (task := self._tasks.get()) is not None:
             task()
 
@@ -82,6 +96,39 @@ class ThreadLane:
 def give_way() -> None:
     """Let a thread that waits for the interpreter have it: without a moment's sleep this one would be first again."""
     time.sleep(1e-5)
+
+
+class _Worker(threading.local):
+    """Each thread's own: its `lane`, None of threads that are no lane's; the seconds that it has `rested`, and its
+    processor's time when it did so last."""
+
+    lane: ThreadLane | None = None
+    rested: float = 0.0
+    worked: float = 0.0
+
+
+_worker = _Worker()
+
+
+def rest() -> None:
+    """Called between the parts of work that may take long. Where steps compute with all cores, a thread of a lane with
+    `rests` above 0 sleeps now so many times as long as it has worked: what is done at once delays one step, as a whole,
+    and little by little it goes unnoticed."""
+    rests = 0.0 if _worker.lane is None else _worker.lane.rests
+    if not rests:
+        return
+    seconds = time.thread_time() - _worker.worked
+    if seconds < LITTLE_SECONDS:
+        return
+    began = time.perf_counter()
+    time.sleep(rests * seconds)
+    _worker.rested += time.perf_counter() - began
+    _worker.worked = time.thread_time()
+
+
+def busy_time() -> float:
+    """Seconds of a clock that stands while this thread rests: what work takes is the difference of two."""
+    return time.perf_counter() - _worker.rested
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +141,23 @@ class TierLanes:
     reads: Lane
     writes: Lane
 
+    def hurry(self) -> None:
+        """See `Lane.hurry`."""
+        for lane in (self.copies, self.writes):
+            lane.hurry()
+
     def close(self) -> None:
         """See `Lane.close`."""
         for lane in (self.names, self.copies, self.reads, self.writes):
             lane.close()
 
 
-def thread_lanes(wake: Callable[[], None]) -> TierLanes:
-    """The lanes of a server. `wake`: has the thread that plans steps look at what is done."""
+def thread_lanes(wake: Callable[[], None], rests: float = 0.0) -> TierLanes:
+    """The lanes of a server. `wake`: has the thread that plans steps look at what is done. `rests`: of the threads that
+    nobody waits for, see `rest`."""
     return TierLanes(
         ThreadLane("tier-names", wake),
-        ThreadLane("tier-copies", wake, nice=LOW_PRIORITY),
+        ThreadLane("tier-copies", wake, nice=LOW_PRIORITY, rests=rests),
         ThreadLane("tier-reads", wake, num_threads=2),
-        ThreadLane("tier-writes", wake, nice=LOW_PRIORITY),
+        ThreadLane("tier-writes", wake, nice=LOW_PRIORITY, rests=rests),
     )

@@ -5,7 +5,8 @@ from typing import Protocol
 
 import numpy as np
 
-from cairn.tiers.store import PageBytes
+from cairn.tiers.lanes import rest
+from cairn.tiers.store import PIECE_BYTES, PageBytes
 from cairn.types import Pages
 
 
@@ -31,8 +32,12 @@ class HostTierMemory:
 
     def copy_out(self, pages: Pages) -> PageBytes:
         copied = np.empty((len(pages), self._pool.shape[1]), np.uint8)
-        # unlike an index of pages it lets other threads go on
-        np.take(self._pool, pages, axis=0, out=copied, mode="clip")
+        size = max(1, PIECE_BYTES // self._pool.shape[1])
+        for first in range(0, len(pages), size):
+            piece = slice(first, first + size)
+            # unlike an index of pages it lets other threads go on
+            np.take(self._pool, pages[piece], axis=0, out=copied[piece], mode="clip")
+            rest()
         return copied
 
     def copy_in(self, pages: Pages, fill: Callable[[Sequence[PageBytes]], bool]) -> bool:

@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cairn.tiers.lanes import rest
 from cairn.tiers.store import EntryFacts, NewEntry, PageBytes
 
 FORMAT = 1
@@ -60,13 +61,16 @@ def encode_header(identity: bytes, page_bytes: int, entries: Sequence[NewEntry])
         facts = new.facts
         tail = _NO_TAIL if facts.tail is None else facts.tail
         key, parent = facts.key, facts.parent
-        checksums = tuple(page_checksum(key, number, page) for number, page in enumerate(new.pages))
+        checksums = list[int]()
+        for number, page in enumerate(new.pages):
+            checksums.append(page_checksum(key, number, page))
+            rest()
         table += _ENTRY.pack(
             *(len(key), key, len(parent), parent),
             *(facts.position, facts.num_pages, tail, facts.weight, facts.origin, facts.kind),
         )
         table += struct.pack(f"<{len(checksums)}I", *checksums)
-        stored.append(SegmentEntry(facts, offset, checksums))
+        stored.append(SegmentEntry(facts, offset, tuple(checksums)))
         offset += facts.num_pages * page_bytes
     head = _HEAD.pack(_MAGIC, FORMAT, len(table), len(entries), page_bytes, offset, identity)
     body = head + bytes(table)

@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 PageBytes = NDArray[np.uint8]
 """Whole pages, shape [n, page_bytes], contiguous."""
 
+PIECE_BYTES = 1 << 20
+"""Copied or written at once, at most, by threads that rest in between: some 0.1 ms."""
+
 START = b""
 """What the first chunk of a path is filed under."""
 

@@ -1,0 +1,147 @@
+"""Threads of tiers where no core is spare: what they do at once is little, and they rest in between."""
+
+from concurrent.futures import wait
+
+import numpy as np
+import pytest
+from tier_entries import PAGE_BYTES, chunk, disk_store, host_store, later, read_back
+
+from cairn.tiers import disk, host, lanes, memory, segments
+from cairn.tiers.disk import _pieces
+from cairn.tiers.files import Files
+from cairn.tiers.host import _runs
+from cairn.tiers.lanes import ThreadLane, busy_time, rest, thread_lanes
+from cairn.tiers.memory import HostTierMemory
+
+
+class Time:
+    """A processor whose time goes on by `work`, and a clock that goes on with it and while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.worked = 0.0
+        self.slept = list[float]()
+
+    def work(self, seconds: float) -> None:
+        self.worked += seconds
+
+    def thread_time(self) -> float:
+        return self.worked
+
+    def perf_counter(self) -> float:
+        return self.worked + sum(self.slept)
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+@pytest.fixture
+def times(monkeypatch):
+    times = Time()
+    monkeypatch.setattr(lanes, "time", times)
+    return times
+
+
+@pytest.fixture
+def lane():
+    lane = ThreadLane("tier-test", lambda: None, rests=40.0)
+    yield lane
+    lane.close()
+
+
+class TestRest:
+    def test_a_thread_rests_so_many_times_as_long_as_it_has_worked(self, lane, times):
+        def task():
+            began = busy_time()
+            for _ in range(3):
+                times.work(0.001)
+                rest()
+            return busy_time() - began
+
+        assert lane.submit(task).result() == pytest.approx(0.003), "what work takes has no rest in it"
+        assert times.slept == pytest.approx([0.04] * 3)
+
+    def test_little_work_is_added_up(self, lane, times):
+        def task():
+            for _ in range(8):
+                times.work(lanes.LITTLE_SECONDS / 4 * 1.01)
+                rest()
+
+        lane.submit(task).result()
+        assert times.slept == pytest.approx([40 * lanes.LITTLE_SECONDS * 1.01] * 2)
+
+    def test_nobody_rests_who_is_waited_for(self, lane, times):
+        def task():
+            times.work(0.001)
+            rest()
+
+        task()
+        lane.hurry()
+        lane.submit(task).result()
+        assert not times.slept
+
+    def test_only_what_nobody_waits_for_rests(self, times):
+        tier = thread_lanes(lambda: None, 40.0)
+        try:
+            assert [each.rests for each in (tier.names, tier.copies, tier.reads, tier.writes)] == [0, 40, 0, 40]
+            tier.hurry()
+            assert not tier.copies.rests and not tier.writes.rests
+            wait([each.submit(rest) for each in (tier.copies, tier.writes)])
+            assert not times.slept
+        finally:
+            tier.close()
+
+
+class TestPieces:
+    """How much is done between two rests."""
+
+    @pytest.fixture
+    def rests(self, monkeypatch):
+        calls = list[str]()
+        for module in (disk, host, memory, segments):
+            monkeypatch.setattr(module, "rest", lambda module=module: calls.append(module.__name__.split(".")[-1]))
+            if hasattr(module, "PIECE_BYTES"):
+                monkeypatch.setattr(module, "PIECE_BYTES", 3 * PAGE_BYTES)
+        return calls
+
+    def test_a_disk_is_written_to_in_pieces(self, tmp_path, rests):
+        sizes = list[int]()
+
+        class Seen(Files):
+            def write_all(self, descriptor, parts, offset):
+                assert offset == sum(sizes)
+                sizes.append(sum(map(len, parts)))
+                super().write_all(descriptor, parts, offset)
+
+        store, entries = disk_store(tmp_path, files=Seen()), [chunk("a", number + 1, 5) for number in range(4)]
+        assert store.write(entries, later()) == 4
+        assert max(sizes) == 3 * PAGE_BYTES and rests.count("disk") == len(sizes) > 7
+        assert rests.count("segments") == 20, "one for each page of which a checksum is made"
+        assert all(np.array_equal(read_back(store, entry), entry.pages) for entry in entries)
+
+    def test_memory_is_written_to_in_pieces(self, rests):
+        store, entries = host_store(), [chunk("a", 1, 7), chunk("a", 2, 2)]
+        assert store.write(entries, later()) == 2
+        assert rests == ["host"] * 4, "3, 3 and 1, and 2"
+        assert all(np.array_equal(read_back(store, entry), entry.pages) for entry in entries)
+
+    def test_the_pool_is_copied_in_pieces(self, rests):
+        pool = np.random.default_rng(0).integers(0, 256, (20, PAGE_BYTES), np.uint8)
+        pages = np.array([3, 19, 3, 0, 7, 8, 9], np.int32)
+        assert np.array_equal(HostTierMemory(pool).copy_out(pages), pool[pages])
+        assert rests == ["memory"] * 3
+
+    def test_pages_side_by_side_are_copied_at_once(self):
+        pages = np.array([4, 5, 6, 7, 2, 3, 9], np.int32)
+        assert _runs(pages, 8) == [range(4, 8), range(2, 4), range(9, 10)]
+        assert _runs(pages, 3) == [range(4, 7), range(7, 8), range(2, 4), range(9, 10)]
+        assert _runs(pages[:0], 3) == []
+
+    @pytest.mark.parametrize("sizes", [[], [5, 0, 20, 1], [12, 12], [100]])
+    def test_pieces_are_all_of_it(self, sizes, monkeypatch):
+        monkeypatch.setattr(disk, "PIECE_BYTES", 12)
+        whole = np.random.default_rng(0).integers(0, 256, sum(sizes), np.uint8).tobytes()
+        ends = np.cumsum(sizes).tolist()
+        parts = [memoryview(whole)[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+        pieces = [b"".join(piece) for piece in _pieces(parts)]
+        assert b"".join(pieces) == whole
+        assert [len(piece) for piece in pieces[:-1]] == [12] * (len(pieces) - 1) and all(pieces)
