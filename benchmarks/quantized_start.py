@@ -1,7 +1,7 @@
 """How long quantized checkpoints take to be read and laid out for products, and what memory that needs.
 
     PYTHONPATH=tests python -m benchmarks.quantized_start [--formats AWQ GPTQ ...] [--rounds 3] [--cpu-threads N]
-                                                          [--growth] [--folder DIR] [--seed N] [--json FILE]
+                                              [--growth] [--reading] [--folder DIR] [--seed N] [--json FILE]
 
 A Qwen3.5 of 333 M random parameters is written in bfloat16, and then with the matrices of its layers in each published
 form: codes are random, scales small. GGUF files are written by the tests' writer. Each load is a process of its own,
@@ -16,13 +16,29 @@ thread and by all; and the checkpoint in bfloat16.
   growth    with --growth: a narrower model of as many tensors is loaded as well, a quarter of the bytes. What both have
             in common is constant (compiled loops, Python by tensor), and the rest grows with the bytes, at so many
             GB/s: to be compared with a disk's. By the wall, and by the processor's time, which other work disturbs less
+
+With --reading something else is measured: a start from a disk, beside what any start has to do. Every figure is of a
+process of its own, and reading and loading the same files take turns.
+  read      the bytes of the files, read into one new buffer (`preadv`, in huge pages as weights have them); page faults
+            are counted
+  cold      the system has been told to forget the files before. What it says that it has read from the disk
+            (/proc/self/io) is held to be all of them, so a file that another process maps, or a folder in memory, is
+            an error
+  load      `open_model` and `build`, after a tiny checkpoint in bfloat16: what is imported is not counted, and compiled
+            loops that the cache has are
+  seconds   by the wall, less those in which the calling thread could have run and had no core (its schedstat in /proc),
+            the least of all turns. What the loops' other threads wait for is not taken off: on a busy machine give
+            --cpu-threads 1
+  load / read    the median of the turns' ratios
 """
 
 import argparse
 import json
 import os
 import re
+import resource
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -55,7 +71,9 @@ PLAIN, TINY = "bfloat16", "tiny"
 SMALL = "small"
 BLOCK = 128
 WATCH_SECONDS = 0.002
-GGUF = ("Q8_0", "Q4_K")
+_LEAST_FROM_DISK = 0.95
+"""Of a file's bytes, where it is said to be cold; headers have been read before."""
+GGUF = ("Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """By ggml's names."""
 
 _NEVER_QUANTIZED = re.compile(r"(in_proj_[ab]|conv1d)\.weight$")
@@ -198,8 +216,7 @@ def load_once(place: Path, first: Path) -> dict[str, float]:
     """Seconds of a copy of the files, and of `open_model` and `build`; and bytes of memory that the latter takes.
     `first`: a small checkpoint, with which all is imported that is needed."""
     open_model(first, dtype="bfloat16", keeps="codes").build(exact=False)
-    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
-    num_bytes = sum(file.stat().st_size for file in files)
+    files, num_bytes = files_of(place)
     seconds_of(files, lambda file: np.fromfile(file, np.uint8))  # until the system has them in its memory
     num_threads = torch.get_num_threads()
     copied_by_all = seconds_of(files, copy_mapped)
@@ -232,6 +249,12 @@ def load_once(place: Path, first: Path) -> dict[str, float]:
     }
 
 
+def files_of(place: Path) -> tuple[list[Path], int]:
+    """Those of a checkpoint's weights, and their bytes."""
+    files = [place] if place.is_file() else sorted(place.glob("*.safetensors"))
+    return files, sum(file.stat().st_size for file in files)
+
+
 def seconds_of(files: Sequence[Path], read: Callable[[Path], object]) -> float:
     """Of reading all of them, each to memory of its own."""
     begin = time.perf_counter()
@@ -247,9 +270,9 @@ def copy_mapped(file: Path) -> Tensor:
     return torch.empty_like(mapped).copy_(mapped)
 
 
-def load_in_process(place: Path, num_threads: int) -> dict[str, float]:
-    """`load_once` of a process of its own, with the threads of a server."""
-    words = "--load", str(place), "--folder", str(place.parent)
+def run_in_process(act: str, place: Path, num_threads: int) -> dict[str, float]:
+    """One of ACTS in a process of its own, with the threads of a server."""
+    words = "--act", act, "--place", str(place), "--folder", str(place.parent)
     command = [sys.executable, "-m", "benchmarks.quantized_start", *words]
     variables = {**os.environ, **thread_variables(num_threads, os.environ)}
     answer = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True)
@@ -262,7 +285,7 @@ def measure(places: Mapping[str, Path], rounds: int, num_threads: int) -> dict[s
     turns: dict[str, list[dict[str, float]]] = {name: [] for name in places}
     for _ in range(rounds):
         for name, place in places.items():
-            turns[name].append(load_in_process(place, num_threads))
+            turns[name].append(run_in_process("load", place, num_threads))
     best = {}
     for name, loads in turns.items():
         best[name] = min(loads, key=lambda load: load["seconds"])
@@ -276,6 +299,150 @@ def measure(places: Mapping[str, Path], rounds: int, num_threads: int) -> dict[s
         load["peak_over_file"] = load["peak_bytes"] / load["bytes"]
         load["kept_over_file"] = load["kept_bytes"] / load["bytes"]
     return best
+
+
+# -- starts from a disk ------------------------------------------------------------------------------------------------
+
+
+def read_once(place: Path, cold: bool) -> dict[str, float]:
+    """Of reading a checkpoint's files into one buffer."""
+    files, num_bytes = files_of(place)
+    with timing(files, cold) as timed:
+        buffer, filled = memoryview(np.empty(num_bytes, np.uint8)), 0
+        for file in files:
+            descriptor, begin = os.open(file, os.O_RDONLY), filled
+            while count := os.preadv(descriptor, [buffer[filled:]], filled - begin):
+                filled += count
+            os.close(descriptor)
+    assert filled == num_bytes
+    return timed
+
+
+def start_once(place: Path, first: Path, cold: bool) -> dict[str, float]:
+    """Of loading a checkpoint. `first`: see `load_once`."""
+    open_model(first, dtype="bfloat16", keeps="codes").build(exact=False)
+    with timing(files_of(place)[0], cold) as timed:
+        open_model(place, dtype="bfloat16", keeps="codes").build(exact=False)
+    return timed
+
+
+def memory_of_start(place: Path, first: Path) -> dict[str, float]:
+    """The most that loading a checkpoint takes, looked at by a thread that would hold it up if it were timed."""
+    open_model(first, dtype="bfloat16", keeps="codes").build(exact=False)
+    before = anonymous_bytes()
+    with watching_memory() as most:
+        model = open_model(place, dtype="bfloat16", keeps="codes").build(exact=False)
+        peak = most() - before
+    del model
+    return {"peak_bytes": peak}
+
+
+@contextmanager
+def timing(files: Sequence[Path], cold: bool) -> Iterator[dict[str, float]]:
+    """Gives what will be known at the end: by the wall, and by the processor in this process and for it. `cold`: the
+    system is to have forgotten the files. Raises RuntimeError where it had not."""
+    num_bytes = sum(file.stat().st_size for file in files)
+    if cold:
+        for file in files:
+            forget(file)
+    else:
+        seconds_of(files, lambda file: np.fromfile(file, np.uint8))
+    timed: dict[str, float] = {}
+    from_disk, used = read_from_disk(), resource.getrusage(resource.RUSAGE_SELF)
+    waited, begin = seconds_without_core(), time.perf_counter()
+    yield timed
+    wall, now = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF)
+    seconds = wall - (seconds_without_core() - waited)
+    share = (read_from_disk() - from_disk) / num_bytes
+    if cold and share < _LEAST_FROM_DISK:
+        raise RuntimeError(f"of {files[0]} only {share:.0%} came from a disk: give another --folder")
+    user, system = now.ru_utime - used.ru_utime, now.ru_stime - used.ru_stime
+    timed |= {"bytes": num_bytes, "seconds": seconds, "wall_seconds": wall}
+    timed |= {"user_seconds": user, "system_seconds": system}
+
+
+def forget(file: Path) -> None:
+    """Has the system give up the pages of a file that it has in its memory."""
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def seconds_without_core() -> float:
+    """In which this thread could have run, so far."""
+    return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+
+
+def read_from_disk() -> int:
+    """Bytes that this process has had fetched so far."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"])
+
+
+ACTS: Mapping[str, Callable[[Path, Path], dict[str, float]]] = MappingProxyType(
+    {
+        "load": load_once,
+        "read cold": lambda place, _: read_once(place, cold=True),
+        "start cold": lambda place, first: start_once(place, first, cold=True),
+        "read warm": lambda place, _: read_once(place, cold=False),
+        "start warm": lambda place, first: start_once(place, first, cold=False),
+        "memory": memory_of_start,
+    }
+)
+"""What a process of its own does with a checkpoint, given a small one as well."""
+
+_TIMED = ("read cold", "start cold", "read warm", "start warm")
+
+
+def measure_reading(places: Mapping[str, Path], rounds: int, num_threads: int) -> dict[str, dict[str, float]]:
+    """Of each format what reading and loading take, cold and warm, by turns."""
+    turns: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in places}
+    for number in range(rounds):
+        # What runs next may be given the very memory that the one before has left, which is cheaper than other memory.
+        acts = _TIMED[:: 1 if number % 2 else -1]
+        for name, place in places.items():
+            turns[name].append({act: run_in_process(act, place, num_threads) for act in acts})
+    memory = {name: run_in_process("memory", place, num_threads) for name, place in places.items()}
+    return {name: summary_of(each, memory[name]["peak_bytes"]) for name, each in turns.items()}
+
+
+def summary_of(turns: Sequence[Mapping[str, Mapping[str, float]]], peak_bytes: float) -> dict[str, float]:
+    """Least seconds, and medians of ratios."""
+    num_bytes = turns[0]["read cold"]["bytes"]
+    summary: dict[str, float] = {"bytes": num_bytes, "peak_over_file": peak_bytes / num_bytes}
+    for act in _TIMED:
+        for clock in ("seconds", "wall_seconds", "user_seconds", "system_seconds"):
+            summary[f"{act} {clock}"] = min(turn[act][clock] for turn in turns)
+    for state in ("cold", "warm"):
+        ratios = [turn[f"start {state}"]["seconds"] / turn[f"read {state}"]["seconds"] for turn in turns]
+        summary[f"{state}_over_read"] = statistics.median(ratios)
+        summary[f"{state}_beyond_read"] = summary[f"start {state} seconds"] - summary[f"read {state} seconds"]
+    return summary
+
+
+def reading_table(formats: Mapping[str, Mapping[str, float]]) -> Table:
+    timed = (f"{act} {state}, s" for state in ("cold", "warm") for act in ("read", "load"))
+    read, load, *warm = timed
+    columns = "file, MB", read, load, "/ read", *warm, "/ read", "processor, s: user", "system", "most memory / file"
+    table = Table("", *columns, title="Start from a disk")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, load in formats.items():
+        cells = (
+            cell
+            for state in ("cold", "warm")
+            for cell in (
+                f"{load[f'read {state} seconds']:.3f}",
+                f"{load[f'start {state} seconds']:.3f}",
+                f"{load[f'{state}_over_read']:.2f}",
+            )
+        )
+        processor = (f"{load[f'start cold {clock}_seconds']:.3f}" for clock in ("user", "system"))
+        table.add_row(name, f"{load['bytes'] / 1e6:,.0f}", *cells, *processor, f"{load['peak_over_file']:.2f}")
+    return table
 
 
 def growth_of(narrow: Mapping[str, float], wide: Mapping[str, float]) -> dict[str, float]:
@@ -322,10 +489,12 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cpu-threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--growth", action="store_true", help="what is constant and what grows with the bytes")
+    parser.add_argument("--reading", action="store_true", help="starts from a disk, beside plain reading")
     parser.add_argument("--folder", type=Path, help="for checkpoints, and looked at first; 4 GB, 5 with --growth")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--act", choices=ACTS, help=argparse.SUPPRESS)
+    parser.add_argument("--place", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args(words)
     check_positive(parser, arguments, "rounds", "cpu_threads")
     return arguments
@@ -333,18 +502,21 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse()
-    if arguments.load is not None:
-        print(json.dumps(load_once(arguments.load, arguments.folder / TINY)))
+    if arguments.act is not None:
+        print(json.dumps(ACTS[arguments.act](arguments.place, arguments.folder / TINY)))
         return
     with tempfile.TemporaryDirectory(prefix="cairn-start-") as scratch:
         folder = arguments.folder or Path(scratch)
         places = write_all(folder, arguments.formats, arguments.seed)
-        formats = measure(places, arguments.rounds, arguments.cpu_threads)
+        if arguments.reading:
+            formats = measure_reading(places, arguments.rounds, arguments.cpu_threads)
+        else:
+            formats = measure(places, arguments.rounds, arguments.cpu_threads)
         if arguments.growth:
             places = write_all(folder / NARROW, arguments.formats, arguments.seed, NARROW)
             narrow = measure(places, arguments.rounds, arguments.cpu_threads)
             formats = {name: load | growth_of(narrow[name], load) for name, load in formats.items()}
-    make_console().print(table_of(formats))
+    make_console().print((reading_table if arguments.reading else table_of)(formats))
     if arguments.growth:
         make_console().print(growth_table(formats))
     if arguments.json:

@@ -12,19 +12,22 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from cairn.check import reference as reference_module
 from cairn.check.generation import (
     NUM_PROMPTS,
     AnswerComparison,
     EngineAnswer,
     GenerationReport,
+    check_generation,
     gap_of,
     prompts_of,
     render_generation,
 )
-from cairn.check.reference import TransformersReference
+from cairn.check.reference import TransformersReference, check_packages
 from cairn.cli import main
 from cairn.engine.contract import TokenLogprobs
-from cairn.errors import ModelError
+from cairn.errors import ConfigError, ModelError
+from models.gguf_files import write_gguf
 from source_scan import ROOT
 from tiers import long
 
@@ -176,6 +179,40 @@ def test_another_model_is_found_out(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(TransformersReference, "__init__", lambda self, folder, dtype: started(self, other, dtype))
     assert main(["check", "--generate", str(model)]) == 1
     assert "not the same model" in capsys.readouterr().out
+
+
+@pytest.mark.more
+def test_a_gguf_file_is_the_same_model(model, tmp_path, capsys):
+    """As transformers reads it, with the package of the extra `check`."""
+    pytest.importorskip("accelerate")
+    file = write_gguf(model, tmp_path / "model.gguf", "Q8_0")
+    assert main(["check", "--generate", "--dtype", "float32", str(file)]) == 0
+    assert "the same model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("method", "wanted"),
+    [
+        ("gguf", "accelerate"),
+        ("fp8", "accelerate"),
+        ("compressed-tensors", "accelerate and compressed_tensors"),
+        ("awq", None),
+        (None, None),
+    ],
+)
+def test_what_transformers_lacks_is_said_before_anything_is_started(method, wanted, model, tmp_path, monkeypatch):
+    monkeypatch.setattr(reference_module, "find_spec", lambda name: None)
+    place = tmp_path
+    if method == "gguf":
+        place = write_gguf(model, tmp_path / "model.gguf", "Q8_0")
+    else:
+        config = {} if method is None else {"quantization_config": {"quant_method": method}}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    if wanted is None:
+        check_packages(place)
+        return
+    with pytest.raises(ConfigError, match=rf"reads {method} .* only with {wanted}: pip install .*\[check\]"):
+        check_generation(place, "float32", None, None, Console())
 
 
 def test_a_checkpoint_that_transformers_cannot_load(tmp_path):

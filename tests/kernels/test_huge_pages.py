@@ -11,7 +11,7 @@ import torch
 
 from cairn.kernels import cpu
 from cairn.kernels.cpu import huge_pages
-from cairn.kernels.cpu.huge_pages import WeightMemory
+from cairn.kernels.cpu.huge_pages import PassingMemory, WeightMemory
 
 
 def test_tensors_share_a_region_and_do_not_overlap() -> None:
@@ -54,6 +54,44 @@ def test_a_region_goes_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> 
     del second
     gc.collect()
     assert [region() is not None for region in regions] == [False]
+
+
+def test_what_passes_is_lent_again_when_nothing_is_in_it() -> None:
+    memory, size = PassingMemory(), 3 << 20
+    first, second = memory.empty((size,), torch.int8), memory.empty((size,), torch.int8)
+    first.fill_(1), second.fill_(2)
+    place, part = first.data_ptr(), first[5:9]
+    assert second.data_ptr() != place
+    del first
+    assert memory.empty((size,), torch.int8).data_ptr() not in (place, second.data_ptr())
+    assert part.tolist() == [1] * 4
+    del part
+    assert memory.empty((size // 4,), torch.float32).data_ptr() == place
+    assert (second == 2).all()
+
+
+def test_what_passes_and_is_too_small_for_the_next_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    regions: list[weakref.ref[mmap.mmap]] = []
+
+    class Mapped(mmap.mmap):
+        pass
+
+    def mapped(*args: int, **options: int) -> Mapped:
+        region = Mapped(*args, **options)
+        regions.append(weakref.ref(region))
+        return region
+
+    monkeypatch.setattr(huge_pages.mmap, "mmap", mapped)
+    monkeypatch.setattr(huge_pages, "_LARGEST_LENT", 8 << 20)
+    memory = PassingMemory()
+    for size, kept in ((2, [True]), (6, [False, True]), (4, [False, True]), (20, [False, False, False])):
+        memory.empty((size << 20,), torch.int8).fill_(1)
+        assert [region() is not None for region in regions] == kept
+    tensor = memory.empty((4 << 20,), torch.int8).fill_(3)
+    memory.clear()
+    assert (tensor == 3).all()
+    del tensor
+    assert [region() is not None for region in regions] == [False] * 4
 
 
 @pytest.mark.parametrize("gone", [True, False])

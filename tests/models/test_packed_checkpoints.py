@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -287,7 +290,7 @@ LAYER = "model.layers.0.mlp.up_proj"
             torch.ones(8, 63, dtype=torch.int32),
             rf"{LAYER}.qzeros is I32 \[8, 63\], AWQ of .* \[8, 64\]",
         ),
-        ("GPTQ", "scales", torch.ones(4, 512).half(), rf"{LAYER}.scales is F16 \[4, 512\], GPTQ of .* \[8, 512\]"),
+        ("GPTQ", "scales", torch.ones(4, 512).half(), rf"{LAYER}.scales is F16 \[4, 512\], GPTQ of .* F16 \[8, 512\]"),
         ("GPTQ", "qzeros", torch.ones(8, 64), rf"{LAYER}.qzeros is F32 .* GPTQ of .* makes it I32"),
         ("GPTQ", "qweight", torch.ones(16, 512, dtype=torch.int32), rf"{LAYER}.qweight is I32 \[16, 512\], GPTQ"),
         ("W4A16", "weight_scale", None, rf"{LAYER}.weight_scale .* \(compressed-tensors pack-quantized\) is missing"),
@@ -337,6 +340,15 @@ def test_a_file_that_is_cut_off_is_named(written: Any, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1000])
     with pytest.raises(ModelError, match=r"model.safetensors: damaged or cut short"):
         check(folder)
+
+
+@pytest.mark.parametrize("form", ["W8A8", more("AWQ"), more("compressed NVFP4")])
+def test_check_leaves_nothing_behind(form: str, written: Any, tmp_path: Path) -> None:
+    """Of some operations without memory torch's compiler makes a folder."""
+    (folder := tmp_path / "temporary").mkdir()
+    code = f"from cairn.check.report import check; from pathlib import Path; check(Path({str(written(form))!r}))"
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "TMPDIR": str(folder)})
+    assert not list(folder.iterdir())
 
 
 COMPRESSED = dict(FORMATS["W4A16"].config)

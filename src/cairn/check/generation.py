@@ -24,9 +24,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from cairn.check.reference import TransformersReference
+from cairn.check.reference import TransformersReference, check_packages
 from cairn.engine.contract import EngineClient, GenerateRequest, StopConditions, TextTokenizer, TokenLogprobs
 from cairn.errors import EngineDead
+from cairn.models.decoder_config import MADE_AT_LOAD
 from cairn.types import SamplingParams
 
 __all__ = ["GenerationReport", "check_generation", "render_generation"]
@@ -344,10 +345,13 @@ def check_generation(
     folder: Path, dtype: str, quantization: str | None, engine: EngineClient, console: Console
 ) -> GenerationReport:
     """Start `engine`, which serves the checkpoint in `folder`, ask it, end it, and compare with transformers: so the
-    weights are in memory once at a time. `dtype`: what it is served in. A terminal shows progress.
+    weights are in memory once at a time. `dtype`: what it is served in; `quantization`: what weights of products are
+    in, if in none. A terminal shows progress.
 
-    Raises ModelError when transformers cannot load the checkpoint, ConfigError and EngineDead as the engine does.
+    Raises ConfigError when transformers lacks a package for it, before anything is started, ModelError when it cannot
+    load the checkpoint, ConfigError and EngineDead as the engine does.
     """
+    check_packages(folder)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("cairn answers", total=2 * (NUM_PROMPTS + 1))
@@ -365,4 +369,6 @@ def check_generation(
         served, tokenizer = asyncio.run(ask())
         progress.update(task, description="transformers answers")
         reference = TransformersReference(folder, dtype)
-        return compare(str(folder), quantization or dtype, served, reference, tokenizer.decode, advance)
+        # What is served as it is stored has the very numbers that transformers reads.
+        rounded_to = str(quantization) if quantization in MADE_AT_LOAD else dtype
+        return compare(str(folder), rounded_to, served, reference, tokenizer.decode, advance)

@@ -1,14 +1,26 @@
 """What transformers computes with a checkpoint's weights, as the truth that cairn's answers are compared with."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from cairn.errors import ModelError
+from cairn.errors import ConfigError, ModelError
 from cairn.models.weights.gguf.header import is_gguf
+from cairn.models.weights.loader import read_config
+
+_PACKAGES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "gguf": ("accelerate",),
+        "fp8": ("accelerate",),
+        "compressed-tensors": ("accelerate", "compressed_tensors"),
+    }
+)
+"""What transformers wants besides, by how a checkpoint is stored."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +29,19 @@ class ReferenceAnswer:
 
     token_ids: list[int]
     logprobs: torch.Tensor
+
+
+def check_packages(folder: Path) -> None:
+    """Raises ConfigError where transformers would want a package that is not installed, and ModelError as
+    `read_config`."""
+    stored: Any = {"quant_method": "gguf"} if is_gguf(folder) else read_config(folder).get("quantization_config")
+    method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+    missing = [name for name in _PACKAGES.get(str(method), ()) if find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"--generate: transformers, which answers are compared with, reads {method} checkpoints only with "
+            f"{' and '.join(missing)}: pip install 'cairn-serve[check]'"
+        )
 
 
 class TransformersReference:

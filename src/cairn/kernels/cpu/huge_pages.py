@@ -6,6 +6,7 @@ lines, in a virtual machine in two tables, and does not read beyond it ahead: do
 
 import math
 import mmap
+import sys
 from contextlib import suppress
 from functools import cache
 
@@ -17,6 +18,12 @@ _REGION = 64 << 20
 """Bytes that are mapped at once, for many weights: what is never written takes no memory."""
 
 _ALIGNMENT = 64
+
+_LARGEST_LENT = 64 << 20
+"""Bytes of a passing matrix beyond which its memory is not kept for the next one."""
+
+_IDLE = 2
+"""References to a region that no tensor is in: the list's, and the argument that it is counted as."""
 
 
 class WeightMemory:
@@ -32,19 +39,42 @@ class WeightMemory:
         if not num_bytes:
             return torch.empty(shape, dtype=dtype)
         if self._region is None or self._used + num_bytes > self._region.numel():
-            self._region, self._used = _map_region(max(num_bytes, _REGION)), 0
+            self._region, self._used = _aligned(_map_region(max(num_bytes, _REGION))), 0
         tensor = self._region[self._used : self._used + num_bytes].view(dtype).view(shape)
         self._used += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return tensor
 
 
-def passing_memory(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Uninitialized, for what is read and soon packed: it goes back to the system with the tensor, where the heap would
-    keep holes as large as matrices."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _HUGE_PAGE // 2:
-        return torch.empty(shape, dtype=dtype)
-    return _map_region(-(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE)[:num_bytes].view(dtype).view(shape)
+class PassingMemory:
+    """Memory for matrices that are read and soon packed: a region that no tensor is in any more is lent again, so that
+    the system need not clear its pages once more, and what is written there is still in a cache. The heap would keep
+    holes as large as matrices."""
+
+    def __init__(self) -> None:
+        self._regions: list[mmap.mmap] = []
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialized."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if num_bytes < _HUGE_PAGE // 2:
+            return torch.empty(shape, dtype=dtype)
+        return self._lend(-(-num_bytes // _HUGE_PAGE) * _HUGE_PAGE)[:num_bytes].view(dtype).view(shape)
+
+    def clear(self) -> None:
+        """Gives idle regions back to the system, and others with their tensors."""
+        self._regions.clear()
+
+    def _lend(self, num_bytes: int) -> Tensor:
+        idle = [number for number in range(len(self._regions)) if sys.getrefcount(self._regions[number]) == _IDLE]
+        for number in idle:
+            if len(self._regions[number]) >= num_bytes + _HUGE_PAGE:
+                return _aligned(self._regions[number])
+        for number in idle[:1]:
+            del self._regions[number]
+        region = _map_region(num_bytes)
+        if num_bytes <= _LARGEST_LENT:
+            self._regions.append(region)
+        return _aligned(region)
 
 
 @cache
@@ -53,13 +83,22 @@ def weight_memory() -> WeightMemory:
     return WeightMemory()
 
 
-def _map_region(num_bytes: int) -> Tensor:
-    """uint8, from a huge page's beginning on."""
-    advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if advice is None:
-        return torch.empty(num_bytes, dtype=torch.uint8)
+@cache
+def passing_memory() -> PassingMemory:
+    """One for the process."""
+    return PassingMemory()
+
+
+def _map_region(num_bytes: int) -> mmap.mmap:
+    """So many bytes from a huge page's beginning on."""
     region = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them: small pages do as well
-        region.madvise(advice)
+    if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
+        with suppress(OSError):  # a kernel without them: small pages do as well
+            region.madvise(advice)
+    return region
+
+
+def _aligned(region: mmap.mmap) -> Tensor:
+    """uint8, from a huge page's beginning on."""
     whole = torch.frombuffer(region, dtype=torch.uint8)
     return whole[-whole.data_ptr() % _HUGE_PAGE :]

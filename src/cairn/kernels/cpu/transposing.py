@@ -26,7 +26,7 @@ _ORDERED_AT_A_TIME = 64
 def transpose_words(words: Tensor) -> Tensor:
     """int32 [n, m], rows contiguous -> [m, n]."""
     height, width = words.shape
-    out = passing_memory((width, height), torch.int32)
+    out = passing_memory().empty((width, height), torch.int32)
     items = -(-width // LANES)
     _transpose_words["words"](
         items, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), height, width, out.data_ptr()
@@ -38,7 +38,7 @@ def transpose_codes(words: Tensor, order: Sequence[int]) -> Tensor:
     """int32 [8 n, m], rows contiguous, of 8 m codes -> [8 m, n]. `order`: of the columns in a word, from its lowest
     bits on."""
     height, width = words.shape
-    out = passing_memory((_CODES * width, height // _CODES), torch.int32)
+    out = passing_memory().empty((_CODES * width, height // _CODES), torch.int32)
     columns, items = torch.tensor(order), -(-width // LANES)
     _transpose_codes["words"](
         items, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), height // _CODES, width,
@@ -51,7 +51,7 @@ def order_codes(words: Tensor, order: Tensor, bits: int) -> Tensor:
     """int32 [n, m], rows contiguous, of whose columns each has 32 / bits n codes, from the lowest bits of the first row
     on -> codes `order` of each column, int64."""
     height, width = words.shape
-    out, places = passing_memory((height, width), torch.int32).zero_(), order.long()
+    out, places = passing_memory().empty((height, width), torch.int32).zero_(), order.long()
     items = -(-width // _ORDERED_AT_A_TIME)
     _order_codes["words"](
         items, out.numel() // _WORD_RATE, words.data_ptr(), words.stride(0), height, width, places.data_ptr(), bits,

@@ -16,9 +16,15 @@ def compiled_loops(name: str) -> Any:
 
 
 def passing_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialized, for a matrix that is soon packed: see `passing_memory`."""
+    """Uninitialized, for a matrix that is soon packed: see `PassingMemory`."""
     memory = compiled_loops("huge_pages") if device.type == "cpu" else None
     if memory is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    passing: Tensor = memory.passing_memory(shape, dtype)
+    passing: Tensor = memory.passing_memory().empty(shape, dtype)
     return passing
+
+
+def give_back_passing() -> None:
+    """What is kept for the next `passing_tensor` goes back to the system."""
+    if (memory := compiled_loops("huge_pages")) is not None:
+        memory.passing_memory().clear()

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from cairn.errors import EngineDead, ModelError
 from cairn.layers.communicator import SINGLE_RANK, Communicator
+from cairn.models.weights.compiled_loops import give_back_passing
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.load_progress import load_progress
 from cairn.models.weights.loader import WeightReader
@@ -134,10 +135,13 @@ def load_weights(
     if stream is None or is_gguf(reader.folder):
         with (
             load_progress(what, total, "the host", communicator.rank == 0) as advance,
-            map_files(reader.folder, reader.headers, advance) as files,
+            map_files(reader.folder, reader.headers, advance, reader.reading_order(expected)) as files,
             reader.read_from(files),
         ):
-            yield
+            try:
+                yield
+            finally:
+                give_back_passing()
         return
     recorder = PartRecorder(reader.headers)
     with reader.read_from(recorder):

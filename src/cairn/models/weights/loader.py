@@ -26,6 +26,7 @@ from cairn.models.sharding import TensorShard
 from cairn.models.weights.gguf.checkpoint import open_gguf
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.gguf.source import find_type_problem
+from cairn.models.weights.packed_matrices import find_layout, packed_tensors
 from cairn.models.weights.quantization import (
     FP8,
     Quantization,
@@ -181,6 +182,15 @@ class WeightReader:
         """Of the tensors that these are read from."""
         headers = (self.headers[name] for name in used_tensors(self.headers, expected, self._quantization))
         return sum(map(stored_bytes, headers))
+
+    def reading_order(self, expected: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+        """The tensors that these are read from, one after the other, but for small ones of FP8."""
+        for name in expected:
+            layout = None if self._quantization is None else find_layout(self.headers, name, self._quantization.layouts)
+            if layout is not None:
+                yield from packed_tensors(self.headers, name, layout)
+            elif name in self.headers:
+                yield name
 
     def verify(self, expected: Mapping[str, tuple[int, ...]], ignored: tuple[str, ...] = ()) -> None:
         """Raises ModelError naming tensors that are missing, unknown, misshapen or of a dtype that cannot be read."""

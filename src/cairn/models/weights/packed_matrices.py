@@ -142,9 +142,10 @@ def _match(headers: Mapping[str, TensorHeader], name: str, layout: PackedLayout,
             return f"{stored} {list(wanted.shapes[0])} ({layout.format}) is missing"
         header = headers[stored]
         if header.shape not in wanted.shapes or header.dtype not in wanted.dtypes:
+            dtype = header.dtype if header.dtype in wanted.dtypes else wanted.dtypes[0]
             return (
                 f"{header.file}: {stored} is {header.dtype} {list(header.shape)}, {layout.format} of "
-                f"{list(coding.shape)} in groups of {coding.group} makes it {wanted.dtypes[0]} {list(wanted.shapes[0])}"
+                f"{list(coding.shape)} in groups of {coding.group} makes it {dtype} {list(wanted.shapes[0])}"
             )
         tensors[role] = stored
     return PackedMatrix(name, layout, coding, tensors, headers)

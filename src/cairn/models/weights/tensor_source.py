@@ -1,6 +1,6 @@
 """Where the stored numbers of tensors come from: files mapped into memory, or, in `device_copy`, copies to a device."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import prod
@@ -15,7 +15,8 @@ from torch import Tensor
 from cairn.models.sharding import Slice
 from cairn.models.weights.gguf.header import is_gguf
 from cairn.models.weights.gguf.source import GgufFiles
-from cairn.models.weights.tensor_headers import TensorHeader
+from cairn.models.weights.read_ahead import FileRange, ReadAhead
+from cairn.models.weights.tensor_headers import TensorHeader, read_offsets
 
 TORCH_DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
     {
@@ -50,17 +51,25 @@ class MappedFiles:
     device = torch.device("cpu")
 
     def __init__(
-        self, folder: Path, headers: Mapping[str, TensorHeader], advance: Callable[[int], None] | None = None
+        self,
+        folder: Path,
+        headers: Mapping[str, TensorHeader],
+        advance: Callable[[int], None] | None = None,
+        order: Iterable[str] = (),
     ) -> None:
-        """`advance`: called with the number of bytes of each part."""
+        """`advance`: called with the number of bytes of each part. `order`: tensors that will be read, one after the
+        other: see `ReadAhead`."""
         self._folder = folder
         self._headers = headers
         self._advance = advance
         self._open: dict[str, Any] = {}
         self._stack = ExitStack()
+        self._ahead = ReadAhead(self._places(order))
+        self._stack.callback(self._ahead.close)
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         header = self._headers[name]
+        self._ahead.reached(name)
         file = self._file(header.file)
         whole = all(each == slice(0, length) for each, length in zip(part, header.shape, strict=True))
         values: Tensor = file.get_tensor(name) if whole else file.get_slice(name)[part]
@@ -78,6 +87,15 @@ class MappedFiles:
         self._open.clear()
         self._stack.close()
 
+    def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
+        offsets: dict[str, Mapping[str, tuple[int, int]]] = {}
+        for name in order:
+            path = self._folder / (file := self._headers[name].file)
+            if file not in offsets:
+                with path.open("rb") as opened:
+                    offsets[file] = read_offsets(opened)
+            yield name, FileRange(path, *offsets[file][name])
+
     def _file(self, name: str) -> Any:
         if name not in self._open:
             self._open[name] = self._stack.enter_context(safe_open(self._folder / name, framework="pt"))
@@ -85,10 +103,15 @@ class MappedFiles:
 
 
 def map_files(
-    folder: Path, headers: Mapping[str, TensorHeader], advance: Callable[[int], None] | None = None
+    folder: Path,
+    headers: Mapping[str, TensorHeader],
+    advance: Callable[[int], None] | None = None,
+    order: Iterable[str] = (),
 ) -> MappedFiles | GgufFiles:
     """The files of a checkpoint folder, or the GGUF file that `folder` is, as `MappedFiles`."""
-    return GgufFiles(folder, advance) if is_gguf(folder) else MappedFiles(folder, headers, advance)
+    if is_gguf(folder):
+        return GgufFiles(folder, advance, order)
+    return MappedFiles(folder, headers, advance, order)
 
 
 def stored_bytes(header: TensorHeader) -> int:

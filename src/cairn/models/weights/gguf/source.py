@@ -2,7 +2,7 @@
 the `gguf` package makes of them."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -20,6 +20,7 @@ from cairn.models.weights.gguf.checkpoint import open_gguf
 from cairn.models.weights.gguf.codes import CODED, empty_codes, fill_codes, has_loops, pack_blocks, take_columns
 from cairn.models.weights.gguf.header import GgufTensor
 from cairn.models.weights.gguf.views import GgufView, Order
+from cairn.models.weights.read_ahead import FileRange, ReadAhead
 
 PLAIN: Mapping[str, torch.dtype] = MappingProxyType(
     {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -49,17 +50,19 @@ class GgufFiles:
 
     device = torch.device("cpu")
 
-    def __init__(self, path: Path, advance: Callable[[int], None] | None = None) -> None:
-        """`advance`: called with the number of bytes of each tensor, or part of one. Raises ModelError as
-        `open_gguf`."""
+    def __init__(self, path: Path, advance: Callable[[int], None] | None = None, order: Iterable[str] = ()) -> None:
+        """`advance`: called with the number of bytes of each tensor, or part of one. `order`: as `MappedFiles` has it.
+        Raises ModelError as `open_gguf`."""
         self._folder = path.parent
         self._checkpoint = open_gguf(path)
         self._advance = advance
         self._open: dict[str, NDArray[np.uint8]] = {}
         self._threads = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "cairn-gguf")
+        self._ahead = ReadAhead(self._places(order))
 
     def read(self, name: str, part: tuple[slice, ...], dtype: torch.dtype | None) -> Tensor:
         """See `TensorSource`; in `dtype`, or where that is None as it is stored, in float32 if it is quantized."""
+        self._ahead.reached(name)
         view = self._checkpoint.views[name]
         shape = tuple(each.stop - each.start for each in part)
         if self._advance is not None:
@@ -81,12 +84,14 @@ class GgufFiles:
         self.close()
 
     def close(self) -> None:
+        self._ahead.close()
         self._threads.shutdown()
         self._open.clear()
 
     def read_codes(self, name: str, shard: TensorShard | None, dtype: torch.dtype) -> QuantizedWeight | None:
         """A matrix, or a stack of them, in codes, or a shard of it; None where it is stored in no codes, or in several
         kinds, or is cut inside a block, or its columns are in another order inside groups."""
+        self._ahead.reached(name)
         view = self._checkpoint.views[name]
         if view.column_order is not None:
             return self._read_ordered(view, shard, dtype)
@@ -107,6 +112,14 @@ class GgufFiles:
         for _ in run(fill, _steps(ranges, max(1, at_a_time // view.shape[-1]))):
             pass
         return _stacked(made, view.shape)
+
+    def _places(self, order: Iterable[str]) -> Iterator[tuple[str, FileRange]]:
+        for name in order:
+            for piece in self._checkpoint.views[name].pieces:
+                tensor = self._checkpoint.tensors[piece.tensor]
+                row = tensor.num_bytes // prod(tensor.shape[:-1])
+                place = tensor.begin + piece.begin * row, (piece.end - piece.begin) * row
+                yield name, FileRange(self._folder / tensor.file, *place)
 
     def _read_ordered(self, view: GgufView, shard: TensorShard | None, dtype: torch.dtype) -> QuantizedWeight | None:
         """A matrix whose columns are stored in another order, run by run."""

@@ -1,0 +1,160 @@
+"""Files are fetched in the order in which they will be read, no further than the window, whatever happens to them."""
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.models.registry import open_model
+from cairn.models.weights import read_ahead
+from cairn.models.weights.loader import WeightReader
+from cairn.models.weights.read_ahead import FileRange, ReadAhead
+from cairn.models.weights.tensor_source import stored_bytes
+from models.gguf_files import write_gguf
+
+PIECE = 1000
+WINDOW = 8 * PIECE
+
+Fetched = list[tuple[int, int]]
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> Fetched:
+    """Begin and bytes of all that is read ahead of a file that the system has nothing of."""
+    seen: Fetched = []
+
+    def preadv(descriptor: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
+        if flags:
+            raise BlockingIOError
+        seen.append((offset, len(buffers[0])))
+        return len(buffers[0])
+
+    monkeypatch.setattr(read_ahead.os, "preadv", preadv)
+    monkeypatch.setattr(read_ahead, "_PIECE", PIECE)
+    monkeypatch.setattr(read_ahead, "_WINDOW", WINDOW)
+    monkeypatch.setattr(read_ahead, "_BATCH", 1)
+    return seen
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights"
+    path.write_bytes(bytes(100 * PIECE))
+    return path
+
+
+@pytest.fixture
+def ahead() -> Iterator[Callable[..., ReadAhead]]:
+    made: list[ReadAhead] = []
+
+    def make(places: Any) -> ReadAhead:
+        made.append(ReadAhead(places))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def tensors(file: Path, count: int, num_bytes: int) -> list[tuple[str, FileRange]]:
+    return [(str(number), FileRange(file, number * num_bytes, num_bytes)) for number in range(count)]
+
+
+def test_it_stays_within_the_window_and_goes_on_as_tensors_are_read(file: Path, fetched: Fetched, ahead: Any) -> None:
+    reader = ahead(tensors(file, 20, 2500))
+    wait_until(lambda: sum(size for _, size in fetched) >= WINDOW)
+    assert fetched[:4] == [(0, 1000), (1000, 1000), (2000, 500), (2500, 1000)]
+    assert sum(size for _, size in fetched) < WINDOW + PIECE
+    reader.reached("2")
+    wait_until(lambda: sum(size for _, size in fetched) >= 3 * 2500 + WINDOW)
+    assert sum(size for _, size in fetched) < 3 * 2500 + WINDOW + PIECE
+
+
+def test_a_tensor_larger_than_the_window_is_fetched_to_its_end_once_it_is_read(
+    file: Path, fetched: Fetched, ahead: Any
+) -> None:
+    reader = ahead(tensors(file, 2, 5 * WINDOW))
+    reader.reached("0")
+    wait_until(lambda: sum(size for _, size in fetched) >= 6 * WINDOW)
+
+
+def test_what_has_been_read_is_not_fetched_any_more(file: Path, fetched: Fetched, ahead: Any) -> None:
+    gate = threading.Event()
+
+    def places() -> Iterator[tuple[str, FileRange]]:
+        gate.wait()
+        yield from tensors(file, 4, PIECE)
+
+    reader = ahead(places())
+    for name in "01":
+        reader.reached(name)
+    gate.set()
+    wait_until(lambda: len(fetched) == 2)
+    assert fetched == [(2 * PIECE, PIECE), (3 * PIECE, PIECE)]
+
+
+def test_a_batch_is_in_the_order_of_its_file(
+    file: Path, fetched: Fetched, ahead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_ahead, "_BATCH", 3 * PIECE)
+    places = dict(tensors(file, 5, PIECE))
+    ahead([(name, places[name]) for name in "41302"])
+    wait_until(lambda: len(fetched) == 5)
+    assert [begin // PIECE for begin, _ in fetched] == [1, 3, 4, 0, 2]
+
+
+def test_what_the_system_has_is_not_read(file: Path, ahead: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags_seen = []
+
+    def preadv(descriptor: int, buffers: list[Any], offset: int, flags: int = 0) -> int:
+        flags_seen.append(flags)
+        return len(buffers[0])
+
+    monkeypatch.setattr(read_ahead.os, "preadv", preadv)
+    ahead(tensors(file, 2, PIECE))
+    wait_until(lambda: len(flags_seen) == 4)
+    assert set(flags_seen) == {os.RWF_NOWAIT}
+
+
+def test_closing_does_not_wait_for_a_window_that_is_full(file: Path, fetched: Fetched, ahead: Any) -> None:
+    reader = ahead(tensors(file, 20, 2500))
+    wait_until(lambda: sum(size for _, size in fetched) >= WINDOW)
+    before = len(fetched)
+    reader.close()
+    assert len(fetched) == before
+
+
+def test_a_file_that_is_not_there_is_no_matter_of_this_one(tmp_path: Path, ahead: Any) -> None:
+    reader = ahead([("a", FileRange(tmp_path / "gone", 0, 10))])
+    reader.reached("a")
+    reader.close()
+
+
+@pytest.mark.parametrize("form", ["plain", "gguf"])
+def test_all_weights_of_a_model_are_fetched_where_its_files_have_them(
+    form: str, made_model: Any, tmp_path: Path
+) -> None:
+    place = made_model("qwen3_5")
+    if form == "gguf":
+        place = write_gguf(place, tmp_path / "model.gguf", "Q8_0")
+    model = open_model(place, keeps="codes")
+    with WeightReader(place, model.dtype, model.family.float32_tensors, model.quantization) as reader:
+        order = list(reader.reading_order(model.tensors(reader.names)))
+        ranges = list(reader._files._places(order))
+        sizes: dict[str, int] = {}
+        for name, each in ranges:
+            assert each.begin + each.num_bytes <= each.file.stat().st_size
+            sizes[name] = sizes.get(name, 0) + each.num_bytes
+        assert sizes == {name: stored_bytes(reader.headers[name]) for name in order}
+    assert len(sizes) == len(reader.headers)
