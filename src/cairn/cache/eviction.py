@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from cairn.cache.checkpoint import Kind, Lineage, Origin
 from cairn.cache.divergence import DivergenceStats
-from cairn.cache.hazard import Class, HazardTable, TimesAtRisk, Watched
+from cairn.cache.hazard import PSEUDO_HITS, Class, HazardTable, TimesAtRisk, Watched
 from cairn.cache.tree import Checkpoint, Node, next_above, next_below
 from cairn.cache.tree_store import TreeObserver
 from cairn.step import GRID
@@ -42,10 +42,10 @@ beginning; and how many checkpoints at most wait for that."""
 GHOST_FACTOR, MIN_GHOSTS = 4, 2048
 """Ghosts at most: so many, and as many times the checkpoints that fit the pool."""
 
-DISCOUNT, PATH_PSEUDO_HITS = 0.35, 5.0
+DISCOUNT = 0.35
 """What the chance of a path counts for: the positions on it are the best of many that are estimated, so that what they
-are expected to save is too much ("The optimizer's curse", Smith and Winkler, Management Science 52, 2006). And for how
-many hits that counts which is not known yet: more than of checkpoints, so that it is found out."""
+are expected to save is too much ("The optimizer's curse", Smith and Winkler, Management Science 52, 2006). What is not
+known yet is not discounted, so that it is found out."""
 
 _NEW_TOKEN_BINS = (512, 2048, 8192)
 """Where the classes of new tokens begin."""
@@ -185,7 +185,7 @@ class ValuePerByte(EvictionPolicy):
         self.now = self.version = 0
         self.max_ghosts = MIN_GHOSTS
         self.table = table or HazardTable()
-        self.path_table = type(self.table)(pseudo_hits=PATH_PSEUDO_HITS)
+        self.path_table = type(self.table)(pseudo_hits=PSEUDO_HITS / DISCOUNT)
         self._times, self._path_times = TimesAtRisk(self.table), TimesAtRisk(self.path_table)
         self._records: dict[Node, ReuseStats] = {}
         self._ghosts: OrderedDict[Node, None] = OrderedDict()
