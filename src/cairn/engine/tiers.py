@@ -44,9 +44,9 @@ MOST_DISK_BYTES = 64 << 30
 _SEGMENTS = 8
 """Of the largest entry, and what else a folder takes: less would be written anew all the time."""
 
-RESTS = 40.0
-"""How many times as long as they work the threads that write rest, where no core is spare: what is written takes some
-2 % of a core then. To compute it takes two cores a hundred times as long as to write it."""
+RESTS = 20.0
+"""How many times as long as they work the threads that write rest, where no core is spare: each takes 5 % of a core at
+most then, and writes some 50 MB/s, about as much as a model of 333 M parameters computes on two cores."""
 
 logger = logging.getLogger(__name__)
 
