@@ -141,12 +141,26 @@ def test_a_reset_does_not_wait_for_copies(tiny_model, engine):
 
 
 @pytest.mark.parametrize(("more_cores", "rests"), [(0, RESTS), (1, 0.0)])
-def test_threads_that_write_rest_where_no_core_is_spare(more_cores, rests, tiny_model, engine, monkeypatch):
+def test_threads_that_write_rest_beside_steps_where_no_core_is_spare(
+    more_cores, rests, tiny_model, engine, monkeypatch
+):
     monkeypatch.setattr(Machine, "num_cores", lambda machine: torch.get_num_threads() + more_cores)
-    tiers = engine(tiny_model, host_cache_bytes=16 << 20).tiers
-    assert [tiers.lanes.copies.rests, tiers.lanes.writes.rests] == [rests] * 2
-    tiers.write_back()
-    assert [tiers.lanes.copies.rests, tiers.lanes.writes.rests] == [0.0] * 2, "at the end there are no steps"
+    one = engine(tiny_model, host_cache_bytes=16 << 20)
+
+    def pace() -> list[float]:
+        one.core.poll()
+        lanes = one.tiers.lanes
+        return [each.rests for each in (lanes.names, lanes.copies, lanes.reads, lanes.writes)]
+
+    assert pace() == [0.0] * 4
+    one.submit("r", TEXT)
+    assert pace() == [0.0, rests, 0.0, rests]
+    one.tiers.write_back()
+    assert not one.tiers.lanes.writes.rests, "at the end there are no steps"
+    assert pace() == [0.0, rests, 0.0, rests]
+    while one.core.has_work:
+        one.step()
+    assert pace() == [0.0] * 4, "nobody computes"
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="/proc does not tell")

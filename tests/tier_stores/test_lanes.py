@@ -43,7 +43,8 @@ def times(monkeypatch):
 
 @pytest.fixture
 def lane():
-    lane = ThreadLane("tier-test", lambda: None, rests=40.0)
+    lane = ThreadLane("tier-test", lambda: None)
+    lane.pace(40.0)
     yield lane
     lane.close()
 
@@ -75,15 +76,17 @@ class TestRest:
             rest()
 
         task()
-        lane.hurry()
+        lane.pace(0.0)
         lane.submit(task).result()
         assert not times.slept
 
     def test_only_what_nobody_waits_for_rests(self, times):
-        tier = thread_lanes(lambda: None, 40.0)
+        tier = thread_lanes(lambda: None)
         try:
+            assert not any(each.rests for each in (tier.names, tier.copies, tier.reads, tier.writes))
+            tier.pace(40.0)
             assert [each.rests for each in (tier.names, tier.copies, tier.reads, tier.writes)] == [0, 40, 0, 40]
-            tier.hurry()
+            tier.pace(0.0)
             assert not tier.copies.rests and not tier.writes.rests
             wait([each.submit(rest) for each in (tier.copies, tier.writes)])
             assert not times.slept

@@ -59,7 +59,7 @@ class ManualLane:
                 future.set_exception(error)
         return number
 
-    def hurry(self) -> None:
+    def pace(self, rests: float) -> None:
         pass
 
     def close(self) -> None:

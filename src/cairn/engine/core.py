@@ -210,6 +210,8 @@ class Core:
             self._transfer.check()
         elif self._tiers is None:
             return []
+        if self._tiers is not None:
+            self._tiers.set_pace(has_work=self.has_work)
         return self._outputs.process_outputs(self._scheduler.poll())
 
     def start(self, wake: Callable[[], None]) -> None:

@@ -148,12 +148,14 @@ class EngineTiers:
         rests: float = 0.0,
     ) -> None:
         """`contents`: the images behind key tokens below 0. `events`: those of the pool. `lanes`: threads, unless
-        given, `rests` theirs. `at_end`: called last."""
+        given. `at_end`: called last. `rests`: how many times as long as they work threads that write rest while steps
+        are computed."""
         self._wake = _Wake()
         self._stores = stores
         self._at_end = at_end
         self._closed = False
-        self.lanes = lanes or thread_lanes(self._wake, rests)
+        self._rests = rests
+        self.lanes = lanes or thread_lanes(self._wake)
         exact = cache.policy.exact
         context = TierContext(cache.layout, stores, names, memory, self.lanes, clock, transfers.prefill_speed, exact)
         announced = None
@@ -174,9 +176,14 @@ class EngineTiers:
         """`wake` has the core's thread look at what is done."""
         self._wake.call = wake
 
+    def set_pace(self, *, has_work: bool) -> None:
+        """`has_work`: whether steps are computed, which feel what is written meanwhile."""
+        if self._rests:
+            self.lanes.pace(self._rests if has_work else 0.0)
+
     def write_back(self) -> None:
         """Go on writing until nothing is left, for a short while."""
-        self.lanes.hurry()
+        self.set_pace(has_work=False)
         until = time.monotonic() + WRITE_BACK_SECONDS
         while not self.demoter.is_idle and time.monotonic() < until:
             self.demoter.poll()

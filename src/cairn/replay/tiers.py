@@ -32,7 +32,7 @@ class _AtOnce:
         future.set_result(task())
         return future
 
-    def hurry(self) -> None:
+    def pace(self, rests: float) -> None:
         """It never rests."""
 
     def close(self) -> None:

@@ -29,8 +29,8 @@ class Lane(Protocol):
         """Have a task carried out some time later. Never waits. Whoever submits bounds how many there are."""
         ...
 
-    def hurry(self) -> None:
-        """Rest no more: somebody waits for the end."""
+    def pace(self, rests: float) -> None:
+        """From now on rest so many times as long as it works: see `rest`."""
         ...
 
     def close(self) -> None:
@@ -42,10 +42,8 @@ class ThreadLane:
     """A `Lane` of `num_threads` threads, which ends with the process whatever they are doing: a disk may never answer.
     `wake` is called after each task. `nice`: the niceness of its threads. `rests`: see `rest`."""
 
-    def __init__(
-        self, name: str, wake: Callable[[], None], num_threads: int = 1, nice: int = 0, rests: float = 0.0
-    ) -> None:
-        self.rests = rests
+    def __init__(self, name: str, wake: Callable[[], None], num_threads: int = 1, nice: int = 0) -> None:
+        self.rests = 0.0
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._wake = wake
         self._nice = nice
@@ -73,8 +71,8 @@ class ThreadLane:
         self._tasks.put(run)
         return future
 
-    def hurry(self) -> None:
-        self.rests = 0.0
+    def pace(self, rests: float) -> None:
+        self.rests = rests
 
     def close(self) -> None:
         self._closed = True
@@ -141,10 +139,10 @@ class TierLanes:
     reads: Lane
     writes: Lane
 
-    def hurry(self) -> None:
-        """See `Lane.hurry`."""
+    def pace(self, rests: float) -> None:
+        """See `Lane.pace`: of those that nobody waits for."""
         for lane in (self.copies, self.writes):
-            lane.hurry()
+            lane.pace(rests)
 
     def close(self) -> None:
         """See `Lane.close`."""
@@ -152,12 +150,11 @@ class TierLanes:
             lane.close()
 
 
-def thread_lanes(wake: Callable[[], None], rests: float = 0.0) -> TierLanes:
-    """The lanes of a server. `wake`: has the thread that plans steps look at what is done. `rests`: of the threads that
-    nobody waits for, see `rest`."""
+def thread_lanes(wake: Callable[[], None]) -> TierLanes:
+    """The lanes of a server. `wake`: has the thread that plans steps look at what is done."""
     return TierLanes(
         ThreadLane("tier-names", wake),
-        ThreadLane("tier-copies", wake, nice=LOW_PRIORITY, rests=rests),
+        ThreadLane("tier-copies", wake, nice=LOW_PRIORITY),
         ThreadLane("tier-reads", wake, num_threads=2),
-        ThreadLane("tier-writes", wake, nice=LOW_PRIORITY, rests=rests),
+        ThreadLane("tier-writes", wake, nice=LOW_PRIORITY),
     )
