@@ -22,9 +22,9 @@ _ALIGNMENT = 64
 _LARGEST_LENT = 64 << 20
 """Bytes of a passing matrix beyond which its memory is not kept for the next one."""
 
-_ALONE = [object()]
+_ALONE = (object(),)
 _IDLE = sys.getrefcount(_ALONE[0])
-"""References to a region that no tensor is in, which a list alone has: counted, for Python versions differ."""
+"""References to a region that no tensor is in, which one list has: counted, for Python versions differ."""
 
 
 class WeightMemory:
