@@ -80,6 +80,16 @@ class TestRest:
         lane.submit(task).result()
         assert not times.slept
 
+    def test_nobody_rests_for_what_was_done_while_nobody_rested(self, lane, times):
+        def task():
+            for rests in (0.0, 40.0):
+                lane.pace(rests)
+                times.work(0.001)
+                rest()
+
+        lane.submit(task).result()
+        assert times.slept == pytest.approx([0.04])
+
     def test_only_what_nobody_waits_for_rests(self, times):
         tier = thread_lanes(lambda: None)
         try:

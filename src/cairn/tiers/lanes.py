@@ -114,6 +114,7 @@ def rest() -> None:
     and little by little it goes unnoticed."""
     rests = 0.0 if _worker.lane is None else _worker.lane.rests
     if not rests:
+        _worker.worked = time.thread_time()
         return
     seconds = time.thread_time() - _worker.worked
     if seconds < LITTLE_SECONDS:
