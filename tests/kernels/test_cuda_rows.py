@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.backends import BACKENDS, DEVICES
+from kernels.backends import BACKENDS, DEVICES, INTERPRETED
 from kernels.comparison import check_against_reference, same_bits
 from kernels.kernel_calls import Call
 from kernels.random_batches import RandomBatch, SequenceRows
@@ -234,7 +234,12 @@ def test_more_rows_than_a_launch_has_programs_for_are_several_launches(
     monkeypatch.setattr(module, "_run_many_tokens", counted)
     # Two blocks of 32 pairs beside one of each expert.
     monkeypatch.setattr(module, "_MOST_BLOCKS", 9 + 2)
-    assert same_bits(call.run(CUDA)[0], whole)
+    (parts,) = call.run(CUDA)
+    if INTERPRETED and dtype is torch.float32:
+        # numpy's products, which stand for the GPU's, round a row by where it stands on some processors
+        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+    else:
+        assert same_bits(parts, whole)
     assert launched == [21, 21, 21, 21, 6]
 
 
