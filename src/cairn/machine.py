@@ -1,7 +1,9 @@
 """What this process may use of its machine: cores, and memory, within the limits of its control groups."""
 
+import mmap
 import os
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -72,6 +74,16 @@ def _text(path: Path) -> str | None:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):
         return None
+
+
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """Private memory of this process, in huge pages where the kernel has them: it is taken as it is first written to,
+    and the first write to a small page takes longer than to copy it. Raises OSError or OverflowError as `mmap`."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
+        with suppress(OSError):  # a kernel without them: small pages do as well
+            memory.madvise(advice)
+    return memory
 
 
 def _number(path: Path) -> int | None:

@@ -14,6 +14,23 @@ from cairn.kernels.cpu import huge_pages
 from cairn.kernels.cpu.huge_pages import PassingMemory, WeightMemory
 
 
+@pytest.fixture
+def regions(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[mmap.mmap]]:
+    """Those that are mapped from now on."""
+    regions: list[weakref.ref[mmap.mmap]] = []
+
+    class Mapped(mmap.mmap):
+        pass
+
+    def mapped(*args: int, **options: int) -> Mapped:
+        region = Mapped(*args, **options)
+        regions.append(weakref.ref(region))
+        return region
+
+    monkeypatch.setattr(mmap, "mmap", mapped)
+    return regions
+
+
 def test_tensors_share_a_region_and_do_not_overlap() -> None:
     memory = WeightMemory()
     tensors = [memory.empty((i, 3), torch.bfloat16) for i in range(1, 50)] + [memory.empty((7,), torch.int32)]
@@ -34,18 +51,7 @@ def test_what_does_not_fit_begins_another_region(monkeypatch: pytest.MonkeyPatch
     assert (small == 1).all() and (large == 2).all() and large.data_ptr() % (2 << 20) == 0
 
 
-def test_a_region_goes_with_its_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    regions: list[weakref.ref[mmap.mmap]] = []
-
-    class Mapped(mmap.mmap):
-        pass
-
-    def mapped(*args: int, **options: int) -> Mapped:
-        region = Mapped(*args, **options)
-        regions.append(weakref.ref(region))
-        return region
-
-    monkeypatch.setattr(huge_pages.mmap, "mmap", mapped)
+def test_a_region_goes_with_its_last_tensor(regions: list[weakref.ref[mmap.mmap]]) -> None:
     memory = WeightMemory()
     first, second = memory.empty((10,), torch.int8), memory.empty((20,), torch.int8)
     del memory, first
@@ -70,18 +76,9 @@ def test_what_passes_is_lent_again_when_nothing_is_in_it() -> None:
     assert (second == 2).all()
 
 
-def test_what_passes_and_is_too_small_for_the_next_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    regions: list[weakref.ref[mmap.mmap]] = []
-
-    class Mapped(mmap.mmap):
-        pass
-
-    def mapped(*args: int, **options: int) -> Mapped:
-        region = Mapped(*args, **options)
-        regions.append(weakref.ref(region))
-        return region
-
-    monkeypatch.setattr(huge_pages.mmap, "mmap", mapped)
+def test_what_passes_and_is_too_small_for_the_next_goes_back(
+    regions: list[weakref.ref[mmap.mmap]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(huge_pages, "_LARGEST_LENT", 8 << 20)
     memory = PassingMemory()
     for size, kept in ((2, [True]), (6, [False, True]), (4, [False, True]), (20, [False, False, False])):

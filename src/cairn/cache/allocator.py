@@ -38,7 +38,7 @@ class BlockAllocator:
         need = blocks.missing_pages(num_tokens, step_end)
         if need == 0 and blocks.copied:
             return []
-        shared = [] if blocks.copied else self._to_copy(sequence, num_tokens)
+        shared = self._to_copy(sequence, num_tokens)
         if not self.checkpoints.make_room(need + len(shared)):
             return None
         copies = [self._copy_on_write(sequence, table, index) for table, index in shared]

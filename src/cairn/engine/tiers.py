@@ -1,11 +1,9 @@
 """The tiers of one engine: from the configuration to stores, threads, a source and a sink. Imports no torch."""
 
 import logging
-import mmap
 import os
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +15,7 @@ from cairn.cache.prefix_cache import PrefixCache
 from cairn.cache.view import TierView
 from cairn.engine.contract import EngineConfig, TierStats
 from cairn.errors import ConfigError
+from cairn.machine import map_memory
 from cairn.scheduler.transfers import Transfers
 from cairn.tiers.announcements import TierEvents
 from cairn.tiers.context import TierContext
@@ -102,13 +101,9 @@ def allocate_arena(num_bytes: int, page_bytes: int) -> PageBytes:
     ConfigError."""
     num_pages = num_bytes // page_bytes
     try:
-        memory = mmap.mmap(-1, num_pages * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = map_memory(num_pages * page_bytes)
     except (OSError, OverflowError) as error:
         raise ConfigError(f"--host-cache-bytes {num_bytes} does not fit into memory: lower it") from error
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        # the first write to a small page takes longer than to copy it
-        with suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(memory, np.uint8).reshape(num_pages, page_bytes)
 
 

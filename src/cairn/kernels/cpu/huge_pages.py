@@ -7,11 +7,12 @@ lines, in a virtual machine in two tables, and does not read beyond it ahead: do
 import math
 import mmap
 import sys
-from contextlib import suppress
 from functools import cache
 
 import torch
 from torch import Tensor
+
+from cairn.machine import map_memory
 
 _HUGE_PAGE = 2 << 20
 _REGION = 64 << 20
@@ -70,8 +71,8 @@ class PassingMemory:
         for number in idle:
             if len(self._regions[number]) >= num_bytes + _HUGE_PAGE:
                 return _aligned(self._regions[number])
-        for number in idle[:1]:
-            del self._regions[number]
+        if idle:
+            del self._regions[idle[0]]
         region = _map_region(num_bytes)
         if num_bytes <= _LARGEST_LENT:
             self._regions.append(region)
@@ -92,11 +93,7 @@ def passing_memory() -> PassingMemory:
 
 def _map_region(num_bytes: int) -> mmap.mmap:
     """So many bytes from a huge page's beginning on."""
-    region = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if (advice := getattr(mmap, "MADV_HUGEPAGE", None)) is not None:
-        with suppress(OSError):  # a kernel without them: small pages do as well
-            region.madvise(advice)
-    return region
+    return map_memory(num_bytes + _HUGE_PAGE)
 
 
 def _aligned(region: mmap.mmap) -> Tensor:
