@@ -107,11 +107,8 @@ class PageTable:
 
     def span(self, start: int, end: int) -> GroupPages:
         """The pages that tokens [start, end) touch, as far as they are here: a copy."""
-        group, first_token = self.group, max(self.first_token, start)
-        if first_token >= end:
-            return GroupPages(group, end, self._pages[:0])
-        pages = self._pages[first_token // group.tokens_per_page : min(self.length, group.pages_for(end))]
-        return GroupPages(group, first_token, pages.copy())
+        part = self.upto(end).span(start, end)
+        return GroupPages(self.group, part.first_token, part.pages.copy())
 
     def whole_pages(self, part: GroupPages) -> GroupPages:
         """The same pages of this table, from the first token on that is the sequence's in the first of them."""
