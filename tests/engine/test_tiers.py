@@ -190,7 +190,8 @@ def test_another_block_size_or_numerics_is_another_folder(tiny_model, tmp_path, 
         assert caplog.text.count("is ignored") == 1 + number
 
 
-def test_a_reader_hits_what_a_writer_wrote(tiny_model, tmp_path, engine):
+def test_a_reader_hits_what_a_writer_wrote(tiny_model, tmp_path, engine, monkeypatch):
+    monkeypatch.setattr("cairn.tiers.files.LOCK_SECONDS", 0.2)
     writer = engine(tiny_model, disk_cache=tmp_path)
     expected = answer(writer.ask(TEXT))
     reader = engine(tiny_model, disk_cache=tmp_path, disk_cache_read_only=True)

@@ -8,7 +8,7 @@ from faulty_files import FaultyFiles
 from tier_entries import IDENTITY
 
 from cairn.errors import ConfigError
-from cairn.tiers.files import Files
+from cairn.tiers.files import LOCK_SECONDS, Files
 from cairn.tiers.folder import check_folder, open_folder
 
 FACTS = {"model_type": "qwen3_5", "dtype": "float32"}
@@ -50,10 +50,32 @@ def test_the_secret_stays(tmp_path, opened):
     assert opened(tmp_path, read_only=True).secret == first.secret
 
 
+class Waits(Files):
+    """Sleeps no time, and releases `lock` at the third sleep."""
+
+    def __init__(self, lock: int | None = None) -> None:
+        self.slept, self.lock_to_release = 0.0, lock
+
+    def sleep(self, seconds):
+        self.slept += seconds
+        if self.lock_to_release is not None and self.slept > 2 * seconds:
+            self.close(self.lock_to_release)
+            self.lock_to_release = None
+
+
+def test_a_server_waits_for_the_one_that_ends(tmp_path, opened, caplog):
+    caplog.set_level("INFO")
+    files = Waits(open_at(tmp_path).lock)
+    assert opened(tmp_path, files=files).lock is not None
+    assert files.lock_to_release is None and caplog.text.count("another process holds it; waiting for 30 s") == 1
+
+
 def test_there_is_one_writer(tmp_path, opened):
     opened(tmp_path)
+    files = Waits()
     with pytest.raises(ConfigError, match=r"another server writes there.*--disk-cache-read-only"):
-        open_at(tmp_path)
+        open_at(tmp_path, files=files)
+    assert files.slept == pytest.approx(LOCK_SECONDS)
     assert opened(tmp_path, read_only=True).lock is None
     assert opened(tmp_path, identity=bytes(32)).lock is not None, "of another model"
 

@@ -1,10 +1,12 @@
 """All that the disk tier asks of the operating system, in one place, so that tests can have it fail.
 
-No method waits for a lock or raises anything but OSError.
+No method raises anything but OSError, and none but `lock` waits for another process.
 """
 
 import fcntl
+import logging
 import os
+import time
 from collections.abc import Sequence
 
 from cairn.tiers.store import PageBytes
@@ -14,6 +16,14 @@ _MOST_BUFFERS = 512
 
 FOLDER_MODE, FILE_MODE = 0o700, 0o600
 """What is cached is what prompts said."""
+
+LOCK_SECONDS = 30.0
+"""How long a server waits for the one that wrote before it. One that was killed holds the lock until the kernel has
+ended its core, which takes as long as a write to a busy disk that has begun."""
+
+_LOCK_PAUSE = 0.1
+
+logger = logging.getLogger(__name__)
 
 
 class Files:
@@ -104,17 +114,32 @@ class Files:
 
     def lock(self, path: str) -> int | None:
         """A descriptor that holds the lock on a file, made if need be, until it is closed or the process ends; None if
-        another one holds it."""
+        another one has held it for LOCK_SECONDS."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, FILE_MODE)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-            return None
+            for attempt in range(round(LOCK_SECONDS / _LOCK_PAUSE)):
+                if self._try_lock(descriptor):
+                    return descriptor
+                if attempt == 0:
+                    logger.info("%s: another process holds it; waiting for %g s at most", path, LOCK_SECONDS)
+                self.sleep(_LOCK_PAUSE)
         except OSError:
             os.close(descriptor)
             raise
-        return descriptor
+        os.close(descriptor)
+        return None
+
+    def sleep(self, seconds: float) -> None:
+        """Between two attempts."""
+        time.sleep(seconds)
+
+    @staticmethod
+    def _try_lock(descriptor: int) -> bool:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 def _rest(group: list[memoryview], count: int) -> list[memoryview]:
