@@ -10,7 +10,7 @@ from cairn.tiers import disk, host, lanes, memory, segments
 from cairn.tiers.disk import _pieces
 from cairn.tiers.files import Files
 from cairn.tiers.host import _runs
-from cairn.tiers.lanes import ThreadLane, busy_time, rest, thread_lanes
+from cairn.tiers.lanes import ThreadLane, busy_time, rest, resting_at_most, thread_lanes
 from cairn.tiers.memory import HostTierMemory
 
 
@@ -90,15 +90,27 @@ class TestRest:
         lane.submit(task).result()
         assert times.slept == pytest.approx([0.04])
 
-    def test_only_what_nobody_waits_for_rests(self, times):
+    def test_a_task_rests_less_where_somebody_waits_for_it(self, lane, times):
+        def task():
+            for most in (2.0, 50.0):
+                with resting_at_most(most):
+                    times.work(0.001)
+                    rest()
+            times.work(0.001)
+            rest()
+
+        lane.submit(task).result()
+        assert times.slept == pytest.approx([0.002, 0.04, 0.04])
+
+    def test_names_are_made_without_a_rest(self, times):
         tier = thread_lanes(lambda: None)
         try:
             assert not any(each.rests for each in (tier.names, tier.copies, tier.reads, tier.writes))
             tier.pace(40.0)
-            assert [each.rests for each in (tier.names, tier.copies, tier.reads, tier.writes)] == [0, 40, 0, 40]
+            assert [each.rests for each in (tier.names, tier.copies, tier.reads, tier.writes)] == [0, 40, 40, 40]
             tier.pace(0.0)
-            assert not tier.copies.rests and not tier.writes.rests
-            wait([each.submit(rest) for each in (tier.copies, tier.writes)])
+            assert not any(each.rests for each in (tier.copies, tier.reads, tier.writes))
+            wait([each.submit(rest) for each in (tier.copies, tier.reads, tier.writes)])
             assert not times.slept
         finally:
             tier.close()
@@ -130,6 +142,20 @@ class TestPieces:
         assert max(sizes) == 3 * PAGE_BYTES and rests.count("disk") == len(sizes) > 7
         assert rests.count("segments") == 20, "one for each page of which a checksum is made"
         assert all(np.array_equal(read_back(store, entry), entry.pages) for entry in entries)
+
+    def test_a_disk_is_read_in_pieces(self, tmp_path, rests):
+        store, entry = disk_store(tmp_path), chunk("a", 1, 7)
+        assert store.write([entry], later()) == 1
+        rests.clear()
+        assert np.array_equal(read_back(store, entry), entry.pages)
+        assert rests == ["disk"] * 3, "3, 3 and 1"
+
+    def test_memory_is_read_page_by_page(self, rests):
+        store, entry = host_store(), chunk("a", 1, 7)
+        assert store.write([entry], later()) == 1
+        rests.clear()
+        assert np.array_equal(read_back(store, entry), entry.pages)
+        assert rests == ["host"] * 7
 
     def test_memory_is_written_to_in_pieces(self, rests):
         store, entries = host_store(), [chunk("a", 1, 7), chunk("a", 2, 2)]

@@ -1,6 +1,7 @@
 """Caches with tiers below them: what the pool has dropped, or a server that is gone had, comes back from there."""
 
 import errno
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -12,8 +13,9 @@ from cairn.cache.audit import audit
 from cairn.cache.layout import AttentionGroup
 from cairn.cache.reasons import Reason
 from cairn.cache.sequence_blocks import Namespace
+from cairn.scheduler.page_source import FetchPlan
 from cairn.scheduler.request import Phase
-from cairn.tiers import demotion
+from cairn.tiers import demotion, promotion
 from cairn.tiers.demotion import Demoter
 from cairn.tiers.disk import DiskStore
 
@@ -107,6 +109,33 @@ class TestPromotion:
         # of what comes after it, three tokens in the place of an answer, no tier knew anything
         assert world.first("longer").lost == {Reason.TIER_SLOW: 200, Reason.REWRITTEN: 3, Reason.NEVER_SEEN: 67}
         assert world.first("longer").reason is Reason.TIER_SLOW
+
+    @pytest.mark.parametrize(
+        ("per_token", "expected"),
+        [(1e6, 1.0), (10.0, 1.0), (0.01, 0.1), (0.0005, 0.005), (None, 40.0)],
+    )
+    def test_a_read_rests_as_long_as_its_request_can_wait(self, tier, per_token, expected, monkeypatch):
+        """A second, or a twentieth of what computing takes, or as long as the lane says where that is less."""
+        rested = list[float]()
+
+        @contextmanager
+        def seen(rests):
+            rested.append(rests)
+            yield
+
+        monkeypatch.setattr(promotion, "resting_at_most", seen)
+        world = TierWorld(**tier)
+        world.answer(PROMPT)
+        world.driver.cache.clear()
+        world.lanes.pace(40.0 if per_token is None else 1e9)
+        world.context.speed.seconds_per_token = per_token or 1e6
+        plans, plan = list[FetchPlan](), world.source.plan
+        monkeypatch.setattr(world.source, "plan", lambda *asked: plans.append(plan(*asked)) or plans[-1])
+        assert world.answer(PROMPT, name="again") == alone(PROMPT, False)
+        assert hit_of(world, "again")[1] == 200
+        busy = plans[-1].num_bytes * promotion._FIRST_RATES[world.context.stores[0].name]
+        assert rested == [pytest.approx(expected if per_token is None else expected / busy)]
+        assert plans[-1].seconds == pytest.approx(promotion.LATENCY_SECONDS + busy * (1 + rested[0]))
 
     def test_a_hit_of_the_pool_is_not_called_slow(self, tier):
         world = TierWorld(**tier)

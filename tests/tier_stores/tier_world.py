@@ -36,6 +36,8 @@ IDENTITY = bytes(range(32))
 class ManualLane:
     """A lane whose tasks are carried out by `run`. `immediate`: as soon as they come."""
 
+    rests = 0.0
+
     def __init__(self, immediate: bool = False) -> None:
         self.immediate = immediate
         self.tasks: deque = deque()
@@ -60,7 +62,7 @@ class ManualLane:
         return number
 
     def pace(self, rests: float) -> None:
-        pass
+        self.rests = rests
 
     def close(self) -> None:
         self.tasks.clear()

@@ -44,8 +44,9 @@ _SEGMENTS = 8
 """Of the largest entry, and what else a folder takes: less would be written anew all the time."""
 
 RESTS = 20.0
-"""How many times as long as they work the threads that write rest, where no core is spare: each takes 5 % of a core at
-most then, and writes some 50 MB/s, about as much as a model of 333 M parameters computes on two cores."""
+"""How many times as long as they work the threads that move bytes rest, where no core is spare: each takes 5 % of a
+core at most then, and writes some 50 MB/s, about as much as a model of 333 M parameters computes on two cores. Readers
+rest less where requests would wait too long for them."""
 
 logger = logging.getLogger(__name__)
 
@@ -143,8 +144,8 @@ class EngineTiers:
         rests: float = 0.0,
     ) -> None:
         """`contents`: the images behind key tokens below 0. `events`: those of the pool. `lanes`: threads, unless
-        given. `at_end`: called last. `rests`: how many times as long as they work threads that write rest while steps
-        are computed."""
+        given. `at_end`: called last. `rests`: how many times as long as they work threads that move bytes rest while
+        steps are computed."""
         self._wake = _Wake()
         self._stores = stores
         self._at_end = at_end
@@ -172,7 +173,7 @@ class EngineTiers:
         self._wake.call = wake
 
     def set_pace(self, *, has_work: bool) -> None:
-        """`has_work`: whether steps are computed, which feel what is written meanwhile."""
+        """`has_work`: whether steps are computed, which feel what is moved meanwhile."""
         if self._rests:
             self.lanes.pace(self._rests if has_work else 0.0)
 

@@ -27,6 +27,8 @@ _IDENTITY = bytes(KEY_BYTES)
 class _AtOnce:
     """A `Lane` whose tasks are done when they have been submitted."""
 
+    rests = 0.0
+
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         future: Future[Result] = Future()
         future.set_result(task())

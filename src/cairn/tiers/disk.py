@@ -104,7 +104,7 @@ class DiskStore(IndexedStore):
     # -- reading -------------------------------------------------------------------------------------------------
 
     def read(self, reads: Sequence[EntryRead], deadline: float) -> bool:
-        began, descriptors, num_bytes = time.perf_counter(), dict[str, int](), 0
+        began, descriptors, num_bytes = busy_time(), dict[str, int](), 0
         try:
             for each in reads:
                 if time.monotonic() > deadline or not self._read_entry(each, descriptors):
@@ -115,11 +115,10 @@ class DiskStore(IndexedStore):
                 self._files.close(descriptor)
             with self._lock:
                 self.counters.read_bytes += num_bytes
-                self.counters.read_seconds += time.perf_counter() - began
+                self.counters.read_seconds += busy_time() - began
         return True
 
     def _read_entry(self, each: EntryRead, descriptors: dict[str, int]) -> bool:
-        page_bytes = self._folder.page_bytes
         for attempt in range(2):
             place = self._place(each.key)
             if place is None:
@@ -128,8 +127,8 @@ class DiskStore(IndexedStore):
             try:
                 if name not in descriptors:
                     descriptors[name] = self._files.open(self._path(name))
-                offset = place.offset + each.first * page_bytes
-                if not self._files.read_into(descriptors[name], each.rows, offset):
+                if not self._read_pages(descriptors[name], place, each):
+                    logger.warning("--disk-cache: %s: an entry is damaged and has been dropped", self._path(name))
                     reason = "damaged"
             except FileNotFoundError:
                 # it may have been written anew since the look at the index
@@ -139,18 +138,25 @@ class DiskStore(IndexedStore):
             except OSError as error:
                 logger.warning("--disk-cache: %s cannot be read: %s", self._path(name), error.strerror)
                 reason = "io_error"
-            numbers = range(each.first, each.first + len(each.rows))
-            if reason is None and any(
-                page_checksum(each.key, number, row) != place.checksums[number]
-                for number, row in zip(numbers, each.rows, strict=True)
-            ):
-                logger.warning("--disk-cache: %s: an entry is damaged and has been dropped", self._path(name))
-                reason = "damaged"
             if reason is None:
                 return True
             self._drop(each.key, place, reason)
             return False
         return False
+
+    def _read_pages(self, descriptor: int, place: EntryPlace, each: EntryRead) -> bool:
+        """Whether they are what was written."""
+        page_bytes = self._folder.page_bytes
+        size = max(1, PIECE_BYTES // page_bytes)
+        for at in range(0, len(each.rows), size):
+            rows, first = each.rows[at : at + size], each.first + at
+            if not self._files.read_into(descriptor, rows, place.offset + first * page_bytes):
+                return False
+            for number, row in enumerate(rows, first):
+                if page_checksum(each.key, number, row) != place.checksums[number]:
+                    return False
+            rest()
+        return True
 
     def _place(self, key: bytes) -> EntryPlace | None:
         with self._lock:
@@ -326,7 +332,6 @@ class DiskStore(IndexedStore):
                 pages = np.empty((facts.num_pages, self._folder.page_bytes), np.uint8)
                 if self._read_entry(EntryRead(facts.key, 0, list(pages)), descriptors):
                     entries.append(NewEntry(facts, pages))
-                rest()
         finally:
             for descriptor in descriptors.values():
                 self._files.close(descriptor)

@@ -5,10 +5,11 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from typing import Protocol, TypeVar
 
 Result = TypeVar("Result")
@@ -23,7 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class Lane(Protocol):
-    """Carries tasks out, in the order in which they come."""
+    """Carries tasks out, in the order in which they come. `rests`: see `pace`."""
+
+    rests: float
 
     def submit(self, task: Callable[[], Result]) -> "Future[Result]":
         """Have a task carried out some time later. Never waits. Whoever submits bounds how many there are."""
@@ -97,10 +100,11 @@ def give_way() -> None:
 
 
 class _Worker(threading.local):
-    """Each thread's own: its `lane`, None of threads that are no lane's; the seconds that it has `rested`, and its
-    processor's time when it did so last."""
+    """Each thread's own: its `lane`, None of threads that are no lane's; `most`: see `resting_at_most`; the seconds
+    that it has `rested`, and its processor's time when it did so last."""
 
     lane: ThreadLane | None = None
+    most: float = inf
     rested: float = 0.0
     worked: float = 0.0
 
@@ -112,7 +116,7 @@ def rest() -> None:
     """Called between the parts of work that may take long. Where steps compute with all cores, a thread of a lane with
     `rests` above 0 sleeps now so many times as long as it has worked: what is done at once delays one step, as a whole,
     and little by little it goes unnoticed."""
-    rests = 0.0 if _worker.lane is None else _worker.lane.rests
+    rests = 0.0 if _worker.lane is None else min(_worker.lane.rests, _worker.most)
     if not rests:
         _worker.worked = time.thread_time()
         return
@@ -123,6 +127,16 @@ def rest() -> None:
     time.sleep(rests * seconds)
     _worker.rested += time.perf_counter() - began
     _worker.worked = time.thread_time()
+
+
+@contextmanager
+def resting_at_most(rests: float) -> Iterator[None]:
+    """Have `rest` sleep this many times as long as this thread has worked at most, whatever its lane's pace."""
+    _worker.most = rests
+    try:
+        yield
+    finally:
+        _worker.most = inf
 
 
 def busy_time() -> float:
@@ -141,8 +155,8 @@ class TierLanes:
     writes: Lane
 
     def pace(self, rests: float) -> None:
-        """See `Lane.pace`: of those that nobody waits for."""
-        for lane in (self.copies, self.writes):
+        """See `Lane.pace`: of those that move bytes."""
+        for lane in (self.copies, self.reads, self.writes):
             lane.pace(rests)
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ from cairn.scheduler.page_source import (
 from cairn.step import GRID
 from cairn.tiers.context import ORIGINS, TierContext
 from cairn.tiers.digests import PathNames
+from cairn.tiers.lanes import busy_time, resting_at_most
 from cairn.tiers.store import EntryRead, PageBytes, TierStore
 from cairn.transfer.contract import Volume
 from cairn.types import Pages, RequestId
@@ -50,8 +51,14 @@ LEAST_PATIENCE = 0.5
 PIECE_BYTES = 32 << 20
 """Read between two looks at whether anybody still waits."""
 
+PACED_SHARE = 0.05
+"""Of what computing would take: so much longer a read may take to leave the cores to the steps of others."""
+
+PACED_SECONDS = 1.0
+"""Most that it takes longer, however long computing would be."""
+
 _FIRST_RATES: Mapping[str, float] = MappingProxyType({"host": 0.5e-9, "disk": 2e-9})
-"""Seconds a byte, before anything was fetched."""
+"""Seconds a byte, without rests, before anything was fetched."""
 
 _FORGIVENESS = 0.99
 
@@ -90,7 +97,7 @@ class PathReach:
 class _Choice:
     """What is going to be fetched: `chunks` and, if it is not None, `state`, for the first `position` tokens, of which
     `num_saved` would have to be computed otherwise. `tier`: the slowest that it comes from. `reads_pages`: not
-    all keys and values are here."""
+    all keys and values are here. `rests`: see `cairn.tiers.lanes.resting_at_most`."""
 
     position: int
     num_saved: int
@@ -99,13 +106,14 @@ class _Choice:
     state: StatePlace | None
     tier: str
     compute_seconds: float
+    rests: float
     plan: FetchPlan
 
 
 @dataclass(slots=True, eq=False)
 class _OpenFetch:
-    """`future`: whether all has come, and after how many seconds. `cancelled`: nobody waits for it; `ended`: that has
-    been said."""
+    """`future`: whether all has come, and how many seconds it took without rests. `cancelled`: nobody waits for it;
+    `ended`: that has been said."""
 
     choice: _Choice
     future: "Future[float | None] | None" = None
@@ -224,14 +232,19 @@ class TierSource:
         num_bytes = (num_pages + layout.pages_per_checkpoint * (chosen is not None)) * layout.page_bytes
         used = {reach.chunk_stores[number] for number in chunks} | (set() if chosen is None else {chosen.store})
         tier = max((self._context.stores[place].name for place in used), key=lambda name: self._rates[name])
-        seconds = LATENCY_SECONDS + num_bytes * self._rates[tier]
+        busy_seconds = num_bytes * self._rates[tier]
         compute_seconds = (position - sequence.hit) * self._context.speed.seconds_per_token
+        paced_seconds = min(PACED_SHARE * compute_seconds, PACED_SECONDS)
+        rests = min(self._context.lanes.reads.rests, paced_seconds / max(busy_seconds, 1e-9))
+        seconds = LATENCY_SECONDS + busy_seconds * (1 + rests)
         if seconds >= compute_seconds:
             # the scheduler computes it; that it was slow may have been an accident, and one day it is tried again
             self._rates[tier] *= _FORGIVENESS
         plan = FetchPlan(position, num_bytes, seconds, origin=f"the {tier} cache", is_local=True)
         reads_pages = position > sequence.matched
-        return _Choice(position, position - sequence.hit, reads_pages, chunks, chosen, tier, compute_seconds, plan)
+        return _Choice(
+            position, position - sequence.hit, reads_pages, chunks, chosen, tier, compute_seconds, rests, plan
+        )
 
     def start(self, request: FetchRequest, target: FetchTarget) -> FetchId:
         known = self._known.pop(request.request_id)
@@ -268,19 +281,20 @@ class TierSource:
 
     def _read(self, opened: _OpenFetch, order: "Sequence[_Read]") -> float | None:
         """The seconds that it took; None if not all of it has come. For the readers' threads."""
-        began = time.perf_counter()
+        began = busy_time()
         deadline = time.monotonic() + max(LEAST_PATIENCE, opened.choice.compute_seconds)
-        for piece in _pieces(order, PIECE_BYTES // self._context.layout.page_bytes):
-            if opened.cancelled:
-                return None
-            pages = np.concatenate([each.pages for each in piece])
+        with resting_at_most(opened.choice.rests):
+            for piece in _pieces(order, PIECE_BYTES // self._context.layout.page_bytes):
+                if opened.cancelled:
+                    return None
+                pages = np.concatenate([each.pages for each in piece])
 
-            def fill(rows: Sequence[PageBytes], piece: "Sequence[_Read]" = piece) -> bool:
-                return self._fill(piece, rows, deadline)
+                def fill(rows: Sequence[PageBytes], piece: "Sequence[_Read]" = piece) -> bool:
+                    return self._fill(piece, rows, deadline)
 
-            if not self._context.memory.copy_in(pages, fill):
-                return None
-        return time.perf_counter() - began
+                if not self._context.memory.copy_in(pages, fill):
+                    return None
+        return busy_time() - began
 
     def _fill(self, piece: "Sequence[_Read]", rows: Sequence[PageBytes], deadline: float) -> bool:
         by_store: dict[int, list[EntryRead]] = {}
