@@ -213,7 +213,7 @@ LAYOUT = CacheLayout(16, 1000, 1, (AttentionGroup("full", 16),), 100, 5000, 1)
         ({"disk_cache_read_only": True}, r"--disk-cache-read-only: there is no folder"),
         ({"host_cache_bytes": 1 << 20, "enable_prefix_caching": False}, r"--host-cache-bytes: nothing is cached"),
         ({"disk_cache": "x", "mamba_cache_mode": "none"}, r"--disk-cache: nothing is cached"),
-        ({"disk_cache": "x", "tensor_parallel_size": 2}, r"--disk-cache: not with --tensor-parallel-size above 1 yet"),
+        ({"host_cache_bytes": 19_999, "tensor_parallel_size": 2}, r"--host-cache-bytes 19999: one entry takes 20000"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_fix(config, message):

@@ -31,6 +31,7 @@ from cairn.scheduler.page_source import (
 from cairn.step import GRID
 from cairn.tiers.context import ORIGINS, TierContext
 from cairn.tiers.digests import PathNames
+from cairn.tiers.memory import CopyFailed
 from cairn.tiers.store import EntryRead, PageBytes, TierStore
 from cairn.transfer.contract import Volume
 from cairn.types import Pages, RequestId
@@ -112,6 +113,15 @@ class _OpenFetch:
     deadline: float = 0.0
     cancelled: bool = False
     ended: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is written to its pages any more."""
+        assert self.future is not None
+        if not self.future.done() or self.future.cancelled():
+            return self.future.done()
+        error = self.future.exception()
+        return error.is_over if isinstance(error, CopyFailed) else True
 
 
 @dataclass(slots=True)
@@ -301,8 +311,7 @@ class TierSource:
     def events(self) -> list[FetchEvent]:
         now = self._context.clock.now()
         for fetch, opened in list(self._fetches.items()):
-            assert opened.future is not None
-            if opened.future.done():
+            if opened.is_over:
                 del self._fetches[fetch]
                 if not opened.ended:
                     self._events.append(self._end(fetch, opened))
