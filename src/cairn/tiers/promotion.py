@@ -311,15 +311,17 @@ class TierSource:
     def events(self) -> list[FetchEvent]:
         now = self._context.clock.now()
         for fetch, opened in list(self._fetches.items()):
-            if opened.is_over:
-                del self._fetches[fetch]
-                if not opened.ended:
-                    self._events.append(self._end(fetch, opened))
-                self._events.append(TargetFree(fetch))
+            assert opened.future is not None
+            if not opened.ended and opened.future.done():
+                opened.ended = True
+                self._events.append(self._end(fetch, opened))
             elif not opened.ended and now >= opened.deadline:
                 opened.ended = opened.cancelled = True
                 self._slow_down(opened.choice)
                 self._events.append(FetchEnded(fetch, "it takes longer than computing"))
+            if opened.ended and opened.is_over:
+                del self._fetches[fetch]
+                self._events.append(TargetFree(fetch))
         events, self._events = self._events, []
         return events
 
@@ -328,7 +330,7 @@ class TierSource:
         assert future is not None
         seconds = None if future.cancelled() or future.exception() is not None else future.result()
         if opened.cancelled or seconds is None:
-            return FetchEnded(fetch, "aborted" if opened.cancelled else "an entry was gone or damaged")
+            return FetchEnded(fetch, "aborted" if opened.cancelled else "an entry was gone or damaged, or not copied")
         state, num_bytes = choice.state, choice.plan.num_bytes
         rate = max(0.0, seconds - LATENCY_SECONDS) / num_bytes
         self._rates[choice.tier] += (rate - self._rates[choice.tier]) / 4

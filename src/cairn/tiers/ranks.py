@@ -6,9 +6,9 @@
 
     row    [page of rank 0 | page of rank 1 | ...]   a tier's page: that page of all ranks' pools
 
-The rows of each copy are in memory of their own, whose descriptor goes with the orders: a rank that is late never
-touches those of another copy. Records are plain msgpack between processes of one server, which were started together
-from the same version, over a socket that nobody else can reach.
+The rows of a copy are in memory that no other copy has meanwhile, whose descriptor goes with the orders: a rank that is
+late never touches those of another one. Records are plain msgpack between processes of one server, which were started
+together from the same version, over a socket that nobody else can reach.
 
 A rank says that it has carried a plan out before the step counts as applied, and that it has copied before the fetch
 counts as ended: so every rank's copies and steps are in the order that they have on one rank. What a rank does that is
@@ -16,16 +16,17 @@ late can still reach the pages that it was told of: until it answers, or has end
 copy is begun.
 """
 
-import logging
+import errno
 import mmap
 import os
 import socket
 import threading
 import time
+import weakref
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import count
 
@@ -45,14 +46,15 @@ _ROWS_AT = 4096
 
 _MAX_FRAME = 1 << 16
 
-logger = logging.getLogger(__name__)
-
 
 class CopyOrder(msgspec.Struct, frozen=True):
-    """Copy a rank's share of `num_pages` pages, `into_pool` or out of it. `rests`: see `cairn.tiers.lanes.rest`.
-    `deadline`: of `time.monotonic`, which is one clock for all processes; nothing is begun after it."""
+    """Copy a rank's share of `num_pages` pages, `into_pool` or out of it. `slot`, `memory`: the numbers of the memory
+    that has the rows. `rests`: see `cairn.tiers.lanes.rest`. `deadline`: of `time.monotonic`, which is one clock for
+    all processes; nothing is begun after it."""
 
     number: int
+    slot: int
+    memory: int
     num_pages: int
     into_pool: bool
     rests: float
@@ -67,14 +69,19 @@ class CopyEnded(msgspec.Struct, frozen=True):
 
 
 class SharedRows:
-    """Memory of a copy that several processes see: `pages`, int32 [num_pages], and `rows`, uint8 [num_pages,
-    row_bytes]. It goes when nobody has any of it any more."""
+    """What a copy is about, in `memory`, which several processes see: `pages`, int32 [num_pages], and `rows`, uint8
+    [num_pages, row_bytes]. `at_end` is called when nobody has rows any more."""
 
-    def __init__(self, descriptor: int, num_pages: int, row_bytes: int) -> None:
-        memory = mmap.mmap(descriptor, _shared_bytes(num_pages, row_bytes))
-        first = _shared_bytes(num_pages, 0)
+    def __init__(
+        self, memory: mmap.mmap, num_pages: int, row_bytes: int, at_end: Callable[[], object] | None = None
+    ) -> None:
+        first = shared_bytes(num_pages, 0)
         self.pages = np.frombuffer(memory, np.int32, num_pages)
-        self.rows = np.frombuffer(memory, np.uint8, num_pages * row_bytes, first).reshape(num_pages, row_bytes)
+        rows = np.frombuffer(memory, np.uint8, num_pages * row_bytes, first)
+        if at_end is not None:
+            # views refer to it
+            weakref.finalize(rows, at_end).atexit = False
+        self.rows = rows.reshape(num_pages, row_bytes)
 
     def share(self, rank: int, num_ranks: int) -> PageBytes:
         """A rank's part of all rows, shape [num_pages, page_bytes]; each page of it is contiguous."""
@@ -82,21 +89,48 @@ class SharedRows:
         return self.rows.reshape(num_pages, num_ranks, row_bytes // num_ranks)[:, rank]
 
 
-@contextmanager
-def _new_rows(pages: Pages, row_bytes: int) -> Iterator[tuple[SharedRows, int]]:
-    """Rows for `pages`, and their descriptor while the context is open."""
-    descriptor = os.memfd_create("cairn-tier-rows", os.MFD_CLOEXEC)
-    try:
-        os.ftruncate(descriptor, _shared_bytes(len(pages), row_bytes))
-        shared = SharedRows(descriptor, len(pages), row_bytes)
-        shared.pages[:] = pages
-        yield shared, descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _shared_bytes(num_pages: int, row_bytes: int) -> int:
+def shared_bytes(num_pages: int, row_bytes: int) -> int:
+    """That `SharedRows` take."""
     return max(1, -(-4 * num_pages // _ROWS_AT)) * _ROWS_AT + num_pages * row_bytes
+
+
+class _RowMemory:
+    """Memory for rows, by a descriptor that other processes can be given. `slot`: under which they keep it until there
+    is another one; `number`: nobody else's. Raises OSError where there is no more."""
+
+    def __init__(self, slot: int, number: int, num_bytes: int) -> None:
+        self.slot = slot
+        self.number = number
+        self.descriptor = os.memfd_create("cairn-tier-rows", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self.descriptor)
+        os.ftruncate(self.descriptor, num_bytes)
+        self.memory = mmap.mmap(self.descriptor, num_bytes)
+
+
+class _RowMemories:
+    """Memories for the rows of copies, used again and again: the first touch of a page takes many times as long as to
+    copy it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._slots = count()
+        self._numbers = count()
+        self._free: list[_RowMemory] = []
+
+    def open(self, pages: Pages, row_bytes: int) -> tuple[SharedRows, _RowMemory]:
+        """Rows for `pages`, whose memory is no other copy's until nobody has them any more."""
+        num_bytes = shared_bytes(len(pages), row_bytes)
+        with self._lock:
+            fitting = [each for each in self._free if len(each.memory) >= num_bytes]
+            taken = min(fitting or self._free, key=lambda each: len(each.memory), default=None)
+            if taken is not None:
+                self._free.remove(taken)
+        if taken is None or not fitting:
+            slot = next(self._slots) if taken is None else taken.slot
+            taken = _RowMemory(slot, next(self._numbers), 1 << (num_bytes - 1).bit_length())
+        shared = SharedRows(taken.memory, len(pages), row_bytes, partial(self._free.append, taken))
+        shared.pages[:] = pages
+        return shared, taken
 
 
 def _copy_out(memory: TierMemory, pages: Pages, share: PageBytes) -> None:
@@ -123,7 +157,7 @@ class _Follower:
         self.name = f"rank {rank}"
         self._connection = connection
         self._lock = threading.Lock()
-        self._open: dict[int, tuple[Future[str], float]] = {}
+        self._open: dict[int, tuple[Future[str], float, SharedRows]] = {}
         self._has_ended = False
         self._thread = threading.Thread(target=self._receive, name=f"cairn-tier-rank-{rank}", daemon=True)
         self._thread.start()
@@ -133,13 +167,13 @@ class _Follower:
         """Whether it still owes a copy whose time is over."""
         now = time.monotonic()
         with self._lock:
-            return any(deadline < now for _, deadline in self._open.values())
+            return any(deadline < now for _, deadline, _ in self._open.values())
 
-    def send(self, order: CopyOrder, descriptor: int) -> "Future[str]":
-        """Why it could not be done, empty when it has been. Never waits."""
+    def send(self, order: CopyOrder, shared: SharedRows, descriptor: int) -> "Future[str]":
+        """Why it could not be done, empty when it has been. Never waits. `shared` is kept until then."""
         future: Future[str] = Future()
         with self._lock:
-            self._open[order.number] = future, order.deadline
+            self._open[order.number] = future, order.deadline, shared
             if self._has_ended:
                 self._end(order.number, f"{self.name} has ended")
                 return future
@@ -177,8 +211,10 @@ class _Follower:
 
     def _end(self, number: int, failure: str) -> None:
         """To be called with the lock."""
-        future, _ = self._open.pop(number, (None, 0.0))
-        if future is not None:
+        opened = self._open.pop(number, None)
+        if opened is not None:
+            future = opened[0]
+            del opened  # whoever waits may open rows at once
             future.set_result(failure)
 
 
@@ -199,19 +235,20 @@ class RankedTierMemory:
         self._num_ranks = 1 + len(connections)
         self._row_bytes = page_bytes * self._num_ranks
         self._numbers = count(1)
+        self._memories = _RowMemories()
 
     def copy_out(self, pages: Pages) -> PageBytes:
         self._check()
-        with _new_rows(pages, self._row_bytes) as (shared, descriptor):
-            self._copy(shared, descriptor, partial(_copy_out, self._memory), into_pool=False)
+        shared, memory = self._memories.open(pages, self._row_bytes)
+        self._copy(shared, memory, partial(_copy_out, self._memory), into_pool=False)
         return shared.rows
 
     def copy_in(self, pages: Pages, fill: Callable[[Sequence[PageBytes]], bool]) -> bool:
         self._check()
-        with _new_rows(pages, self._row_bytes) as (shared, descriptor):
-            if not fill(list(shared.rows)):
-                return False
-            self._copy(shared, descriptor, partial(_copy_in, self._memory), into_pool=True)
+        shared, memory = self._memories.open(pages, self._row_bytes)
+        if not fill(list(shared.rows)):
+            return False
+        self._copy(shared, memory, partial(_copy_in, self._memory), into_pool=True)
         return True
 
     def close(self) -> None:
@@ -220,12 +257,13 @@ class RankedTierMemory:
             follower.close()
 
     def _copy(
-        self, shared: SharedRows, descriptor: int, copy_share: Callable[[Pages, PageBytes], None], *, into_pool: bool
+        self, shared: SharedRows, memory: _RowMemory, copy_share: Callable[[Pages, PageBytes], None], *, into_pool: bool
     ) -> None:
         """By all ranks at once."""
-        deadline = time.monotonic() + self._seconds
-        order = CopyOrder(next(self._numbers), len(shared.pages), into_pool, current_rests(), deadline)
-        copies, error = [follower.send(order, descriptor) for follower in self._followers], None
+        number, num_pages, deadline = next(self._numbers), len(shared.pages), time.monotonic() + self._seconds
+        order = CopyOrder(number, memory.slot, memory.number, num_pages, into_pool, current_rests(), deadline)
+        copies = [follower.send(order, shared, memory.descriptor) for follower in self._followers]
+        error: Exception | None = None
         try:
             copy_share(shared.pages, shared.share(0, self._num_ranks))
         except Exception as raised:
@@ -254,6 +292,7 @@ class TierServant:
         self._row_bytes = page_bytes * num_ranks
         self._rank = rank
         self._num_ranks = num_ranks
+        self._memories: dict[int, tuple[int, mmap.mmap]] = {}
         # nobody waits for what is copied out
         self._lanes = {
             False: ThreadLane("cairn-tier-out", self._wake_nobody, nice=LOW_PRIORITY),
@@ -261,37 +300,58 @@ class TierServant:
         }
 
     def serve(self, connection: socket.socket) -> None:
-        """Until the other end closes. Raises OSError and msgspec.DecodeError, which mean that rank 0 has a fault."""
+        """Until the other end closes."""
         decoder = msgspec.msgpack.Decoder(CopyOrder)
         while True:
             frame, descriptors, _, _ = socket.recv_fds(connection, _MAX_FRAME, 1)
             if not frame:
                 return
             order = decoder.decode(frame)
+            try:
+                memory = self._find_memory(order, descriptors)
+            except OSError as error:
+                self._answer(connection, order, f"no memory for rows: {error.strerror}")
+                continue
             lane = self._lanes[order.into_pool]
             lane.pace(order.rests)
-            lane.submit(partial(self._carry_out, connection, order, descriptors[0]))
+            lane.submit(partial(self._carry_out, connection, order, memory))
 
     def close(self) -> None:
         """Begin no further copy."""
         for lane in self._lanes.values():
             lane.close()
 
-    def _carry_out(self, connection: socket.socket, order: CopyOrder, descriptor: int) -> None:
+    def _find_memory(self, order: CopyOrder, descriptors: Sequence[int]) -> mmap.mmap:
+        """Raises OSError. `descriptors`: one, or none where this process has no room for it."""
+        number, memory = self._memories.get(order.slot, (None, None))
+        try:
+            if memory is None or number != order.memory:
+                if not descriptors:
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                memory = mmap.mmap(descriptors[0], os.fstat(descriptors[0]).st_size)
+                self._memories[order.slot] = order.memory, memory
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+        return memory
+
+    def _carry_out(self, connection: socket.socket, order: CopyOrder, memory: mmap.mmap) -> None:
         failure = ""
         try:
-            self._copy(order, descriptor)
+            self._copy(order, memory)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
-        finally:
-            os.close(descriptor)
+        self._answer(connection, order, failure)
+
+    @staticmethod
+    def _answer(connection: socket.socket, order: CopyOrder, failure: str) -> None:
         with suppress(OSError):  # rank 0 may have ended
             connection.send(msgspec.msgpack.encode(CopyEnded(order.number, failure)))
 
-    def _copy(self, order: CopyOrder, descriptor: int) -> None:
+    def _copy(self, order: CopyOrder, memory: mmap.mmap) -> None:
         if time.monotonic() > order.deadline:
             raise CopyFailed("it was too late to begin")
-        shared = SharedRows(descriptor, order.num_pages, self._row_bytes)
+        shared = SharedRows(memory, order.num_pages, self._row_bytes)
         copy_share = _copy_in if order.into_pool else _copy_out
         copy_share(self._memory, shared.pages, shared.share(self._rank, self._num_ranks))
 
