@@ -176,3 +176,12 @@ def test_what_cannot_be_is_refused_with_the_fix(config, message):
 
 def test_the_largest_entry_is_a_state_with_its_tail():
     assert least_bytes(LAYOUT) == (6 + 4) * 1000
+
+
+def test_the_layout_of_all_ranks_has_the_pages_of_one():
+    """Each as large as those of all together, also where a checkpoint ends within a page."""
+    layout = CacheLayout(16, 1000, 2, (AttentionGroup("full", 16),), 101, 5000, 4)
+    three = layout.of_ranks(3)
+    assert (three.page_bytes, three.checkpoint_bytes) == (3000, 3 * 5101)
+    assert (three.pages_per_checkpoint, three.pages_for(100)) == (layout.pages_per_checkpoint, layout.pages_for(100))
+    assert three.bytes_per_token == 3 * layout.bytes_per_token and layout.of_ranks(1) == layout
