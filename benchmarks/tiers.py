@@ -1,6 +1,6 @@
 """The time to the first token from the tiers below the pool, beside computing, and what a tier's disk carries.
 
-    python -m benchmarks.tiers MODEL [--lengths 8192,32000] [--folder DIR] [--json FILE] [--seed N]
+    python -m benchmarks.tiers MODEL [--lengths 8192,32000] [--ranks N] [--folder DIR] [--json FILE] [--seed N]
 
 A real server with both tiers is asked over HTTP, one request at a time, for prompts of random tokens:
   computed   nothing is cached
@@ -101,7 +101,8 @@ def plain_speeds(folder: Path) -> dict[str, float]:
 
 @contextmanager
 def served(arguments: argparse.Namespace, folder: Path, name: str, *flags: str) -> Iterator[Server]:
-    command = serve_command(arguments.model, "--disk-cache", str(folder / "cache"), *flags)
+    flags = ("--tensor-parallel-size", str(arguments.ranks), "--disk-cache", str(folder / "cache"), *flags)
+    command = serve_command(arguments.model, *flags)
     with running(command, folder / f"{name}.log", start_seconds=600) as child:
         yield Server(child)
 
@@ -146,6 +147,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
     parser.add_argument("--lengths", type=lambda text: [int(part) for part in text.split(",")], default=[8192, 32000])
+    parser.add_argument("--ranks", type=int, default=1, help="processes that the model is cut among")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured; a temporary one unless given")
     add_output_flags(parser, with_plot=False)
     arguments = parser.parse_args()

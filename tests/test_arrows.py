@@ -145,6 +145,7 @@ TORCH_MODULES = (
     "cairn.engine.gpu_memory",
     "cairn.engine.kernel_check",
     "cairn.engine.memory_plan",
+    "cairn.engine.ranks.tiers",
     "cairn.engine.ranks.transfer",
     "cairn.engine.tier_memory",
     "cairn.engine.transfers.device_pool",

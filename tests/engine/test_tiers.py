@@ -4,9 +4,9 @@ import re
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
+from tiered_engine import OTHER, TEXT, cached, tiered_engines
 from turned_engine import Engine, answer
 
 from cairn.cache.layout import AttentionGroup, CacheLayout
@@ -14,61 +14,14 @@ from cairn.engine.contract import EngineConfig
 from cairn.engine.tiers import RESTS, allocate_arena, check_tiers, least_bytes
 from cairn.errors import ConfigError
 from cairn.machine import Machine
-from cairn.scheduler.transfers import PrefillSpeed
 from models.covered import TIERS
 from tiers import first
-
-TEXT = tuple(np.random.default_rng(7).integers(20, 4000, 400).tolist())
-OTHER = tuple(np.random.default_rng(8).integers(20, 4000, 400).tolist())
-
-
-class TieredEngine(Engine):
-    """Turned until everything is written that is going to be."""
-
-    def run(self) -> None:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            for output in self.core.poll():
-                self.outputs[output.request_id].append(output)
-            if self.core.has_work:
-                self.step()
-            elif not self.state.requests and self.tiers.demoter.is_idle:
-                return self.core.idle()
-            else:
-                time.sleep(0.0005)
-        raise AssertionError("no end in sight")
-
-    @property
-    def tiers(self):
-        return self.core._tiers
-
-    def end(self) -> None:
-        """As at the end of a server."""
-        self.core.write_back()
-        self.core.close()
 
 
 @pytest.fixture
 def engine(monkeypatch):
-    """Makes engines, for which computing takes a second a token, and ends those that are left."""
-    engines = []
-    monkeypatch.setattr(PrefillSpeed, "learn", lambda self, stats: None)
-
-    def make(folder, **config):
-        config = {"exact": False} | config
-        engines.append(TieredEngine(folder, **config))
-        engines[-1].state.transfers.prefill_speed.seconds_per_token = 1.0
-        return engines[-1]
-
-    yield make
-    for each in engines:
-        each.core.close()
-
-
-def cached(outputs) -> tuple[int, int]:
-    """Cached tokens, and those of them that came from below."""
-    report = outputs[-1].cache
-    return report.cached_tokens, report.tier_tokens
+    """See `tiered_engines`."""
+    yield from tiered_engines(monkeypatch)
 
 
 @pytest.mark.parametrize("family", first(1, TIERS.families))
@@ -213,7 +166,7 @@ LAYOUT = CacheLayout(16, 1000, 1, (AttentionGroup("full", 16),), 100, 5000, 1)
         ({"disk_cache_read_only": True}, r"--disk-cache-read-only: there is no folder"),
         ({"host_cache_bytes": 1 << 20, "enable_prefix_caching": False}, r"--host-cache-bytes: nothing is cached"),
         ({"disk_cache": "x", "mamba_cache_mode": "none"}, r"--disk-cache: nothing is cached"),
-        ({"disk_cache": "x", "tensor_parallel_size": 2}, r"--disk-cache: not with --tensor-parallel-size above 1 yet"),
+        ({"host_cache_bytes": 19_999, "tensor_parallel_size": 2}, r"--host-cache-bytes 19999: one entry takes 20000"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_fix(config, message):
@@ -223,3 +176,12 @@ def test_what_cannot_be_is_refused_with_the_fix(config, message):
 
 def test_the_largest_entry_is_a_state_with_its_tail():
     assert least_bytes(LAYOUT) == (6 + 4) * 1000
+
+
+def test_the_layout_of_all_ranks_has_the_pages_of_one():
+    """Each as large as those of all together, also where a checkpoint ends within a page."""
+    layout = CacheLayout(16, 1000, 2, (AttentionGroup("full", 16),), 101, 5000, 4)
+    three = layout.of_ranks(3)
+    assert (three.page_bytes, three.checkpoint_bytes) == (3000, 3 * 5101)
+    assert (three.pages_per_checkpoint, three.pages_for(100)) == (layout.pages_per_checkpoint, layout.pages_for(100))
+    assert three.bytes_per_token == 3 * layout.bytes_per_token and layout.of_ranks(1) == layout

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from real_servers import DEADLINE, REMOTE_DECODE, RealServer, finish, hand_over, settle
 
+from cairn.engine.transfers.kv_transfer import nixl_link
 from cairn.scheduler import tier_lookup
 from cairn.scheduler.transfers import PrefillSpeed
 from doubles.memory_link import MemoryFabric
@@ -69,6 +70,38 @@ def test_a_decode_server_asks_its_own_tiers_first(serve):
     assert last.cache.tier_tokens == len(TEXT) and d.core.stats().tokens.computed_prompt == len(TEXT)
     assert last.cache.received_tokens == 0 and d.core.stats().transfers.received_tokens == 0
     settle(p, d)
+
+
+@pytest.mark.more
+def test_ranks_lease_what_they_read_up_and_take_what_their_own_tiers_have(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.setattr(PrefillSpeed, "learn", lambda self, stats: None)
+    servers = []
+
+    def start(name, link=nixl_link, **config):
+        config = {"tensor_parallel_size": 2, "kv_cache_memory_bytes": 16 << 20} | config
+        servers.append(RealServer(tiny_model, link, name, **config))
+        servers[-1].core._scheduler.state.transfers.prefill_speed.seconds_per_token = 1.0
+        return servers[-1]
+
+    try:
+        before = start("before", None, disk_cache=tmp_path)
+        expected, _ = finish(before, before.submit(TEXT))
+        before.core.write_back()
+        before.close()
+        p, d = start("p", disk_cache=tmp_path), start("d", host_cache_bytes=16 << 20)
+        tokens, last, _ = hand_over(p, d, TEXT)
+        assert tokens == expected and last.cache.received_tokens == len(TEXT)
+        assert p.core.stats().tiers.hit_tokens["disk"] == len(TEXT) and p.core.stats().tokens.computed_prompt == 0
+        settle(p, d)
+        write_all(d)
+        again, last = finish(d, d.submit(TEXT))
+        assert again == expected and last.cache.tier_tokens == len(TEXT)
+        for found, wanted in zip(d.logits[d.count], before.logits[before.count], strict=True):
+            assert np.array_equal(found, wanted)
+        settle(p, d)
+    finally:
+        for server in servers:
+            server.close()
 
 
 @pytest.fixture

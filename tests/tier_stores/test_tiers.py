@@ -1,6 +1,7 @@
 """Caches with tiers below them: what the pool has dropped, or a server that is gone had, comes back from there."""
 
 import errno
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 import numpy as np
@@ -18,6 +19,7 @@ from cairn.scheduler.request import Phase
 from cairn.tiers import demotion, promotion
 from cairn.tiers.demotion import Demoter
 from cairn.tiers.disk import DiskStore
+from cairn.tiers.memory import CopyFailed
 
 PROMPT = [7 * i % 50 for i in range(200)]
 
@@ -212,6 +214,31 @@ class TestPromotion:
         assert not world.driver.scheduler.has_work, "it does not turn in vain"
         self.finish(world)
         assert world.driver.output(slow) == alone(PROMPT, False)
+
+    def test_pages_that_a_rank_may_still_write_to_are_nobodys(self, tier):
+        """Its copy has failed, the request is computed, and what it was to fill comes free when that is over."""
+        world, late = TierWorld(immediate=False, **tier), Future()
+        world.answer(PROMPT)
+        world.driver.cache.clear()
+        name, copy_in = world.driver.submit(PROMPT), world.memory.copy_in
+
+        def fail(pages, fill):
+            raise CopyFailed("a rank is late", [late])
+
+        world.memory.copy_in = fail
+        state = world.driver.scheduler.state
+        while not state.transfers.quarantine:
+            world.driver.scheduler.poll()
+            world.run_lanes()
+        world.memory.copy_in = copy_in
+        world.context.speed.seconds_per_token = 1e-9
+        self.finish(world)
+        assert world.driver.output(name) == alone(PROMPT, False)
+        assert world.first(name).lost == {Reason.TIER_FAILED: 200}
+        assert len(state.transfers.quarantine) == 1
+        late.set_result("too late")
+        world.driver.scheduler.poll()
+        check_end(world)
 
     def test_a_read_that_never_ends_is_given_up(self, tier):
         world = TierWorld(immediate=False, **tier)

@@ -12,7 +12,7 @@ its own convolution channels or, where several heads share B and C, one such gro
 are there where a state is stored in a smaller form than it has while it runs.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from cairn.types import Count, Positive, Size, first_in_reach
 
@@ -92,6 +92,18 @@ class CacheLayout:
         within_reach = [group.pages_for(group.reach) for group in self.groups if group.reach is not None]
         object.__setattr__(self, "is_limited", bool(within_reach))
         object.__setattr__(self, "pages_to_resume", self.pages_per_checkpoint + sum(within_reach) // 2)
+
+    def of_ranks(self, num_ranks: int) -> "CacheLayout":
+        """That of so many ranks together: pages and checkpoints are those of all of them, one rank's behind another's,
+        and there are as many of them."""
+        return replace(
+            self,
+            page_bytes=num_ranks * self.page_bytes,
+            page_units=num_ranks * self.page_units,
+            header_bytes=num_ranks * self.header_bytes,
+            state_bytes=num_ranks * self.state_bytes,
+            state_units=num_ranks * self.state_units,
+        )
 
     @property
     def resumes_anywhere(self) -> bool:

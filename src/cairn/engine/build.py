@@ -38,6 +38,7 @@ from cairn.engine.grammars.vocabulary import grammar_tokenizer
 from cairn.engine.memory_plan import MemoryPlan, choose_max_model_len, count_pages, plan_memory
 from cairn.engine.multimodal_keys import ImageKeys
 from cairn.engine.ranks.runner import load_ranks
+from cairn.engine.ranks.tiers import connect_tiers, tier_service
 from cairn.engine.ranks.transfer import RankSockets, rank_service
 from cairn.engine.ranks.wire import RankConfig, RankService, RankSizes
 from cairn.engine.request_log.log import open_log
@@ -62,6 +63,7 @@ from cairn.scheduler.scheduler import Scheduler
 from cairn.scheduler.speculation import Drafter
 from cairn.scheduler.state import SchedulerConfig
 from cairn.scheduler.transfers import Transfers
+from cairn.tiers.ranks import RankedTierMemory
 from cairn.transfer.digest import layout_hash
 from cairn.transfer.geometry import AttentionUnits, ModelUnits, geometry_of
 from cairn.transfer.planner import staging_pages_for
@@ -208,11 +210,11 @@ def _engine_info(
 
 @dataclass(frozen=True, slots=True)
 class _Ranks:
-    """What carries plans out, and rank 0's own part of it. `sockets`: the ways to the other ranks' links."""
+    """What carries plans out, and rank 0's own part of it. `folder`: where the other ranks' sockets are."""
 
     runner: StepRunner
     local_runner: Runner
-    sockets: RankSockets | None = None
+    folder: Path | None = None
 
 
 def _checked(config: EngineConfig, ranks: _Ranks, num_pages: int, vocab_size: int) -> CheckedRunner:
@@ -244,6 +246,8 @@ def _build_ranks(
     services: tuple[RankService, ...] = ()
     if config.kv_transfer is not None:
         services = (rank_service(config.kv_transfer.host, _model_units(opened)),)
+    if uses_tiers(config):
+        services = (*services, tier_service())
     graphs = None
     if make_graphs is not None and records_decodes(config):
         # By name: the other ranks are processes of their own.
@@ -259,7 +263,7 @@ def _build_ranks(
     with load_ranks(ranks, device) as loaded:
         sizes = sizes or size_up(loaded.available_memory)
         ranked = loaded.allocate(sizes, observe)
-    return _Ranks(ranked, ranked.local_runner, RankSockets(ranked.folder, tp_size) if services else None), sizes
+    return _Ranks(ranked, ranked.local_runner, ranked.folder), sizes
 
 
 def _build_transfer(
@@ -278,10 +282,11 @@ def _build_transfer(
     tp_size = config.tensor_parallel_size
     memory = RankMemory(pool, num_pages, ranks.local_runner.layout, _model_units(opened), tp_size=tp_size)
     content = layout_hash(opened.transfer_facts() | _cache_facts(config, ranks.local_runner.layout))
-    channels = () if ranks.sockets is None else ranks.sockets.channels
+    sockets = None if ranks.folder is None else RankSockets(ranks.folder, tp_size)
+    channels = () if sockets is None else sockets.channels
     transfer = build_transfer(config.kv_transfer, memory, content, clock, make_link=make_link, ranks=channels)
-    if ranks.sockets is not None:
-        transfer.resources.callback(ranks.sockets.close)
+    if sockets is not None:
+        transfer.resources.callback(sockets.close)
     return transfer
 
 
@@ -305,9 +310,13 @@ def _build_tiers(
         # the same bits come of the same instructions alone
         isa = max_cpu_isa(os.environ) or "all"
         facts |= {"computed_by": f"{device.place} {torch.__version__} {torch.backends.cpu.get_cpu_capability()} {isa}"}
-    memory = open_tier_memory(ranks.local_runner.pool, on_host=device.backend is None)
-    make_arena = allocate_pinned if device.is_gpu else allocate_arena
-    has_spare_core = device.is_gpu or torch.get_num_threads() < machine.num_cores()
+    memory, at_end = open_tier_memory(ranks.local_runner.pool, on_host=device.backend is None), None
+    make_arena, num_ranks = allocate_pinned if device.is_gpu else allocate_arena, config.tensor_parallel_size
+    if ranks.folder is not None:
+        memory = ranked = RankedTierMemory(memory, cache.layout.page_bytes, connect_tiers(ranks.folder, num_ranks))
+        # no GPU reaches it itself
+        make_arena, at_end = allocate_arena, ranked.close
+    has_spare_core = device.is_gpu or torch.get_num_threads() * num_ranks < machine.num_cores()
     return build_tiers(
         config,
         facts,
@@ -318,6 +327,7 @@ def _build_tiers(
         image_keys,
         events,
         make_arena,
+        at_end=at_end,
         has_spare_core=has_spare_core,
     )
 

@@ -26,7 +26,7 @@ from cairn.tiers.files import Files
 from cairn.tiers.folder import check_folder, open_folder
 from cairn.tiers.host import HostStore
 from cairn.tiers.index import PathShape
-from cairn.tiers.lanes import TierLanes, give_way, thread_lanes
+from cairn.tiers.lanes import give_way, thread_lanes
 from cairn.tiers.memory import TierMemory
 from cairn.tiers.promotion import TierSource
 from cairn.tiers.segments import ALIGNMENT, FORMAT
@@ -57,7 +57,8 @@ def uses_tiers(config: EngineConfig) -> bool:
 
 
 def check_tiers(config: EngineConfig, layout: CacheLayout) -> None:
-    """Raises ConfigError that names the flag and the fix where tiers were asked for that cannot be."""
+    """Raises ConfigError that names the flag and the fix where tiers were asked for that cannot be. `layout`: of one
+    rank."""
     if config.disk_cache is None:
         for flag, given in (
             ("--disk-cache-bytes", config.disk_cache_bytes is not None),
@@ -70,9 +71,7 @@ def check_tiers(config: EngineConfig, layout: CacheLayout) -> None:
     flag = "--host-cache-bytes" if config.host_cache_bytes else "--disk-cache"
     if not config.enable_prefix_caching or config.mamba_cache_mode == "none":
         raise ConfigError(f"{flag}: nothing is cached: leave it out, or switch the prefix cache on")
-    if config.tensor_parallel_size > 1:
-        raise ConfigError(f"{flag}: not with --tensor-parallel-size above 1 yet: leave one of them out")
-    least = least_bytes(layout)
+    least = least_bytes(layout.of_ranks(config.tensor_parallel_size))
     host_bytes = int(config.host_cache_bytes or 0)
     if 0 < host_bytes < least:
         raise ConfigError(f"--host-cache-bytes {host_bytes}: one entry takes {least}: set more, or 0 for none")
@@ -91,7 +90,7 @@ def check_disk_cache(config: EngineConfig) -> None:
 
 
 def least_bytes(layout: CacheLayout) -> int:
-    """Of the largest entry: a state with the pages that are filed with it, or a chunk."""
+    """Of the largest entry: a state with the pages that are filed with it, or a chunk. `layout`: of all ranks."""
     windows = sum(group.pages_for(group.reach) + 1 for group in layout.groups if group.reach is not None)
     chunk = layout.unlimited_pages_for(stride_of(layout))
     return (layout.pages_per_checkpoint + chunk + windows) * layout.page_bytes
@@ -131,6 +130,7 @@ class EngineTiers:
 
     def __init__(
         self,
+        layout: CacheLayout,
         stores: tuple[TierStore, ...],
         names: EntryNames,
         memory: TierMemory,
@@ -139,24 +139,23 @@ class EngineTiers:
         clock: Clock,
         contents: KeyNames | None = None,
         events: PoolEvents | None = None,
-        lanes: TierLanes | None = None,
         at_end: Callable[[], None] = lambda: None,
         rests: float = 0.0,
     ) -> None:
-        """`contents`: the images behind key tokens below 0. `events`: those of the pool. `lanes`: threads, unless
-        given. `at_end`: called last. `rests`: how many times as long as they work threads that move bytes rest while
-        steps are computed."""
+        """`layout`: of all ranks, whose pages `memory` and `stores` have. `contents`: the images behind key tokens
+        below 0. `events`: those of the pool. `at_end`: called last. `rests`: how many times as long as they work
+        threads that move bytes rest while steps are computed."""
         self._wake = _Wake()
         self._stores = stores
         self._at_end = at_end
         self._closed = False
         self._rests = rests
-        self.lanes = lanes or thread_lanes(self._wake)
+        self.lanes = thread_lanes(self._wake)
         exact = cache.policy.exact
-        context = TierContext(cache.layout, stores, names, memory, self.lanes, clock, transfers.prefill_speed, exact)
+        context = TierContext(layout, stores, names, memory, self.lanes, clock, transfers.prefill_speed, exact)
         announced = None
         if events is not None:
-            announced = TierEvents(stores, cache.layout.block_size, events.blocks, events.publish)
+            announced = TierEvents(stores, layout.block_size, events.blocks, events.publish)
         self.demoter = Demoter(cache, context, contents, announced)
         self.source = TierSource(context)
         cache.observe(self.demoter)
@@ -253,15 +252,21 @@ def build_tiers(
     events: PoolEvents | None = None,
     make_arena: Callable[[int, int], PageBytes] = allocate_arena,
     *,
+    at_end: Callable[[], None] | None = None,
     has_spare_core: bool = True,
 ) -> EngineTiers | None:
-    """None where nothing is kept below. `facts`: what decides which bytes a page of the model has. `make_arena`: memory
-    of the host tier, which a GPU reaches best where it is pinned. `has_spare_core`: one that no step computes with.
-    Raises ConfigError that names the flag."""
+    """None where nothing is kept below. `facts`: what decides which bytes a page of the model has. `memory`: of all
+    ranks. `make_arena`: memory of the host tier, which a GPU reaches best where it is pinned. `at_end`: called when no
+    thread of tiers works any more. `has_spare_core`: one that no step computes with. Raises ConfigError that names the
+    flag."""
     if not uses_tiers(config):
         return None
-    layout, stores = cache.layout, list[TierStore]()
+    num_ranks, stores = config.tensor_parallel_size, list[TierStore]()
+    layout = cache.layout.of_ranks(num_ranks)
     facts = {**facts, "block_size": layout.block_size, "format": FORMAT, "version": __version__}
+    if num_ranks > 1:
+        # how many there are says which share of the model each has
+        facts |= {"tensor_parallel_size": num_ranks}
     identity = layout_hash(facts)
     shape = PathShape.of(layout)
     secret, lock, files = b"", None, Files()
@@ -287,12 +292,15 @@ def build_tiers(
     if not secret:
         secret = os.urandom(KEY_BYTES)
 
-    def release_lock() -> None:
+    def end() -> None:
+        if at_end is not None:
+            at_end()
         if lock is not None:
             files.close(lock)
 
     names = EntryNames.of(layout, identity, secret, give_way)
     return EngineTiers(
+        layout,
         tuple(stores),
         names,
         memory,
@@ -301,7 +309,7 @@ def build_tiers(
         clock,
         contents,
         events,
-        at_end=release_lock,
+        at_end=end,
         rests=0.0 if has_spare_core else RESTS,
     )
 

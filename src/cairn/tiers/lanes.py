@@ -112,11 +112,16 @@ class _Worker(threading.local):
 _worker = _Worker()
 
 
+def current_rests() -> float:
+    """How many times as long as it works this thread is to rest."""
+    return 0.0 if _worker.lane is None else min(_worker.lane.rests, _worker.most)
+
+
 def rest() -> None:
     """Called between the parts of work that may take long. Where steps compute with all cores, a thread of a lane with
     `rests` above 0 sleeps now so many times as long as it has worked: what is done at once delays one step, as a whole,
     and little by little it goes unnoticed."""
-    rests = 0.0 if _worker.lane is None else min(_worker.lane.rests, _worker.most)
+    rests = current_rests()
     if not rests:
         _worker.worked = time.thread_time()
         return

@@ -1,6 +1,7 @@
 """The pool as tiers see it: whole pages, copied out of it and into it beside the steps."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Protocol
 
 import numpy as np
@@ -10,17 +11,31 @@ from cairn.tiers.store import PIECE_BYTES, PageBytes
 from cairn.types import Pages
 
 
+class CopyFailed(Exception):
+    """Pages have not been copied. `copies`: those that still go on. Never leaves the tiers."""
+
+    def __init__(self, text: str, copies: "Iterable[Future[str]]" = ()) -> None:
+        super().__init__(text)
+        self._copies = tuple(copies)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is written for this copy any more."""
+        return all(each.done() for each in self._copies)
+
+
 class TierMemory(Protocol):
-    """The pages of one rank's pool. Its methods are called by the threads of `cairn.tiers.lanes`."""
+    """The pages of a server's pool. Its methods are called by the threads of `cairn.tiers.lanes`."""
 
     def copy_out(self, pages: Pages) -> PageBytes:
         """The bytes of `pages`, which may be named more than once, shape [n, page_bytes]. All steps that have written
-        them have been applied."""
+        them have been applied. Raises CopyFailed."""
         ...
 
     def copy_in(self, pages: Pages, fill: Callable[[Sequence[PageBytes]], bool]) -> bool:
         """Have `fill` write a row of bytes for each of `pages`, which are nobody's, and see to it that steps that are
-        launched from now on read them. What `fill` returns; after False the pages may hold anything."""
+        launched from now on read them. What `fill` returns; after False the pages may hold anything. Raises
+        CopyFailed: then they may be written to until it `is_over`."""
         ...
 
 

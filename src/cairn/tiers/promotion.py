@@ -32,6 +32,7 @@ from cairn.step import GRID
 from cairn.tiers.context import ORIGINS, TierContext
 from cairn.tiers.digests import PathNames
 from cairn.tiers.lanes import busy_time, resting_at_most
+from cairn.tiers.memory import CopyFailed
 from cairn.tiers.store import EntryRead, PageBytes, TierStore
 from cairn.transfer.contract import Volume
 from cairn.types import Pages, RequestId
@@ -120,6 +121,15 @@ class _OpenFetch:
     deadline: float = 0.0
     cancelled: bool = False
     ended: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is written to its pages any more."""
+        assert self.future is not None
+        if not self.future.done() or self.future.cancelled():
+            return self.future.done()
+        error = self.future.exception()
+        return error.is_over if isinstance(error, CopyFailed) else True
 
 
 @dataclass(slots=True)
@@ -316,15 +326,16 @@ class TierSource:
         now = self._context.clock.now()
         for fetch, opened in list(self._fetches.items()):
             assert opened.future is not None
-            if opened.future.done():
-                del self._fetches[fetch]
-                if not opened.ended:
-                    self._events.append(self._end(fetch, opened))
-                self._events.append(TargetFree(fetch))
+            if not opened.ended and opened.future.done():
+                opened.ended = True
+                self._events.append(self._end(fetch, opened))
             elif not opened.ended and now >= opened.deadline:
                 opened.ended = opened.cancelled = True
                 self._slow_down(opened.choice)
                 self._events.append(FetchEnded(fetch, "it takes longer than computing"))
+            if opened.ended and opened.is_over:
+                del self._fetches[fetch]
+                self._events.append(TargetFree(fetch))
         events, self._events = self._events, []
         return events
 
@@ -333,7 +344,7 @@ class TierSource:
         assert future is not None
         seconds = None if future.cancelled() or future.exception() is not None else future.result()
         if opened.cancelled or seconds is None:
-            return FetchEnded(fetch, "aborted" if opened.cancelled else "an entry was gone or damaged")
+            return FetchEnded(fetch, "aborted" if opened.cancelled else "an entry was gone or damaged, or not copied")
         state, num_bytes = choice.state, choice.plan.num_bytes
         rate = max(0.0, seconds - LATENCY_SECONDS) / num_bytes
         self._rates[choice.tier] += (rate - self._rates[choice.tier]) / 4
