@@ -8,22 +8,6 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-__all__ = [
-    "Boundary",
-    "BoundaryKind",
-    "Clock",
-    "Count",
-    "Keys",
-    "ManualClock",
-    "Pages",
-    "Positive",
-    "RequestId",
-    "SamplingParams",
-    "Size",
-    "SystemClock",
-    "first_in_reach",
-]
-
 RequestId = NewType("RequestId", str)
 
 Count = Annotated[int, Meta(ge=0, le=1 << 24)]

@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from cairn.kernels.weight_rows import StoredRows
 
-__all__ = ["Family", "StoredLoader", "TensorLoader"]
-
 
 class TensorLoader(Protocol):
     """Loads a tensor by its name."""

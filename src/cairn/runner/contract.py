@@ -7,8 +7,6 @@ from typing import Protocol
 from cairn.step import StepPlan, StepResult, TokenMasks
 from cairn.types import Keys
 
-__all__ = ["EncoderCounters", "StepRunner"]
-
 
 @dataclass(slots=True)
 class EncoderCounters:

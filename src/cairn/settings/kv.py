@@ -18,18 +18,6 @@ from cairn.setting_types import list_entries
 from cairn.settings.json_flags import parse_json_flag
 from cairn.settings.sources import is_service_link, warn_of_service_link
 
-__all__ = [
-    "KvEventsSettings",
-    "KvTransferExtra",
-    "KvTransferSettings",
-    "free_side_channel_port",
-    "kv_events_settings",
-    "kv_transfer_settings",
-    "peer_names",
-    "read_secret_file",
-    "side_channel",
-]
-
 _ONE_CONNECTOR = "NixlConnector is the only connector; name it"
 _HOST_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_HOST"
 _PORT_VARIABLE = "VLLM_NIXL_SIDE_CHANNEL_PORT"
