@@ -26,7 +26,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale
 from cairn.models.feed_forward import GatedMLPLayer
-from cairn.models.nested_config import INNER_EOS, parts_beside, text_config, text_prefix
+from cairn.models.nested_config import INNER_EOS, is_nested, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import SCALED, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -80,8 +80,8 @@ class Gemma2Config(DecoderConfig):
     rope_scaling: RopeScaling | None = rope_scaling()
     intermediate_size: int = integer(1, MAX_WIDTH, default=9216)
     hidden_activation: str = only("gelu_pytorch_tanh")
+    nested: bool = is_nested()
 
-    nested: ClassVar[bool] = False
     head_norms: ClassVar[tuple[str, ...]] = ()
 
     def rotary(self, kind: str) -> RotarySpec:
@@ -164,20 +164,13 @@ class Gemma3Config(Gemma2Config):
         return RotarySpec(self.head_dim, self.rope_local_base_freq)
 
 
-class NestedGemma3Config(Gemma3Config):
-    """Of a model that also sees."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
-
-
 FAMILIES = (
     Family(model_type="gemma2", architecture="Gemma2ForCausalLM", config=Gemma2Config),
     Family(model_type="gemma3_text", architecture="Gemma3ForCausalLM", config=Gemma3Config),
     Family(
         model_type="gemma3",
         architecture="Gemma3ForConditionalGeneration",
-        config=NestedGemma3Config,
+        config=Gemma3Config,
         ignored_tensors=parts_beside("vision_tower", "multi_modal_projector"),
         flatten=text_config(tied=True),
     ),

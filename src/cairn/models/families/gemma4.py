@@ -8,7 +8,7 @@ also sees and hears the text model alone is served."""
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer, AttentionSizes
@@ -19,7 +19,7 @@ from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NormedMixer, 
 from cairn.models.families.gemma import FULL, KINDS, WINDOWED, softcap
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer, NormedRule
 from cairn.models.layer_inputs import LayerInputLayer, LayerInputsSpec
-from cairn.models.nested_config import INNER_EOS, parts_beside, text_config, text_prefix
+from cairn.models.nested_config import INNER_EOS, is_nested, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, CheckpointOptions, Recipe, by_size
 from cairn.models.rotary import PROPORTIONAL, RopeKind, RopeScaling, RotarySpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -185,8 +185,7 @@ class Gemma4Config(DecoderConfig):
     num_experts: int = integer(1, 1 << 12, when=_has_experts)
     top_k_experts: int = integer(1, lambda config: config.num_experts, when=_has_experts)
     moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_experts)
-
-    nested: ClassVar[bool] = False
+    nested: bool = is_nested()
 
     @property
     def max_model_len(self) -> int:
@@ -320,13 +319,6 @@ class Gemma4Config(DecoderConfig):
         return {word: words.count(word) for word in dict.fromkeys(words)}
 
 
-class NestedGemma4Config(Gemma4Config):
-    """Of a model that also sees and hears."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gemma4UnifiedConfig(Gemma4Config):
     """Of the model with one encoder of all that is not text: without experts and inputs of layers."""
@@ -337,38 +329,31 @@ class Gemma4UnifiedConfig(Gemma4Config):
     enable_moe_block: bool = custom(lambda fields, name, config: False, default=False, fact=False)
 
 
-class NestedGemma4UnifiedConfig(Gemma4UnifiedConfig):
-    """Of a model that also sees and hears."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
-
-
 _OTHERS = parts_beside(
     "vision_tower", "audio_tower", "embed_vision", "embed_audio", "vision_embedder", "audio_embedder"
 )
 
 
-def _families(name: str, architecture: str, alone: type[Gemma4Config], inside: type[Gemma4Config]) -> Iterator[Family]:
+def _families(name: str, architecture: str, config: type[Gemma4Config]) -> Iterator[Family]:
     """Of the text model, and of the one that it is a part of."""
     yield Family(
         model_type=f"{name}_text",
         architecture=f"{architecture}ForCausalLM",
-        config=alone,
+        config=config,
         flatten=lambda raw: Fields(_with_positions(raw)),
     )
     yield Family(
         model_type=name,
         architecture=f"{architecture}ForConditionalGeneration",
-        config=inside,
+        config=config,
         ignored_tensors=_OTHERS,
         flatten=_nested,
     )
 
 
 FAMILIES = (
-    *_families("gemma4", "Gemma4", Gemma4Config, NestedGemma4Config),
-    *_families("gemma4_unified", "Gemma4Unified", Gemma4UnifiedConfig, NestedGemma4UnifiedConfig),
+    *_families("gemma4", "Gemma4", Gemma4Config),
+    *_families("gemma4_unified", "Gemma4Unified", Gemma4UnifiedConfig),
 )
 
 _FINAL = 10.0

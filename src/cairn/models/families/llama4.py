@@ -6,7 +6,7 @@ length is a hit. Of a checkpoint that also sees the text model alone is served."
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer
@@ -26,7 +26,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import OUTPUT, DecoderSpec, NamedMixer
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer, InputScalingRule
-from cairn.models.nested_config import INNER_EOS, PREFIXES, parts_beside, text_config, text_prefix
+from cairn.models.nested_config import INNER_EOS, PREFIXES, is_nested, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, TemperatureSpec, rope_scaling, rope_theta
 from cairn.models.weight_specs import MixerSpec
@@ -71,8 +71,6 @@ class Llama4Config(DecoderConfig):
     """Defaults are transformers'. `intermediate_size`: of an expert; `intermediate_size_mlp`: of a layer without
     experts; `moe_layers`: those with them; `attention_chunk_size`: 0 in a model without chunks."""
 
-    nested: ClassVar[bool] = False
-
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({CHUNKED: CHUNKED, FULL: FULL}), default=_by_positions)
     kinds_agree: bool = custom(_with_kinds, fact=False)
     vocab_size: int = integer(1, 1 << 24, default=202_048)
@@ -96,6 +94,7 @@ class Llama4Config(DecoderConfig):
     num_local_experts: int = integer(1, 1 << 12, default=16)
     num_experts_per_tok: int = only(1)
     hidden_act: str = only("silu")
+    nested: bool = is_nested()
 
     @property
     def max_model_len(self) -> int:
@@ -155,19 +154,12 @@ class Llama4Config(DecoderConfig):
         return {word: words.count(word) for word in dict.fromkeys(words)}
 
 
-class NestedLlama4Config(Llama4Config):
-    """Of a model that also sees."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
-
-
 FAMILIES = (
     Family(model_type="llama4_text", architecture="Llama4ForCausalLM", config=Llama4Config),
     Family(
         model_type="llama4",
         architecture="Llama4ForConditionalGeneration",
-        config=NestedLlama4Config,
+        config=Llama4Config,
         ignored_tensors=parts_beside("vision_model", "multi_modal_projector"),
         flatten=text_config(tied=False),
     ),

@@ -25,7 +25,7 @@ from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, Dec
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer, SoftmaxRule
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
-from cairn.models.nested_config import INNER_EOS, text_config
+from cairn.models.nested_config import INNER_EOS, is_nested, text_config
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_fields, rope_scaling
 
@@ -104,7 +104,6 @@ class Qwen35Config(DecoderConfig):
     `sliding_window` counts where `use_sliding_window` is true.
     """
 
-    nested: ClassVar[bool] = False
     packed: ClassVar[bool] = False
 
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({DELTA: DELTA, FULL: FULL}), default=_by_interval)
@@ -137,6 +136,7 @@ class Qwen35Config(DecoderConfig):
     attn_output_gate: bool = only(True)
     use_sliding_window: bool = only(False)
     sliding_window: int | None = unread()
+    nested: bool = is_nested()
 
     @property
     def attention(self) -> AttentionSizes:
@@ -241,20 +241,6 @@ class Qwen35MoeConfig(Qwen35Config):
     sparse_layers: tuple[int, ...] = custom(sparse_layers)
 
 
-class NestedQwen35Config(Qwen35Config):
-    """Of a model that also sees."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
-
-
-class NestedQwen35MoeConfig(Qwen35MoeConfig):
-    """Of a model that also sees."""
-
-    __slots__ = ()
-    nested: ClassVar[bool] = True
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Qwen3NextConfig(Qwen35MoeConfig):
     """Qwen3-Next's tensors and positions."""
@@ -265,7 +251,7 @@ class Qwen3NextConfig(Qwen35MoeConfig):
     norm_topk_prob: bool = boolean(default=True, when=_has_sparse)
 
 
-def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> Family:
+def _family(model_type: str, architecture: str, config: type[Qwen35Config], *, nested: bool = False) -> Family:
     return Family(
         model_type=model_type,
         architecture=architecture,
@@ -273,15 +259,15 @@ def _family(model_type: str, architecture: str, config: type[Qwen35Config]) -> F
         float32_tensors=("A_log", "dt_bias"),
         # Multi-token prediction may not be served; the vision tower is loaded by itself, where there are images to see.
         ignored_tensors=("mtp.", "model.visual."),
-        flatten=text_config(tied=False) if config.nested else Fields,
+        flatten=text_config(tied=False) if nested else Fields,
         reads_images=True,
     )
 
 
 FAMILIES = (
-    _family("qwen3_5", "Qwen3_5ForConditionalGeneration", NestedQwen35Config),
+    _family("qwen3_5", "Qwen3_5ForConditionalGeneration", Qwen35Config, nested=True),
     _family("qwen3_5_text", "Qwen3_5ForCausalLM", Qwen35Config),
-    _family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", NestedQwen35MoeConfig),
+    _family("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration", Qwen35MoeConfig, nested=True),
     _family("qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", Qwen35MoeConfig),
     _family("qwen3_next", "Qwen3NextForCausalLM", Qwen3NextConfig),
 )
