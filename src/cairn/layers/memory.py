@@ -113,8 +113,9 @@ class RecurrentLayer:
     state: "Tensor"
 
 
-FoldLayer = Callable[["Tensor", "Batch", "Memory"], None]
-"""Takes the states of a recurrent layer on by the tokens of a fold batch: see `Memory.keep_inputs`."""
+FoldLayer = Callable[["Tensor", "Batch", "Memory"], object]
+"""Takes the states of a recurrent layer on by the tokens of a fold batch: see `Memory.keep_inputs`. What it gives is of
+no use."""
 
 
 class Memory(Protocol):
