@@ -157,7 +157,7 @@ EXPORTED = {
     "cairn.runner.contract": "EncoderCounters StepRunner",
     "cairn.runner.runner": "Observe Runner",
     "cairn.models.contract": "Family StoredLoader TensorLoader",
-    "cairn.models.families": "FAMILIES family_of",
+    "cairn.models.families": "FAMILIES FAMILY_RECIPES family_of",
     "cairn.models.registry": "OpenModel open_model",
     "cairn.replay.bounds": "footprint_bytes unlimited_hits",
     "cairn.replay.command": "POLICIES add_replay_flags run_replay",
