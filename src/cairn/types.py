@@ -92,7 +92,6 @@ class Clock(Protocol):
 
     def now(self) -> float:
         """Seconds since an arbitrary start, never going backwards."""
-        ...
 
 
 class SystemClock:

@@ -46,7 +46,6 @@ class Router(Protocol):
 
     def __call__(self, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
         """[rows, hidden] -> (input [rows, hidden], topk_ids int64, topk_weights float32), the latter [rows, top_k]."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
