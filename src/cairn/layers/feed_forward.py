@@ -136,9 +136,9 @@ class SharedExpert:
 class MixtureOfExperts:
     """Routed experts, and one shared expert if there is any.
 
-    A rank has all experts with a share of their inner channels, packed. `form`: of the routed ones, `experts` of the
-    kernels or one with its operands, by which `up` is [E, 2 * inner, in] with the gate first, or [E, inner, in] without
-    one. `down` [E, in, inner]. The routed experts work in a latent space where `to_latent` and `from_latent` are given;
+    A rank has all experts with a share of their inner channels, packed. `form`: of the routed ones, `Kernels.experts`
+    or one with its operands, by which `up` is [E, 2 * inner, in] with the gate first, or [E, inner, in] without one.
+    `down` [E, in, inner]. The routed experts work in a latent space where `to_latent` and `from_latent` are given;
     `from_latent` is applied to the rank's partial sum, which needs one sum over ranks less than the other order, so its
     bias is rank 0's alone.
     """

@@ -217,7 +217,6 @@ class Runner(StepRunner):
         return step
 
     def drafts(self, step: int) -> Mapping[int, Keys]:
-        """See `StepRunner`."""
         plan = self._launched[-1].plan
         assert plan.step == step, f"step {step} is not the one that was launched last"
         return {row.slot: row.tokens[1:] for row in plan.verifies if row.slot in self._drafted}

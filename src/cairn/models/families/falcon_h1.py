@@ -66,7 +66,6 @@ class FalconH1Config(Mamba2Config):
         return replace(self.mamba2, out_bias=self.projectors_bias, normed=self.mamba_rms_norm)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
             layers=tuple(self._layers()),
@@ -92,7 +91,6 @@ class FalconH1Config(Mamba2Config):
             yield f"{name}.pre_ff_layernorm", ScaledMixer(mlp, of_mlp)
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         return {"Mamba2 beside attention with MLP": self.num_hidden_layers}
 
 

@@ -130,7 +130,6 @@ class Gemma2Config(DecoderConfig):
             yield f"{name}.pre_feedforward_layernorm", mlp, f"{name}.post_feedforward_layernorm"
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {WINDOWED: "windowed attention with MLP", FULL: "attention with MLP"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 
@@ -158,7 +157,6 @@ class Gemma3Config(Gemma2Config):
         return self.max_position_embeddings
 
     def rotary(self, kind: str) -> RotarySpec:
-        """See `Gemma2Config`."""
         if kind == FULL:
             return RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling)
         return RotarySpec(self.head_dim, self.rope_local_base_freq)

@@ -203,7 +203,6 @@ class Gemma4Config(DecoderConfig):
         return self.mixture("moe_intermediate_size", self.num_experts, self.top_k_experts)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         prefix = text_prefix(stored, nested=self.nested)
         blocks = [tuple(self._block(f"{prefix}.layers", index)) for index in range(len(self.layer_types))]
         firsts = [*(block[0][0] for block in blocks[1:]), f"{prefix}.norm"]
@@ -309,7 +308,6 @@ class Gemma4Config(DecoderConfig):
                 yield f"{prefix}.layers.{index}.self_attn.{part}."
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         kinds = {WINDOWED: "windowed attention", FULL: "attention"}
         forward = "MLP beside mixture of experts" if self.enable_moe_block else "MLP"
         words = [

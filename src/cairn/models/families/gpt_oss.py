@@ -60,7 +60,6 @@ class GptOssConfig(DecoderConfig):
         return self.mixture("intermediate_size", self.num_local_experts, self.num_experts_per_tok)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
             layers=tuple(self._layers(stored)),
@@ -84,7 +83,6 @@ class GptOssConfig(DecoderConfig):
             yield f"{name}.post_attention_layernorm", experts
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {SLIDING: "windowed attention with mixture of experts", FULL: "attention with mixture of experts"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 

@@ -57,7 +57,6 @@ class GraniteConfig(Mamba2Config):
         return self.mixture("intermediate_size", self.num_local_experts, self.num_experts_per_tok)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         return DecoderSpec(
             config=self,
             layers=tuple(self._layers()),
@@ -92,7 +91,6 @@ class GraniteConfig(Mamba2Config):
         )
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         feed_forward = "mixture of experts" if self.num_local_experts else "MLP"
         words = {MAMBA: f"Mamba2 with {feed_forward}", ATTENTION: f"attention with {feed_forward}"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}

@@ -65,7 +65,6 @@ class Lfm2MoeConfig(Lfm2Config):
         )
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         counts = dict[str, int]()
         words = {CONV: "short convolution", ATTENTION: "attention"}
         for index, kind in enumerate(self.layer_types):

@@ -100,7 +100,6 @@ class Lfm3Config(DecoderConfig):
         )
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         layers = tuple(self._layers())
         after = {before: after for before, _, after in layers} if self.use_sandwich_norm else {}
         return DecoderSpec(
@@ -128,7 +127,6 @@ class Lfm3Config(DecoderConfig):
         return AttentionLayer(self.attention, f"{layer}.self_attn", ("q_norm", "k_norm"), rotary=rotary, rule=rule)
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {
             CONV: "short convolution with MLP",
             WINDOWED: "windowed attention with MLP",

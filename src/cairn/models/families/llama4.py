@@ -107,7 +107,6 @@ class Llama4Config(DecoderConfig):
         return self.mixture("intermediate_size", self.num_local_experts, 1)
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         prefix = text_prefix(stored, nested=self.nested)
         outer = "language_model." if prefix == PREFIXES[1] else ""
         return DecoderSpec(
@@ -147,7 +146,6 @@ class Llama4Config(DecoderConfig):
         )
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         attention = {CHUNKED: "chunked attention", FULL: "attention"}
         forward = ("with MLP", "with mixture of experts")
         words = [f"{attention[kind]} {forward[i in self.moe_layers]}" for i, kind in enumerate(self.layer_types)]

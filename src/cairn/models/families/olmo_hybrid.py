@@ -92,7 +92,6 @@ class OlmoHybridConfig(DecoderConfig):
         )
 
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
-        """See `DecoderConfig`."""
         rotary = RotarySpec(self.head_dim, self.rope_theta, scaling=self.rope_scaling) if self.rope_theta else None
         layers = tuple(self._layers(stored))
         # Two of each layer: those of attention come after it and its SwiGLU.
@@ -119,7 +118,6 @@ class OlmoHybridConfig(DecoderConfig):
                 yield second, mlp
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {DELTA: "gated delta net with MLP", FULL: "attention with MLP"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 

@@ -229,7 +229,6 @@ class Qwen35Config(DecoderConfig):
         return norm, mixture
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         words = {DELTA: "gated delta net", FULL: "gated attention"}
         return {word: count for kind, word in words.items() if (count := self.layer_types.count(kind))}
 

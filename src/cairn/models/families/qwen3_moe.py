@@ -59,7 +59,6 @@ class Qwen3MoeConfig(Qwen3Config):
         )
 
     def layer_counts(self) -> dict[str, int]:
-        """See `DecoderConfig`."""
         sparse = len(self.sparse_layers)
         words = {"attention with mixture of experts": sparse, "attention with MLP": len(self.layer_types) - sparse}
         return {word: count for word, count in words.items() if count}
