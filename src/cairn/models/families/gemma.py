@@ -150,11 +150,7 @@ class Gemma3Config(Gemma2Config):
     rope_scaling: RopeScaling | None = rope_scaling(FULL_ROPE)
 
     head_norms: ClassVar[tuple[str, ...]] = ("q_norm", "k_norm")
-
-    @property
-    def max_model_len(self) -> int:
-        """`max_position_embeddings` is the length with scaled positions already, as vLLM takes it."""
-        return self.max_position_embeddings
+    scaling_extends: ClassVar[bool] = False
 
     def rotary(self, kind: str) -> RotarySpec:
         if kind == FULL:

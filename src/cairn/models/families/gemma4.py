@@ -7,8 +7,9 @@ also sees and hears the text model alone is served."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer, AttentionSizes
@@ -120,16 +121,7 @@ def _layer_input_width(fields: Fields, name: str, config: Any) -> int:
     return fields.integer(name, 0, MAX_WIDTH, default=0 if fields.says(name) else 256)
 
 
-def _has_windows(config: Any) -> bool:
-    return WINDOWED in config.layer_types
-
-
-def _has_layer_inputs(config: Any) -> bool:
-    return bool(config.hidden_size_per_layer_input)
-
-
-def _has_experts(config: Any) -> bool:
-    return bool(config.enable_moe_block)
+_HAS_EXPERTS = attrgetter("enable_moe_block")
 
 
 def _fits(fields: Fields, name: str, config: Any) -> bool:
@@ -149,6 +141,8 @@ class Gemma4Config(DecoderConfig):
     layers that see all tokens; `head_dim`, `num_key_value_heads`, `rope_local_base_freq`: of the others.
     `attention_k_eq_v`: the former have no projection of values. `num_kv_shared_layers`: so many last layers read the
     keys and values of the last one of their kind before them. What a model does not have is 0."""
+
+    scaling_extends: ClassVar[bool] = False
 
     layer_types: tuple[str, ...] = layer_kinds(KINDS, default=_by_six)
     ends_full: bool = custom(_ends_full, fact=False)
@@ -170,7 +164,7 @@ class Gemma4Config(DecoderConfig):
     final_logit_softcapping: float | None = softcap(None)
     # Of images' tokens: text is causal.
     use_bidirectional_attention: str | None = only(None, False, "vision")
-    rope_local_base_freq: float = rope_theta(1e4, WINDOWED_ROPE, when=_has_windows)
+    rope_local_base_freq: float = rope_theta(1e4, WINDOWED_ROPE, when=lambda config: WINDOWED in config.layer_types)
     rope_theta: float = rope_theta(1e6, FULL_ROPE)
     rope_scaling: RopeScaling | None = rope_scaling(FULL_ROPE)
     num_kv_shared_layers: int = custom(_sharing)
@@ -179,18 +173,13 @@ class Gemma4Config(DecoderConfig):
     hidden_activation: str = only("gelu_pytorch_tanh")
     hidden_size_per_layer_input: int = custom(_layer_input_width)
     vocab_size_per_layer_input: int = integer(
-        lambda config: config.vocab_size, 1 << 24, default=262_144, when=_has_layer_inputs
+        lambda config: config.vocab_size, 1 << 24, default=262_144, when=attrgetter("hidden_size_per_layer_input")
     )
     enable_moe_block: bool = boolean(default=False)
-    num_experts: int = integer(1, 1 << 12, when=_has_experts)
-    top_k_experts: int = integer(1, lambda config: config.num_experts, when=_has_experts)
-    moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_experts)
+    num_experts: int = integer(1, 1 << 12, when=_HAS_EXPERTS)
+    top_k_experts: int = integer(1, lambda config: config.num_experts, when=_HAS_EXPERTS)
+    moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_HAS_EXPERTS)
     nested: bool = is_nested()
-
-    @property
-    def max_model_len(self) -> int:
-        """`max_position_embeddings`, whatever positions turn by."""
-        return self.max_position_embeddings
 
     @property
     def first_shared(self) -> int:

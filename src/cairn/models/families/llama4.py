@@ -6,7 +6,7 @@ length is a hit. Of a checkpoint that also sees the text model alone is served."
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, ClassVar
 
 from cairn.kernels.attention_rule import AttentionRule
 from cairn.models.attention import AttentionLayer
@@ -71,6 +71,8 @@ class Llama4Config(DecoderConfig):
     """Defaults are transformers'. `intermediate_size`: of an expert; `intermediate_size_mlp`: of a layer without
     experts; `moe_layers`: those with them; `attention_chunk_size`: 0 in a model without chunks."""
 
+    scaling_extends: ClassVar[bool] = False
+
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({CHUNKED: CHUNKED, FULL: FULL}), default=_by_positions)
     kinds_agree: bool = custom(_with_kinds, fact=False)
     vocab_size: int = integer(1, 1 << 24, default=202_048)
@@ -95,11 +97,6 @@ class Llama4Config(DecoderConfig):
     num_experts_per_tok: int = only(1)
     hidden_act: str = only("silu")
     nested: bool = is_nested()
-
-    @property
-    def max_model_len(self) -> int:
-        """`max_position_embeddings` is the length with scaled positions already."""
-        return self.max_position_embeddings
 
     @property
     def experts(self) -> ExpertSizes:

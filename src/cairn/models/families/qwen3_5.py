@@ -4,6 +4,7 @@ images are read with is in `qwen3_5_vision`."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any, ClassVar
 
@@ -14,6 +15,7 @@ from cairn.models.config_schema import (
     Fields,
     boolean,
     custom,
+    has_layers,
     integer,
     layer_kinds,
     only,
@@ -30,6 +32,8 @@ from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_fields, rope_scaling
 
 DELTA, FULL = "linear_attention", "full_attention"
+
+_HAS_DELTA = has_layers(DELTA)
 
 
 def _by_interval(fields: Fields) -> tuple[str, ...]:
@@ -82,16 +86,12 @@ def _normed(fields: Fields, name: str, config: Any) -> bool:
     return fields.boolean(name, default=True)
 
 
-def _has_delta(config: Any) -> bool:
-    return DELTA in config.layer_types
+HAS_SPARSE = attrgetter("sparse_layers")
 
 
-def _has_dense(config: Any) -> bool:
+def has_dense(config: Any) -> bool:
+    """Whether there are layers without a mixture of experts."""
     return len(config.sparse_layers) < len(config.layer_types)
-
-
-def _has_sparse(config: Any) -> bool:
-    return bool(config.sparse_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,18 +119,18 @@ class Qwen35Config(DecoderConfig):
     rope_scaling: RopeScaling | None = rope_scaling(when=HAS_ATTENTION)
     mrope_section: tuple[int, int, int] | None = custom(_mrope_section, default=None, when=HAS_ATTENTION)
     # gated delta net
-    linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=_has_delta)
-    linear_num_value_heads: int = integer(1, MAX_HEADS, when=_has_delta)
-    linear_key_head_dim: int = integer(1, 1 << 12, when=_has_delta)
-    linear_value_head_dim: int = integer(1, 1 << 12, when=_has_delta)
-    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_has_delta)
+    linear_num_key_heads: int = integer(1, MAX_HEADS, divides="linear_num_value_heads", when=_HAS_DELTA)
+    linear_num_value_heads: int = integer(1, MAX_HEADS, when=_HAS_DELTA)
+    linear_key_head_dim: int = integer(1, 1 << 12, when=_HAS_DELTA)
+    linear_value_head_dim: int = integer(1, 1 << 12, when=_HAS_DELTA)
+    linear_conv_kernel_dim: int = integer(2, 64, default=4, when=_HAS_DELTA)
     # MLP and mixture of experts
-    intermediate_size: int = integer(1, MAX_WIDTH, when=_has_dense)
-    num_experts: int = integer(1, 1 << 12, when=_has_sparse)
-    num_experts_per_tok: int = integer(1, lambda config: config.num_experts, when=_has_sparse)
-    moe_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_sparse)
-    shared_expert_intermediate_size: int = integer(1, MAX_WIDTH, when=_has_sparse)
-    norm_topk_prob: bool = custom(_normed, default=True, when=_has_sparse)
+    intermediate_size: int = integer(1, MAX_WIDTH, when=has_dense)
+    num_experts: int = integer(1, 1 << 12, when=HAS_SPARSE)
+    num_experts_per_tok: int = integer(1, lambda config: config.num_experts, when=HAS_SPARSE)
+    moe_intermediate_size: int = integer(1, MAX_WIDTH, when=HAS_SPARSE)
+    shared_expert_intermediate_size: int = integer(1, MAX_WIDTH, when=HAS_SPARSE)
+    norm_topk_prob: bool = custom(_normed, default=True, when=HAS_SPARSE)
     hidden_act: str = only("silu")
     attention_bias: bool = only(False)
     attn_output_gate: bool = only(True)
@@ -247,7 +247,7 @@ class Qwen3NextConfig(Qwen35MoeConfig):
     packed: ClassVar[bool] = True
 
     mrope_section: None = custom(lambda fields, name, config: None, default=None)
-    norm_topk_prob: bool = boolean(default=True, when=_has_sparse)
+    norm_topk_prob: bool = boolean(default=True, when=HAS_SPARSE)
 
 
 def _family(model_type: str, architecture: str, config: type[Qwen35Config], *, nested: bool = False) -> Family:

@@ -4,25 +4,16 @@ hit."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
 
 from cairn.models.config_schema import boolean, custom, integer
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, head_dim_by_hidden_size
 from cairn.models.families import qwen3
 from cairn.models.families.qwen3 import Qwen3Config
-from cairn.models.families.qwen3_5 import sparse_layers
+from cairn.models.families.qwen3_5 import HAS_SPARSE, has_dense, sparse_layers
 from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SoftmaxRule
 from cairn.models.random_weights.recipe import by_size
 from cairn.models.weight_specs import MixerSpec
-
-
-def _has_dense(config: Any) -> bool:
-    return len(config.sparse_layers) < len(config.layer_types)
-
-
-def _has_sparse(config: Any) -> bool:
-    return bool(config.sparse_layers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,11 +22,11 @@ class Qwen3MoeConfig(Qwen3Config):
 
     head_dim: int = integer(1, 1 << 12, default=head_dim_by_hidden_size)
     sparse_layers: tuple[int, ...] = custom(sparse_layers)
-    intermediate_size: int = integer(1, MAX_WIDTH, when=_has_dense)
-    num_experts: int = integer(1, 1 << 12, default=128, names=("num_experts", "num_local_experts"), when=_has_sparse)
-    num_experts_per_tok: int = integer(1, lambda config: config.num_experts, default=8, when=_has_sparse)
-    moe_intermediate_size: int = integer(1, MAX_WIDTH, default=768, when=_has_sparse)
-    norm_topk_prob: bool = boolean(default=False, when=_has_sparse)
+    intermediate_size: int = integer(1, MAX_WIDTH, when=has_dense)
+    num_experts: int = integer(1, 1 << 12, default=128, names=("num_experts", "num_local_experts"), when=HAS_SPARSE)
+    num_experts_per_tok: int = integer(1, lambda config: config.num_experts, default=8, when=HAS_SPARSE)
+    moe_intermediate_size: int = integer(1, MAX_WIDTH, default=768, when=HAS_SPARSE)
+    norm_topk_prob: bool = boolean(default=False, when=HAS_SPARSE)
 
     @property
     def experts(self) -> ExpertSizes:
