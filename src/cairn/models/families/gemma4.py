@@ -18,7 +18,7 @@ from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, EmbeddingScale, NormedMixer, SideBySideMixers
 from cairn.models.families.gemma import FULL, KINDS, WINDOWED, softcap
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer, NormedRule
+from cairn.models.feed_forward import ExpertsLayer, FeedForwardSizes, GatedMLPLayer, NormedRule
 from cairn.models.layer_inputs import LayerInputLayer, LayerInputsSpec
 from cairn.models.nested_config import INNER_EOS, is_nested, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, CheckpointOptions, Recipe, by_size
@@ -186,11 +186,6 @@ class Gemma4Config(DecoderConfig):
         """The first layer that has no keys and values."""
         return len(self.layer_types) - self.num_kv_shared_layers
 
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture."""
-        return self.mixture("moe_intermediate_size", self.num_experts, self.top_k_experts)
-
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         prefix = text_prefix(stored, nested=self.nested)
         blocks = [tuple(self._block(f"{prefix}.layers", index)) for index in range(len(self.layer_types))]
@@ -219,7 +214,7 @@ class Gemma4Config(DecoderConfig):
         if self.enable_moe_block:
             router, experts = f"{name}.router", f"{name}.experts"
             mixture = ExpertsLayer(
-                sizes=self.experts,
+                sizes=self.mixture("moe_intermediate_size", self.num_experts, self.top_k_experts),
                 hidden=self.hidden_size,
                 router=f"{router}.proj",
                 routing=NormedRule(f"{before}_2.weight", f"{router}.scale", f"{router}.per_expert_scale"),

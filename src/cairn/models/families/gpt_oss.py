@@ -12,7 +12,7 @@ from cairn.models.config_schema import MAX_LAYERS, Fields, boolean, integer, lay
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, NamedMixer
-from cairn.models.feed_forward import ClampedExpertsLayer, ExpertSizes
+from cairn.models.feed_forward import ClampedExpertsLayer
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, rope_scaling, rope_theta
 
@@ -54,11 +54,6 @@ class GptOssConfig(DecoderConfig):
     swiglu_limit: float = number(1e-6, 1e6, default=7.0)
     hidden_act: str = only("silu")
 
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture."""
-        return self.mixture("intermediate_size", self.num_local_experts, self.num_experts_per_tok)
-
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         return DecoderSpec(
             config=self,
@@ -73,7 +68,7 @@ class GptOssConfig(DecoderConfig):
             attention = AttentionLayer(self.attention, f"{name}.self_attn", rule=rule, sinks="sinks")
             yield f"{name}.input_layernorm", attention
             experts = ClampedExpertsLayer(
-                sizes=self.experts,
+                sizes=self.mixture("intermediate_size", self.num_local_experts, self.num_experts_per_tok),
                 hidden=self.hidden_size,
                 name=f"{name}.mlp",
                 alpha=self.swiglu_alpha,

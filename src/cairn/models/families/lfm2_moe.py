@@ -10,7 +10,7 @@ from cairn.models.config_schema import boolean, integer, layer_kinds, number
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_WIDTH
 from cairn.models.families.lfm2 import ATTENTION, CONV, Lfm2Config
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SigmoidRule
+from cairn.models.feed_forward import ExpertsLayer, SigmoidRule
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.weight_specs import MixerSpec
 
@@ -40,11 +40,6 @@ class Lfm2MoeConfig(Lfm2Config):
     routed_scaling_factor: float = number(1e-9, 1e6, default=1.0, when=_has_sparse)
     use_expert_bias: bool = boolean(default=True, when=_has_sparse)
 
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture."""
-        return self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok)
-
     def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
         """Experts are published as a tensor for each expert and matrix; programs that keep them as stacks write those,
         too."""
@@ -54,7 +49,7 @@ class Lfm2MoeConfig(Lfm2Config):
         stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
         bias = f"{name}.expert_bias" if self.use_expert_bias else None
         return ExpertsLayer(
-            sizes=self.experts,
+            sizes=self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok),
             hidden=self.hidden_size,
             router=f"{name}.gate",
             routing=SigmoidRule(1, 1, self.routed_scaling_factor, bias, NORM_EPSILON, self.norm_topk_prob),

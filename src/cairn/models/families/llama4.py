@@ -25,7 +25,7 @@ from cairn.models.config_schema import (
 from cairn.models.contract import Family
 from cairn.models.decoder_config import MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import OUTPUT, DecoderSpec, NamedMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, GatedMLPLayer, InputScalingRule
+from cairn.models.feed_forward import ExpertsLayer, GatedMLPLayer, InputScalingRule
 from cairn.models.nested_config import INNER_EOS, PREFIXES, is_nested, parts_beside, text_config, text_prefix
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
 from cairn.models.rotary import RopeScaling, RotarySpec, TemperatureSpec, rope_scaling, rope_theta
@@ -98,11 +98,6 @@ class Llama4Config(DecoderConfig):
     hidden_act: str = only("silu")
     nested: bool = is_nested()
 
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture, without the shared one."""
-        return self.mixture("intermediate_size", self.num_local_experts, 1)
-
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         prefix = text_prefix(stored, nested=self.nested)
         outer = "language_model." if prefix == PREFIXES[1] else ""
@@ -133,7 +128,7 @@ class Llama4Config(DecoderConfig):
             return GatedMLPLayer(self.feed_forward("intermediate_size_mlp"), name)
         experts = f"{name}.experts"
         return ExpertsLayer(
-            sizes=self.experts,
+            sizes=self.mixture("intermediate_size", self.num_local_experts, 1),
             hidden=self.hidden_size,
             router=f"{name}.router",
             routing=InputScalingRule(),

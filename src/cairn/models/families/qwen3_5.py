@@ -25,7 +25,7 @@ from cairn.models.config_schema import (
 from cairn.models.contract import Family
 from cairn.models.decoder_config import HAS_ATTENTION, MAX_HEADS, MAX_WIDTH, DecoderConfig
 from cairn.models.decoder_spec import DecoderSpec, HeadSpec, NamedMixer
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, FeedForwardSizes, GatedMLPLayer, SoftmaxRule
+from cairn.models.feed_forward import ExpertsLayer, GatedMLPLayer, SoftmaxRule
 from cairn.models.gated_delta_net import DeltaNetLayer, DeltaNetSizes
 from cairn.models.nested_config import INNER_EOS, is_nested, text_config
 from cairn.models.random_weights.recipe import LOGIT_STD, Recipe, by_size
@@ -158,16 +158,6 @@ class Qwen35Config(DecoderConfig):
             packed=self.packed,
         )
 
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture, without the shared expert."""
-        return self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok)
-
-    @property
-    def shared(self) -> FeedForwardSizes:
-        """The shared expert, with the gate on its outcome."""
-        return self.feed_forward("shared_expert_intermediate_size", extra_weights=self.hidden_size)
-
     def decoder(self, stored: Collection[str] = ()) -> DecoderSpec:
         """See `DecoderConfig`. Norms are centred, but for the one in the delta net."""
         # A text model that was cut out of one that also sees may be stored under the names that it had there, which
@@ -216,15 +206,16 @@ class Qwen35Config(DecoderConfig):
         if not sparse:
             return norm, GatedMLPLayer(self.feed_forward("intermediate_size"), name)
         experts, shared = f"{name}.experts", f"{name}.shared_expert"
+        sizes = self.feed_forward("shared_expert_intermediate_size", extra_weights=self.hidden_size)
         stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
         mixture = ExpertsLayer(
-            sizes=self.experts,
+            sizes=self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok),
             hidden=self.hidden_size,
             router=f"{name}.gate",
             routing=SoftmaxRule(self.norm_topk_prob),
             experts=experts,
             stacks=stacks if stacks[0] in stored else None,
-            shared=GatedMLPLayer(self.shared, shared, outcome_gate=f"{shared}_gate.weight"),
+            shared=GatedMLPLayer(sizes, shared, outcome_gate=f"{shared}_gate.weight"),
         )
         return norm, mixture
 

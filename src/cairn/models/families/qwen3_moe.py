@@ -11,7 +11,7 @@ from cairn.models.decoder_config import MAX_WIDTH, head_dim_by_hidden_size
 from cairn.models.families import qwen3
 from cairn.models.families.qwen3 import Qwen3Config
 from cairn.models.families.qwen3_5 import HAS_SPARSE, has_dense, sparse_layers
-from cairn.models.feed_forward import ExpertSizes, ExpertsLayer, SoftmaxRule
+from cairn.models.feed_forward import ExpertsLayer, SoftmaxRule
 from cairn.models.random_weights.recipe import by_size
 from cairn.models.weight_specs import MixerSpec
 
@@ -28,11 +28,6 @@ class Qwen3MoeConfig(Qwen3Config):
     moe_intermediate_size: int = integer(1, MAX_WIDTH, default=768, when=HAS_SPARSE)
     norm_topk_prob: bool = boolean(default=False, when=HAS_SPARSE)
 
-    @property
-    def experts(self) -> ExpertSizes:
-        """Of one layer's mixture."""
-        return self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok)
-
     def _feed_forward(self, index: int, name: str, stored: Collection[str]) -> MixerSpec:
         """Experts are published as a tensor for each expert and matrix; programs that keep them as stacks write those,
         too."""
@@ -41,7 +36,7 @@ class Qwen3MoeConfig(Qwen3Config):
         experts = f"{name}.experts"
         stacks = f"{experts}.gate_up_proj", f"{experts}.down_proj"
         return ExpertsLayer(
-            sizes=self.experts,
+            sizes=self.mixture("moe_intermediate_size", self.num_experts, self.num_experts_per_tok),
             hidden=self.hidden_size,
             router=f"{name}.gate",
             routing=SoftmaxRule(self.norm_topk_prob),
