@@ -3,6 +3,7 @@ attention, and behind the first layers' SwiGLU in all others a mixture of them."
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -18,10 +19,6 @@ NORM_EPSILON = 1e-6
 """Added to the sum of a token's rates before they are divided by it."""
 
 
-def _has_dense(config: Any) -> bool:
-    return bool(config.num_dense_layers)
-
-
 def _has_sparse(config: Any) -> bool:
     return bool(len(config.layer_types) > config.num_dense_layers)
 
@@ -32,7 +29,7 @@ class Lfm2MoeConfig(Lfm2Config):
 
     layer_types: tuple[str, ...] = layer_kinds(MappingProxyType({CONV: CONV, ATTENTION: ATTENTION}))
     num_dense_layers: int = integer(0, lambda config: len(config.layer_types), default=2)
-    intermediate_size: int = integer(1, MAX_WIDTH, default=7168, when=_has_dense)
+    intermediate_size: int = integer(1, MAX_WIDTH, default=7168, when=attrgetter("num_dense_layers"))
     moe_intermediate_size: int = integer(1, MAX_WIDTH, default=1792, when=_has_sparse)
     num_experts: int = integer(1, 1 << 12, default=32, when=_has_sparse)
     num_experts_per_tok: int = integer(1, lambda config: config.num_experts, default=4, when=_has_sparse)
