@@ -10,8 +10,8 @@ from cairn.kernels.contract import Weight
 from cairn.kernels.weight_rows import WeightRows, dequantize_rows
 
 
-def pack(weight: Tensor) -> Weight:
-    """See `Kernels.pack`."""
+def pack(weight: Weight) -> Weight:
+    """See `Kernels.pack`, and `Kernels.pack_int4`."""
     return weight
 
 

@@ -5,6 +5,7 @@ Where the contract says float32, a float64 model has float64.
 
 from cairn.kernels.graphs import no_step_graphs as step_graphs
 from cairn.kernels.plain_weights import lays_out, pack, pack_stored, packed_dtype, warm_up
+from cairn.kernels.plain_weights import pack as pack_int4
 from cairn.kernels.reference.attention import attention, write_kv
 from cairn.kernels.reference.checkpoint_files import (
     copy_pages,
@@ -33,7 +34,7 @@ from cairn.kernels.reference.experts import (
     sigmoid_router,
     softmax_router,
 )
-from cairn.kernels.reference.products import build_metadata, embed, linear, lm_head, pack_int4, pack_int8
+from cairn.kernels.reference.products import build_metadata, embed, linear, lm_head, pack_int8
 from cairn.kernels.reference.recurrences import conv, gdn, ssd
 from cairn.kernels.sampling.logits_processors import TorchTokenCounts as token_counts
 from cairn.kernels.sampling.logprobs import compute_logprobs as logprobs

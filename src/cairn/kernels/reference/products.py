@@ -36,11 +36,6 @@ def pack_int8(weight: Tensor) -> RowScaledInt8:
     return RowScaledInt8(numbers.to(torch.int8), scales, weight.dtype)
 
 
-def pack_int4(weight: Int4Weight) -> Int4Weight:
-    """See `Kernels.pack_int4`."""
-    return weight
-
-
 def multiply(weight: Weight, row: Tensor) -> Tensor:
     """weight [out, in], row [in], which is float32 or wider -> [out]."""
     if isinstance(weight, Int4Weight):
